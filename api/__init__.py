@@ -16,7 +16,8 @@ _HOMES = {"Scope": "routing", "WebServer": "serve", "create_app": "app", "serve_
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name when it is first used, so that importing the package alone loads neither FastAPI nor torch."""
+    """Import a public name when it is first used, so that importing the package alone loads
+    neither FastAPI nor torch."""
     if name in _HOMES:
         return getattr(import_module(f".{_HOMES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -46,13 +46,19 @@ _UNBUILT = """<!doctype html>
 
 
 class _Assets(StaticFiles):
-    """Files whose names change with their content: clients may keep them for a year. Until the page is built there are none."""
+    """Files whose names change with their content: clients may keep them for a year.
+
+    Until the page is built there are none."""
 
     async def check_config(self) -> None:
         """Do nothing: a folder that is not there has no files."""
 
     def file_response(
-        self, full_path: str | os.PathLike[str], stat_result: os.stat_result, scope: AsgiScope, status_code: int = 200
+        self,
+        full_path: str | os.PathLike[str],
+        stat_result: os.stat_result,
+        scope: AsgiScope,
+        status_code: int = 200,
     ) -> Response:
         response = super().file_response(full_path, stat_result, scope, status_code)
         response.headers["Cache-Control"] = "public, max-age=31536000, immutable"
@@ -60,7 +66,9 @@ class _Assets(StaticFiles):
 
 
 def install(app: FastAPI, folder: Path = STATIC) -> None:
-    """Serve the page from ``folder``. Besides ``assets/``, only the names that are written here lead to files."""
+    """Serve the page from ``folder``.
+
+    Besides ``assets/``, only the names that are written here lead to files."""
 
     def index(request: Request) -> Response:
         if not (folder / "index.html").is_file():
@@ -75,7 +83,11 @@ def install(app: FastAPI, folder: Path = STATIC) -> None:
 
     app.router.routes.append(Route("/", index))
     app.router.routes.extend(Route(path, icon) for path in OPEN if path not in ("/", "/healthz"))
-    app.mount("/assets", _Assets(directory=folder / "assets", check_dir=False, follow_symlink=False), name="assets")
+    app.mount(
+        "/assets",
+        _Assets(directory=folder / "assets", check_dir=False, follow_symlink=False),
+        name="assets",
+    )
 
 
 # The web application: assembles middleware, routes and the page.
@@ -96,17 +108,27 @@ def create_app(
     :param allowed_hosts: host names that the server answers to, beside those of the loopback.
     :param prefix: the path under which a proxy serves it.
     :param cors: origins whose pages may send requests.
-    :raises InvalidInput: every page of the web might send requests (``*``) and no token is needed; or a token cannot be sent, or can be
-        guessed.
+    :raises InvalidInput: every page of the web might send requests (``*``) and no token is needed;
+        or a token cannot be sent, or can be guessed.
     """
     if "*" in cors and not tokens:
-        raise InvalidInput("--cors '*' lets every page that anybody here has open read everything: name the origins, or give tokens")
+        raise InvalidInput(
+            "--cors '*' lets every page that anybody here has open read everything: name the"
+            " origins, or give tokens"
+        )
     hosts = Hosts(allowed_hosts)
     app = FastAPI(
-        title="datastates", openapi_url=f"{API}/openapi.json", docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=_lifespan
+        title="datastates",
+        openapi_url=f"{API}/openapi.json",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=_lifespan,
     )
     app.state.meter = Meter()
-    app.state.served = {name: Served(name, core_of(repository, name)) for name, repository in repositories.items()}
+    app.state.served = {
+        name: Served(name, core_of(repository, name)) for name, repository in repositories.items()
+    }
     for routes in (
         service.service_routes,
         reading.branch_routes,
@@ -125,16 +147,30 @@ def create_app(
         reading.stats_routes,
         service.event_routes,
     ):
-        app.router.routes.extend(routes.router.routes)  # include_router makes each anew at the first request: 0.2 s
+        # include_router makes each anew at the first request: 0.2 s
+        app.router.routes.extend(routes.router.routes)
     app.router.routes.extend(service.root.router.routes)
     install(app)
     routing.install(app)
-    app.openapi = lambda: document(app)  # type: ignore[method-assign]  # as FastAPI's manual does it
-    app.add_middleware(Gatekeeper, tokens=Tokens(tokens or {}), hosts=hosts, origins=Origins(hosts, cors), prefix=prefix.rstrip("/"))
+    # as FastAPI's manual does it
+    app.openapi = lambda: document(app)  # type: ignore[method-assign]
+    app.add_middleware(
+        Gatekeeper,
+        tokens=Tokens(tokens or {}),
+        hosts=hosts,
+        origins=Origins(hosts, cors),
+        prefix=prefix.rstrip("/"),
+    )
     app.add_middleware(Shield)
     app.add_middleware(Metered, meter=app.state.meter)
     if cors:
-        app.add_middleware(CORSMiddleware, allow_origins=list(cors), allow_methods=["*"], allow_headers=["*"], expose_headers=["ETag"])
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(cors),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["ETag"],
+        )
     return app
 
 

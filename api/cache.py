@@ -1,4 +1,5 @@
-"""What is costly to read of a lineage, and may be some seconds old: it is kept, and renewed in the background."""
+"""What is costly to read of a lineage, and may be some seconds old: it is kept, and renewed in
+the background."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ _logger = logging.getLogger(__name__)
 
 
 class Background:
-    """Runs a task on a thread of its own when asked, unless it is already running. Any thread may use it. ``close`` ends it early."""
+    """Runs a task on a thread of its own when asked, unless it is already running.
+
+    Any thread may use it. ``close`` ends it early."""
 
     def __init__(self, name: str) -> None:
         self._name = f"datastates-{name}"
@@ -63,7 +66,9 @@ class Background:
         with self._lock:
             if task in self._threads or self._closing.is_set():
                 return False
-            thread = threading.Thread(target=self._run, args=(task, work), name=self._name, daemon=True)
+            thread = threading.Thread(
+                target=self._run, args=(task, work), name=self._name, daemon=True
+            )
             self._threads[task] = thread
             thread.start()
         return True
@@ -73,7 +78,8 @@ class Background:
         return task in self._threads
 
     def pacer(self) -> Callable[[], None]:
-        """A function that work in Python calls often: it sleeps so that the work takes ``SHARE`` of the time.
+        """A function that work in Python calls often: it sleeps so that the work takes ``SHARE`` of
+        the time.
 
         :raises Closed: ``close`` was called.
         """
@@ -107,7 +113,8 @@ class Background:
             pass
         except Unavailable as error:  # the database does not answer: the next caller tries again
             _logger.warning("%s failed: %s", self._name, error)
-        except Exception:  # the work may raise anything: nobody waits for it, and the next caller tries again
+        except Exception:
+            # the work may raise anything: nobody waits for it, and the next caller tries again
             _logger.exception("%s failed", self._name)
         finally:
             with self._lock:
@@ -128,11 +135,17 @@ _WAIT_S = 1.0
 class Kept(Generic[Found]):
     """What ``read`` found; for ``fresh_s`` seconds it is not read again. Safe from any thread.
 
-    What takes long takes at most ``SHARE`` of the time: a million states are counted every quarter of a minute, while somebody asks.
+    What takes long takes at most ``SHARE`` of the time: a million states are counted every quarter
+    of a minute, while somebody asks.
     """
 
     def __init__(
-        self, name: str, reading: Callable[[], AbstractContextManager[Session]], read: Callable[[Session], Found], *, fresh_s: float = 0.0
+        self,
+        name: str,
+        reading: Callable[[], AbstractContextManager[Session]],
+        read: Callable[[Session], Found],
+        *,
+        fresh_s: float = 0.0,
     ) -> None:
         self._reading, self._read, self._fresh_s = reading, read, fresh_s
         self._background = Background(name)
@@ -189,17 +202,27 @@ class Restorable:
     """The counts of one repository. Any thread may use it."""
 
     def __init__(self, reading: Callable[[], AbstractContextManager[Session]]) -> None:
-        self._kept = Kept("restorable", reading, lambda session: list(session.execute(_IDS).scalars()), fresh_s=_RESTORABLE_FRESH_S)
+        self._kept = Kept(
+            "restorable",
+            reading,
+            lambda session: list(session.execute(_IDS).scalars()),
+            fresh_s=_RESTORABLE_FRESH_S,
+        )
         self._lock = threading.Lock()
         self._counted: tuple[Skeleton, list[int], Mapping[int, int]] | None = None
 
     def by_node(self, session: Session, skeleton: Skeleton) -> Mapping[int, int] | None:
-        """The count for each node of a skeleton; None if there are too many states to count within a request."""
+        """The count for each node of a skeleton; None if there are too many states to count
+        within a request."""
         ids = self._kept.of(session)
         if len(ids) > _MOST:
             return None
         with self._lock:
-            if self._counted is None or self._counted[0] is not skeleton or self._counted[1] is not ids:
+            if (
+                self._counted is None
+                or self._counted[0] is not skeleton
+                or self._counted[1] is not ids
+            ):
                 self._counted = skeleton, ids, Counter(map(skeleton.node, ids))
             return self._counted[2]
 
@@ -221,8 +244,14 @@ _COUNTED = tuple(field.name for field in fields(detail.Counts))
 class Statistics:
     """The numbers of one repository, which are counted as ``Kept`` says. Safe from any thread."""
 
-    def __init__(self, reading: Callable[[], AbstractContextManager[Session]], bytes_stored: Callable[[], int]) -> None:
-        self._kept = Kept("statistics", reading, lambda session: (detail.count(session), bytes_stored()))
+    def __init__(
+        self,
+        reading: Callable[[], AbstractContextManager[Session]],
+        bytes_stored: Callable[[], int],
+    ) -> None:
+        self._kept = Kept(
+            "statistics", reading, lambda session: (detail.count(session), bytes_stored())
+        )
 
     def of(self, session: Session) -> Stats:
         """The counts as last known; the newest state is always current."""
@@ -260,7 +289,8 @@ class Norms:
             return self._kept.get(uid)
 
     def read(self, uid: str, reader: Reader, on_progress: Callable[[], None]) -> dict[str, float]:
-        """The norms of an open state, read now. ``on_progress`` is called after each MiB or so; an exception from it ends the reading.
+        """The norms of an open state, read now. ``on_progress`` is called after each MiB or so; an
+        exception from it ends the reading.
 
         :raises Corrupt: a chunk fails its digest.
         """
@@ -279,7 +309,8 @@ class Norms:
 
 
 def tensors_of(reader: Reader, norms: dict[str, float] | None) -> list[TensorInfo]:
-    """What the manifest says of each tensor, in tree order; a tied tensor has the bytes of the one it is tied to."""
+    """What the manifest says of each tensor, in tree order; a tied tensor has the bytes of the
+    one it is tied to."""
     specs = specs_of(reader)
     return [
         TensorInfo(
@@ -302,7 +333,10 @@ _FORECASTS_FRESH_S = 2.0
 
 
 class Forecasts:
-    """The forecasts of one repository. Safe from any thread. Computing takes at most ``SHARE`` of the time, however often callers ask."""
+    """The forecasts of one repository.
+
+    Safe from any thread. Computing takes at most ``SHARE`` of the time, however often callers
+    ask."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -319,8 +353,18 @@ class Forecasts:
                 found = self._found = prune(self._core, dry_run=True)
                 now = time.monotonic()
                 self._ends_at = now + max(_FORECASTS_FRESH_S, (now - began) / SHARE)
-        going = tuple(Dropping(each.uid, each.branch, each.step, each.bytes, each.reason) for each in found.dropped[:limit])
-        return Forecast(found.policy, going, len(found.dropped), found.bytes_before, found.bytes_after, found.kept)
+        going = tuple(
+            Dropping(each.uid, each.branch, each.step, each.bytes, each.reason)
+            for each in found.dropped[:limit]
+        )
+        return Forecast(
+            found.policy,
+            going,
+            len(found.dropped),
+            found.bytes_before,
+            found.bytes_after,
+            found.kept,
+        )
 
 
 # Everything that is known of one state, for the API and for ``datastates show --json``.
@@ -330,7 +374,8 @@ _EVER = 2**62  # the log of most states has no line, which is no error
 
 
 def detail_of(session: Session, uid: str, packs: Sequence[PackInfo] = ()) -> StateDetail:
-    """The state of this uid, and everything that refers to it; ``packs`` are the files that it needs here.
+    """The state of this uid, and everything that refers to it; ``packs`` are the files that it
+    needs here.
 
     :raises NotFound: there is no such state.
     """
@@ -342,7 +387,9 @@ def detail_of(session: Session, uid: str, packs: Sequence[PackInfo] = ()) -> Sta
         children=children,
         origins=branches_of(session, [uid, *children]),
         replicas=tuple(replicas_of(session, uid)),
-        packs=tuple(StoredPack(pack.name, pack.size) for pack in sorted(packs, key=lambda pack: pack.name)),
+        packs=tuple(
+            StoredPack(pack.name, pack.size) for pack in sorted(packs, key=lambda pack: pack.name)
+        ),
         run_record=None if state.run is None else runs.get(session, state.run),
         notes=tuple(notes(session, state=uid)),
         added=tuple(reflog(session, uid, before=_EVER)),
@@ -354,7 +401,9 @@ def detail_of(session: Session, uid: str, packs: Sequence[PackInfo] = ()) -> Sta
 
 
 def etag_of_ref(ref: Ref) -> str:
-    """The ETag of a ref. Its version alone would not do: a name that is deleted and made again begins with 1 again."""
+    """The ETag of a ref.
+
+    Its version alone would not do: a name that is deleted and made again begins with 1 again."""
     return f'"{ref.kind}-{ref.version}-{ref.state}"'
 
 

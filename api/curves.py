@@ -1,5 +1,5 @@
-"""Curves of a repository, cached: a branch that grew is read only from where it was before. Metrics that are added to states that
-were captured before make a new version of all curves.
+"""Curves of a repository, cached: a branch that grew is read only from where it was before. Metrics
+that are added to states that were captured before make a new version of all curves.
 """
 
 from __future__ import annotations
@@ -56,15 +56,26 @@ def thin(values: npt.ArrayLike, points: int) -> npt.NDArray[np.intp]:
         return np.pad(array, (0, padding), constant_values=last).reshape(stretches, size)
 
     starts = np.arange(stretches) * size
-    low, high = rows(np.where(is_gap, np.inf, given), np.inf), rows(np.where(is_gap, -np.inf, given), -np.inf)
-    kept = [starts, np.minimum(starts + size, len(given)) - 1, starts + low.argmin(axis=1), starts + high.argmax(axis=1)]
+    low, high = (
+        rows(np.where(is_gap, np.inf, given), np.inf),
+        rows(np.where(is_gap, -np.inf, given), -np.inf),
+    )
+    kept = [
+        starts,
+        np.minimum(starts + size, len(given)) - 1,
+        starts + low.argmin(axis=1),
+        starts + high.argmax(axis=1),
+    ]
     if is_gap.any():
         kept.append(starts + rows(is_gap.astype(np.float64), 0.0).argmax(axis=1))
     return np.unique(np.concatenate(kept))
 
 
-def pool(sums: npt.ArrayLike, counts: npt.ArrayLike, points: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
-    """The means over at most ``points`` stretches, from sums and counts of values: the index where each stretch ends, and its mean.
+def pool(
+    sums: npt.ArrayLike, counts: npt.ArrayLike, points: int
+) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
+    """The means over at most ``points`` stretches, from sums and counts of values: the index where
+    each stretch ends, and its mean.
 
     The mean of no values is NaN.
     """
@@ -91,9 +102,11 @@ _Key = tuple[int, str]  # the version of all curves, and the metric
 
 
 class Shape(StrEnum):
-    """What is kept of a curve with more points than fit: the points that show its extremes, or the means of stretches.
+    """What is kept of a curve with more points than fit: the points that show its extremes, or the
+    means of stretches.
 
-    Extremes show how a single curve behaves. Means serve to average several curves: extremes do not tell how many values lie near them.
+    Extremes show how a single curve behaves. Means serve to average several curves: extremes do not
+    tell how many values lie near them.
     """
 
     EXTREMES = "extremes"
@@ -102,7 +115,9 @@ class Shape(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """The points of a curve that fit: row ids and values, and out of how many points. ``steps`` are set where they are known."""
+    """The points of a curve that fit: row ids and values, and out of how many points.
+
+    ``steps`` are set where they are known."""
 
     ids: list[int]
     values: npt.NDArray[np.float64]
@@ -130,7 +145,8 @@ class Curves:
         shape: Shape = Shape.EXTREMES,
         groups: Mapping[int, Value] | None = None,
     ) -> Series:
-        """Each metric of ``keys`` along the first parents of each head; ``ids`` are the states that ``heads`` name.
+        """Each metric of ``keys`` along the first parents of each head; ``ids`` are the states that
+        ``heads`` name.
 
         :param session: the session to read from.
         :param heads: revisions, as they were given.
@@ -153,10 +169,18 @@ class Curves:
                     kept = self._long(session, id_, versioned, points, shape)
                 else:
                     kept = _short(self._of(session, id_, versioned), points, shape)
-                lines.append(_line(session, head, uids[id_], key, kept, axis, since, (groups or {}).get(id_)))
+                lines.append(
+                    _line(session, head, uids[id_], key, kept, axis, since, (groups or {}).get(id_))
+                )
                 for part in lost.get(head, ()):  # from where it leaves the branch
-                    kept = _short(curve(session, part.id, key, above=(part.after or 1) - 1), points, shape)
-                    gone.append(_line(session, head, part.uid, key, kept, axis, since, (groups or {}).get(id_)))
+                    kept = _short(
+                        curve(session, part.id, key, above=(part.after or 1) - 1), points, shape
+                    )
+                    gone.append(
+                        _line(
+                            session, head, part.uid, key, kept, axis, since, (groups or {}).get(id_)
+                        )
+                    )
         return Series(tuple(lines), tuple(_forks(session, heads, ids)), tuple(gone))
 
     def _long(self, session: Session, head: int, key: _Key, points: int, shape: Shape) -> _Kept:
@@ -165,7 +189,9 @@ class Curves:
             ends, values = pool(found.sums, found.counts, points)
             return _Kept(np.asarray(found.ids)[ends].tolist(), values, found.count)
         kept = thin(found.values, points)
-        return _Kept(np.asarray(found.ids)[kept].tolist(), np.asarray(found.values)[kept], found.count)
+        return _Kept(
+            np.asarray(found.ids)[kept].tolist(), np.asarray(found.values)[kept], found.count
+        )
 
     def _outline_of(self, session: Session, head: int, key: _Key, shape: Shape) -> Outline | Means:
         with self._lock:
@@ -183,7 +209,9 @@ class Curves:
             if found is not None:
                 self._kept.move_to_end((key, head))
                 return found
-            near = [(other, one) for (name, other), one in reversed(self._kept.items()) if name == key][:_TRIED]
+            near = [
+                (other, one) for (name, other), one in reversed(self._kept.items()) if name == key
+            ][:_TRIED]
         above, base, passed = 0, None, None
         for other, one in near:
             met = first_meeting(session, head, other) or 0
@@ -196,18 +224,24 @@ class Curves:
         return made
 
     def _keep(self, key: _Key, head: int, made: Curve, passed: int | None) -> None:
-        """Keep a curve. ``passed`` is a head on the way to this one: its curve is part of this one's and is dropped."""
+        """Keep a curve.
+
+        ``passed`` is a head on the way to this one: its curve is part of this one's and is
+        dropped."""
         with self._lock:
             if passed is not None:
                 self._kept.pop((key, passed), None)
             self._kept[key, head] = made
-            while len(self._kept) > 1 and sum(len(one.ids) for one in self._kept.values()) > _POINTS:
+            while (
+                len(self._kept) > 1 and sum(len(one.ids) for one in self._kept.values()) > _POINTS
+            ):
                 self._kept.popitem(last=False)
 
 
 def _short(found: Curve, points: int, shape: Shape) -> _Kept:
     ids, steps, values = np.asarray(found.ids), np.asarray(found.steps), np.asarray(found.values)
-    order = np.argsort(steps, kind="stable")  # steps fall after a guard's rewind, or when a user restarts the count
+    # steps fall after a guard's rewind, or when a user restarts the count
+    order = np.argsort(steps, kind="stable")
     if shape is Shape.MEANS and len(order) > points:
         is_number = np.isfinite(values[order])
         ends, pooled = pool(np.where(is_number, values[order], 0.0), is_number, points)
@@ -216,14 +250,28 @@ def _short(found: Curve, points: int, shape: Shape) -> _Kept:
     return _Kept(ids[kept].tolist(), values[kept], len(ids), steps[kept])
 
 
-def _line(session: Session, head: str, state: str, key: str, kept: _Kept, axis: Axis, since: float | None, group: Value) -> SeriesLine:
-    """One line of an answer. Where its steps are not known they are read, with the uids, for the points that are shown."""
+def _line(
+    session: Session,
+    head: str,
+    state: str,
+    key: str,
+    kept: _Kept,
+    axis: Axis,
+    since: float | None,
+    group: Value,
+) -> SeriesLine:
+    """One line of an answer.
+
+    Where its steps are not known they are read, with the uids, for the points that are shown."""
     ids, values, xs = kept.ids, kept.values.tolist(), along(session, kept.ids, axis)
     if kept.steps is None:
         named = names_of(session, ids)
         order = sorted(range(len(named)), key=lambda place: named[place][1])
         steps, uids = [named[place][1] for place in order], [named[place][0] for place in order]
-        values, xs = [values[place] for place in order], [xs[place] for place in order] if xs else []
+        values, xs = (
+            [values[place] for place in order],
+            ([xs[place] for place in order] if xs else []),
+        )
     else:
         steps, uids = kept.steps.tolist(), uids_of(session, ids)
     return SeriesLine(
@@ -243,4 +291,7 @@ def _line(session: Session, head: str, state: str, key: str, kept: _Kept, axis: 
 def _forks(session: Session, heads: Sequence[str], ids: Sequence[int]) -> list[Fork]:
     found = partings(session, ids)
     parted = states(session, [one.id for one in found])
-    return [Fork(state.uid, state.step, tuple(heads[place] for place in one.heads)) for state, one in zip(parted, found, strict=True)]
+    return [
+        Fork(state.uid, state.step, tuple(heads[place] for place in one.heads))
+        for state, one in zip(parted, found, strict=True)
+    ]

@@ -1,7 +1,9 @@
-"""Windows of graphs: the history of each set of heads is drawn once, kept in memory, and served by rows.
+"""Windows of graphs: the history of each set of heads is drawn once, kept in memory, and served by
+rows.
 
-When heads move by captures, the new rows on top are drawn at once. A drawing that takes longer is made in the background. Until it is
-done, windows come from the drawing before it, and a page says that it is not current.
+When heads move by captures, the new rows on top are drawn at once. A drawing that takes longer is
+made in the background. Until it is done, windows come from the drawing before it, and a page says
+that it is not current.
 """
 
 from __future__ import annotations
@@ -23,7 +25,15 @@ from datastates.lineage.query import revision
 from datastates.lineage.query.walk import Topology, position
 from datastates.lineage.schema import RefRow, table
 from datastates.lineage.views.branch_rows import Names, names
-from datastates.lineage.views.graph import Drawing, Skeleton, draw_history, draw_nodes, opened, owners, skeleton
+from datastates.lineage.views.graph import (
+    Drawing,
+    Skeleton,
+    draw_history,
+    draw_nodes,
+    opened,
+    owners,
+    skeleton,
+)
 
 from .cache import Background, Restorable
 from .models import GraphPage, GraphRow, Overview, Span
@@ -34,8 +44,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How to fold: each stretch is one row, except those with a state in ``opened``; states in ``alone`` get rows of their own. Both are
-    uids."""
+    """How to fold: each stretch is one row, except those with a state in ``opened``; states in
+    ``alone`` get rows of their own. Both are uids."""
 
     opened: tuple[str, ...] = ()
     alone: tuple[str, ...] = ()
@@ -43,7 +53,8 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """The stretch that a row stands for: its newest state, by row id, and how many states it has."""
+    """The stretch that a row stands for: its newest state, by row id, and how many states it
+    has."""
 
     newest: int
     count: int
@@ -51,9 +62,11 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """A drawing; the skeleton whose nodes are its rows, where ``is_folded``; and the branch of each node.
+    """A drawing; the skeleton whose nodes are its rows, where ``is_folded``; and the branch of each
+    node.
 
-    ``base`` and ``base_drawing`` are those with nothing opened; ``states`` counts all states that the rows stand for.
+    ``base`` and ``base_drawing`` are those with nothing opened; ``states`` counts all states that
+    the rows stand for.
     """
 
     drawing: Drawing
@@ -93,8 +106,18 @@ class Folded:
             first, last = self.row_of(newest), self.row_of(oldest)
             parent = base.first[oldest]
             if first is not None and last is not None:
-                spans.append(Span(self.names.branches[rank], lane, first, last, self.row_of(parent) if parent > 0 else None))
-        return Overview(self.version, self.drawing.total, self.base_drawing.width, self.states, tuple(spans))
+                spans.append(
+                    Span(
+                        self.names.branches[rank],
+                        lane,
+                        first,
+                        last,
+                        self.row_of(parent) if parent > 0 else None,
+                    )
+                )
+        return Overview(
+            self.version, self.drawing.total, self.base_drawing.width, self.states, tuple(spans)
+        )
 
 
 class Folds:
@@ -107,7 +130,14 @@ class Folds:
         self._folded: dict[Look | None, Folded] = {}
         self._lanes: dict[str, int] = {}
 
-    def of(self, session: Session, drawing: Drawing, uids: Sequence[str], known: Names, look: Look | None) -> Folded:
+    def of(
+        self,
+        session: Session,
+        drawing: Drawing,
+        uids: Sequence[str],
+        known: Names,
+        look: Look | None,
+    ) -> Folded:
         """What is shown of a drawing of all states; ``uids`` are those of its heads."""
         with self._lock:
             if self._base is None or self._base[0] is not drawing or self._base[1] is not known:
@@ -115,14 +145,20 @@ class Folds:
             folded = self._folded.get(look)
         return folded or self._fold(session, self._base, uids, look)
 
-    def _skeleton_of(self, drawing: Drawing, known: Names) -> tuple[Drawing, Names, Skeleton, Mapping[int, int]]:
+    def _skeleton_of(
+        self, drawing: Drawing, known: Names
+    ) -> tuple[Drawing, Names, Skeleton, Mapping[int, int]]:
         named = [id_ for id_ in known.at if position(drawing.order, id_) is not None]
         old = None if self._base is None else self._base[2]
         made = skeleton(self._topology, drawing.order, {*named, *drawing.heads}, old=old)
         return drawing, known, made, owners(made, known.ranks)
 
     def _fold(
-        self, session: Session, base: tuple[Drawing, Names, Skeleton, Mapping[int, int]], uids: Sequence[str], look: Look | None
+        self,
+        session: Session,
+        base: tuple[Drawing, Names, Skeleton, Mapping[int, int]],
+        uids: Sequence[str],
+        look: Look | None,
     ) -> Folded:
         whole, known, made, ranks = base
         plain = self._draw(whole, known, made, ranks)
@@ -132,8 +168,12 @@ class Folds:
             own = owners(shown, known.ranks)
             drawn = self._draw(whole, known, shown, own)
         drawing = whole if look is None else drawn
-        version = hashlib.blake2b(repr((drawing.version, uids, known.stamp, look)).encode(), digest_size=8).hexdigest()
-        folded = Folded(drawing, shown, plain, own, ranks, known, whole.total, version, look is not None)
+        version = hashlib.blake2b(
+            repr((drawing.version, uids, known.stamp, look)).encode(), digest_size=8
+        ).hexdigest()
+        folded = Folded(
+            drawing, shown, plain, own, ranks, known, whole.total, version, look is not None
+        )
         with self._lock:
             if self._base is base:
                 if len(self._folded) >= _LOOKS:
@@ -141,7 +181,9 @@ class Folds:
                 self._folded[look] = folded
         return folded
 
-    def _draw(self, whole: Drawing, known: Names, made: Skeleton, ranks: Mapping[int, int]) -> Drawing:
+    def _draw(
+        self, whole: Drawing, known: Names, made: Skeleton, ranks: Mapping[int, int]
+    ) -> Drawing:
         """Draw, keeping branches in the columns where they stood before."""
         named = {id_: known.branches[ranks[id_]] for id_ in whole.heads if id_ in ranks}
         preferred = {id_: self._lanes[name] for id_, name in named.items() if name in self._lanes}
@@ -176,7 +218,8 @@ _HEADS = select(_ref.c.state_id).distinct()
 
 
 class Windows:
-    """The drawings of one repository; ``reading`` opens sessions for work beside requests. Safe from any thread."""
+    """The drawings of one repository; ``reading`` opens sessions for work beside requests. Safe
+    from any thread."""
 
     def __init__(self, reading: Callable[[], AbstractContextManager[Session]]) -> None:
         self.topology = Topology()
@@ -188,12 +231,20 @@ class Windows:
         self._naming, self._lock = threading.Lock(), threading.Lock()
 
     def page(
-        self, session: Session, heads: Sequence[str], *, first: int, count: int, around: str | None = None, look: Look | None = None
+        self,
+        session: Session,
+        heads: Sequence[str],
+        *,
+        first: int,
+        count: int,
+        around: str | None = None,
+        look: Look | None = None,
     ) -> GraphPage:
-        """Rows of the history of ``heads``, which are revisions; none: of everything that a ref names.
+        """Rows of the history of ``heads``, which are revisions; none: of everything that a ref
+        names.
 
-        ``around`` is the uid of a state to be put in the middle, whatever ``first`` says. With ``look`` stretches of states are one row
-        each; None gives every state its own row.
+        ``around`` is the uid of a state to be put in the middle, whatever ``first`` says. With
+        ``look`` stretches of states are one row each; None gives every state its own row.
 
         :raises NotFound: a head names nothing, or ``around`` is not in the history.
         """
@@ -201,37 +252,68 @@ class Windows:
         if around is not None:
             row = folded.row_of(lookup.id_of(session, around))
             if row is None:
-                raise NotFound(f"state {around} is not in the history of {', '.join(heads) or 'any branch or tag'}: ask for other heads")
+                raise NotFound(
+                    f"state {around} is not in the history of"
+                    f" {', '.join(heads) or 'any branch or tag'}: ask for other heads"
+                )
             first = max(0, row - count // 2)
         rows, branches = self._rows(session, folded, first, count)
         drawing = folded.drawing
-        return GraphPage(uids, folded.version, first, drawing.total, drawing.width, rows, is_current, branches, folded.states)
+        return GraphPage(
+            uids,
+            folded.version,
+            first,
+            drawing.total,
+            drawing.width,
+            rows,
+            is_current,
+            branches,
+            folded.states,
+        )
 
-    def overview(self, session: Session, heads: Sequence[str], look: Look | None = None) -> Overview:
+    def overview(
+        self, session: Session, heads: Sequence[str], look: Look | None = None
+    ) -> Overview:
         """An overview of the whole drawing of which ``page`` gives rows.
 
         :raises NotFound: a head names nothing.
         """
         return self._shown(session, heads, look)[0].overview()
 
-    def _shown(self, session: Session, heads: Sequence[str], look: Look | None) -> tuple[Folded, tuple[str, ...], bool]:
+    def _shown(
+        self, session: Session, heads: Sequence[str], look: Look | None
+    ) -> tuple[Folded, tuple[str, ...], bool]:
         with self._naming:  # whoever comes meanwhile need not read them again
             self._names = known = names(session, self._names)
         kept = self._of(tuple(sorted(set(heads))))
         ids = _ids_of(session, heads)
-        drawing, uids, is_current = kept.drawing_of(session, ids, known.trunk if known.trunk in ids else None)
+        drawing, uids, is_current = kept.drawing_of(
+            session, ids, known.trunk if known.trunk in ids else None
+        )
         return kept.folds.of(session, drawing, uids, known, look), uids, is_current
 
-    def _rows(self, session: Session, folded: Folded, first: int, count: int) -> tuple[tuple[GraphRow, ...], dict[int, str]]:
+    def _rows(
+        self, session: Session, folded: Folded, first: int, count: int
+    ) -> tuple[tuple[GraphRow, ...], dict[int, str]]:
         placed = folded.drawing.rows(first, count)
         stretches = [folded.stretch_of(one.id) for one in placed]
         states = lookup.states(
-            session, [one.id if stretch is None else stretch.newest for one, stretch in zip(placed, stretches, strict=True)]
+            session,
+            [
+                one.id if stretch is None else stretch.newest
+                for one, stretch in zip(placed, stretches, strict=True)
+            ],
         )
         oldest = dict(
-            zip(wide := [one.id for one, stretch in zip(placed, stretches, strict=True) if stretch], uids_of(session, wide), strict=True)
+            zip(
+                wide := [one.id for one, stretch in zip(placed, stretches, strict=True) if stretch],
+                uids_of(session, wide),
+                strict=True,
+            )
         )
-        counted = self.restorable.by_node(session, folded.skeleton) if wide and folded.is_folded else None
+        counted = (
+            self.restorable.by_node(session, folded.skeleton) if wide and folded.is_folded else None
+        )
         seen: set[int] = set()
 
         def branch(id_: int) -> int:
@@ -262,7 +344,8 @@ class Windows:
         return rows, {rank: folded.names.branches[rank] for rank in sorted(seen)}
 
     def warm(self, *, then: Callable[[], None]) -> None:
-        """Begin to draw the history of all refs, so that the first request waits less; call ``then`` afterwards in any case."""
+        """Begin to draw the history of all refs, so that the first request waits less; call
+        ``then`` afterwards in any case."""
 
         def draw() -> None:
             try:
@@ -297,8 +380,11 @@ class _Kept:
         self.folds = Folds(windows.topology)
         self._lock = threading.Lock()
 
-    def drawing_of(self, session: Session, heads: frozenset[int], trunk: int | None) -> tuple[Drawing, tuple[str, ...], bool]:
-        """The drawing of ``heads`` and their uids, or of heads as they stood before; and whether it is of the current heads."""
+    def drawing_of(
+        self, session: Session, heads: frozenset[int], trunk: int | None
+    ) -> tuple[Drawing, tuple[str, ...], bool]:
+        """The drawing of ``heads`` and their uids, or of heads as they stood before; and whether
+        it is of the current heads."""
         kept = self._drawing
         if kept is None or (kept[0].heads, kept[0].trunk) != (heads, trunk):
             with self._lock:
@@ -308,14 +394,20 @@ class _Kept:
         return *kept, kept[0].heads == heads
 
     def _draw(
-        self, session: Session, heads: frozenset[int], trunk: int | None, kept: tuple[Drawing, tuple[str, ...]] | None
+        self,
+        session: Session,
+        heads: frozenset[int],
+        trunk: int | None,
+        kept: tuple[Drawing, tuple[str, ...]] | None,
     ) -> tuple[Drawing, tuple[str, ...]]:
         background, topology = self._windows.background, self._windows.topology
         if kept is not None and background.is_running(self._key):
             return kept
         topology.refresh(session, heads)
         old = None if kept is None else kept[0]
-        drawing = draw_history(topology, heads, old=old, trunk=trunk, budget_rows=None if old is None else _AT_ONCE)
+        drawing = draw_history(
+            topology, heads, old=old, trunk=trunk, budget_rows=None if old is None else _AT_ONCE
+        )
         uids = tuple(uids_of(session, sorted(heads, reverse=True)))
         if drawing is not None:
             self._drawing = kept = drawing, uids
@@ -324,9 +416,17 @@ class _Kept:
         assert kept is not None
         return kept
 
-    def _redraw(self, heads: frozenset[int], trunk: int | None, uids: tuple[str, ...], old: Drawing | None) -> None:
+    def _redraw(
+        self, heads: frozenset[int], trunk: int | None, uids: tuple[str, ...], old: Drawing | None
+    ) -> None:
         """Draw again, on a thread of its own."""
-        drawing = draw_history(self._windows.topology, heads, old=old, trunk=trunk, pause=self._windows.background.pacer())
+        drawing = draw_history(
+            self._windows.topology,
+            heads,
+            old=old,
+            trunk=trunk,
+            pause=self._windows.background.pacer(),
+        )
         if drawing is not None:
             self._drawing = drawing, uids
 

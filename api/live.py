@@ -1,8 +1,9 @@
 """Live events: one poller for all listeners of a repository.
 
-The poller is a thread, since the database is read only in threads and listeners may belong to several event loops. It polls while
-somebody listens, and keeps the newest events. A listener is only the id of the last event that it got. One that falls behind the kept
-events reads pages from the database, so that nothing is missed or repeated, and no queue can grow.
+The poller is a thread, since the database is read only in threads and listeners may belong to
+several event loops. It polls while somebody listens, and keeps the newest events. A listener is
+only the id of the last event that it got. One that falls behind the kept events reads pages from
+the database, so that nothing is missed or repeated, and no queue can grow.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from starlette.concurrency import run_in_threadpool
 
 from datastates.errors import Closed, DatastatesError, Unavailable
 from datastates.lineage.query.names import last_event
-from datastates.lineage.states import RefEvent, Run, ending_of
+from datastates.lineage.states import Life, RefEvent, Run, ending_of
 from datastates.lineage.views import detail as events
-from datastates.lineage.views.branch_rows import Branch, Life
+from datastates.lineage.views.branch_rows import Branch
 from datastates.lineage.views.branches import processes
 from datastates.lineage.views.study_trees import ReportDetail
 from datastates.lineage.write import runs
@@ -49,9 +50,19 @@ class LiveEvents:
     """The events of one repository. Safe from any thread; ``close`` ends every listener."""
 
     def __init__(
-        self, read: Callable[[], AbstractContextManager[Session]], *, name: str = "", poll_s: float = 0.1, listeners_max: int = 100
+        self,
+        read: Callable[[], AbstractContextManager[Session]],
+        *,
+        name: str = "",
+        poll_s: float = 0.1,
+        listeners_max: int = 100,
     ) -> None:
-        self._read, self._name, self._poll_s, self._listeners_max = read, name, poll_s, listeners_max
+        self._read, self._name, self._poll_s, self._listeners_max = (
+            read,
+            name,
+            poll_s,
+            listeners_max,
+        )
         self._lock = threading.Condition()
         self._listeners: set[Listener] = set()
         self._thread: threading.Thread | None = None
@@ -62,7 +73,8 @@ class LiveEvents:
         self._is_closed = False
 
     def listen(self, after: int | None = None) -> Listener:
-        """A listener to the events after an id; without one, or with an id that never existed, to events from now on.
+        """A listener to the events after an id; without one, or with an id that never existed, to
+        events from now on.
 
         Waits until the newest event is known. Close the listener.
 
@@ -101,10 +113,11 @@ class LiveEvents:
             self._lock.notify_all()
         self._look.set()
 
-    # --- what listeners call -----------------------------------------------------------------------------------------------
+    # --- what listeners call ----------------------------------------------------------------------
 
     def _since(self, position: int) -> tuple[RefEvent, ...] | None:
-        """The kept events after a position, only some of them if there are many; None if they must be read from the database."""
+        """The kept events after a position, only some of them if there are many; None if they
+        must be read from the database."""
         with self._lock:
             if self._newest is None or self._newest <= position:
                 return ()
@@ -120,30 +133,43 @@ class LiveEvents:
     def _page(self, position: int) -> tuple[RefEvent, ...]:
         """The events after a position, from the database."""
         with self._read() as session:
-            return events.read(session, position, horizon=events.Horizon(self._newest or 0, frozenset()), limit=_PAGE).items
+            return events.read(
+                session,
+                position,
+                horizon=events.Horizon(self._newest or 0, frozenset()),
+                limit=_PAGE,
+            ).items
 
     def _leave(self, listener: Listener) -> None:
         with self._lock:
             self._listeners.discard(listener)
 
-    # --- the thread --------------------------------------------------------------------------------------------------------
+    # --- the thread -------------------------------------------------------------------------------
 
     def _enter(self, listener: Listener) -> None:
         with self._lock:
             if self._is_closed:
                 raise _refusal_live("the server is about to end: connect again later")
             if len(self._listeners) >= self._listeners_max:
-                raise _refusal_live(f"{self._listeners_max} clients listen to events of {self._name!r}, no more may: try again later")
+                raise _refusal_live(
+                    f"{self._listeners_max} clients listen to events of {self._name!r}, no more"
+                    " may: try again later"
+                )
             self._listeners.add(listener)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"datastates-events-{self._name}", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, name=f"datastates-events-{self._name}", daemon=True
+                )
                 self._thread.start()
 
     def _wait_for_newest(self) -> int:
         with self._lock:
             self._lock.wait_for(lambda: self._newest is not None or self._is_closed, _PATIENCE_S)
             if self._newest is None:
-                raise Unavailable(f"the events of {self._name!r} could not be read within {_PATIENCE_S:.0f} s: try again later")
+                raise Unavailable(
+                    f"the events of {self._name!r} could not be read within {_PATIENCE_S:.0f} s:"
+                    " try again later"
+                )
             return self._newest
 
     def _run(self) -> None:
@@ -183,7 +209,11 @@ class LiveEvents:
         """Poll once: the horizon to wait for, and whether there is more to read at once."""
         with self._read() as session:
             if self._newest is None:
-                horizon = events.newest_events(session) if horizon is None else events.settle(session, horizon)
+                horizon = (
+                    events.newest_events(session)
+                    if horizon is None
+                    else events.settle(session, horizon)
+                )
                 found = None
             else:
                 found = events.read(session, self._newest, horizon=horizon, limit=_PAGE)
@@ -194,7 +224,9 @@ class LiveEvents:
             self._begin(horizon.id)
             return None, True
         self._take(found.items)
-        return found.horizon, len(found.items) == _PAGE or (found.horizon is not None and found.horizon.is_settled)
+        return found.horizon, len(found.items) == _PAGE or (
+            found.horizon is not None and found.horizon.is_settled
+        )
 
     def _begin(self, newest: int) -> None:
         with self._lock:
@@ -218,7 +250,8 @@ def _refusal_live(detail: str) -> Refusal:
 
 
 class Listener:
-    """A listener: ``position`` is the id of the last event that it got. ``next`` belongs to one task of an event loop."""
+    """A listener: ``position`` is the id of the last event that it got. ``next`` belongs to one
+    task of an event loop."""
 
     def __init__(self, live: LiveEvents) -> None:
         self._live = live
@@ -233,7 +266,8 @@ class Listener:
         return self._live._is_closed
 
     async def next(self, timeout_s: float) -> tuple[RefEvent, ...]:
-        """The next events, at least one; none when none came within ``timeout_s``, or all is over."""
+        """The next events, at least one; none when none came within ``timeout_s``, or all is
+        over."""
         self._loop = asyncio.get_running_loop()
         deadline = self._loop.time() + timeout_s
         while not self.is_over:
@@ -285,7 +319,8 @@ def infos(session: Session, found: Sequence[Run], home: Home) -> list[RunInfo]:
 
 
 def now(session: Session, home: Home, *, metric: str | None = None, limit: int) -> Processes:
-    """The processes that are tracking now, at most ``limit``; ``home`` is the folder in which leases are looked for."""
+    """The processes that are tracking now, at most ``limit``; ``home`` is the folder in which
+    leases are looked for."""
     found, metric = processes(session, partial(life_of, home=home), metric=metric)
     items = tuple(
         ProcessInfo(
@@ -334,7 +369,8 @@ _WAIT_S = 10.0
 
 
 class Pictures:
-    """Calls the user's function for one picture at a time, so that it need not be safe from several threads."""
+    """Calls the user's function for one picture at a time, so that it need not be safe from
+    several threads."""
 
     def __init__(self, show: Show) -> None:
         self._show = show
@@ -355,9 +391,15 @@ class Pictures:
             raise _refusal_pictures("is busy with other pictures: try again")
         try:
             image = image_of(self._show(index), index)
-        except Exception as error:  # the user's function may raise anything; the log tells all of it to the person who started the server
+        except Exception as error:
+            # the user's function may raise anything; the log tells all of it to the person who
+            # started the server
             _logger.exception("the function that shows samples failed for sample %d", index)
-            said = str(error) if isinstance(error, DatastatesError) else f"it raised {type(error).__name__}"
+            said = (
+                str(error)
+                if isinstance(error, DatastatesError)
+                else f"it raised {type(error).__name__}"
+            )
             raise _refusal_pictures(f"gave none of sample {index}: {said}") from error
         finally:
             self._asking.release()
@@ -374,7 +416,9 @@ class Pictures:
 
 def shown(found: ReportDetail) -> ReportDetail:
     """The report with every sample marked as having a picture, since the function draws any."""
-    return replace(found, samples=tuple(replace(sample, has_picture=True) for sample in found.samples))
+    return replace(
+        found, samples=tuple(replace(sample, has_picture=True) for sample in found.samples)
+    )
 
 
 def _refusal_pictures(why: str) -> Refusal:

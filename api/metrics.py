@@ -25,7 +25,8 @@ Labels = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Totals of all routes: answered requests, requests that were refused for their token, requests under way, and bytes sent."""
+    """Totals of all routes: answered requests, requests that were refused for their token,
+    requests under way, and bytes sent."""
 
     requests: int
     refused: int
@@ -55,7 +56,8 @@ class Meter:
             self._bytes_sent += count
 
     def end(self, route: str, method: str, status: int, first_byte_s: float) -> None:
-        """Count an answered request; ``first_byte_s`` is the time to its first byte, since a stream may go on for hours."""
+        """Count an answered request; ``first_byte_s`` is the time to its first byte, since a
+        stream may go on for hours."""
         with self._lock:
             self._under_way -= 1
             self._requests[route, method, status] += 1
@@ -65,7 +67,9 @@ class Meter:
     def totals(self) -> Totals:
         """The totals of all routes."""
         with self._lock:
-            refused = sum(count for (_, _, status), count in self._requests.items() if status in (401, 403))
+            refused = sum(
+                count for (_, _, status), count in self._requests.items() if status in (401, 403)
+            )
             return Totals(self._requests.total(), refused, self._under_way, self._bytes_sent)
 
     def lines(self) -> Iterator[str]:
@@ -74,12 +78,34 @@ class Meter:
             requests, seconds = dict(self._requests), dict(self._seconds)
             buckets = {route: list(counts) for route, counts in self._buckets.items()}
             bytes_sent, under_way = self._bytes_sent, self._under_way
-        counted = (({"route": route, "method": method, "status": status}, count) for (route, method, status), count in requests.items())
-        yield from family("datastates_http_requests_total", "counter", "Requests that were answered", counted)
-        yield from family("datastates_http_bytes_sent_total", "counter", "Bytes of bodies that were sent", [({}, bytes_sent)])
-        yield from family("datastates_http_requests_under_way", "gauge", "Requests that are being answered", [({}, under_way)])
-        histograms = [({"route": route}, counts, seconds[route]) for route, counts in buckets.items()]
-        yield from histogram("datastates_http_first_byte_seconds", "From a request to the first byte of its answer", BUCKETS_S, histograms)
+        counted = (
+            ({"route": route, "method": method, "status": status}, count)
+            for (route, method, status), count in requests.items()
+        )
+        yield from family(
+            "datastates_http_requests_total", "counter", "Requests that were answered", counted
+        )
+        yield from family(
+            "datastates_http_bytes_sent_total",
+            "counter",
+            "Bytes of bodies that were sent",
+            [({}, bytes_sent)],
+        )
+        yield from family(
+            "datastates_http_requests_under_way",
+            "gauge",
+            "Requests that are being answered",
+            [({}, under_way)],
+        )
+        histograms = [
+            ({"route": route}, counts, seconds[route]) for route, counts in buckets.items()
+        ]
+        yield from histogram(
+            "datastates_http_first_byte_seconds",
+            "From a request to the first byte of its answer",
+            BUCKETS_S,
+            histograms,
+        )
 
 
 class Metered:
@@ -100,9 +126,15 @@ class Metered:
             nonlocal is_counted
             if not is_counted:
                 is_counted = True
-                route = getattr(scope.get("route"), "path", "").removeprefix(API) or "unknown"  # never a path that a client made up
+                # never a path that a client made up
+                route = getattr(scope.get("route"), "path", "").removeprefix(API) or "unknown"
                 method = scope["method"] if scope["method"] in _METHODS else "other"
-                self._meter.end(route, method, status, time.perf_counter() - began if first_byte_s is None else first_byte_s)
+                self._meter.end(
+                    route,
+                    method,
+                    status,
+                    time.perf_counter() - began if first_byte_s is None else first_byte_s,
+                )
 
         async def counted(message: Message) -> None:
             nonlocal first_byte_s, status
@@ -111,7 +143,9 @@ class Metered:
             elif message["type"] == "http.response.body":
                 self._meter.sent(len(message.get("body", b"")))
                 if not message.get("more_body", False):
-                    count()  # before the last piece leaves, so that a client that has the whole answer finds it counted
+                    # before the last piece leaves, so that a client that has the whole answer finds
+                    # it counted
+                    count()
             await send(message)
 
         self._meter.begin()
@@ -124,7 +158,9 @@ class Metered:
 _METHODS = frozenset(("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"))
 
 
-def family(name: str, kind: str, said: str, samples: Iterable[tuple[Labels, float]]) -> Iterator[str]:
+def family(
+    name: str, kind: str, said: str, samples: Iterable[tuple[Labels, float]]
+) -> Iterator[str]:
     """The lines of one metric."""
     yield f"# HELP {name} {said}"
     yield f"# TYPE {name} {kind}"
@@ -132,8 +168,16 @@ def family(name: str, kind: str, said: str, samples: Iterable[tuple[Labels, floa
         yield _line(name, labels, value)
 
 
-def histogram(name: str, said: str, bounds: Sequence[float], samples: Iterable[tuple[Labels, Sequence[int], float]]) -> Iterator[str]:
-    """The lines of one histogram. Each sample has the count within each bound and above the one before, and the sum of its values."""
+def histogram(
+    name: str,
+    said: str,
+    bounds: Sequence[float],
+    samples: Iterable[tuple[Labels, Sequence[int], float]],
+) -> Iterator[str]:
+    """The lines of one histogram.
+
+    Each sample has the count within each bound and above the one before, and the sum of its
+    values."""
     yield f"# HELP {name} {said}"
     yield f"# TYPE {name} histogram"
     for labels, counts, summed in samples:
@@ -160,11 +204,18 @@ def _escape(text: str) -> str:
 def activity_lines(activities: Mapping[str, Activity]) -> Iterator[str]:
     """The lines of every counter and timing, labelled by the repository's name."""
     for counter in COUNTERS:
-        samples = [({"repository": repository}, counter.of(activity)) for repository, activity in activities.items()]
-        yield from family(f"datastates_{counter.name.replace('.', '_')}_total", "counter", counter.said, samples)
+        samples = [
+            ({"repository": repository}, counter.of(activity))
+            for repository, activity in activities.items()
+        ]
+        yield from family(
+            f"datastates_{counter.name.replace('.', '_')}_total", "counter", counter.said, samples
+        )
     timed = [
         ({"repository": repository, "stage": timing.stage}, timing.histogram, timing.total_s)
         for repository, activity in activities.items()
         for timing in activity.timings
     ]
-    yield from histogram("datastates_stage_seconds", "How long a stage of a capture took", BOUNDS_S, timed)
+    yield from histogram(
+        "datastates_stage_seconds", "How long a stage of a capture took", BOUNDS_S, timed
+    )

@@ -1,4 +1,5 @@
-"""What the API answers and what ``--json`` writes: plain values, one shape for both. The lineage's own values are used as they are.
+"""What the API answers and what ``--json`` writes: plain values, one shape for both. The lineage's
+own values are used as they are.
 
 Numbers that JSON cannot express (NaN, infinities) are written as null.
 """
@@ -11,8 +12,8 @@ from typing import Generic, TypeVar
 
 from datastates.lineage.query.incomplete import Incomplete, Part
 from datastates.lineage.query.names import Replica
-from datastates.lineage.states import Ending, Note, Ref, RefEvent, RefKind, Run, State, Status
-from datastates.lineage.views.branch_rows import Branch, Branches, Life
+from datastates.lineage.states import Ending, Life, Note, Ref, RefEvent, RefKind, Run, State, Status
+from datastates.lineage.views.branch_rows import Branch, Branches
 from datastates.lineage.views.comparison import Comparison, Parallels
 from datastates.lineage.views.detail import Counts, Held, KeyStats
 from datastates.lineage.views.study_trees import (
@@ -99,7 +100,9 @@ class Page(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class RepositoryInfo:
-    """One of the repositories that a server serves. ``scope`` is what the client's token allows: read, write or admin."""
+    """One of the repositories that a server serves.
+
+    ``scope`` is what the client's token allows: read, write or admin."""
 
     name: str
     uid: str
@@ -119,10 +122,11 @@ class StoredPack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateDetail(State):
-    """Everything that is known of one state. ``children`` are uids, oldest first. ``origins`` has the branches to which it and its children
-    belong, by uid: those that captured them. ``run_record`` is the training that captured it. ``notes`` are those on the state, newest
-    first. ``parts`` are those of its ranks; none if one process captured all of it. ``added`` is the log of the metrics that were added
-    after the capture, newest first.
+    """Everything that is known of one state. ``children`` are uids, oldest first. ``origins`` has
+    the branches to which it and its children belong, by uid: those that captured them.
+    ``run_record`` is the training that captured it. ``notes`` are those on the state, newest first.
+    ``parts`` are those of its ranks; none if one process captured all of it. ``added`` is the log
+    of the metrics that were added after the capture, newest first.
     """
 
     refs: tuple[Ref, ...]
@@ -138,7 +142,10 @@ class StateDetail(State):
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of a state. ``tied_to`` is the path of the tensor whose bytes it shares; ``norm`` is set if it was asked for."""
+    """One tensor of a state.
+
+    ``tied_to`` is the path of the tensor whose bytes it shares; ``norm`` is set if it was asked
+    for."""
 
     path: str
     dtype: str
@@ -150,7 +157,8 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo(Run):
-    """A process that tracked, whether it still runs, and the names of the branches whose newest states it captured.
+    """A process that tracked, whether it still runs, and the names of the branches whose newest
+    states it captured.
 
     ``ending`` says how it ended; null while it goes on, as far as is known.
     """
@@ -165,9 +173,11 @@ class RunInfo(Run):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingInfo:
-    """A training that is going on: its run and branch, and the ``state`` that it captured last, null before the first.
+    """A training that is going on: its run and branch, and the ``state`` that it captured last,
+    null before the first.
 
-    ``last`` is the branch's last value of the metric; ``steps_per_s`` is measured over its latest captures.
+    ``last`` is the branch's last value of the metric; ``steps_per_s`` is measured over its latest
+    captures.
     """
 
     uid: str
@@ -183,8 +193,9 @@ class TrainingInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessInfo:
-    """A process that tracks. ``beat_at`` is when its engine last reported that it is at work, which it does once a second. It is null where
-    the process's lease cannot be seen; ``life`` may then be unknown.
+    """A process that tracks. ``beat_at`` is when its engine last reported that it is at work, which
+    it does once a second. It is null where the process's lease cannot be seen; ``life`` may then be
+    unknown.
     """
 
     uid: str
@@ -200,7 +211,8 @@ class ProcessInfo:
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """The processes that are tracking now, the last begun first, out of ``total``; ``metric`` is the metric of the last values."""
+    """The processes that are tracking now, the last begun first, out of ``total``; ``metric`` is
+    the metric of the last values."""
 
     items: tuple[ProcessInfo, ...]
     total: int
@@ -209,7 +221,8 @@ class Processes:
 
 @dataclass(frozen=True, slots=True)
 class CloneInfo:
-    """A state that came here from another process or folder: from where, to which node, and how many bytes were moved for it."""
+    """A state that came here from another process or folder: from where, to which node, and how
+    many bytes were moved for it."""
 
     id: int
     state: str
@@ -222,7 +235,8 @@ class CloneInfo:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """A server of the answering process: its address, its current and total connections, what it sent, and what it turned away."""
+    """A server of the answering process: its address, its current and total connections, what it
+    sent, and what it turned away."""
 
     url: str
     peers: int
@@ -233,10 +247,12 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
-    """What is stored where. ``bytes_stored`` is the size of all packs in the folder that is served, on a disk of ``disk_total`` bytes.
+    """What is stored where. ``bytes_stored`` is the size of all packs in the folder that is served,
+    on a disk of ``disk_total`` bytes.
 
-    ``memory_used`` of ``memory_total`` bytes of the answering process hold states; null if it captures nothing itself. ``trouble`` is what
-    keeps states of that process from being written, if anything does; other processes are the only ones to know theirs.
+    ``memory_used`` of ``memory_total`` bytes of the answering process hold states; null if it
+    captures nothing itself. ``trouble`` is what keeps states of that process from being written, if
+    anything does; other processes are the only ones to know theirs.
     """
 
     bytes_stored: int
@@ -250,7 +266,8 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Dropping:
-    """A state that retention would drop: how many bytes that would free, and in words why this state."""
+    """A state that retention would drop: how many bytes that would free, and in words why this
+    state."""
 
     state: str
     branch: str
@@ -261,10 +278,11 @@ class Dropping:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What would lose its bytes here if retention were applied now, in order; ``total`` is the number of these states.
+    """What would lose its bytes here if retention were applied now, in order; ``total`` is the
+    number of these states.
 
-    ``policy`` applies to branches whose trainings asked for none; ``kept`` says how many states stay for each reason. Bytes are those of
-    the files that states need, before and after.
+    ``policy`` applies to branches whose trainings asked for none; ``kept`` says how many states
+    stay for each reason. Bytes are those of the files that states need, before and after.
     """
 
     policy: str
@@ -280,13 +298,16 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class GraphRow:
-    """One state, or a stretch of states that only follow one another, and the lines around it, as ``lineage.show.lanes.Row`` has them.
+    """One state, or a stretch of states that only follow one another, and the lines around it, as
+    ``lineage.show.lanes.Row`` has them.
 
-    ``lane`` is the state's column, counted from 0. ``above`` and ``below`` are the columns with a line just above and just below it.
-    ``joins`` are other columns whose lines end here, and lead to children. ``parents`` are the columns where its parents will stand, the
-    first parent's first. ``branch``, and ``above_branches`` and ``below_branches`` for each of these lines, are keys of the page's
-    ``branches``, or -1 where no branch leads there. ``refs`` are the branches and tags that name the state now. A row of several states has
-    their ``count``, how many of them can be restored (null: not counted), the ``oldest`` of them, and the newest as its ``state``.
+    ``lane`` is the state's column, counted from 0. ``above`` and ``below`` are the columns with a
+    line just above and just below it. ``joins`` are other columns whose lines end here, and lead to
+    children. ``parents`` are the columns where its parents will stand, the first parent's first.
+    ``branch``, and ``above_branches`` and ``below_branches`` for each of these lines, are keys of
+    the page's ``branches``, or -1 where no branch leads there. ``refs`` are the branches and tags
+    that name the state now. A row of several states has their ``count``, how many of them can be
+    restored (null: not counted), the ``oldest`` of them, and the newest as its ``state``.
     """
 
     state: State
@@ -306,7 +327,8 @@ class GraphRow:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where a branch stands in a drawing: its column, its first and last row, and the row that it was forked from, if any."""
+    """Where a branch stands in a drawing: its column, its first and last row, and the row that
+    it was forked from, if any."""
 
     branch: str
     lane: int
@@ -317,7 +339,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """An overview of a whole drawing: a span for each branch. Rows are those of ``GraphPage`` with the same ``version``."""
+    """An overview of a whole drawing: a span for each branch.
+
+    Rows are those of ``GraphPage`` with the same ``version``."""
 
     version: str
     total: int
@@ -328,11 +352,14 @@ class Overview:
 
 @dataclass(frozen=True, slots=True)
 class GraphPage:
-    """A window of the history of ``heads``, newest first. ``first`` is the index of its first row, ``total`` how many rows there are.
+    """A window of the history of ``heads``, newest first. ``first`` is the index of its first row,
+    ``total`` how many rows there are.
 
-    ``lanes`` is how many columns the whole graph needs. ``version`` changes when the graph or a name does: rows of different versions do
-    not fit together. ``branches`` are those that its rows refer to. ``states`` is how many states the rows of the whole graph stand for. If
-    ``is_current`` is false, the heads have moved on meanwhile and a large graph is being redrawn: ask again in some seconds.
+    ``lanes`` is how many columns the whole graph needs. ``version`` changes when the graph or a
+    name does: rows of different versions do not fit together. ``branches`` are those that its rows
+    refer to. ``states`` is how many states the rows of the whole graph stand for. If ``is_current``
+    is false, the heads have moved on meanwhile and a large graph is being redrawn: ask again in
+    some seconds.
     """
 
     heads: tuple[str, ...]
@@ -351,11 +378,13 @@ class GraphPage:
 
 @dataclass(frozen=True, slots=True)
 class SeriesLine:
-    """One metric along the first parents of ``head``, steps rising. Out of ``total`` points these are the ones that a curve needs.
+    """One metric along the first parents of ``head``, steps rising. Out of ``total`` points these
+    are the ones that a curve needs.
 
-    ``xs`` are the positions of the points when they were asked for over something other than steps: seconds since 1970, or epochs; None
-    where a state has none. With times, ``began`` is when the first state that belongs to the head's branch was captured. ``group`` is the
-    value that the head's state has for the requested grouping.
+    ``xs`` are the positions of the points when they were asked for over something other than steps:
+    seconds since 1970, or epochs; None where a state has none. With times, ``began`` is when the
+    first state that belongs to the head's branch was captured. ``group`` is the value that the
+    head's state has for the requested grouping.
     """
 
     head: str
@@ -383,8 +412,8 @@ class Fork:
 class Series:
     """Curves of several heads, and where they fork.
 
-    ``lost`` are the steps that the branches among the heads lost with a process that died: lines of their own, with the same ``head``,
-    each from the state at which the branch went on.
+    ``lost`` are the steps that the branches among the heads lost with a process that died: lines of
+    their own, with the same ``head``, each from the state at which the branch went on.
     """
 
     lines: tuple[SeriesLine, ...]
@@ -397,7 +426,9 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats(Counts):
-    """What a repository holds, and its newest state. ``bytes_stored`` is the size of all packs in its folder."""
+    """What a repository holds, and its newest state.
+
+    ``bytes_stored`` is the size of all packs in its folder."""
 
     bytes_stored: int
     newest: State | None
@@ -424,7 +455,9 @@ class RefMove:
 
 @dataclass(frozen=True, slots=True)
 class NewNote:
-    """A note to write, in Markdown, on a state (by its uid) or on a branch. ``author`` is the name that the writer gives."""
+    """A note to write, in Markdown, on a state (by its uid) or on a branch.
+
+    ``author`` is the name that the writer gives."""
 
     text: str
     state: str | None = None

@@ -1,4 +1,5 @@
-"""The OpenAPI document: FastAPI's, and what FastAPI does not know: problems, tokens, null for NaN."""
+"""The OpenAPI document: FastAPI's, and what FastAPI does not know: problems, tokens, null for
+NaN."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ _TAGS = {
     "graph": "The graph of states, with lanes for drawing, a window at a time.",
     "series": "Curves of metrics.",
     "diff": "What changed between two states.",
-    "comparison": "States beside each other, branches by settings and metrics, tensors by their values.",
+    "comparison": (
+        "States beside each other, branches by settings and metrics, tensors by their values."
+    ),
     "payload": "The tensors themselves, and how to drop them.",
     "refs": "Branches and tags.",
     "notes": "What people wrote of states and branches, in Markdown.",
@@ -88,13 +91,19 @@ def _finish(made: dict[str, Any]) -> None:
         if name in schemas:
             schemas[name]["properties"]["rev"]["minLength"] = 1
     made["components"]["securitySchemes"] = {
-        "token": {"type": "http", "scheme": "bearer", "description": "A token of the server: read, write or admin"}
+        "token": {
+            "type": "http",
+            "scheme": "bearer",
+            "description": "A token of the server: read, write or admin",
+        }
     }
     used = set()
     for operation in _operations(made):
         used.update(operation.get("tags", ()))
         _finish_operation(operation)
-    made["tags"] = [{"name": name, "description": said} for name, said in _TAGS.items() if name in used]
+    made["tags"] = [
+        {"name": name, "description": said} for name, said in _TAGS.items() if name in used
+    ]
 
 
 def _operations(made: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -103,7 +112,8 @@ def _operations(made: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _finish_operation(operation: dict[str, Any]) -> None:
-    """Add each operation's problems: those that every operation may have, and those that it declares by their number alone."""
+    """Add each operation's problems: those that every operation may have, and those that it
+    declares by their number alone."""
     responses = operation["responses"]
     responses.pop("422", None)
     scope = operation.get("x-scope", "read")
@@ -123,7 +133,9 @@ def _say_problems(responses: dict[str, Any], statuses: tuple[int, ...]) -> None:
         responses.setdefault(str(status), {})
     for said, response in responses.items():
         if int(said) >= 400:
-            response["description"] = _PROBLEMS.get(int(said), response.get("description", "The request failed"))
+            response["description"] = _PROBLEMS.get(
+                int(said), response.get("description", "The request failed")
+            )
             response["content"] = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
 
 

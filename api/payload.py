@@ -1,4 +1,5 @@
-"""A state as a safetensors file that is not stored anywhere: its header is computed, its bytes are read and checked on demand."""
+"""A state as a safetensors file that is not stored anywhere: its header is computed, its bytes
+are read and checked on demand."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ class _Part:
 
 
 class StateFile:
-    """The file of one open state: every tensor that ``only`` selects, under its path, as ``plan_export`` lays them out; tied tensors are
-    written each.
+    """The file of one open state: every tensor that ``only`` selects, under its path, as
+    ``plan_export`` lays them out; tied tensors are written each.
 
     :raises InvalidInput: ``only`` selects something that is not there.
     """
@@ -55,13 +56,17 @@ class StateFile:
         self._reader = reader
         specs = specs_of(reader)
         chosen = _choose(specs, only, state)
-        entries = in_order(Entry(spec.path, dtype_of(spec.dtype), spec.shape) for spec in chosen.values())
+        entries = in_order(
+            Entry(spec.path, dtype_of(spec.dtype), spec.shape) for spec in chosen.values()
+        )
         self._header = header_of(entries, words_about(state))
         self._parts: list[_Part] = []
         self.size = len(self._header)
         for entry in entries:
             spec = chosen[entry.name]
-            self._parts.append(_Part(self.size, entry.bytes, spec if spec.alias is None else specs[spec.alias]))
+            self._parts.append(
+                _Part(self.size, entry.bytes, spec if spec.alias is None else specs[spec.alias])
+            )
             self.size += entry.bytes
 
     def pieces(self, start: int, end: int) -> Iterator[bytes]:
@@ -90,11 +95,15 @@ class StateFile:
             first, last = max(start - part.start, 0), min(end - part.start, part.bytes)
             if first < last:
                 yield from (
-                    _plain(self._reader, part.spec, first, last) if _is_plain(part) else _turned(self._reader, part.spec, first, last)
+                    _plain(self._reader, part.spec, first, last)
+                    if _is_plain(part)
+                    else _turned(self._reader, part.spec, first, last)
                 )
 
 
-def _choose(specs: Sequence[TensorSpec], only: Sequence[str] | None, state: State) -> dict[str, TensorSpec]:
+def _choose(
+    specs: Sequence[TensorSpec], only: Sequence[str] | None, state: State
+) -> dict[str, TensorSpec]:
     selection = Selection(only or None)
     chosen = {spec.path: spec for spec in specs if selection.wants(spec.path)}
     selection.refuse_unused(spec.path for spec in specs)
@@ -126,16 +135,19 @@ def _plain(reader: Reader, spec: TensorSpec, first: int, last: int) -> Iterator[
 
 
 def _turned(reader: Reader, spec: TensorSpec, first: int, last: int) -> Iterator[bytes]:
-    """The bytes of a tensor that is stored in another order, in several shards, or once for many elements: block by block.
+    """The bytes of a tensor that is stored in another order, in several shards, or once for many
+    elements: block by block.
 
-    Needs memory for the whole tensor: served bytes are read, not mapped, so that a truncated file does not crash the server.
+    Needs memory for the whole tensor: served bytes are read, not mapped, so that a truncated file
+    does not crash the server.
     """
     tensor = rebuild(read_flat(reader, spec), spec)
     item, dim, inner = tensor.element_size(), tensor.dim(), 1
     while dim > 1 and inner * tensor.shape[dim - 1] * item <= PIECE_BYTES:
         dim -= 1
         inner *= tensor.shape[dim]
-    # Blocks are rows [at, at + rows) of dimension ``dim - 1``, at each index of the dimensions before it.
+    # Blocks are rows [at, at + rows) of dimension ``dim - 1``, at each index of the dimensions
+    # before it.
     size, row = tensor.shape[dim - 1], inner * item
     rows = max(1, PIECE_BYTES // row)
     for outer in range(first // (size * row), -(-last // (size * row))):
@@ -168,7 +180,8 @@ _LOOK_S = 0.25
 
 
 class PayloadReads:
-    """A limit on how many requests of one repository read payload at once: each occupies a thread, and the disk."""
+    """A limit on how many requests of one repository read payload at once: each occupies a
+    thread, and the disk."""
 
     def __init__(self, at_once: int = _AT_ONCE, wait_s: float = _WAIT_S) -> None:
         self._free = threading.BoundedSemaphore(at_once)
@@ -181,7 +194,10 @@ class PayloadReads:
         :raises Refusal: none became free in time.
         """
         if not self._free.acquire(timeout=self._wait_s):
-            detail = f"{self._at_once} requests read states of this repository just now: try again in a few seconds"
+            detail = (
+                f"{self._at_once} requests read states of this repository just now: try again in a"
+                " few seconds"
+            )
             raise Refusal(503, Unavailable.kind, detail, {"Retry-After": "2"})
         try:
             yield
@@ -208,7 +224,8 @@ def stop_when_gone(request: Request) -> Callable[[], None]:
 
 
 def stop_after(seconds: float, what: str, instead: str) -> Callable[[], None]:
-    """A function to call often during ``what``, which must end in time; ``instead`` is the advice to a client when it does not.
+    """A function to call often during ``what``, which must end in time; ``instead`` is the advice
+    to a client when it does not.
 
     :raises InvalidInput: ``seconds`` have passed.
     """
@@ -228,7 +245,8 @@ _RANGE = re.compile(r"bytes\s*=\s*(\d{0,18})\s*-\s*(\d{0,18})\s*", re.ASCII | re
 
 
 def range_of(header: str | None, size: int) -> tuple[int, int] | None:
-    """``[start, end)`` of something of ``size`` bytes. None means the whole: no range was asked for, or several, or the header is no range.
+    """``[start, end)`` of something of ``size`` bytes. None means the whole: no range was asked
+    for, or several, or the header is no range.
 
     An empty range (``start == end``) cannot be satisfied: 416.
     """
@@ -251,10 +269,11 @@ STALLED_S = 60.0
 
 
 class Streamed(Response):
-    """``pieces`` as the body. ``close`` is called once, however it ends: all sent, client gone or stalled, or an error.
+    """``pieces`` as the body. ``close`` is called once, however it ends: all sent, client gone or
+    stalled, or an error.
 
-    The client bounds the memory: the next piece is produced once the one before was taken. An error in ``pieces`` breaks the connection, so
-    that no client mistakes what was sent for the whole.
+    The client bounds the memory: the next piece is produced once the one before was taken. An error
+    in ``pieces`` breaks the connection, so that no client mistakes what was sent for the whole.
     """
 
     def __init__(
@@ -272,7 +291,10 @@ class Streamed(Response):
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         """Send until either the pieces or the connection ends."""
-        sending, leaving = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(_gone(receive))
+        sending, leaving = (
+            asyncio.ensure_future(self._send(send)),
+            asyncio.ensure_future(_gone(receive)),
+        )
         try:
             await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
@@ -281,13 +303,16 @@ class Streamed(Response):
             for task in (sending, leaving):
                 task.cancel()
             try:
-                await asyncio.gather(sending, leaving, return_exceptions=True)  # a thread that is still reading for it ends first
+                # a thread that is still reading for it ends first
+                await asyncio.gather(sending, leaving, return_exceptions=True)
                 await self._pieces.aclose()
             finally:
                 self._close()
 
     async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
         async for piece in self._pieces:
             async with asyncio.timeout(STALLED_S):
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -315,16 +340,22 @@ def reply(
     status: int = 200,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """``value`` as JSON. ``fields`` are names separated by commas, of the value or of each item of a page: ``uid,step,metrics.loss``.
+    """``value`` as JSON. ``fields`` are names separated by commas, of the value or of each item of
+    a page: ``uid,step,metrics.loss``.
 
-    With ``etag`` and ``request``, a client that already has the answer gets 304 and no body. True computes the tag from the body.
+    With ``etag`` and ``request``, a client that already has the answer gets 304 and no body. True
+    computes the tag from the body.
 
     :raises InvalidInput: there is no such field; the error lists those that exist.
     """
     sent = dict(headers or {})
     if isinstance(etag, str) and request is not None and is_known(request, etag):
         return Response(status_code=304, headers={**sent, "ETag": etag})
-    chosen = value if not fields else _project(msgspec.to_builtins(value, enc_hook=str), fields.split(","))
+    chosen = (
+        value
+        if not fields
+        else _project(msgspec.to_builtins(value, enc_hook=str), fields.split(","))
+    )
     body = _encoder.encode(chosen)
     if etag is True:
         etag = _tag(body)
@@ -336,8 +367,13 @@ def reply(
 
 
 def is_known(request: Request, etag: str) -> bool:
-    """Whether the client sent this tag in ``If-None-Match``. A proxy may have made the tag a weak one."""
-    tags = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
+    """Whether the client sent this tag in ``If-None-Match``.
+
+    A proxy may have made the tag a weak one."""
+    tags = [
+        tag.strip().removeprefix("W/")
+        for tag in request.headers.get("if-none-match", "").split(",")
+    ]
     return etag in tags or "*" in tags
 
 

@@ -1,4 +1,6 @@
-"""Routes that declare which scope they need. Every route of the API is made here, so that none can omit it."""
+"""Routes that declare which scope they need.
+
+Every route of the API is made here, so that none can omit it."""
 
 from __future__ import annotations
 
@@ -37,19 +39,31 @@ class Scope(IntEnum):
 
 
 class Routes:
-    """The routes of one noun. ``tag`` groups them in the OpenAPI document; ``prefix`` is put before their paths."""
+    """The routes of one noun.
+
+    ``tag`` groups them in the OpenAPI document; ``prefix`` is put before their paths."""
 
     def __init__(self, tag: str, *, prefix: str = f"{API}/repositories/{{repository}}") -> None:
         self.router = APIRouter(prefix=prefix, tags=[tag])
 
     def add(
-        self, method: str, path: str, *, scope: Scope, returns: Any, status: int = 200, has_head: bool = True, **options: Any
+        self,
+        method: str,
+        path: str,
+        *,
+        scope: Scope,
+        returns: Any,
+        status: int = 200,
+        has_head: bool = True,
+        **options: Any,
     ) -> Callable[[Handler], Handler]:
-        """A decorator that makes a function answer ``method`` at ``path`` for clients that have ``scope``.
+        """A decorator that makes a function answer ``method`` at ``path`` for clients that have
+        ``scope``.
 
-        ``returns`` is the type of the body, for the document; the function itself returns a ``Response`` (see ``replies``). The first line
-        of its docstring is the summary, its name the operation's id. Functions that use the database are plain ``def``. HEAD is answered
-        like GET; ``has_head=False`` turns that off, for streams and for routes with a HEAD of their own.
+        ``returns`` is the type of the body, for the document; the function itself returns a
+        ``Response`` (see ``replies``). The first line of its docstring is the summary, its name the
+        operation's id. Functions that use the database are plain ``def``. HEAD is answered like
+        GET; ``has_head=False`` turns that off, for streams and for routes with a HEAD of their own.
         """
 
         def register(handler: Handler) -> Handler:
@@ -66,19 +80,30 @@ class Routes:
                 **options,
             )
             if method == "GET" and has_head:
-                self.router.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False, dependencies=[Depends(_needs(scope))])
+                self.router.add_api_route(
+                    path,
+                    handler,
+                    methods=["HEAD"],
+                    include_in_schema=False,
+                    dependencies=[Depends(_needs(scope))],
+                )
             return handler
 
         return register
 
 
 def _needs(scope: Scope) -> Callable[[Request], None]:
-    """A check that the token allows ``scope``. ``security`` put the granted scope into the request; without it nothing is allowed."""
+    """A check that the token allows ``scope``.
+
+    ``security`` put the granted scope into the request; without it nothing is allowed."""
 
     def check(request: Request) -> None:
         granted = request.scope.get("state", {}).get("granted", Scope.NONE)
         if granted < scope:
-            raise Unauthorized(f"this needs a token that may {scope.name.lower()}: send it as 'Authorization: Bearer TOKEN'")
+            raise Unauthorized(
+                f"this needs a token that may {scope.name.lower()}: send it as 'Authorization:"
+                " Bearer TOKEN'"
+            )
 
     return check
 
@@ -113,8 +138,8 @@ STATUSES = {
     "unavailable": 503,
     "unsupported": 400,
 }
-"""The status for each kind of error. ``unauthorized`` is 403 for a token whose scope is too narrow; ``unavailable`` is 410 as said
-above."""
+"""The status for each kind of error. ``unauthorized`` is 403 for a token whose scope is too
+narrow; ``unavailable`` is 410 as said above."""
 
 
 _UNEXPECTED = "this failed unexpectedly: the server's log says why"
@@ -124,8 +149,10 @@ _UNTOLD = {"corrupt": "stored bytes are damaged: the server's log says which"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Why a request failed. ``kind`` is stable. ``column`` (from 1) and ``expected`` point into a text that does not parse. ``nearest`` is
-    the uid of the nearest state that can be restored. ``parameter`` is the one that the request gets wrong."""
+    """Why a request failed. ``kind`` is stable. ``column`` (from 1) and ``expected`` point into a
+    text that does not parse. ``nearest`` is the uid of the nearest state that can be restored.
+    ``parameter`` is the one that the request gets wrong.
+    """
 
     type: str = "about:blank"
     title: str
@@ -140,22 +167,28 @@ class Problem:
 
 
 class Refusal(Exception):
-    """A refusal that only the web makes, with a status of its own; ``kind`` is the kind of one of our errors."""
+    """A refusal that only the web makes, with a status of its own; ``kind`` is the kind of one
+    of our errors."""
 
-    def __init__(self, status: int, kind: str, detail: str, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, status: int, kind: str, detail: str, headers: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(detail)
         self.problem = Problem(title=_title(status), status=status, detail=detail, kind=kind)
         self.headers = dict(headers or {})
 
 
 def install(app: FastAPI) -> None:
-    """Turn the framework's own errors into problems too: unknown paths, wrong methods, invalid parameters."""
+    """Turn the framework's own errors into problems too: unknown paths, wrong methods, invalid
+    parameters."""
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(RequestValidationError, _on_validation)
 
 
 def respond(error: Exception, scope: AsgiScope) -> Response:
-    """The answer to a request that ended in ``error``. An error that nobody raised on purpose is logged, and not disclosed."""
+    """The answer to a request that ended in ``error``.
+
+    An error that nobody raised on purpose is logged, and not disclosed."""
     if isinstance(error, Refusal):
         return _response(error.problem, error.headers)
     problem = _placeless(problem_of(error), scope)
@@ -164,7 +197,9 @@ def respond(error: Exception, scope: AsgiScope) -> Response:
         problem = problem if not is_known else _with(problem, 403)
     if problem.status >= 500:
         trace = error if problem.status == 500 else None
-        _logger.error("%s %s: %s", scope["method"], scope["path"], logs.text(str(error)), exc_info=trace)
+        _logger.error(
+            "%s %s: %s", scope["method"], scope["path"], logs.text(str(error)), exc_info=trace
+        )
     return _response(problem)
 
 
@@ -179,11 +214,16 @@ def problem_of(error: Exception) -> Problem:
     problem = Problem(title=_title(status), status=status, detail=detail, kind=error.kind)
     if isinstance(error, SyntaxProblem):
         return _with(problem, status, text=error.text, column=error.column, expected=error.expected)
-    return _with(problem, status, nearest=error.nearest) if isinstance(error, Unavailable | Corrupt) else problem
+    return (
+        _with(problem, status, nearest=error.nearest)
+        if isinstance(error, Unavailable | Corrupt)
+        else problem
+    )
 
 
 def placeless(text: str, scope: AsgiScope) -> str:
-    """The text without secrets, and without the place of a repository or its database on the server: clients have no need to know it."""
+    """The text without secrets, and without the place of a repository or its database on the
+    server: clients have no need to know it."""
     served = scope["app"].state.served if "app" in scope else {}
     for name, each in served.items():
         location = each.core.location
@@ -203,9 +243,19 @@ def _with(problem: Problem, status: int, **more: Any) -> Problem:
 
 
 def _response(problem: Problem, headers: Mapping[str, str] | None = None) -> Response:
-    said = {field.name: value for field in fields(problem) if (value := getattr(problem, field.name)) is not None}
-    sent = {**({"WWW-Authenticate": "Bearer"} if problem.status == 401 else {}), "Cache-Control": "no-store", **(headers or {})}
-    return Response(msgspec.json.encode(said), status_code=problem.status, headers=sent, media_type=MEDIA_TYPE)
+    said = {
+        field.name: value
+        for field in fields(problem)
+        if (value := getattr(problem, field.name)) is not None
+    }
+    sent = {
+        **({"WWW-Authenticate": "Bearer"} if problem.status == 401 else {}),
+        "Cache-Control": "no-store",
+        **(headers or {}),
+    }
+    return Response(
+        msgspec.json.encode(said), status_code=problem.status, headers=sent, media_type=MEDIA_TYPE
+    )
 
 
 def _title(status: int) -> str:
@@ -217,17 +267,30 @@ async def _on_http(request: Request, error: Exception) -> Response:
     path = request.url.path[:_SHOWN]
     kind, detail = {
         404: ("not-found", f"there is nothing at {path}: /api/v1/openapi.json lists what there is"),
-        405: ("unsupported", f"{path} does not answer {request.method}: the header Allow says what it does"),
+        405: (
+            "unsupported",
+            f"{path} does not answer {request.method}: the header Allow says what it does",
+        ),
     }.get(error.status_code, ("invalid-input", str(error.detail)))
-    headers = {**(error.headers or {}), **({"Allow": _allowed(request)} if error.status_code == 405 else {})}
+    headers = {
+        **(error.headers or {}),
+        **({"Allow": _allowed(request)} if error.status_code == 405 else {}),
+    }
     return respond(Refusal(error.status_code, kind, detail, headers), request.scope)
 
 
 def _allowed(request: Request) -> str:
-    """The methods that a path answers over all its routes; the framework gives only those of the first."""
+    """The methods that a path answers over all its routes; the framework gives only those of the
+    first."""
     routes = request.app.router.routes
     plain = [route for route in routes if not isinstance(route, Mount)]
-    found = [method for method in _METHODS if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in plain)]
+    found = [
+        method
+        for method in _METHODS
+        if any(
+            route.matches({**request.scope, "method": method})[0] is Match.FULL for route in plain
+        )
+    ]
     return ", ".join(found) or "GET, HEAD"  # for the page's files
 
 
@@ -238,5 +301,11 @@ async def _on_validation(request: Request, error: Exception) -> Response:
     name = ".".join(map(str, names))
     found = "" if first["type"] == "missing" else f", not {str(first.get('input'))[:_SHOWN]!r}"
     detail = f"{where} {name!r}: {first['msg']}{found}" if name else f"{where}: {first['msg']}"
-    problem = Problem(title=_title(400), status=400, detail=detail, kind="invalid-input", parameter=name or str(where))
+    problem = Problem(
+        title=_title(400),
+        status=400,
+        detail=detail,
+        kind="invalid-input",
+        parameter=name or str(where),
+    )
     return _response(problem)

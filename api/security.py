@@ -1,8 +1,11 @@
-"""Permissions: the layers around the application, which every request passes before a route is chosen.
+"""Permissions: the layers around the application, which every request passes before a route is
+chosen.
 
-- ``Shield``, the outermost: every failure is answered as a problem, and every answer has the headers that browsers need.
-- ``Gatekeeper``: Host, origin, sizes, token. Access is denied by default: only the page's files and ``/healthz`` are open. Everything
-  else needs ``read``, and any method but GET, HEAD and OPTIONS needs ``write``, whatever the route says; a route may require more.
+- ``Shield``, the outermost: every failure is answered as a problem, and every answer has the
+  headers that browsers need.
+- ``Gatekeeper``: Host, origin, sizes, token. Access is denied by default: only the page's files and
+  ``/healthz`` are open. Everything else needs ``read``, and any method but GET, HEAD and OPTIONS
+  needs ``write``, whatever the route says; a route may require more.
 
 They are plain ASGI, so that streams flow through them.
 """
@@ -44,19 +47,28 @@ _MAKE = "make one with: datastates token FILE --scope read"
 _SCOPES = {scope.name.lower(): scope for scope in (Scope.READ, Scope.WRITE, Scope.ADMIN)}
 
 
-def read_tokens(path: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None) -> dict[str, Scope]:
-    """Each token and its scope, from a file with lines ``SCOPE TOKEN``, else from ``DATASTATES_WEB_TOKENS``; there may be none.
+def read_tokens(
+    path: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None
+) -> dict[str, Scope]:
+    """Each token and its scope, from a file with lines ``SCOPE TOKEN``, else from
+    ``DATASTATES_WEB_TOKENS``; there may be none.
 
-    :raises InvalidInput: the file cannot be read; a line has no scope, or a token that can be guessed; or other users
-        of the machine can read the file. Tokens are not shown.
+    :raises InvalidInput: the file cannot be read; a line has no scope, or a token that can be
+        guessed; or other users of the machine can read the file. Tokens are not shown.
     """
     if path is None:
         said = (os.environ if environ is None else environ).get(VARIABLE, "")
-        return dict(_entry(*each.partition(":")[::2], where=f"{VARIABLE}, entry {n}") for n, each in enumerate(said.split(), 1))
+        return dict(
+            _entry(*each.partition(":")[::2], where=f"{VARIABLE}, entry {n}")
+            for n, each in enumerate(said.split(), 1)
+        )
     try:
         lines = read_secret(path, f"the file of tokens {os.fspath(path)!r}").decode().splitlines()
     except UnicodeDecodeError as exc:
-        raise InvalidInput(f"the tokens in {os.fspath(path)!r} cannot be read (it is no text): name a file with lines SCOPE TOKEN") from exc
+        raise InvalidInput(
+            f"the tokens in {os.fspath(path)!r} cannot be read (it is no text): name a file with"
+            " lines SCOPE TOKEN"
+        ) from exc
     found: dict[str, Scope] = {}
     for number, line in enumerate(lines, 1):
         said = line.strip()
@@ -70,7 +82,9 @@ def read_tokens(path: str | os.PathLike[str] | None = None, environ: Mapping[str
 
 def _entry(scope: str, token: str, *, where: str) -> tuple[str, Scope]:
     if scope.lower() not in _SCOPES:
-        raise InvalidInput(f"{where}: it begins with no scope: write {', '.join(_SCOPES)}, then the token")
+        raise InvalidInput(
+            f"{where}: it begins with no scope: write {', '.join(_SCOPES)}, then the token"
+        )
     check_token(token, where)
     return token, _SCOPES[scope.lower()]
 
@@ -81,7 +95,10 @@ def check_token(token: str, where: str) -> None:
     :raises InvalidInput: it can be guessed, or can never arrive. The token is not shown.
     """
     if len(token) < _CHARACTERS:
-        raise InvalidInput(f"{where}: the token has {len(token)} characters, and fewer than {_CHARACTERS} can be guessed: {_MAKE}")
+        raise InvalidInput(
+            f"{where}: the token has {len(token)} characters, and fewer than {_CHARACTERS} can be"
+            f" guessed: {_MAKE}"
+        )
     if not is_sendable(token):
         raise InvalidInput(f"{where}: the token has characters that a header cannot carry: {_MAKE}")
 
@@ -94,7 +111,8 @@ PLACE = "datastates.place"
 """The key in a request's ``state`` for the place of its connection, which ``Gatekeeper`` holds."""
 
 REQUEST_S = 10.0
-"""The time for a whole request: from the connection, or the first byte of a further request, to the request's last byte."""
+"""The time for a whole request: from the connection, or the first byte of a further request, to
+the request's last byte."""
 
 ANSWER_S = 30.0
 """The time within which some bytes of an answer that waits to be taken must leave."""
@@ -109,7 +127,8 @@ def limits() -> Limits:
 
 
 class Connection(H11Protocol):
-    """Runs on the server's loop once the head of its first request is there; until then the connection is an ``arrival``."""
+    """Runs on the server's loop once the head of its first request is there; until then the
+    connection is an ``arrival``."""
 
     def __init__(self, *args: Any, arrival: Arrival, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -119,7 +138,8 @@ class Connection(H11Protocol):
         self._request_timer: asyncio.TimerHandle | None = None
         self._answer_timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn's own
+    # as in uvicorn's own
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Give the request the time that is left."""
         super().connection_made(transport)
         self._await_request(self._arrival.due)
@@ -134,7 +154,8 @@ class Connection(H11Protocol):
         self._place.release()
 
     def data_received(self, data: bytes) -> None:
-        """Take in part of a request; data that comes after the connection was given up is ignored."""
+        """Take in part of a request; data that comes after the connection was given up is
+        ignored."""
         if self.transport.is_closing():
             return
         if self._request_timer is None and self._is_idle():
@@ -164,10 +185,13 @@ class Connection(H11Protocol):
         self._await_taking()
 
     def _is_idle(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete  # type: ignore[redundant-expr]  # uvicorn has None there at first
+        # uvicorn has None there at first
+        return self.cycle is None or self.cycle.response_complete  # type: ignore[redundant-expr]
 
     def _await_request(self, due: float | None = None) -> None:
-        self._request_timer = self.loop.call_at(self.loop.time() + REQUEST_S if due is None else due, self.transport.abort)
+        self._request_timer = self.loop.call_at(
+            self.loop.time() + REQUEST_S if due is None else due, self.transport.abort
+        )
 
     def _stop_waiting(self) -> None:
         if self._request_timer is not None:
@@ -175,7 +199,8 @@ class Connection(H11Protocol):
             self._request_timer = None
 
     def _await_taking(self) -> None:
-        """End the connection unless some of the waiting bytes leave within ``ANSWER_S``; repeat until none wait."""
+        """End the connection unless some of the waiting bytes leave within ``ANSWER_S``; repeat
+        until none wait."""
         waiting = self.transport.get_write_buffer_size()
         if not waiting or self._answer_timer is not None:
             return
@@ -204,8 +229,9 @@ OPEN = ("/", "/healthz", "/icon.svg", "/favicon.ico", "/favicon.svg")
 """What anybody may read, besides everything below ``/assets/``: it contains no data."""
 
 _PAGE_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; font-src 'self'; connect-src 'self'; "
-    "manifest-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; font-src"
+    " 'self'; connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'none';"
+    " frame-ancestors 'none'"
 )
 _POLICY = "default-src 'none'; frame-ancestors 'none'"
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\[\]:@/?#\s]+))(?::\d{1,5})?")
@@ -223,7 +249,8 @@ def is_open(method: str, path: str) -> bool:
 
 
 class Tokens:
-    """Tokens and what each allows. Only their digests are kept; a token is compared with all of them, in constant time.
+    """Tokens and what each allows. Only their digests are kept; a token is compared with all of
+    them, in constant time.
 
     :raises InvalidInput: a token can be guessed, or can never arrive.
     """
@@ -246,13 +273,19 @@ class Tokens:
 
 
 class Hosts:
-    """The host names of this server. A page of another site whose name was pointed here (DNS rebinding) sends a different one.
+    """The host names of this server. A page of another site whose name was pointed here (DNS
+    rebinding) sends a different one.
 
     The address ``0.0.0.0`` or ``::`` allows every address: only names can be pointed elsewhere.
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
-        self._names = {"localhost", "127.0.0.1", "::1", *(name.strip("[]").lower().rstrip(".") for name in names)}
+        self._names = {
+            "localhost",
+            "127.0.0.1",
+            "::1",
+            *(name.strip("[]").lower().rstrip(".") for name in names),
+        }
         self._is_any_address = bool(self._names & {"0.0.0.0", "::"})
 
     def allow(self, header: str) -> bool:
@@ -262,16 +295,19 @@ class Hosts:
 
 
 class Origins:
-    """The origins whose pages may send requests. A page of another site can make a browser send any request, though not read the answer.
+    """The origins whose pages may send requests. A page of another site can make a browser send any
+    request, though not read the answer.
 
-    Browsers say where a request comes from (``Sec-Fetch-Site``; older ones, and over plain HTTP, only ``Origin``); programs do not.
+    Browsers say where a request comes from (``Sec-Fetch-Site``; older ones, and over plain HTTP,
+    only ``Origin``); programs do not.
     """
 
     def __init__(self, hosts: Hosts, allowed: Iterable[str] = ()) -> None:
         self._hosts, self._allowed = hosts, frozenset(allowed)
 
     def allow(self, headers: Headers) -> bool:
-        """Whether a request comes from this server's own page, an allowed origin, or no page at all."""
+        """Whether a request comes from this server's own page, an allowed origin, or no page at
+        all."""
         origin, site = headers.get("origin"), headers.get("sec-fetch-site", "").strip().lower()
         if origin in self._allowed or (origin is not None and "*" in self._allowed):
             return True
@@ -306,18 +342,28 @@ class Shield:
         except Exception as error:  # every error of the application is answered, or logged
             if not has_begun:
                 await respond(error, scope)(scope, receive, dressed)
-            elif not isinstance(error.__cause__ or error, DatastatesError):  # those were logged where they occurred
+            elif not isinstance(error.__cause__ or error, DatastatesError):
+                # those were logged where they occurred
                 _logger.exception("%s %s broke off", scope["method"], scope["path"])
 
 
 class Gatekeeper:
-    """Lets permitted requests in, and notes in ``scope["state"]`` what their token allows: ``granted``, ``is_known``.
+    """Lets permitted requests in, and notes in ``scope["state"]`` what their token allows:
+    ``granted``, ``is_known``.
 
     A path is understood with and without ``prefix``: some proxies remove it, some leave it.
     """
 
-    def __init__(self, app: ASGIApp, *, tokens: Tokens, hosts: Hosts, origins: Origins, prefix: str = "") -> None:
-        self._app, self._tokens, self._hosts, self._origins, self._prefix = app, tokens, hosts, origins, prefix
+    def __init__(
+        self, app: ASGIApp, *, tokens: Tokens, hosts: Hosts, origins: Origins, prefix: str = ""
+    ) -> None:
+        self._app, self._tokens, self._hosts, self._origins, self._prefix = (
+            app,
+            tokens,
+            hosts,
+            origins,
+            prefix,
+        )
 
     async def __call__(self, scope: Request, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -329,13 +375,23 @@ class Gatekeeper:
         headers = Headers(scope=scope)
         _check_size(scope)
         self._check_host(headers)
-        path = scope["path"].removeprefix(self._prefix) if scope["path"].startswith(f"{self._prefix}/") else scope["path"]
+        path = (
+            scope["path"].removeprefix(self._prefix)
+            if scope["path"].startswith(f"{self._prefix}/")
+            else scope["path"]
+        )
         if self._prefix and path == self._prefix:
             await RedirectResponse(f"{self._prefix}/", status_code=308)(scope, receive, send)
             return
-        scope.update({"path": self._prefix + path, "root_path": self._prefix})  # in place: Shield reads them too
+        # in place: Shield reads them too
+        scope.update({"path": self._prefix + path, "root_path": self._prefix})
         if not is_open(scope["method"], path) and not self._origins.allow(headers):
-            raise Refusal(403, "unauthorized", "a page of another site asks for this: start the server with --cors ORIGIN to let it")
+            raise Refusal(
+                403,
+                "unauthorized",
+                "a page of another site asks for this: start the server with --cors ORIGIN to"
+                " let it",
+            )
         scope["state"] = {**scope.get("state", {}), **self._admit(scope["method"], path, headers)}
         if (place := scope["state"].get(PLACE)) is not None and not is_open(scope["method"], path):
             place.hold()  # until the answer is complete; see connections
@@ -347,7 +403,11 @@ class Gatekeeper:
         names = headers.getlist("host")
         if len(names) != 1 or not self._hosts.allow(names[0]):
             said = names[0][:100] if names else ""
-            raise Refusal(421, "invalid-input", f"this server does not go by the name {said!r}: start it with --allowed-host NAME")
+            raise Refusal(
+                421,
+                "invalid-input",
+                f"this server does not go by the name {said!r}: start it with --allowed-host NAME",
+            )
 
     def _admit(self, method: str, path: str, headers: Headers) -> dict[str, object]:
         """What the request's token allows, for ``scope["state"]``.
@@ -359,22 +419,43 @@ class Gatekeeper:
         is_known = granted > Scope.NONE
         if not self._tokens:
             granted = Scope.READ
-        needed = Scope.NONE if is_open(method, path) else Scope.READ if method in _READING else Scope.WRITE
+        needed = (
+            Scope.NONE
+            if is_open(method, path)
+            else Scope.READ
+            if method in _READING
+            else Scope.WRITE
+        )
         if needed > Scope.NONE and self._tokens and not is_known:
-            why = "this server wants a token" if presented is None else "this server does not know the token"
+            why = (
+                "this server wants a token"
+                if presented is None
+                else "this server does not know the token"
+            )
             raise _unauthorized(f"{why}: send it as 'Authorization: Bearer TOKEN'")
         if granted < needed and not is_known:
             raise _unauthorized("this server only reads: start it with --write, or with tokens")
         if granted < needed:
-            raise Refusal(403, "unauthorized", f"this token may {granted.name.lower()}, this needs one that may {needed.name.lower()}")
+            raise Refusal(
+                403,
+                "unauthorized",
+                f"this token may {granted.name.lower()}, this needs one that may"
+                f" {needed.name.lower()}",
+            )
         return {"granted": granted, "is_known": is_known}
 
 
 def _check_size(scope: Request) -> None:
     if len(scope.get("query_string", b"")) > QUERY_BYTES:
-        raise Refusal(414, "invalid-input", f"the query has more than {QUERY_BYTES} bytes: ask in several")
+        raise Refusal(
+            414, "invalid-input", f"the query has more than {QUERY_BYTES} bytes: ask in several"
+        )
     if len(scope["path"]) > _PATH_BYTES:
-        raise Refusal(414, "invalid-input", f"the path has more than {_PATH_BYTES} characters: none that is served has")
+        raise Refusal(
+            414,
+            "invalid-input",
+            f"the path has more than {_PATH_BYTES} characters: none that is served has",
+        )
 
 
 async def _bounded(headers: Headers, receive: Receive) -> Receive:
@@ -404,7 +485,12 @@ async def _bounded(headers: Headers, receive: Receive) -> Receive:
 
 
 def _too_large() -> Refusal:
-    return Refusal(413, "invalid-input", f"the body has more than {BODY_BYTES} bytes: no route takes as many", {"Connection": "close"})
+    return Refusal(
+        413,
+        "invalid-input",
+        f"the body has more than {BODY_BYTES} bytes: no route takes as many",
+        {"Connection": "close"},
+    )
 
 
 def _unauthorized(detail: str) -> Refusal:
@@ -460,17 +546,28 @@ _SPACE = 0x20
 
 
 class Listening:
-    """One listening socket; ``made`` creates the protocol that reads and answers an arrival. Belongs to the server's loop, which treats it
-    as an ``asyncio.Server``."""
+    """One listening socket; ``made`` creates the protocol that reads and answers an arrival.
+    Belongs to the server's loop, which treats it as an ``asyncio.Server``."""
 
-    def __init__(self, listening: socket.socket, admission: Admission, made: Callable[[Arrival], asyncio.Protocol]) -> None:
+    def __init__(
+        self,
+        listening: socket.socket,
+        admission: Admission,
+        made: Callable[[Arrival], asyncio.Protocol],
+    ) -> None:
         listening.setblocking(False)
         name = f"port {listening.getsockname()[1]}"
         self._made = made
         self._beginning: set[asyncio.Task[None]] = set()
         keep_from_children(self, listening)
         self._visitors = Visitors(
-            listening, Door(admission), word=_word, arrived=self._begin, name=name, head_bytes=_HEAD_BYTES, is_crowd_silent=True
+            listening,
+            Door(admission),
+            word=_word,
+            arrived=self._begin,
+            name=name,
+            head_bytes=_HEAD_BYTES,
+            is_crowd_silent=True,
         )
 
     def close(self) -> None:
@@ -490,14 +587,17 @@ class Listening:
 
     async def _give(self, connection: socket.socket, arrival: Arrival) -> None:
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(lambda: self._made(arrival), connection)
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: self._made(arrival), connection
+            )
         except OSError:  # the client left at once
             connection.close()
             arrival.release()
 
 
 def _word(said: bytes) -> int:
-    """The length of a request's head; while the head is incomplete, one byte more than has come. h11 refuses what cannot be a head."""
+    """The length of a request's head; while the head is incomplete, one byte more than has come.
+    h11 refuses what cannot be a head."""
     if len(said) < _LEAST_BYTES:
         return _LEAST_BYTES
     is_whole = _END_OF_HEAD.search(said) is not None or len(said) >= _HEAD_BYTES

@@ -1,4 +1,5 @@
-"""The web server: uvicorn on a thread of its own, both in ``datastates serve`` and beside a training."""
+"""The web server: uvicorn on a thread of its own, both in ``datastates serve`` and beside a
+training."""
 
 from __future__ import annotations
 
@@ -49,10 +50,12 @@ _BACKLOG = 512
 class WebServer:
     """Repositories by name, served over HTTP until ``close``. Safe from any thread.
 
-    ``url`` is ``http://HOST:PORT``; port 0 takes any that is free. ``trusted_proxies`` are addresses whose ``X-Forwarded-…`` headers are
-    believed. The other arguments are those of ``create_app``.
+    ``url`` is ``http://HOST:PORT``; port 0 takes any that is free. ``trusted_proxies`` are
+    addresses whose ``X-Forwarded-…`` headers are believed. The other arguments are those of
+    ``create_app``.
 
-    :raises InvalidInput: other machines can reach it and there is no token, or the address is not valid.
+    :raises InvalidInput: other machines can reach it and there is no token, or the address is not
+        valid.
     :raises Unavailable: the address is taken.
     """
 
@@ -71,20 +74,28 @@ class WebServer:
         host, port = _address(url)
         if not tokens and not _is_loopback(host):
             raise InvalidInput(
-                f"{url} can be reached from other machines, and there is no token: give --web-tokens FILE or DATASTATES_WEB_TOKENS "
-                "(in Python token=), or serve on 127.0.0.1"
+                f"{url} can be reached from other machines, and there is no token: give"
+                " --web-tokens FILE or DATASTATES_WEB_TOKENS (in Python token=), or serve on"
+                " 127.0.0.1"
             )
         prefix = _prefix(prefix)
         names = [*allowed_hosts, host, *([node_name()] if _is_wildcard(host) else [])]
-        self.app = create_app(repositories, tokens=tokens, allowed_hosts=names, prefix=prefix, cors=cors)
+        self.app = create_app(
+            repositories, tokens=tokens, allowed_hosts=names, prefix=prefix, cors=cors
+        )
         self._socket = _listen(host, port, url)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it; asyncio does not set it here: 40 ms
+        # connections inherit it; asyncio does not set it here: 40 ms
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         taken = self._socket.getsockname()[1]
-        self._shown = f"http://{f'[{host}]' if ':' in host else host}:{taken}{prefix and prefix + '/'}"
+        self._shown = (
+            f"http://{f'[{host}]' if ':' in host else host}:{taken}{prefix and prefix + '/'}"
+        )
         self._pid = os.getpid()
         self._is_closed = False
         self._admission = Admission(limits(), unlimited=trusted_proxies)
-        self._uvicorn = _Uvicorn(self.app, self._admission, trusted_proxies, has_access_log=has_access_log)
+        self._uvicorn = _Uvicorn(
+            self.app, self._admission, trusted_proxies, has_access_log=has_access_log
+        )
         self._thread = threading.Thread(target=self._run, name="datastates-web", daemon=True)
         self._thread.start()
         self._uvicorn.is_ready.wait()
@@ -95,20 +106,25 @@ class WebServer:
         return self._shown
 
     def show_samples(self, show: Show) -> None:
-        """Let the page show pictures of samples. ``show`` returns the picture for a sample's index: an array, or bytes of a PNG, JPEG, GIF
-        or WebP. It is called on a thread of the server, for one sample at a time."""
+        """Let the page show pictures of samples. ``show`` returns the picture for a sample's
+        index: an array, or bytes of a PNG, JPEG, GIF or WebP. It is called on a thread of the
+        server, for one sample at a time."""
         for served in self.app.state.served.values():
             served.pictures = Pictures(show)
 
     def stats(self) -> ServerStats:
-        """Counts of this server: bytes sent; as ``peers``, the requests under way and all requests so far. Chunks are not counted here.
-        ``refused`` counts requests without a sufficient token, and connections for which there was no room."""
+        """Counts of this server: bytes sent; as ``peers``, the requests under way and all requests
+        so far. Chunks are not counted here. ``refused`` counts requests without a sufficient token,
+        and connections for which there was no room.
+        """
         totals = self.app.state.meter.totals()
         turned_away = totals.refused + self._admission.refused + self._admission.displaced
         return ServerStats(totals.bytes_sent, 0, totals.under_way, totals.requests, turned_away)
 
     def close(self, *, grace_s: float = _GRACE_S) -> None:
-        """Stop: take no more requests, end event streams, let answers that were begun finish. Idempotent."""
+        """Stop: take no more requests, end event streams, let answers that were begun finish.
+
+        Idempotent."""
         if self._is_closed or self._pid != os.getpid():
             return
         self._is_closed = True
@@ -119,7 +135,12 @@ class WebServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -136,10 +157,17 @@ class WebServer:
 
 
 class _Uvicorn(uvicorn.Server):
-    """A uvicorn server that signals when it listens, leaves signals alone, and first ends event streams, which would never end by
-    themselves."""
+    """A uvicorn server that signals when it listens, leaves signals alone, and first ends event
+    streams, which would never end by themselves."""
 
-    def __init__(self, app: FastAPI, admission: Admission, trusted_proxies: Sequence[str], *, has_access_log: bool) -> None:
+    def __init__(
+        self,
+        app: FastAPI,
+        admission: Admission,
+        trusted_proxies: Sequence[str],
+        *,
+        has_access_log: bool,
+    ) -> None:
         config = uvicorn.Config(
             app,
             lifespan="on",
@@ -155,7 +183,8 @@ class _Uvicorn(uvicorn.Server):
             h11_max_incomplete_event_size=_HEADER_BYTES,
         )
         if has_access_log:
-            logging.getLogger("uvicorn.access").setLevel(logging.INFO)  # everything else stays at warnings
+            # everything else stays at warnings
+            logging.getLogger("uvicorn.access").setLevel(logging.INFO)
         super().__init__(config)
         self._admission = admission
         self.is_ready = Latch()
@@ -163,7 +192,11 @@ class _Uvicorn(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
-        self.servers = [Listening(each, self._admission, self._connection) for each in sockets or ()]  # type: ignore[misc]  # closed as those are
+        # closed as those are
+        self.servers = [
+            Listening(each, self._admission, self._connection)  # type: ignore[misc]
+            for each in sockets or ()
+        ]
         self.is_ready.set()
 
     def _connection(self, arrival: Arrival) -> Connection:
@@ -179,26 +212,47 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def serve_in_thread(repositories: Opened | Mapping[str, Opened], url: str = "http://127.0.0.1:0", **options: object) -> WebServer:
-    """A server beside whatever this process does; a context manager. Its ``url`` is the address; ``options`` are those of ``WebServer``."""
-    named = repositories if isinstance(repositories, Mapping) else {name_of(repositories): repositories}
+def serve_in_thread(
+    repositories: Opened | Mapping[str, Opened], url: str = "http://127.0.0.1:0", **options: object
+) -> WebServer:
+    """A server beside whatever this process does; a context manager.
+
+    Its ``url`` is the address; ``options`` are those of ``WebServer``."""
+    named = (
+        repositories if isinstance(repositories, Mapping) else {name_of(repositories): repositories}
+    )
     return WebServer(named, url, **options)  # type: ignore[arg-type]  # passed on as they are
 
 
 def serve_repository(
-    repository: Opened, url: str, *, token: bytes, tls: Tls | None, is_writable: bool, pictures: Show | None = None
+    repository: Opened,
+    url: str,
+    *,
+    token: bytes,
+    tls: Tls | None,
+    is_writable: bool,
+    pictures: Show | None = None,
 ) -> WebServer:
-    """``Repository.serve`` for an ``http://`` address. The one token allows reading, and also writing if ``is_writable``.
+    """``Repository.serve`` for an ``http://`` address. The one token allows reading, and also
+    writing if ``is_writable``.
 
     :raises Unsupported: TLS was asked for; over HTTP a proxy does that.
     :raises InvalidInput: it should be writable, and there is no token.
     """
     if tls is not None:
-        raise Unsupported(f"{url} speaks plain HTTP: leave out tls=, and put a proxy with TLS before it (docs/deployment.md)")
+        raise Unsupported(
+            f"{url} speaks plain HTTP: leave out tls=, and put a proxy with TLS before it"
+            " (docs/deployment.md)"
+        )
     if is_writable and not token:
-        raise InvalidInput("whoever may write must show a token: give token= or token_file=, or leave out is_writable=True")
+        raise InvalidInput(
+            "whoever may write must show a token: give token= or token_file=, or leave out"
+            " is_writable=True"
+        )
     scope = Scope.WRITE if is_writable else Scope.READ
-    server = serve_in_thread(repository, url, tokens={token.decode("latin-1"): scope} if token else None)
+    server = serve_in_thread(
+        repository, url, tokens={token.decode("latin-1"): scope} if token else None
+    )
     if pictures is not None:
         server.show_samples(pictures)
     return server
@@ -207,7 +261,11 @@ def serve_repository(
 def name_of(repository: Opened) -> str:
     """The default name of a repository: that of its folder or its database."""
     location = core_of(repository, "repository").location
-    name = location.root.name if location.root is not None else urlsplit(location.database_url).path.strip("/")
+    name = (
+        location.root.name
+        if location.root is not None
+        else urlsplit(location.database_url).path.strip("/")
+    )
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "repository"
 
 
@@ -217,8 +275,18 @@ def _address(url: str) -> tuple[str, int]:
         host, port = parts.hostname, parts.port
     except ValueError:
         parts, host, port = urlsplit(""), None, None
-    if parts.scheme != "http" or not host or port is None or parts.path.strip("/") or parts.query or parts.username:
-        raise InvalidInput(f"{url} is no address to serve at: write http://HOST:PORT, such as {DEFAULT_URL}; a path goes with --prefix")
+    if (
+        parts.scheme != "http"
+        or not host
+        or port is None
+        or parts.path.strip("/")
+        or parts.query
+        or parts.username
+    ):
+        raise InvalidInput(
+            f"{url} is no address to serve at: write http://HOST:PORT, such as {DEFAULT_URL}; a"
+            " path goes with --prefix"
+        )
     return host, port
 
 
@@ -231,14 +299,20 @@ def _prefix(prefix: str) -> str:
 
 def _listen(host: str, port: int, url: str) -> socket.socket:
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)  # with SO_REUSEADDR: a restart need not wait
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        # with SO_REUSEADDR: a restart need not wait
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as exc:
         if exc.errno == errno.EADDRINUSE:
             raise Unavailable(
-                f"{url} is taken by another process: end that, or choose another port; port 0 takes one that is free"
+                f"{url} is taken by another process: end that, or choose another port; port 0 takes"
+                " one that is free"
             ) from exc
-        raise Unavailable(f"{url} cannot be served at ({exc.strerror}): choose an address of this machine") from exc
+        raise Unavailable(
+            f"{url} cannot be served at ({exc.strerror}): choose an address of this machine"
+        ) from exc
 
 
 def _is_loopback(host: str) -> bool:

@@ -36,11 +36,19 @@ QUESTIONS = 8
 ANSWER_S = 10.0
 """How long an answer may use the database, and how long it may wait for its turn."""
 
-Uid = Annotated[str, Path(pattern="^[0-9a-f]{24}$", description="A state's uid, whole: `/resolve` finds it for a revision")]
+Uid = Annotated[
+    str,
+    Path(
+        pattern="^[0-9a-f]{24}$",
+        description="A state's uid, whole: `/resolve` finds it for a revision",
+    ),
+]
 
 
 class Served:
-    """One repository of a server. Safe from any thread. ``close`` ends the work that it began, and leaves the repository open."""
+    """One repository of a server.
+
+    Safe from any thread. ``close`` ends the work that it began, and leaves the repository open."""
 
     def __init__(self, name: str, core: Core) -> None:
         self.name, self.core = name, core
@@ -58,13 +66,19 @@ class Served:
 
     @contextmanager
     def reading(self) -> Iterator[Session]:
-        """A session for one request; it sees every capture made so far by this process. Do not nest them.
+        """A session for one request; it sees every capture made so far by this process. Do not nest
+        them.
 
         :raises InvalidInput: the query takes longer than ``ANSWER_S``.
         :raises Refusal: too many requests are reading.
         """
         if not self._questions.acquire(timeout=ANSWER_S):
-            raise Refusal(503, Unavailable.kind, f"{QUESTIONS} requests ask {self.name!r} just now: try again later", {"Retry-After": "5"})
+            raise Refusal(
+                503,
+                Unavailable.kind,
+                f"{QUESTIONS} requests ask {self.name!r} just now: try again later",
+                {"Retry-After": "5"},
+            )
         try:
             with within(ANSWER_S), self.reading_all() as session:
                 yield session
@@ -85,7 +99,8 @@ class Served:
         self.live.look()
 
     def warm(self) -> None:
-        """Read everything once, in the background: otherwise the first request about a million states would wait for seconds."""
+        """Read everything once, in the background: otherwise the first request about a million
+        states would wait for seconds."""
         self.windows.warm(then=self._warm_counts)
 
     def _warm_counts(self) -> None:
@@ -100,10 +115,15 @@ class Served:
         self.branch_counts.close()
 
 
-def _choose(request: Request, repository: Annotated[str, Path(description="The repository's name on this server")]) -> Served:
+def _choose(
+    request: Request,
+    repository: Annotated[str, Path(description="The repository's name on this server")],
+) -> Served:
     served: dict[str, Served] = request.app.state.served
     if repository not in served:
-        raise NotFound(f"this server has no repository {repository!r}: it has {', '.join(sorted(served))}")
+        raise NotFound(
+            f"this server has no repository {repository!r}: it has {', '.join(sorted(served))}"
+        )
     return served[repository]
 
 

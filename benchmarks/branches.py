@@ -1,10 +1,13 @@
-"""What the first view costs: every branch at a glance, and curves of long branches, at a million states on SQLite.
+"""What the first view costs: every branch at a glance, and curves of long branches, at a million
+states on SQLite.
 
-    python benchmarks/branches.py [--states N] [--branches N] [--long N] [--rounds N] [--folder DIR] [--json FILE]
+    python benchmarks/branches.py [--states N] [--branches N] [--long N] [--rounds N] [--folder DIR]
+    [--json FILE]
 
-One lineage has ``--branches`` of equal length, the other ``--long``; each is built once per size in DIR and used again. ``cold``
-is the first question of a new connection, ``warm`` the median of the rounds after it. Recording is measured in a copy, in turns
-with states that no branch has: those have no summaries.
+One lineage has ``--branches`` of equal length, the other ``--long``; each is built once per size in
+DIR and used again. ``cold`` is the first question of a new connection, ``warm`` the median of the
+rounds after it. Recording is measured in a copy, in turns with states that no branch has: those
+have no summaries.
 """
 
 from __future__ import annotations
@@ -36,26 +39,39 @@ from datastates.lineage.write import record
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-GOALS_MS = {"50 branches, newest first": 1500.0, "50 branches, best first": 1500.0, "curves of 8 long branches": 1500.0}
+GOALS_MS = {
+    "50 branches, newest first": 1500.0,
+    "50 branches, best first": 1500.0,
+    "curves of 8 long branches": 1500.0,
+}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--states", type=int, default=1_000_000)
     parser.add_argument("--branches", type=int, default=2000)
     parser.add_argument("--long", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--captures", type=int, default=300)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "datastates-benchmark")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()) / "datastates-benchmark"
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     out(machine())
     many = prepare(arguments.folder, arguments.states, arguments.branches)
     long = prepare(arguments.folder, arguments.states, arguments.long)
-    times = asked(many, glances(), arguments.rounds) | asked(long, curves(arguments.long), arguments.rounds)
+    times = asked(many, glances(), arguments.rounds) | asked(
+        long, curves(arguments.long), arguments.rounds
+    )
     out(report(times, arguments))
     recorded = recording(many, arguments.captures)
-    out(f"\nrecord, milliseconds p50 / p99: {', '.join(f'{name} {both(values)}' for name, values in recorded.items())}")
+    out(
+        "\nrecord, milliseconds p50 / p99:"
+        f" {', '.join(f'{name} {both(values)}' for name, values in recorded.items())}"
+    )
     if arguments.json:
         arguments.json.write_text(json.dumps({"asked": times, "recorded": recorded}))
     return 0
@@ -70,7 +86,10 @@ def prepare(folder: Path, count: int, branches: int) -> Path:
         unfinished = folder / f"unfinished-{os.getpid()}.db"
         make(unfinished, count, branches)
         unfinished.rename(path)
-        out(f"built {count:,} states on {branches:,} branches in {time.monotonic() - began:.0f} s, {path.stat().st_size >> 20} MiB")
+        out(
+            f"built {count:,} states on {branches:,} branches in {time.monotonic() - began:.0f} s,"
+            f" {path.stat().st_size >> 20} MiB"
+        )
     return path
 
 
@@ -95,11 +114,15 @@ def curves(long: int) -> dict[str, Callable[[Session], object]]:
 
     return {
         "curves of 8 long branches": summarised,
-        "one of them, state by state": lambda s: curve(s, id_of(s, names_query.get(s, names[-1]).state), "loss"),
+        "one of them, state by state": lambda s: curve(
+            s, id_of(s, names_query.get(s, names[-1]).state), "loss"
+        ),
     }
 
 
-def asked(path: Path, questions: dict[str, Callable[[Session], object]], rounds: int) -> dict[str, list[float]]:
+def asked(
+    path: Path, questions: dict[str, Callable[[Session], object]], rounds: int
+) -> dict[str, list[float]]:
     """Seconds of each question, the cold one first; questions take turns."""
     times: dict[str, list[float]] = {name: [] for name in questions}
     for name, question in questions.items():
@@ -135,10 +158,15 @@ def recording(path: Path, captures: int) -> dict[str, list[float]]:
             for name, took in times.items():
                 metrics = dict.fromkeys((*METRICS, "rare"), 1 / (1 + step))
                 branch = "main" if name == "on a branch" else None
-                facts = StateFacts(secrets.token_hex(12), tips[name], branch, None, step, metrics=metrics)
+                facts = StateFacts(
+                    secrets.token_hex(12), tips[name], branch, None, step, metrics=metrics
+                )
                 began = time.perf_counter()
                 with database.write() as session:
-                    record.record(session, NewState(facts, secrets.token_hex(32), tier="memory", node="benchmark"))
+                    record.record(
+                        session,
+                        NewState(facts, secrets.token_hex(32), tier="memory", node="benchmark"),
+                    )
                 took.append(time.perf_counter() - began)
                 tips[name] = facts.uid
         database.close()
@@ -150,14 +178,28 @@ def report(times: dict[str, list[float]], arguments: argparse.Namespace) -> str:
     for name, (cold, *warm) in times.items():
         goal = GOALS_MS.get(name)
         judged = "" if goal is None else f"{goal:g}: {'met' if cold * 1e3 <= goal else 'MISSED'}"
-        rows.append([name, f"{cold * 1e3:.0f}", f"{statistics.median(warm) * 1e3:.0f}", f"{max(warm) * 1e3:.0f}", judged])
-    said = f"\n{arguments.states:,} states; {arguments.branches:,} branches, and {arguments.long} for the curves; milliseconds"
+        rows.append(
+            [
+                name,
+                f"{cold * 1e3:.0f}",
+                f"{statistics.median(warm) * 1e3:.0f}",
+                f"{max(warm) * 1e3:.0f}",
+                judged,
+            ]
+        )
+    said = (
+        f"\n{arguments.states:,} states; {arguments.branches:,} branches, and {arguments.long} for"
+        " the curves; milliseconds"
+    )
     return f"{said}\n\n{table(['question', 'cold', 'warm p50', 'warm max', 'goal (cold)'], rows)}"
 
 
 def both(values: list[float]) -> str:
     ordered = sorted(values)
-    return f"{statistics.median(values) * 1e3:.2f} / {ordered[int(0.99 * (len(ordered) - 1))] * 1e3:.2f}"
+    return (
+        f"{statistics.median(values) * 1e3:.2f} /"
+        f" {ordered[int(0.99 * (len(ordered) - 1))] * 1e3:.2f}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""CheckFreq's interval on a slowed disk, beside a sweep of fixed ones: what each adds to the time of a training.
+"""CheckFreq's interval on a slowed disk, beside a sweep of fixed ones: what each adds to the time
+of a training.
 
-Each method has a training and a repository of its own, and takes turns with the others: some steps to get under way, then steps that are
-timed. Every method captures each step, so what is compared is writing alone; ``never`` writes nothing and is the floor. The disk
-is slowed by ``FaultyDisk``: each call that writes takes as long as its bytes would. With ``--device-ms`` forward and backward are a wait
-of that length, as for a host whose accelerator computes: the optimizer's step and all of ours are real. There little but the disk
-decides, and a busy machine disturbs it less.
+Each method has a training and a repository of its own, and takes turns with the others: some steps
+to get under way, then steps that are timed. Every method captures each step, so what is compared is
+writing alone; ``never`` writes nothing and is the floor. The disk is slowed by ``FaultyDisk``: each
+call that writes takes as long as its bytes would. With ``--device-ms`` forward and backward are a
+wait of that length, as for a host whose accelerator computes: the optimizer's step and all of ours
+are real. There little but the disk decides, and a busy machine disturbs it less.
 
     python benchmarks/cadence.py --megabytes 50 200 --rounds 3 --steps 60
     python benchmarks/cadence.py --device-ms 60
@@ -38,12 +40,14 @@ SHAPE = Shape(layers=3, heads=4, width=192, context=64, vocabulary=2_000)
 """1.7M parameters; with AdamW 21 MB."""
 
 ROOM = 4.2
-"""So many states fit into the memory of each training: one that waits for the disk holds it up soon."""
+"""So many states fit into the memory of each training: one that waits for the disk holds it up
+soon."""
 
 
 @dataclass
 class Method:
-    """A training, and what its turns took: seconds a step, and how many states waited for the disk at the end of each."""
+    """A training, and what its turns took: seconds a step, and how many states waited for the
+    disk at the end of each."""
 
     name: str
     trainer: Trainer
@@ -77,7 +81,9 @@ class Methods:
 
     def __init__(self, folder: Path, device_s: float) -> None:
         self._folder, self._device_s = folder, device_s
-        self.size = 3 * sum(parameter.nbytes for parameter in Trainer.make(SHAPE).model.parameters())
+        self.size = 3 * sum(
+            parameter.nbytes for parameter in Trainer.make(SHAPE).model.parameters()
+        )
         self._open: list[Repository] = []
 
     def make(self, name: str, policy: Policy) -> Method:
@@ -93,7 +99,11 @@ class Methods:
 
 
 def measure(megabytes: float, rounds: int, steps: int, share: float, device_s: float) -> None:
-    with tempfile.TemporaryDirectory() as name, FaultyDisk(name) as disk, closing(Methods(Path(name), device_s)) as methods:
+    with (
+        tempfile.TemporaryDirectory() as name,
+        FaultyDisk(name) as disk,
+        closing(Methods(Path(name), device_s)) as methods,
+    ):
         disk.slow(megabytes * 1e6)
         chosen = methods.make("checkfreq", CheckFreq(share))
         learnt = learn(chosen)
@@ -101,10 +111,18 @@ def measure(megabytes: float, rounds: int, steps: int, share: float, device_s: f
         costs = choice.costs
         assert costs is not None, f"nothing was chosen in {learnt} steps"
         bound = math.ceil(costs.write_s / costs.interval_s)
-        intervals = sorted({max(1, each) for each in (bound // 2, bound - 2, bound - 1, bound, bound + 1, 2 * bound)})
+        intervals = sorted(
+            {
+                max(1, each)
+                for each in (bound // 2, bound - 2, bound - 1, bound, bound + 1, 2 * bound)
+            }
+        )
         never = methods.make("never", Cadence(None, None))
         fixed = {every: methods.make(f"every {every}", Cadence(every, None)) for every in intervals}
-        out(f"\n{megabytes:g} MB/s, {methods.size / 1e6:.0f} MB a state: CheckFreq chose after {learnt} captures; now {choice.why}")
+        out(
+            f"\n{megabytes:g} MB/s, {methods.size / 1e6:.0f} MB a state: CheckFreq chose after"
+            f" {learnt} captures; now {choice.why}"
+        )
         turns = [never, chosen, *fixed.values()]
         for round_ in range(rounds):
             for method in turns[round_ % len(turns) :] + turns[: round_ % len(turns)]:
@@ -115,7 +133,8 @@ def measure(megabytes: float, rounds: int, steps: int, share: float, device_s: f
 
 
 def learn(method: Method, most: int = 2000) -> int:
-    """Train until the interval was chosen and several writes have confirmed it; how many steps the choice took."""
+    """Train until the interval was chosen and several writes have confirmed it; how many steps
+    the choice took."""
     count = 0
     while method.run.cadence.costs is None and count < most:
         method.step()
@@ -137,22 +156,46 @@ def report(never: Method, chosen: Method, fixed: dict[int, Method], share: float
         return [took / floor - 1 for took, floor in zip(method.took_s, never.took_s, strict=True)]
 
     rows = [
-        [method.name, spread(method.took_s, 1e3), spread(over(method), 100), f"{statistics.median(method.behind):g}"]
+        [
+            method.name,
+            spread(method.took_s, 1e3),
+            spread(over(method), 100),
+            f"{statistics.median(method.behind):g}",
+        ]
         for method in (never, chosen, *fixed.values())
     ]
-    out(table(["cadence", "ms a step", f"overhead % (asked: {100 * share:g})", "states behind"], rows))
+    out(
+        table(
+            ["cadence", "ms a step", f"overhead % (asked: {100 * share:g})", "states behind"], rows
+        )
+    )
     kept = [every for every, method in fixed.items() if statistics.median(over(method)) <= share]
     at = chosen.run.cadence.every
-    best = f"the shortest fixed interval within the share: {min(kept)}" if kept else "no fixed interval kept the share"
-    out(f"CheckFreq: every {at} captures, overhead {short(100 * statistics.median(over(chosen)))} %; {best}")
+    best = (
+        f"the shortest fixed interval within the share: {min(kept)}"
+        if kept
+        else "no fixed interval kept the share"
+    )
+    out(
+        f"CheckFreq: every {at} captures, overhead {short(100 * statistics.median(over(chosen)))}"
+        f" %; {best}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--megabytes", type=float, nargs="+", default=[50.0, 200.0], help="what the disk writes in a second")
+    parser.add_argument(
+        "--megabytes",
+        type=float,
+        nargs="+",
+        default=[50.0, 200.0],
+        help="what the disk writes in a second",
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60, help="steps that are timed in each turn")
-    parser.add_argument("--device-ms", type=float, default=0.0, help="wait so long instead of forward and backward")
+    parser.add_argument(
+        "--device-ms", type=float, default=0.0, help="wait so long instead of forward and backward"
+    )
     parser.add_argument("--share", type=float, default=0.035)
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)

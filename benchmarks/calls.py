@@ -1,9 +1,11 @@
-"""How much of the package one operation runs: its files, functions and calls, and the deepest stack.
+"""How much of the package one operation runs: its files, functions and calls, and the deepest
+stack.
 
     python benchmarks/calls.py [--json FILE] [--by-file OPERATION]
 
-A Linear(8, 8) with AdamW is captured, restored, found and cloned, each twice before it is counted. ``sys.setprofile``
-counts the calls of Python functions inside the package, in all threads that the operation starts or wakes.
+A Linear(8, 8) with AdamW is captured, restored, found and cloned, each twice before it is counted.
+``sys.setprofile`` counts the calls of Python functions inside the package, in all threads that the
+operation starts or wakes.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ class Counts:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="where to write the figures")
-    parser.add_argument("--by-file", metavar="OPERATION", help="print the files and functions of this operation")
+    parser.add_argument(
+        "--by-file", metavar="OPERATION", help="print the files and functions of this operation"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     counts = Counts()
@@ -84,12 +88,23 @@ def main() -> None:
                 operation()
             calls = counts.main if main_only else counts.calls
             files = Counter(code.co_filename for code in calls.elements())
-            figure = {"files": len(files), "functions": len(calls), "calls": calls.total(), "deepest": counts.deepest}
+            figure = {
+                "files": len(files),
+                "functions": len(calls),
+                "calls": calls.total(),
+                "deepest": counts.deepest,
+            }
             figures[name] = figure
             rows.append([name, *map(str, figure.values())])
             if name == arguments.by_file:
-                for code, count in sorted(calls.items(), key=lambda item: (item[0].co_filename, item[0].co_firstlineno)):
-                    out(f"{count:5} {Path(code.co_filename).relative_to(Path(PACKAGE).parent)}:{code.co_firstlineno} {code.co_qualname}")
+                for code, count in sorted(
+                    calls.items(), key=lambda item: (item[0].co_filename, item[0].co_firstlineno)
+                ):
+                    out(
+                        f"{count:5}"
+                        f" {Path(code.co_filename).relative_to(Path(PACKAGE).parent)}:{code.co_firstlineno}"
+                        f" {code.co_qualname}"
+                    )
     sys.setprofile(None)
     threading.setprofile(None)
     out(table(["operation", "files", "functions", "calls", "deepest stack"], rows))
@@ -112,10 +127,18 @@ def operations(folder: Path) -> Iterator[tuple[str, Callable[[], object], bool]]
     with datastates.open(folder / "runs") as repo, datastates.open(folder / "copy") as other:
         with repo.track(branch="main", model=model, optimizer=optimizer, durable_every=1) as run:
             yield "capture (main thread)", lambda: step().capture(metrics={"loss": 1.0}), True
-            yield "durable capture", lambda: step().capture(metrics={"loss": 1.0}).wait("durable"), False
+            yield (
+                "durable capture",
+                lambda: step().capture(metrics={"loss": 1.0}).wait("durable"),
+                False,
+            )
         yield "find (main thread)", lambda: repo.find("metrics.loss < 2 limit 1"), True
         yield "load", lambda: repo.load("main"), False
-        yield "restore", lambda: repo.restore("main", {"model": model, "optimizer": optimizer}), False
+        yield (
+            "restore",
+            lambda: repo.restore("main", {"model": model, "optimizer": optimizer}),
+            False,
+        )
         yield "tag (main thread)", tagging(repo), True
         yield "clone", cloning(repo, other), False
 

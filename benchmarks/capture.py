@@ -1,12 +1,14 @@
-"""What a capture costs: how long it blocks, what memory it takes, and what a training run pays for one at every step.
+"""What a capture costs: how long it blocks, what memory it takes, and what a training run pays for
+one at every step.
 
-    python benchmarks/capture.py [--quick] [--part blocking|tiny|training|memory|start] [--json FILE] [--folder DIR]
-    python benchmarks/capture.py --part training --rounds 12 --method "datastates, every step durable"
-    python benchmarks/capture.py --part start [--size 1M|30M|100M] [--seconds 30]
+    python benchmarks/capture.py [--quick] [--part blocking|tiny|training|memory|start] [--json
+    FILE] [--folder DIR] python benchmarks/capture.py --part training --rounds 12 --method
+    "datastates, every step durable" python benchmarks/capture.py --part start [--size 1M|30M|100M]
+    [--seconds 30]
 
-Every method is measured in turn, round after round, in one run; a training segment with captures is compared with the
-segments without on both sides of it. What counts is wall and CPU overhead of the run: a method can block for nothing
-and still take the training's cores.
+Every method is measured in turn, round after round, in one run; a training segment with captures is
+compared with the segments without on both sides of it. What counts is wall and CPU overhead of the
+run: a method can block for nothing and still take the training's cores.
 """
 
 from __future__ import annotations
@@ -31,7 +33,18 @@ from typing import Any
 
 import msgspec
 import torch
-from capture_peers import DcpAsync, ForeachCopy, Method, Objects, Ours, Prototype, TorchSave, TorchSnapshot, state_bytes, state_tensors
+from capture_peers import (
+    DcpAsync,
+    ForeachCopy,
+    Method,
+    Objects,
+    Ours,
+    Prototype,
+    TorchSave,
+    TorchSnapshot,
+    state_bytes,
+    state_tensors,
+)
 from capture_start import SIZES, start
 from common import machine, out, short, spread, table
 from gpt import LARGE, MEDIUM, TINY, Trainer
@@ -42,15 +55,18 @@ from datastates.config import Config
 Update = Callable[[], object]
 
 WARM_UP = 5
-"""Captures that are not counted, so that every method has touched the memory that it reuses; the first is reported apart."""
+"""Captures that are not counted, so that every method has touched the memory that it reuses; the
+first is reported apart."""
 
 IN_A_ROW = 3
-"""Captures that a method makes in its turn, as a training makes them; the first, which comes after the other's work, is reported apart."""
+"""Captures that a method makes in its turn, as a training makes them; the first, which comes
+after the other's work, is reported apart."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One capture, in seconds: until ``capture`` returned, until the tensors might change, until it was done."""
+    """One capture, in seconds: until ``capture`` returned, until the tensors might change, until
+    it was done."""
 
     blocked_s: float
     copied_s: float
@@ -59,8 +75,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Some training steps in a row: their mean wall time, CPU time and blocked time, what was left to finish after them, and how long the
-    steps before them took, which warm up."""
+    """Some training steps in a row: their mean wall time, CPU time and blocked time, what was
+    left to finish after them, and how long the steps before them took, which warm up."""
 
     warm_up_s: float
     step_s: float
@@ -74,17 +90,22 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Of one method: its very first capture, the first of each later turn, and those that followed in a row."""
+    """Of one method: its very first capture, the first of each later turn, and those that
+    followed in a row."""
 
     very_first: Sample
     first_of_turn: list[Sample]
     in_a_row: list[Sample]
 
 
-def blocking(objects: Objects, update: Update, methods: dict[str, Method], folder: Path, rounds: int) -> dict[str, Samples]:
-    """Each method in turn, ``rounds`` times after a turn to warm up; ``update`` changes the tensors before each capture.
+def blocking(
+    objects: Objects, update: Update, methods: dict[str, Method], folder: Path, rounds: int
+) -> dict[str, Samples]:
+    """Each method in turn, ``rounds`` times after a turn to warm up; ``update`` changes the tensors
+    before each capture.
 
-    What a peer left to the kernel to write is written first, so that it does not burden whoever comes next.
+    What a peer left to the kernel to write is written first, so that it does not burden whoever
+    comes next.
     """
     turns: dict[str, list[list[Sample]]] = {name: [] for name in methods}
     for name, method in methods.items():
@@ -100,7 +121,9 @@ def blocking(objects: Objects, update: Update, methods: dict[str, Method], folde
     for method in methods.values():
         method.close()
     return {
-        name: Samples(warm_up[0], [turn[0] for turn in rest], [sample for turn in rest for sample in turn[1:]])
+        name: Samples(
+            warm_up[0], [turn[0] for turn in rest], [sample for turn in rest for sample in turn[1:]]
+        )
         for name, (warm_up, *rest) in turns.items()
     }
 
@@ -122,7 +145,8 @@ def _blocking_methods() -> dict[str, Method]:
         "dcp.async_save, default": DcpAsync(reuse=False),
         "dcp.async_save, best": DcpAsync(reuse=True),
     }
-    if importlib.util.find_spec("torchsnapshot"):  # its wheel asks for any torch: install it with --no-deps
+    if importlib.util.find_spec("torchsnapshot"):
+        # its wheel asks for any torch: install it with --no-deps
         methods["torchsnapshot.async_take"] = TorchSnapshot()
     return methods
 
@@ -138,49 +162,108 @@ def blocking_tiny(folder: Path, *, quick: bool, rounds: int) -> dict[str, Any]:
 
 
 def pair(folder: Path, what: str, name: str, *, quick: bool, rounds: int) -> dict[str, Any]:
-    """One method and the floor by turns, with nobody else's threads and memory in the process: nobody saves by five methods at once."""
+    """One method and the floor by turns, with nobody else's threads and memory in the process:
+    nobody saves by five methods at once."""
     if what == "large":
         trainer = Trainer.make(TINY if quick else LARGE)
         objects: Objects = trainer.objects
         update: Update = trainer.optimizer.step
     else:
         tensors = {f"t{index}": torch.randn(256) for index in range(500 if quick else 10_000)}
-        objects, update = {"tensors": tensors}, lambda: torch._foreach_add_(list(tensors.values()), 1.0)
-    samples = blocking(objects, update, {"floor": ForeachCopy(), name: _blocking_methods()[name]}, folder, rounds)
-    return {"tensors": len(state_tensors(objects)), "bytes": state_bytes(objects), "floor": samples["floor"], "method": samples[name]}
+        objects, update = (
+            {"tensors": tensors},
+            lambda: torch._foreach_add_(list(tensors.values()), 1.0),
+        )
+    samples = blocking(
+        objects, update, {"floor": ForeachCopy(), name: _blocking_methods()[name]}, folder, rounds
+    )
+    return {
+        "tensors": len(state_tensors(objects)),
+        "bytes": state_bytes(objects),
+        "floor": samples["floor"],
+        "method": samples[name],
+    }
 
 
-def _blocking_report(title: str, what: str, folder: Path, *, quick: bool, rounds: int) -> dict[str, Any]:
+def _blocking_report(
+    title: str, what: str, folder: Path, *, quick: bool, rounds: int
+) -> dict[str, Any]:
     rows, found = [], {}
     for name in _blocking_methods():
-        command = [sys.executable, __file__, "--part", "pair", "--pair", what, name, "--rounds", str(rounds), "--folder", str(folder)]
-        done = subprocess.run([*command, *(["--quick"] if quick else [])], check=False, stdout=subprocess.PIPE)
+        command = [
+            sys.executable,
+            __file__,
+            "--part",
+            "pair",
+            "--pair",
+            what,
+            name,
+            "--rounds",
+            str(rounds),
+            "--folder",
+            str(folder),
+        ]
+        done = subprocess.run(
+            [*command, *(["--quick"] if quick else [])], check=False, stdout=subprocess.PIPE
+        )
         if done.returncode:
             rows.append([name, f"failed with {done.returncode}, see above", *[""] * 5])
             continue
         found[name] = one = msgspec.json.decode(done.stdout.splitlines()[-1])
         floor, samples = (msgspec.convert(one[key], Samples) for key in ("floor", "method"))
-        sys.stderr.write(f"{title}: {name}: {1e3 * statistics.median(sample.copied_s for sample in samples.in_a_row):.1f} ms\n")
+        sys.stderr.write(
+            f"{title}: {name}:"
+            f" {1e3 * statistics.median(sample.copied_s for sample in samples.in_a_row):.1f} ms\n"
+        )
         if name == "datastates":
             rows += [
                 ["floor: _foreach_copy_", *_times(floor, "copied_s", floor)],
                 ["datastates, fenced", *_times(samples, "blocked_s", floor)],
             ]
-        rows.append(["datastates, unfenced" if name == "datastates" else name, *_times(samples, "copied_s", floor)])
+        rows.append(
+            [
+                "datastates, unfenced" if name == "datastates" else name,
+                *_times(samples, "copied_s", floor),
+            ]
+        )
     if not found:
         raise SystemExit("every method failed, see above")
     one = next(iter(found.values()))
     counted = len(one["method"]["in_a_row"])
-    out(f"\n## {title}: {one['tensors']} tensors, {one['bytes'] / 1e6:.1f} MB; ms, median [min .. max] of {counted}\n")
-    out(table(["method", "blocked", "x its floor", "first of a turn", "x its floor", "very first", "done"], rows))
+    out(
+        f"\n## {title}: {one['tensors']} tensors, {one['bytes'] / 1e6:.1f} MB; ms, median [min .."
+        f" max] of {counted}\n"
+    )
+    out(
+        table(
+            [
+                "method",
+                "blocked",
+                "x its floor",
+                "first of a turn",
+                "x its floor",
+                "very first",
+                "done",
+            ],
+            rows,
+        )
+    )
     return found
 
 
 def _times(samples: Samples, field: str, floor: Samples) -> list[str]:
     cells = []
-    for ours, theirs in ((samples.in_a_row, floor.in_a_row), (samples.first_of_turn, floor.first_of_turn)):
+    for ours, theirs in (
+        (samples.in_a_row, floor.in_a_row),
+        (samples.first_of_turn, floor.first_of_turn),
+    ):
         values = [getattr(sample, field) for sample in ours]
-        cells += [spread(values, 1e3), f"{statistics.median(values) / statistics.median(sample.copied_s for sample in theirs):.2f}"]
+        cells += [
+            spread(values, 1e3),
+            (
+                f"{statistics.median(values) / statistics.median(sample.copied_s for sample in theirs):.2f}"
+            ),
+        ]
     done = spread([sample.done_s for sample in samples.in_a_row], 1e3)
     return [*cells, short(1e3 * getattr(samples.very_first, field)), done]
 
@@ -202,10 +285,13 @@ def _training_methods() -> dict[str, Method]:
 
 
 def training(folder: Path, *, quick: bool, rounds: int, only: Sequence[str] = ()) -> dict[str, Any]:
-    """A 29M-parameter GPT, a capture at every step: short segments of each method, or of ``only`` some, between segments without any."""
+    """A 29M-parameter GPT, a capture at every step: short segments of each method, or of
+    ``only`` some, between segments without any."""
     trainer = Trainer.make(TINY if quick else MEDIUM)
     steps = 5 if quick else 15
-    methods = {name: method for name, method in _training_methods().items() if name in (only or TRAINED)}
+    methods = {
+        name: method for name, method in _training_methods().items() if name in (only or TRAINED)
+    }
     overheads: dict[str, list[dict[str, float]]] = {name: [] for name in methods}
     segment(trainer, None, steps)
     before = segment(trainer, None, steps)
@@ -220,8 +306,9 @@ def training(folder: Path, *, quick: bool, rounds: int, only: Sequence[str] = ()
             after = segment(trainer, None, steps)
             overheads[name].append(_overhead(found, before, after))
             sys.stderr.write(
-                f"round {index + 1} of {rounds}: {name}: {overheads[name][-1]['wall_percent']:.1f} % of wall time, "
-                f"{overheads[name][-1]['warm_up_ms']:.0f} ms in the first {WARM_UP} steps\n"
+                f"round {index + 1} of {rounds}: {name}: {overheads[name][-1]['wall_percent']:.1f}"
+                f" % of wall time, {overheads[name][-1]['warm_up_ms']:.0f} ms in the first"
+                f" {WARM_UP} steps\n"
             )
             before = after
             steps_s.append(after.step_s)
@@ -229,7 +316,8 @@ def training(folder: Path, *, quick: bool, rounds: int, only: Sequence[str] = ()
 
 
 def segment(trainer: Trainer, method: Method | None, steps: int, warm_up: int = WARM_UP) -> Segment:
-    """Train ``steps`` steps, each captured, after some to warm up; the CPU time includes what runs on after the last."""
+    """Train ``steps`` steps, each captured, after some to warm up; the CPU time includes what
+    runs on after the last."""
     began, blocked = time.perf_counter(), 0.0
     for index in range(warm_up + steps):
         if index == warm_up:
@@ -240,7 +328,13 @@ def segment(trainer: Trainer, method: Method | None, steps: int, warm_up: int = 
         blocked += _timed(method.capture) if method else 0.0
     end = time.perf_counter()
     drain = _timed(method.finish) if method else 0.0
-    return Segment(start - began, (end - start) / steps, (time.process_time() - cpu) / steps, blocked / steps, drain)
+    return Segment(
+        start - began,
+        (end - start) / steps,
+        (time.process_time() - cpu) / steps,
+        blocked / steps,
+        drain,
+    )
 
 
 def _timed(call: Callable[[], None]) -> float:
@@ -260,16 +354,34 @@ def _overhead(found: Segment, before: Segment, after: Segment) -> dict[str, floa
     }
 
 
-def _training_report(trainer: Trainer, overheads: dict[str, list[dict[str, float]]], steps_s: list[float], steps: int) -> dict[str, Any]:
+def _training_report(
+    trainer: Trainer, overheads: dict[str, list[dict[str, float]]], steps_s: list[float], steps: int
+) -> dict[str, Any]:
     size, rounds = state_bytes(trainer.objects), len(next(iter(overheads.values())))
     drift = [abs(after / before - 1) * 100 for before, after in itertools.pairwise(steps_s)]
     out(f"\n## Training, a capture at every step: state of {size / (1 << 20):.0f} MiB\n")
-    out(f"{steps} steps a segment, after {WARM_UP} in a fresh repository to warm up; median [min .. max] of {rounds} rounds")
-    out(f"a step without: {spread(steps_s, 1e3)} ms; neighbouring segments without differ by {spread(drift, 1)} %\n")
-    rows = [[name, *(spread([row[key] for row in found], 1) for key in found[0])] for name, found in overheads.items()]
+    out(
+        f"{steps} steps a segment, after {WARM_UP} in a fresh repository to warm up; median [min .."
+        f" max] of {rounds} rounds"
+    )
+    out(
+        f"a step without: {spread(steps_s, 1e3)} ms; neighbouring segments without differ by"
+        f" {spread(drift, 1)} %\n"
+    )
+    rows = [
+        [name, *(spread([row[key] for row in found], 1) for key in found[0])]
+        for name, found in overheads.items()
+    ]
     out(
         table(
-            ["method", f"the first {WARM_UP} steps lose ms", "wall overhead %", "CPU overhead %", "blocked ms a step", "left to finish ms"],
+            [
+                "method",
+                f"the first {WARM_UP} steps lose ms",
+                "wall overhead %",
+                "CPU overhead %",
+                "blocked ms a step",
+                "left to finish ms",
+            ],
             rows,
         )
     )
@@ -280,13 +392,27 @@ def _training_report(trainer: Trainer, overheads: dict[str, list[dict[str, float
 
 
 def memory(folder: Path, *, quick: bool, rounds: int) -> dict[str, Any]:
-    """The peak of a process that captures, in a process of its own, against what it held before plus its arenas."""
-    command = [sys.executable, __file__, "--part", "peak", "--folder", str(folder), *(["--quick"] if quick else [])]
-    found: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+    """The peak of a process that captures, in a process of its own, against what it held before
+    plus its arenas."""
+    command = [
+        sys.executable,
+        __file__,
+        "--part",
+        "peak",
+        "--folder",
+        str(folder),
+        *(["--quick"] if quick else []),
+    ]
+    found: dict[str, Any] = json.loads(
+        subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[
+            -1
+        ]
+    )
     out("\n## Peak memory\n")
     out(
-        f"model, optimizer and gradients {found['before'] / 1e6:.0f} MB + arenas {found['arenas'] / 1e6:.0f} MB: "
-        f"peak {found['peak'] / 1e6:.0f} MB, {found['peak'] / (found['before'] + found['arenas']):.3f} of their sum"
+        f"model, optimizer and gradients {found['before'] / 1e6:.0f} MB + arenas"
+        f" {found['arenas'] / 1e6:.0f} MB: peak {found['peak'] / 1e6:.0f} MB,"
+        f" {found['peak'] / (found['before'] + found['arenas']):.3f} of their sum"
     )
     return found
 
@@ -297,7 +423,9 @@ def peak(folder: Path, *, quick: bool) -> dict[str, Any]:
     arenas = 2 * state_bytes(trainer.objects) + (64 << 20)
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = _status("VmRSS")
-    with datastates.open(_fresh(folder, "peak"), config=Config(memory_bytes=arenas, durable_every=1)) as repo:
+    with datastates.open(
+        _fresh(folder, "peak"), config=Config(memory_bytes=arenas, durable_every=1)
+    ) as repo:
         run = repo.track(**trainer.objects)
         for _ in range(3):
             trainer.optimizer.step()
@@ -315,7 +443,9 @@ def _status(key: str) -> int:
 
 
 def _fresh(folder: Path, name: str) -> Path:
-    path = (Path("/dev/shm") / folder.name if "to memory" in name else folder) / name.replace(" ", "-").replace(":", "")
+    path = (Path("/dev/shm") / folder.name if "to memory" in name else folder) / name.replace(
+        " ", "-"
+    ).replace(":", "")
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
     return path
@@ -336,14 +466,36 @@ def main() -> None:
     """Measure the parts asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--part", choices=[*PARTS, "peak", "pair"], action="append")
-    parser.add_argument("--pair", nargs=2, metavar=("WHAT", "METHOD"), help="for the part pair: large or tiny, and the method")
+    parser.add_argument(
+        "--pair",
+        nargs=2,
+        metavar=("WHAT", "METHOD"),
+        help="for the part pair: large or tiny, and the method",
+    )
     parser.add_argument("--quick", action="store_true", help="tiny models: does it run?")
     parser.add_argument("--json", type=Path, help="write every sample to this file")
     parser.add_argument("--folder", type=Path, help="a folder on the disk to measure")
-    parser.add_argument("--size", choices=SIZES, action="append", help="for the part start: these sizes only")
-    parser.add_argument("--seconds", type=float, default=60.0, help="for the part start: how long each training takes")
-    parser.add_argument("--threads", type=int, default=1, help="for the part start: threads of torch in each training (1)")
-    parser.add_argument("--method", choices=TRAINED, action="append", help="for the part training: these methods only, in many rounds")
+    parser.add_argument(
+        "--size", choices=SIZES, action="append", help="for the part start: these sizes only"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        help="for the part start: how long each training takes",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="for the part start: threads of torch in each training (1)",
+    )
+    parser.add_argument(
+        "--method",
+        choices=TRAINED,
+        action="append",
+        help="for the part training: these methods only, in many rounds",
+    )
     parser.add_argument("--rounds", type=int, help="how often each method is measured (5)")
     options = parser.parse_args()
     rounds = options.rounds or (1 if options.quick else 5)
@@ -356,15 +508,27 @@ def main() -> None:
                 out(json.dumps(peak(folder, quick=options.quick)))
                 return
             if options.part == ["pair"]:
-                out(msgspec.json.encode(pair(folder, *options.pair, quick=options.quick, rounds=rounds)).decode())
+                out(
+                    msgspec.json.encode(
+                        pair(folder, *options.pair, quick=options.quick, rounds=rounds)
+                    ).decode()
+                )
                 return
             out(f"{machine()}; torch on one thread")
             parts: dict[str, Callable[..., dict[str, Any]]] = {
                 **PARTS,
                 "training": partial(training, only=options.method or ()),
-                "start": partial(start, sizes=options.size or SIZES, seconds=options.seconds, threads=options.threads),
+                "start": partial(
+                    start,
+                    sizes=options.size or SIZES,
+                    seconds=options.seconds,
+                    threads=options.threads,
+                ),
             }
-            results = {part: parts[part](folder, quick=options.quick, rounds=rounds) for part in options.part or parts}
+            results = {
+                part: parts[part](folder, quick=options.quick, rounds=rounds)
+                for part in options.part or parts
+            }
         finally:
             shutil.rmtree(Path("/dev/shm") / folder.name, ignore_errors=True)
     if options.json:

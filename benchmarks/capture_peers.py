@@ -1,4 +1,5 @@
-"""Ways to take a snapshot of live tensors, ours, the floor, a bare prototype and the peers, behind one small interface."""
+"""Ways to take a snapshot of live tensors, ours, the floor, a bare prototype and the peers,
+behind one small interface."""
 
 from __future__ import annotations
 
@@ -41,12 +42,16 @@ WRITE_BYTES = 16 << 20
 CHUNK_BYTES = 4 << 20
 
 Objects = Mapping[str, Any]
-"""What is captured, under the names that ``track`` gets: modules, optimizers, or plain dicts of tensors."""
+"""What is captured, under the names that ``track`` gets: modules, optimizers, or plain dicts of
+tensors."""
 
 
 def tree(objects: Objects) -> dict[str, Any]:
     """The nested state dict of the objects, its tensors live."""
-    return {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in objects.items()}
+    return {
+        name: value.state_dict() if hasattr(value, "state_dict") else value
+        for name, value in objects.items()
+    }
 
 
 def state_tensors(objects: Objects) -> list[Tensor]:
@@ -74,15 +79,17 @@ def _walk(value: object) -> Iterator[Tensor]:
 class Method(ABC):
     """One way to take a snapshot. All calls come from the training thread.
 
-    ``capture`` is what blocks training. ``fence`` returns when the tensors may change (the optimizer steps right after
-    it). ``finish`` returns when every snapshot is where the method claims to put it. ``close`` frees all of it.
+    ``capture`` is what blocks training. ``fence`` returns when the tensors may change (the
+    optimizer steps right after it). ``finish`` returns when every snapshot is where the method
+    claims to put it. ``close`` frees all of it.
     """
 
     name: ClassVar[str]
 
     @abstractmethod
     def prepare(self, objects: Objects, folder: Path) -> None:
-        """Allocate what is reused from capture to capture; ``folder`` exists and is the method's own."""
+        """Allocate what is reused from capture to capture; ``folder`` exists and is the method's
+        own."""
 
     @abstractmethod
     def capture(self) -> None:
@@ -102,7 +109,9 @@ class Method(ABC):
 
 
 class Ours(Method):
-    """``run.capture``; the arena has room for ``states`` whole states. ``durable_every`` None keeps them in memory."""
+    """``run.capture``; the arena has room for ``states`` whole states.
+
+    ``durable_every`` None keeps them in memory."""
 
     name = "datastates"
 
@@ -111,7 +120,9 @@ class Ours(Method):
 
     def prepare(self, objects: Objects, folder: Path) -> None:
         budget = int(self._states * state_bytes(objects)) + (64 << 20)
-        config = Config(memory_bytes=budget, durable_interval_s=None, durable_every=self._durable_every)
+        config = Config(
+            memory_bytes=budget, durable_interval_s=None, durable_every=self._durable_every
+        )
         self._repo = datastates.open(folder / "repository", config=config)
         self._run = self._repo.track(**objects)
         self._captures: list[datastates.Capture] = []
@@ -149,7 +160,8 @@ class ForeachCopy(Method):
 
 
 class TorchSave(Method):
-    """``torch.save`` of the state dict, by turns to one of two files, with ``fsync`` unless they lie in memory."""
+    """``torch.save`` of the state dict, by turns to one of two files, with ``fsync`` unless they
+    lie in memory."""
 
     name = "torch.save"
 
@@ -169,7 +181,8 @@ class TorchSave(Method):
 
 
 class DcpAsync(Method):
-    """``torch.distributed.checkpoint.async_save``, without fsync; ``reuse`` keeps one stager with shared memory for all captures.
+    """``torch.distributed.checkpoint.async_save``, without fsync; ``reuse`` keeps one stager with
+    shared memory for all captures.
 
     One save is in flight at a time: the next capture waits for the last, as the documentation asks.
     """
@@ -182,14 +195,23 @@ class DcpAsync(Method):
     def prepare(self, objects: Objects, folder: Path) -> None:
         self._objects, self._folder, self._count = objects, folder, 0
         self._saved: Future[Any] | None = None
-        options = StagingOptions(use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False)
+        options = StagingOptions(
+            use_pinned_memory=False,
+            use_shared_memory=True,
+            use_async_staging=False,
+            use_non_blocking_copy=False,
+        )
         self._stager = DefaultStager(options) if self._reuse else None
 
     def capture(self) -> None:
         self.finish()
         self._count += 1
-        writer = FileSystemWriter(self._folder / str(self._count % 2), sync_files=False, overwrite=True)
-        result = async_save(tree(self._objects), storage_writer=writer, no_dist=True, async_stager=self._stager)
+        writer = FileSystemWriter(
+            self._folder / str(self._count % 2), sync_files=False, overwrite=True
+        )
+        result = async_save(
+            tree(self._objects), storage_writer=writer, no_dist=True, async_stager=self._stager
+        )
         self._saved = result if isinstance(result, Future) else result.upload_completion
 
     def finish(self) -> None:
@@ -210,7 +232,10 @@ class TorchSnapshot(Method):
 
     def prepare(self, objects: Objects, folder: Path) -> None:
         self._package: Any = importlib.import_module("torchsnapshot")
-        self._app = {name: value if hasattr(value, "state_dict") else self._package.StateDict(**value) for name, value in objects.items()}
+        self._app = {
+            name: value if hasattr(value, "state_dict") else self._package.StateDict(**value)
+            for name, value in objects.items()
+        }
         self._folder, self._count = folder, 0
         self._pending: Any = None
 
@@ -230,9 +255,11 @@ class TorchSnapshot(Method):
 
 
 class Prototype(Method):
-    """The least that a fenced capture can be: one thread copies into one of three arenas, another digests, writes and syncs.
+    """The least that a fenced capture can be: one thread copies into one of three arenas, another
+    digests, writes and syncs.
 
-    No tree, no lineage, no checks, nothing recorded: how near ours comes to it is what its machinery costs.
+    No tree, no lineage, no checks, nothing recorded: how near ours comes to it is what its
+    machinery costs.
     """
 
     name = "bare prototype"
@@ -247,11 +274,18 @@ class Prototype(Method):
         self._writes: queue.Queue[Callable[[], None] | None] = queue.Queue()
         for _ in range(3):
             self._free.put(Arena(self._sources))
-        self._threads = [threading.Thread(target=_serve, args=(jobs,), daemon=True) for jobs in (self._copies, self._writes)]
+        self._threads = [
+            threading.Thread(target=_serve, args=(jobs,), daemon=True)
+            for jobs in (self._copies, self._writes)
+        ]
         for thread in self._threads:
             thread.start()
-        optimizer = next((value for value in objects.values() if isinstance(value, torch.optim.Optimizer)), None)
-        self._hook = optimizer.register_step_pre_hook(lambda *_: self.fence()) if optimizer else None
+        optimizer = next(
+            (value for value in objects.values() if isinstance(value, torch.optim.Optimizer)), None
+        )
+        self._hook = (
+            optimizer.register_step_pre_hook(lambda *_: self.fence()) if optimizer else None
+        )
         self._copied, self._done = threading.Event(), threading.Event()
         self._copied.set()
         self._done.set()
@@ -300,16 +334,24 @@ class Arena:
         for tensor in sources:
             offsets.append(size)
             size += -(-tensor.nbytes // 64) * 64
-        self._memory = mmap.mmap(-1, -(-size // PAGE) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
+        self._memory = mmap.mmap(
+            -1,
+            -(-size // PAGE) * PAGE,
+            flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE,
+        )
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
         self.views = [
-            whole[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape) for at, tensor in zip(offsets, sources, strict=True)
+            whole[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for at, tensor in zip(offsets, sources, strict=True)
         ]
 
     def write(self, path: Path) -> list[bytes]:
         """Digest the chunks, write them by direct I/O and wait for the disk."""
         view = memoryview(self._memory)
-        digests = [xxhash.xxh3_128_digest(view[at : at + CHUNK_BYTES]) for at in range(0, len(view), CHUNK_BYTES)]
+        digests = [
+            xxhash.xxh3_128_digest(view[at : at + CHUNK_BYTES])
+            for at in range(0, len(view), CHUNK_BYTES)
+        ]
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT)
         try:
             for at in range(0, len(view), WRITE_BYTES):

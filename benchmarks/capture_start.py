@@ -1,11 +1,14 @@
-"""The first half minute of a training with default settings, from ``open`` on, beside the same training without captures.
+"""The first half minute of a training with default settings, from ``open`` on, beside the same
+training without captures.
 
-    python benchmarks/capture.py --part start [--rounds N] [--quick] [--size 1M|30M|100M] [--seconds 30] [--threads 1]
+    python benchmarks/capture.py --part start [--rounds N] [--quick] [--size 1M|30M|100M] [--seconds
+    30] [--threads 1]
 
-Each training runs in a process of its own, because each process that starts pays anew. All methods take turns; every step is captured.
-Beside ours stand the least that a capture can be (a blocking copy into touched memory; the bare prototype, whose copy overlaps the next
-step), which keep nothing but the newest bytes, and torch.distributed.checkpoint. If torch has as many threads as there are cores, the
-training leaves no core to the background work of captures.
+Each training runs in a process of its own, because each process that starts pays anew. All methods
+take turns; every step is captured. Beside ours stand the least that a capture can be (a blocking
+copy into touched memory; the bare prototype, whose copy overlaps the next step), which keep nothing
+but the newest bytes, and torch.distributed.checkpoint. If torch has as many threads as there are
+cores, the training leaves no core to the background work of captures.
 """
 
 from __future__ import annotations
@@ -45,7 +48,9 @@ OTHERS: dict[str, Callable[[], Method]] = {
     "bare prototype, in memory": lambda: Prototype(durable_every=None),
     "dcp.async_save, best settings": lambda: DcpAsync(reuse=True),
 }
-"""The floors and the peer. What they allocate and touch before the first step counts, as ours does."""
+"""The floors and the peer.
+
+What they allocate and touch before the first step counts, as ours does."""
 
 WINDOW_S = 5.0
 COUNTED_S = 30.0
@@ -54,7 +59,8 @@ COUNTED_S = 30.0
 
 @dataclass(slots=True)
 class Started:
-    """One training: when each step ended, counted from ``track``; CPU time a step, and memory at the end and at most."""
+    """One training: when each step ended, counted from ``track``; CPU time a step, and memory at
+    the end and at most."""
 
     ends_s: list[float] = field(default_factory=list)
     track_s: float = 0.0
@@ -66,7 +72,10 @@ class Started:
     def rates(self, until_s: float) -> list[float]:
         """Steps a second, window by window."""
         windows = [index * WINDOW_S for index in range(int(until_s / WINDOW_S))]
-        return [sum(begin < end <= begin + WINDOW_S for end in self.ends_s) / WINDOW_S for begin in windows]
+        return [
+            sum(begin < end <= begin + WINDOW_S for end in self.ends_s) / WINDOW_S
+            for begin in windows
+        ]
 
     def worst_s(self) -> float:
         """The longest step, the first one with ``track`` included."""
@@ -74,14 +83,21 @@ class Started:
 
 
 def train(size: str, name: str, folder: Path, seconds: float, threads: int) -> Started:
-    """Train in this process and capture each step by the method of that name; ``folder`` is the method's own."""
+    """Train in this process and capture each step by the method of that name; ``folder`` is the
+    method's own."""
     torch.set_num_threads(threads)
     trainer = Trainer.make(SHAPES[size])
     for _ in range(5):
         _step(trainer)
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     found = Started()
-    method = OTHERS[name]() if name in OTHERS else None if name == PLAIN else _Tracked(GIVEN_BYTES if name == GIVEN else None, found.said)
+    method = (
+        OTHERS[name]()
+        if name in OTHERS
+        else None
+        if name == PLAIN
+        else _Tracked(GIVEN_BYTES if name == GIVEN else None, found.said)
+    )
     cpu, begin = time.process_time(), time.perf_counter()
     if method is not None:
         method.prepare(trainer.objects, folder)
@@ -141,7 +157,13 @@ def _status(key: str) -> int:
 
 
 def start(
-    folder: Path, *, quick: bool, rounds: int, sizes: Sequence[str] = SIZES, seconds: float = 60.0, threads: int = 1
+    folder: Path,
+    *,
+    quick: bool,
+    rounds: int,
+    sizes: Sequence[str] = SIZES,
+    seconds: float = 60.0,
+    threads: int = 1,
 ) -> dict[str, Any]:
     """All methods by turns, ``rounds`` times; the counted time, and the memory after a minute."""
     sizes, seconds = (("tiny",), 2 * WINDOW_S) if quick else (sizes, seconds)
@@ -154,15 +176,28 @@ def start(
                 one = _in_a_process(size, name, folder / f"{size}-{index}", seconds, threads)
                 found[size][name].append(one)
                 rates = " ".join(short(rate) for rate in one.rates(seconds))
-                sys.stderr.write(f"{size}, round {index + 1} of {rounds}: {name}: {rates} steps/s\n")
-        out(f"\n# {size} parameters, {threads} threads of torch on {len(os.sched_getaffinity(0))} cores")
+                sys.stderr.write(
+                    f"{size}, round {index + 1} of {rounds}: {name}: {rates} steps/s\n"
+                )
+        out(
+            f"\n# {size} parameters, {threads} threads of torch on {len(os.sched_getaffinity(0))}"
+            " cores"
+        )
         _report(size, found[size], min(seconds, COUNTED_S), seconds)
     return {size: msgspec.to_builtins(each) for size, each in found.items()}
 
 
 def _in_a_process(size: str, name: str, folder: Path, seconds: float, threads: int) -> Started:
     folder.mkdir(parents=True)
-    command = [sys.executable, __file__, size, name, str(folder), str(seconds), f"--threads={threads}"]
+    command = [
+        sys.executable,
+        __file__,
+        size,
+        name,
+        str(folder),
+        str(seconds),
+        f"--threads={threads}",
+    ]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     shutil.rmtree(folder, ignore_errors=True)
     return msgspec.json.decode(done.stdout.splitlines()[-1], type=Started)
@@ -170,33 +205,61 @@ def _in_a_process(size: str, name: str, folder: Path, seconds: float, threads: i
 
 def _report(size: str, found: dict[str, list[Started]], counted_s: float, seconds: float) -> None:
     plain = found[PLAIN]
-    out(f"\n## {size} parameters: the first {counted_s:.0f} s, a capture at every step; median [min .. max] of {len(plain)} rounds\n")
-    windows = [f"{index * WINDOW_S:.0f}-{(index + 1) * WINDOW_S:.0f} s" for index in range(int(counted_s / WINDOW_S))]
+    out(
+        f"\n## {size} parameters: the first {counted_s:.0f} s, a capture at every step; median [min"
+        f" .. max] of {len(plain)} rounds\n"
+    )
+    windows = [
+        f"{index * WINDOW_S:.0f}-{(index + 1) * WINDOW_S:.0f} s"
+        for index in range(int(counted_s / WINDOW_S))
+    ]
     rows = []
     for name, runs in found.items():
         rates = zip(*(run.rates(counted_s) for run in runs), strict=True)
         worst = spread([run.worst_s() for run in runs], 1e3)
-        rows.append([name, *(spread(rate) for rate in rates), worst, spread([run.cpu_s for run in runs], 1e3)])
+        rows.append(
+            [
+                name,
+                *(spread(rate) for rate in rates),
+                worst,
+                spread([run.cpu_s for run in runs], 1e3),
+            ]
+        )
     out(table(["steps/s", *windows, "worst step, ms", "CPU ms a step"], rows) + "\n")
     for name in (name for name in found if name != PLAIN):
         pairs = list(zip(plain, found[name], strict=True))
         walls = spread([_wall(*pair, 0.0, counted_s) for pair in pairs])
-        later = spread([_wall(*pair, counted_s, seconds) for pair in pairs]) if seconds > counted_s else "not measured"
+        later = (
+            spread([_wall(*pair, counted_s, seconds) for pair in pairs])
+            if seconds > counted_s
+            else "not measured"
+        )
         more, peak = (
-            spread([(getattr(ours, key) - getattr(theirs, key)) / (1 << 20) for theirs, ours in pairs])
+            spread(
+                [(getattr(ours, key) - getattr(theirs, key)) / (1 << 20) for theirs, ours in pairs]
+            )
             for key in ("rss_bytes", "peak_bytes")
         )
-        out(f"{name}: wall time / plain for the same steps: {walls}; from {counted_s:.0f} to {seconds:.0f} s: {later}")
+        out(
+            f"{name}: wall time / plain for the same steps: {walls}; from {counted_s:.0f} to"
+            f" {seconds:.0f} s: {later}"
+        )
         out(f"  memory above the plain one after {seconds:.0f} s: {more} MiB; peak: {peak} MiB")
         said = "; ".join(found[name][0].said) or "nothing"
-        out(f"  what comes before the first step took {spread([run.track_s for run in found[name]], 1e3)} ms; it said: {said}")
+        out(
+            "  what comes before the first step took"
+            f" {spread([run.track_s for run in found[name]], 1e3)} ms; it said: {said}"
+        )
 
 
 def _wall(plain: Started, captured: Started, begin_s: float, end_s: float) -> float:
-    """How much longer the steps took that both made in a stretch of time, counted by the steps of the captured one."""
+    """How much longer the steps took that both made in a stretch of time, counted by the steps
+    of the captured one."""
     first = sum(end <= begin_s for end in captured.ends_s)
     last = sum(end <= end_s for end in captured.ends_s)
-    took = (captured.ends_s[last - 1] if last else end_s) - (captured.ends_s[first - 1] if first else 0.0)
+    took = (captured.ends_s[last - 1] if last else end_s) - (
+        captured.ends_s[first - 1] if first else 0.0
+    )
     rate = sum(begin_s < end <= end_s for end in plain.ends_s) / (end_s - begin_s)
     return took * rate / max(1, last - first)
 
@@ -209,4 +272,8 @@ if __name__ == "__main__":
     parser.add_argument("seconds", type=float)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    out(msgspec.json.encode(train(options.size, options.name, options.folder, options.seconds, options.threads)).decode())
+    out(
+        msgspec.json.encode(
+            train(options.size, options.name, options.folder, options.seconds, options.threads)
+        ).decode()
+    )

@@ -2,7 +2,8 @@
 
     python benchmarks/cli_start.py [--rounds N] [--json FILE]
 
-Each is a process of its own; all take turns, round after round. ``ratio`` is against SQLAlchemy's import of the same round.
+Each is a process of its own; all take turns, round after round. ``ratio`` is against SQLAlchemy's
+import of the same round.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ GOAL_S = 0.35
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -69,7 +72,11 @@ def report(times: dict[str, list[float]]) -> str:
     rows = []
     for name, took in times.items():
         ratios = [one / other for one, other in zip(took, times[FLOOR], strict=True)]
-        goal = f"{GOAL_S:g}: {'met' if statistics.median(took) <= GOAL_S else 'MISSED'}" if name == "datastates log" else ""
+        goal = (
+            f"{GOAL_S:g}: {'met' if statistics.median(took) <= GOAL_S else 'MISSED'}"
+            if name == "datastates log"
+            else ""
+        )
         rows.append([name, spread(took), short(statistics.median(ratios)), goal])
     return table(["command", "seconds", "ratio", "goal"], rows)
 

@@ -1,12 +1,16 @@
-"""What a clone costs: a state from one process into the live tensors of another, and what the source's training pays.
+"""What a clone costs: a state from one process into the live tensors of another, and what the
+source's training pays.
 
-    python benchmarks/clone.py [--quick] [--part large|tiny|latency|serving] [--hosts [--gbit N]] [--json FILE] [--rounds N]
+    python benchmarks/clone.py [--quick] [--part large|tiny|latency|serving] [--hosts [--gbit N]]
+    [--json FILE] [--rounds N]
 
-Two processes, a sender and a receiver, with every way in turn, round after round; before each transfer the receiver's memory is
-cleared, after it every byte is compared. The floor moves one piece of prefaulted memory as our transport does, checks nothing and
-puts nothing into tensors. What shares one process with UCXX cannot start it twice: ours has a second pair of processes. With
-``--hosts`` the two are in network namespaces of their own, as on two hosts. With ``--gbit`` the cable between them carries that many
-Gbit/s, as a network's does; without it the cable is as fast as the cores, which both ends share.
+Two processes, a sender and a receiver, with every way in turn, round after round; before each
+transfer the receiver's memory is cleared, after it every byte is compared. The floor moves one
+piece of prefaulted memory as our transport does, checks nothing and puts nothing into tensors. What
+shares one process with UCXX cannot start it twice: ours has a second pair of processes. With
+``--hosts`` the two are in network namespaces of their own, as on two hosts. With ``--gbit`` the
+cable between them carries that many Gbit/s, as a network's does; without it the cable is as fast as
+the cores, which both ends share.
 """
 
 from __future__ import annotations
@@ -59,7 +63,8 @@ OVER_THE_WIRE = OURS[2:]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One transfer: until the bytes were there, and the CPU time that both processes took for it."""
+    """One transfer: until the bytes were there, and the CPU time that both processes took for
+    it."""
 
     seconds: float
     cpu_s: float
@@ -82,12 +87,16 @@ def _large(quick: bool) -> Load:
 
 def _tiny(quick: bool) -> Load:
     torch.manual_seed(0)
-    return Load({"tensors": {f"t{index}": torch.randn(256) for index in range(500 if quick else 10_000)}})
+    return Load(
+        {"tensors": {f"t{index}": torch.randn(256) for index in range(500 if quick else 10_000)}}
+    )
 
 
 def _megabyte(quick: bool) -> Load:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64)
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(1, 256)).sum().backward()
     optimizer.step()
@@ -104,13 +113,26 @@ def _training(quick: bool) -> Load:
     return Load(trainer.objects, step)
 
 
-LOADS: dict[str, Callable[[bool], Load]] = {"large": _large, "tiny": _tiny, "latency": _megabyte, "serving": _training}
+LOADS: dict[str, Callable[[bool], Load]] = {
+    "large": _large,
+    "tiny": _tiny,
+    "latency": _megabyte,
+    "serving": _training,
+}
 
 
 # The two processes
 
 
-def work(role: str, part: str, names: list[str], quick: bool, host: str | None, orders: Connection, wire: Connection) -> None:
+def work(
+    role: str,
+    part: str,
+    names: list[str],
+    quick: bool,
+    host: str | None,
+    orders: Connection,
+    wire: Connection,
+) -> None:
     """A sender or a receiver: make the state, get every way ready, do as told until told None."""
     if host is not None:
         enter(host)
@@ -138,7 +160,9 @@ class Side:
 
     def __init__(self, load: Load) -> None:
         self.load, self.ways = load, dict[str, Way]()
-        self.expected = [xxhash.xxh3_128_digest(_bytes(tensor)) for tensor in state_tensors(load.objects)]
+        self.expected = [
+            xxhash.xxh3_128_digest(_bytes(tensor)) for tensor in state_tensors(load.objects)
+        ]
 
     def prepare(self, way: Way) -> None:
         """Get a way ready."""
@@ -254,7 +278,8 @@ def _answer(end: Connection) -> Any:
 
 @contextlib.contextmanager
 def _pairs(part: str, names: list[str], quick: bool, hosts: dict[str, str]) -> Iterator[list[Pair]]:
-    """The processes for these ways, each on the host of its role, if it has one; all of them ended afterwards."""
+    """The processes for these ways, each on the host of its role, if it has one; all of them
+    ended afterwards."""
     context = multiprocessing.get_context("spawn")
     processes, pairs = [], []
     ours = [name for name in names if issubclass(WAYS[name], Ours)]
@@ -264,7 +289,13 @@ def _pairs(part: str, names: list[str], quick: bool, hosts: dict[str, str]) -> I
             wires, ends = context.Pipe(), list[Connection]()
             for role, wire in zip(("sender", "receiver"), wires, strict=True):
                 end, orders = context.Pipe()
-                processes.append(context.Process(target=work, args=(role, part, group, quick, hosts.get(role), orders, wire), name=role))
+                processes.append(
+                    context.Process(
+                        target=work,
+                        args=(role, part, group, quick, hosts.get(role), orders, wire),
+                        name=role,
+                    )
+                )
                 processes[-1].start()
                 orders.close()
                 ends.append(end)
@@ -286,7 +317,9 @@ def _pairs(part: str, names: list[str], quick: bool, hosts: dict[str, str]) -> I
 # The parts
 
 
-def transfers(part: str, what: str, names: list[str], *, quick: bool, rounds: int, hosts: dict[str, str]) -> dict[str, Any]:
+def transfers(
+    part: str, what: str, names: list[str], *, quick: bool, rounds: int, hosts: dict[str, str]
+) -> dict[str, Any]:
     """Every way in turn, after a round that does not count."""
     here = _possible(names)
     samples: dict[str, list[Sample]] = {name: [] for name in here}
@@ -301,7 +334,11 @@ def transfers(part: str, what: str, names: list[str], *, quick: bool, rounds: in
     tensors, size = pairs[0].tensors, pairs[0].size
     out(f"\n## {what}: {tensors} tensors, {size / 1e6:.1f} MB; median [min .. max] of {rounds}\n")
     _print(samples, size)
-    return {"tensors": tensors, "bytes": size, "samples": {name: [asdict(sample) for sample in found] for name, found in samples.items()}}
+    return {
+        "tensors": tensors,
+        "bytes": size,
+        "samples": {name: [asdict(sample) for sample in found] for name, found in samples.items()},
+    }
 
 
 def _possible(names: list[str]) -> list[str]:
@@ -328,7 +365,10 @@ def _print(samples: dict[str, list[Sample]], size: int) -> None:
 
 
 def _ratios(samples: dict[str, list[Sample]], name: str) -> list[float]:
-    return [floor.seconds / ours.seconds for floor, ours in zip(samples[FLOOR], samples[name], strict=True)]
+    return [
+        floor.seconds / ours.seconds
+        for floor, ours in zip(samples[FLOOR], samples[name], strict=True)
+    ]
 
 
 def large(*, quick: bool, rounds: int, hosts: dict[str, str]) -> dict[str, Any]:
@@ -336,16 +376,28 @@ def large(*, quick: bool, rounds: int, hosts: dict[str, str]) -> dict[str, Any]:
     names = [FLOOR, *(OVER_THE_WIRE if hosts else OURS), "raw socket", "gloo broadcast"]
     names += [] if hosts else ["torchft HTTPTransport", "torch.save + load, shared memory"]
     found = transfers("large", "GPT + AdamW", names, quick=quick, rounds=rounds, hosts=hosts)
-    medians = {name: statistics.median(sample["seconds"] for sample in samples) for name, samples in found["samples"].items()}
-    peers = {name: median for name, median in medians.items() if name != FLOOR and not issubclass(WAYS[name], Ours)}
+    medians = {
+        name: statistics.median(sample["seconds"] for sample in samples)
+        for name, samples in found["samples"].items()
+    }
+    peers = {
+        name: median
+        for name, median in medians.items()
+        if name != FLOOR and not issubclass(WAYS[name], Ours)
+    }
     for name in [] if quick else medians:
         if issubclass(WAYS[name], Ours):
             ratio = statistics.median(
-                floor["seconds"] / ours["seconds"] for floor, ours in zip(found["samples"][FLOOR], found["samples"][name], strict=True)
+                floor["seconds"] / ours["seconds"]
+                for floor, ours in zip(found["samples"][FLOOR], found["samples"][name], strict=True)
             )
             best = min(peers, key=peers.__getitem__)
             goal(f"{name}: {ratio:.3f}x the floor, wanted {GOAL}x", ratio >= GOAL)
-            goal(f"{name}: {1e3 * medians[name]:.0f} ms, the fastest peer ({best}) {1e3 * peers[best]:.0f} ms", medians[name] < peers[best])
+            goal(
+                f"{name}: {1e3 * medians[name]:.0f} ms, the fastest peer ({best})"
+                f" {1e3 * peers[best]:.0f} ms",
+                medians[name] < peers[best],
+            )
     return found
 
 
@@ -359,10 +411,15 @@ def latency(*, quick: bool, rounds: int, hosts: dict[str, str]) -> dict[str, Any
     """A state of 1 MB."""
     names = [FLOOR, *OURS, "datastates, with connect", "raw socket"]
     names += ["torchft HTTPTransport", "torch.save + load, shared memory"]
-    found = transfers("latency", "a small state", names, quick=quick, rounds=rounds * 5, hosts=hosts)
+    found = transfers(
+        "latency", "a small state", names, quick=quick, rounds=rounds * 5, hosts=hosts
+    )
     for name in [name for name in found["samples"] if issubclass(WAYS[name], Ours)]:
         median = 1e3 * statistics.median(sample["seconds"] for sample in found["samples"][name])
-        goal(f"{name}: {median:.1f} ms, wanted at most {LATENCY_GOAL_MS:.0f}", median <= LATENCY_GOAL_MS)
+        goal(
+            f"{name}: {median:.1f} ms, wanted at most {LATENCY_GOAL_MS:.0f}",
+            median <= LATENCY_GOAL_MS,
+        )
     return found
 
 
@@ -374,11 +431,29 @@ def serving(*, quick: bool, rounds: int, hosts: dict[str, str]) -> dict[str, Any
         for pair in pairs:
             name = pair.names[0]
             found[name] = _slowdown(pair, name, rounds)
-            slow = [100 * (busy / calm - 1) for calm, busy in zip(found[name]["calm_s"], found[name]["busy_s"], strict=True)]
+            slow = [
+                100 * (busy / calm - 1)
+                for calm, busy in zip(found[name]["calm_s"], found[name]["busy_s"], strict=True)
+            ]
             speeds = [pair.size / seconds / 1e9 for seconds in found[name]["transfers_s"]]
-            rows.append([name, *(spread(found[name][key], 1e3) for key in ("calm_s", "busy_s")), spread(slow, 1), spread(speeds, 1)])
-    out(f"\n## Training at the source while it serves: state of {pairs[0].size / 1e6:.0f} MB; median [min .. max] of {rounds}\n")
-    out(table(["served by", "step alone, ms", "step while serving, ms", "slower by %", "served GB/s"], rows))
+            rows.append(
+                [
+                    name,
+                    *(spread(found[name][key], 1e3) for key in ("calm_s", "busy_s")),
+                    spread(slow, 1),
+                    spread(speeds, 1),
+                ]
+            )
+    out(
+        f"\n## Training at the source while it serves: state of {pairs[0].size / 1e6:.0f} MB;"
+        f" median [min .. max] of {rounds}\n"
+    )
+    out(
+        table(
+            ["served by", "step alone, ms", "step while serving, ms", "slower by %", "served GB/s"],
+            rows,
+        )
+    )
     return found
 
 
@@ -400,7 +475,12 @@ def goal(text: str, is_met: bool) -> None:
     out(f"{'met   ' if is_met else 'MISSED'} {text}")
 
 
-PARTS: dict[str, Callable[..., dict[str, Any]]] = {"large": large, "tiny": tiny, "latency": latency, "serving": serving}
+PARTS: dict[str, Callable[..., dict[str, Any]]] = {
+    "large": large,
+    "tiny": tiny,
+    "latency": latency,
+    "serving": serving,
+}
 
 
 def main() -> None:
@@ -410,17 +490,33 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny states: does it run?")
     parser.add_argument("--json", type=Path, help="write every sample to this file")
     parser.add_argument("--rounds", type=int, help="how often each way is measured (7)")
-    parser.add_argument("--hosts", action="store_true", help="two network namespaces instead of loopback: the part large, for root")
-    parser.add_argument("--gbit", type=float, help="with --hosts: what the cable carries, Gbit/s (as much as the cores can)")
+    parser.add_argument(
+        "--hosts",
+        action="store_true",
+        help="two network namespaces instead of loopback: the part large, for root",
+    )
+    parser.add_argument(
+        "--gbit",
+        type=float,
+        help="with --hosts: what the cable carries, Gbit/s (as much as the cores can)",
+    )
     options = parser.parse_args()
     if options.gbit is not None and (not options.hosts or not options.gbit > 0):
         parser.error("--gbit goes with --hosts and is more than 0")
     rounds = options.rounds or (1 if options.quick else 7)
     cable = f", a cable of {options.gbit:g} Gbit/s" if options.gbit else ""
-    out(f"{machine()}; two processes {'in two network namespaces' + cable if options.hosts else 'on loopback'}, torch on one thread")
+    out(
+        f"{machine()}; two processes"
+        f" {'in two network namespaces' + cable if options.hosts else 'on loopback'}, torch on one"
+        " thread"
+    )
     parts = ["large"] if options.hosts else options.part or PARTS
-    with two_hosts(options.gbit) if options.hosts else contextlib.nullcontext(dict[str, str]()) as hosts:
-        results = {part: PARTS[part](quick=options.quick, rounds=rounds, hosts=hosts) for part in parts}
+    with (
+        two_hosts(options.gbit) if options.hosts else contextlib.nullcontext(dict[str, str]())
+    ) as hosts:
+        results = {
+            part: PARTS[part](quick=options.quick, rounds=rounds, hosts=hosts) for part in parts
+        }
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
 

@@ -1,4 +1,5 @@
-"""Ways to bring a state from one process into another's memory: ours, the floor, and the peers, behind one small interface."""
+"""Ways to bring a state from one process into another's memory: ours, the floor, and the peers,
+behind one small interface."""
 
 from __future__ import annotations
 
@@ -50,10 +51,12 @@ UCX_OPTIONS = {"TCP_TX_SEG_SIZE": "1M", "TCP_RX_SEG_SIZE": "1M"}
 
 
 class Way(ABC):
-    """One way to copy a state; both processes have one, and ``wire`` between them for what is small.
+    """One way to copy a state; both processes have one, and ``wire`` between them for what is
+    small.
 
-    The sender calls ``offer`` once, and ``serve`` for each transfer, after the receiver asked for it; the receiver calls
-    ``expect`` once, after the sender's ``offer``, and ``fetch``, which returns when the bytes are in ``landed``.
+    The sender calls ``offer`` once, and ``serve`` for each transfer, after the receiver asked for
+    it; the receiver calls ``expect`` once, after the sender's ``offer``, and ``fetch``, which
+    returns when the bytes are in ``landed``.
     """
 
     wire: Connection
@@ -86,16 +89,20 @@ class Way(ABC):
 
 
 class Flat(Way):
-    """Those that move one piece of memory, which both sides have touched before: none puts anything into tensors."""
+    """Those that move one piece of memory, which both sides have touched before: none puts
+    anything into tensors."""
 
     flat: Tensor
 
     def offer(self) -> None:
-        self.flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in state_tensors(self.objects)])
+        self.flat = torch.cat(
+            [tensor.reshape(-1).view(torch.uint8) for tensor in state_tensors(self.objects)]
+        )
         self.meet()
 
     def expect(self) -> None:
-        self.flat = torch.full((state_bytes(self.objects),), 1, dtype=torch.uint8)  # written, so that every page is there
+        # written, so that every page is there
+        self.flat = torch.full((state_bytes(self.objects),), 1, dtype=torch.uint8)
         self.meet()
 
     @abstractmethod
@@ -123,7 +130,12 @@ class _Ucxx:
 
     @classmethod
     async def _init(cls) -> None:
-        cls.module.init(options=UCX_OPTIONS, env_takes_precedence=True, progress_mode="thread", enable_python_future=True)
+        cls.module.init(
+            options=UCX_OPTIONS,
+            env_takes_precedence=True,
+            progress_mode="thread",
+            enable_python_future=True,
+        )
 
     @classmethod
     def run(cls, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -137,7 +149,8 @@ class _Ucxx:
 
 
 class UcxxStream(Flat):
-    """The floor: tag messages of 4 MiB, 8 in flight, as our transport sends them, with nothing around them."""
+    """The floor: tag messages of 4 MiB, 8 in flight, as our transport sends them, with nothing
+    around them."""
 
     base_tag = 1 << 20
 
@@ -148,7 +161,9 @@ class UcxxStream(Flat):
         self.end = _Ucxx.run(ucxx.create_endpoint_from_worker_address(address))
         self.tag = ucxx.types.Tag
         data = self.flat.numpy().data
-        self.pieces = [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
+        self.pieces = [
+            data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)
+        ]
 
     def serve(self) -> None:
         _Ucxx.run(self._each(self.end.send))
@@ -223,7 +238,9 @@ class Gloo(Flat):
 
     def meet(self) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", self.interface)
-        torch.distributed.init_process_group("gloo", init_method=f"file://{self.folder}/store", rank=self.rank, world_size=2)
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{self.folder}/store", rank=self.rank, world_size=2
+        )
 
     def serve(self) -> None:
         torch.distributed.broadcast(self.flat, src=0)
@@ -253,15 +270,19 @@ class TorchFt(Way):
         _into(self.objects, self.transport.recv_checkpoint(0, self.where, 0, self.timeout))
 
     def _make(self) -> Any:
-        BaseHTTPRequestHandler.log_message = lambda *_: None  # type: ignore[method-assign] # a line on stderr for each transfer
-        return importlib.import_module("torchft.checkpointing.http_transport").HTTPTransport(self.timeout, num_chunks=0)
+        # a line on stderr for each transfer
+        BaseHTTPRequestHandler.log_message = lambda *_: None  # type: ignore[method-assign]
+        return importlib.import_module("torchft.checkpointing.http_transport").HTTPTransport(
+            self.timeout, num_chunks=0
+        )
 
     def close(self) -> None:
         self.transport.shutdown()
 
 
 class TorchSave(Way):
-    """``torch.save`` to shared memory; ``torch.load`` maps it, then one ``_foreach_copy_`` into the live tensors. Both count."""
+    """``torch.save`` to shared memory; ``torch.load`` maps it, then one ``_foreach_copy_`` into
+    the live tensors. Both count."""
 
     def offer(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="datastates-clone-", dir="/dev/shm"))
@@ -300,14 +321,17 @@ def _repo(objects: Objects) -> datastates.Repository:
     atexit.register(ends.close)
     folder = ends.enter_context(tempfile.TemporaryDirectory(prefix="datastates-clone-"))
     room = state_bytes(objects) * 5 // 4 + (256 << 20)
-    repo = ends.enter_context(datastates.open(folder, config=Config(memory_bytes=room, durable_interval_s=None)))
+    repo = ends.enter_context(
+        datastates.open(folder, config=Config(memory_bytes=room, durable_interval_s=None))
+    )
     repo.track(**objects).capture().wait()
     _repos[id(objects)] = repo
     return repo
 
 
 class Ours(Way):
-    """A captured state, served by its repository and cloned into live objects, every chunk checked; by a shadow or in place."""
+    """A captured state, served by its repository and cloned into live objects, every chunk
+    checked; by a shadow or in place."""
 
     is_atomic = False
     is_connected = True
@@ -320,7 +344,9 @@ class Ours(Way):
         scheme = "ucx" if self.data == "ucx" else "tcp"
         self.tls = self.ends.enter_context(_certificate(self.address)) if self.is_secret else None
         server = self.ends.enter_context(
-            _repo(self.objects).serve(f"{scheme}://{self.address}:0", token=TOKEN, data=self.data, tls=self.tls)
+            _repo(self.objects).serve(
+                f"{scheme}://{self.address}:0", token=TOKEN, data=self.data, tls=self.tls
+            )
         )
         self.wire.send((server.url, self.tls and self.tls.certificate))
 
@@ -336,7 +362,8 @@ class Ours(Way):
         return peer
 
     def fetch(self) -> None:
-        os.environ[same_host.SWITCH] = "1" if self.is_near else "0"  # read when a connection begins: one for each clone
+        # read when a connection begins: one for each clone
+        os.environ[same_host.SWITCH] = "1" if self.is_near else "0"
         peer = self.peer or self._connect()
         peer.clone("main", into=self.objects, atomic=self.is_atomic)
         if not self.is_connected:
@@ -383,8 +410,28 @@ def _certificate(address: str) -> Iterator[datastates.Tls]:
     """For an address, signed by itself."""
     with tempfile.TemporaryDirectory(prefix="datastates-tls-") as folder:
         certificate, key = Path(folder, "certificate.pem"), Path(folder, "key.pem")
-        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
-        command += ["-keyout", str(key), "-out", str(certificate), "-subj", "/CN=test", "-addext", f"subjectAltName=IP:{address}"]
+        command = [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:prime256v1",
+            "-nodes",
+            "-days",
+            "2",
+        ]
+        command += [
+            "-keyout",
+            str(key),
+            "-out",
+            str(certificate),
+            "-subj",
+            "/CN=test",
+            "-addext",
+            f"subjectAltName=IP:{address}",
+        ]
         subprocess.run(command, check=True, capture_output=True)
         yield datastates.Tls(certificate=certificate, key=key)
 
@@ -415,8 +462,14 @@ WAYS: dict[str, type[Way]] = {
 
 def why_not(name: str) -> str | None:
     """Why a way cannot be measured here; None when it can."""
-    if issubclass(WAYS[name], UcxxStream | OursOverUcx) and importlib.util.find_spec("ucxx") is None:
+    if (
+        issubclass(WAYS[name], UcxxStream | OursOverUcx)
+        and importlib.util.find_spec("ucxx") is None
+    ):
         return "ucxx is not installed (pip install datastates[cu13])"
     if WAYS[name] is TorchFt and importlib.util.find_spec("torchft") is None:
-        return "torchft is not installed (pip install --no-deps torchft-nightly, and its opentelemetry packages)"
+        return (
+            "torchft is not installed (pip install --no-deps torchft-nightly, and its opentelemetry"
+            " packages)"
+        )
     return None

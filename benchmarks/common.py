@@ -21,12 +21,15 @@ _PACKAGES = ("datastates", "torch", "ucxx-cu12", "ucxx-cu13")
 
 def machine() -> str:
     """One line: the machine and how busy it is, the versions that matter, the commit, the time."""
-    cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    cores = (
+        f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    )
     memory = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / (1 << 30):.0f} GiB"
     versions = ", ".join(filter(None, map(_version, _PACKAGES)))
     python = f"Python {platform.python_version()}, SQLite {sqlite3.sqlite_version}"
     return (
-        f"{platform.platform()}, {_processor()}, {cores}, {memory}; {python}, {versions}{_commit()}; {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+        f"{platform.platform()}, {_processor()}, {cores}, {memory}; {python},"
+        f" {versions}{_commit()}; {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     )
 
 
@@ -34,12 +37,17 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table in Markdown, its columns as wide as they must be."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     lines = [header, ["-" * width for width in widths], *rows]
-    return "\n".join("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in lines)
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        for row in lines
+    )
 
 
 def spread(values: Sequence[float], scale: float = 1.0) -> str:
     """``median [least .. greatest]``, each times ``scale``."""
-    middle, low, high = (short(value * scale) for value in (statistics.median(values), min(values), max(values)))
+    middle, low, high = (
+        short(value * scale) for value in (statistics.median(values), min(values), max(values))
+    )
     return f"{middle} [{low} .. {high}]"
 
 
@@ -63,11 +71,15 @@ def _version(package: str) -> str | None:
 
 def _processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
 
 
 def _commit() -> str:
-    """Of the repository that this file is in; a copy without one may be told it by DATASTATES_COMMIT."""
+    """Of the repository that this file is in; a copy without one may be told it by
+    DATASTATES_COMMIT."""
     told = os.environ.get("DATASTATES_COMMIT", "")
     if told or shutil.which("git") is None:
         return f", commit {told}" if told else ""

@@ -2,8 +2,9 @@
 
     python benchmarks/fork.py [--quick] [--variants 16] [--rounds N] [--folder DIR]
 
-Forking makes a branch and puts the state into live objects, every byte checked. The peers save once and load for each variant, checking
-nothing; the floor copies the tensors from memory that is there. All are measured in turn, round after round, in one run.
+Forking makes a branch and puts the state into live objects, every byte checked. The peers save once
+and load for each variant, checking nothing; the floor copies the tensors from memory that is there.
+All are measured in turn, round after round, in one run.
 """
 
 from __future__ import annotations
@@ -48,13 +49,22 @@ def forking(shape: Shape, variants: int, rounds: int, folder: Path) -> tuple[dic
     size = sum(tensor.nbytes for tensor in tensors)
     config = Config(memory_bytes=4 * size + (256 << 20), durable_interval_s=None)
     found: dict[str, Times] = {}
-    with datastates.open(folder / "runs", config=config) as repo, repo.track(**trainer.objects) as run:
+    with (
+        datastates.open(folder / "runs", config=config) as repo,
+        repo.track(**trainer.objects) as run,
+    ):
         methods: dict[str, Callable[[int], tuple[float, list[float]]]] = {
             "floor: _foreach_copy_": lambda _: _floor(tensors, variants),
             "datastates, from memory": lambda index: _ours(repo, run, trainer, variants, index),
-            "torch.save + load, shared memory": lambda _: _torch(trainer, SHM / f"fork-{os.getpid()}.pt", variants, is_mapped=False),
-            "torch.save + load(mmap), shared memory": lambda _: _torch(trainer, SHM / f"fork-{os.getpid()}.pt", variants, is_mapped=True),
-            "torch.save + load, disk": lambda _: _torch(trainer, folder / "fork.pt", variants, is_mapped=False),
+            "torch.save + load, shared memory": lambda _: _torch(
+                trainer, SHM / f"fork-{os.getpid()}.pt", variants, is_mapped=False
+            ),
+            "torch.save + load(mmap), shared memory": lambda _: _torch(
+                trainer, SHM / f"fork-{os.getpid()}.pt", variants, is_mapped=True
+            ),
+            "torch.save + load, disk": lambda _: _torch(
+                trainer, folder / "fork.pt", variants, is_mapped=False
+            ),
         }
         for index in range(rounds + 1):
             for name, method in methods.items():
@@ -66,18 +76,29 @@ def forking(shape: Shape, variants: int, rounds: int, folder: Path) -> tuple[dic
     return found, size
 
 
-def _ours(repo: datastates.Repository, run: datastates.Tracker, trainer: Trainer, variants: int, index: int) -> tuple[float, list[float]]:
+def _ours(
+    repo: datastates.Repository,
+    run: datastates.Tracker,
+    trainer: Trainer,
+    variants: int,
+    index: int,
+) -> tuple[float, list[float]]:
     began = time.perf_counter()
     start = run.capture().wait()
     taken = time.perf_counter() - began
     forks: list[float] = []
     for number in range(variants):
-        with _timed(forks), repo.track(branch=f"fork-{index}/{number}", start=start.uid, **trainer.objects):
+        with (
+            _timed(forks),
+            repo.track(branch=f"fork-{index}/{number}", start=start.uid, **trainer.objects),
+        ):
             pass
     return taken, forks
 
 
-def _torch(trainer: Trainer, path: Path, variants: int, *, is_mapped: bool) -> tuple[float, list[float]]:
+def _torch(
+    trainer: Trainer, path: Path, variants: int, *, is_mapped: bool
+) -> tuple[float, list[float]]:
     began = time.perf_counter()
     with path.open("wb") as file:
         torch.save({name: found.state_dict() for name, found in trainer.objects.items()}, file)
@@ -114,15 +135,23 @@ def _timed(into: list[float]) -> Iterator[None]:
 
 
 def _tensors(model: nn.Module, optimizer: Optimizer) -> list[torch.Tensor]:
-    state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)]
+    state = [
+        value
+        for values in optimizer.state.values()
+        for value in values.values()
+        if isinstance(value, torch.Tensor)
+    ]
     return [*(parameter.detach() for parameter in model.parameters()), *state]
 
 
 # What variants take on disk
 
 
-def storing(shape: Shape, variants: int, folder: Path, *, has_moments: bool) -> tuple[int, int, float]:
-    """Bytes of all variants and their start on disk, bytes of as many full copies, and the part that is frozen."""
+def storing(
+    shape: Shape, variants: int, folder: Path, *, has_moments: bool
+) -> tuple[int, int, float]:
+    """Bytes of all variants and their start on disk, bytes of as many full copies, and the part
+    that is frozen."""
     torch.manual_seed(0)
     model = GPT(shape)
     frozen = _freeze(model, 0.8)
@@ -136,13 +165,18 @@ def storing(shape: Shape, variants: int, folder: Path, *, has_moments: bool) -> 
         optimizer.step()
 
     step()
-    config = Config(memory_bytes=6 * sum(each.nbytes for each in model.parameters()) + (256 << 20), durable_interval_s=None)
+    config = Config(
+        memory_bytes=6 * sum(each.nbytes for each in model.parameters()) + (256 << 20),
+        durable_interval_s=None,
+    )
     with datastates.open(folder, config=config) as repo:
         with repo.track(model=model, optimizer=optimizer) as run:
             run.capture()
         repo.tag("warm", "main")
         for number in range(variants):
-            with repo.track(branch=f"variant-{number}", start="warm", model=model, optimizer=optimizer) as run:
+            with repo.track(
+                branch=f"variant-{number}", start="warm", model=model, optimizer=optimizer
+            ) as run:
                 torch.manual_seed(number)
                 step()
                 run.capture()
@@ -153,7 +187,8 @@ def storing(shape: Shape, variants: int, folder: Path, *, has_moments: bool) -> 
 
 
 def _freeze(model: nn.Module, part: float) -> float:
-    """Freeze parameters, the largest first, until ``part`` of the bytes would be exceeded; what was reached."""
+    """Freeze parameters, the largest first, until ``part`` of the bytes would be exceeded; what
+    was reached."""
     total = sum(parameter.nbytes for parameter in model.parameters())
     left = int(part * total)
     for parameter in sorted(model.parameters(), key=lambda each: -each.nbytes):
@@ -172,7 +207,10 @@ def main(arguments: argparse.Namespace) -> None:
         out(f"{machine()}\n")
         found, size = forking(shape, variants, arguments.rounds, folder)
         ours = found["datastates, from memory"].forks
-        out(f"{variants} forks of a state of {size / MIB:.0f} MiB; ms, median [min .. max] of {arguments.rounds}\n")
+        out(
+            f"{variants} forks of a state of {size / MIB:.0f} MiB; ms, median [min .. max] of"
+            f" {arguments.rounds}\n"
+        )
         rows = [
             [
                 name,
@@ -183,21 +221,48 @@ def main(arguments: argparse.Namespace) -> None:
             ]
             for name, times in found.items()
         ]
-        out(table(["method", "state taken", f"{variants} forks", "each", "forks / ours, same round"], rows))
+        out(
+            table(
+                ["method", "state taken", f"{variants} forks", "each", "forks / ours, same round"],
+                rows,
+            )
+        )
         rows = []
-        for name, has_moments in (("SGD, no state", False), ("AdamW, two moments of what is trained", True)):
-            stored, full, frozen = storing(shape, variants, folder / name.split(",")[0], has_moments=has_moments)
-            rows.append([name, f"{frozen:.1%}", f"{stored / MIB:.1f}", f"{full / MIB:.1f}", f"{stored / full:.1%}"])
+        for name, has_moments in (
+            ("SGD, no state", False),
+            ("AdamW, two moments of what is trained", True),
+        ):
+            stored, full, frozen = storing(
+                shape, variants, folder / name.split(",")[0], has_moments=has_moments
+            )
+            rows.append(
+                [
+                    name,
+                    f"{frozen:.1%}",
+                    f"{stored / MIB:.1f}",
+                    f"{full / MIB:.1f}",
+                    f"{stored / full:.1%}",
+                ]
+            )
         out(f"\n{variants} variants and their start on disk, each after one step\n")
-        out(table(["optimizer", "frozen", "datastates MiB", "full copies (torch.save) MiB", "part"], rows))
+        out(
+            table(
+                ["optimizer", "frozen", "datastates MiB", "full copies (torch.save) MiB", "part"],
+                rows,
+            )
+        )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="a tiny model: whether all of it runs")
     parser.add_argument("--variants", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=None, help="on the disk that is to be measured")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="on the disk that is to be measured"
+    )
     main(parser.parse_args())

@@ -1,12 +1,14 @@
-"""What it costs a training to have its state in ordinary memory copied by a forked child, beside a copy of its own.
+"""What it costs a training to have its state in ordinary memory copied by a forked child, beside a
+copy of its own.
 
     python benchmarks/forked.py [--quick] [--rounds N] [--sizes 100,400,1250,4000]
 
-Sizes are in MB. The floor copies the state into memory that was touched before, as a capture does where no fence covers it. The fork is
-CRUM's: the child copies into the same memory, and ends. Both are charged with what the training waits for, and with what its next update
-of the whole state takes longer than it does undisturbed: after a fork each page is write-protected, and the first write to it faults. The
-update comes at once, while the child copies, or when the child has ended. Every measurement has fresh memory, for an update after a fork
-leaves small pages.
+Sizes are in MB. The floor copies the state into memory that was touched before, as a capture does
+where no fence covers it. The fork is CRUM's: the child copies into the same memory, and ends. Both
+are charged with what the training waits for, and with what its next update of the whole state takes
+longer than it does undisturbed: after a fork each page is write-protected, and the first write to
+it faults. The update comes at once, while the child copies, or when the child has ended. Every
+measurement has fresh memory, for an update after a fork leaves small pages.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ PIECES = 64
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """In seconds, by the clock and of processor time of the training's thread: what it waits for, and its next update; until the copy is
-    there."""
+    """In seconds, by the clock and of processor time of the training's thread: what it waits
+    for, and its next update; until the copy is there."""
 
     blocked: float
     blocked_cpu: float
@@ -127,7 +129,10 @@ def measure(size: int, rounds: int) -> list[list[str]]:
                 found[name].append(cost)
             del state
             gc.collect()
-    usual, usual_cpu = (statistics.median(getattr(cost, name) for cost in found["undisturbed"]) for name in ("update", "update_cpu"))
+    usual, usual_cpu = (
+        statistics.median(getattr(cost, name) for cost in found["undisturbed"])
+        for name in ("update", "update_cpu")
+    )
     rows = []
     for name, costs in found.items():
         whole = [cost.blocked + cost.update - usual for cost in costs]
@@ -139,7 +144,9 @@ def measure(size: int, rounds: int) -> list[list[str]]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="one small size, once")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", default="100,400,1250,4000", help="MB, by commas")
@@ -149,12 +156,26 @@ def main() -> None:
     threads = [threading.Thread(target=idle.wait, daemon=True) for _ in range(8)]
     for thread in threads:
         thread.start()
-    sizes, rounds = ([8], 1) if given.quick else ([int(size) for size in given.sizes.split(",")], given.rounds)
+    sizes, rounds = (
+        ([8], 1) if given.quick else ([int(size) for size in given.sizes.split(",")], given.rounds)
+    )
     huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     pages = huge.read_text().strip() if huge.exists() else "unknown"
     out(f"{machine()}\nhuge pages: {pages}; {rounds} rounds, medians in ms [least .. greatest]\n")
     rows = [row for size in sizes for row in measure(size * MB, rounds)]
-    out(table(["MB", "what", "blocked", "whole cost to the training", "the same, processor time", "until copied"], rows))
+    out(
+        table(
+            [
+                "MB",
+                "what",
+                "blocked",
+                "whole cost to the training",
+                "the same, processor time",
+                "until copied",
+            ],
+            rows,
+        )
+    )
     idle.set()
 
 

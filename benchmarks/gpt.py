@@ -1,4 +1,5 @@
-"""The models that benchmarks capture: GPTs with AdamW whose state exists, and what one training step of them is."""
+"""The models that benchmarks capture: GPTs with AdamW whose state exists, and what one training
+step of them is."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ TINY = Shape(layers=2, heads=2, width=64, context=32, vocabulary=256)
 
 @dataclass(slots=True)
 class Trainer:
-    """A model and its optimizer on random tokens, new at each step, so that gradients never vanish into denormal numbers."""
+    """A model and its optimizer on random tokens, new at each step, so that gradients never
+    vanish into denormal numbers."""
 
     model: GPT
     optimizer: AdamW
@@ -46,7 +48,9 @@ class Trainer:
     def backward(self) -> None:
         """Forward and backward of a new step, on one window of at most 128 tokens."""
         self.optimizer.zero_grad()
-        self.model(torch.randint(0, self.shape.vocabulary, (1, min(self.shape.context, 128) + 1))).backward()
+        self.model(
+            torch.randint(0, self.shape.vocabulary, (1, min(self.shape.context, 128) + 1))
+        ).backward()
 
     @property
     def objects(self) -> dict[str, Any]:

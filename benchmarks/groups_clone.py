@@ -1,4 +1,5 @@
-"""What a clone from the ranks of a job takes: a state in the memory of 1, 2 and 4 processes, each with its part, beside one raw stream."""
+"""What a clone from the ranks of a job takes: a state in the memory of 1, 2 and 4 processes,
+each with its part, beside one raw stream."""
 
 from __future__ import annotations
 
@@ -38,10 +39,16 @@ _FLOOR = "one raw stream"
 
 
 def main(folder: Path, *, mib: int, rounds: int, paces: list[float]) -> None:
-    """Print a table for each pace: how many MB a second one source gives at most, 0 as fast as it can."""
+    """Print a table for each pace: how many MB a second one source gives at most, 0 as fast as
+    it can."""
     out(machine())
-    out(f"{mib} MiB in {_TENSORS} tensors, over TCP on loopback, into live tensors, verified; {rounds} rounds in turns, after one more\n")
-    os.environ[same_host.SWITCH] = "0"  # else chunks are read where they lie, which is one copy and no stream
+    out(
+        f"{mib} MiB in {_TENSORS} tensors, over TCP on loopback, into live tensors, verified;"
+        f" {rounds} rounds in turns, after one more\n"
+    )
+    os.environ[same_host.SWITCH] = (
+        "0"  # else chunks are read where they lie, which is one copy and no stream
+    )
     torch.set_num_threads(1)
     for pace in paces:
         out(f"each source gives {f'at most {pace:g} MB/s' if pace else 'what it can'}\n")
@@ -56,19 +63,41 @@ def _part(folder: Path, mib: int, rounds: int, pace: float) -> None:
         taken: dict[str, list[float]] = {_FLOOR: [], **{_name(count): [] for count in _SOURCES}}
         busy: dict[str, list[float]] = {name: [] for name in taken}
         for _ in range(rounds + 1):
-            for name, work in [(_FLOOR, floor), *((_name(count), partial(_clone, peers[count], tensors)) for count in _SOURCES)]:
+            for name, work in [
+                (_FLOOR, floor),
+                *((_name(count), partial(_clone, peers[count], tensors)) for count in _SOURCES),
+            ]:
                 began, cpu = time.perf_counter(), _cpu_s()
                 work()
                 taken[name].append(time.perf_counter() - began)
                 busy[name].append(_cpu_s() - cpu)
-        assert all(torch.equal(tensor, wanted) for tensor, wanted in zip(tensors.values(), _tensors(mib, 1).values(), strict=True))
+        assert all(
+            torch.equal(tensor, wanted)
+            for tensor, wanted in zip(tensors.values(), _tensors(mib, 1).values(), strict=True)
+        )
     rows = []
     for name, seconds in taken.items():
         ratios = [each / first for each, first in zip(seconds[1:], taken[_FLOOR][1:], strict=True)]
         alone = [each / first for each, first in zip(seconds[1:], taken[_name(1)][1:], strict=True)]
         speed = mib * _MIB / 1e6 / statistics.median(seconds[1:])
-        rows.append([name, spread(seconds[1:]), short(speed), spread(ratios), spread(alone), spread(busy[name][1:])])
-    header = ["from", "s", "MB/s", "time / raw stream of the round", "time / one source of the round", "receiver's CPU, s"]
+        rows.append(
+            [
+                name,
+                spread(seconds[1:]),
+                short(speed),
+                spread(ratios),
+                spread(alone),
+                spread(busy[name][1:]),
+            ]
+        )
+    header = [
+        "from",
+        "s",
+        "MB/s",
+        "time / raw stream of the round",
+        "time / one source of the round",
+        "receiver's CPU, s",
+    ]
     out(table(header, rows) + "\n")
 
 
@@ -99,7 +128,9 @@ def _job(folder: Path, count: int, mib: int, pace: float) -> Iterator[Peer]:
         pipes, workers = [], []
         for rank in range(count):
             here, there = multiprocessing.Pipe()
-            worker = context.Process(target=_serve, args=(there, rank, count, place, mib, pace), daemon=True)
+            worker = context.Process(
+                target=_serve, args=(there, rank, count, place, mib, pace), daemon=True
+            )
             worker.start()
             pipes.append(here)
             workers.append(worker)
@@ -120,7 +151,9 @@ def _serve(pipe: Connection, rank: int, count: int, place: str, mib: int, pace: 
     os.environ |= {same_host.SWITCH: "0", "GLOO_SOCKET_IFNAME": "lo"}
     if pace:
         _slow_down(pace)
-    dist.init_process_group("gloo", init_method=f"file://{place}/meeting", rank=rank, world_size=count)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{place}/meeting", rank=rank, world_size=count
+    )
     group = TorchGroup()
     config = Config(memory_bytes=(mib // count + 16 * 4) * 2 * _MIB, durable_interval_s=None)
     with datastates.open(Path(place) / "runs", config=config) as repo:
@@ -150,7 +183,8 @@ def _slow_down(pace: float) -> None:
 
 @contextmanager
 def _raw(size: int, pace: float) -> Iterator[Any]:
-    """A function that takes so many bytes from another process over one connection, into memory that was touched; nothing is checked."""
+    """A function that takes so many bytes from another process over one connection, into memory
+    that was touched; nothing is checked."""
     context = multiprocessing.get_context("spawn")
     here, there = multiprocessing.Pipe()
     worker = context.Process(target=_send, args=(there, size, pace), daemon=True)

@@ -1,4 +1,5 @@
-"""What it costs to tell the parts of many ranks: the code of the ranks against a PostgreSQL server, driven by a few processes."""
+"""What it costs to tell the parts of many ranks: the code of the ranks against a PostgreSQL
+server, driven by a few processes."""
 
 from __future__ import annotations
 
@@ -31,15 +32,21 @@ _SESSIONS = 8
 """So many ranks of one process at once."""
 
 _HEADER = (
-    *("ranks", "all at once: first to visible, s", "last part to visible, ms", "server's CPU a state, s"),
+    *(
+        "ranks",
+        "all at once: first to visible, s",
+        "last part to visible, ms",
+        "server's CPU a state, s",
+    ),
     *("all processes' CPU, s", "a rank alone, ms", "asking what became of it, ms"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What one process did for a state: when it began, on the clock of all processes; when the first of its ranks heard that the state is
-    whole, if one did, and how long that rank had taken; its processor time."""
+    """What one process did for a state: when it began, on the clock of all processes; when the
+    first of its ranks heard that the state is whole, if one did, and how long that rank had
+    taken; its processor time."""
 
     began: float
     whole: tuple[float, float] | None
@@ -47,10 +54,14 @@ class _Told:
 
 
 def main(folder: Path, *, ranks: int, states: int, processes: int) -> None:
-    """Print one row: what a state costs whose ranks all tell their parts at once, and what a rank alone costs."""
+    """Print one row: what a state costs whose ranks all tell their parts at once, and what a
+    rank alone costs."""
     out(machine())
     out(f"load {os.getloadavg()[0]:.1f} at the beginning")
-    out(f"{ranks} ranks, {states} states, told by {processes} processes of {_SESSIONS} ranks; median [least .. greatest] of the states\n")
+    out(
+        f"{ranks} ranks, {states} states, told by {processes} processes of {_SESSIONS} ranks;"
+        " median [least .. greatest] of the states\n"
+    )
     with postgresql.serving(folder) as url:
         Database(url).close()
         row = _row(url, ranks, states, processes)
@@ -62,7 +73,9 @@ def _row(url: str, ranks: int, states: int, processes: int) -> list[str]:
     pipes, workers = [], []
     for number in range(processes):
         here, there = multiprocessing.Pipe()
-        worker = multiprocessing.get_context("spawn").Process(target=_work, args=(there, url, ranks, number, processes), daemon=True)
+        worker = multiprocessing.get_context("spawn").Process(
+            target=_work, args=(there, url, ranks, number, processes), daemon=True
+        )
         worker.start()
         pipes.append(here)
         workers.append(worker)
@@ -77,7 +90,11 @@ def _row(url: str, ranks: int, states: int, processes: int) -> list[str]:
         alone = _alone(url, ranks, parent)
         for pipe in pipes:
             pipe.send(None)
-        return [str(ranks), *(spread(list(each)) for each in zip(*found, strict=True)), *map(short, alone)]
+        return [
+            str(ranks),
+            *(spread(list(each)) for each in zip(*found, strict=True)),
+            *map(short, alone),
+        ]
     finally:
         for worker in workers:
             worker.join(10)
@@ -97,25 +114,50 @@ def _state(pipes: Sequence[Connection], parent: str | None, step: int) -> tuple[
 
 
 def _work(pipe: Connection, url: str, ranks: int, number: int, processes: int) -> None:
-    """Tell the parts of every so manieth rank of each state that comes, all at once and in any order."""
-    run = Run(secrets.token_hex(12), "node", "user", os.getpid(), (), None, None, {}, {}, datetime.now(UTC))
+    """Tell the parts of every so manieth rank of each state that comes, all at once and in any
+    order."""
+    run = Run(
+        secrets.token_hex(12),
+        "node",
+        "user",
+        os.getpid(),
+        (),
+        None,
+        None,
+        {},
+        {},
+        datetime.now(UTC),
+    )
     with closing(Database(url)) as database, ThreadPoolExecutor(_SESSIONS) as pool:
         with database.write() as session:
             runs.start(session, run)
         pipe.send("ready")
         while (asked := pipe.recv()) is not None:
             uid, parent, step = asked
-            facts = StateFacts(uid, parent, "main", run.uid, step, metrics={"loss": 1.0, "lr": 0.1}, world_size=ranks)
+            facts = StateFacts(
+                uid,
+                parent,
+                "main",
+                run.uid,
+                step,
+                metrics={"loss": 1.0, "lr": 0.1},
+                world_size=ranks,
+            )
             mine = list(range(number, ranks, processes))
             random.shuffle(mine)
             began, cpu = time.monotonic(), time.process_time()
-            heard = [each for each in pool.map(partial(_tell, database, facts), mine) if each is not None]
+            heard = [
+                each for each in pool.map(partial(_tell, database, facts), mine) if each is not None
+            ]
             pipe.send(_Told(began, min(heard, default=None), time.process_time() - cpu))
 
 
 def _tell(database: Database, facts: StateFacts, rank: int) -> tuple[float, float] | None:
-    """A rank tells its part: if it hears that the state is whole, when that was, and how long it took."""
-    new = NewState(facts, secrets.token_hex(32), Status.CAPTURED, 1 << 30, 1 << 30, "memory", f"node {rank}")
+    """A rank tells its part: if it hears that the state is whole, when that was, and how long it
+    took."""
+    new = NewState(
+        facts, secrets.token_hex(32), Status.CAPTURED, 1 << 30, 1 << 30, "memory", f"node {rank}"
+    )
     began = time.monotonic()
     heard = report(database, Said(parts=(Telling(new, rank),), asked={facts.uid: rank}))
     ended = time.monotonic()
@@ -138,7 +180,8 @@ def _alone(url: str, ranks: int, parent: str | None) -> tuple[float, float]:
 
 
 def _cpu_of_server() -> float:
-    """Seconds of processor time of all processes of PostgreSQL here, those that have ended among them."""
+    """Seconds of processor time of all processes of PostgreSQL here, those that have ended among
+    them."""
     ticks = 0
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -1,9 +1,11 @@
-"""What a state of several ranks costs them: bytes and blocked time of each, time to durable, and wall overhead at every 5th step.
+"""What a state of several ranks costs them: bytes and blocked time of each, time to durable, and
+wall overhead at every 5th step.
 
-Jobs of 1, 2 and 4 ranks train the same model by DistributedDataParallel over gloo. In each job the methods take turns, round after round:
-each has a segment of steps with a capture at every 5th, between two segments without, and one capture more that it waits for while nothing
-else runs. The floor is a copy of a rank's share into memory that was touched; the peers are torch.distributed.checkpoint's async_save, of
-all ranks, and torch.save by rank 0.
+Jobs of 1, 2 and 4 ranks train the same model by DistributedDataParallel over gloo. In each job the
+methods take turns, round after round: each has a segment of steps with a capture at every 5th,
+between two segments without, and one capture more that it waits for while nothing else runs. The
+floor is a copy of a rank's share into memory that was touched; the peers are
+torch.distributed.checkpoint's async_save, of all ranks, and torch.save by rank 0.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ _SHAPE = Shape(layers=6, heads=6, width=384, context=128, vocabulary=8_000)
 
 @dataclass(slots=True)
 class Taken:
-    """What one rank saw of one method, in seconds: a value a capture, or a segment; ``stored`` are its bytes of one state."""
+    """What one rank saw of one method, in seconds: a value a capture, or a segment; ``stored``
+    are its bytes of one state."""
 
     step: list[float] = field(default_factory=list)
     blocked: list[float] = field(default_factory=list)
@@ -64,8 +67,9 @@ def main(folder: Path, *, rounds: int, is_quick: bool) -> None:
     shape = SMALL if is_quick else _SHAPE
     size = state_bytes(Trainer.make(shape).objects)
     out(
-        f"a state of {size / _MIB:.0f} MiB, one torch thread a rank; {rounds} rounds after one more; a capture at every {_EVERY}th step,"
-        f" {_CAPTURES} a segment; median [least .. greatest]; blocked and durable are those of the slowest rank\n"
+        f"a state of {size / _MIB:.0f} MiB, one torch thread a rank; {rounds} rounds after one"
+        f" more; a capture at every {_EVERY}th step, {_CAPTURES} a segment; median [least .."
+        " greatest]; blocked and durable are those of the slowest rank\n"
     )
     jobs: dict[int, list[Seen]] = {}
     for count in _RANKS:
@@ -75,7 +79,10 @@ def main(folder: Path, *, rounds: int, is_quick: bool) -> None:
 
 
 def _print_job(count: int, ranks: list[Seen], size: int) -> None:
-    out(f"{count} rank{'s' if count > 1 else ''}; a step without captures takes {short(1e3 * _step_of(ranks))} ms\n")
+    out(
+        f"{count} rank{'s' if count > 1 else ''}; a step without captures takes"
+        f" {short(1e3 * _step_of(ranks))} ms\n"
+    )
     rows = []
     for name in ranks[0]:
         if name == _Nothing.name:
@@ -83,7 +90,10 @@ def _print_job(count: int, ranks: list[Seen], size: int) -> None:
             continue
         blocked, durable = _slowest(ranks, name, "blocked"), _slowest(ranks, name, "durable")
         stored = [seen[name].stored for seen in ranks]
-        ratio = [one / floor for one, floor in zip(blocked, _slowest(ranks, _Floor.name, "blocked"), strict=True)]
+        ratio = [
+            one / floor
+            for one, floor in zip(blocked, _slowest(ranks, _Floor.name, "blocked"), strict=True)
+        ]
         share = f"{min(stored) / size:.3f} .. {max(stored) / size:.3f}"
         is_durable = name != _Floor.name
         rows.append(
@@ -96,7 +106,20 @@ def _print_job(count: int, ranks: list[Seen], size: int) -> None:
                 share,
             ]
         )
-    out(table(["", "blocked, ms", "x floor", "to durable, ms", "wall overhead, %", "a rank's part of the state"], rows) + "\n")
+    out(
+        table(
+            [
+                "",
+                "blocked, ms",
+                "x floor",
+                "to durable, ms",
+                "wall overhead, %",
+                "a rank's part of the state",
+            ],
+            rows,
+        )
+        + "\n"
+    )
 
 
 def _print_scaling(jobs: dict[int, list[Seen]]) -> None:
@@ -106,10 +129,26 @@ def _print_scaling(jobs: dict[int, list[Seen]]) -> None:
         rows.append([str(count)])
         for what in ("blocked", "durable"):
             middle = statistics.median(_slowest(ranks, name, what))
-            rows[-1] += [short(1e3 * middle), short(middle / statistics.median(_slowest(first, name, what)))]
+            rows[-1] += [
+                short(1e3 * middle),
+                short(middle / statistics.median(_slowest(first, name, what))),
+            ]
         stored = max(seen[name].stored for seen in ranks)
         rows[-1] += [short(stored / _MIB), short(stored / max(seen[name].stored for seen in first))]
-    out(table(["ranks", "blocked, ms", "of 1 rank's", "to durable, ms", "of 1 rank's", "MiB a rank", "of 1 rank's"], rows))
+    out(
+        table(
+            [
+                "ranks",
+                "blocked, ms",
+                "of 1 rank's",
+                "to durable, ms",
+                "of 1 rank's",
+                "MiB a rank",
+                "of 1 rank's",
+            ],
+            rows,
+        )
+    )
 
 
 def _slowest(ranks: list[Seen], name: str, what: str) -> list[float]:
@@ -121,10 +160,11 @@ def _step_of(ranks: list[Seen]) -> float:
 
 
 class _Method(ABC):
-    """One way to capture what a rank trains. All calls come from the training thread of each rank, in the same order.
+    """One way to capture what a rank trains. All calls come from the training thread of each rank,
+    in the same order.
 
-    ``capture`` is what blocks it; ``fence`` comes before the next step of the optimizer; ``finish`` returns when all captures are durable,
-    as far as this rank knows.
+    ``capture`` is what blocks it; ``fence`` comes before the next step of the optimizer; ``finish``
+    returns when all captures are durable, as far as this rank knows.
     """
 
     name: ClassVar[str]
@@ -183,7 +223,8 @@ class _Floor(_Method):
 
 
 class _Ours(_Method):
-    """``run.capture``, each durable: digested, written, fsynced, and recorded once all ranks have."""
+    """``run.capture``, each durable: digested, written, fsynced, and recorded once all ranks
+    have."""
 
     name = "datastates"
 
@@ -207,7 +248,11 @@ class _Ours(_Method):
         self._captures = self._captures[-1:]
 
     def stored(self) -> int:
-        return (self._folder / "packs" / f"{self._captures[-1].uid}.{dist.get_rank()}.safetensors").stat().st_size
+        return (
+            (self._folder / "packs" / f"{self._captures[-1].uid}.{dist.get_rank()}.safetensors")
+            .stat()
+            .st_size
+        )
 
     def close(self) -> None:
         self._run.close()
@@ -215,22 +260,36 @@ class _Ours(_Method):
 
 
 class _Dcp(_Method):
-    """``torch.distributed.checkpoint.async_save`` of all ranks, with fsync and a stager that is kept; one in flight, as documented."""
+    """``torch.distributed.checkpoint.async_save`` of all ranks, with fsync and a stager that is
+    kept; one in flight, as documented."""
 
     name = "dcp.async_save"
 
     def __init__(self, trainer: Trainer, folder: Path) -> None:
         super().__init__(trainer, folder)
         self._saved: Future[Any] | None = None
-        self._group = dist.new_group(backend="gloo")  # its thread meets there, while the training meets elsewhere
-        options = StagingOptions(use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False)
+        # its thread meets there, while the training meets elsewhere
+        self._group = dist.new_group(backend="gloo")
+        options = StagingOptions(
+            use_pinned_memory=False,
+            use_shared_memory=True,
+            use_async_staging=False,
+            use_non_blocking_copy=False,
+        )
         self._stager = DefaultStager(options)
 
     def capture(self) -> None:
         self.finish()
         self._count += 1
-        writer = FileSystemWriter(self._folder / str(self._count % 2), sync_files=True, overwrite=True)
-        found = async_save(tree(self._trainer.objects), storage_writer=writer, process_group=self._group, async_stager=self._stager)
+        writer = FileSystemWriter(
+            self._folder / str(self._count % 2), sync_files=True, overwrite=True
+        )
+        found = async_save(
+            tree(self._trainer.objects),
+            storage_writer=writer,
+            process_group=self._group,
+            async_stager=self._stager,
+        )
         self._saved = found if isinstance(found, Future) else found.upload_completion
 
     def finish(self) -> None:
@@ -239,7 +298,10 @@ class _Dcp(_Method):
             self._saved = None
 
     def stored(self) -> int:
-        return sum(file.stat().st_size for file in (self._folder / str(self._count % 2)).glob(f"__{dist.get_rank()}_*"))
+        return sum(
+            file.stat().st_size
+            for file in (self._folder / str(self._count % 2)).glob(f"__{dist.get_rank()}_*")
+        )
 
     def close(self) -> None:
         self.finish()
@@ -247,7 +309,8 @@ class _Dcp(_Method):
 
 
 class _TorchSave(_Method):
-    """``torch.save`` by rank 0, with fsync; the others go on until they meet it in the next step."""
+    """``torch.save`` by rank 0, with fsync; the others go on until they meet it in the next
+    step."""
 
     name = "torch.save by rank 0"
 
@@ -276,7 +339,10 @@ def _job(folder: Path, count: int, shape: Shape, rounds: int) -> list[Seen]:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(dir=folder) as place:
         pipes = [multiprocessing.Pipe() for _ in range(count)]
-        workers = [context.Process(target=_rank, args=(there, rank, count, place, shape, rounds)) for rank, (_, there) in enumerate(pipes)]
+        workers = [
+            context.Process(target=_rank, args=(there, rank, count, place, shape, rounds))
+            for rank, (_, there) in enumerate(pipes)
+        ]
         for worker in workers:
             worker.start()
         try:
@@ -298,16 +364,23 @@ def _heard(pipe: Connection, worker: Any) -> Seen:
 def _rank(pipe: Connection, rank: int, count: int, place: str, shape: Shape, rounds: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # torch's own, of what it calls itself
-    warnings.simplefilter("ignore", UserWarning)  # DCP says at each save that it overwrites, as it was told
+    # DCP says at each save that it overwrites, as it was told
+    warnings.simplefilter("ignore", UserWarning)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{place}/meeting", rank=rank, world_size=count)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{place}/meeting", rank=rank, world_size=count
+    )
     trainer = Trainer.make(shape)
     trained = DistributedDataParallel(trainer.model)
     trainer.model = trained  # type: ignore[assignment]  # called and captured as what it wraps
     methods = [kind(trainer, Path(place)) for kind in _METHODS]
     seen: Seen = {method.name: Taken() for method in methods}
     for number in range(rounds + 1):
-        before = None if number == 0 else _segment(trainer, methods[0], seen[methods[0].name], is_counted=True)
+        before = (
+            None
+            if number == 0
+            else _segment(trainer, methods[0], seen[methods[0].name], is_counted=True)
+        )
         for method in methods[1:]:
             taken = seen[method.name]
             wall = _segment(trainer, method, taken, is_counted=number > 0)
@@ -329,7 +402,8 @@ def _rank(pipe: Connection, rank: int, count: int, place: str, shape: Shape, rou
 
 
 def _segment(trainer: Trainer, method: _Method, taken: Taken, *, is_counted: bool) -> float:
-    """The wall time of some steps, a capture after the first of every five; what blocked each capture is noted."""
+    """The wall time of some steps, a capture after the first of every five; what blocked each
+    capture is noted."""
     os.sync()
     dist.barrier()
     blocked, began = 0.0, time.perf_counter()

@@ -1,11 +1,14 @@
-"""What a capture at every step costs in the loops that people already have, beside our own loop and the framework's own checkpoints.
+"""What a capture at every step costs in the loops that people already have, beside our own loop and
+the framework's own checkpoints.
 
-    python benchmarks/integrations.py [--part accelerate] [--model tiny|small|medium] [--rounds 7] [--steps 20] [--json FILE] [--folder DIR]
+    python benchmarks/integrations.py [--part accelerate] [--model tiny|small|medium] [--rounds 7]
+    [--steps 20] [--json FILE] [--folder DIR]
 
-A part is a framework: a module beside this one, named in ``PARTS``, whose ``ways()`` are its loops with and without captures. All ways of a
-part and our own loop take some steps in turn, round after round, in one process. Each way is compared with its floor, the same loop
-without captures, just before and just after it. What counts is wall and CPU time of the steps; ``points`` is the overhead of a way less
-that of our own loop with the same cadence.
+A part is a framework: a module beside this one, named in ``PARTS``, whose ``ways()`` are its loops
+with and without captures. All ways of a part and our own loop take some steps in turn, round after
+round, in one process. Each way is compared with its floor, the same loop without captures, just
+before and just after it. What counts is wall and CPU time of the steps; ``points`` is the overhead
+of a way less that of our own loop with the same cadence.
 """
 
 from __future__ import annotations
@@ -52,7 +55,9 @@ MODELS = {"tiny": TINY, "small": SMALL, "medium": MEDIUM}
 WARM_UP = 5
 
 Steps = Iterator[object]
-"""A training: each ``next`` makes one step, and captures if it does that. ``close`` of the generator ends it."""
+"""A training: each ``next`` makes one step, and captures if it does that.
+
+``close`` of the generator ends it."""
 
 
 Save = Callable[[dict[str, Any], Path, int], object]
@@ -67,7 +72,9 @@ class Setting:
     batch: int = 4
 
     def model(self) -> GPT:
-        """The model, the same for all. Its weights are not tied: a Trainer's own checkpoints refuse those of a plain module."""
+        """The model, the same for all.
+
+        Its weights are not tied: a Trainer's own checkpoints refuse those of a plain module."""
         torch.manual_seed(0)
         model = GPT(self.shape)
         model.head.weight = nn.Parameter(model.head.weight.detach().clone())
@@ -89,7 +96,10 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to train. ``floor`` names the same loop without captures, None for such a one itself; ``like`` the way of our own loop."""
+    """A way to train.
+
+    ``floor`` names the same loop without captures, None for such a one itself; ``like`` the way
+    of our own loop."""
 
     name: str
     begin: Callable[[Setting, Path], Steps]
@@ -98,7 +108,8 @@ class Way:
 
 
 class Turns:
-    """A training whose loop is a framework's, on a thread of its own: it makes one step whenever it is asked to."""
+    """A training whose loop is a framework's, on a thread of its own: it makes one step whenever
+    it is asked to."""
 
     def __init__(self) -> None:
         self._asked, self._made = threading.Semaphore(0), threading.Semaphore(0)
@@ -106,7 +117,8 @@ class Turns:
         self._error: BaseException | None = None
 
     def wait(self) -> bool:
-        """Called where a step begins and all of the one before it is done; returns whether the training is to end."""
+        """Called where a step begins and all of the one before it is done; returns whether the
+        training is to end."""
         self._made.release()
         self._asked.acquire()
         return self._is_over
@@ -165,7 +177,10 @@ def own_loop(cadence: Mapping[str, Any] | None) -> Callable[[Setting, Path], Ste
                 for (tokens,) in loader:
                     yield update(tokens)
         config = Config(retention="latest:3")
-        with datastates.open(folder, config=config) as repo, repo.track(model=model, optimizer=optimizer, **cadence) as run:
+        with (
+            datastates.open(folder, config=config) as repo,
+            repo.track(model=model, optimizer=optimizer, **cadence) as run,
+        ):
             while True:
                 for (tokens,) in run.steps(loader):
                     yield run.capture(metrics={"loss": update(tokens)})
@@ -187,7 +202,15 @@ def saving(setting: Setting, folder: Path, save: Save | None) -> Steps:
             optimizer.step()
             step += 1
             if save is not None:
-                save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, folder, step)
+                save(
+                    {
+                        "model": model.state_dict(),
+                        "optimizer": optimizer.state_dict(),
+                        "step": step,
+                    },
+                    folder,
+                    step,
+                )
             yield loss
 
 
@@ -200,9 +223,14 @@ OWN = [
 ]
 
 
-def measure(ways: Sequence[Way], setting: Setting, folder: Path, rounds: int, count: int) -> dict[str, list[Round]]:
-    """Each way in turn, ``rounds`` times after a turn to warm up; a floor before and after each of its ways."""
-    trainings = {way.name: way.begin(setting, folder / str(number)) for number, way in enumerate(ways)}
+def measure(
+    ways: Sequence[Way], setting: Setting, folder: Path, rounds: int, count: int
+) -> dict[str, list[Round]]:
+    """Each way in turn, ``rounds`` times after a turn to warm up; a floor before and after each
+    of its ways."""
+    trainings = {
+        way.name: way.begin(setting, folder / str(number)) for number, way in enumerate(ways)
+    }
     for training in trainings.values():
         _take(training, WARM_UP)
     found: dict[str, list[Round]] = {way.name: [] for way in ways}
@@ -213,7 +241,10 @@ def measure(ways: Sequence[Way], setting: Setting, folder: Path, rounds: int, co
             after = _take(trainings[str(way.floor)], count)
             found[str(way.floor)] += [before, after]
             found[way.name].append(
-                Round(here.wall_s / ((before.wall_s + after.wall_s) / 2), here.cpu_s / ((before.cpu_s + after.cpu_s) / 2))
+                Round(
+                    here.wall_s / ((before.wall_s + after.wall_s) / 2),
+                    here.cpu_s / ((before.cpu_s + after.cpu_s) / 2),
+                )
             )
     for training in trainings.values():
         with suppress(AttributeError):
@@ -233,22 +264,35 @@ def report(ways: Sequence[Way], found: Mapping[str, list[Round]]) -> dict[str, A
     """Prints a table; what it says, by way."""
     rows, said = [], dict[str, Any]()
     for way in ways:
-        walls, cpus = [each.wall_s for each in found[way.name]], [each.cpu_s for each in found[way.name]]
+        walls, cpus = (
+            [each.wall_s for each in found[way.name]],
+            [each.cpu_s for each in found[way.name]],
+        )
         if way.floor is None:
             rows.append([way.name, f"{spread(walls, 1e3)} ms", f"{spread(cpus, 1e3)} ms", ""])
             said[way.name] = {"step_ms": statistics.median(walls) * 1e3}
             continue
         wall, cpu = ([100 * (each - 1) for each in ratios] for ratios in (walls, cpus))
-        points = "" if way.like is None else short(statistics.median(wall) - said[way.like]["wall_percent"])
+        points = (
+            ""
+            if way.like is None
+            else short(statistics.median(wall) - said[way.like]["wall_percent"])
+        )
         rows.append([way.name, f"{spread(wall)} %", f"{spread(cpu)} %", points])
-        said[way.name] = {"wall_percent": statistics.median(wall), "cpu_percent": statistics.median(cpu), "points": points}
+        said[way.name] = {
+            "wall_percent": statistics.median(wall),
+            "cpu_percent": statistics.median(cpu),
+            "points": points,
+        }
     out(table(["way", "wall a step, or over its floor", "CPU", "points"], rows))
     return said
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", choices=PARTS, action="append")
     parser.add_argument("--model", choices=MODELS, default="small")
     parser.add_argument("--rounds", type=int, default=7)
@@ -265,7 +309,10 @@ def main() -> None:
         folder = Path(tempfile.mkdtemp(prefix="integrations-", dir=chosen.folder))
         try:
             out(f"\n{part}: GPT {chosen.model}, {chosen.rounds} rounds of {chosen.steps} steps")
-            said[part] = report(ways, measure(ways, Setting(MODELS[chosen.model]), folder, chosen.rounds, chosen.steps))
+            said[part] = report(
+                ways,
+                measure(ways, Setting(MODELS[chosen.model]), folder, chosen.rounds, chosen.steps),
+            )
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     if chosen.json:

@@ -1,4 +1,5 @@
-"""torch.distributed.checkpoint at every step: to a folder, and by ``Writer`` to a repository; saved at once, or asynchronously."""
+"""torch.distributed.checkpoint at every step: to a folder, and by ``Writer`` to a repository;
+saved at once, or asynchronously."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ def _loop(save: Any) -> Callable[[Setting, Path], Steps]:
 def _by_writer(save: Any) -> Callable[[Setting, Path], Steps]:
     def begin(setting: Setting, folder: Path) -> Steps:
         with datastates.open(folder, config=Config(retention="latest:3")) as repo:
-            yield from _steps(setting, folder, lambda state, where, step: save(state, where, step, repo))
+            yield from _steps(
+                setting, folder, lambda state, where, step: save(state, where, step, repo)
+            )
 
     return begin
 

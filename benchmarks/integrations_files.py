@@ -1,4 +1,6 @@
-"""A loop that saves at every step by ``torch.save``, or by ``datastates.save``. A part of ``integrations.py``."""
+"""A loop that saves at every step by ``torch.save``, or by ``datastates.save``.
+
+A part of ``integrations.py``."""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def _loop(save: Save | None) -> Callable[[Setting, Path], Steps]:
 
 def _by_state(setting: Setting, folder: Path) -> Steps:
     with datastates.open(folder, config=Config(retention="latest:3")) as repo:
-        yield from saving(setting, folder, lambda state, where, step: datastates.save(state, "main", repo=repo))
+        yield from saving(
+            setting, folder, lambda state, where, step: datastates.save(state, "main", repo=repo)
+        )
 
 
 def _to_file(state: dict[str, Any], folder: Path, step: int) -> object:

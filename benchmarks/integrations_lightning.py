@@ -1,4 +1,6 @@
-"""Lightning's Trainer: bare, with our callback, and with a file of a checkpoint at every step. A part of ``integrations.py``."""
+"""Lightning's Trainer: bare, with our callback, and with a file of a checkpoint at every step.
+
+A part of ``integrations.py``."""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ class Module(L.LightningModule):  # type: ignore[misc]  # Lightning is not looke
 
 
 class Waiting(L.Callback):  # type: ignore[misc]  # as above
-    """Begins a step when its turn has come: Lightning has asked for its batch, and captured or saved the step before."""
+    """Begins a step when its turn has come: Lightning has asked for its batch, and captured or
+    saved the step before."""
 
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
@@ -49,8 +52,11 @@ class Waiting(L.Callback):  # type: ignore[misc]  # as above
         return -1 if trainer.should_stop else None
 
 
-def loop(cadence: Mapping[str, Any] | None, *, saves: bool = False) -> Callable[[Setting, Path], Steps]:
-    """A Trainer; ``cadence`` are options of ``track``, None captures nothing, ``saves`` keeps Lightning's newest checkpoint."""
+def loop(
+    cadence: Mapping[str, Any] | None, *, saves: bool = False
+) -> Callable[[Setting, Path], Steps]:
+    """A Trainer; ``cadence`` are options of ``track``, None captures nothing, ``saves`` keeps
+    Lightning's newest checkpoint."""
 
     def begin(setting: Setting, folder: Path) -> Steps:
         turns = Turns()
@@ -61,12 +67,24 @@ def loop(cadence: Mapping[str, Any] | None, *, saves: bool = False) -> Callable[
             callbacks: list[Any] = [Waiting(turns)]
             if saves:
                 callbacks.append(ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=1))
-            quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": saves}
-            where = {"accelerator": "cpu", "devices": 1, "max_epochs": 1_000, "default_root_dir": folder}
+            quiet = {
+                "logger": False,
+                "enable_progress_bar": False,
+                "enable_model_summary": False,
+                "enable_checkpointing": saves,
+            }
+            where = {
+                "accelerator": "cpu",
+                "devices": 1,
+                "max_epochs": 1_000,
+                "default_root_dir": folder,
+            }
             with datastates.open(folder / "runs", config=Config(retention="latest:3")) as repo:
                 if cadence is not None:
                     callbacks.append(DatastatesCallback(repo, **cadence))
-                L.Trainer(callbacks=callbacks, **quiet, **where).fit(Module(setting), setting.loader())
+                L.Trainer(callbacks=callbacks, **quiet, **where).fit(
+                    Module(setting), setting.loader()
+                )
 
         return turns.steps(train)
 
@@ -78,6 +96,16 @@ def ways() -> list[Way]:
     return [
         Way("Lightning", loop(None)),
         Way("Lightning, datastates", loop(MEMORY), "Lightning", "own loop, datastates"),
-        Way("Lightning, datastates, every step durable", loop(DURABLE), "Lightning", "own loop, datastates, every step durable"),
-        Way("Lightning, ModelCheckpoint at every step", loop(None, saves=True), "Lightning", "own loop, datastates, every step durable"),
+        Way(
+            "Lightning, datastates, every step durable",
+            loop(DURABLE),
+            "Lightning",
+            "own loop, datastates, every step durable",
+        ),
+        Way(
+            "Lightning, ModelCheckpoint at every step",
+            loop(None, saves=True),
+            "Lightning",
+            "own loop, datastates, every step durable",
+        ),
     ]

@@ -1,4 +1,5 @@
-"""The Trainer of transformers: bare, with our callback, and with a folder of a checkpoint at every step. A part of ``integrations.py``."""
+"""The Trainer of transformers: bare, with our callback, and with a folder of a checkpoint at
+every step. A part of ``integrations.py``."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class Lossy(nn.Module):
 
 
 class Waiting(TrainerCallback):  # type: ignore[misc]  # mypy is told to skip transformers
-    """Begins a step when its turn has come: the one before was logged, captured or saved, and the next batch was read."""
+    """Begins a step when its turn has come: the one before was logged, captured or saved, and
+    the next batch was read."""
 
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
@@ -52,7 +54,13 @@ def loop(cadence: Mapping[str, Any] | None, **options: Any) -> Callable[[Setting
         turns = Turns()
 
         def train() -> None:
-            quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no", "logging_steps": 1_000}
+            quiet: dict[str, Any] = {
+                "report_to": [],
+                "disable_tqdm": True,
+                "use_cpu": True,
+                "save_strategy": "no",
+                "logging_steps": 1_000,
+            }
             sizes = {
                 "per_device_train_batch_size": setting.batch,
                 "max_steps": 100_000,
@@ -65,7 +73,13 @@ def loop(cadence: Mapping[str, Any] | None, **options: Any) -> Callable[[Setting
             if cadence is not None:
                 repo = open_repository(folder / "runs", config=Config(retention="latest:3"))
                 callbacks = [DatastatesCallback(repo, **cadence), Waiting(turns)]
-            trainer = Trainer(Lossy(setting.model()), args, train_dataset=setting.data(), data_collator=collate, callbacks=callbacks)
+            trainer = Trainer(
+                Lossy(setting.model()),
+                args,
+                train_dataset=setting.data(),
+                data_collator=collate,
+                callbacks=callbacks,
+            )
             trainer.remove_callback(PrinterCallback)
             trainer.train()
             if cadence is not None:
@@ -81,6 +95,15 @@ def ways() -> list[Way]:
     return [
         Way("Trainer", loop(None)),
         Way("Trainer, datastates", loop(MEMORY), "Trainer", "own loop, datastates"),
-        Way("Trainer, datastates, every step durable", loop(DURABLE), "Trainer", "own loop, datastates, every step durable"),
-        Way("Trainer, save_steps=1", loop(None, save_strategy="steps", save_steps=1, save_total_limit=2), "Trainer"),
+        Way(
+            "Trainer, datastates, every step durable",
+            loop(DURABLE),
+            "Trainer",
+            "own loop, datastates, every step durable",
+        ),
+        Way(
+            "Trainer, save_steps=1",
+            loop(None, save_strategy="steps", save_steps=1, save_total_limit=2),
+            "Trainer",
+        ),
     ]

@@ -1,16 +1,20 @@
-"""What a training keeps with the default settings, and what that costs: states of 4 kB to 1.25 GB at steps of 3 ms to 1 s.
+"""What a training keeps with the default settings, and what that costs: states of 4 kB to 1.25 GB
+at steps of 3 ms to 1 s.
 
-    python benchmarks/kept.py [--states 4k 6M …] [--seconds S] [--rounds N] [--folder DIR] [--json FILE] [--quick]
-    python benchmarks/kept.py --every    # durable_every=1, a state of 100 kB, steps of 0.9 and 3 ms: what a step takes longer
+    python benchmarks/kept.py [--states 4k 6M …] [--seconds S] [--rounds N] [--folder DIR] [--json
+    FILE] [--quick] python benchmarks/kept.py --every    # durable_every=1, a state of 100 kB, steps
+    of 0.9 and 3 ms: what a step takes longer
 
-Each training runs in a separate process, which computes on one thread. A step is a fixed number of matrix products and an update of all
-weights by AdamW. On a quiet machine, a step takes as long as the table shows. The methods take turns in each round: ``plain`` keeps
-nothing, ``ours`` captures each step, ``torch.save`` and ``DCP`` save as many states as ours kept in that round, evenly spaced. Another
-process opens the folder after each training of ours: it counts the states that can be restored, and reads the best one by val_loss and
-some others.
+Each training runs in a separate process, which computes on one thread. A step is a fixed number of
+matrix products and an update of all weights by AdamW. On a quiet machine, a step takes as long as
+the table shows. The methods take turns in each round: ``plain`` keeps nothing, ``ours`` captures
+each step, ``torch.save`` and ``DCP`` save as many states as ours kept in that round, evenly spaced.
+Another process opens the folder after each training of ours: it counts the states that can be
+restored, and reads the best one by val_loss and some others.
 
-``files`` counts the files in the folder of packs, and the bytes on disk are their sizes. ``over`` compares the time of all steps with
-the same steps of ``plain``. ``at exit`` is the time that closing takes afterwards.
+``files`` counts the files in the folder of packs, and the bytes on disk are their sizes. ``over``
+compares the time of all steps with the same steps of ``plain``. ``at exit`` is the time that
+closing takes afterwards.
 """
 
 from __future__ import annotations
@@ -45,7 +49,13 @@ dcp: Any = torch.distributed.checkpoint  # type checkers are told that it export
 SETTINGS: dict[str, object] = {}
 """Of ``Config``. Empty means the default settings."""
 
-STEPS_MS = {"4k": (3, 10), "240k": (3, 10), "6M": (18, 30, 100), "60M": (100, 1000), "1250M": (1000,)}
+STEPS_MS = {
+    "4k": (3, 10),
+    "240k": (3, 10),
+    "6M": (18, 30, 100),
+    "60M": (100, 1000),
+    "1250M": (1000,),
+}
 QUICK_MS: dict[str, tuple[float, ...]] = {"4k": (3,), "240k": (10,), "6M": (30,)}
 EVERY_MS: dict[str, tuple[float, ...]] = {"100k": (0.9, 3)}
 
@@ -60,7 +70,8 @@ ROWS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A training: its method, the bytes of its state, its steps, the products of a step, and the share of steps to save."""
+    """A training: its method, the bytes of its state, its steps, the products of a step, and the
+    share of steps to save."""
 
     method: str
     state_bytes: int
@@ -72,13 +83,21 @@ class Job:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--states", nargs="+", choices=STEPS_MS, default=list(STEPS_MS))
-    parser.add_argument("--seconds", type=float, default=20.0, help="of a training; it has at least ten steps")
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="of a training; it has at least ten steps"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="three trainings of a second, once: under two minutes")
+    parser.add_argument(
+        "--quick", action="store_true", help="three trainings of a second, once: under two minutes"
+    )
     parser.add_argument("--every", action="store_true")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "datastates-benchmark")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()) / "datastates-benchmark"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--job", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -88,11 +107,21 @@ def main() -> int:
     out(machine())
     if arguments.quick:
         arguments.seconds, arguments.rounds = 1.0, 1
-    steps_ms = EVERY_MS if arguments.every else QUICK_MS if arguments.quick else {name: STEPS_MS[name] for name in arguments.states}
+    steps_ms = (
+        EVERY_MS
+        if arguments.every
+        else QUICK_MS
+        if arguments.quick
+        else {name: STEPS_MS[name] for name in arguments.states}
+    )
     methods = METHODS[:2] if arguments.every else METHODS
     settings: dict[str, object] = {"durable_every": 1} if arguments.every else SETTINGS
     out(f"settings: {settings or 'default'}; {arguments.rounds} rounds of {arguments.seconds:g} s")
-    found = [measure(arguments, name, step_ms, methods, settings) for name, each in steps_ms.items() for step_ms in each]
+    found = [
+        measure(arguments, name, step_ms, methods, settings)
+        for name, each in steps_ms.items()
+        for step_ms in each
+    ]
     out("\n" + (every_report(found) if arguments.every else report(found)))
     if arguments.json:
         arguments.json.write_text(json.dumps(found))
@@ -103,7 +132,8 @@ def main() -> int:
 
 
 class Training:
-    """A model of weights of equal size, whose gradients are fixed, with AdamW: a third of the state are the weights."""
+    """A model of weights of equal size, whose gradients are fixed, with AdamW: a third of the
+    state are the weights."""
 
     def __init__(self, job: Job) -> None:
         torch.set_num_threads(1)
@@ -134,7 +164,11 @@ class Training:
 
     @property
     def state(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "rng": torch.get_rng_state()}
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "rng": torch.get_rng_state(),
+        }
 
 
 def calibrate(job: Job) -> dict[str, float]:
@@ -144,7 +178,10 @@ def calibrate(job: Job) -> dict[str, float]:
     for _ in range(3):
         training.step()
     product_s = min(_seconds(training.compute) for _ in range(20)) / training.products
-    return {"product_s": product_s, "update_s": min(_seconds(training.optimizer.step) for _ in range(5))}
+    return {
+        "product_s": product_s,
+        "update_s": min(_seconds(training.optimizer.step) for _ in range(5)),
+    }
 
 
 def plain(job: Job) -> dict[str, float]:
@@ -159,7 +196,8 @@ def plain(job: Job) -> dict[str, float]:
 
 def ours(job: Job) -> dict[str, float]:
     training = Training(job)
-    repo = datastates.open(job.folder, config=Config(**(job.settings or {})))  # type: ignore[arg-type]  # read from JSON
+    # read from JSON
+    repo = datastates.open(job.folder, config=Config(**(job.settings or {})))  # type: ignore[arg-type]
     run = repo.track(model=training.model, optimizer=training.optimizer)
     best_at = 3 * job.steps // 5
     began = time.perf_counter()
@@ -193,10 +231,16 @@ def check(job: Job) -> dict[str, Any]:
     packs = Path(job.folder, "packs")
     with datastates.open(job.folder) as repo:
         states = repo.find("step > 0")
-        kept = sorted((state for state in states if state.status is Status.DURABLE), key=lambda state: state.step)
+        kept = sorted(
+            (state for state in states if state.status is Status.DURABLE),
+            key=lambda state: state.step,
+        )
         best = repo.find("metrics.val_loss > 0 order by metrics.val_loss limit 1")[0]
         is_best = best.status is Status.DURABLE
-        for state in [*([best] if is_best else []), *random.Random(0).sample(kept, min(READ, len(kept)))]:
+        for state in [
+            *([best] if is_best else []),
+            *random.Random(0).sample(kept, min(READ, len(kept))),
+        ]:
             repo.verify(state.uid)
     files = [path for path in packs.iterdir() if path.is_file()]
     gaps = [later.step - earlier.step for earlier, later in pairwise(kept)]
@@ -231,7 +275,13 @@ def _seconds(act: Any) -> float:
 def run(job: Job) -> dict[str, Any]:
     words = {name: getattr(job, name) for name in Job.__slots__}
     command = [sys.executable, __file__, "--job", json.dumps(words)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     if done.returncode:
         sys.exit(f"{job} ended with {done.returncode}:\n{done.stderr}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -239,7 +289,11 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def measure(
-    arguments: argparse.Namespace, name: str, step_ms: float, methods: tuple[str, ...], settings: dict[str, object]
+    arguments: argparse.Namespace,
+    name: str,
+    step_ms: float,
+    methods: tuple[str, ...],
+    settings: dict[str, object],
 ) -> dict[str, Any]:
     """All rounds of one state and one step."""
     size = parse_bytes(name)
@@ -262,8 +316,17 @@ def measure(
     shutil.rmtree(arguments.folder, ignore_errors=True)
     state_bytes = rounds[0]["plain"]["state_bytes"]
     update_ms = short(1e3 * costs["update_s"])
-    out(f"  state {name} ({state_bytes:,} bytes), step {step_ms:g} ms: {steps} steps, {products} products, update {update_ms} ms")
-    return {"state": name, "state_bytes": state_bytes, "step_ms": step_ms, "steps": steps, "rounds": rounds}
+    out(
+        f"  state {name} ({state_bytes:,} bytes), step {step_ms:g} ms: {steps} steps, {products}"
+        f" products, update {update_ms} ms"
+    )
+    return {
+        "state": name,
+        "state_bytes": state_bytes,
+        "step_ms": step_ms,
+        "steps": steps,
+        "rounds": rounds,
+    }
 
 
 def over(found: dict[str, Any], method: str) -> list[float]:
@@ -274,9 +337,17 @@ def report(found: list[dict[str, Any]]) -> str:
     rows = []
     for each in found:
         checks = [one["check"] for one in each["rounds"]]
-        kept, files = statistics.median(one["kept"] for one in checks), statistics.median(one["files"] for one in checks)
-        ratios = [one["disk_bytes"] / (one["kept"] * each["state_bytes"]) for one in checks if one["kept"]]
-        goal, reached = 0.05 if each["step_ms"] >= 10 else 0.25, statistics.median(over(each, "ours"))
+        kept, files = (
+            statistics.median(one["kept"] for one in checks),
+            statistics.median(one["files"] for one in checks),
+        )
+        ratios = [
+            one["disk_bytes"] / (one["kept"] * each["state_bytes"]) for one in checks if one["kept"]
+        ]
+        goal, reached = (
+            0.05 if each["step_ms"] >= 10 else 0.25,
+            statistics.median(over(each, "ours")),
+        )
         rows.append(
             [
                 each["state"],
@@ -286,27 +357,58 @@ def report(found: list[dict[str, Any]]) -> str:
                 "yes" if all(one["is_best"] for one in checks) else "NO",
                 f"{files:.0f}",
                 spread(ratios) if ratios else "",
-                short(1e3 * statistics.median(one["plain"]["wall_s"] for one in each["rounds"]) / each["steps"]),
+                short(
+                    1e3
+                    * statistics.median(one["plain"]["wall_s"] for one in each["rounds"])
+                    / each["steps"]
+                ),
                 *(spread(over(each, method), 100) for method in METHODS[1:]),
                 f"{100 * goal:.0f}: {'met' if reached <= goal else 'MISSED'}",
                 short(statistics.median(one["ours"]["exit_s"] for one in each["rounds"])),
             ]
         )
-    head = ["state", "step ms", "can be restored", "longest gap", "best", "files", "bytes on disk a byte", "plain, ms a step"]
-    return table([*head, "ours, over %", "torch.save, over %", "DCP, over %", "goal, over %", "at exit s"], rows)
+    head = [
+        "state",
+        "step ms",
+        "can be restored",
+        "longest gap",
+        "best",
+        "files",
+        "bytes on disk a byte",
+        "plain, ms a step",
+    ]
+    return table(
+        [*head, "ours, over %", "torch.save, over %", "DCP, over %", "goal, over %", "at exit s"],
+        rows,
+    )
 
 
 def every_report(found: list[dict[str, Any]]) -> str:
     rows = []
     for each in found:
-        added = [1e3 * (one["ours"]["wall_s"] - one["plain"]["wall_s"]) / each["steps"] for one in each["rounds"]]
+        added = [
+            1e3 * (one["ours"]["wall_s"] - one["plain"]["wall_s"]) / each["steps"]
+            for one in each["rounds"]
+        ]
         checks = [one["check"] for one in each["rounds"]]
         exit_s = [one["ours"]["exit_s"] for one in each["rounds"]]
         kept = min(one["kept"] for one in checks)
         goal = "met" if statistics.median(added) <= 1.0 else "MISSED"
         plain_ms = [1e3 * one["plain"]["wall_s"] / each["steps"] for one in each["rounds"]]
-        rows.append([f"{each['step_ms']:g}", spread(plain_ms), spread(added), f"1.0: {goal}", f"{kept} of {each['steps']}", spread(exit_s)])
-    return table(["step ms", "plain, ms a step", "added, ms a step", "goal", "can be restored", "at exit s"], rows)
+        rows.append(
+            [
+                f"{each['step_ms']:g}",
+                spread(plain_ms),
+                spread(added),
+                f"1.0: {goal}",
+                f"{kept} of {each['steps']}",
+                spread(exit_s),
+            ]
+        )
+    return table(
+        ["step ms", "plain, ms a step", "added, ms a step", "goal", "can be restored", "at exit s"],
+        rows,
+    )
 
 
 if __name__ == "__main__":

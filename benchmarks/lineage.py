@@ -1,10 +1,12 @@
 """What the lineage costs at a million states and five million metrics, on SQLite or on PostgreSQL.
 
-    python benchmarks/lineage.py [--states N] [--folder DIR] [--rounds N] [--postgresql] [--mlflow-python PATH] [--json FILE]
+    python benchmarks/lineage.py [--states N] [--folder DIR] [--rounds N] [--postgresql]
+    [--mlflow-python PATH] [--json FILE]
 
-The database is built once per size in DIR and used again; appended states stay in it. Operations take turns, round after
-round. ``--postgresql`` starts a server of its own, with fsync and everything else as PostgreSQL ships it, and fills a database there,
-which goes with it. MLflow is measured beside it at 2,000 runs when PATH names a Python that has it.
+The database is built once per size in DIR and used again; appended states stay in it. Operations
+take turns, round after round. ``--postgresql`` starts a server of its own, with fsync and
+everything else as PostgreSQL ships it, and fills a database there, which goes with it. MLflow is
+measured beside it at 2,000 runs when PATH names a Python that has it.
 """
 
 from __future__ import annotations
@@ -75,22 +77,32 @@ print(json.dumps({
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--states", type=int, default=1_000_000)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "datastates-benchmark")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()) / "datastates-benchmark"
+    )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--postgresql", action="store_true")
     parser.add_argument("--mlflow-python", default=sys.executable)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.states < BRANCHES * 11_000:
-        parser.error(f"--states is {arguments.states}: chains of 10,000 ancestors need at least {BRANCHES * 11_000}")
+        parser.error(
+            f"--states is {arguments.states}: chains of 10,000 ancestors need at least"
+            f" {BRANCHES * 11_000}"
+        )
     out(machine())
     if arguments.postgresql:
         with serving(arguments.folder) as url:
             began = time.monotonic()
             make_at(url, arguments.states)
-            out(f"built {arguments.states:,} states on PostgreSQL in {time.monotonic() - began:.0f} s")
+            out(
+                f"built {arguments.states:,} states on PostgreSQL in"
+                f" {time.monotonic() - began:.0f} s"
+            )
             ours = measure(url, arguments.rounds)
     else:
         ours = measure(prepare(arguments.folder, arguments.states), arguments.rounds)
@@ -113,7 +125,10 @@ def prepare(folder: Path, count: int) -> str:
         unfinished = folder / f"unfinished-{os.getpid()}.db"
         make(unfinished, count)
         unfinished.rename(path)
-        out(f"built {count:,} states in {time.monotonic() - began:.0f} s, {path.stat().st_size >> 20} MiB")
+        out(
+            f"built {count:,} states in {time.monotonic() - began:.0f} s,"
+            f" {path.stat().st_size >> 20} MiB"
+        )
     return url
 
 
@@ -125,7 +140,9 @@ def measure(url: str, rounds: int) -> dict[str, list[float]]:
         head = revision.resolve(session, "main")
     reads: dict[str, Callable[[Session], object]] = {
         "rare metric filter": lambda s: pages.find(s, "metrics.rare > 0.5"),
-        "two metrics, sorted, first 20": lambda s: pages.find(s, "metrics.loss < 0.1 and metrics.acc > 0.5 order by metrics.loss limit 20"),
+        "two metrics, sorted, first 20": lambda s: pages.find(
+            s, "metrics.loss < 0.1 and metrics.acc > 0.5 order by metrics.loss limit 20"
+        ),
         "10,000 ancestors (ids)": lambda s: walk.ancestor_ids(s, head.uid, limit=10_000),
         "main~9999": lambda s: revision.resolve(s, "main~9999"),
         "log, first page of 50": lambda s: walk.log(s, head.uid, limit=50),
@@ -136,7 +153,10 @@ def measure(url: str, rounds: int) -> dict[str, list[float]]:
             read(session)
         found = len(pages.find(session, "metrics.rare > 0.5").states)
         if found != RARE:
-            raise SystemExit(f"the rare filter found {found} states instead of {RARE}: take the database away and build it again")
+            raise SystemExit(
+                f"the rare filter found {found} states instead of {RARE}: take the database away"
+                " and build it again"
+            )
     for _ in range(rounds):
         for name, read in reads.items():
             began = time.perf_counter()
@@ -145,7 +165,9 @@ def measure(url: str, rounds: int) -> dict[str, list[float]]:
             times[name].append(time.perf_counter() - began)
         for _ in range(15):
             metrics = dict.fromkeys((*METRICS, "rare"), 0.3)
-            facts = StateFacts(secrets.token_hex(12), tip, "main", None, head.step + 1, metrics=metrics)
+            facts = StateFacts(
+                secrets.token_hex(12), tip, "main", None, head.step + 1, metrics=metrics
+            )
             new = NewState(facts, secrets.token_hex(32), tier="memory", node="benchmark")
             began = time.perf_counter()
             with database.write(durable=True) as session:
@@ -158,7 +180,9 @@ def measure(url: str, rounds: int) -> dict[str, list[float]]:
 
 def mlflow(python: str, folder: Path) -> tuple[dict[str, list[float]], str | None]:
     """MLflow's times for what it has an equivalent of; or why there are none."""
-    done = subprocess.run([python, "-c", MLFLOW, str(folder)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [python, "-c", MLFLOW, str(folder)], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         return {}, (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
     found: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
@@ -169,9 +193,26 @@ def report(ours: dict[str, list[float]], peer: dict[str, list[float]], count: in
     """The table of all operations, in milliseconds."""
     rows = []
     for name, goal in GOALS_MS.items():
-        p50, least, p99 = (value * 1e3 for value in (statistics.median(ours[name]), min(ours[name]), percentile(ours[name], 0.99)))
+        p50, least, p99 = (
+            value * 1e3
+            for value in (
+                statistics.median(ours[name]),
+                min(ours[name]),
+                percentile(ours[name], 0.99),
+            )
+        )
         theirs = f"{statistics.median(peer[name]) * 1e3:.1f}" if name in peer else "-"
-        rows.append([name, f"{p50:.2f}", f"{least:.2f}", f"{p99:.2f}", f"{goal:g}", "met" if p50 <= goal else "MISSED", theirs])
+        rows.append(
+            [
+                name,
+                f"{p50:.2f}",
+                f"{least:.2f}",
+                f"{p99:.2f}",
+                f"{goal:g}",
+                "met" if p50 <= goal else "MISSED",
+                theirs,
+            ]
+        )
     head = ["operation", "p50", "min", "p99", "goal", "", "MLflow p50, 2,000 runs"]
     return f"\n{count:,} states, {5 * count:,} metrics; milliseconds\n\n{table(head, rows)}"
 

@@ -1,4 +1,5 @@
-"""A lineage of very many states, written into the tables at once: what the benchmarks of lineage and web look through."""
+"""A lineage of very many states, written into the tables at once: what the benchmarks of lineage
+and web look through."""
 
 from __future__ import annotations
 
@@ -17,7 +18,18 @@ from sqlalchemy import create_engine
 
 from datastates.lineage import Database
 
-__all__ = ["BRANCHES", "FURTHER", "METRICS", "RARE", "RUNS", "fill", "furnish", "make", "make_at", "summarise"]
+__all__ = [
+    "BRANCHES",
+    "FURTHER",
+    "METRICS",
+    "RARE",
+    "RUNS",
+    "fill",
+    "furnish",
+    "make",
+    "make_at",
+    "summarise",
+]
 
 BRANCHES = 50
 METRICS = ("loss", "val_loss", "acc", "grad_norm")
@@ -27,7 +39,20 @@ RARE = 10
 RUNS = 200
 FURTHER = tuple(f"layer{number}/grad_norm" for number in range(25))
 EVERY = 50
-COLUMNS = ("count", "gaps", "total", "least", "least_id", "most", "most_id", "first", "first_id", "last", "last_id", "gap_id")
+COLUMNS = (
+    "count",
+    "gaps",
+    "total",
+    "least",
+    "least_id",
+    "most",
+    "most_id",
+    "first",
+    "first_id",
+    "last",
+    "last_id",
+    "gap_id",
+)
 STATES = 64
 """How many states a summary covers (``lineage.tally``)."""
 
@@ -35,7 +60,8 @@ BATCH = 500
 
 
 def make(path: Path, count: int, branches: int = BRANCHES, *, is_furnished: bool = False) -> None:
-    """A lineage in a new file: ``fill``, with ``furnish`` where asked, and the summaries that ``record`` would have kept.
+    """A lineage in a new file: ``fill``, with ``furnish`` where asked, and the summaries that
+    ``record`` would have kept.
 
     It is not analyzed, as those of people are not.
     """
@@ -57,16 +83,25 @@ def make_at(url: str, count: int, branches: int = BRANCHES) -> None:
     with engine.begin() as connection:
         raw: Any = connection.connection.driver_connection  # psycopg's own, which copies
         cursor = raw.cursor()
-        cursor.execute("set session_replication_role = replica")  # nothing is wrong with what is made here
+        # nothing is wrong with what is made here
+        cursor.execute("set session_replication_role = replica")
         for sql, rows in (
-            (f"copy state ({_STATE}, micro_step, status, bytes_total, bytes_new, world_size) from stdin", _whole(states(count, branches))),
+            (
+                (
+                    f"copy state ({_STATE}, micro_step, status, bytes_total, bytes_new, world_size)"
+                    " from stdin"
+                ),
+                _whole(states(count, branches)),
+            ),
             ("copy metric (state_id, key, value) from stdin", metrics(count, branches)),
             ("copy ref (name, kind, state_id, version) from stdin", _heads(length, branches)),
         ):
             with cursor.copy(sql) as copy:
                 for row in rows:
                     copy.write_row(row)
-        cursor.execute("select setval(pg_get_serial_sequence('state', 'id'), (select max(id) from state))")
+        cursor.execute(
+            "select setval(pg_get_serial_sequence('state', 'id'), (select max(id) from state))"
+        )
     with database.write() as session:
         summarise(session.connection())
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
@@ -83,30 +118,54 @@ def _whole(rows: Iterator[tuple[object, ...]]) -> Iterator[tuple[object, ...]]:
 
 
 def _heads(length: int, branches: int) -> list[tuple[str, str, int, int]]:
-    return [("main" if branch == 0 else f"branch-{branch}", "branch", (branch + 1) * length, 1) for branch in range(branches)]
+    return [
+        ("main" if branch == 0 else f"branch-{branch}", "branch", (branch + 1) * length, 1)
+        for branch in range(branches)
+    ]
 
 
 def fill(connection: sqlite3.Connection, count: int, branches: int = BRANCHES) -> None:
-    """Chains of equal length: ``main``, and branches that fork from it at random; every state has five metrics."""
+    """Chains of equal length: ``main``, and branches that fork from it at random; every state
+    has five metrics."""
     connection.execute("pragma synchronous=off")
     connection.executemany(
-        "insert into state (id, uid, digest, parent_id, generation, jump_id, jump_step, step, micro_step, created_at, status, bytes_total,"
-        " bytes_new, world_size) values (?, ?, ?, ?, ?, ?, ?, ?, 0, ?, 'evicted', 0, 0, 1)",
+        "insert into state (id, uid, digest, parent_id, generation, jump_id, jump_step, step,"
+        " micro_step, created_at, status, bytes_total, bytes_new, world_size) values (?, ?, ?, ?,"
+        " ?, ?, ?, ?, 0, ?, 'evicted', 0, 0, 1)",
         states(count, branches),
     )
-    connection.executemany("insert into metric (state_id, key, value) values (?, ?, ?)", metrics(count, branches))
-    connection.executemany("insert into ref (name, kind, state_id, version) values (?, ?, ?, ?)", _heads(count // branches, branches))
+    connection.executemany(
+        "insert into metric (state_id, key, value) values (?, ?, ?)", metrics(count, branches)
+    )
+    connection.executemany(
+        "insert into ref (name, kind, state_id, version) values (?, ?, ?, ?)",
+        _heads(count // branches, branches),
+    )
     connection.commit()
 
 
 def furnish(connection: sqlite3.Connection, count: int, branches: int) -> None:
-    """What people have besides: ``RUNS`` runs with a configuration each, bytes, states that can be restored, 25 further metrics.
+    """What people have besides: ``RUNS`` runs with a configuration each, bytes, states that can be
+    restored, 25 further metrics.
 
-    Each branch is of one run; every ``EVERY``-th of its states has the further metrics, and is durable.
+    Each branch is of one run; every ``EVERY``-th of its states has the further metrics, and is
+    durable.
     """
     length, rng = count // branches, random.Random(3)
     runs = [
-        (number, f"{number:024x}", f"node{number % 8}", "ann", 1, "[]", "{}", "{}", number, number + 1) for number in range(1, RUNS + 1)
+        (
+            number,
+            f"{number:024x}",
+            f"node{number % 8}",
+            "ann",
+            1,
+            "[]",
+            "{}",
+            "{}",
+            number,
+            number + 1,
+        )
+        for number in range(1, RUNS + 1)
     ]
     columns = "id, uid, host, user, pid, argv, config, versions, started_at, finished_at"
     connection.executemany(f"insert into run ({columns}) values ({', '.join('?' * 10)})", runs)
@@ -114,25 +173,41 @@ def furnish(connection: sqlite3.Connection, count: int, branches: int) -> None:
         chosen: list[tuple[int, str, str, float | None, str | None]] = [
             (number, "optimizer", "str", None, rng.choice(("adamw", "sgd", "lion")))
         ]
-        chosen += [(number, key, "float", 10 ** rng.uniform(-4, 0), None) for key in ("lr", "wd", "dropout")]
-        connection.executemany("insert into setting (run_id, key, type, number, text) values (?, ?, ?, ?, ?)", chosen)
-    connection.execute(f"update state set run_id = 1 + (id - 1) / {length} % {RUNS}, bytes_total = 41943040, bytes_new = 1048576")
+        chosen += [
+            (number, key, "float", 10 ** rng.uniform(-4, 0), None)
+            for key in ("lr", "wd", "dropout")
+        ]
+        connection.executemany(
+            "insert into setting (run_id, key, type, number, text) values (?, ?, ?, ?, ?)", chosen
+        )
+    connection.execute(
+        f"update state set run_id = 1 + (id - 1) / {length} % {RUNS}, bytes_total = 41943040,"
+        " bytes_new = 1048576"
+    )
     connection.execute(f"update state set status = 'durable' where id % {EVERY} = 0")
     connection.execute(
-        "insert into replica (state_id, rank, tier, node, status, bytes) select id, 0, 'local', '', 'ok', 1048576 from state"
-        " where status = 'durable'"
+        "insert into replica (state_id, rank, tier, node, status, bytes) select id, 0, 'local', '',"
+        " 'ok', 1048576 from state where status = 'durable'"
     )
-    values = ((id_, key, rng.random()) for id_ in range(EVERY, length * branches + 1, EVERY) for key in FURTHER)
+    values = (
+        (id_, key, rng.random())
+        for id_ in range(EVERY, length * branches + 1, EVERY)
+        for key in FURTHER
+    )
     connection.executemany("insert into metric (state_id, key, value) values (?, ?, ?)", values)
     connection.commit()
 
 
 def states(count: int, branches: int, *, main: int | None = None) -> Iterator[tuple[object, ...]]:
-    """Rows in order of id, with the jump pointers that ``record`` would make: over two equal jumps, else one up.
+    """Rows in order of id, with the jump pointers that ``record`` would make: over two equal jumps,
+    else one up.
 
     ``main`` is how many of the states the first chain has; the other chains are of equal length.
     """
-    rng, length = random.Random(0), count // branches if main is None else (count - main) // branches
+    rng, length = (
+        random.Random(0),
+        (count // branches if main is None else (count - main) // branches),
+    )
     main = main or length
     generation, jump = [0] * (count + 1), [0] * (count + 1)
     for id_ in range(1, main + length * (branches - 1) + 1):
@@ -145,8 +220,19 @@ def states(count: int, branches: int, *, main: int | None = None) -> Iterator[tu
             is_even = generation[parent] - generation[one] == generation[one] - generation[far]
             jump[id_] = far if is_even else parent
         uid = hashlib.blake2b(id_.to_bytes(8), digest_size=12).hexdigest()
-        lowest = generation[jump[id_]] if parent else None  # steps are generations here: the lowest up to there is the jump's own
-        yield id_, uid, "0" * 40 + uid, parent or None, generation[id_], jump[id_] or None, lowest, generation[id_], id_
+        # steps are generations here: the lowest up to there is the jump's own
+        lowest = generation[jump[id_]] if parent else None
+        yield (
+            id_,
+            uid,
+            "0" * 40 + uid,
+            parent or None,
+            generation[id_],
+            jump[id_] or None,
+            lowest,
+            generation[id_],
+            id_,
+        )
 
 
 def metrics(count: int, branches: int) -> Iterator[tuple[int, str, float]]:
@@ -164,11 +250,19 @@ def metrics(count: int, branches: int) -> Iterator[tuple[int, str, float]]:
 
 def summarise(connection: sa.Connection) -> None:
     """Give each branch the states that no branch made before it has, and summarise them."""
-    branches = sorted(connection.execute(_BRANCHES), key=lambda row: (row.made or math.inf, row.name != "main", row.state_id))
+    branches = sorted(
+        connection.execute(_BRANCHES),
+        key=lambda row: (row.made or math.inf, row.name != "main", row.state_id),
+    )
     for segment, row in enumerate(branches, 1):
         path = sorted(connection.execute(_FREE, {"head": row.state_id}).all())
         fork = path[0][1] if path else row.state_id
-        values = {"id": segment, "name": row.name, "fork": fork, "first": path[0][0] if path else None}
+        values = {
+            "id": segment,
+            "name": row.name,
+            "fork": fork,
+            "first": path[0][0] if path else None,
+        }
         connection.execute(_MAKE, values)
         for start in range(0, len(path), BATCH):
             ids = [id_ for id_, _, _ in path[start : start + BATCH]]
@@ -176,11 +270,18 @@ def summarise(connection: sa.Connection) -> None:
         for rows in batches(stretches(connection, segment, path)):
             connection.execute(_INSERT, rows)
     if connection.dialect.name == "postgresql" and branches:
-        connection.execute(sa.text("SELECT setval(pg_get_serial_sequence('segment', 'id'), :last)"), {"last": len(branches)})
+        connection.execute(
+            sa.text("SELECT setval(pg_get_serial_sequence('segment', 'id'), :last)"),
+            {"last": len(branches)},
+        )
 
 
-def stretches(connection: sa.Connection, segment: int, path: list[Any]) -> Iterator[dict[str, object]]:
-    """A row for each metric and complete stretch, and one for each metric of the whole segment. ``path`` is id, parent and generation."""
+def stretches(
+    connection: sa.Connection, segment: int, path: list[Any]
+) -> Iterator[dict[str, object]]:
+    """A row for each metric and complete stretch, and one for each metric of the whole segment.
+
+    ``path`` is id, parent and generation."""
     if not path:
         return
     wholes: defaultdict[str, dict[str, Any]] = defaultdict(dict)
@@ -191,14 +292,28 @@ def stretches(connection: sa.Connection, segment: int, path: list[Any]) -> Itera
             add(parts[key], id_, value)
             add(wholes[key], id_, value)
         if place < end:
-            yield from ({"segment_id": segment, "key": key, "place": place, **part} for key, part in parts.items())
-    yield from ({"segment_id": segment, "key": key, "place": -1, **whole} for key, whole in wholes.items())
+            yield from (
+                {"segment_id": segment, "key": key, "place": place, **part}
+                for key, part in parts.items()
+            )
+    yield from (
+        {"segment_id": segment, "key": key, "place": -1, **whole} for key, whole in wholes.items()
+    )
 
 
 def add(found: dict[str, Any], id_: int, value: float | None) -> None:
     """Add a later state's value. A value that is not finite is a gap."""
     if not found:
-        found.update(dict.fromkeys(COLUMNS) | {"count": 0, "gaps": 0, "total": 0.0, "first": value, "first_id": id_})
+        found.update(
+            dict.fromkeys(COLUMNS)
+            | {
+                "count": 0,
+                "gaps": 0,
+                "total": 0.0,
+                "first": value,
+                "first_id": id_,
+            }
+        )
     found["count"] += 1
     found["last"], found["last_id"] = value, id_
     if value is None or not math.isfinite(value):
@@ -224,9 +339,11 @@ def batches(rows: Iterable[dict[str, object]]) -> Iterator[list[dict[str, object
 
 
 _BRANCHES = sa.text(
-    "SELECT ref.name, ref.state_id, (SELECT min(id) FROM ref_event WHERE ref_event.name = ref.name) AS made FROM ref WHERE kind = 'branch'"
+    "SELECT ref.name, ref.state_id, (SELECT min(id) FROM ref_event WHERE ref_event.name = ref.name)"
+    " AS made FROM ref WHERE kind = 'branch'"
 )
-# The conditions that end the walk are on the path: for a condition on the joined table SQLite would first read all of that table.
+# The conditions that end the walk are on the path: for a condition on the joined table SQLite would
+# first read all of that table.
 _FREE = sa.text(
     "WITH RECURSIVE path (id, parent_id, generation, segment_id) AS ("
     " SELECT id, parent_id, generation, segment_id FROM state WHERE id = :head"
@@ -234,9 +351,16 @@ _FREE = sa.text(
     " JOIN state ON state.id = path.parent_id WHERE path.segment_id IS NULL"
     ") SELECT id, parent_id, generation FROM path WHERE segment_id IS NULL"
 )
-_MAKE = sa.text("INSERT INTO segment (id, name, branch, fork_id, first_id) VALUES (:id, :name, :name, :fork, :first)")
-_TAKE = sa.text("UPDATE state SET segment_id = :segment WHERE id IN :ids").bindparams(sa.bindparam("ids", expanding=True))
-_VALUES = sa.text("SELECT state_id, key, value FROM metric WHERE state_id IN :ids ORDER BY state_id").bindparams(
+_MAKE = sa.text(
+    "INSERT INTO segment (id, name, branch, fork_id, first_id) VALUES (:id, :name, :name, :fork,"
+    " :first)"
+)
+_TAKE = sa.text("UPDATE state SET segment_id = :segment WHERE id IN :ids").bindparams(
     sa.bindparam("ids", expanding=True)
 )
-_INSERT = sa.table("stretch", *(sa.column(name) for name in ("segment_id", "key", "place", *COLUMNS))).insert()
+_VALUES = sa.text(
+    "SELECT state_id, key, value FROM metric WHERE state_id IN :ids ORDER BY state_id"
+).bindparams(sa.bindparam("ids", expanding=True))
+_INSERT = sa.table(
+    "stretch", *(sa.column(name) for name in ("segment_id", "key", "place", *COLUMNS))
+).insert()

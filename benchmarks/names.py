@@ -1,10 +1,14 @@
-"""What operations cost with many names: two repositories, the second with a hundred times as many branches, tags and states.
+"""What operations cost with many names: two repositories, the second with a hundred times as many
+branches, tags and states.
 
-    python benchmarks/names.py [--branches N N …] [--rounds N] [--limit-s S] [--postgresql] [--folder DIR] [--json FILE]
+    python benchmarks/names.py [--branches N N …] [--rounds N] [--limit-s S] [--postgresql]
+    [--folder DIR] [--json FILE]
 
-For N branches there are 5 N tags and 30 N states. Two thirds of the states are on ``main``, and the other branches fork from it at random.
-The first hundredth of the states is on disk. All later states are evicted, which makes walks to the nearest state on disk long.
-``--branches 100`` alone takes seconds. Each operation runs in a separate process, which is ended after ``--limit-s`` seconds.
+For N branches there are 5 N tags and 30 N states. Two thirds of the states are on ``main``, and the
+other branches fork from it at random. The first hundredth of the states is on disk. All later
+states are evicted, which makes walks to the nearest state on disk long. ``--branches 100`` alone
+takes seconds. Each operation runs in a separate process, which is ended after ``--limit-s``
+seconds.
 """
 
 from __future__ import annotations
@@ -37,25 +41,40 @@ from datastates.lineage.views.branches import branches
 from datastates.maintenance.retention_pass import usage
 from datastates.repository import Repository
 
-GOAL = {"prune, dry run": 150, "prune best, dry run": 150, "prune": 150, "du": 150, "track": 2, "capture": 2, "tag in the terminal": 2}
+GOAL = {
+    "prune, dry run": 150,
+    "prune best, dry run": 150,
+    "prune": 150,
+    "du": 150,
+    "track": 2,
+    "capture": 2,
+    "tag in the terminal": 2,
+}
 """The greatest ratio of the times, for a hundred times as many names."""
 
-CONFIG = datastates.Config(memory_bytes=64 << 20, durable_every=1, durable_interval_s=None, retention="all")
+CONFIG = datastates.Config(
+    memory_bytes=64 << 20, durable_every=1, durable_interval_s=None, retention="all"
+)
 
 REV = "main@step:3"
-"""A state on disk: for a tag of an evicted state, the nearest state on disk is looked for, which depends on the distance."""
+"""A state on disk: for a tag of an evicted state, the nearest state on disk is looked for, which
+depends on the distance."""
 
 EVERY = 10
 """Every tenth state has a loss."""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--branches", type=int, nargs="+", default=[100, 10_000])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit-s", type=float, default=700.0)
     parser.add_argument("--postgresql", action="store_true")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "datastates-benchmark")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()) / "datastates-benchmark"
+    )
     parser.add_argument("--only", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
@@ -83,10 +102,16 @@ def measure(arguments: argparse.Namespace, count: int) -> dict[str, float | None
         make(url, packs, count)
         out(f"built {count:,} branches in {time.monotonic() - began:.0f} s")
         for name in arguments.only:
-            times = [timed(name, url, packs, arguments.limit_s) for _ in range(1 if name == "prune" else arguments.rounds)]
+            times = [
+                timed(name, url, packs, arguments.limit_s)
+                for _ in range(1 if name == "prune" else arguments.rounds)
+            ]
             known = [each for each in times if each is not None]
             found[name] = statistics.median(known) if len(known) == len(times) else None
-            out(f"  {name}: {'ended' if found[name] is None else short(1e3 * (found[name] or 0)) + ' ms'}")
+            out(
+                f"  {name}:"
+                f" {'ended' if found[name] is None else short(1e3 * (found[name] or 0)) + ' ms'}"
+            )
     return found
 
 
@@ -100,28 +125,67 @@ def timed(name: str, url: str, packs: Path, limit_s: float) -> float | None:
 
 
 def make(url: str, packs: Path, count: int) -> None:
-    """A repository whose first states were captured, and whose other rows were written into the tables at once."""
+    """A repository whose first states were captured, and whose other rows were written into the
+    tables at once."""
     total, held = 30 * count, max(3, 30 * count // 100)
-    with datastates.open(url, packs=packs, config=CONFIG) as repo, repo.track(x=torch.zeros(4), rng=False) as run:
+    with (
+        datastates.open(url, packs=packs, config=CONFIG) as repo,
+        repo.track(x=torch.zeros(4), rng=False) as run,
+    ):
         for _ in range(held):
             run.capture(metrics={"loss": 1.0}).wait()
         run.capture().wait("durable")
         held += 1
-    rng, database = random.Random(2), Database(url if "://" in url else f"sqlite:///{url}/lineage.db")
-    state, ref, metric, segment = (table_of(row) for row in (StateRow, RefRow, MetricRow, SegmentRow))
+    rng, database = (
+        random.Random(2),
+        Database(url if "://" in url else f"sqlite:///{url}/lineage.db"),
+    )
+    state, ref, metric, segment = (
+        table_of(row) for row in (StateRow, RefRow, MetricRow, SegmentRow)
+    )
     main, length = 2 * total // 3, total // 3 // count
     rows = list(states(total, count, main=main))
-    fixed = {"micro_step": 0, "status": "evicted", "bytes_total": 0, "bytes_new": 0, "world_size": 1}
-    columns = ("id", "uid", "digest", "parent_id", "generation", "jump_id", "jump_step", "step", "created_at")
+    fixed = {
+        "micro_step": 0,
+        "status": "evicted",
+        "bytes_total": 0,
+        "bytes_new": 0,
+        "world_size": 1,
+    }
+    columns = (
+        "id",
+        "uid",
+        "digest",
+        "parent_id",
+        "generation",
+        "jump_id",
+        "jump_step",
+        "step",
+        "created_at",
+    )
     heads = [(f"branch-{number}", "branch", main + number * length) for number in range(1, count)]
-    tags = [(f"tag-{number}", "tag", rng.randrange(1, len(rows) + 1)) for number in range(5 * count)]
+    tags = [
+        (f"tag-{number}", "tag", rng.randrange(1, len(rows) + 1)) for number in range(5 * count)
+    ]
     with database.write() as session:
         connection = session.connection()
-        connection.execute(insert(state), [dict(zip(columns, row, strict=True)) | fixed for row in rows[held:]])
         connection.execute(
-            insert(metric), [{"state_id": at, "key": "loss", "value": rng.random()} for at in range(held + 1, len(rows), EVERY)]
+            insert(state), [dict(zip(columns, row, strict=True)) | fixed for row in rows[held:]]
         )
-        connection.execute(insert(ref), [{"name": name, "kind": kind, "state_id": at, "version": 1} for name, kind, at in heads + tags])
+        connection.execute(
+            insert(metric),
+            [
+                {"state_id": at, "key": "loss", "value": rng.random()}
+                for at in range(held + 1, len(rows), EVERY)
+            ],
+        )
+        connection.execute(
+            insert(ref),
+            [
+                {"name": name, "kind": kind, "state_id": at, "version": 1}
+                for name, kind, at in heads + tags
+            ],
+        )
         connection.execute(update(ref).where(ref.c.name == "main").values(state_id=main))
         for each in (table_of(StretchRow), segment):
             connection.execute(delete(each))
@@ -129,12 +193,15 @@ def make(url: str, packs: Path, count: int) -> None:
         summarise(connection)
         if connection.dialect.name == "postgresql":
             last = select(func.max(state.c.id)).scalar_subquery()
-            connection.execute(select(func.setval(func.pg_get_serial_sequence("state", "id"), last)))
+            connection.execute(
+                select(func.setval(func.pg_get_serial_sequence("state", "id"), last))
+            )
     if url.startswith("postgresql"):
         with database.write() as session:
             session.execute(text("ANALYZE"))
     database.close()
-    shutil.rmtree(packs / "chronicles", ignore_errors=True)  # else the first commands write these states there
+    # else the first commands write these states there
+    shutil.rmtree(packs / "chronicles", ignore_errors=True)
 
 
 # The operations: each opens the repository, and returns the seconds of what it is named for
@@ -171,8 +238,24 @@ def capture(repo: Repository) -> float:
 
 
 def tag(url: str, packs: Path) -> float:
-    command = [sys.executable, "-m", "datastates", "tag", f"mark-{time.time_ns()}", REV, "--repo", url]
-    return seconds(lambda: subprocess.run(command, capture_output=True, check=False, env={**os.environ, "DATASTATES_PACKS": str(packs)}))
+    command = [
+        sys.executable,
+        "-m",
+        "datastates",
+        "tag",
+        f"mark-{time.time_ns()}",
+        REV,
+        "--repo",
+        url,
+    ]
+    return seconds(
+        lambda: subprocess.run(
+            command,
+            capture_output=True,
+            check=False,
+            env={**os.environ, "DATASTATES_PACKS": str(packs)},
+        )
+    )
 
 
 def glance(repo: Repository) -> float:
@@ -191,7 +274,9 @@ OPERATIONS: dict[str, Callable[[str, Path], float]] = {
     "tag in the terminal": tag,
     "branches": opened(glance),
     "prune, dry run": opened(lambda repo: seconds(lambda: repo.prune("latest:1", dry_run=True))),
-    "prune best, dry run": opened(lambda repo: seconds(lambda: repo.prune("latest:1 best:1:loss", dry_run=True))),
+    "prune best, dry run": opened(
+        lambda repo: seconds(lambda: repo.prune("latest:1 best:1:loss", dry_run=True))
+    ),
     "du": opened(lambda repo: seconds(lambda: usage(repo.core))),
     "gc": opened(lambda repo: seconds(lambda: repo.gc(dry_run=True))),
     "prune": opened(lambda repo: seconds(lambda: repo.prune("latest:1"))),
@@ -204,7 +289,11 @@ def report(times: dict[int, dict[str, float | None]], arguments: argparse.Namesp
         first, last = times[counts[0]][name], times[counts[-1]][name]
         ratio = None if first is None or last is None else last / first
         goal = GOAL.get(name)
-        judged = "" if goal is None or len(counts) < 2 else f"{goal}: {'met' if ratio is not None and ratio <= goal else 'MISSED'}"
+        judged = (
+            ""
+            if goal is None or len(counts) < 2
+            else f"{goal}: {'met' if ratio is not None and ratio <= goal else 'MISSED'}"
+        )
         shown = [
             f"over {1e3 * arguments.limit_s:.0f}" if each is None else short(1e3 * each)
             for each in (times[count][name] for count in counts)

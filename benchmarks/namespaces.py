@@ -19,12 +19,26 @@ _CLONE_NEWNET = 0x40000000
 
 @contextmanager
 def two_hosts(gbit: float | None = None) -> Iterator[dict[str, str]]:
-    """The namespaces of sender and receiver by role, gone after the block; the cable carries ``gbit`` Gbit/s, or what the cores can."""
+    """The namespaces of sender and receiver by role, gone after the block; the cable carries
+    ``gbit`` Gbit/s, or what the cores can."""
     names = {role: f"ds-bench-{os.getpid()}-{role}" for role in ("sender", "receiver")}
     try:
         for name in names.values():
             _ip("netns", "add", name)
-        _ip("-n", names["sender"], "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns", names["receiver"])
+        _ip(
+            "-n",
+            names["sender"],
+            "link",
+            "add",
+            INTERFACE,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            INTERFACE,
+            "netns",
+            names["receiver"],
+        )
         for role, address in (("sender", SENDER), ("receiver", RECEIVER)):
             _ip("-n", names[role], "addr", "add", f"{address}/24", "dev", INTERFACE)
             for link in (INTERFACE, "lo"):
@@ -39,7 +53,9 @@ def two_hosts(gbit: float | None = None) -> Iterator[dict[str, str]]:
 
 
 def enter(namespace: str) -> None:
-    """Go to a host, for good: the calling thread and all that it starts. Call it while there is no other thread."""
+    """Go to a host, for good: the calling thread and all that it starts.
+
+    Call it while there is no other thread."""
     libc = ctypes.CDLL(None, use_errno=True)
     with Path("/var/run/netns", namespace).open() as there:
         if libc.setns(there.fileno(), _CLONE_NEWNET):

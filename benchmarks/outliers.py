@@ -2,10 +2,11 @@
 
     python benchmarks/outliers.py [--seeds N] [--samples N] [--json FILE]
 
-10 % of the labels are replaced by another class; each seed draws other labels, another model and other folds. Every method trains the
-same small MLP for 20 epochs, or forks of it; of a branch at most 10 states are read, and their losses averaged. Epochs are over the whole
-data; a forward pass over it counts as 1/3. Without Debian's dataset-fashion-mnist it takes scikit-learn's digits, which tell methods less
-apart.
+10 % of the labels are replaced by another class; each seed draws other labels, another model and
+other folds. Every method trains the same small MLP for 20 epochs, or forks of it; of a branch at
+most 10 states are read, and their losses averaged. Epochs are over the whole data; a forward pass
+over it counts as 1/3. Without Debian's dataset-fashion-mnist it takes scikit-learn's digits, which
+tell methods less apart.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class Data:
         generator = torch.Generator().manual_seed(seed)
         flipped = torch.randperm(len(labels), generator=generator)[: round(FLIPPED * len(labels))]
         self.labels = labels.clone()
-        self.labels[flipped] = (labels[flipped] + torch.randint(1, 10, (len(flipped),), generator=generator)) % 10
+        self.labels[flipped] = (
+            labels[flipped] + torch.randint(1, 10, (len(flipped),), generator=generator)
+        ) % 10
         self.is_flipped = np.isin(np.arange(len(labels)), flipped.numpy())
         self.order = torch.Generator().manual_seed(seed + 1000)
 
@@ -82,7 +85,8 @@ class Data:
 
 
 def train_run(repo: Repository, data: Data, seed: int) -> None:
-    """A branch ``run-<seed>`` on all of the data; of the first the untrained state, and those that are forked, are tagged."""
+    """A branch ``run-<seed>`` on all of the data; of the first the untrained state, and those
+    that are forked, are tagged."""
     model, optimizer = data.build(seed)
     with repo.track(branch=f"run-{seed}", model=model, optimizer=optimizer) as run:
         for epoch in range(EPOCHS + 1):
@@ -95,7 +99,10 @@ def train_run(repo: Repository, data: Data, seed: int) -> None:
 
 def fork(repo: Repository, data: Data, folds: int, prefix: int, epochs: int) -> tuple[str, Plan]:
     """Hold each of ``folds`` parts out for some epochs after epoch ``prefix`` of the first run."""
-    study, plan = f"{folds}-folds-from-{prefix}", kfold(folds, epochs=epochs, samples=len(data), seed=data.seed)
+    study, plan = (
+        f"{folds}-folds-from-{prefix}",
+        kfold(folds, epochs=epochs, samples=len(data), seed=data.seed),
+    )
 
     def train(job: Job) -> None:
         model, optimizer = data.build(0)
@@ -108,22 +115,48 @@ def fork(repo: Repository, data: Data, folds: int, prefix: int, epochs: int) -> 
     return study, plan
 
 
-def read(repo: Repository, data: Data, branches: Sequence[str], study: str | None = None, plan: Plan | None = None) -> OutlierReport:
+def read(
+    repo: Repository,
+    data: Data,
+    branches: Sequence[str],
+    study: str | None = None,
+    plan: Plan | None = None,
+) -> OutlierReport:
     model, _ = data.build(0)
-    return outliers(repo, branches, study=study, plan=plan, model=model, loss=data.loss, count=len(data), states=STATES)
+    return outliers(
+        repo,
+        branches,
+        study=study,
+        plan=plan,
+        model=model,
+        loss=data.loss,
+        count=len(data),
+        states=STATES,
+    )
 
 
 def by_lineage(repo: Repository, data: Data, runs: int, epochs: int) -> Found:
     report = read(repo, data, [f"run-{seed}@step:{epochs}" for seed in range(runs)])
-    return Found(f"losses along the lineage, {runs} run{'s'[: runs > 1]} of {epochs} epochs", report.scores.score, report.cost.total)
+    return Found(
+        f"losses along the lineage, {runs} run{'s'[: runs > 1]} of {epochs} epochs",
+        report.scores.score,
+        report.cost.total,
+    )
 
 
 def by_forks(repo: Repository, data: Data, folds: int, prefix: int) -> Found:
     """The held-out losses alone; of the prefix no loss is read, so its passes are not paid for."""
     study, plan = fork(repo, data, folds, prefix, EPOCHS - prefix)
     report = read(repo, data, [], study, plan)
-    passes = sum(len(source.held_out) * len(source.states) for source in report.sources if source.held_out is not None) / len(data)
-    method = f"leave-out, {folds} folds, {'from scratch' if prefix == 0 else f'forked at epoch {prefix} of {EPOCHS}'}"
+    passes = sum(
+        len(source.held_out) * len(source.states)
+        for source in report.sources
+        if source.held_out is not None
+    ) / len(data)
+    method = (
+        f"leave-out, {folds} folds,"
+        f" {'from scratch' if prefix == 0 else f'forked at epoch {prefix} of {EPOCHS}'}"
+    )
     return Found(method, report.scores.held_out, report.cost.training + FORWARD * passes)
 
 
@@ -142,23 +175,34 @@ def by_cleanlab(data: Data, folds: int = 5) -> Found | None:
     order = torch.randperm(len(data), generator=data.order)
     chances = torch.zeros(len(data), 10)
     for fold in range(folds):
-        held, rows = order[fold::folds], torch.cat([order[other::folds] for other in range(folds) if other != fold])
+        held, rows = (
+            order[fold::folds],
+            torch.cat([order[other::folds] for other in range(folds) if other != fold]),
+        )
         model, optimizer = data.build(fold)
         for _ in range(EPOCHS):
             data.epoch(model, optimizer, rows)
         with torch.no_grad():
             chances[held] = softmax(model(data.inputs[held]), dim=1)
     quality = get_label_quality_scores(data.labels.numpy(), chances.numpy())
-    return Found(f"cleanlab, {folds} folds", -np.asarray(quality, dtype=np.float64), EPOCHS * (folds - 1))
+    return Found(
+        f"cleanlab, {folds} folds", -np.asarray(quality, dtype=np.float64), EPOCHS * (folds - 1)
+    )
 
 
 def measure(data: Data) -> tuple[list[Found], OutlierReport]:
     """Every method on one data set, in one repository."""
-    with tempfile.TemporaryDirectory() as folder, datastates.open(folder, config=Config(durable_every=1, memory_bytes=1 << 28)) as repo:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        datastates.open(folder, config=Config(durable_every=1, memory_bytes=1 << 28)) as repo,
+    ):
         for seed in range(3):
             train_run(repo, data, seed)
         both, report = by_both(repo, data)
-        found = [both, *(by_lineage(repo, data, *runs) for runs in ((1, 20), (2, 20), (3, 12), (3, 20)))]
+        found = [
+            both,
+            *(by_lineage(repo, data, *runs) for runs in ((1, 20), (2, 20), (3, 12), (3, 20))),
+        ]
         found += [by_forks(repo, data, 10, prefix) for prefix in (5, 10, 0)]
     peer = by_cleanlab(data)
     return [*found, *([peer] if peer else [])], report
@@ -166,7 +210,9 @@ def measure(data: Data) -> tuple[list[Found], OutlierReport]:
 
 def judge(data: Data, score: Floats) -> tuple[float, float]:
     """The area under the ROC curve, and the average precision."""
-    return float(roc_auc_score(data.is_flipped, score)), float(average_precision_score(data.is_flipped, score))
+    return float(roc_auc_score(data.is_flipped, score)), float(
+        average_precision_score(data.is_flipped, score)
+    )
 
 
 def spread(values: Sequence[float], digits: int = 4) -> str:
@@ -181,11 +227,20 @@ def summarise(judged: dict[str, list[tuple[float, float]]], epochs: dict[str, fl
     for method, values in judged.items():
         columns = [spread([value[at] for value in values]) for at in (0, 1)]
         for at in (0, 1):
-            differences = [mine[at] - other[at] for mine, other in zip(judged[COMBINED], values, strict=True)]
+            differences = [
+                mine[at] - other[at] for mine, other in zip(judged[COMBINED], values, strict=True)
+            ]
             columns.append(
-                "" if method == COMBINED else f"{statistics.mean(differences):+.4f} ({sum(d >= 0 for d in differences)}/{len(differences)})"
+                ""
+                if method == COMBINED
+                else (
+                    f"{statistics.mean(differences):+.4f}"
+                    f" ({sum(d >= 0 for d in differences)}/{len(differences)})"
+                )
             )
-        rows.append([f"**{method}**" if method == COMBINED else method, f"{epochs[method]:.1f}", *columns])
+        rows.append(
+            [f"**{method}**" if method == COMBINED else method, f"{epochs[method]:.1f}", *columns]
+        )
     header = [
         "method",
         "epochs",
@@ -198,14 +253,19 @@ def summarise(judged: dict[str, list[tuple[float, float]]], epochs: dict[str, fl
 
 
 def verdict(judged: dict[str, list[tuple[float, float]]], epochs: dict[str, float]) -> str:
-    """Whether the combination, at 60 epochs or less, at least equals the best of the others on average."""
+    """Whether the combination, at 60 epochs or less, at least equals the best of the others on
+    average."""
     lines = []
     for at, name in enumerate(("AUROC", "average precision")):
-        means = {method: statistics.mean(value[at] for value in values) for method, values in judged.items()}
+        means = {
+            method: statistics.mean(value[at] for value in values)
+            for method, values in judged.items()
+        }
         best = max((method for method in means if method != COMBINED), key=means.__getitem__)
         does = "at least equals" if means[COMBINED] >= means[best] else "does not equal"
         lines.append(
-            f"{name}: the combination ({epochs[COMBINED]:.1f} epochs) {does} the best of the others, {best} ({epochs[best]:.1f} epochs)"
+            f"{name}: the combination ({epochs[COMBINED]:.1f} epochs) {does} the best of the"
+            f" others, {best} ({epochs[best]:.1f} epochs)"
         )
     return "\n".join(lines)
 
@@ -219,7 +279,10 @@ def main() -> None:
     torch.set_num_threads(1)
     images, labels, name = load(options.samples)
     out(machine())
-    out(f"{name}, {FLIPPED:.0%} of the labels wrong, {options.seeds} seeds; mean ± standard deviation")
+    out(
+        f"{name}, {FLIPPED:.0%} of the labels wrong, {options.seeds} seeds; mean ± standard"
+        " deviation"
+    )
     judged: dict[str, list[tuple[float, float]]] = {}
     epochs: dict[str, float] = {}
     rates, precisions, recalls = [], [], []
@@ -236,10 +299,17 @@ def main() -> None:
         out(f"seed {seed}: {time.monotonic() - began:.0f} s")
     out(summarise(judged, epochs))
     out(verdict(judged, epochs))
-    out(f"the combination's noise rate, estimated: {spread(rates, 3)}; of the suspects at that rate {spread(precisions, 3)} are wrong,")
+    out(
+        f"the combination's noise rate, estimated: {spread(rates, 3)}; of the suspects at that rate"
+        f" {spread(precisions, 3)} are wrong,"
+    )
     out(f"and {spread(recalls, 3)} of the wrong labels are among them")
     if options.json:
-        options.json.write_text(json.dumps({"machine": machine(), "judged": judged, "epochs": epochs, "noise_rates": rates}))
+        options.json.write_text(
+            json.dumps(
+                {"machine": machine(), "judged": judged, "epochs": epochs, "noise_rates": rates}
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A PostgreSQL server of a benchmark's own, as its packages set it up: with fsync, on a socket in its folder."""
+"""A PostgreSQL server of a benchmark's own, as its packages set it up: with fsync, on a socket
+in its folder."""
 
 from __future__ import annotations
 
@@ -19,18 +20,38 @@ def serving(folder: Path) -> Iterator[str]:
 
     :raises SystemExit: the server's programs are not here.
     """
-    places = [*Path("/usr/lib/postgresql").glob("*/bin"), Path(shutil.which("initdb") or "/none/x").parent]
+    places = [
+        *Path("/usr/lib/postgresql").glob("*/bin"),
+        Path(shutil.which("initdb") or "/none/x").parent,
+    ]
     binaries = next((place for place in places if (place / "initdb").exists()), None)
     if binaries is None:
-        raise SystemExit("PostgreSQL's server programs (initdb, postgres) are not here: install them (Debian: apt-get install postgresql)")
+        raise SystemExit(
+            "PostgreSQL's server programs (initdb, postgres) are not here: install them (Debian:"
+            " apt-get install postgresql)"
+        )
     folder.mkdir(parents=True, exist_ok=True)
-    home = Path(tempfile.mkdtemp(prefix="datastates-pg-", dir="/tmp"))  # the path of a socket must be short
+    # the path of a socket must be short
+    home = Path(tempfile.mkdtemp(prefix="datastates-pg-", dir="/tmp"))
     data = Path(tempfile.mkdtemp(prefix="postgresql-", dir=folder))
     try:
         if os.geteuid() == 0:
             for place in (home, data):
                 shutil.chown(place, "postgres")
-        _run(binaries, home, "initdb", "-D", str(data / "data"), "-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-locale")
+        _run(
+            binaries,
+            home,
+            "initdb",
+            "-D",
+            str(data / "data"),
+            "-U",
+            "postgres",
+            "-A",
+            "trust",
+            "-E",
+            "UTF8",
+            "--no-locale",
+        )
         _run(
             binaries,
             home,
@@ -58,6 +79,8 @@ def _run(binaries: Path, home: Path, program: str, *arguments: str) -> None:
     if os.geteuid() == 0:  # the server refuses to run as root
         command = ["runuser", "-u", "postgres", "--", *command]
     with (home / "out").open("ab") as out:
-        done = subprocess.run(command, cwd=home, stdin=subprocess.DEVNULL, stdout=out, stderr=out, check=False)
+        done = subprocess.run(
+            command, cwd=home, stdin=subprocess.DEVNULL, stdout=out, stderr=out, check=False
+        )
     if done.returncode:
         raise SystemExit(f"{program} failed:\n{(home / 'out').read_text(errors='replace')}")

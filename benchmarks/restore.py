@@ -1,16 +1,20 @@
-"""Restoring into a live model and AdamW: from memory and from the page cache, verified and not, beside memcpy, torch.load and safetensors.
+"""Restoring into a live model and AdamW: from memory and from the page cache, verified and not,
+beside memcpy, torch.load and safetensors.
 
-    python benchmarks/restore.py [--part warm|bound|one|cold] [--state small|large] [--rounds 7] [--quick] [--json FILE]
+    python benchmarks/restore.py [--part warm|bound|one|cold] [--state small|large] [--rounds 7]
+    [--quick] [--json FILE]
 
-Every way fills the same objects, whose memory was touched before, with the same bytes, in turn, round after round; a speed is compared with
-that of the others in the same round. After each turn the objects are compared with what was saved. The floor is ``copy_`` from other
-tensors in memory. A way that is verified has compared every byte with its digest before the first one was written.
+Every way fills the same objects, whose memory was touched before, with the same bytes, in turn,
+round after round; a speed is compared with that of the others in the same round. After each turn
+the objects are compared with what was saved. The floor is ``copy_`` from other tensors in memory. A
+way that is verified has compared every byte with its digest before the first one was written.
 
-``bound`` does what a verified restore cannot do without, and nothing else: each chunk digested, and then all of them copied; or read twice
-and digested twice, from a file in the page cache; by one thread and by two.
+``bound`` does what a verified restore cannot do without, and nothing else: each chunk digested, and
+then all of them copied; or read twice and digested twice, from a file in the page cache; by one
+thread and by two.
 
-``cold`` asks the kernel to forget the files before each turn, and says how many bytes came from the disk then: what lies under a virtual
-disk may keep a cache of its own.
+``cold`` asks the kernel to forget the files before each turn, and says how many bytes came from the
+disk then: what lies under a virtual disk may keep a cache of its own.
 """
 
 from __future__ import annotations
@@ -65,7 +69,9 @@ Way = Callable[[], None]
 
 def tensors_of(objects: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Every tensor of a model and its optimizer by name, as it lives."""
-    found = {f"model/{name}": tensor.detach() for name, tensor in objects["model"].named_parameters()}
+    found = {
+        f"model/{name}": tensor.detach() for name, tensor in objects["model"].named_parameters()
+    }
     for number, state in enumerate(objects["optimizer"].state.values()):
         found |= {f"optimizer/{number}/{key}": value for key, value in state.items()}
     return found
@@ -85,7 +91,8 @@ def copy_into(live: dict[str, torch.Tensor], stored: dict[str, torch.Tensor]) ->
 
 @dataclass(slots=True)
 class Bench:
-    """The objects that are restored into, what they are to hold then, and files of that in a folder."""
+    """The objects that are restored into, what they are to hold then, and files of that in a
+    folder."""
 
     folder: Path
     objects: dict[str, Any]
@@ -96,7 +103,11 @@ class Bench:
     @property
     def packs(self) -> list[Path]:
         """The files that hold the state's bytes, ours and the peers'."""
-        return [*self.folder.glob("repo/packs/*.safetensors"), self.folder / "state.pt", self.folder / "state.safetensors"]
+        return [
+            *self.folder.glob("repo/packs/*.safetensors"),
+            self.folder / "state.pt",
+            self.folder / "state.safetensors",
+        ]
 
     def ours(self, where: str) -> Way:
         """Restore the newest state of one of the repositories."""
@@ -107,7 +118,9 @@ class Bench:
 
     def torch_load(self, *, mmap: bool) -> Way:
         """torch.load, and a copy into the live tensors."""
-        return lambda: copy_into(self.live, torch.load(self.folder / "state.pt", mmap=mmap, weights_only=True))
+        return lambda: copy_into(
+            self.live, torch.load(self.folder / "state.pt", mmap=mmap, weights_only=True)
+        )
 
     def load_state_dicts(self) -> None:
         """What a script without us does."""
@@ -120,8 +133,10 @@ class Bench:
         copy_into(self.live, load_file(self.folder / "state.safetensors"))
 
     def turn(self, way: Way, *, drop: bool = False) -> float:
-        """The seconds of one restore into objects that hold something else; they hold the right bytes afterwards."""
-        self.live = tensors_of(self.objects)  # a load_state_dict of torch's optimizer puts others there
+        """The seconds of one restore into objects that hold something else; they hold the right
+        bytes afterwards."""
+        # a load_state_dict of torch's optimizer puts others there
+        self.live = tensors_of(self.objects)
         with torch.no_grad():
             for tensor in self.live.values():
                 tensor.fill_(0)
@@ -131,7 +146,9 @@ class Bench:
         way()
         seconds = time.perf_counter() - start
         found = tensors_of(self.objects)
-        wrong = [name for name, tensor in self.saved.items() if not torch.equal(tensor, found[name])]
+        wrong = [
+            name for name, tensor in self.saved.items() if not torch.equal(tensor, found[name])
+        ]
         if wrong:
             raise SystemExit(f"{wrong[0]} is not what was saved")
         return seconds
@@ -157,25 +174,38 @@ def bench(shape: Shape, *, in_memory: bool = True) -> Iterator[Bench]:
         live = tensors_of(objects)
         saved = {name: tensor.clone() for name, tensor in live.items()}
         torch.save(saved, folder / "state.pt")
-        torch.save({name: each.state_dict() for name, each in objects.items()}, folder / "state_dicts.pt")
+        torch.save(
+            {name: each.state_dict() for name, each in objects.items()}, folder / "state_dicts.pt"
+        )
         save_file(saved, folder / "state.safetensors")
         memory, repos = 2 * size_of(saved) + (64 << 20), {}
-        with _opened(folder / "repo", memory, verify=True) as repo, repo.track(rng=False, **objects) as run:
+        with (
+            _opened(folder / "repo", memory, verify=True) as repo,
+            repo.track(rng=False, **objects) as run,
+        ):
             run.capture().wait("durable")
         for verify, word in ((True, "verified"), (False, "unverified")):
-            repos[f"page cache, {word}"] = stack.enter_context(_opened(folder / "repo", memory, verify=verify))
+            repos[f"page cache, {word}"] = stack.enter_context(
+                _opened(folder / "repo", memory, verify=verify)
+            )
             if in_memory:
-                held = repos[f"memory, {word}"] = stack.enter_context(_opened(folder / word, memory, verify=verify))
+                held = repos[f"memory, {word}"] = stack.enter_context(
+                    _opened(folder / word, memory, verify=verify)
+                )
                 run = stack.enter_context(held.track(rng=False, resume=False, **objects))
                 run.capture().wait()
         yield Bench(folder, objects, live, saved, repos)
 
 
 def _opened(path: Path, memory_bytes: int, *, verify: bool) -> Repository:
-    return datastates.open(path, config=Config(memory_bytes=memory_bytes, durable_interval_s=None, verify=verify))
+    return datastates.open(
+        path, config=Config(memory_bytes=memory_bytes, durable_interval_s=None, verify=verify)
+    )
 
 
-def measure(ways: dict[str, Way], one: Bench, rounds: int, *, drop: bool = False) -> dict[str, list[float]]:
+def measure(
+    ways: dict[str, Way], one: Bench, rounds: int, *, drop: bool = False
+) -> dict[str, list[float]]:
     """The seconds of each way, in turn, after a round that does not count."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     for index in range(rounds + 1):
@@ -196,8 +226,18 @@ def show(title: str, found: dict[str, list[float]], size: int, beside: tuple[str
     rows = []
     for name, seconds in found.items():
         speed = short(size / statistics.median(seconds) / 1e9)
-        rows.append([name, spread(seconds, 1e3), speed, *(spread(ratios(found, name, other)) for other in beside)])
-    out(f"\n## {title}: {size / 1e6:.0f} MB; median [min .. max] of {len(next(iter(found.values())))}\n")
+        rows.append(
+            [
+                name,
+                spread(seconds, 1e3),
+                speed,
+                *(spread(ratios(found, name, other)) for other in beside),
+            ]
+        )
+    out(
+        f"\n## {title}: {size / 1e6:.0f} MB; median [min .. max] of"
+        f" {len(next(iter(found.values())))}\n"
+    )
     out(table(["way", "ms", "GB/s", *(f"speed / {other}" for other in beside)], rows))
 
 
@@ -213,26 +253,41 @@ def warm(name: str, shape: Shape, rounds: int) -> dict[str, Any]:
             "safetensors + copy_": one.safetensors,
         }
         found = measure(ways, one, rounds)
-        show(f"{name}, {len(one.saved)} tensors, files in the page cache", found, size_of(one.saved), (FLOOR, MAPPED))
+        show(
+            f"{name}, {len(one.saved)} tensors, files in the page cache",
+            found,
+            size_of(one.saved),
+            (FLOOR, MAPPED),
+        )
     for way, (other, least) in GOALS.items() if shape is not TINY else ():
         middle = statistics.median(ratios(found, way, other))
-        out(f"{'met   ' if middle >= least else 'MISSED'} {way}: {middle:.2f}x {other}, wanted {least}x")
+        out(
+            f"{'met   ' if middle >= least else 'MISSED'} {way}: {middle:.2f}x {other}, wanted"
+            f" {least}x"
+        )
     return found
 
 
 def bound(name: str, shape: Shape, rounds: int) -> dict[str, Any]:
     """Two passes over so many bytes, without objects, names and states."""
     with bench(shape, in_memory=False) as one:
-        source = max((path for path in one.packs if "repo" in path.parts), key=lambda path: path.stat().st_size)
+        source = max(
+            (path for path in one.packs if "repo" in path.parts),
+            key=lambda path: path.stat().st_size,
+        )
         size = size_of(one.saved) // CHUNK * CHUNK
         there, here = np.ones(size, np.uint8), np.zeros(size, np.uint8)
         fd = os.open(source, os.O_RDONLY)
-        ways: dict[str, Way] = {FLOOR: partial(copy_into, {"": torch.from_numpy(here)}, {"": torch.from_numpy(there)})}
+        ways: dict[str, Way] = {
+            FLOOR: partial(copy_into, {"": torch.from_numpy(here)}, {"": torch.from_numpy(there)})
+        }
         for threads in (1, 2):
             passes = (partial(_digest, there), partial(_copy, there, here))
             ways[f"bare, memory, {threads} threads"] = partial(_in_passes, passes, size, threads)
             passes = (partial(_read_into, fd, None), partial(_read_into, fd, here))
-            ways[f"bare, page cache, {threads} threads"] = partial(_in_passes, passes, size, threads)
+            ways[f"bare, page cache, {threads} threads"] = partial(
+                _in_passes, passes, size, threads
+            )
         found: dict[str, list[float]] = {way: [] for way in ways}
         for index in range(rounds + 1):
             for way, run in ways.items():
@@ -241,7 +296,9 @@ def bound(name: str, shape: Shape, rounds: int) -> dict[str, Any]:
                 if index:
                     found[way].append(time.perf_counter() - start)
         os.close(fd)
-        show(f"{name}: the bytes alone, digested before the first is written", found, size, (FLOOR,))
+        show(
+            f"{name}: the bytes alone, digested before the first is written", found, size, (FLOOR,)
+        )
         return found
 
 
@@ -275,7 +332,9 @@ def one_tensor(name: str, shape: Shape, rounds: int) -> dict[str, Any]:
     rows, found = [], {}
     with bench(shape, in_memory=False) as one:
         model: nn.Module = one.objects["model"]
-        names = sorted(dict(model.named_parameters()), key=lambda each: model.get_parameter(each).nbytes)
+        names = sorted(
+            dict(model.named_parameters()), key=lambda each: model.get_parameter(each).nbytes
+        )
         for which in (names[0], names[len(names) // 2], names[-1]):
             for where, repo in one.repos.items():
                 seconds, read = [], 0
@@ -285,7 +344,15 @@ def one_tensor(name: str, shape: Shape, rounds: int) -> dict[str, Any]:
                     seconds.append(time.perf_counter() - start)
                     read = _io("rchar") - before
                 found[f"{which}, {where}"] = {"read": read, "seconds": seconds}
-                rows.append([which, where, short(model.get_parameter(which).nbytes / 1e6), short(read / 1e6), spread(seconds, 1e3)])
+                rows.append(
+                    [
+                        which,
+                        where,
+                        short(model.get_parameter(which).nbytes / 1e6),
+                        short(read / 1e6),
+                        spread(seconds, 1e3),
+                    ]
+                )
         out(f"\n## One tensor of {name}, a state of {size_of(one.saved) / 1e6:.0f} MB\n")
     out(table(["tensor", "from", "its MB", "MB read, manifest and header too", "ms"], rows))
     return found
@@ -298,8 +365,16 @@ def cold(name: str, shape: Shape, rounds: int) -> dict[str, Any]:
         room = bytearray(max(path.stat().st_size for path in packs))
         came: dict[str, list[int]] = {}
         ways: dict[str, Way] = {
-            **{f"floor: {threads} threads read the pack": _filling(partial(_read, packs, room, threads), one) for threads in (1, 2, 4)},
-            **{f"datastates, cold, {word}": one.ours(f"page cache, {word}") for word in ("verified", "unverified")},
+            **{
+                f"floor: {threads} threads read the pack": _filling(
+                    partial(_read, packs, room, threads), one
+                )
+                for threads in (1, 2, 4)
+            },
+            **{
+                f"datastates, cold, {word}": one.ours(f"page cache, {word}")
+                for word in ("verified", "unverified")
+            },
             MAPPED: one.torch_load(mmap=True),
             "torch.load + copy_": one.torch_load(mmap=False),
             "safetensors + copy_": one.safetensors,
@@ -308,13 +383,22 @@ def cold(name: str, shape: Shape, rounds: int) -> dict[str, Any]:
         counted = {way: _counting(run, came.setdefault(way, [])) for way, run in ways.items()}
         found = measure(counted, one, rounds, drop=True)
         best = min(floors, key=lambda floor: statistics.median(found[floor]))
-        show(f"{name}, files forgotten by the kernel before each turn", found, size_of(one.saved), (best,))
-        out("from the disk, MB: " + ", ".join(f"{way} {statistics.median(read) / 1e6:.0f}" for way, read in came.items()))
+        show(
+            f"{name}, files forgotten by the kernel before each turn",
+            found,
+            size_of(one.saved),
+            (best,),
+        )
+        out(
+            "from the disk, MB: "
+            + ", ".join(f"{way} {statistics.median(read) / 1e6:.0f}" for way, read in came.items())
+        )
     return found
 
 
 def _filling(read: Way, one: Bench) -> Way:
-    """Only reading counts for the floor; the objects are made right by the copy behind it, which costs little beside a disk."""
+    """Only reading counts for the floor; the objects are made right by the copy behind it, which
+    costs little beside a disk."""
 
     def run() -> None:
         read()
@@ -337,7 +421,14 @@ def _read(paths: list[Path], room: bytearray, threads: int, piece: int = 4 << 20
     for path in paths:
         fd, size = os.open(path, os.O_RDONLY), path.stat().st_size
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(lambda at, fd=fd, size=size: os.preadv(fd, [view[at : min(at + piece, size)]], at), range(0, size, piece)))
+            list(
+                pool.map(
+                    lambda at, fd=fd, size=size: os.preadv(
+                        fd, [view[at : min(at + piece, size)]], at
+                    ),
+                    range(0, size, piece),
+                )
+            )
         os.close(fd)
 
 
@@ -346,7 +437,12 @@ def _io(key: str) -> int:
     return int(lines[key])
 
 
-PARTS: dict[str, Callable[[str, Shape, int], dict[str, Any]]] = {"warm": warm, "bound": bound, "one": one_tensor, "cold": cold}
+PARTS: dict[str, Callable[[str, Shape, int], dict[str, Any]]] = {
+    "warm": warm,
+    "bound": bound,
+    "one": one_tensor,
+    "cold": cold,
+}
 
 
 def main() -> None:
@@ -361,7 +457,11 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # the peers' own
     out(f"{machine()}; torch on one thread")
-    states = {"tiny": TINY} if options.quick else {name: STATES[name] for name in options.state or STATES}
+    states = (
+        {"tiny": TINY}
+        if options.quick
+        else {name: STATES[name] for name in options.state or STATES}
+    )
     rounds = options.rounds or (1 if options.quick else 7)
     results = {
         f"{part}, {name}": PARTS[part](f"GPT + AdamW ({name})", shape, rounds)

@@ -34,7 +34,11 @@ for index in range(int(sys.argv[2])):
 def missing(python: str) -> str | None:
     """Why Aim cannot be measured with this Python; None when it can."""
     done = subprocess.run([python, "-c", "import aim"], capture_output=True, text=True, check=False)
-    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+    return (
+        None
+        if done.returncode == 0
+        else (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+    )
 
 
 def page(base: str) -> tuple[str, str]:
@@ -55,15 +59,36 @@ def serving(python: str, folder: Path, count: int = RUNS) -> Iterator[str]:
         unfinished = folder / f"unfinished-aim-{os.getpid()}"
         unfinished.mkdir(parents=True)
         began = time.monotonic()
-        subprocess.run([python, "-m", "aim", "init", "--repo", str(unfinished), "-y"], check=False, capture_output=True, env=environ)
-        subprocess.run([python, "-c", FILL, str(unfinished), str(count)], check=True, capture_output=True, env=environ)
+        subprocess.run(
+            [python, "-m", "aim", "init", "--repo", str(unfinished), "-y"],
+            check=False,
+            capture_output=True,
+            env=environ,
+        )
+        subprocess.run(
+            [python, "-c", FILL, str(unfinished), str(count)],
+            check=True,
+            capture_output=True,
+            env=environ,
+        )
         unfinished.rename(root)
         out(f"Aim took {time.monotonic() - began:.0f} s for {count:,} runs")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [str(Path(python).parent / "aim"), "up", "--repo", str(root), "--host", "127.0.0.1", "--port", str(port)]
+    command = [
+        str(Path(python).parent / "aim"),
+        "up",
+        "--repo",
+        str(root),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     with (folder / "aim.log").open("w") as log:
-        process = subprocess.Popen(command, cwd=folder, env=environ, stdout=log, stderr=log, text=True)
+        process = subprocess.Popen(
+            command, cwd=folder, env=environ, stdout=log, stderr=log, text=True
+        )
         with ended(process):
             await_server(f"http://127.0.0.1:{port}/", process, "Aim")
             yield f"http://127.0.0.1:{port}"

@@ -1,9 +1,11 @@
 """How soon the page draws curves of 8 branches of 100,000 states each that nobody asked for before.
 
-    python benchmarks/web_curves.py [--states N] [--branches N] [--rounds N] [--folder DIR] [--json FILE]
+    python benchmarks/web_curves.py [--states N] [--branches N] [--rounds N] [--folder DIR] [--json
+    FILE]
 
-Every round has a server, a connection and a browser profile of its own, and asks for the loss of 8 branches: once over HTTP in one
-request, and once by opening the page with them. The file's pages may be in the system's cache. ``benchmarks/web.py`` does this as well.
+Every round has a server, a connection and a browser profile of its own, and asks for the loss of 8
+branches: once over HTTP in one request, and once by opening the page with them. The file's pages
+may be in the system's cache. ``benchmarks/web.py`` does this as well.
 """
 
 from __future__ import annotations
@@ -31,19 +33,27 @@ HEADS = 8
 GOAL_MS = 1500.0
 ALL = f"""() => document.querySelector('[data-panel=curves] [data-curves="{HEADS}"] canvas') && !document.querySelector('.reading')
   && performance.now()"""
-FIRST = "() => document.querySelector('[data-panel=curves] [data-curves] canvas') && performance.now()"
+FIRST = (
+    "() => document.querySelector('[data-panel=curves] [data-curves] canvas') && performance.now()"
+)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--states", type=int, default=1_000_000)
     parser.add_argument("--branches", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "datastates-benchmark")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()) / "datastates-benchmark"
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     out(machine())
-    found = cold_curves(arguments.folder, arguments.states, arguments.branches, rounds=arguments.rounds)
+    found = cold_curves(
+        arguments.folder, arguments.states, arguments.branches, rounds=arguments.rounds
+    )
     if arguments.json:
         arguments.json.write_text(json.dumps(found))
     return 0
@@ -67,7 +77,9 @@ def cold_curves(folder: Path, states: int, branches: int, *, rounds: int) -> dic
 @contextmanager
 def as_repository(path: Path) -> Iterator[Path]:
     """A copy of a lineage as a repository without bytes, in a folder that goes away."""
-    with tempfile.TemporaryDirectory(prefix="datastates-curves-", dir=path.parent, ignore_cleanup_errors=True) as name:
+    with tempfile.TemporaryDirectory(
+        prefix="datastates-curves-", dir=path.parent, ignore_cleanup_errors=True
+    ) as name:
         root = Path(name) / "runs"
         root.mkdir()
         shutil.copy(path, root / "lineage.db")
@@ -77,7 +89,9 @@ def as_repository(path: Path) -> Iterator[Path]:
 def _asked(base: str, names: list[str]) -> float:
     query = "&".join(f"head={quote(name)}" for name in names)
     began = time.perf_counter()
-    with urllib.request.urlopen(f"{base}/api/v1/repositories/runs/series?{query}&key=loss&points=1000", timeout=600) as answer:
+    with urllib.request.urlopen(
+        f"{base}/api/v1/repositories/runs/series?{query}&key=loss&points=1000", timeout=600
+    ) as answer:
         answer.read()
     return (time.perf_counter() - began) * 1e3
 
@@ -92,7 +106,10 @@ def _drawn(base: str, names: list[str]) -> dict[str, float]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1280, "height": 800})
-        page.goto(f"{base}/?view=branches&panel=curves&key=loss&curves.lines={quote(','.join(names))}", wait_until="commit")
+        page.goto(
+            f"{base}/?view=branches&panel=curves&key=loss&curves.lines={quote(','.join(names))}",
+            wait_until="commit",
+        )
         first = page.wait_for_function(FIRST, timeout=120_000).json_value()
         last = page.wait_for_function(ALL, timeout=120_000).json_value()
         browser.close()
@@ -104,10 +121,15 @@ def _report(found: dict[str, list[float]], states: int, branches: int, rounds: i
     for name, times in found.items():
         middle = statistics.median(times)
         rows.append(
-            [name, f"{middle:.0f} [{min(times):.0f} .. {max(times):.0f}]", f"{GOAL_MS:g}: {'met' if middle <= GOAL_MS else 'MISSED'}"]
+            [
+                name,
+                f"{middle:.0f} [{min(times):.0f} .. {max(times):.0f}]",
+                f"{GOAL_MS:g}: {'met' if middle <= GOAL_MS else 'MISSED'}",
+            ]
         )
     said = (
-        f"\ncurves of {HEADS} of {branches} branches of {states // branches:,} states, cold; milliseconds, median [min .. max] of {rounds}"
+        f"\ncurves of {HEADS} of {branches} branches of {states // branches:,} states, cold;"
+        f" milliseconds, median [min .. max] of {rounds}"
     )
     return f"{said}\n\n{table(['asked', 'took', 'goal'], rows)}"
 

@@ -1,11 +1,13 @@
-"""What a person waits for: the opening view of a million states and 2,000 branches, and everything that one does in the page.
+"""What a person waits for: the opening view of a million states and 2,000 branches, and everything
+that one does in the page.
 
-    python benchmarks/web_first.py [--states N] [--branches N] [--rounds N] [--captures N] [--folder DIR]
+    python benchmarks/web_first.py [--states N] [--branches N] [--rounds N] [--captures N] [--folder
+    DIR]
                                    [--mlflow-python PATH] [--aim-python PATH] [--json FILE]
 
-Three parts: the first answers of a server that was just started, each of a server of its own; loads of the opening view, with
-MLflow's and Aim's pages in the same run where a Python that has them is named; and one person's actions, over and over, beside
-processes that capture.
+Three parts: the first answers of a server that was just started, each of a server of its own; loads
+of the opening view, with MLflow's and Aim's pages in the same run where a Python that has them is
+named; and one person's actions, over and over, beside processes that capture.
 """
 
 from __future__ import annotations
@@ -40,7 +42,12 @@ FIRST = {
     "graph window, folded": f"{API}/graph?count=100&fold=true",
     "stats": f"{API}/stats",
 }
-GOALS_MS = {"first paint": 1000.0, "first data": 1500.0, "first answer": 1000.0, "action, p99": 500.0}
+GOALS_MS = {
+    "first paint": 1000.0,
+    "first data": 1500.0,
+    "first answer": 1000.0,
+    "action, p99": 500.0,
+}
 LEAST = 10
 READY = """([rows, least]) => document.querySelectorAll(rows).length > least && performance.now()"""
 DRAWN = """() => new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)))"""
@@ -48,25 +55,45 @@ ROWS = "[data-branch]"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--states", type=int, default=1_000_000)
     parser.add_argument("--branches", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--captures", type=int, default=4, help="processes that capture beside the actions")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "datastates-benchmark")
+    parser.add_argument(
+        "--captures", type=int, default=4, help="processes that capture beside the actions"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()) / "datastates-benchmark"
+    )
     parser.add_argument("--mlflow-python", default=sys.executable)
     parser.add_argument("--aim-python", default=sys.executable)
-    parser.add_argument("--parts", nargs="+", choices=["first", "loads", "actions"], default=["first", "loads", "actions"])
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=["first", "loads", "actions"],
+        default=["first", "loads", "actions"],
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     out(machine())
     root = repository(arguments.folder, arguments.states, arguments.branches)
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
     with copied(root) as copy:
-        said = f"{arguments.states:,} states, {arguments.branches:,} branches, {RUNS} runs, {5 + len(FURTHER)} metrics"
+        said = (
+            f"{arguments.states:,} states, {arguments.branches:,} branches, {RUNS} runs,"
+            f" {5 + len(FURTHER)} metrics"
+        )
         if "first" in arguments.parts:
-            found["first"] = {name: {"first answer": firsts(copy, path, arguments.rounds)} for name, path in FIRST.items()}
-            out(f"\n{said}: the first answer of a server, ms since it listens\n\n{report(found['first'], ['first answer'])}")
+            found["first"] = {
+                name: {"first answer": firsts(copy, path, arguments.rounds)}
+                for name, path in FIRST.items()
+            }
+            out(
+                f"\n{said}: the first answer of a server, ms since it"
+                f" listens\n\n{report(found['first'], ['first answer'])}"
+            )
         if {"loads", "actions"} & {*arguments.parts}:
             pages(found, copy, arguments, said)
     if arguments.json:
@@ -82,7 +109,10 @@ def repository(folder: Path, count: int, branches: int) -> Path:
         unfinished.mkdir(parents=True)
         make(unfinished / "lineage.db", count, branches, is_furnished=True)
         unfinished.rename(root)
-        out(f"built {count:,} states in {time.monotonic() - began:.0f} s, {(root / 'lineage.db').stat().st_size >> 20} MiB")
+        out(
+            f"built {count:,} states in {time.monotonic() - began:.0f} s,"
+            f" {(root / 'lineage.db').stat().st_size >> 20} MiB"
+        )
     return root
 
 
@@ -98,7 +128,12 @@ def firsts(root: Path, path: str, rounds: int) -> list[float]:
     return times
 
 
-def pages(found: dict[str, dict[str, dict[str, list[float]]]], root: Path, arguments: argparse.Namespace, said: str) -> None:
+def pages(
+    found: dict[str, dict[str, dict[str, list[float]]]],
+    root: Path,
+    arguments: argparse.Namespace,
+    said: str,
+) -> None:
     """Loads and actions in Chromium."""
     program = chromium()
     if program is None:
@@ -123,19 +158,27 @@ def pages(found: dict[str, dict[str, dict[str, list[float]]]], root: Path, argum
                 actions = act(browser, base, 4 * arguments.rounds)
                 rate = (done.value - before) / (time.monotonic() - began)
             found["actions"] = {name: {"ms": times} for name, times in actions.items()}
-            out(f"\n{said}; one person beside {rate:.0f} captures a second; ms from the press to the picture\n\n{percentiles(actions)}")
+            out(
+                f"\n{said}; one person beside {rate:.0f} captures a second; ms from the press to"
+                f" the picture\n\n{percentiles(actions)}"
+            )
         browser.close()
 
 
 def others(stack: ExitStack, arguments: argparse.Namespace) -> dict[str, tuple[str, str]]:
     """The pages of others, by address and by what a row is there."""
     found = {}
-    for name, module, python in (("MLflow", web_mlflow, arguments.mlflow_python), ("Aim", web_aim, arguments.aim_python)):
+    for name, module, python in (
+        ("MLflow", web_mlflow, arguments.mlflow_python),
+        ("Aim", web_aim, arguments.aim_python),
+    ):
         why = module.missing(python)
         if why:
             out(f"{name} was not measured: {why}")
         else:
-            found[f"{name}, {RUNS:,} runs"] = module.page(stack.enter_context(module.serving(python, arguments.folder, RUNS)))
+            found[f"{name}, {RUNS:,} runs"] = module.page(
+                stack.enter_context(module.serving(python, arguments.folder, RUNS))
+            )
     return found
 
 
@@ -158,7 +201,8 @@ def load(browser: Browser, url: str, rows: str) -> dict[str, float]:
 
 
 def act(browser: Browser, base: str, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each action, over and over, from the press until what was asked for is drawn."""
+    """Milliseconds of each action, over and over, from the press until what was asked for is
+    drawn."""
     page = browser.new_context(viewport={"width": 1280, "height": 800}).new_page()
     page.set_default_timeout(60_000)
     times: dict[str, list[float]] = {}
@@ -168,7 +212,8 @@ def act(browser: Browser, base: str, rounds: int) -> dict[str, list[float]]:
         for name, (press, answer) in actions(page, number).items():
             began = time.perf_counter()
             if answer:
-                with page.expect_response(lambda response, part=answer: part in response.url):  # type: ignore[misc]  # mypy infers no lambda
+                # mypy infers no lambda
+                with page.expect_response(lambda response, part=answer: part in response.url):  # type: ignore[misc]
                     press()
             else:
                 press()
@@ -179,7 +224,8 @@ def act(browser: Browser, base: str, rounds: int) -> dict[str, list[float]]:
 
 
 def actions(page: Page, number: int) -> dict[str, tuple[Callable[[], object], str]]:
-    """What one does, in order, each with a part of the request that answers it, which no request has that follows captures."""
+    """What one does, in order, each with a part of the request that answers it, which no request
+    has that follows captures."""
     field = page.get_by_role("combobox", name="Filter")
 
     def search(text: str) -> None:
@@ -190,28 +236,46 @@ def actions(page: Page, number: int) -> dict[str, tuple[Callable[[], object], st
         return page.get_by_role("columnheader", name=title, exact=True).get_by_role("button").click
 
     def scene(title: str) -> Callable[[], object]:
-        return page.get_by_role("group", name="What is shown").get_by_role("button", name=title).click
+        return (
+            page.get_by_role("group", name="What is shown").get_by_role("button", name=title).click
+        )
 
     return {
         "sort by best": (header("Best"), "sort=best"),
         "sort by bytes": (header("Bytes"), "sort=bytes"),
         "filter branches": (lambda: search(f"metrics.loss < 0.{3 + number % 6}"), "q=metrics.loss"),
-        "group by a setting": (lambda: page.get_by_label("grouped by").select_option("config.optimizer"), "group="),
-        "history of a branch": (lambda: page.locator(f"{ROWS} .enter").nth(number % 20).click(), "/graph?"),
+        "group by a setting": (
+            lambda: page.get_by_label("grouped by").select_option("config.optimizer"),
+            "group=",
+        ),
+        "history of a branch": (
+            lambda: page.locator(f"{ROWS} .enter").nth(number % 20).click(),
+            "/graph?",
+        ),
         "open a state": (lambda: page.locator("[role=row][id^=state-]").nth(2).click(), "/states/"),
         "the one above": (lambda: page.keyboard.press("ArrowUp"), "/states/"),
         "close it": (lambda: page.keyboard.press("Escape"), ""),
         "curves": (lambda: page.keyboard.press("c"), "/series"),
         "every state": (scene("States"), "/graph?"),
         "to the end": (lambda: page.keyboard.press("End"), ""),
-        "find states": (lambda: search(f"metrics.rare > 0.5 and step > {number}"), "q=metrics.rare"),
+        "find states": (
+            lambda: search(f"metrics.rare > 0.5 and step > {number}"),
+            "q=metrics.rare",
+        ),
         "back to the branches": (scene("Branches"), ""),
     }
 
 
 def report(found: dict[str, dict[str, list[float]]], columns: list[str]) -> str:
     rows = [
-        [name, *(f"{spread(values[column])}{judged(name, column, values[column])}" for column in columns)] for name, values in found.items()
+        [
+            name,
+            *(
+                f"{spread(values[column])}{judged(name, column, values[column])}"
+                for column in columns
+            ),
+        ]
+        for name, values in found.items()
     ]
     return table(["", *columns], rows)
 
@@ -219,14 +283,24 @@ def report(found: dict[str, dict[str, list[float]]], columns: list[str]) -> str:
 def judged(name: str, column: str, values: list[float]) -> str:
     if column not in GOALS_MS or name.startswith(("MLflow", "Aim")):
         return ""
-    return f" ({GOALS_MS[column]:g}: {'met' if percentile(values, 0.5) <= GOALS_MS[column] else 'MISSED'})"
+    return (
+        f" ({GOALS_MS[column]:g}:"
+        f" {'met' if percentile(values, 0.5) <= GOALS_MS[column] else 'MISSED'})"
+    )
 
 
 def percentiles(found: dict[str, list[float]]) -> str:
     rows = []
     for name, values in found.items():
         p50, p99 = (percentile(values, share) for share in (0.5, 0.99))
-        rows.append([name, short(p50), short(p99), f"500: {'met' if p99 <= GOALS_MS['action, p99'] else 'MISSED'}"])
+        rows.append(
+            [
+                name,
+                short(p50),
+                short(p99),
+                f"500: {'met' if p99 <= GOALS_MS['action, p99'] else 'MISSED'}",
+            ]
+        )
     return table(["action", "p50", "p99", "goal (p99)"], rows)
 
 

@@ -1,4 +1,5 @@
-"""Readers of a web server: so many at once, each asks, reads the whole answer, thinks for a while, and asks again."""
+"""Readers of a web server: so many at once, each asks, reads the whole answer, thinks for a
+while, and asks again."""
 
 from __future__ import annotations
 
@@ -28,13 +29,17 @@ class Asked:
         """The request as HTTP/1.1 on a connection that stays open."""
         if self.body is None:
             return f"GET {self.path} HTTP/1.1\r\nHost: {host}\r\nAccept: application/json\r\n\r\n".encode()
-        head = f"POST {self.path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(self.body)}\r\n\r\n"
+        head = (
+            f"POST {self.path} HTTP/1.1\r\nHost: {host}\r\nContent-Type:"
+            f" application/json\r\nContent-Length: {len(self.body)}\r\n\r\n"
+        )
         return head.encode() + self.body
 
 
 @dataclass(slots=True)
 class Load:
-    """What readers saw: seconds until each whole answer, bytes of the answers' bodies, answers that were not 200."""
+    """What readers saw: seconds until each whole answer, bytes of the answers' bodies, answers
+    that were not 200."""
 
     seconds: list[float] = field(default_factory=list)
     bytes: int = 0
@@ -48,22 +53,45 @@ def percentile(samples: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
 
 
-def think(base: str, requests: Sequence[Asked], *, readers: int, think_s: float, seconds: float, seed: int = 0) -> Load:
-    """``readers`` connections for ``seconds``; between two questions each waits between 0 and twice ``think_s``."""
+def think(
+    base: str,
+    requests: Sequence[Asked],
+    *,
+    readers: int,
+    think_s: float,
+    seconds: float,
+    seed: int = 0,
+) -> Load:
+    """``readers`` connections for ``seconds``; between two questions each waits between 0 and
+    twice ``think_s``."""
     return asyncio.run(_think(base, requests, readers, think_s, seconds, seed))
 
 
-async def _think(base: str, requests: Sequence[Asked], readers: int, think_s: float, seconds: float, seed: int) -> Load:
+async def _think(
+    base: str, requests: Sequence[Asked], readers: int, think_s: float, seconds: float, seed: int
+) -> Load:
     load, host = Load(), urlsplit(base).netloc
     encoded = [request.encode(host) for request in requests]
     until = time.perf_counter() + seconds
     began = time.perf_counter()
-    await asyncio.gather(*(_read(host, encoded, think_s, until, random.Random(seed * 1000 + each), load) for each in range(readers)))
+    await asyncio.gather(
+        *(
+            _read(host, encoded, think_s, until, random.Random(seed * 1000 + each), load)
+            for each in range(readers)
+        )
+    )
     load.rate = len(load.seconds) / (time.perf_counter() - began)
     return load
 
 
-async def _read(host: str, requests: Sequence[bytes], think_s: float, until: float, rng: random.Random, load: Load) -> None:
+async def _read(
+    host: str,
+    requests: Sequence[bytes],
+    think_s: float,
+    until: float,
+    rng: random.Random,
+    load: Load,
+) -> None:
     name, _, port = host.partition(":")
     reader, writer = await asyncio.open_connection(name, int(port), limit=1 << 24)
     try:
@@ -97,14 +125,29 @@ async def _answer(reader: asyncio.StreamReader) -> tuple[int, int]:
     return status, total
 
 
-def saturate(base: str, requests: Sequence[Asked], *, readers: int, seconds: float) -> tuple[Load, str]:
-    """The same without thinking, by wrk on the first request where it is installed, else by us; and which of them it was."""
+def saturate(
+    base: str, requests: Sequence[Asked], *, readers: int, seconds: float
+) -> tuple[Load, str]:
+    """The same without thinking, by wrk on the first request where it is installed, else by us;
+    and which of them it was."""
     program = shutil.which("wrk")
     if program is None or requests[0].body is not None:
         return think(base, requests, readers=readers, think_s=0.0, seconds=seconds), "own loader"
-    command = [program, "-t1", f"-c{readers}", f"-d{max(1, round(seconds))}s", "--timeout", "60s", "--latency", base + requests[0].path]
+    command = [
+        program,
+        "-t1",
+        f"-c{readers}",
+        f"-d{max(1, round(seconds))}s",
+        "--timeout",
+        "60s",
+        "--latency",
+        base + requests[0].path,
+    ]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    times = [float(number) * _UNITS[unit] for number, unit in re.findall(r"^\s+(?:50|99)%\s+([\d.]+)(us|ms|s|m)$", said, re.MULTILINE)]
+    times = [
+        float(number) * _UNITS[unit]
+        for number, unit in re.findall(r"^\s+(?:50|99)%\s+([\d.]+)(us|ms|s|m)$", said, re.MULTILINE)
+    ]
     if len(times) != 2 or not all(times):  # nothing was answered in time
         return think(base, requests, readers=readers, think_s=0.0, seconds=seconds), "own loader"
     load = Load(rate=float(_found(r"Requests/sec:\s+([\d.]+)", said)[0]))

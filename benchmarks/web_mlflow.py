@@ -1,4 +1,5 @@
-"""MLflow beside us: a server with 2,000 runs, what its API is asked, and the address of its page."""
+"""MLflow beside us: a server with 2,000 runs, what its API is asked, and the address of its
+page."""
 
 from __future__ import annotations
 
@@ -37,24 +38,44 @@ for index in range(int(sys.argv[2])):
 
 def missing(python: str) -> str | None:
     """Why MLflow cannot be measured with this Python; None when it can."""
-    done = subprocess.run([python, "-c", "import mlflow.server"], capture_output=True, text=True, check=False)
-    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+    done = subprocess.run(
+        [python, "-c", "import mlflow.server"], capture_output=True, text=True, check=False
+    )
+    return (
+        None
+        if done.returncode == 0
+        else (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+    )
 
 
 @contextmanager
 def serving(python: str, folder: Path, count: int = RUNS) -> Iterator[str]:
-    """The address of ``mlflow server``, with its own defaults, on SQLite; the runs are made once per folder."""
+    """The address of ``mlflow server``, with its own defaults, on SQLite; the runs are made once
+    per folder."""
     path = folder / f"mlflow-{count}.db"
     if not path.exists():
         unfinished = path.with_suffix(".unfinished")
         unfinished.unlink(missing_ok=True)
         began = time.monotonic()
-        subprocess.run([python, "-c", FILL, str(unfinished), str(count)], check=True, capture_output=True)
+        subprocess.run(
+            [python, "-c", FILL, str(unfinished), str(count)], check=True, capture_output=True
+        )
         unfinished.rename(path)
         out(f"MLflow took {time.monotonic() - began:.0f} s for {count:,} runs")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [python, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{path}", "--host", "127.0.0.1", "--port", str(port)]
+    command = [
+        python,
+        "-m",
+        "mlflow",
+        "server",
+        "--backend-store-uri",
+        f"sqlite:///{path}",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     with (folder / "mlflow.log").open("w") as log:
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, text=True)
         with ended(process):
@@ -69,21 +90,36 @@ def page(base: str) -> tuple[str, str]:
 
 def requests(base: str) -> dict[str, list[Asked]]:
     """By the name of our route that comes nearest."""
-    run = json.loads(_post(base, {"experiment_ids": [EXPERIMENT], "max_results": 1}))["runs"][0]["info"]["run_id"]
+    run = json.loads(_post(base, {"experiment_ids": [EXPERIMENT], "max_results": 1}))["runs"][0][
+        "info"
+    ]["run_id"]
     return {
         "search, rare filter": [_search(filter="metrics.rare > 0.998", max_results=50)],
-        "search, sorted": [_search(filter="metrics.loss < 0.1 and metrics.acc > 0.5", order_by=["metrics.loss ASC"], max_results=50)],
+        "search, sorted": [
+            _search(
+                filter="metrics.loss < 0.1 and metrics.acc > 0.5",
+                order_by=["metrics.loss ASC"],
+                max_results=50,
+            )
+        ],
         "newest states": [_search(max_results=50)],
         "state": [Asked(f"/api/2.0/mlflow/runs/get?run_id={run}")],
     }
 
 
 def _search(**query: object) -> Asked:
-    return Asked("/api/2.0/mlflow/runs/search", json.dumps({"experiment_ids": [EXPERIMENT], **query}).encode())
+    return Asked(
+        "/api/2.0/mlflow/runs/search",
+        json.dumps({"experiment_ids": [EXPERIMENT], **query}).encode(),
+    )
 
 
 def _post(base: str, query: dict[str, object]) -> bytes:
-    asked = urllib.request.Request(f"{base}/api/2.0/mlflow/runs/search", json.dumps(query).encode(), {"Content-Type": "application/json"})
+    asked = urllib.request.Request(
+        f"{base}/api/2.0/mlflow/runs/search",
+        json.dumps(query).encode(),
+        {"Content-Type": "application/json"},
+    )
     with urllib.request.urlopen(asked) as answer:
         body: bytes = answer.read()
         return body

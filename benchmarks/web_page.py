@@ -1,4 +1,5 @@
-"""How a page feels: when something is first painted, when the rows are there, and how many frames a second scrolling makes."""
+"""How a page feels: when something is first painted, when the rows are there, and how many
+frames a second scrolling makes."""
 
 from __future__ import annotations
 
@@ -32,8 +33,11 @@ FRAMES = """() => { cancelAnimationFrame(window.__recording); return window.__fr
 UNDER = """([x, y]) => [...document.elementsFromPoint(x, y)].map((each) => each.textContent).join('|')"""
 
 
-def pages(ours: str, states: int, mlflow: str | None, *, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Prints and gives what was measured of our page, and of MLflow's where it runs; each load has a browser profile of its own."""
+def pages(
+    ours: str, states: int, mlflow: str | None, *, rounds: int
+) -> dict[str, dict[str, list[float]]]:
+    """Prints and gives what was measured of our page, and of MLflow's where it runs; each load
+    has a browser profile of its own."""
     program = chromium()
     if program is None:
         return {}
@@ -62,7 +66,9 @@ def _visit(browser: Browser, url: str, rows: str) -> dict[str, float]:
     try:
         page.goto(url, wait_until="commit")
         drawn = page.wait_for_function(READY, arg=[rows, ROWS], timeout=60_000).json_value()
-        painted = page.wait_for_function(PAINT, timeout=10_000).json_value()  # told a moment after it happened
+        painted = page.wait_for_function(
+            PAINT, timeout=10_000
+        ).json_value()  # told a moment after it happened
         return {"first paint": float(painted), "rows drawn": float(drawn)} | _scroll(page, rows)
     finally:
         context.close()
@@ -92,9 +98,22 @@ def _scroll(page: Page, rows: str) -> dict[str, float]:
 
 def _report(found: dict[str, dict[str, list[float]]], rounds: int, version: str) -> str:
     columns = ("first paint", "rows drawn", "frames a second", "longest frame")
-    rows = [[name, *(spread(measured[column]) for column in columns), _judge(name, measured)] for name, measured in found.items()]
-    head = ["page", "first paint ms", "rows drawn ms", "frames a second while scrolled", "longest frame ms", "goals"]
-    return f"\nthe page, Chromium {version} without a GPU, {WIDTH} x {HEIGHT}, median [min .. max] of {rounds} loads\n\n{table(head, rows)}"
+    rows = [
+        [name, *(spread(measured[column]) for column in columns), _judge(name, measured)]
+        for name, measured in found.items()
+    ]
+    head = [
+        "page",
+        "first paint ms",
+        "rows drawn ms",
+        "frames a second while scrolled",
+        "longest frame ms",
+        "goals",
+    ]
+    return (
+        f"\nthe page, Chromium {version} without a GPU, {WIDTH} x {HEIGHT}, median [min .. max] of"
+        f" {rounds} loads\n\n{table(head, rows)}"
+    )
 
 
 def _judge(name: str, measured: dict[str, list[Any]]) -> str:
@@ -102,4 +121,6 @@ def _judge(name: str, measured: dict[str, list[Any]]) -> str:
         return ""
     paint, frames = (sorted(measured[what])[len(measured[what]) // 2] for what in GOALS)
     said = [f"1.5 s: {'met' if paint <= GOALS['first paint'] else 'MISSED'}"]
-    return ", ".join([*said, f"30 a second: {'met' if frames >= GOALS['frames a second'] else 'MISSED'}"])
+    return ", ".join(
+        [*said, f"30 a second: {'met' if frames >= GOALS['frames a second'] else 'MISSED'}"]
+    )

@@ -1,4 +1,5 @@
-"""The processes of the web's benchmark: the repository and its server, trainings that capture into it, a server that does nothing."""
+"""The processes of the web's benchmark: the repository and its server, trainings that capture
+into it, a server that does nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +26,16 @@ from many_states import make
 
 from datastates.api.app import STATIC
 
-__all__ = ["await_server", "bare", "capturing", "chromium", "copied", "repository", "served", "uids"]
+__all__ = [
+    "await_server",
+    "bare",
+    "capturing",
+    "chromium",
+    "copied",
+    "repository",
+    "served",
+    "uids",
+]
 
 BARE = """
 import socket, uvicorn
@@ -45,20 +55,30 @@ uvicorn.Server(uvicorn.Config(app, log_level="critical")).run(sockets=[listener]
 
 
 def repository(folder: Path, count: int) -> Path:
-    """A repository of ``count`` states with five metrics each, made now unless it is there. It is copied, not changed."""
+    """A repository of ``count`` states with five metrics each, made now unless it is there.
+
+    It is copied, not changed."""
     root = folder / f"web-{count}"
     if not (root / "lineage.db").exists():
         began, unfinished = time.monotonic(), folder / f"unfinished-{os.getpid()}"
         unfinished.mkdir(parents=True)
         make(unfinished / "lineage.db", count)
         unfinished.rename(root)
-        out(f"built {count:,} states in {time.monotonic() - began:.0f} s, {(root / 'lineage.db').stat().st_size >> 20} MiB")
+        out(
+            f"built {count:,} states in {time.monotonic() - began:.0f} s,"
+            f" {(root / 'lineage.db').stat().st_size >> 20} MiB"
+        )
     return root
 
 
 def chromium() -> str | None:
     """Where the browser lies; None, and printed why, where the page cannot be measured."""
-    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chromium-headless-shell"))), None)
+    program = next(
+        filter(
+            None, map(shutil.which, ("chromium", "chromium-browser", "chromium-headless-shell"))
+        ),
+        None,
+    )
     if importlib.util.find_spec("playwright") is None:
         why = "pip install playwright"
     elif program is None:
@@ -74,7 +94,9 @@ def chromium() -> str | None:
 @contextmanager
 def copied(root: Path) -> Iterator[Path]:
     """A copy that a run may change: ``runs`` in a folder that goes away."""
-    with tempfile.TemporaryDirectory(prefix="datastates-web-", dir=root.parent, ignore_cleanup_errors=True) as name:
+    with tempfile.TemporaryDirectory(
+        prefix="datastates-web-", dir=root.parent, ignore_cleanup_errors=True
+    ) as name:
         shutil.copytree(root, Path(name) / "runs")
         yield Path(name) / "runs"
 
@@ -92,9 +114,21 @@ def uids(root: Path, count: int) -> list[str]:
 @contextmanager
 def served(root: Path) -> Iterator[str]:
     """The address of ``datastates serve`` on a repository."""
-    command = [sys.executable, "-m", "datastates", "serve", "http://127.0.0.1:0", "--repo", str(root), "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "datastates",
+        "serve",
+        "http://127.0.0.1:0",
+        "--repo",
+        str(root),
+        "--json",
+    ]
     env = {key: value for key, value in os.environ.items() if not key.startswith("DATASTATES_")}
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process, ended(process):
+    with (
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process,
+        ended(process),
+    ):
         assert process.stdout is not None
         yield str(json.loads(process.stdout.readline())["url"]).rstrip("/")
 
@@ -102,19 +136,28 @@ def served(root: Path) -> Iterator[str]:
 @contextmanager
 def bare() -> Iterator[str]:
     """The address of a server that answers with one small JSON and asks nobody: the floor."""
-    with subprocess.Popen([sys.executable, "-c", BARE], stdout=subprocess.PIPE, text=True) as process, ended(process):
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", BARE], stdout=subprocess.PIPE, text=True
+        ) as process,
+        ended(process),
+    ):
         assert process.stdout is not None
         yield f"http://127.0.0.1:{int(process.stdout.readline())}"
 
 
 @contextmanager
 def capturing(root: Path, *, processes: int, interval_s: float) -> Iterator[Synchronized[int]]:
-    """Trainings that capture into the repository, each about every ``interval_s``; how many states they have captured."""
+    """Trainings that capture into the repository, each about every ``interval_s``; how many
+    states they have captured."""
     context = multiprocessing.get_context("spawn")
     stop, done = context.Event(), context.Value("q", 0)
     ready = [context.Event() for _ in range(processes)]
     trainings = [
-        context.Process(target=_train, args=(str(root), n, interval_s, stop, ready[n], done), daemon=True) for n in range(processes)
+        context.Process(
+            target=_train, args=(str(root), n, interval_s, stop, ready[n], done), daemon=True
+        )
+        for n in range(processes)
     ]
     for training in trainings:
         training.start()
@@ -130,7 +173,9 @@ def capturing(root: Path, *, processes: int, interval_s: float) -> Iterator[Sync
             training.join(60)
 
 
-def _train(root: str, number: int, interval_s: float, stop: Event, ready: Event, done: Synchronized[int]) -> None:
+def _train(
+    root: str, number: int, interval_s: float, stop: Event, ready: Event, done: Synchronized[int]
+) -> None:
     import torch
 
     import datastates
@@ -148,7 +193,15 @@ def _train(root: str, number: int, interval_s: float, stop: Event, ready: Event,
             loss.backward()
             optimizer.step()
             value = float(loss.detach())
-            run.capture(metrics={"loss": value, "val_loss": value, "acc": 0.5, "grad_norm": 1.0, "rare": 0.1})
+            run.capture(
+                metrics={
+                    "loss": value,
+                    "val_loss": value,
+                    "acc": 0.5,
+                    "grad_norm": 1.0,
+                    "rare": 0.1,
+                }
+            )
             with done.get_lock():
                 done.value += 1
             ready.set()
@@ -168,7 +221,9 @@ def ended(process: subprocess.Popen[str]) -> Iterator[None]:
             process.kill()
 
 
-def await_server(url: str, process: subprocess.Popen[str], name: str, timeout_s: float = 120) -> None:
+def await_server(
+    url: str, process: subprocess.Popen[str], name: str, timeout_s: float = 120
+) -> None:
     """Wait until a peer's server answers."""
     until = time.monotonic() + timeout_s
     while time.monotonic() < until and process.poll() is None:
@@ -177,4 +232,6 @@ def await_server(url: str, process: subprocess.Popen[str], name: str, timeout_s:
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.2)
-    raise SystemExit(f"{name} does not answer at {url}: see {name.lower()}.log in the benchmark's folder")
+    raise SystemExit(
+        f"{name} does not answer at {url}: see {name.lower()}.log in the benchmark's folder"
+    )

@@ -7,7 +7,8 @@
                 loss = train_step(batch)
                 run.capture(metrics={"loss": loss})
 
-Names are imported when they are first used, so that ``import datastates.lineage`` and the terminal do without torch.
+Names are imported when they are first used, so that ``import datastates.lineage`` and the terminal
+do without torch.
 """
 
 from __future__ import annotations
@@ -191,7 +192,8 @@ def __getattr__(name: str) -> object:
 
 
 def _imported(name: str) -> ModuleType:
-    """Import a module of ours with the garbage collector paused: it would walk torch's objects over and over, for 150 of 500 ms."""
+    """Import a module of ours with the garbage collector paused: it would walk torch's objects
+    over and over, for 150 of 500 ms."""
     was_on = gc.isenabled()
     gc.disable()
     try:

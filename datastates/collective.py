@@ -1,4 +1,5 @@
-"""Groups of processes that know each other by rank: how they meet, exchange values, and pass bytes on."""
+"""Groups of processes that know each other by rank: how they meet, exchange values, and pass
+bytes on."""
 
 from __future__ import annotations
 
@@ -33,19 +34,25 @@ EXCHANGE_BYTES: Final = 1 << 20
 """The most bytes that one rank may give to an exchange."""
 
 PATIENCE_S: Final = 1800.0
-"""How long a rank waits for the others, unless the group sets another time: as long as torch's own collectives do."""
+"""How long a rank waits for the others, unless the group sets another time: as long as torch's
+own collectives do."""
 
 _MESSAGE_BYTES: Final = 1 << 30
 """MPI counts in 32 bits."""
 
-_POLL_S: Final = (50e-6, 2e-3)  # between two checks of a collective under way: at first, and at most
+# between two checks of a collective under way: at first, and at most
+_POLL_S: Final = (
+    50e-6,
+    2e-3,
+)
 
 
 class Group(ABC):
-    """A fixed number of processes. Every method is collective: all ranks call the same ones in the same order, on their training threads.
+    """A fixed number of processes. Every method is collective: all ranks call the same ones in the
+    same order, on their training threads.
 
-    If a rank does not come, the others raise Unavailable: at once if its connections broke because it died, else after the group's
-    ``timeout_s``. The group cannot be used after that.
+    If a rank does not come, the others raise Unavailable: at once if its connections broke because
+    it died, else after the group's ``timeout_s``. The group cannot be used after that.
     """
 
     @property
@@ -60,7 +67,8 @@ class Group(ABC):
 
     @property
     def members(self) -> tuple[int, ...] | None:
-        """The numbers by which torch.distributed knows these ranks, by rank; None: they are all of its ranks, with the same numbers."""
+        """The numbers by which torch.distributed knows these ranks, by rank; None: they are all
+        of its ranks, with the same numbers."""
         return None
 
     @abstractmethod
@@ -73,12 +81,17 @@ class Group(ABC):
         """
 
     @abstractmethod
-    def pass_on(self, buffer: memoryview | bytearray | bytes | torch.Tensor, root: int, to: Collection[int] | None = None) -> None:
-        """Fill the buffers of other ranks with the root's bytes. All buffers have the same size, are contiguous, and writable except at the
-        root.
+    def pass_on(
+        self,
+        buffer: memoryview | bytearray | bytes | torch.Tensor,
+        root: int,
+        to: Collection[int] | None = None,
+    ) -> None:
+        """Fill the buffers of other ranks with the root's bytes. All buffers have the same size,
+        are contiguous, and writable except at the root.
 
-        ``to`` are the ranks that get the bytes, None: all. It is the same everywhere. A rank that neither gives nor gets need not call
-        this, as long as the others meet in the same order.
+        ``to`` are the ranks that get the bytes, None: all. It is the same everywhere. A rank that
+        neither gives nor gets need not call this, as long as the others meet in the same order.
 
         :raises Unavailable: a rank did not come. The contents of the buffers are then undefined.
         :raises Closed: the group was closed.
@@ -95,7 +108,12 @@ class Group(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Close, except after an error: the other ranks may never reach it."""
         if error is None:
             self.close()
@@ -114,7 +132,12 @@ class SoloGroup(Group):
         check(value, is_closed=self._is_closed)
         return [bytes(value)]
 
-    def pass_on(self, buffer: memoryview | bytearray | bytes | torch.Tensor, root: int, to: Collection[int] | None = None) -> None:
+    def pass_on(
+        self,
+        buffer: memoryview | bytearray | bytes | torch.Tensor,
+        root: int,
+        to: Collection[int] | None = None,
+    ) -> None:
         check(is_closed=self._is_closed)
 
     def close(self) -> None:
@@ -124,9 +147,10 @@ class SoloGroup(Group):
 class MPIGroup(Group):
     """The ranks of an MPI communicator, ``COMM_WORLD`` by default; making one is collective.
 
-    It communicates on a duplicate of the communicator, so that it never takes a message of the program's own. A rank that waits
-    sleeps between checks, since MPI's blocking calls burn the core that a transfer of the same process may need. When a rank dies, most
-    launchers end the whole job; where one does not, or a rank hangs, the others raise after ``timeout_s``.
+    It communicates on a duplicate of the communicator, so that it never takes a message of the
+    program's own. A rank that waits sleeps between checks, since MPI's blocking calls burn the core
+    that a transfer of the same process may need. When a rank dies, most launchers end the whole
+    job; where one does not, or a rank hangs, the others raise after ``timeout_s``.
 
     :raises Unsupported: mpi4py is not installed.
     """
@@ -135,7 +159,9 @@ class MPIGroup(Group):
         mpi = _mpi()
         self._mpi, self._timeout_s = mpi, timeout_s
         self._is_closed = False
-        self._unfinished: object = None  # a collective that was given up: MPI may still write to its memory
+        self._unfinished: object = (
+            None  # a collective that was given up: MPI may still write to its memory
+        )
         of = mpi.COMM_WORLD if comm is None else comm
         self._rank, self._size = of.Get_rank(), of.Get_size()
         self._comm: MPI.Intracomm
@@ -153,13 +179,29 @@ class MPIGroup(Group):
     def exchange(self, value: bytes) -> list[bytes]:
         check(value, is_closed=self._is_closed)
         lengths = array("i", [0]) * self._size
-        self._wait(self._comm.Iallgather, [array("i", [len(value)]), self._mpi.INT], [lengths, self._mpi.INT])
+        self._wait(
+            self._comm.Iallgather,
+            [array("i", [len(value)]), self._mpi.INT],
+            [lengths, self._mpi.INT],
+        )
         ends = list(accumulate(lengths, initial=0))
         data = bytearray(ends[-1])
-        self._wait(self._comm.Iallgatherv, [bytes(value), self._mpi.BYTE], [data, (lengths, ends[:-1]), self._mpi.BYTE])
-        return [bytes(data[start : start + length]) for start, length in zip(ends, lengths, strict=False)]
+        self._wait(
+            self._comm.Iallgatherv,
+            [bytes(value), self._mpi.BYTE],
+            [data, (lengths, ends[:-1]), self._mpi.BYTE],
+        )
+        return [
+            bytes(data[start : start + length])
+            for start, length in zip(ends, lengths, strict=False)
+        ]
 
-    def pass_on(self, buffer: memoryview | bytearray | bytes | torch.Tensor, root: int, to: Collection[int] | None = None) -> None:
+    def pass_on(
+        self,
+        buffer: memoryview | bytearray | bytes | torch.Tensor,
+        root: int,
+        to: Collection[int] | None = None,
+    ) -> None:
         check(is_closed=self._is_closed)
         view = bytes_of(buffer)
         for start in range(0, view.nbytes, _MESSAGE_BYTES):
@@ -175,7 +217,9 @@ class MPIGroup(Group):
     def _wait(self, begin: Callable[..., Any], *arguments: Any) -> None:
         """Wait for the operation that ``begin`` starts."""
         if self._unfinished is not None:
-            raise Unavailable("a rank of this group did not come before: make another group, on every rank")
+            raise Unavailable(
+                "a rank of this group did not come before: make another group, on every rank"
+            )
         try:
             request = begin(*arguments)
             pause, most = _POLL_S
@@ -184,7 +228,8 @@ class MPIGroup(Group):
                 if time.monotonic() > give_up_at:
                     self._unfinished = request, arguments
                     raise Unavailable(
-                        f"rank {self._rank} of {self._size} waited {self._timeout_s:g} s for the others: one of them hangs or died"
+                        f"rank {self._rank} of {self._size} waited {self._timeout_s:g} s for the"
+                        " others: one of them hangs or died"
                     )
                 time.sleep(pause)
                 pause = min(2 * pause, most)
@@ -213,7 +258,9 @@ def group_of(value: object, what: str) -> Group:
     :raises InvalidInput: ``value`` is something else.
     """
     if not isinstance(value, Group):
-        raise InvalidInput(f"{what} is {shown(value)}: give a datastates.ranks.TorchGroup, MPIGroup or SoloGroup")
+        raise InvalidInput(
+            f"{what} is {shown(value)}: give a datastates.ranks.TorchGroup, MPIGroup or SoloGroup"
+        )
     return value
 
 
@@ -223,13 +270,16 @@ def check(value: bytes = b"", *, is_closed: bool) -> None:
         raise Closed("the group was closed: make another one, on every rank")
     if len(value) > EXCHANGE_BYTES:
         raise InvalidInput(
-            f"{len(value)} bytes were given to an exchange, which takes {EXCHANGE_BYTES} of each rank: pass on what is large"
+            f"{len(value)} bytes were given to an exchange, which takes {EXCHANGE_BYTES} of each"
+            " rank: pass on what is large"
         )
 
 
 def bytes_of(buffer: memoryview | bytearray | bytes | torch.Tensor) -> memoryview:
     """The bytes of a buffer, or of a byte tensor on the CPU, without a copy."""
-    view = memoryview(buffer if isinstance(buffer, memoryview | bytearray | bytes) else buffer.numpy().data)
+    view = memoryview(
+        buffer if isinstance(buffer, memoryview | bytearray | bytes) else buffer.numpy().data
+    )
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
@@ -237,25 +287,31 @@ def bytes_of(buffer: memoryview | bytearray | bytes | torch.Tensor) -> memoryvie
 
 
 _made: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
-"""How many groups were made over the same ranks, by torch's group of all ranks: each gets a name in its store that none had before."""
+"""How many groups were made over the same ranks, by torch's group of all ranks: each gets a name
+in its store that none had before."""
 
 
 class TorchGroup(Group):
-    """The ranks of torch.distributed, all of them or those of ``of``; making one is collective among these ranks, and the others need not
-    call it.
+    """The ranks of torch.distributed, all of them or those of ``of``; making one is collective
+    among these ranks, and the others need not call it.
 
-    It communicates over gloo on connections of its own, on the CPU. So it never interferes with the collectives of the training, and works
-    where those are NCCL's. When a rank dies, the others raise as soon as one of them misses it; when one hangs, after ``timeout_s``.
+    It communicates over gloo on connections of its own, on the CPU. So it never interferes with the
+    collectives of the training, and works where those are NCCL's. When a rank dies, the others
+    raise as soon as one of them misses it; when one hangs, after ``timeout_s``.
 
     :param of: a group of torch.distributed, whose ranks are the ranks of this one.
-    :raises InvalidInput: torch.distributed is not initialised, or ``of`` is not one of its groups, or this process is not in it.
+    :raises InvalidInput: torch.distributed is not initialised, or ``of`` is not one of its groups,
+        or this process is not in it.
     :raises Unavailable: a rank did not come, or cannot be connected to.
     """
 
     def __init__(self, of: ProcessGroup | None = None, *, timeout_s: float = PATIENCE_S) -> None:
         dist = initialized()
         if dist is None:
-            raise InvalidInput("torch.distributed is not initialised: call torch.distributed.init_process_group() before")
+            raise InvalidInput(
+                "torch.distributed is not initialised: call torch.distributed.init_process_group()"
+                " before"
+            )
         self._ranks = _ranks_of(dist, of)
         self._rank, self._size = self._ranks.index(dist.get_rank()), len(self._ranks)
         is_everyone = self._ranks == list(range(dist.get_world_size()))
@@ -263,10 +319,13 @@ class TorchGroup(Group):
         self._is_closed = False
         self._gloo: Any
         try:
-            self._gloo = dist.ProcessGroupGloo(_store(dist, self._ranks), self._rank, self._size, timedelta(seconds=timeout_s))
+            self._gloo = dist.ProcessGroupGloo(
+                _store(dist, self._ranks), self._rank, self._size, timedelta(seconds=timeout_s)
+            )
         except RuntimeError as exc:
             raise Unavailable(
-                f"rank {self._rank} of {self._size} did not meet the others: make the group again, on every rank: {exc}"
+                f"rank {self._rank} of {self._size} did not meet the others: make the group again,"
+                f" on every rank: {exc}"
             ) from exc
 
     @property
@@ -290,13 +349,23 @@ class TorchGroup(Group):
         longest = int(lengths.max())
         if not longest:
             return [b""] * self._size
-        given, got = torch.zeros(longest, dtype=torch.uint8), torch.empty(self._size, longest, dtype=torch.uint8)
+        given, got = (
+            torch.zeros(longest, dtype=torch.uint8),
+            torch.empty(self._size, longest, dtype=torch.uint8),
+        )
         if value:
             given[: len(value)] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
         self._wait("allgather", list(got), given)
-        return [row[: int(length)].numpy().tobytes() for row, length in zip(got, lengths, strict=True)]
+        return [
+            row[: int(length)].numpy().tobytes() for row, length in zip(got, lengths, strict=True)
+        ]
 
-    def pass_on(self, buffer: memoryview | bytearray | bytes | torch.Tensor, root: int, to: Collection[int] | None = None) -> None:
+    def pass_on(
+        self,
+        buffer: memoryview | bytearray | bytes | torch.Tensor,
+        root: int,
+        to: Collection[int] | None = None,
+    ) -> None:
         check(is_closed=self._is_closed)
         data = _as_tensor(bytes_of(buffer))
         if to is None:
@@ -312,16 +381,23 @@ class TorchGroup(Group):
 
     def _wait(self, collective: str, *arguments: object) -> None:
         if self._gloo is None:
-            raise Unavailable("a rank of this group did not come before: make another group, on every rank")
+            raise Unavailable(
+                "a rank of this group did not come before: make another group, on every rank"
+            )
         try:
             getattr(self._gloo, collective)(*arguments).wait()
         except RuntimeError as exc:
-            self._gloo = None  # closes this rank's connections, so ranks that wait for it notice now
-            raise Unavailable(f"rank {self._rank} of {self._size} lost another one, which hangs or died: {exc}") from exc
+            self._gloo = (
+                None  # closes this rank's connections, so ranks that wait for it notice now
+            )
+            raise Unavailable(
+                f"rank {self._rank} of {self._size} lost another one, which hangs or died: {exc}"
+            ) from exc
 
 
 def initialized() -> Any:
-    """``torch.distributed`` if this process initialised it, else None; never imports it for that."""
+    """``torch.distributed`` if this process initialised it, else None; never imports it for
+    that."""
     dist: Any = sys.modules.get("torch.distributed")
     return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
 
@@ -338,11 +414,15 @@ def _ranks_of(dist: Any, of: ProcessGroup | None) -> list[int]:
         ranks: list[int] = dist.get_process_group_ranks(of) if is_in else []
     except (ValueError, TypeError, KeyError, AttributeError) as exc:
         raise InvalidInput(
-            f"of is {shown(of)}, which is no group of torch.distributed: give one that torch.distributed.new_group() made and nobody"
-            " destroyed, or mesh.get_group() of a mesh"
+            f"of is {shown(of)}, which is no group of torch.distributed: give one that"
+            " torch.distributed.new_group() made and nobody destroyed, or mesh.get_group() of a"
+            " mesh"
         ) from exc
     if not is_in:
-        raise InvalidInput("this process is not in the group of torch.distributed that was given: give it one that it is in")
+        raise InvalidInput(
+            "this process is not in the group of torch.distributed that was given: give it one that"
+            " it is in"
+        )
     return ranks
 
 
@@ -351,7 +431,9 @@ def _store(dist: Any, ranks: list[int]) -> Any:
     made = _made.setdefault(dist.group.WORLD, Counter())
     made[tuple(ranks)] += 1
     digest = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()
-    return dist.PrefixStore(f"datastates/{digest}/{made[tuple(ranks)]}", dist.distributed_c10d._get_default_store())
+    return dist.PrefixStore(
+        f"datastates/{digest}/{made[tuple(ranks)]}", dist.distributed_c10d._get_default_store()
+    )
 
 
 def _as_tensor(view: memoryview) -> torch.Tensor:
@@ -363,7 +445,9 @@ def _as_tensor(view: memoryview) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)
     if not view.readonly:
         return torch.frombuffer(view, dtype=torch.uint8)
-    address = np.frombuffer(view, dtype=np.uint8).ctypes.data  # the root's, which is only read: torch warns of memory that is read-only
+    address = np.frombuffer(
+        view, dtype=np.uint8
+    ).ctypes.data  # the root's, which is only read: torch warns of memory that is read-only
     return torch.frombuffer((ctypes.c_ubyte * view.nbytes).from_address(address), dtype=torch.uint8)
 
 
@@ -383,7 +467,8 @@ class _Said(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Meeting:
-    """One thing that the ranks of a group do together; ``what`` names it, as in "could not …". Collective, on the training threads."""
+    """One thing that the ranks of a group do together; ``what`` names it, as in "could not …".
+    Collective, on the training threads."""
 
     def __init__(self, group: Group, what: str) -> None:
         self.group, self._what = group, what
@@ -393,7 +478,8 @@ class Meeting:
     def united(self) -> Iterator[None]:
         """The block that all ranks run; it ends once all of them have finished it.
 
-        :raises DatastatesError: this rank's own error, as it is; or that of the first rank that failed, with its number.
+        :raises DatastatesError: this rank's own error, as it is; or that of the first rank that
+            failed, with its number.
         """
         with self.telling():
             yield
@@ -401,7 +487,8 @@ class Meeting:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """The block before a meeting: an error in it is told to the other ranks at the meeting, and then raised here as it is."""
+        """The block before a meeting: an error in it is told to the other ranks at the meeting,
+        and then raised here as it is."""
         try:
             yield
         except Exception as exc:
@@ -420,27 +507,42 @@ class Meeting:
         for rank, each in enumerate(said):
             if each.failure is not None:
                 self._is_over = True
-                message = f"rank {rank} of {self.group.size} could not {self._what}: {each.failure.message}"
+                message = (
+                    f"rank {rank} of {self.group.size} could not {self._what}:"
+                    f" {each.failure.message}"
+                )
                 raise revive(msgspec.structs.replace(each.failure, message=message))
         return [each.body for each in said]
 
     def end(self, error: str | None = None) -> dict[int, str]:
         """Wait until all ranks reach the end; returns, by rank, what those that failed say.
 
-        A rank that failed arrives before the others: it repeats its error wherever they meet, until all are here.
+        A rank that failed arrives before the others: it repeats its error wherever they meet, until
+        all are here.
         """
-        own = _Said(None if error is None else Failure(DatastatesError.kind, _shortened(error)), _END)
+        own = _Said(
+            None if error is None else Failure(DatastatesError.kind, _shortened(error)), _END
+        )
         while True:
             everyone = [_decoded(said) for said in self.group.exchange(msgspec.msgpack.encode(own))]
             if all(each is not None and each.body == _END for each in everyone):
-                return {rank: each.failure.message for rank, each in enumerate(everyone) if each is not None and each.failure is not None}
+                return {
+                    rank: each.failure.message
+                    for rank, each in enumerate(everyone)
+                    if each is not None and each.failure is not None
+                }
 
     def _exchange(self, own: _Said) -> list[_Said]:
-        return [msgspec.msgpack.decode(said, type=_Said) for said in self.group.exchange(msgspec.msgpack.encode(own))]
+        return [
+            msgspec.msgpack.decode(said, type=_Said)
+            for said in self.group.exchange(msgspec.msgpack.encode(own))
+        ]
 
 
 def _described(error: Exception) -> Failure:
-    """An error, described for the other ranks. They are of the same job, so they may read all of it."""
+    """An error, described for the other ranks.
+
+    They are of the same job, so they may read all of it."""
     if isinstance(error, DatastatesError):
         return Failure(error.kind, str(error)[:_CHARACTERS])
     return Failure(DatastatesError.kind, f"{type(error).__name__}: {error}"[:_CHARACTERS])

@@ -20,7 +20,8 @@ __all__ = ["BackPressure", "Config", "Data", "OnFailure", "data_plane", "parse_b
 
 
 class BackPressure(StrEnum):
-    """What a capture does when the arena has no room: wait, skip itself, or give up the oldest waiting write."""
+    """What a capture does when the arena has no room: wait, skip itself, or give up the oldest
+    waiting write."""
 
     WAIT = "wait"
     SKIP = "skip"
@@ -28,8 +29,8 @@ class BackPressure(StrEnum):
 
 
 class OnFailure(StrEnum):
-    """What a training does when its states cannot be written because the disk is full, failing or gone: continue and write them later,
-    or raise the error at its next capture."""
+    """What a training does when its states cannot be written because the disk is full, failing
+    or gone: continue and write them later, or raise the error at its next capture."""
 
     CONTINUE = "continue"
     RAISE = "raise"
@@ -38,8 +39,9 @@ class OnFailure(StrEnum):
 class Data(StrEnum):
     """What carries the bytes of clones.
 
-    ``AUTO`` takes UCX where both sides found RDMA, and our own connections otherwise. ``UCX`` needs a private network. ``TCP`` is our own
-    connections. ``IPC`` is the driver of the devices; both sides must be processes of one host and user, and both must choose it.
+    ``AUTO`` takes UCX where both sides found RDMA, and our own connections otherwise. ``UCX`` needs
+    a private network. ``TCP`` is our own connections. ``IPC`` is the driver of the devices; both
+    sides must be processes of one host and user, and both must choose it.
     """
 
     AUTO = "auto"
@@ -49,7 +51,8 @@ class Data(StrEnum):
 
 
 class Module(Protocol):
-    """A user's module, as far as a configuration needs to know it; the whole contract is ``modules.contract.Module``."""
+    """A user's module, as far as a configuration needs to know it; the whole contract is
+    ``modules.contract.Module``."""
 
     name: str
     priority: int
@@ -62,7 +65,8 @@ class Module(Protocol):
 
 
 class FurtherTier(Protocol):
-    """A user's tier, as far as a configuration needs to know it; the whole contract is ``datastates.storage.Tier``."""
+    """A user's tier, as far as a configuration needs to know it; the whole contract is
+    ``datastates.storage.Tier``."""
 
     @property
     def name(self) -> str:
@@ -84,35 +88,45 @@ def data_plane(value: object, what: str = "data") -> Data:
 class Config:
     """All settings of a repository; the defaults suit one training process on one machine.
 
-    - ``memory_bytes``: the budget of the arena, for staging and kept states together (plain values and manifests count), in bytes or as
-      ``"2G"``. None keeps as many states as ``policy.keeping`` says; states that may not leave then take at most a quarter of the memory
-      that is available when the arena is made.
-    - ``memory_latest``: how many of its newest states each training keeps in memory; None: as many as fit. Older ones leave memory at the
-      next capture, unless a ref names them or they are about to be written.
-    - ``device_bytes``: how much memory of each device the copies of the newest states may take there, in bytes or as ``"2G"``. Updates then
-      do not wait for a copy to the host, and ``run.guard`` and restores go back without the host. 0 keeps no copies.
-    - ``cadence``: which states are written by themselves, as a policy (``datastates.Auto``, ``Cadence``, ``CheckFreq``, …, joined by
-      ``|``) or its text. ``"auto"`` writes every state while that costs little, and else states at even distances.
-    - ``durable_every``: every n-th capture of a tracker is written, so 5 writes captures 5, 10, 15 and so on. ``durable_interval_s``: the
-      newest state is written at most this often; None: nothing is written by itself, or only what ``durable_every`` says. Each of the
-      two turns ``"auto"`` off. Give them, or ``cadence``.
+    - ``memory_bytes``: the budget of the arena, for staging and kept states together (plain values
+      and manifests count), in bytes or as ``"2G"``. None keeps as many states as ``policy.keeping``
+      says; states that may not leave then take at most a quarter of the memory that is available
+      when the arena is made.
+    - ``memory_latest``: how many of its newest states each training keeps in memory; None: as many
+      as fit. Older ones leave memory at the next capture, unless a ref names them or they are about
+      to be written.
+    - ``device_bytes``: how much memory of each device the copies of the newest states may take
+      there, in bytes or as ``"2G"``. Updates then do not wait for a copy to the host, and
+      ``run.guard`` and restores go back without the host. 0 keeps no copies.
+    - ``cadence``: which states are written by themselves, as a policy (``datastates.Auto``,
+      ``Cadence``, ``CheckFreq``, …, joined by ``|``) or its text. ``"auto"`` writes every state
+      while that costs little, and else states at even distances.
+    - ``durable_every``: every n-th capture of a tracker is written, so 5 writes captures 5, 10, 15
+      and so on. ``durable_interval_s``: the newest state is written at most this often; None:
+      nothing is written by itself, or only what ``durable_every`` says. Each of the two turns
+      ``"auto"`` off. Give them, or ``cadence``.
     - ``retention``: which durable states keep their bytes (``datastates.Retention``, or its text).
     - ``back_pressure``: what a capture does when memory is full.
-    - ``on_failure``: whether a training goes on (``continue``) when nothing can be written, or gets an error (``raise``).
-    - ``write_bytes_per_s``: the fastest rate at which states are written to disk, in bytes or as ``"50M"``. What is left when a training or
-      the repository is closed is written at full speed.
+    - ``on_failure``: whether a training goes on (``continue``) when nothing can be written, or gets
+      an error (``raise``).
+    - ``write_bytes_per_s``: the fastest rate at which states are written to disk, in bytes or as
+      ``"50M"``. What is left when a training or the repository is closed is written at full speed.
     - ``direct_io``: whether packs are written past the page cache; None tries it and falls back.
-    - ``verify``: whether each chunk that is read is compared with its digest, unless the call says otherwise. Without it restores
-      are faster, and damage goes unnoticed.
+    - ``verify``: whether each chunk that is read is compared with its digest, unless the call says
+      otherwise. Without it restores are faster, and damage goes unnoticed.
     - ``data``: what carries the bytes of clones.
-    - ``modules``: your own steps, called with every state that is captured or merged (``datastates.Module``).
-    - ``tiers``: your own tiers, nearest first (``datastates.storage.Tier``). Each state that becomes durable is put there too, and is read
-      from there when no nearer tier has it. They are closed with the repository.
-    - ``group_patience_s``: how long a state of several ranks waits for a part that a rank does not report before it is given up.
-    - ``on_step``: called with a name after each durable step (see ``store.tiers.packs_in``), on the thread that took it; for tests and
-      traces.
-    - ``trace``: a file for Perfetto that shows when each thread captured, copied, digested, recorded and wrote which state. It is written
-      when the repository is closed; ``{pid}`` in its name is replaced by the process id.
+    - ``modules``: your own steps, called with every state that is captured or merged
+      (``datastates.Module``).
+    - ``tiers``: your own tiers, nearest first (``datastates.storage.Tier``). Each state that
+      becomes durable is put there too, and is read from there when no nearer tier has it. They are
+      closed with the repository.
+    - ``group_patience_s``: how long a state of several ranks waits for a part that a rank does not
+      report before it is given up.
+    - ``on_step``: called with a name after each durable step (see ``store.tiers.packs_in``), on the
+      thread that took it; for tests and traces.
+    - ``trace``: a file for Perfetto that shows when each thread captured, copied, digested,
+      recorded and wrote which state. It is written when the repository is closed; ``{pid}`` in its
+      name is replaced by the process id.
     """
 
     memory_bytes: int | None = None
@@ -135,13 +149,31 @@ class Config:
     device_bytes: int = 0
 
     def __post_init__(self) -> None:
-        self._set("memory_bytes", None if self.memory_bytes is None else values.size(self.memory_bytes, "memory_bytes", least=1))
-        self._set("memory_latest", None if self.memory_latest is None else values.positive(self.memory_latest, "memory_latest"))
+        self._set(
+            "memory_bytes",
+            (
+                None
+                if self.memory_bytes is None
+                else values.size(self.memory_bytes, "memory_bytes", least=1)
+            ),
+        )
+        self._set(
+            "memory_latest",
+            (
+                None
+                if self.memory_latest is None
+                else values.positive(self.memory_latest, "memory_latest")
+            ),
+        )
         self._set("device_bytes", values.size(self.device_bytes, "device_bytes"))
         rate = self.write_bytes_per_s
-        self._set("write_bytes_per_s", None if rate is None else values.size(rate, "write_bytes_per_s", least=1 << 16))
+        self._set(
+            "write_bytes_per_s",
+            None if rate is None else values.size(rate, "write_bytes_per_s", least=1 << 16),
+        )
         self._set("group_patience_s", values.seconds(self.group_patience_s, "group_patience_s"))
-        parts = Cadence(self.durable_every, None if self._is_unset else self.durable_interval_s)  # type: ignore[arg-type]  # a text is refused
+        # a text is refused
+        parts = Cadence(self.durable_every, None if self._is_unset else self.durable_interval_s)  # type: ignore[arg-type]
         self._set("durable_every", parts.every)
         self._set("durable_interval_s", "auto" if self._is_unset else parts.interval_s)
         self._set("cadence", policy(self.cadence))
@@ -154,17 +186,28 @@ class Config:
         if self.direct_io is not None:
             self._set("direct_io", values.flag(self.direct_io, "direct_io"))
         if self.on_step is not None and not callable(self.on_step):
-            raise InvalidInput(f"on_step is {values.shown(self.on_step)}: give a function that takes the name of a step")
-        self._set("trace", None if self.trace is None else os.path.abspath(values.path(self.trace, "trace")))
+            raise InvalidInput(
+                f"on_step is {values.shown(self.on_step)}: give a function that takes the name of a"
+                " step"
+            )
+        self._set(
+            "trace",
+            None if self.trace is None else os.path.abspath(values.path(self.trace, "trace")),
+        )
         self._set("retention", retention_of(self.retention))
         self._set("modules", _checked(self.modules))
         self._set("tiers", _listed(self.tiers))
 
     def cadence_with(
-        self, cadence: Policy | str | None = None, *, durable_every: int | None = None, durable_interval_s: float | None = None
+        self,
+        cadence: Policy | str | None = None,
+        *,
+        durable_every: int | None = None,
+        durable_interval_s: float | None = None,
     ) -> Policy:
-        """The cadence of a training that gives these settings; what it leaves out is as configured. They replace a configured ``Auto``, and
-        are joined with another policy that is not a ``Cadence``.
+        """The cadence of a training that gives these settings; what it leaves out is as configured.
+        They replace a configured ``Auto``, and are joined with another policy that is not a
+        ``Cadence``.
 
         :raises InvalidInput: the cadence is given twice, or a setting is impossible.
         """
@@ -173,27 +216,39 @@ class Config:
             raise InvalidInput(_TWICE)
         configured = policy(self.cadence)
         if self.durable_every is not None or not self._is_unset:
-            configured = Cadence(self.durable_every, None if self._is_unset else self.durable_interval_s)  # type: ignore[arg-type]  # seconds
+            # seconds
+            configured = Cadence(
+                self.durable_every,
+                None if self._is_unset else self.durable_interval_s,  # type: ignore[arg-type]
+            )
         if whole is not None or (durable_every is None and durable_interval_s is None):
             return whole or configured
         if not isinstance(configured, Cadence):
             parts = Cadence(durable_every, durable_interval_s)
             return parts if isinstance(configured, Auto) else configured | parts
         every = configured.every if durable_every is None else durable_every
-        return replace(configured, every=every, interval_s=configured.interval_s if durable_interval_s is None else durable_interval_s)
+        return replace(
+            configured,
+            every=every,
+            interval_s=configured.interval_s if durable_interval_s is None else durable_interval_s,
+        )
 
     @property
     def _is_unset(self) -> bool:
-        return isinstance(self.durable_interval_s, str) and str.__str__(self.durable_interval_s) == "auto"
+        return (
+            isinstance(self.durable_interval_s, str)
+            and str.__str__(self.durable_interval_s) == "auto"
+        )
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
-        """The defaults, changed by ``DATASTATES_MEMORY``, ``_MEMORY_LATEST``, ``_DEVICE_MEMORY``, ``_DURABLE_EVERY``,
-        ``_DURABLE_INTERVAL``, ``_CADENCE``, ``_BACK_PRESSURE``, ``_ON_FAILURE``, ``_DATA``, ``_RETENTION``, ``_TRACE``,
-        ``_WRITE_BYTES_PER_S``, ``_GROUP_PATIENCE``.
+        """The defaults, changed by ``DATASTATES_MEMORY``, ``_MEMORY_LATEST``, ``_DEVICE_MEMORY``,
+        ``_DURABLE_EVERY``, ``_DURABLE_INTERVAL``, ``_CADENCE``, ``_BACK_PRESSURE``,
+        ``_ON_FAILURE``, ``_DATA``, ``_RETENTION``, ``_TRACE``, ``_WRITE_BYTES_PER_S``,
+        ``_GROUP_PATIENCE``.
 
         :raises InvalidInput: a variable does not parse; names it.
         """
@@ -212,34 +267,49 @@ class Config:
         return config
 
 
-_TWICE = "cadence is given, and durable_every or durable_interval_s, too: say it as one value, or by those"
+_TWICE = (
+    "cadence is given, and durable_every or durable_interval_s, too: say it as one value, or by"
+    " those"
+)
 
 
 def _listed(tiers: object) -> tuple[FurtherTier, ...]:
     """The tiers, checked as far as is possible here; the repository checks each one."""
     if not isinstance(tiers, Sequence) or isinstance(tiers, str):
-        raise InvalidInput(f"tiers is {values.shown(tiers)}: give a list of tiers, nearest first, as tiers=[MyTier()]")
+        raise InvalidInput(
+            f"tiers is {values.shown(tiers)}: give a list of tiers, nearest first, as"
+            " tiers=[MyTier()]"
+        )
     return tuple(tiers)
 
 
 def _checked(modules: object) -> tuple[Module, ...]:
     """The modules, once each is seen to have what a module needs."""
     if not isinstance(modules, Sequence) or isinstance(modules, str):
-        raise InvalidInput(f"modules is {values.shown(modules)}: give a list of modules, as modules=[MyModule()]")
+        raise InvalidInput(
+            f"modules is {values.shown(modules)}: give a list of modules, as modules=[MyModule()]"
+        )
     names: list[str] = []
     for module in modules:
         what = values.shown(module)
         for method in ("process", "close"):
             if isinstance(module, type):
-                raise InvalidInput(f"modules has {what}: give an object of it, as modules=[{module.__name__}()]")
+                raise InvalidInput(
+                    f"modules has {what}: give an object of it, as modules=[{module.__name__}()]"
+                )
             if not callable(getattr(module, method, None)):
                 raise InvalidInput(
-                    f"modules has {what}: give an object with a method {method}, such as one of a subclass of datastates.Module"
+                    f"modules has {what}: give an object with a method {method}, such as one of a"
+                    " subclass of datastates.Module"
                 )
         names.append(values.text(getattr(module, "name", None), f"the name of the module {what}"))
         if not names[-1]:
-            raise InvalidInput(f"the name of the module {what} is empty: say one that messages can use")
-        values.integer(getattr(module, "priority", None), f"the priority of the module {names[-1]!r}")
+            raise InvalidInput(
+                f"the name of the module {what} is empty: say one that messages can use"
+            )
+        values.integer(
+            getattr(module, "priority", None), f"the priority of the module {names[-1]!r}"
+        )
     if len(set(names)) < len(names):
         raise InvalidInput(f"modules are named {', '.join(names)}: give each a name of its own")
     return tuple(modules)
@@ -249,14 +319,22 @@ _VARIABLES: dict[str, Callable[[Config, str], Config]] = {
     "DATASTATES_MEMORY": lambda config, text: replace(config, memory_bytes=parse_bytes(text)),
     "DATASTATES_MEMORY_LATEST": lambda config, text: replace(config, memory_latest=int(text)),
     "DATASTATES_DURABLE_EVERY": lambda config, text: replace(config, durable_every=int(text)),
-    "DATASTATES_DURABLE_INTERVAL": lambda config, text: replace(config, durable_interval_s=float(text)),
+    "DATASTATES_DURABLE_INTERVAL": lambda config, text: replace(
+        config, durable_interval_s=float(text)
+    ),
     "DATASTATES_CADENCE": lambda config, text: replace(config, cadence=parse(text)),
-    "DATASTATES_BACK_PRESSURE": lambda config, text: replace(config, back_pressure=BackPressure(text)),
+    "DATASTATES_BACK_PRESSURE": lambda config, text: replace(
+        config, back_pressure=BackPressure(text)
+    ),
     "DATASTATES_RETENTION": lambda config, text: replace(config, retention=retention_of(text)),
     "DATASTATES_ON_FAILURE": lambda config, text: replace(config, on_failure=OnFailure(text)),
     "DATASTATES_TRACE": lambda config, text: replace(config, trace=text),
-    "DATASTATES_WRITE_BYTES_PER_S": lambda config, text: replace(config, write_bytes_per_s=parse_bytes(text)),
-    "DATASTATES_DEVICE_MEMORY": lambda config, text: replace(config, device_bytes=parse_bytes(text)),
+    "DATASTATES_WRITE_BYTES_PER_S": lambda config, text: replace(
+        config, write_bytes_per_s=parse_bytes(text)
+    ),
+    "DATASTATES_DEVICE_MEMORY": lambda config, text: replace(
+        config, device_bytes=parse_bytes(text)
+    ),
     "DATASTATES_GROUP_PATIENCE": lambda config, text: replace(config, group_patience_s=float(text)),
     "DATASTATES_DATA": lambda config, text: replace(config, data=data_plane(text)),
 }

@@ -7,16 +7,15 @@
     ├── NotFound (LookupError)          no such state, ref, run or repository
     │   └── Ambiguous                   a uid prefix that fits several states
     ├── Conflict                        another caller was first: read again, then decide
-    ├── Corrupt                         bytes that fail their digest: restore the ancestor that it names
-    ├── Torn                            a capture whose sources changed while they were copied
-    ├── Dirty                           live objects are half old, half new: resume the clone, or restore them
-    ├── Unauthorized (PermissionError)  the token is missing or wrong
-    ├── PeerFault                       a peer broke the protocol, or speaks another version
-    ├── Unavailable                     known, but its bytes are gone or a service does not answer
-    │   ├── Disconnected (ConnectionError)  a peer died, stopped or cannot be reached: try again, or another one
-    │   └── OverBudget                  it does not fit the memory budget
-    ├── ModuleFailed                    a user's module raised: mend it; the state is kept
-    ├── Cancelled                       the caller cancelled a transfer
+    ├── Corrupt                         bytes that fail their digest: restore the ancestor that it
+    names ├── Torn                            a capture whose sources changed while they were copied
+    ├── Dirty                           live objects are half old, half new: resume the clone, or
+    restore them ├── Unauthorized (PermissionError)  the token is missing or wrong ├── PeerFault
+    a peer broke the protocol, or speaks another version ├── Unavailable                     known,
+    but its bytes are gone or a service does not answer │   ├── Disconnected (ConnectionError)  a
+    peer died, stopped or cannot be reached: try again, or another one │   └── OverBudget
+    it does not fit the memory budget ├── ModuleFailed                    a user's module raised:
+    mend it; the state is kept ├── Cancelled                       the caller cancelled a transfer
     └── Closed (RuntimeError)           the repository or tracker was closed
 
 ``kind`` is stable: the web API, ``--json`` and the exit codes of the terminal are derived from it.
@@ -52,19 +51,25 @@ __all__ = [
 class DatastatesError(Exception):
     """The base class; catch it to catch everything that datastates raises on purpose.
 
-    Where many things fail for one reason, ``trouble`` names that reason: errors with the same ``trouble`` report the same problem.
+    Where many things fail for one reason, ``trouble`` names that reason: errors with the same
+    ``trouble`` report the same problem.
     """
 
     kind: ClassVar[str] = "error"
     trouble: str | None = None
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...], dict[str, Any]]:
-        """Pickle the error whole: a pool that cannot read back what a worker raised breaks, or waits for ever."""
+        """Pickle the error whole: a pool that cannot read back what a worker raised breaks, or
+        waits for ever."""
         return _again, (type(self), self.args), self.__dict__
 
     def repeats(self, said: BaseException) -> bool:
         """Whether this error reports what another one has reported already."""
-        return self is said or (self.trouble is not None and isinstance(said, DatastatesError) and said.trouble == self.trouble)
+        return self is said or (
+            self.trouble is not None
+            and isinstance(said, DatastatesError)
+            and said.trouble == self.trouble
+        )
 
 
 class InvalidInput(DatastatesError, ValueError):
@@ -76,13 +81,15 @@ class InvalidInput(DatastatesError, ValueError):
 class SyntaxProblem(InvalidInput):
     """A revision or a query that does not parse.
 
-    ``text`` is what was read, ``column`` the 1-based position of the problem, ``expected`` what may stand there. The
-    message shows the text with a caret below the column.
+    ``text`` is what was read, ``column`` the 1-based position of the problem, ``expected`` what may
+    stand there. The message shows the text with a caret below the column.
     """
 
     kind = "syntax"
 
-    def __init__(self, message: str, *, text: str, column: int, expected: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, message: str, *, text: str, column: int, expected: tuple[str, ...] = ()
+    ) -> None:
         self.text, self.column, self.expected = text, column, expected
         hint = f"\nexpected {', '.join(expected)}" if expected else ""
         super().__init__(f"{message} at column {column}\n  {text}\n  {' ' * (column - 1)}^{hint}")
@@ -113,9 +120,11 @@ class Conflict(DatastatesError):
 
 
 class Corrupt(DatastatesError):
-    """Stored bytes fail their digest; the message names the file, the offset and what they belong to.
+    """Stored bytes fail their digest; the message names the file, the offset and what they belong
+    to.
 
-    ``nearest`` is the uid of the nearest state that verifies, if a state was being restored and there is one.
+    ``nearest`` is the uid of the nearest state that verifies, if a state was being restored and
+    there is one.
     """
 
     kind = "corrupt"
@@ -127,7 +136,8 @@ class Corrupt(DatastatesError):
 
 
 class Torn(DatastatesError):
-    """Tensors were changed between the call of ``capture`` and the end of their copy; ``paths`` names all of them."""
+    """Tensors were changed between the call of ``capture`` and the end of their copy; ``paths``
+    names all of them."""
 
     kind = "torn"
     paths: tuple[str, ...] = ()
@@ -140,21 +150,29 @@ class Torn(DatastatesError):
 class Unavailable(DatastatesError):
     """A state whose bytes are gone (evicted, lost), or a service that does not answer.
 
-    ``nearest`` is the uid of the nearest state of its branch that can be restored, by steps, if there is one. With ``is_gone``, waiting
-    does not help.
+    ``nearest`` is the uid of the nearest state of its branch that can be restored, by steps, if
+    there is one. With ``is_gone``, waiting does not help.
     """
 
     kind = "unavailable"
     nearest: str | None = None
     is_gone: bool = False
 
-    def __init__(self, message: str, *, nearest: str | None = None, is_gone: bool = False, trouble: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        nearest: str | None = None,
+        is_gone: bool = False,
+        trouble: str | None = None,
+    ) -> None:
         self.nearest, self.is_gone, self.trouble = nearest, is_gone, trouble
         super().__init__(message)
 
 
 class Dirty(DatastatesError):
-    """Live objects are half old, half new after a clone in place failed; the message names them and how to make them whole."""
+    """Live objects are half old, half new after a clone in place failed; the message names them
+    and how to make them whole."""
 
     kind = "dirty"
 
@@ -166,19 +184,23 @@ class Unauthorized(DatastatesError, PermissionError):
 
 
 class PeerFault(DatastatesError):
-    """A peer broke the protocol: it sent garbage or a length out of bounds, or speaks another version. The connection is closed."""
+    """A peer broke the protocol: it sent garbage or a length out of bounds, or speaks another
+    version. The connection is closed."""
 
     kind = "peer-fault"
 
 
 class Disconnected(Unavailable, ConnectionError):
-    """A peer died, stopped answering, or cannot be reached; the message says which, and how long we waited for it."""
+    """A peer died, stopped answering, or cannot be reached; the message says which, and how long
+    we waited for it."""
 
     kind = "disconnected"
 
 
 class ModuleFailed(DatastatesError):
-    """A user's module raised on a state; the message names both, and the cause is what it raised. The state is unaffected."""
+    """A user's module raised on a state; the message names both, and the cause is what it raised.
+
+    The state is unaffected."""
 
     kind = "module-failed"
 

@@ -1,4 +1,5 @@
-"""The base of every part of the door: the repository that was opened, and how a revision is read."""
+"""The base of every part of the door: the repository that was opened, and how a revision is
+read."""
 
 from __future__ import annotations
 
@@ -53,7 +54,12 @@ class Opened:
 
     def __init__(self, location: Location, config: Config) -> None:
         self._core = core = Core(location, config)
-        self.location, self.config, self.node, self.recovered = core.location, core.config, core.node, core.recovered
+        self.location, self.config, self.node, self.recovered = (
+            core.location,
+            core.config,
+            core.node,
+            core.recovered,
+        )
 
     @property
     def core(self) -> Core:
@@ -98,7 +104,8 @@ class Algebra(Opened):
 
     @values.takes(revs=values.several(values.revision))
     def compare(self, revs: Sequence[str | State]) -> Comparison:
-        """Several states side by side: configuration, metrics, attributes and code, differences first; and where each can be restored.
+        """Several states side by side: configuration, metrics, attributes and code, differences
+        first; and where each can be restored.
 
         No payload is read, so states whose bytes are gone can be compared as well.
 
@@ -112,7 +119,11 @@ class Algebra(Opened):
         return comparison(self.core, values.revisions(revs))
 
     @values.takes(
-        old=values.revision, new=values.revision, only=values.patterns, stat=values.flag, on_progress=values.optional(values.callback)
+        old=values.revision,
+        new=values.revision,
+        only=values.patterns,
+        stat=values.flag,
+        on_progress=values.optional(values.callback),
     )
     def diff(
         self,
@@ -123,10 +134,12 @@ class Algebra(Opened):
         stat: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> Diff:
-        """What changed between two states: each tensor's norms, distance, cosine, largest change, changed fraction; metrics, config, code.
+        """What changed between two states: each tensor's norms, distance, cosine, largest change,
+        changed fraction; metrics, config, code.
 
-        It needs memory for a few tensors only, and does not read what both states hold in the same chunks. If the bytes of one of them are
-        gone, everything but the tensors is compared, and ``lacking`` says why and which state can be restored instead.
+        It needs memory for a few tensors only, and does not read what both states hold in the same
+        chunks. If the bytes of one of them are gone, everything but the tensors is compared, and
+        ``lacking`` says why and which state can be restored instead.
 
             for change in repo.diff("main~3", "main").tensors:
                 print(change.path, change.relative)
@@ -135,13 +148,19 @@ class Algebra(Opened):
         :param new: the state after them.
         :param only: which tensors are compared, as in ``load``.
         :param stat: read no payload: tensors are ``same`` by their digests, or ``unread``.
-        :param on_progress: called with the bytes of ``new`` that have been compared, and their total.
+        :param on_progress: called with the bytes of ``new`` that have been compared, and their
+            total.
         """
         from datastates.compare.diff import diff
 
         return diff(self.core, old, new, only=only, stat=stat, on_progress=on_progress)
 
-    @values.takes(rev=values.revision, only=values.patterns, size=values.flag, on_progress=values.optional(values.callback))
+    @values.takes(
+        rev=values.revision,
+        only=values.patterns,
+        size=values.flag,
+        on_progress=values.optional(values.callback),
+    )
     def blame(
         self,
         rev: str | State,
@@ -150,7 +169,8 @@ class Algebra(Opened):
         size: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> list[Blame]:
-        """For each tensor, in the order of the tree, the state that last changed any bit of it, along first parents.
+        """For each tensor, in the order of the tree, the state that last changed any bit of it,
+        along first parents.
 
         It reads manifests. Of the payload it reads only changed chunks that several tensors share.
 
@@ -159,9 +179,12 @@ class Algebra(Opened):
 
         :param rev: the state whose tensors are asked about.
         :param only: which tensors, as in ``load``.
-        :param size: also compute by how much each tensor changed there, which reads both versions of it.
-        :param on_progress: called with the number of states looked at so far, and the most that there can be.
-        :raises Unavailable: the bytes of the state itself are gone; names the nearest ancestor that has them.
+        :param size: also compute by how much each tensor changed there, which reads both versions
+            of it.
+        :param on_progress: called with the number of states looked at so far, and the most that
+            there can be.
+        :raises Unavailable: the bytes of the state itself are gone; names the nearest ancestor that
+            has them.
         """
         from datastates.compare.blame import blame
 
@@ -184,25 +207,33 @@ class Algebra(Opened):
         verdicts: str | os.PathLike[str] | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> Bisection:
-        """The first state on the path from ``good`` to ``bad`` for which a predicate holds; at most ceil(log2(n)) + 1 of n are restored.
+        """The first state on the path from ``good`` to ``bad`` for which a predicate holds; at most
+        ceil(log2(n)) + 1 of n are restored.
 
-        States whose bytes are gone are not tried. If one of them may be the first, ``candidates`` lists all that may.
-        ``repo.bisect("warm", "main", lambda tree: tree["model"]["weight"].abs().max() > 100, only="model").bad`` is such a state.
+        States whose bytes are gone are not tried. If one of them may be the first, ``candidates``
+        lists all that may. ``repo.bisect("warm", "main", lambda tree:
+        tree["model"]["weight"].abs().max() > 100, only="model").bad`` is such a state.
 
         :param good: a state for which the predicate does not hold yet.
         :param bad: a descendant of ``good`` for which it holds.
-        :param predicate: a function that takes a state's containers, as ``load`` returns them, and returns True if the state is bad, False
-            if it is good, None if it cannot tell. Or a condition on a metric, ``"loss > 5"``: then nothing is restored, and NaN is bad.
+        :param predicate: a function that takes a state's containers, as ``load`` returns them, and
+            returns True if the state is bad, False if it is good, None if it cannot tell. Or a
+            condition on a metric, ``"loss > 5"``: then nothing is restored, and NaN is bad.
         :param only: what is loaded for the predicate, as in ``load``.
-        :param verdicts: a file that keeps the results so far, so that an interrupted bisection can go on. Use one file for each question.
-        :param on_progress: called with the number of states tried so far, and the most that will be tried.
-        :raises InvalidInput: ``bad`` does not descend from ``good``, or the predicate does not tell the two apart.
+        :param verdicts: a file that keeps the results so far, so that an interrupted bisection can
+            go on. Use one file for each question.
+        :param on_progress: called with the number of states tried so far, and the most that will be
+            tried.
+        :raises InvalidInput: ``bad`` does not descend from ``good``, or the predicate does not tell
+            the two apart.
         """
         from datastates.compare.blame import bisect
 
         if not isinstance(predicate, str):
             values.callback(predicate, "predicate")
-        return bisect(self.core, good, bad, predicate, only=only, verdicts=verdicts, on_progress=on_progress)
+        return bisect(
+            self.core, good, bad, predicate, only=only, verdicts=verdicts, on_progress=on_progress
+        )
 
     @values.takes(
         revs=values.several(values.revision),
@@ -227,36 +258,54 @@ class Algebra(Opened):
         decay: float | None = None,
         **names: Unpack[MergeNames],
     ) -> State:
-        """Make a state whose floating-point tensors are combined from those of ``revs``, and whose parents they are.
+        """Make a state whose floating-point tensors are combined from those of ``revs``, and whose
+        parents they are.
 
             soup = repo.merge(["main~2", "main"], method="mean", into="soup")
 
         - ``mean``: weighted by ``weights``.
-        - ``ema``: an exponential moving average by ``decay``, from the oldest of ``revs`` to the newest, which is the first parent.
+        - ``ema``: an exponential moving average by ``decay``, from the oldest of ``revs`` to the
+          newest, which is the first parent.
 
         Statistics of BatchNorm are averaged like weights.
 
         :param revs: the parents.
         :param method: one of the above.
         :param weights: the members' shares, which sum to 1; None: equal shares.
-        :param only: which tensors are combined. Integers, counters and everything else are the first parent's.
+        :param only: which tensors are combined. Integers, counters and everything else are the
+            first parent's.
         :param rest: ``"drop"`` leaves out objects of which ``only`` selects nothing.
-        :param decay: for ``ema``: how much of the average each newer state leaves, from 0 to below 1.
-        :param into: a branch: a new one, or one whose head is the first parent. It makes the state durable.
-        :param tag: a tag, which makes the state durable too. With neither, the state stays in memory.
+        :param decay: for ``ema``: how much of the average each newer state leaves, from 0 to below
+            1.
+        :param into: a branch: a new one, or one whose head is the first parent. It makes the state
+            durable.
+        :param tag: a tag, which makes the state durable too. With neither, the state stays in
+            memory.
         :param message: a text for the state.
-        :raises InvalidInput: the states do not fit together (lists what does not), or an argument makes no sense.
-        :raises Unavailable: the bytes of a parent are gone; names the nearest ancestor that has them.
+        :raises InvalidInput: the states do not fit together (lists what does not), or an argument
+            makes no sense.
+        :raises Unavailable: the bytes of a parent are gone; names the nearest ancestor that has
+            them.
         :raises Conflict: a name is taken, or the branch's head is not the first parent.
         """
         from datastates.compare.merge import Names, merge
 
         given = Names(names["into"], names["tag"], names["message"])
-        return merge(self.core, revs, method=method, weights=weights, only=only, rest=rest, decay=decay, names=given)
+        return merge(
+            self.core,
+            revs,
+            method=method,
+            weights=weights,
+            only=only,
+            rest=rest,
+            decay=decay,
+            names=given,
+        )
 
     @values.takes(rev=values.revision)
     def verify_merge(self, rev: str | State) -> State:
-        """The merged state, once it has been merged again from its parents and each tensor is the same. The parents' bytes must be here.
+        """The merged state, once it has been merged again from its parents and each tensor is the
+        same. The parents' bytes must be here.
 
         :raises Corrupt: a tensor is not what merging the parents gives; names it.
         """
@@ -264,7 +313,11 @@ class Algebra(Opened):
 
         return verify_merge(self.core, rev)
 
-    @values.takes(revs=values.several(values.revision), only=values.string, pick=values.optional(values.callback))
+    @values.takes(
+        revs=values.several(values.revision),
+        only=values.string,
+        pick=values.optional(values.callback),
+    )
     def ensemble(
         self,
         revs: Sequence[str | State],
@@ -279,7 +332,8 @@ class Algebra(Opened):
             print(prediction.mean.shape, prediction.spread.max())
 
         :param revs: the members.
-        :param model: the module that computes, with the weights and buffers of each state in turn. Its own are not touched.
+        :param model: the module that computes, with the weights and buffers of each state in turn.
+            Its own are not touched.
         :param only: the name under which the module was tracked.
         :param pick: chooses the tensor from an output that is not a tensor.
         :raises InvalidInput: a state does not fit the module; lists what does not.
@@ -297,7 +351,8 @@ class History(Opened):
 
     @values.takes(rev=values.revision, limit=values.optional(values.count))
     def log(self, rev: str | State | None = "main", *, limit: int | None = None) -> States:
-        """A state and its ancestors along all parents, newest first: a list, whose ``frame`` makes a pandas frame of it.
+        """A state and its ancestors along all parents, newest first: a list, whose ``frame`` makes
+        a pandas frame of it.
 
             for state in repo.log("main", limit=5):
                 print(state.step, state.metrics["loss"])
@@ -309,8 +364,8 @@ class History(Opened):
             return States(walk.log(session, uid, limit=limit))
 
     def stats(self) -> RepositoryStats:
-        """How much there is, by status, name and tier; what this process has captured, copied and written so far; and how long each
-        stage of that took.
+        """How much there is, by status, name and tier; what this process has captured, copied and
+        written so far; and how long each stage of that took.
 
             stats = repo.stats()
             print(stats, stats.activity.bytes_written, stats.activity.timing("capture").mean_s)
@@ -320,9 +375,11 @@ class History(Opened):
         return stats(self.core)
 
     def instrument(self, meter: Meter | None = None) -> None:
-        """Let OpenTelemetry read what ``stats`` says of this process whenever it collects: counters, and the time of each stage.
+        """Let OpenTelemetry read what ``stats`` says of this process whenever it collects:
+        counters, and the time of each stage.
 
-        :param meter: the meter that makes the instruments; None: the one of the global provider called ``datastates``.
+        :param meter: the meter that makes the instruments; None: the one of the global provider
+            called ``datastates``.
         :raises Unsupported: OpenTelemetry is not installed.
         """
         from .telemetry import instrument  # few ask for it
@@ -331,11 +388,13 @@ class History(Opened):
 
     @values.takes(query=values.string)
     def find(self, query: str) -> States:
-        """All states that match a query, in the query's order and up to its ``limit``. ``lineage.search.query`` has the grammar.
+        """All states that match a query, in the query's order and up to its ``limit``.
+        ``lineage.search.query`` has the grammar.
 
             best = repo.find("branch = main and metrics.loss < 100 order by metrics.loss limit 5")
 
-        :raises SyntaxProblem: it does not parse, or compares a metric or an attribute that no state has; points at the column.
+        :raises SyntaxProblem: it does not parse, or compares a metric or an attribute that no state
+            has; points at the column.
         """
         with self.core.reading() as session:
             check_names(session, query)
@@ -355,27 +414,57 @@ class History(Opened):
         with self.core.reading() as session:
             return States(walk.descendants(session, uid, limit=limit))
 
-    @values.takes(rev=values.optional(values.revision), ancestors=values.optional(values.count), descendants=values.optional(values.count))
-    def graph(self, rev: str | State | None = None, *, ancestors: int | None = None, descendants: int | None = 0) -> nx.DiGraph[str]:
-        """The lineage as a networkx graph, edges from parent to child; see ``lineage.view.graph``."""
+    @values.takes(
+        rev=values.optional(values.revision),
+        ancestors=values.optional(values.count),
+        descendants=values.optional(values.count),
+    )
+    def graph(
+        self,
+        rev: str | State | None = None,
+        *,
+        ancestors: int | None = None,
+        descendants: int | None = 0,
+    ) -> nx.DiGraph[str]:
+        """The lineage as a networkx graph, edges from parent to child; see
+        ``lineage.view.graph``."""
         of = None if rev is None else [self._uid(rev)]
-        from datastates.lineage.views import detail  # networkx takes a while to import, and few ask for it
+        # networkx takes a while to import, and few ask for it
+        from datastates.lineage.views import (
+            detail,
+        )
 
         with self.core.reading() as session:
             return detail.graph(session, of=of, ancestors=ancestors, descendants=descendants)
 
-    @values.takes(query=values.string, metric=values.optional(values.key), sort=values.string, group=values.optional(values.text))
-    def overview(self, query: str = "", *, metric: str | None = None, sort: str = "changed", group: str | None = None) -> Branches:
-        """The branches at a glance: where each forked, how it went, its best state, the best that can be restored, and its configuration.
+    @values.takes(
+        query=values.string,
+        metric=values.optional(values.key),
+        sort=values.string,
+        group=values.optional(values.text),
+    )
+    def overview(
+        self,
+        query: str = "",
+        *,
+        metric: str | None = None,
+        sort: str = "changed",
+        group: str | None = None,
+    ) -> Branches:
+        """The branches at a glance: where each forked, how it went, its best state, the best that
+        can be restored, and its configuration.
 
             for branch in repo.overview(sort="best"):
                 print(branch.name, branch.states, branch.best)
 
         :param query: a condition, as in ``find``, that must hold for a branch's newest state.
-        :param metric: the metric that ``last``, ``best`` and ``line`` show; None: the most relevant one.
-        :param sort: ``changed``, ``name``, ``began``, ``best``, ``last``, ``step``, ``states``, ``restorable``, ``durable``, ``bytes`` or
-            ``took``. The best, newest and longest come first; a ``-`` in front reverses the order.
-        :param group: ``study``, ``config.KEY`` or ``attr.KEY``: branches with the same value stand together.
+        :param metric: the metric that ``last``, ``best`` and ``line`` show; None: the most relevant
+            one.
+        :param sort: ``changed``, ``name``, ``began``, ``best``, ``last``, ``step``, ``states``,
+            ``restorable``, ``durable``, ``bytes`` or ``took``. The best, newest and longest come
+            first; a ``-`` in front reverses the order.
+        :param group: ``study``, ``config.KEY`` or ``attr.KEY``: branches with the same value stand
+            together.
         :raises SyntaxProblem: the query does not parse; points at the column.
         """
         from .notebook import overview  # few ask for it, and it imports modules of its own
@@ -384,7 +473,8 @@ class History(Opened):
 
     @values.takes(limit=values.optional(values.count))
     def runs(self, *, limit: int | None = None) -> list[Run]:
-        """The trainings, the last begun first; ``finished_at`` is None for those whose end was never recorded.
+        """The trainings, the last begun first; ``finished_at`` is None for those whose end was
+        never recorded.
 
             print(repo.runs(limit=3))
 
@@ -396,7 +486,8 @@ class History(Opened):
 
     @values.takes(limit=values.count)
     def incomplete(self, *, limit: int = 50) -> Incomplete:
-        """The states of several ranks that are incomplete: those that wait for parts of some ranks, and those that were given up, and why.
+        """The states of several ranks that are incomplete: those that wait for parts of some ranks,
+        and those that were given up, and why.
 
             for state in repo.incomplete().waiting:
                 print(state.branch, state.step, state.missing, state.since, state.has_ended)
@@ -424,8 +515,17 @@ class Notes:
     def __init__(self, core: Core) -> None:
         self._core = core
 
-    @values.takes(text=values.text, branch=values.optional(values.text), author=values.optional(values.text))
-    def write(self, text: str, *, state: str | State | None = None, branch: str | None = None, author: str | None = None) -> Note:
+    @values.takes(
+        text=values.text, branch=values.optional(values.text), author=values.optional(values.text)
+    )
+    def write(
+        self,
+        text: str,
+        *,
+        state: str | State | None = None,
+        branch: str | None = None,
+        author: str | None = None,
+    ) -> Note:
         """Write a note about a state or a branch, in Markdown.
 
         :param text: at most 16,384 characters.
@@ -436,7 +536,13 @@ class Notes:
         """
         uid = None if state is None else self._core.state(values.revision(state)).uid
         with self._core.writing() as session:
-            return refs.write(session, text, state=uid, branch=branch, author=user_name() if author is None else author)
+            return refs.write(
+                session,
+                text,
+                state=uid,
+                branch=branch,
+                author=user_name() if author is None else author,
+            )
 
     def of(self, state: str | State | None = None, *, branch: str | None = None) -> list[Note]:
         """The notes on a state or on a branch, newest first."""
@@ -458,7 +564,8 @@ class Notes:
             return refs.edit(session, uid, text, seen=seen)
 
     def delete(self, note: Note | str) -> Note:
-        """Delete a note for good; returns the note. A note that is named by its uid is deleted whatever it reads.
+        """Delete a note for good; returns the note. A note that is named by its uid is deleted
+        whatever it reads.
 
         :raises NotFound: there is no such note.
         :raises Conflict: somebody edited the note since it was read.
@@ -487,11 +594,13 @@ class Names(Opened):
 
     @values.takes(rev=values.revision, message=values.optional(values.message))
     def tag(self, name: str, rev: str | State | None, *, message: str | None = None) -> Ref:
-        """Name a state for good, which makes it durable. A tag that names it already stays as it is, so that a script may be started again.
+        """Name a state for good, which makes it durable. A tag that names it already stays as it
+        is, so that a script may be started again.
 
             repo.tag("baseline", "main", message="before the learning rate was changed")
 
-        If the bytes of the state are gone, the tag is made, and a warning names the nearest state that has its bytes.
+        If the bytes of the state are gone, the tag is made, and a warning names the nearest state
+        that has its bytes.
 
         :raises Conflict: the name is taken by another state.
         """
@@ -528,7 +637,8 @@ class Names(Opened):
 
     @values.takes(name=values.text, new=values.text)
     def rename(self, name: str, new: str) -> Ref:
-        """Give a branch or a tag another name. A branch keeps its history: its states, its notes and the retention of its trainings.
+        """Give a branch or a tag another name. A branch keeps its history: its states, its notes
+        and the retention of its trainings.
 
             repo.branch("third-try", "main")
             repo.rename("third-try", "final")
@@ -550,8 +660,8 @@ class Names(Opened):
             repo.branch("dead-end", "main")
             print(repo.delete_ref("dead-end", bytes=True).bytes_freed)
 
-        :param bytes: also drop the bytes of the states that no other branch or tag leads to; they stay in the lineage as
-            ``evicted``. Returns what was dropped, and why the others stay.
+        :param bytes: also drop the bytes of the states that no other branch or tag leads to; they
+            stay in the lineage as ``evicted``. Returns what was dropped, and why the others stay.
         :param dry_run: delete nothing, and report what ``bytes`` would drop.
         :raises NotFound: there is no such ref.
         :raises Conflict: with ``bytes``, a training of the branch may be running.
@@ -575,12 +685,14 @@ class Names(Opened):
         replace: bool = False,
         author: str | None = None,
     ) -> State:
-        """Add metrics and attributes to a state that was captured before; returns the state as it is then. Its bytes and digest stay.
+        """Add metrics and attributes to a state that was captured before; returns the state as it
+        is then. Its bytes and digest stay.
 
-            state = repo.annotate("main", metrics={"test_loss": 0.31}, attributes={"reviewed": True})
-            print(state.metrics["test_loss"], repo.reflog(state.uid)[0].reason)
+            state = repo.annotate("main", metrics={"test_loss": 0.31}, attributes={"reviewed":
+            True}) print(state.metrics["test_loss"], repo.reflog(state.uid)[0].reason)
 
-        The log of metrics, with author, time and replaced values, is the reflog under the state's uid.
+        The log of metrics, with author, time and replaced values, is the reflog under the state's
+        uid.
 
         :param rev: the state.
         :param metrics: numbers, by name, as for ``capture``.
@@ -593,7 +705,11 @@ class Names(Opened):
         with self._changing(rev) as (session, uid):
             annotate(session, uid, values.attributes(attributes))
             return measure(
-                session, uid, {} if metrics is None else metrics, author=author or f"{user_name()}@{self.node}", is_replacing=replace
+                session,
+                uid,
+                {} if metrics is None else metrics,
+                author=author or f"{user_name()}@{self.node}",
+                is_replacing=replace,
             )
 
     def refs(self) -> list[Ref]:
@@ -626,7 +742,9 @@ def _peer(value: object, what: str) -> object:
     from datastates.transport.peer import Peer
 
     if not isinstance(value, Peer):
-        raise InvalidInput(f"{what} is {values.shown(value)}: give peers, as peers=[datastates.connect(url)]")
+        raise InvalidInput(
+            f"{what} is {values.shown(value)}: give peers, as peers=[datastates.connect(url)]"
+        )
     return value
 
 
@@ -660,8 +778,9 @@ class Upkeep(Opened):
         limit_s: float | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> State | VerifyReport:
-        """Read every byte of a state, and check that none has rotted and that all are as they were when the state was first exported,
-        imported or verified. Without a state: read every byte in the folder of packs once, and name every damaged state, tensor and chunk.
+        """Read every byte of a state, and check that none has rotted and that all are as they were
+        when the state was first exported, imported or verified. Without a state: read every byte in
+        the folder of packs once, and name every damaged state, tensor and chunk.
 
             for damage in repo.verify().damage:
                 print(damage.state, damage.tensors, damage.problem)
@@ -677,51 +796,85 @@ class Upkeep(Opened):
 
             return check_all(self.core, Limits(since, limit_s), on_progress=on_progress)
         if since is not None or limit_s is not None:
-            raise InvalidInput("since and limit_s belong to a check of everything: leave out the state, or leave out these arguments")
+            raise InvalidInput(
+                "since and limit_s belong to a check of everything: leave out the state, or leave"
+                " out these arguments"
+            )
         state = self.state(rev)
         verify(self.core, state)
         return state
 
-    @values.takes(dry_run=values.flag, unknown=values.flag, on_progress=values.optional(values.callback))
-    def gc(self, *, dry_run: bool = False, unknown: bool = False, on_progress: Callable[[int, int], None] | None = None) -> GcReport:
-        """Make room on disk: delete what crashes left, files of evicted states and packs that no state needs; rewrite packs most of whose
-        bytes no state needs. Captures, restores and clones go on meanwhile, in any process. If it is interrupted, the next call finishes.
+    @values.takes(
+        dry_run=values.flag, unknown=values.flag, on_progress=values.optional(values.callback)
+    )
+    def gc(
+        self,
+        *,
+        dry_run: bool = False,
+        unknown: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> GcReport:
+        """Make room on disk: delete what crashes left, files of evicted states and packs that no
+        state needs; rewrite packs most of whose bytes no state needs. Captures, restores and clones
+        go on meanwhile, in any process. If it is interrupted, the next call finishes.
 
             print(repo.gc(dry_run=True).bytes_freed)
 
         :param dry_run: only report what would be done.
-        :param unknown: also delete states that no lineage knows, because their process died before it recorded them; ``reindex`` adds
-            them to the lineage instead.
+        :param unknown: also delete states that no lineage knows, because their process died before
+            it recorded them; ``reindex`` adds them to the lineage instead.
         :param on_progress: called with the bytes of packs freed so far, and the total to be freed.
-        :raises Conflict: another process collects in this folder; with ``unknown``, also if another process uses it at all.
+        :raises Conflict: another process collects in this folder; with ``unknown``, also if another
+            process uses it at all.
         """
         from datastates.maintenance.gc import gc  # few ask for it
 
         return gc(self.core, is_dry_run=dry_run, takes_unknown=unknown, on_progress=on_progress)
 
-    @values.takes(policy=values.optional(retention_of), dry_run=values.flag, on_progress=values.optional(values.callback))
+    @values.takes(
+        policy=values.optional(retention_of),
+        dry_run=values.flag,
+        on_progress=values.optional(values.callback),
+    )
     def prune(
-        self, policy: Retention | str | None = None, *, dry_run: bool = False, on_progress: Callable[[int, int], None] | None = None
+        self,
+        policy: Retention | str | None = None,
+        *,
+        dry_run: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
     ) -> Pruned:
-        """Drop the bytes of durable states that a policy does not keep, on every branch; the states stay in the lineage as ``evicted``.
+        """Drop the bytes of durable states that a policy does not keep, on every branch; the states
+        stay in the lineage as ``evicted``.
 
             report = repo.prune("latest:5 best:3:loss", dry_run=True)
             print(report, report.bytes_freed)
 
-        Whatever the policy says, these keep their bytes: states that refs name, the newest durable state of each branch, states where
-        branches forked, the best by a metric that a training was told to keep, and what another process has in memory.
+        Whatever the policy says, these keep their bytes: states that refs name, the newest durable
+        state of each branch, states where branches forked, the best by a metric that a training was
+        told to keep, and what another process has in memory.
 
-        :param policy: a ``Retention`` or its text; None: what the training of each branch asked for, and what is configured for the others.
+        :param policy: a ``Retention`` or its text; None: what the training of each branch asked
+            for, and what is configured for the others.
         :param dry_run: only report what would be dropped.
-        :param on_progress: called with the number of states that were read so far, and about how many there are; then with the number of
-            states that were dropped so far, and how many will be.
+        :param on_progress: called with the number of states that were read so far, and about how
+            many there are; then with the number of states that were dropped so far, and how many
+            will be.
         :raises Unavailable: the repository can only be read, or another process is pruning it.
         """
         from datastates.maintenance.retention_pass import prune, untold  # few ask for it by hand
 
-        return prune(self.core, None if policy is None else retention_of(policy), dry_run=dry_run, tell=on_progress or untold)
+        return prune(
+            self.core,
+            None if policy is None else retention_of(policy),
+            dry_run=dry_run,
+            tell=on_progress or untold,
+        )
 
-    @values.takes(source=values.optional(values.path), peers=values.several(_peer), on_progress=values.optional(values.callback))
+    @values.takes(
+        source=values.optional(values.path),
+        peers=values.several(_peer),
+        on_progress=values.optional(values.callback),
+    )
     def repair(
         self,
         *,
@@ -729,18 +882,26 @@ class Upkeep(Opened):
         peers: Sequence[Peer] = (),
         on_progress: Callable[[int, int], None] | None = None,
     ) -> RepairReport:
-        """Check everything as ``verify`` does, and bring back what is damaged from another place that has it: this process's memory, a
-        further tier, ``source``, or a peer. For each state that stays damaged the report says why, and the nearest ancestor to restore.
+        """Check everything as ``verify`` does, and bring back what is damaged from another place
+        that has it: this process's memory, a further tier, ``source``, or a peer. For each state
+        that stays damaged the report says why, and the nearest ancestor to restore.
 
             print(repo.repair().hurt)
 
-        :param source: another repository's folder, or a folder of packs, that may have the same states.
-        :param peers: other processes that may have them, in memory or on disk, as ``datastates.connect`` returns them. Only damaged chunks
-            are moved. A state that was never sealed is then only as good as these peers are, and is noted as cloned from them.
+        :param source: another repository's folder, or a folder of packs, that may have the same
+            states.
+        :param peers: other processes that may have them, in memory or on disk, as
+            ``datastates.connect`` returns them. Only damaged chunks are moved. A state that was
+            never sealed is then only as good as these peers are, and is noted as cloned from them.
         :param on_progress: as in ``verify``.
         """
         from datastates.maintenance.repair import repair  # few ask for it
         from datastates.transport.peer import PeerPlace
 
         folder = None if source is None else Path(source)
-        return repair(self.core, source=folder, peers=[PeerPlace(peer) for peer in peers], on_progress=on_progress)
+        return repair(
+            self.core,
+            source=folder,
+            peers=[PeerPlace(peer) for peer in peers],
+            on_progress=on_progress,
+        )

@@ -1,4 +1,5 @@
-"""A repository in a notebook: how much it holds, where its branches stand, and its newest states as a graph."""
+"""A repository in a notebook: how much it holds, where its branches stand, and its newest states
+as a graph."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from datastates.lineage.views.cards import code, table_html, text
 from datastates.lineage.views.comparison import check_count, compare
 from datastates.lineage.views.detail import Counts, count
 from datastates.lineage.views.html import graph_html, states_html
-from datastates.lineage.views.text import age_text, metrics_text, plural, short, size_text, step_text
+from datastates.lineage.views.text import (
+    age_text,
+    metrics_text,
+    plural,
+    short,
+    size_text,
+    step_text,
+)
 from datastates.lineage.write import runs as lineage_runs
 from datastates.maintenance.core import Core
 from datastates.maintenance.lease import life_of
@@ -46,14 +54,21 @@ def repository_html(core: Core) -> str:
         return f"{name}, closed</p>"
     with core.reading() as session:
         found = summary(session, heads=_HEADS, newest=_NEWEST)
-    counts = (_count(found.states, "state"), _count(found.branches, "branch", "branches"), _count(found.tags, "tag"))
+    counts = (
+        _count(found.states, "state"),
+        _count(found.branches, "branch", "branches"),
+        _count(found.tags, "tag"),
+    )
     return f"{name}: {', '.join(counts)}</p>{_heads(found)}{_graph(found)}"
 
 
 def _heads(found: Summary) -> str:
     if not found.heads:
         return ""
-    made = table_html(("branch", "head", "step", "metrics", "captured"), (_head(ref, state) for ref, state in found.heads))
+    made = table_html(
+        ("branch", "head", "step", "metrics", "captured"),
+        (_head(ref, state) for ref, state in found.heads),
+    )
     more = found.branches - len(found.heads)
     return made + (f"<p>and {_count(more, 'more branch', 'more branches')}</p>" if more else "")
 
@@ -72,7 +87,9 @@ def _graph(found: Summary) -> str:
     if not found.newest:
         return "<p>nothing was captured yet</p>"
     more = found.states - len(found.newest)
-    return graph_html(found.newest, found.named) + (f"<p>and {_count(more, 'older state')}</p>" if more else "")
+    return graph_html(found.newest, found.named) + (
+        f"<p>and {_count(more, 'older state')}</p>" if more else ""
+    )
 
 
 def _count(number: int, one: str, many: str | None = None) -> str:
@@ -107,17 +124,20 @@ class States(list[State]):
 
 
 def frame(states: Sequence[State]) -> pd.DataFrame:
-    """A frame with one row for each state, indexed by uid, in their order; columns are named as in a query: ``metrics.loss``,
-    ``attr.seed``, ``config.lr``.
+    """A frame with one row for each state, indexed by uid, in their order; columns are named as in
+    a query: ``metrics.loss``, ``attr.seed``, ``config.lr``.
 
-    A metric that a state lacks is NaN, an attribute or a setting None; ``parent`` is the first parent, and the time is in UTC.
+    A metric that a state lacks is NaN, an attribute or a setting None; ``parent`` is the first
+    parent, and the time is in UTC.
 
     :raises Unsupported: pandas is not installed.
     """
     try:
         import pandas as pd  # takes half a second, so only callers that ask pay for it
     except ImportError as exc:
-        raise Unsupported("a frame needs pandas, which is not installed: pip install pandas") from exc
+        raise Unsupported(
+            "a frame needs pandas, which is not installed: pip install pandas"
+        ) from exc
     columns: dict[str, Any] = {
         "step": pd.Series([state.step for state in states], dtype="int64"),
         "created": pd.Series([state.created_at for state in states], dtype="datetime64[us, UTC]"),
@@ -129,11 +149,17 @@ def frame(states: Sequence[State]) -> pd.DataFrame:
         "bytes_new": pd.Series([state.bytes_new for state in states], dtype="int64"),
     }
     for key in sorted({key for state in states for key in state.metrics}):
-        columns[f"metrics.{key}"] = pd.Series([state.metrics.get(key) for state in states], dtype="float64")
+        columns[f"metrics.{key}"] = pd.Series(
+            [state.metrics.get(key) for state in states], dtype="float64"
+        )
     for key in sorted({key for state in states for key in state.attributes}):
-        columns[f"attr.{key}"] = pd.Series([state.attributes.get(key) for state in states], dtype="object")
+        columns[f"attr.{key}"] = pd.Series(
+            [state.attributes.get(key) for state in states], dtype="object"
+        )
     for key in sorted({key for state in states for key in state.config}):
-        columns[f"config.{key}"] = pd.Series([state.config.get(key) for state in states], dtype="object")
+        columns[f"config.{key}"] = pd.Series(
+            [state.config.get(key) for state in states], dtype="object"
+        )
     made = pd.DataFrame(columns)
     made.index = pd.Index([state.uid for state in states], name="uid")
     return made
@@ -142,10 +168,19 @@ def frame(states: Sequence[State]) -> pd.DataFrame:
 # A repository's branches and runs, and states side by side, in the form that Python returns them.
 
 
-def overview(core: Core, query: str, *, metric: str | None, sort: str, group: str | None) -> Branches:
+def overview(
+    core: Core, query: str, *, metric: str | None, sort: str, group: str | None
+) -> Branches:
     """Every branch that meets a condition."""
     with core.reading() as session:
-        return branches(session, query, metric=metric, sort=sort, group=group, living=partial(life_of, home=core.home))
+        return branches(
+            session,
+            query,
+            metric=metric,
+            sort=sort,
+            group=group,
+            living=partial(life_of, home=core.home),
+        )
 
 
 def runs(core: Core, limit: int | None) -> list[Run]:
@@ -174,7 +209,8 @@ def comparison(core: Core, revs: Sequence[str]) -> Comparison:
 class RepositoryStats:
     """``lineage`` is what all processes recorded, ``bytes_stored`` is what its packs take on disk.
 
-    ``activity`` is that of this process alone, since it opened the repository. ``trouble`` is what keeps it from writing, if anything does.
+    ``activity`` is that of this process alone, since it opened the repository. ``trouble`` is what
+    keeps it from writing, if anything does.
     """
 
     lineage: Counts
@@ -191,7 +227,9 @@ def stats(core: Core) -> RepositoryStats:
     with core.reading() as session:
         counts = count(session)
     host = core.running
-    activity, trouble = (Activity(), None) if host is None else (host.recorder.activity(), host.trouble)
+    activity, trouble = (
+        (Activity(), None) if host is None else (host.recorder.activity(), host.trouble)
+    )
     return RepositoryStats(counts, core.tiers.durable.bytes_stored, activity, trouble)
 
 
@@ -203,15 +241,24 @@ def _lines(found: RepositoryStats) -> Iterator[str]:
     yield f"{size_text(found.bytes_stored)} in packs"
     if done != Activity():
         yield (
-            f"here {plural(done.captures, 'capture')}: {size_text(done.bytes_copied)} copied, {size_text(done.bytes_new)} of it new; "
-            f"{done.written:,} written, {size_text(done.bytes_written)} new on disk"
+            f"here {plural(done.captures, 'capture')}: {size_text(done.bytes_copied)} copied,"
+            f" {size_text(done.bytes_new)} of it new; {done.written:,} written,"
+            f" {size_text(done.bytes_written)} new on disk"
         )
-    rare = (("skipped", done.skipped), ("failed", done.failed), ("tried again", done.retries), ("left memory", done.evicted))
+    rare = (
+        ("skipped", done.skipped),
+        ("failed", done.failed),
+        ("tried again", done.retries),
+        ("left memory", done.evicted),
+    )
     if done.snapshots:
         yield f"{plural(done.snapshots, 'capture')} stayed on the device, too"
     if any(number for _, number in rare):
         yield ", ".join(f"{number:,} {what}" for what, number in rare if number)
     for timing in done.timings:
-        yield f"{timing.stage:>10}  {timing.count:>9,} x {timing.mean_s * 1e3:>10.3f} ms, at most {timing.most_s * 1e3:.3f} ms"
+        yield (
+            f"{timing.stage:>10}  {timing.count:>9,} x {timing.mean_s * 1e3:>10.3f} ms, at most"
+            f" {timing.most_s * 1e3:.3f} ms"
+        )
     if found.trouble is not None:
         yield found.trouble

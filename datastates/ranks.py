@@ -1,4 +1,5 @@
-"""Ranks of one job that clone a state to each other: the groups of ``transport.groups``, with what needs a repository."""
+"""Ranks of one job that clone a state to each other: the groups of ``transport.groups``, with
+what needs a repository."""
 
 from __future__ import annotations
 
@@ -73,30 +74,55 @@ class _Broadcasting(collective.Group):
         timeout_s: float = 10.0,
         data: str | None = None,
     ) -> Cloned | None:
-        """Clone a state from the root's repository to every other rank, in a chain; collective. ``data`` as for ``Repository.serve``.
+        """Clone a state from the root's repository to every other rank, in a chain; collective.
+        ``data`` as for ``Repository.serve``.
 
-        A state of several parts, all of which the root must be able to reach, goes to each rank straight from the root. Each other rank
-        takes it into its own ``repo``'s memory, or ``into`` live objects. The root serves on its own address only while this runs, with a
-        token that the group exchanges. Returns what this rank cloned (the root: None) once all ranks are done.
+        A state of several parts, all of which the root must be able to reach, goes to each rank
+        straight from the root. Each other rank takes it into its own ``repo``'s memory, or ``into``
+        live objects. The root serves on its own address only while this runs, with a token that the
+        group exchanges. Returns what this rank cloned (the root: None) once all ranks are done.
 
-        :raises Unavailable: another rank failed; names it. What this rank cloned stays. Its own error is raised as it is.
+        :raises Unavailable: another rank failed; names it. What this rank cloned stays. Its own
+            error is raised as it is.
         :raises InvalidInput: there is no such rank.
         """
         if not 0 <= root < self.size:
             raise InvalidInput(f"rank {root} cannot be the root of a group of {self.size}")
         networks = self.exchange(network_id().encode())
         if self.rank == root:
-            self._give(repo, rev, is_one_host=len(set(networks)) == 1, root=root, timeout_s=timeout_s, data=data)
+            self._give(
+                repo,
+                rev,
+                is_one_host=len(set(networks)) == 1,
+                root=root,
+                timeout_s=timeout_s,
+                data=data,
+            )
             return None
         return self._take(repo, into, root=root, timeout_s=timeout_s, data=data)
 
-    def _give(self, repo: Serving, rev: str | State, *, is_one_host: bool, root: int, timeout_s: float, data: str | None) -> None:
+    def _give(
+        self,
+        repo: Serving,
+        rev: str | State,
+        *,
+        is_one_host: bool,
+        root: int,
+        timeout_s: float,
+        data: str | None,
+    ) -> None:
         token, server = secrets.token_urlsafe(32), None
         try:
             state = repo.core.state(rev)
             host = _LOOPBACK if is_one_host else own_address()
-            server = repo.serve(f"ucx://{host}:0", token=token, timeout_s=timeout_s, data=data) if self.size > 1 else None
-            invitation = _Invitation(server.url if server is not None else "", token, state.uid, state.world_size)
+            server = (
+                repo.serve(f"ucx://{host}:0", token=token, timeout_s=timeout_s, data=data)
+                if self.size > 1
+                else None
+            )
+            invitation = _Invitation(
+                server.url if server is not None else "", token, state.uid, state.world_size
+            )
         except Exception as exc:  # whatever it is, the others must not wait for ever
             self.exchange(msgspec.msgpack.encode(_Invitation(failure=describe(exc))))
             raise
@@ -107,13 +133,23 @@ class _Broadcasting(collective.Group):
             if server is not None:
                 server.close()
 
-    def _take(self, repo: Serving, into: Mapping[str, object] | None, *, root: int, timeout_s: float, data: str | None) -> Cloned | None:
+    def _take(
+        self,
+        repo: Serving,
+        into: Mapping[str, object] | None,
+        *,
+        root: int,
+        timeout_s: float,
+        data: str | None,
+    ) -> Cloned | None:
         invitation = msgspec.msgpack.decode(self.exchange(b"")[root], type=_Invitation)
         if invitation.failure is not None:
             raise revive(invitation.failure)
         cloned, error = None, None
         try:
-            with connect(invitation.url, token=invitation.token, timeout_s=timeout_s, data=data) as peer:
+            with connect(
+                invitation.url, token=invitation.token, timeout_s=timeout_s, data=data
+            ) as peer:
                 into_repo, is_chain = repo if into is None else None, invitation.parts == 1
                 cloned = peer.clone(invitation.uid, into=into, repo=into_repo, chain=is_chain)
         except BaseException as exc:  # raised below, once the other ranks know
@@ -123,17 +159,26 @@ class _Broadcasting(collective.Group):
 
     def _agree(self, error: BaseException | None, root: int) -> None:
         """Wait for every rank, and raise this rank's error, or say which other one failed."""
-        outcomes = self.exchange(b"" if error is None else f"{type(error).__name__}: {error}".encode()[:10_000])
+        outcomes = self.exchange(
+            b"" if error is None else f"{type(error).__name__}: {error}".encode()[:10_000]
+        )
         if error is not None:
             raise error
-        failed = [(rank, said.decode(errors="replace")) for rank, said in enumerate(outcomes) if said and rank != root]
+        failed = [
+            (rank, said.decode(errors="replace"))
+            for rank, said in enumerate(outcomes)
+            if said and rank != root
+        ]
         if failed:
             rank, said = failed[0]
-            raise Unavailable(f"{len(failed)} of {self.size - 1} ranks did not get the state; rank {rank}: {said}")
+            raise Unavailable(
+                f"{len(failed)} of {self.size - 1} ranks did not get the state; rank {rank}: {said}"
+            )
 
 
 class SoloGroup(_Broadcasting, collective.SoloGroup):
-    """One process by itself, so that the same script runs without ``mpiexec``; there is no other rank to broadcast to."""
+    """One process by itself, so that the same script runs without ``mpiexec``; there is no other
+    rank to broadcast to."""
 
 
 class MPIGroup(_Broadcasting, collective.MPIGroup):
@@ -144,9 +189,11 @@ class MPIGroup(_Broadcasting, collective.MPIGroup):
 
 
 class TorchGroup(_Broadcasting, collective.TorchGroup):
-    """The ranks of torch.distributed, all of them or those of ``of``; making one is collective among these ranks.
+    """The ranks of torch.distributed, all of them or those of ``of``; making one is collective
+    among these ranks.
 
-    :raises InvalidInput: torch.distributed is not initialised, or ``of`` is not one of its groups, or this process is not in it.
+    :raises InvalidInput: torch.distributed is not initialised, or ``of`` is not one of its groups,
+        or this process is not in it.
     :raises Unavailable: a rank did not come, or cannot be connected to.
     """
 
@@ -160,10 +207,11 @@ _logger = logging.getLogger(__name__)
 
 @values.takes(branch=values.text)
 def latest(repo: Opened, branch: str = "main", *, group: Group | None = None) -> State:
-    """The newest state of a branch of which every part verifies, read anew. Collective: each rank reads its share, and all get the same
-    state.
+    """The newest state of a branch of which every part verifies, read anew. Collective: each rank
+    reads its share, and all get the same state.
 
-    If a part is damaged, cannot be reached by any rank, or does not fit the others, all ranks go on to the state before it.
+    If a part is damaged, cannot be reached by any rank, or does not fit the others, all ranks go on
+    to the state before it.
 
         state = datastates.ranks.latest(repo)
         run = repo.track(branch=f"from-{state.step}", start=state, model=model, optimizer=optimizer)
@@ -180,15 +228,30 @@ def latest(repo: Opened, branch: str = "main", *, group: Group | None = None) ->
         with ranks.united("look at a state"):
             state = core.state(uid)
         missing = _missing(core, state, ranks)
-        why = f"of its {state.world_size} parts {', '.join(map(str, sorted(missing)))} does not verify" if missing else ""
+        why = (
+            f"of its {state.world_size} parts {', '.join(map(str, sorted(missing)))} does not"
+            " verify"
+            if missing
+            else ""
+        )
         why = why or _misfit(core, state, ranks)
         if not why:
             return state
         if ranks.is_first:
             about = event("state.passed_over", state=uid, step=state.step, parts=sorted(missing))
-            _logger.warning("branch %s: state %s (step %d) is passed over: %s", branch, uid[:10], state.step, why, extra=about)
+            _logger.warning(
+                "branch %s: state %s (step %d) is passed over: %s",
+                branch,
+                uid[:10],
+                state.step,
+                why,
+                extra=about,
+            )
         uid = ranks.first("find an older state", partial(_older, core, state), str)
-    raise Unavailable(f"no state of branch {branch!r} verifies: bring its files back (`datastates repair --from FOLDER`), or begin anew")
+    raise Unavailable(
+        f"no state of branch {branch!r} verifies: bring its files back (`datastates repair --from"
+        " FOLDER`), or begin anew"
+    )
 
 
 def _head(core: Core, branch: str) -> str:
@@ -206,7 +269,9 @@ def _older(core: Core, state: State) -> str:
 
 
 def _missing(core: Core, state: State, ranks: Together) -> set[int]:
-    """The parts that verify nowhere. One rank reads each part; the others read it only if that rank cannot."""
+    """The parts that verify nowhere.
+
+    One rank reads each part; the others read it only if that rank cannot."""
     parts = set(range(state.world_size))
     mine = {part for part in parts if part % ranks.size == ranks.rank}
     left = parts - _told(_sound(core, state, mine), ranks)
@@ -215,9 +280,15 @@ def _missing(core: Core, state: State, ranks: Together) -> set[int]:
 
 def _misfit(core: Core, state: State, ranks: Together) -> str:
     """Why parts that each verify do not make this state together; empty if they do."""
-    meeting, opened = Meeting(ranks.group, f"look at state {state.uid}"), partial(core.tiers.open_part, state)
+    meeting, opened = (
+        Meeting(ranks.group, f"look at state {state.uid}"),
+        partial(core.tiers.open_part, state),
+    )
     try:
-        with meeting.united(), open_shared(meeting, state.uid, state.world_size, opened, rank=0) as reader:
+        with (
+            meeting.united(),
+            open_shared(meeting, state.uid, state.world_size, opened, rank=0) as reader,
+        ):
             of_state(reader, state)
     except (Corrupt, Unavailable) as exc:
         return str(exc)
@@ -238,6 +309,12 @@ def _is_sound(core: Core, state: State, part: int) -> bool:
         with core.tiers.open_part(state, part)[0] as reader:
             reader.verify()
     except Exception as exc:  # whatever it is, the others wait for what this rank finds
-        _logger.info("state %s: part %d does not verify here: %s: %s", state.uid[:10], part, type(exc).__name__, exc)
+        _logger.info(
+            "state %s: part %d does not verify here: %s: %s",
+            state.uid[:10],
+            part,
+            type(exc).__name__,
+            exc,
+        )
         return False
     return True

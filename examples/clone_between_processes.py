@@ -1,4 +1,5 @@
-"""One process trains and serves, another clones its state from memory and repeats the next ten losses bit for bit; no file in between.
+"""One process trains and serves, another clones its state from memory and repeats the next ten
+losses bit for bit; no file in between.
 
     python examples/clone_between_processes.py [FOLDER]
 
@@ -30,7 +31,14 @@ class Training:
         self.inputs = torch.randn(512, 64)
         self.targets = self.inputs.sin().sum(1, keepdim=True)
         torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Dropout(0.1), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 1))
+        self.model = nn.Sequential(
+            nn.Linear(64, 1024),
+            nn.GELU(),
+            nn.Dropout(0.1),
+            nn.Linear(1024, 1024),
+            nn.GELU(),
+            nn.Linear(1024, 1),
+        )
         self.optimizer = AdamW(self.model.parameters(), lr=1e-3)
         self.scheduler = OneCycleLR(self.optimizer, 1e-2, total_steps=100)
         self.sampler = datastates.PermutationSampler(len(self.inputs))
@@ -38,7 +46,12 @@ class Training:
     @property
     def objects(self) -> dict[str, Any]:
         """What is tracked, and what a clone goes into."""
-        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "sampler": self.sampler}
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "sampler": self.sampler,
+        }
 
     def batches(self) -> Iterator[list[int]]:
         """From where the sampler stands, without end."""
@@ -55,7 +68,9 @@ class Training:
 
     def further(self) -> list[str]:
         """The next losses, every bit of them."""
-        return [self.step(rows).hex() for rows, _ in zip(self.batches(), range(FURTHER), strict=False)]
+        return [
+            self.step(rows).hex() for rows, _ in zip(self.batches(), range(FURTHER), strict=False)
+        ]
 
 
 def train_and_serve(folder: str) -> int:

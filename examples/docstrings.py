@@ -1,4 +1,5 @@
-"""A small text task that every Python has: from which package of its standard library does a docstring come?"""
+"""A small text task that every Python has: from which package of its standard library does a
+docstring come?"""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _LEFT_OUT = ("site-packages", "dist-packages", "test", "tests", "idlelib")
 
 
 def load(packages: int, limit: int) -> tuple[list[str], list[int], list[str]]:
-    """At most ``limit`` docstrings, each once and in mixed order, their labels, and the names of the ``packages`` that have most."""
+    """At most ``limit`` docstrings, each once and in mixed order, their labels, and the names of
+    the ``packages`` that have most."""
     root, found = Path(sysconfig.get_path("stdlib")), dict[str, str]()
     for path in sorted(root.glob("*/**/*.py")):
         parts = path.relative_to(root).parts
@@ -32,5 +34,9 @@ def _docstrings(path: Path) -> list[str]:
         nodes = list(ast.walk(ast.parse(path.read_bytes())))
     except (SyntaxError, ValueError):
         return []
-    texts = [ast.get_docstring(node) for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module)]
+    texts = [
+        ast.get_docstring(node)
+        for node in nodes
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module)
+    ]
     return [text for text in texts if text is not None and len(text) > 30]

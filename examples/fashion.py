@@ -1,4 +1,5 @@
-"""The pictures that examples learn from: Fashion-MNIST of Debian's dataset-fashion-mnist, else the digits of scikit-learn."""
+"""The pictures that examples learn from: Fashion-MNIST of Debian's dataset-fashion-mnist, else
+the digits of scikit-learn."""
 
 from __future__ import annotations
 

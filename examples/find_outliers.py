@@ -1,9 +1,11 @@
-"""Which labels are wrong? Train a few seeds as usual, capture each epoch, and ask the lineage what no model could make sense of.
+"""Which labels are wrong? Train a few seeds as usual, capture each epoch, and ask the lineage what
+no model could make sense of.
 
 python examples/find_outliers.py [FOLDER] [SAMPLES] [EPOCHS] [SEEDS]
 
-A tenth of the labels is made wrong on purpose, so that you can see how many of them are found. Nothing is trained for the report: it reads
-the states that the runs have left. Start it again and only the report is made.
+A tenth of the labels is made wrong on purpose, so that you can see how many of them are found.
+Nothing is trained for the report: it reads the states that the runs have left. Start it again and
+only the report is made.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ def spoil(labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def train(repo: Repository, images: Tensor, labels: Tensor, epochs: int, seed: int) -> str:
-    """One seed on its own branch, a state each epoch; a branch that is there goes on where it stopped."""
+    """One seed on its own branch, a state each epoch; a branch that is there goes on where it
+    stopped."""
     model, optimizer = build(images[0].numel(), seed)
     with repo.track(branch=f"seed-{seed}", model=model, optimizer=optimizer) as run:
         while run.step < epochs:
@@ -59,7 +62,9 @@ def main(folder: str, samples: int, epochs: int, seeds: int) -> None:
     images, truth, name = load(samples)
     labels, wrong = spoil(truth)
     names = CLOTHES if "Fashion" in name else tuple("0123456789")
-    console.print(f"{name}; {len(wrong)} of the labels are made wrong; {seeds} seeds of {epochs} epochs")
+    console.print(
+        f"{name}; {len(wrong)} of the labels are made wrong; {seeds} seeds of {epochs} epochs"
+    )
 
     with datastates.open(folder, config=Config(durable_every=1)) as repo:
         branches = [train(repo, images, labels, epochs, seed) for seed in range(seeds)]
@@ -67,25 +72,47 @@ def main(folder: str, samples: int, epochs: int, seeds: int) -> None:
             repo,
             branches,
             model=build(images[0].numel(), 0)[0],
-            loss=lambda model, rows: F.cross_entropy(model(images[rows]), labels[rows], reduction="none"),
+            loss=lambda model, rows: F.cross_entropy(
+                model(images[rows]), labels[rows], reduction="none"
+            ),
             count=len(images),
-            subsets={name: torch.nonzero(labels == each).flatten().tolist() for each, name in enumerate(names)},
+            subsets={
+                name: torch.nonzero(labels == each).flatten().tolist()
+                for each, name in enumerate(names)
+            },
         )
 
     console.print(report)
     planted = set(wrong.tolist())
     found = [sample for sample in report.suspects() if sample.index in planted]
-    console.print(f"{len(found)} of {len(report.suspects())} suspects are among the {len(planted)} labels that were made wrong")
+    console.print(
+        f"{len(found)} of {len(report.suspects())} suspects are among the {len(planted)} labels"
+        " that were made wrong"
+    )
 
     def describe(index: int) -> str:
-        return f"labelled {names[labels[index]]}" + (f", made wrong: was {names[truth[index]]}" if index in planted else "")
+        return f"labelled {names[labels[index]]}" + (
+            f", made wrong: was {names[truth[index]]}" if index in planted else ""
+        )
 
     where = Path(folder)
-    page = report.to_html(where / "outliers.html", title=f"Outliers in {name}", show=lambda index: images[index, 0], describe=describe)
-    picture = report.to_picture(where / "outliers.png", show=lambda index: images[index, 0], describe=lambda index: names[labels[index]])
+    page = report.to_html(
+        where / "outliers.html",
+        title=f"Outliers in {name}",
+        show=lambda index: images[index, 0],
+        describe=describe,
+    )
+    picture = report.to_picture(
+        where / "outliers.png",
+        show=lambda index: images[index, 0],
+        describe=lambda index: names[labels[index]],
+    )
     console.print(f"written: {page}, {picture}, {report.to_csv(where / 'outliers.csv')}")
 
 
 if __name__ == "__main__":
     numbers = [int(each) for each in sys.argv[2:]]
-    main(sys.argv[1] if len(sys.argv) > 1 else "runs/outliers", *(numbers + [6000, 10, 3][len(numbers) :]))
+    main(
+        sys.argv[1] if len(sys.argv) > 1 else "runs/outliers",
+        *(numbers + [6000, 10, 3][len(numbers) :]),
+    )

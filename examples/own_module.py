@@ -1,4 +1,5 @@
-"""A module of one's own: it looks for numbers that are not finite in every state, in the background.
+"""A module of one's own: it looks for numbers that are not finite in every state, in the
+background.
 
 python examples/own_module.py [FOLDER]
 """
@@ -13,13 +14,15 @@ import datastates
 
 
 class FiniteCheck(datastates.Module):
-    """Raises for a state whose model holds NaN or infinity: its handle then says so, and the training goes on."""
+    """Raises for a state whose model holds NaN or infinity: its handle then says so, and the
+    training goes on."""
 
     name = "finite-check"
 
     def process(self, item: datastates.Item) -> None:
         """Runs on the thread of the modules, with copies of the tensors."""
-        for key, tensor in item.tree("model").get("model", {}).items():  # a training may track no model
+        for key, tensor in item.tree("model").get("model", {}).items():
+            # a training may track no model
             if not tensor.isfinite().all():
                 raise ValueError(f"{key} is not finite")
 
@@ -27,7 +30,10 @@ class FiniteCheck(datastates.Module):
 if __name__ == "__main__":
     model = torch.nn.Linear(4, 1)
     config = datastates.Config(modules=[FiniteCheck()])
-    with datastates.open(sys.argv[1] if len(sys.argv) > 1 else "runs", config=config) as repo, repo.track(model=model) as run:
+    with (
+        datastates.open(sys.argv[1] if len(sys.argv) > 1 else "runs", config=config) as repo,
+        repo.track(model=model) as run,
+    ):
         captures = [run.capture()]
         model.weight.data[0, 2] = torch.nan
         captures.append(run.capture())

@@ -1,4 +1,5 @@
-"""A tier of your own: each state that becomes durable is put into an object store too, and read from there when the disk is gone."""
+"""A tier of your own: each state that becomes durable is put into an object store too, and read
+from there when the disk is gone."""
 
 from __future__ import annotations
 
@@ -31,9 +32,15 @@ class BucketTier(KeyedTier):
 if __name__ == "__main__":
     bucket, model = dict[str, bytes](), torch.nn.Linear(64, 64)
     with tempfile.TemporaryDirectory() as folder:
-        with datastates.open(folder, config=datastates.Config(tiers=[BucketTier(bucket)])) as repo, repo.track(model=model) as run:
+        with (
+            datastates.open(folder, config=datastates.Config(tiers=[BucketTier(bucket)])) as repo,
+            repo.track(model=model) as run,
+        ):
             state = run.capture().wait("external")
         shutil.rmtree(f"{folder}/packs")
         with datastates.open(folder, config=datastates.Config(tiers=[BucketTier(bucket)])) as repo:
             report = repo.restore("main", {"model": model})
-    print(f"step {state.step} is {state.status}: {len(bucket)} objects, of which {report.restored} came back")  # noqa: T201 # what it is for
+    print(  # noqa: T201 # what it is for
+        f"step {state.step} is {state.status}: {len(bucket)} objects, of which {report.restored}"
+        " came back"
+    )

@@ -1,4 +1,5 @@
-"""Variants of several processes each, forked from a prefix of several processes: which learning rate goes on best?
+"""Variants of several processes each, forked from a prefix of several processes: which learning
+rate goes on best?
 
 python examples/parallel_variants.py [FOLDER] [RANKS]
 """
@@ -20,7 +21,10 @@ from datastates.studies import Job, Plan, Variant, explore
 PLAN = Plan(
     (
         Variant("prefix", epochs=2, config={"lr": 1e-2}),
-        *(Variant(f"lr={rate:g}", "prefix", epochs=2, config={"lr": rate}) for rate in (3e-2, 1e-3)),
+        *(
+            Variant(f"lr={rate:g}", "prefix", epochs=2, config={"lr": rate})
+            for rate in (3e-2, 1e-3)
+        ),
     )
 )
 
@@ -43,7 +47,8 @@ def build(rate: float, group: ranks.Group) -> dict[str, Any]:
 def train(job: Job) -> None:
     """What each rank of a variant does; they have met when it is called."""
     inputs, targets = data()
-    tracked = build(float(job.config["lr"]), job.group)  # type: ignore[arg-type]  # the plan has numbers
+    # the plan has numbers
+    tracked = build(float(job.config["lr"]), job.group)  # type: ignore[arg-type]
     run = job.track(**tracked, reduce="mean")  # restored, but for the learning rate
     model, optimizer, sampler = tracked.values()
     for _ in job.epochs():
@@ -66,9 +71,15 @@ def main(folder: str, count: int) -> None:
         for result in report:
             state = result.state
             if state is not None:
-                sys.stdout.write(f"{result.variant}: {state.world_size} ranks, step {state.step}, loss {state.metrics['loss']:.4f}\n")
+                sys.stdout.write(
+                    f"{result.variant}: {state.world_size} ranks, step {state.step}, loss"
+                    f" {state.metrics['loss']:.4f}\n"
+                )
         sys.exit(0 if report else str(report.errors))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "runs/variants", int(sys.argv[2]) if len(sys.argv) > 2 else 2)
+    main(
+        sys.argv[1] if len(sys.argv) > 1 else "runs/variants",
+        int(sys.argv[2]) if len(sys.argv) > 2 else 2,
+    )

@@ -1,4 +1,5 @@
-"""Start this again and again: each time the training goes on exactly where it stopped, however it stopped.
+"""Start this again and again: each time the training goes on exactly where it stopped, however it
+stopped.
 
 python examples/resume.py [FOLDER] [STEPS]
 """
@@ -23,7 +24,10 @@ def main(folder: str, steps: int) -> None:
     optimizer = AdamW(model.parameters(), lr=1e-2)
     sampler = datastates.PermutationSampler(len(inputs))
 
-    with datastates.open(folder) as repo, repo.track(model=model, optimizer=optimizer, sampler=sampler) as run:
+    with (
+        datastates.open(folder) as repo,
+        repo.track(model=model, optimizer=optimizer, sampler=sampler) as run,
+    ):
         end = run.step + steps
         for rows in run.steps(sampler.batches(16, epochs=None)):
             loss = nn.functional.mse_loss(model(inputs[rows]), targets[rows])
@@ -37,4 +41,7 @@ def main(folder: str, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "runs/resume", int(sys.argv[2]) if len(sys.argv) > 2 else 20)
+    main(
+        sys.argv[1] if len(sys.argv) > 1 else "runs/resume",
+        int(sys.argv[2]) if len(sys.argv) > 2 else 20,
+    )

@@ -1,8 +1,10 @@
-"""A training that meets a broken batch, and then a learning rate that is far too large, and goes on to a normal loss.
+"""A training that meets a broken batch, and then a learning rate that is far too large, and goes on
+to a normal loss.
 
 python examples/rewind.py [FOLDER] [STEPS]
 
-The guard puts the last good state back from memory, skips the batches since then, and leaves what went wrong on branches of its own.
+The guard puts the last good state back from memory, skips the batches since then, and leaves what
+went wrong on branches of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +27,14 @@ BATCH = 32
 def build(pixels: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A small classifier and what trains it."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(pixels, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 10))
+    model = nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(pixels, 64),
+        nn.BatchNorm1d(64),
+        nn.ReLU(),
+        nn.Dropout(0.1),
+        nn.Linear(64, 10),
+    )
     return model, torch.optim.Adam(model.parameters(), lr=3e-3)
 
 
@@ -37,9 +46,14 @@ def main(folder: str, steps: int) -> None:
     model, optimizer = build(images[0].numel())
     sampler = PermutationSampler(len(images))
     broken, hot = steps // 3, 2 * steps // 3
-    console.print(f"{name}; batch {broken} is NaN, after batch {hot} the update is 1000 times too large")
+    console.print(
+        f"{name}; batch {broken} is NaN, after batch {hot} the update is 1000 times too large"
+    )
 
-    with datastates.open(folder) as repo, repo.track(model=model, optimizer=optimizer, sampler=sampler, batches=0) as run:
+    with (
+        datastates.open(folder) as repo,
+        repo.track(model=model, optimizer=optimizer, sampler=sampler, batches=0) as run,
+    ):
         guard = run.guard(keep=["batches"])
         for rows in run.steps(sampler.batches(BATCH, epochs=None)):
             batch = run.values["batches"] = int(str(run.values["batches"])) + 1
@@ -53,20 +67,32 @@ def main(folder: str, steps: int) -> None:
 
             if guard.rewound(loss):
                 rewind = guard.rewinds[-1]
-                console.print(f"step {rewind.step}: the loss {rewind.problem}; back at step {rewind.good.step}, see {rewind.branch}")
+                console.print(
+                    f"step {rewind.step}: the loss {rewind.problem}; back at step"
+                    f" {rewind.good.step}, see {rewind.branch}"
+                )
                 continue
             run.capture(metrics={"loss": loss.item()})
             if run.step >= steps:
                 break
 
         losses = [state.metrics["loss"] for state in repo.log("main", limit=10)]
-        console.print(f"step {run.step}: mean loss {sum(losses) / len(losses):.3f} of the last {len(losses)} steps")
+        console.print(
+            f"step {run.step}: mean loss {sum(losses) / len(losses):.3f} of the last {len(losses)}"
+            " steps"
+        )
         for rewind in guard.rewinds:
             console.print(f"\n{rewind.branch}")
             for state in repo.log(rewind.branch, limit=rewind.step - rewind.good.step + 1):
-                console.print(f"  step {state.step:4}  loss {state.metrics['loss']:<8.3g} {state.message or ''}".rstrip())
+                console.print(
+                    f"  step {state.step:4}  loss {state.metrics['loss']:<8.3g}"
+                    f" {state.message or ''}".rstrip()
+                )
     console.print(f"\nlook at it: datastates log --all --repo {folder}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "runs/rewind", int(sys.argv[2]) if len(sys.argv) > 2 else 240)
+    main(
+        sys.argv[1] if len(sys.argv) > 1 else "runs/rewind",
+        int(sys.argv[2]) if len(sys.argv) > 2 else 240,
+    )

@@ -1,4 +1,5 @@
-"""The graph of states in SQL. Queries are functions that take a session of a ``Database``; each module groups those of one noun.
+"""The graph of states in SQL. Queries are functions that take a session of a ``Database``; each
+module groups those of one noun.
 
 from datastates.lineage import Database
 from datastates.lineage.write import record, refs
@@ -18,7 +19,19 @@ if TYPE_CHECKING:
     from datastates.values import Value
 
     from .database import Database
-    from .states import Edge, EdgeKind, NewState, Note, Ref, RefEvent, RefKind, Run, State, StateFacts, Status
+    from .states import (
+        Edge,
+        EdgeKind,
+        NewState,
+        Note,
+        Ref,
+        RefEvent,
+        RefKind,
+        Run,
+        State,
+        StateFacts,
+        Status,
+    )
 
 __all__ = [
     "Database",
@@ -43,7 +56,8 @@ _ELSEWHERE = {"Database": "database", "Recovered": "write.runs"}
 
 
 def __getattr__(name: str) -> object:
-    """Import a name when it is first used, and keep it: a process that only reads a lineage never imports the code that changes one."""
+    """Import a name when it is first used, and keep it: a process that only reads a lineage
+    never imports the code that changes one."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(import_module(f".{_ELSEWHERE.get(name, 'states')}", __name__), name)

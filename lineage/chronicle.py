@@ -1,8 +1,10 @@
-"""The format in which a lineage tells a folder of packs what the manifests lack, so that it can be rebuilt from the folder alone.
+"""The format in which a lineage tells a folder of packs what the manifests lack, so that it can be
+rebuilt from the folder alone.
 
-A manifest says what its state is. It does not say what names point to, what people noted, how a training was configured, where a state
-was cloned from, what it held when it was sealed, how studies went, nor anything about states that were only in memory. Times are
-microseconds since the epoch, as in the schema. Fields are only ever added, at the end.
+A manifest says what its state is. It does not say what names point to, what people noted, how a
+training was configured, where a state was cloned from, what it held when it was sealed, how studies
+went, nor anything about states that were only in memory. Times are microseconds since the epoch, as
+in the schema. Fields are only ever added, at the end.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ VERSION = 1
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):
-    """How far a lineage has been told: its newest rows, and how to recognize them in a lineage that was restored from a copy."""
+    """How far a lineage has been told: its newest rows, and how to recognize them in a lineage
+    that was restored from a copy."""
 
     run: int = 0
     state: int = 0
@@ -47,7 +50,8 @@ class Mark(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RunLine(msgspec.Struct, frozen=True, array_like=True):
-    """A process or a training, or the configuration that came with states of another lineage; told again when it has ended."""
+    """A process or a training, or the configuration that came with states of another lineage;
+    told again when it has ended."""
 
     uid: str
     process: str | None
@@ -174,7 +178,9 @@ class AttributesLine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """What was new since the entry before. ``remarks`` are all notes that exist, or None if they have not changed."""
+    """What was new since the entry before.
+
+    ``remarks`` are all notes that exist, or None if they have not changed."""
 
     lineage: str
     written_at: int

@@ -1,4 +1,5 @@
-"""States by uid, by the beginning of a uid, and in bulk: a handful of queries however many there are."""
+"""States by uid, by the beginning of a uid, and in bulk: a handful of queries however many there
+are."""
 
 from __future__ import annotations
 
@@ -16,7 +17,17 @@ from datastates.errors import Ambiguous, InvalidInput, NotFound
 from datastates.system import logs
 from datastates.values import Value
 
-from .schema import AmendmentRow, AttributeRow, EdgeRow, MetricRow, RunRow, SettingRow, StateRow, from_us, table
+from .schema import (
+    AmendmentRow,
+    AttributeRow,
+    EdgeRow,
+    MetricRow,
+    RunRow,
+    SettingRow,
+    StateRow,
+    from_us,
+    table,
+)
 from .states import OURS, Edge, EdgeKind, State, Status, columns_of, value_of
 
 if TYPE_CHECKING:
@@ -46,11 +57,16 @@ def batches(values: Sequence[T], most: int) -> Iterator[list[T]]:
 _BATCH = 1000  # ids in one IN list
 
 
-def keep(connection: Connection, run_id: int, config: Mapping[str, Value], *, replaces: bool = False) -> None:
+def keep(
+    connection: Connection, run_id: int, config: Mapping[str, Value], *, replaces: bool = False
+) -> None:
     """Record the settings of a run, secrets masked. ``replaces``: in place of those that it has."""
     if replaces:
         connection.execute(delete(_setting).where(_setting.c.run_id == run_id))
-    rows = [{"run_id": run_id, **columns_of(key, value, "setting")} for key, value in shown(config).items()]
+    rows = [
+        {"run_id": run_id, **columns_of(key, value, "setting")}
+        for key, value in shown(config).items()
+    ]
     if rows:
         connection.execute(_KEEP, rows)
 
@@ -85,17 +101,39 @@ _PREFIX = re.compile(r"[0-9a-f]{4,24}")
 _LISTED = 5  # candidates listed in a message
 
 _parent = _state.alias("parent")
-_COLUMNS = ("id", "uid", "digest", "step", "micro_step", "message", "created_at", "status", "generation", "bytes_total", "bytes_new",
-            "world_size")  # fmt: skip
+_COLUMNS = (
+    "id",
+    "uid",
+    "digest",
+    "step",
+    "micro_step",
+    "message",
+    "created_at",
+    "status",
+    "generation",
+    "bytes_total",
+    "bytes_new",
+    "world_size",
+)
 _ID_OF = select(_state.c.id).where(_state.c.uid == bindparam("uid"))
-_IDS_OF = select(_state.c.uid, _state.c.id).where(_state.c.uid.in_(bindparam("uids", expanding=True)))
-_UIDS_OF = select(_state.c.id, _state.c.uid).where(_state.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True)))
-_BY_PREFIX = select(_state.c.id).where(_state.c.uid >= bindparam("low"), _state.c.uid < bindparam("high")).limit(_LISTED + 1)
+_IDS_OF = select(_state.c.uid, _state.c.id).where(
+    _state.c.uid.in_(bindparam("uids", expanding=True))
+)
+_UIDS_OF = select(_state.c.id, _state.c.uid).where(
+    _state.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True))
+)
+_BY_PREFIX = (
+    select(_state.c.id)
+    .where(_state.c.uid >= bindparam("low"), _state.c.uid < bindparam("high"))
+    .limit(_LISTED + 1)
+)
 
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """Loads what is known of some states. ``is_them`` is the condition on a column that names them."""
+    """Loads what is known of some states.
+
+    ``is_them`` is the condition on a column that names them."""
 
     states: Select[Any]
     metrics: Select[Any]
@@ -105,14 +143,22 @@ class _Load:
     @classmethod
     def of(cls, is_them: Callable[[ColumnElement[int]], ColumnElement[bool]]) -> _Load:
         return cls(
-            states=select(*(_state.c[name] for name in _COLUMNS), _parent.c.uid, _run.c.uid, _run.c.id)
+            states=select(
+                *(_state.c[name] for name in _COLUMNS), _parent.c.uid, _run.c.uid, _run.c.id
+            )
             .outerjoin_from(_state, _parent, _parent.c.id == _state.c.parent_id)
             .outerjoin(_run, _run.c.id == _state.c.run_id)
             .where(is_them(_state.c.id)),
-            metrics=select(_metric.c.state_id, _metric.c.key, _metric.c.value).where(is_them(_metric.c.state_id)),
-            attributes=select(_attribute.c.state_id, _attribute.c.key, _attribute.c.type, _attribute.c.number, _attribute.c.text).where(
-                is_them(_attribute.c.state_id)
+            metrics=select(_metric.c.state_id, _metric.c.key, _metric.c.value).where(
+                is_them(_metric.c.state_id)
             ),
+            attributes=select(
+                _attribute.c.state_id,
+                _attribute.c.key,
+                _attribute.c.type,
+                _attribute.c.number,
+                _attribute.c.text,
+            ).where(is_them(_attribute.c.state_id)),
             edges=select(_edge.c.child_id, _state.c.uid, _edge.c.kind, _edge.c.weight)
             .join_from(_edge, _state, _state.c.id == _edge.c.parent_id)
             .where(is_them(_edge.c.child_id))
@@ -120,7 +166,8 @@ class _Load:
         )
 
 
-# A list parameter is expanded at every execution: for one state, the commonest case, that would be half the time.
+# A list parameter is expanded at every execution: for one state, the commonest case, that would be
+# half the time.
 _LOAD_ONE = _Load.of(lambda column: column == bindparam("id", type_=BigInteger))
 _LOAD_MANY = _Load.of(lambda column: column.in_(bindparam("ids", type_=BigInteger, expanding=True)))
 
@@ -176,7 +223,11 @@ def states(session: Session, keys: Sequence[int] | Sequence[str]) -> list[State]
 
     :raises NotFound: one of them is unknown; the error names it.
     """
-    ids = ids_of(session, [str(key) for key in keys]) if keys and isinstance(keys[0], str) else [int(key) for key in keys]
+    ids = (
+        ids_of(session, [str(key) for key in keys])
+        if keys and isinstance(keys[0], str)
+        else [int(key) for key in keys]
+    )
     found: dict[int, State] = {}
     for batch in batches(list(dict.fromkeys(ids)), _BATCH):
         found.update(_load(session, batch))
@@ -201,7 +252,9 @@ def id_by_prefix(session: Session, prefix: str) -> int:
         raise NotFound(f"no state's uid begins with {prefix!r}")
     if len(ids) > 1:
         found = states(session, ids)
-        listed = ", ".join(f"{one.uid} (step {one.step})" for one in found[:_LISTED]) + (", ..." if len(found) > _LISTED else "")
+        listed = ", ".join(f"{one.uid} (step {one.step})" for one in found[:_LISTED]) + (
+            ", ..." if len(found) > _LISTED else ""
+        )
         raise Ambiguous(f"{prefix!r} begins several uids: {listed}: give more digits")
     return int(ids[0])
 
@@ -223,8 +276,22 @@ def _load(session: Session, ids: list[int]) -> dict[int, State]:
     configs = of_runs(connection, {row[-1] for row in rows if row[-1] is not None})
     found = {}
     for (
-        id_, uid, digest, step, micro_step, message, created_at, status, generation, bytes_total, bytes_new, world_size, parent, run, run_id
-    ) in rows:  # fmt: skip
+        id_,
+        uid,
+        digest,
+        step,
+        micro_step,
+        message,
+        created_at,
+        status,
+        generation,
+        bytes_total,
+        bytes_new,
+        world_size,
+        parent,
+        run,
+        run_id,
+    ) in rows:
         further = tuple(edges.get(id_, ()))
         first = () if parent is None else (parent,)
         found[id_] = State(
@@ -254,7 +321,8 @@ def _load(session: Session, ids: list[int]) -> dict[int, State]:
 
 
 class Amended(StrEnum):
-    """What changed: the record of a run, the attributes or the metrics of a state, its seal, a variant of a study, a report."""
+    """What changed: the record of a run, the attributes or the metrics of a state, its seal, a
+    variant of a study, a report."""
 
     RUN = "run"
     ATTRIBUTES = "attributes"
@@ -264,8 +332,12 @@ class Amended(StrEnum):
     REPORT = "report"
 
 
-def amend(session: Session, kind: Amended, names: Iterable[str], *, study: str | None = None) -> None:
-    """Note that these are new or have changed: uids of runs or states, or names. Variants also need their ``study``."""
+def amend(
+    session: Session, kind: Amended, names: Iterable[str], *, study: str | None = None
+) -> None:
+    """Note that these are new or have changed: uids of runs or states, or names.
+
+    Variants also need their ``study``."""
     rows = [{"kind": kind.value, "name": name, "study": study} for name in names]
     if rows:
         session.execute(_NOTE, rows)

@@ -1,6 +1,8 @@
-"""The tables of the lineage, as typed SQLAlchemy models. One naming convention names every constraint.
+"""The tables of the lineage, as typed SQLAlchemy models. One naming convention names every
+constraint.
 
-Times are UTC, stored as microseconds since the epoch, so that SQLite and PostgreSQL order and compare them alike.
+Times are UTC, stored as microseconds since the epoch, so that SQLite and PostgreSQL order and
+compare them alike.
 """
 
 from __future__ import annotations
@@ -46,7 +48,11 @@ else:
             if name is None:
                 return
             said = cls.__dict__.get("__table_args__", ())
-            parts, options = ((), said) if isinstance(said, dict) else (tuple(p for p in said if not isinstance(p, dict)), {})
+            parts, options = (
+                ((), said)
+                if isinstance(said, dict)
+                else (tuple(p for p in said if not isinstance(p, dict)), {})
+            )
             options = options or next((dict(part) for part in said if isinstance(part, dict)), {})
             columns = [_column(cls, field, noted) for field, noted in cls.__annotations__.items()]
             cls.__table__ = Table(name, cls.metadata, *columns, *parts, **options)
@@ -63,13 +69,17 @@ else:
         return arguments, options
 
     def _column(cls: type, name: str, noted: str) -> Column[Any]:
-        """The column for ``x: Mapped[int | None] = mapped_column(…)``; annotations are strings here."""
+        """The column for ``x: Mapped[int | None] = mapped_column(…)``; annotations are strings
+        here."""
         inner = noted.removeprefix("Mapped[").removesuffix("]")
         arguments, options = cls.__dict__.get(name, ((), {}))
         plain = inner.removesuffix(_OPTIONAL)
-        type_ = () if arguments else (_TYPES[plain](),)  # a foreign key has the type of the column that it refers to
+        # a foreign key has the type of the column that it refers to
+        type_ = () if arguments else (_TYPES[plain](),)
         is_key = options.get("primary_key", False)
-        return Column(name, *type_, *arguments, **{"nullable": inner != plain and not is_key, **options})
+        return Column(
+            name, *type_, *arguments, **{"nullable": inner != plain and not is_key, **options}
+        )
 
 
 # The tables of the lineage, as typed SQLAlchemy models. One naming convention names every
@@ -97,15 +107,24 @@ NAMING = {
 
 
 def beginning(text: ColumnElement[str]) -> ColumnElement[str]:
-    """As much of a text column as an index of PostgreSQL holds, compared by code point. An entry there takes 2704 bytes at most."""
+    """As much of a text column as an index of PostgreSQL holds, compared by code point.
+
+    An entry there takes 2704 bytes at most."""
     return func.left(collate(text, "C"), literal_column("255"))
 
 
 def _of_texts(table: str, owner: str) -> tuple[Index, Index]:
-    """The index of texts by key, whose ``info`` says the database that it is for: SQLite indexes whole texts."""
+    """The index of texts by key, whose ``info`` says the database that it is for: SQLite indexes
+    whole texts."""
     return (
         Index(None, "key", "text", owner, info={"dialect": "sqlite"}),
-        Index(f"ix_{table}_key_beginning_{owner}", "key", beginning(literal_column("text")), owner, info={"dialect": "postgresql"}),
+        Index(
+            f"ix_{table}_key_beginning_{owner}",
+            "key",
+            beginning(literal_column("text")),
+            owner,
+            info={"dialect": "postgresql"},
+        ),
     )
 
 
@@ -116,10 +135,12 @@ class Base(DeclarativeBase):
 
 
 class RunRow(Base):
-    """A process that tracked; or one training of it, with the uid of its ``process`` and the ``branch`` that it moves.
+    """A process that tracked; or one training of it, with the uid of its ``process`` and the
+    ``branch`` that it moves.
 
-    ``config`` holds the settings that nobody chose (``datastates.…``); those that somebody chose are in the settings table. ``is_carried``
-    is true of a row that is no run here: a configuration that came with states of another lineage. Of our own runs it is NULL.
+    ``config`` holds the settings that nobody chose (``datastates.…``); those that somebody chose
+    are in the settings table. ``is_carried`` is true of a row that is no run here: a configuration
+    that came with states of another lineage. Of our own runs it is NULL.
     """
 
     __tablename__ = "run"
@@ -142,10 +163,15 @@ class RunRow(Base):
 
 
 class SettingRow(Base):
-    """One value of a run's configuration, stored by type as an attribute is; dots separate nested names."""
+    """One value of a run's configuration, stored by type as an attribute is; dots separate
+    nested names."""
 
     __tablename__ = "setting"
-    __table_args__ = (Index(None, "key", "number", "run_id"), *_of_texts("setting", "run_id"), NO_ROWID)
+    __table_args__ = (
+        Index(None, "key", "number", "run_id"),
+        *_of_texts("setting", "run_id"),
+        NO_ROWID,
+    )
 
     run_id: Mapped[int] = mapped_column(ForeignKey("run.id"), primary_key=True)
     key: Mapped[str] = mapped_column(String(255), primary_key=True)
@@ -155,11 +181,13 @@ class SettingRow(Base):
 
 
 class StateRow(Base):
-    """A node. ``generation`` counts first parents to the root; ``jump_id`` is an ancestor for O(log n) walks, and
-    ``jump_step`` the lowest step from the first parent up to it, so that a search for a step can jump too.
+    """A node. ``generation`` counts first parents to the root; ``jump_id`` is an ancestor for O(log
+    n) walks, and ``jump_step`` the lowest step from the first parent up to it, so that a search for
+    a step can jump too.
 
-    A parent is always older than its child, so ``id`` orders the graph topologically: walks rely on it. ``segment_id`` is the segment
-    that it belongs to; NULL if no branch ever captured or adopted it.
+    A parent is always older than its child, so ``id`` orders the graph topologically: walks rely on
+    it. ``segment_id`` is the segment that it belongs to; NULL if no branch ever captured or adopted
+    it.
     """
 
     __tablename__ = "state"
@@ -181,7 +209,8 @@ class StateRow(Base):
     bytes_new: Mapped[int] = mapped_column(BigInteger)
     world_size: Mapped[int] = mapped_column(Integer)
     message: Mapped[str | None] = mapped_column(Text)
-    segment_id: Mapped[int | None] = mapped_column(BigInteger)  # no foreign key: each capture would pay for the check, and segments stay
+    # no foreign key: each capture would pay for the check, and segments stay
+    segment_id: Mapped[int | None] = mapped_column(BigInteger)
 
 
 class EdgeRow(Base):
@@ -198,7 +227,9 @@ class EdgeRow(Base):
 
 
 class MetricRow(Base):
-    """One number of one state. NULL is NaN: SQLite cannot store one, and no comparison with either is true."""
+    """One number of one state.
+
+    NULL is NaN: SQLite cannot store one, and no comparison with either is true."""
 
     __tablename__ = "metric"
     __table_args__ = (Index(None, "key", "value", "state_id"), NO_ROWID)
@@ -209,14 +240,19 @@ class MetricRow(Base):
 
 
 class AttributeRow(Base):
-    """One attribute of a state, stored by type: ``number`` for numbers and booleans, ``text`` for strings.
+    """One attribute of a state, stored by type: ``number`` for numbers and booleans, ``text`` for
+    strings.
 
-    ``type`` is ``str``, ``int``, ``float``, ``bool`` or ``none``. An int beyond 2**53 has its exact digits in ``text``;
-    a float that is NaN has no number.
+    ``type`` is ``str``, ``int``, ``float``, ``bool`` or ``none``. An int beyond 2**53 has its exact
+    digits in ``text``; a float that is NaN has no number.
     """
 
     __tablename__ = "attribute"
-    __table_args__ = (Index(None, "key", "number", "state_id"), *_of_texts("attribute", "state_id"), NO_ROWID)
+    __table_args__ = (
+        Index(None, "key", "number", "state_id"),
+        *_of_texts("attribute", "state_id"),
+        NO_ROWID,
+    )
 
     state_id: Mapped[int] = mapped_column(ForeignKey("state.id"), primary_key=True)
     key: Mapped[str] = mapped_column(String(255), primary_key=True)
@@ -238,7 +274,8 @@ class RefRow(Base):
 
 
 class RefEventRow(Base):
-    """Append-only: every creation, move and deletion of a ref; the reflog and the source of live events."""
+    """Append-only: every creation, move and deletion of a ref; the reflog and the source of live
+    events."""
 
     __tablename__ = "ref_event"
     __table_args__ = (Index(None, "name", "id"),)
@@ -253,7 +290,9 @@ class RefEventRow(Base):
 
 
 class ReplicaRow(Base):
-    """One rank's shard of one state is complete on a tier of a node (see ``holders``). ``status`` is ``ok`` or ``gone``."""
+    """One rank's shard of one state is complete on a tier of a node (see ``holders``).
+
+    ``status`` is ``ok`` or ``gone``."""
 
     __tablename__ = "replica"
     __table_args__ = NO_ROWID
@@ -267,8 +306,8 @@ class ReplicaRow(Base):
 
 
 class PartRow(Base):
-    """One rank's part of a state of several parts. While the state waits for other parts, ``place`` and ``said`` hold, as JSON, what the
-    rank reported of the state.
+    """One rank's part of a state of several parts. While the state waits for other parts, ``place``
+    and ``said`` hold, as JSON, what the rank reported of the state.
 
     Once the state is complete they are NULL, and there is a state of that uid.
     """
@@ -292,7 +331,8 @@ class PartRow(Base):
 
 
 class CloneRow(Base):
-    """A state that came here from another process: from where, into the memory of which run, and how many bytes were moved for it."""
+    """A state that came here from another process: from where, into the memory of which run, and
+    how many bytes were moved for it."""
 
     __tablename__ = "clone"
 
@@ -307,7 +347,9 @@ class CloneRow(Base):
 
 
 class RepositoryRow(Base):
-    """The lineage itself: one row, created with the database. Processes with the same uid share it."""
+    """The lineage itself: one row, created with the database.
+
+    Processes with the same uid share it."""
 
     __tablename__ = "repository"
 
@@ -316,8 +358,8 @@ class RepositoryRow(Base):
 
 
 class FolderRow(Base):
-    """A folder of packs, by the uid stored in it; path and host say where it was last seen. It is the node of a replica on the local
-    tier."""
+    """A folder of packs, by the uid stored in it; path and host say where it was last seen. It
+    is the node of a replica on the local tier."""
 
     __tablename__ = "folder"
 
@@ -328,16 +370,20 @@ class FolderRow(Base):
 
 
 class SealRow(Base):
-    """A state's seal: what its chunks hold, by a digest that nobody can forge (see ``datastates/storage/parallel_read.py``)."""
+    """A state's seal: what its chunks hold, by a digest that nobody can forge (see
+    ``datastates/storage/parallel_read.py``)."""
 
     __tablename__ = "seal"
 
-    state_id: Mapped[int] = mapped_column(ForeignKey("state.id"), primary_key=True, autoincrement=False)
+    state_id: Mapped[int] = mapped_column(
+        ForeignKey("state.id"), primary_key=True, autoincrement=False
+    )
     digest: Mapped[str] = mapped_column(String(64))
 
 
 class NoteRow(Base):
-    """What somebody wrote about a state or a branch, in Markdown: one of ``state_id`` and ``branch`` is given.
+    """What somebody wrote about a state or a branch, in Markdown: one of ``state_id`` and
+    ``branch`` is given.
 
     The notes of a branch belong to its name. A note keeps its ``uid`` in bundles.
     """
@@ -355,11 +401,13 @@ class NoteRow(Base):
 
 
 class SegmentRow(Base):
-    """The states that one branch has to itself: a piece of a path of first parents, which begins after ``fork_id``, or with a root.
+    """The states that one branch has to itself: a piece of a path of first parents, which begins
+    after ``fork_id``, or with a root.
 
-    ``branch`` is the branch whose head is its newest state, or ``fork_id`` while it has no state; NULL once that branch was deleted or
-    moved elsewhere. ``name`` is the branch's name when the segment began. States are named without foreign keys, since a segment is written
-    before its first state is.
+    ``branch`` is the branch whose head is its newest state, or ``fork_id`` while it has no state;
+    NULL once that branch was deleted or moved elsewhere. ``name`` is the branch's name when the
+    segment began. States are named without foreign keys, since a segment is written before its
+    first state is.
     """
 
     __tablename__ = "segment"
@@ -372,10 +420,12 @@ class SegmentRow(Base):
 
 
 class StretchRow(Base):
-    """The summary of one metric over some states of a segment; ``tally.Tally`` explains each column.
+    """The summary of one metric over some states of a segment; ``tally.Tally`` explains each
+    column.
 
-    ``place`` is the generation of the states, divided by ``tally.STATES``: such a row is written once, when its last state is recorded. The
-    row at ``tally.WHOLE`` covers the whole segment, and grows with each state.
+    ``place`` is the generation of the states, divided by ``tally.STATES``: such a row is written
+    once, when its last state is recorded. The row at ``tally.WHOLE`` covers the whole segment, and
+    grows with each state.
     """
 
     __tablename__ = "stretch"
@@ -399,11 +449,13 @@ class StretchRow(Base):
 
 
 class VariantRow(Base):
-    """One variant of a study as its plan has it, and what became of its training beside the states that it recorded.
+    """One variant of a study as its plan has it, and what became of its training beside the states
+    that it recorded.
 
-    ``place`` is its position in the plan; ``config`` is what it changes, as JSON. ``took_s`` is the number of seconds for which its workers
-    trained it, over all ``attempts``; a worker that was killed reported none. ``ended_at`` is NULL while one is at work. ``error`` says why
-    the last attempt failed.
+    ``place`` is its position in the plan; ``config`` is what it changes, as JSON. ``took_s`` is the
+    number of seconds for which its workers trained it, over all ``attempts``; a worker that was
+    killed reported none. ``ended_at`` is NULL while one is at work. ``error`` says why the last
+    attempt failed.
     """
 
     __tablename__ = "variant"
@@ -424,7 +476,9 @@ class VariantRow(Base):
 
 
 class ReportRow(Base):
-    """A report on outliers that is stored for people to look at. ``body`` is what it says of the whole, as JSON."""
+    """A report on outliers that is stored for people to look at.
+
+    ``body`` is what it says of the whole, as JSON."""
 
     __tablename__ = "report"
 
@@ -435,11 +489,14 @@ class ReportRow(Base):
 
 
 class ReportSampleRow(Base):
-    """One of the samples that a report ranks highest: ``body`` is its score, as JSON; ``picture`` shows it, if one was drawn."""
+    """One of the samples that a report ranks highest: ``body`` is its score, as JSON;
+    ``picture`` shows it, if one was drawn."""
 
     __tablename__ = "report_sample"
 
-    report_id: Mapped[int] = mapped_column(ForeignKey("report.id"), primary_key=True, autoincrement=False)
+    report_id: Mapped[int] = mapped_column(
+        ForeignKey("report.id"), primary_key=True, autoincrement=False
+    )
     rank: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
     sample: Mapped[int] = mapped_column(BigInteger)
     body: Mapped[str] = mapped_column(Text)
@@ -447,9 +504,11 @@ class ReportSampleRow(Base):
 
 
 class AmendmentRow(Base):
-    """Append-only: a write or a change that no growing table records; ``amendments.Amended`` lists the ``kind`` values.
+    """Append-only: a write or a change that no growing table records; ``amendments.Amended`` lists
+    the ``kind`` values.
 
-    ``name`` is the uid of a run or of a state, or the name of a report, or of a variant of a ``study``.
+    ``name`` is the uid of a run or of a state, or the name of a report, or of a variant of a
+    ``study``.
     """
 
     __tablename__ = "amendment"
@@ -466,7 +525,8 @@ def table(model: type[Base]) -> Table:
 
 
 def to_us(moment: datetime | None) -> int:
-    """Microseconds since the epoch; None is now, and a time without a zone is local time, as everywhere in Python."""
+    """Microseconds since the epoch; None is now, and a time without a zone is local time, as
+    everywhere in Python."""
     moment = datetime.now(UTC) if moment is None else moment
     return (moment.astimezone(UTC) - EPOCH) // timedelta(microseconds=1)
 

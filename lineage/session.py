@@ -1,7 +1,8 @@
 """A transaction on the lineage, as functions of this package take it.
 
-It is the part of SQLAlchemy's session that those functions use. The original comes with the ORM, whose import takes a third of the time
-that a terminal command needs to start. Type checkers take it for SQLAlchemy's.
+It is the part of SQLAlchemy's session that those functions use. The original comes with the ORM,
+whose import takes a third of the time that a terminal command needs to start. Type checkers take it
+for SQLAlchemy's.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
 else:
 
     class Session:
-        """One connection, from the first statement on. What is not committed by its end is rolled back."""
+        """One connection, from the first statement on.
+
+        What is not committed by its end is rolled back."""
 
         __slots__ = ("_connection", "_engine")
 
@@ -37,7 +40,9 @@ else:
             return self._connection
 
         def execute(
-            self, statement: Executable, parameters: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
+            self,
+            statement: Executable,
+            parameters: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         ) -> CursorResult[Any]:
             """The result of a statement; with several parameter sets it runs once for each."""
             return self.connection().execute(statement, parameters)

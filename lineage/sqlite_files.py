@@ -1,12 +1,16 @@
-"""Locks that tell other processes that a SQLite file is in use, and that this process cannot lose by accident.
+"""Locks that tell other processes that a SQLite file is in use, and that this process cannot lose
+by accident.
 
-SQLite's own locks belong to the process and the file: all of them vanish as soon as the process closes any descriptor of the file, which
-happens when it copies or uploads the folder. Another process that opens the lineage then believes that it is alone. It empties the index
-of the log, and the next read of that index kills this process by SIGBUS; or it removes the log, and what this process commits is lost.
+SQLite's own locks belong to the process and the file: all of them vanish as soon as the process
+closes any descriptor of the file, which happens when it copies or uploads the folder. Another
+process that opens the lineage then believes that it is alone. It empties the index of the log, and
+the next read of that index kills this process by SIGBUS; or it removes the log, and what this
+process commits is lost.
 
-An anchor holds shared locks of its own on two bytes that SQLite locks before it does either ("How To Corrupt An SQLite Database
-File", and the layout of locks in SQLite's ``os_unix.c``). They belong to an open file description (``F_OFD_SETLK``), which nobody else
-closes. They do not replace the locks of a transaction that is under way while the copy is made.
+An anchor holds shared locks of its own on two bytes that SQLite locks before it does either ("How
+To Corrupt An SQLite Database File", and the layout of locks in SQLite's ``os_unix.c``). They belong
+to an open file description (``F_OFD_SETLK``), which nobody else closes. They do not replace the
+locks of a transaction that is under way while the copy is made.
 """
 
 from __future__ import annotations
@@ -29,7 +33,8 @@ from datastates.system.interrupts import Mutex
 
 _SET = getattr(fcntl, "F_OFD_SETLK", None)
 _FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
-_SHARED = 0x4000_0002  # of the database: a process that wants the file alone locks all 510 bytes from here on
+# of the database: a process that wants the file alone locks all 510 bytes from here on
+_SHARED = 0x4000_0002
 _IN_USE = 128  # of the index of the log: a process that empties it locks this byte
 _REFUSED = (errno.EAGAIN, errno.EACCES)  # the two errors that POSIX allows for a lock that is held
 _PATIENCE_S = 10.0
@@ -39,7 +44,9 @@ _anchors: dict[tuple[int, int], _Anchor] = {}
 
 
 class _Anchor:
-    """The locks of this process on one file, counting their users. Its methods run one at a time."""
+    """The locks of this process on one file, counting their users.
+
+    Its methods run one at a time."""
 
     def __init__(self, descriptors: list[int]) -> None:
         self.users = 0
@@ -52,7 +59,8 @@ class _Anchor:
                 _lock(fd, 0, fcntl.F_UNLCK, length=0)
 
     def close(self) -> None:
-        """Close the descriptors, which also drops this process's SQLite locks, so nobody may need those any more."""
+        """Close the descriptors, which also drops this process's SQLite locks, so nobody may
+        need those any more."""
         for fd in self.descriptors:
             os.close(fd)
         self.descriptors = []
@@ -61,8 +69,9 @@ class _Anchor:
 def cast(path: Path) -> Callable[[Callable[[], None]], None]:
     """Hold the anchor of a file that a connection of this process has open.
 
-    The returned function closes that connection by calling its argument, and then releases the anchor. It is called once, on any thread.
-    Where the kernel lacks such locks it does only the closing.
+    The returned function closes that connection by calling its argument, and then releases the
+    anchor. It is called once, on any thread. Where the kernel lacks such locks it does only the
+    closing.
     """
     key = _anchored(path)
 
@@ -91,7 +100,8 @@ def cast(path: Path) -> Callable[[Callable[[], None]], None]:
 def alone(path: Path) -> Iterator[bool]:
     """Whether no process, this one included, has the file open in SQLite, as far as can be seen.
 
-    Until the block ends no process can open it: one that tries waits, and then finds what is at the path by then. Hold it only for moments.
+    Until the block ends no process can open it: one that tries waits, and then finds what is at the
+    path by then. Hold it only for moments.
     """
     with _turn:
         fd = _opened(path)
@@ -106,7 +116,8 @@ _OURS = -1
 
 
 def _opened(path: Path) -> int | None:
-    """A descriptor; None if there is nothing to lock; ``_OURS`` if closing one would cost this process's connections their locks."""
+    """A descriptor; None if there is nothing to lock; ``_OURS`` if closing one would cost this
+    process's connections their locks."""
     try:
         status = path.stat()
         if (status.st_dev, status.st_ino) in _anchors:
@@ -157,7 +168,8 @@ def _locked(path: Path) -> list[int]:
 
 
 def _lock_soon(fd: int, start: int) -> None:
-    """Take a shared lock, waiting if need be: a process that replaces the file holds the exclusive one only for moments."""
+    """Take a shared lock, waiting if need be: a process that replaces the file holds the
+    exclusive one only for moments."""
     until = time.monotonic() + _PATIENCE_S
     while True:
         try:
@@ -174,7 +186,8 @@ def _lock(fd: int, start: int, kind: int, *, length: int = 1) -> None:
 
 
 def _forget() -> None:
-    """Forget all anchors in a forked child: it uses no connection of its parent's, and the locks are the parent's alone."""
+    """Forget all anchors in a forked child: it uses no connection of its parent's, and the locks
+    are the parent's alone."""
     for anchor in _anchors.values():
         anchor.close()
     _anchors.clear()
@@ -187,7 +200,8 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def why_frozen(path: Path) -> str | None:
-    """The reason, in words, why a SQLite file, or the folder that holds its log, cannot be written; None if both can."""
+    """The reason, in words, why a SQLite file, or the folder that holds its log, cannot be
+    written; None if both can."""
     is_effective = os.access in os.supports_effective_ids
     for place, wanted in ((path, os.W_OK), (path.parent, os.W_OK | os.X_OK)):
         if not os.access(place, wanted, effective_ids=is_effective):
@@ -196,7 +210,9 @@ def why_frozen(path: Path) -> str | None:
 
 
 class Frozen:
-    """A file that may not be written. After ``has_changed`` returns True, new connections see what others wrote meanwhile."""
+    """A file that may not be written.
+
+    After ``has_changed`` returns True, new connections see what others wrote meanwhile."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -204,7 +220,8 @@ class Frozen:
         self._stamp: object = None
 
     def connect(self, timeout_s: float) -> sqlite3.Connection:
-        """A new connection to the readable form of the file, for any thread, without the driver's own transactions."""
+        """A new connection to the readable form of the file, for any thread, without the
+        driver's own transactions."""
         log, index = Path(f"{self._path}-wal"), Path(f"{self._path}-shm")
         if self._copy is None and _size(log) and not index.exists():
             self.take_copy()
@@ -215,14 +232,17 @@ class Frozen:
         return self._connect(f"{self._path.as_uri()}?{mode}", timeout_s)
 
     def has_changed(self) -> bool:
-        """Whether connections that were made earlier may see an outdated file. A copy that is outdated is dropped."""
+        """Whether connections that were made earlier may see an outdated file.
+
+        A copy that is outdated is dropped."""
         is_changed = self._stamp is not None and self._stamp != self._now()
         if is_changed:
             self.close()
         return is_changed
 
     def take_copy(self, *, follows: bool = False) -> None:
-        """From here on read, and migrate or change, a copy of our own; with ``follows`` only until the file changes.
+        """From here on read, and migrate or change, a copy of our own; with ``follows`` only until
+        the file changes.
 
         :raises Unavailable: there is no room for it.
         """
@@ -231,8 +251,12 @@ class Frozen:
         copy = tempfile.TemporaryDirectory(prefix="datastates-", ignore_cleanup_errors=True)
         try:
             log = Path(f"{self._path}-wal")
-            if _size(log) and Path(f"{self._path}-shm").exists():  # somebody may write it now: SQLite copies one snapshot
-                with closing(self.connect(60.0)) as source, closing(sqlite3.connect(Path(copy.name, self._path.name))) as target:
+            if _size(log) and Path(f"{self._path}-shm").exists():
+                # somebody may write it now: SQLite copies one snapshot
+                with (
+                    closing(self.connect(60.0)) as source,
+                    closing(sqlite3.connect(Path(copy.name, self._path.name))) as target,
+                ):
                     source.backup(target)
             else:
                 for path in filter(Path.exists, (self._path, log)):
@@ -240,7 +264,8 @@ class Frozen:
         except (OSError, sqlite3.Error) as error:
             copy.cleanup()
             raise Unavailable(
-                f"{self._path} can only be read from a copy, which was not made in {copy.name} ({error}): set TMPDIR to where there is room"
+                f"{self._path} can only be read from a copy, which was not made in {copy.name}"
+                f" ({error}): set TMPDIR to where there is room"
             ) from error
         self._copy = copy
         self._stamp = self._now() if follows else None
@@ -252,14 +277,24 @@ class Frozen:
             copy.cleanup()
 
     def _connect(self, name: str, timeout_s: float) -> sqlite3.Connection:
-        return sqlite3.connect(name, timeout=timeout_s, isolation_level=None, check_same_thread=False, uri=name.startswith("file:"))
+        return sqlite3.connect(
+            name,
+            timeout=timeout_s,
+            isolation_level=None,
+            check_same_thread=False,
+            uri=name.startswith("file:"),
+        )
 
     def _now(self) -> object:
-        """What identifies the file's present content; constant for a file that is read with its log: SQLite follows it by itself."""
+        """What identifies the file's present content; constant for a file that is read with its
+        log: SQLite follows it by itself."""
         log = Path(f"{self._path}-wal")
         if _size(log) and self._copy is None:
             return "logged"
-        return [(one.st_ino, one.st_mtime_ns, one.st_size) for one in (path.stat() for path in (self._path, log) if path.exists())]
+        return [
+            (one.st_ino, one.st_mtime_ns, one.st_size)
+            for one in (path.stat() for path in (self._path, log) if path.exists())
+        ]
 
 
 def _size(path: Path) -> int:

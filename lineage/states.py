@@ -17,7 +17,9 @@ from .schema import EXACT_INT
 
 
 class Status(StrEnum):
-    """The safety of a state's bytes. ``evicted`` and ``lost`` states keep their place in the lineage, without bytes."""
+    """The safety of a state's bytes.
+
+    ``evicted`` and ``lost`` states keep their place in the lineage, without bytes."""
 
     CAPTURED = "captured"
     DURABLE = "durable"
@@ -35,9 +37,10 @@ class Status(StrEnum):
 class Why(StrEnum):
     """Why a state of several ranks was given up: what became of the part of one rank.
 
-    The rank had no room for its part (``skipped``); the sources changed while they were copied (``torn``); another error occurred
-    (``failed``); the rank reported nothing for too long (``late``); the part went with its process (``gone``). Or all parts were there, and
-    the lineage refused the state (``refused``).
+    The rank had no room for its part (``skipped``); the sources changed while they were copied
+    (``torn``); another error occurred (``failed``); the rank reported nothing for too long
+    (``late``); the part went with its process (``gone``). Or all parts were there, and the lineage
+    refused the state (``refused``).
     """
 
     SKIPPED = "skipped"
@@ -86,32 +89,38 @@ class Edge:
 
 
 OURS = "datastates."
-"""The prefix of the settings in a run's configuration that nobody chose: which process it was, where its files were."""
+"""The prefix of the settings in a run's configuration that nobody chose: which process it was,
+where its files were."""
 
 
 DIED = f"{OURS}died"
-"""True in the configuration of a process that ended without saying so, once another process has found that out."""
+"""True in the configuration of a process that ended without saying so, once another process has
+found that out."""
 
 
 GIT_ROOT = f"{OURS}git_root"
 GIT_REMOTE = f"{OURS}git_remote"
-"""In the configuration of a run: the folder of the checkout that its main script is in, and the URL that it came from."""
+"""In the configuration of a run: the folder of the checkout that its main script is in, and the
+URL that it came from."""
 
 
 SAVES = f"{OURS}saves"
-"""True in the configuration of a training that only saves trees: it holds its branch during each save, not between two."""
+"""True in the configuration of a training that only saves trees: it holds its branch during each
+save, not between two."""
 
 
 TAKEN = f"{OURS}taken_over"
-"""In the configuration of a training whose branch another process took over: that process, as people read it."""
+"""In the configuration of a training whose branch another process took over: that process, as
+people read it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """One training of a process: its branch, its user and host, its code and configuration.
 
-    ``process`` is the uid of the run that stands for the whole process. That run has no ``process`` itself; it made the states that no
-    training captured, such as merges. ``is_imported``: its record came with states of another lineage; ``branch`` is the name there.
+    ``process`` is the uid of the run that stands for the whole process. That run has no ``process``
+    itself; it made the states that no training captured, such as merges. ``is_imported``: its
+    record came with states of another lineage; ``branch`` is the name there.
     """
 
     uid: str
@@ -137,10 +146,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class StateFacts:
-    """What is known of a state before its bytes are there: its identity, its place in the graph, and the facts that were given with it.
+    """What is known of a state before its bytes are there: its identity, its place in the graph,
+    and the facts that were given with it.
 
-    ``parent`` is the uid of the first parent; ``edges`` are the further ones. ``branch`` is the branch that moves to the state, if any.
-    ``created_at`` may be left out: the moment of recording then stands for it. ``config`` is what the run's record says.
+    ``parent`` is the uid of the first parent; ``edges`` are the further ones. ``branch`` is the
+    branch that moves to the state, if any. ``created_at`` may be left out: the moment of recording
+    then stands for it. ``config`` is what the run's record says.
     """
 
     uid: str
@@ -166,11 +177,11 @@ class StateFacts:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """An immutable snapshot; a node of the lineage. ``parents`` are uids, the first parent first. ``config`` is the configuration of
-    its run.
+    """An immutable snapshot; a node of the lineage. ``parents`` are uids, the first parent first.
+    ``config`` is the configuration of its run.
 
-    ``bytes_new`` is the part of ``bytes_total`` that this state added: to the disk once it is durable, until then to the memory of its
-    process.
+    ``bytes_new`` is the part of ``bytes_total`` that this state added: to the disk once it is
+    durable, until then to the memory of its process.
     """
 
     uid: str
@@ -218,7 +229,8 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class NewState:
-    """A state for ``record``: its facts, and what has become of its bytes. The branch moves from the first parent to it.
+    """A state for ``record``: its facts, and what has become of its bytes. The branch moves from
+    the first parent to it.
 
     ``tier`` and ``node`` say where its bytes are, if they are anywhere.
     """
@@ -254,7 +266,8 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class RefEvent:
-    """One line of the reflog: ``old`` is None when the ref was made, ``new`` is None when it was deleted."""
+    """One line of the reflog: ``old`` is None when the ref was made, ``new`` is None when it was
+    deleted."""
 
     id: int
     name: str
@@ -267,9 +280,11 @@ class RefEvent:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What somebody wrote about a state or a branch, in Markdown. One of ``state`` (a uid) and ``branch`` is given.
+    """What somebody wrote about a state or a branch, in Markdown. One of ``state`` (a uid) and
+    ``branch`` is given.
 
-    ``author`` is the name that the writer gave; it is not verified. ``edited_at`` is None if the note was never changed.
+    ``author`` is the name that the writer gave; it is not verified. ``edited_at`` is None if the
+    note was never changed.
     """
 
     uid: str
@@ -302,8 +317,8 @@ class How(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a training ended. If it failed or was interrupted, ``step`` is the step that it had reached; if it failed, ``error`` is the class
-    of the error and the first line of its message.
+    """How a training ended. If it failed or was interrupted, ``step`` is the step that it had
+    reached; if it failed, ``error`` is the class of the error and the first line of its message.
     """
 
     how: How
@@ -312,7 +327,8 @@ class Ending:
 
 
 def facts_of(error: BaseException | None, step: int) -> dict[str, Value]:
-    """What is recorded of a training that an error ended at a step; nothing for one that ended well."""
+    """What is recorded of a training that an error ended at a step; nothing for one that ended
+    well."""
     how = _how(error)
     if error is None or how is How.ENDED:
         return {}
@@ -321,16 +337,24 @@ def facts_of(error: BaseException | None, step: int) -> dict[str, Value]:
 
 
 def ending_of(run: Run, died: Mapping[str, datetime], *, is_over: bool) -> Ending | None:
-    """How a run ended; None while it goes on, or may. ``is_over``: its process is known to have ended.
+    """How a run ended; None while it goes on, or may. ``is_over``: its process is known to have
+    ended.
 
-    :param died: when processes were found dead, by uid: their trainings that were not over by then ended with them.
+    :param died: when processes were found dead, by uid: their trainings that were not over by then
+        ended with them.
     """
     if run.finished_at is None:
         return Ending(How.KILLED) if is_over else None
     how, error, step = (run.config.get(key) for key in (_HOW, _ERROR, _STEP))
     if how in (How.FAILED, How.INTERRUPTED):
-        return Ending(How(how), error if isinstance(error, str) else None, step if isinstance(step, int) else None)
-    was_killed = run.config.get(DIED) is True or (run.process is not None and died.get(run.process) == run.finished_at)
+        return Ending(
+            How(how),
+            error if isinstance(error, str) else None,
+            step if isinstance(step, int) else None,
+        )
+    was_killed = run.config.get(DIED) is True or (
+        run.process is not None and died.get(run.process) == run.finished_at
+    )
     return Ending(How.KILLED if was_killed else How.ENDED)
 
 
@@ -349,13 +373,17 @@ def _how(error: BaseException | None) -> How:
 
 
 def _said(error: BaseException) -> str:
-    """The class of an error and the first line of its message, without secrets and without anything that a database could refuse."""
+    """The class of an error and the first line of its message, without secrets and without
+    anything that a database could refuse."""
     try:
         text = str(error).strip().partition("\n")[0]
     except Exception:  # an error of the user's, whose methods may do anything
         text = ""
     name = type(error).__name__
-    shown = "".join(each if each.isprintable() else " " for each in logs.text(f"{name}: {text}" if text else name))
+    shown = "".join(
+        each if each.isprintable() else " "
+        for each in logs.text(f"{name}: {text}" if text else name)
+    )
     return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 1] + "…"
 
 
@@ -379,9 +407,11 @@ def place_of(generation: int) -> int:
 
 @dataclass(slots=True)
 class Tally:
-    """``count`` values, of which ``gaps`` are not finite; of the others the sum and the extremes, the earliest of equal ones.
+    """``count`` values, of which ``gaps`` are not finite; of the others the sum and the extremes,
+    the earliest of equal ones.
 
-    States are row ids. ``first`` and ``last`` are None where they are NaN; ``gap_id`` is the first state whose value is a gap.
+    States are row ids. ``first`` and ``last`` are None where they are NaN; ``gap_id`` is the first
+    state whose value is a gap.
     """
 
     count: int = 0
@@ -456,13 +486,19 @@ def columns_of(key: str, value: Value, what: str) -> dict[str, object]:
             type_, number = "bool", float(value)
         case int():
             values.plain(value, f"{what} {key!r}")  # at most 64 bits: the chronicle stores no more
-            type_, number, text = "int", float(value), None if abs(value) <= EXACT_INT else str(value)
+            type_, number, text = (
+                "int",
+                float(value),
+                None if abs(value) <= EXACT_INT else str(value),
+            )
         case float():
             type_, number = "float", None if math.isnan(value) else value
         case None:
             pass
         case _:
-            raise InvalidInput(f"{what} {key!r} is a {type(value).__name__}: store a str, int, float, bool or None")
+            raise InvalidInput(
+                f"{what} {key!r} is a {type(value).__name__}: store a str, int, float, bool or None"
+            )
     return {"key": key, "type": type_, "number": number, "text": text}
 
 
@@ -478,3 +514,12 @@ def value_of(type_: str, number: float | None, text: str | None) -> Value:
         case "float":
             return math.nan if number is None else number
     return None
+
+
+class Life(StrEnum):
+    """What is known of a branch's training: its process runs, or has ended; or it cannot be told
+    here."""
+
+    RUNNING = "running"
+    ENDED = "ended"
+    UNKNOWN = "unknown"

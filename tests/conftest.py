@@ -1,4 +1,5 @@
-"""A PostgreSQL server of the tests' own, and what helps to see a hang: ``kill -USR1`` prints the stack of every thread."""
+"""A PostgreSQL server of the tests' own, and what helps to see a hang: ``kill -USR1`` prints the
+stack of every thread."""
 
 from __future__ import annotations
 
@@ -34,40 +35,54 @@ from tests.support.costs import pytest_runtest_protocol as pytest_runtest_protoc
 try:
     import psycopg
 except ImportError:
-    psycopg = None  # type: ignore[assignment] # an optional package: without it, what needs a server is skipped
+    # an optional package: without it, what needs a server is skipped
+    psycopg = None  # type: ignore[assignment]
 
 # A shared machine is no stop-watch.
 for _profile, _count in (("all", 100), ("gate", 100 // effort.PARTS)):
-    settings.register_profile(_profile, max_examples=_count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile(
+        _profile, max_examples=_count, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
 settings.load_profile("all" if effort.IS_THOROUGH else "gate")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Let a person look into a test run that hangs. What is imported is there to stay: no garbage is looked for meanwhile."""
+    """Let a person look into a test run that hangs.
+
+    What is imported is there to stay: no garbage is looked for meanwhile."""
     if config.getoption("hypothesis_seed") is None:
         config.option.hypothesis_seed = effort.SEED
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__ or sys.stderr, all_threads=True)
-    for number, default in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
-        if signal.getsignal(number) is signal.SIG_IGN:  # by nohup or a job in the background; processes of tests would inherit it
+    for number, default in (
+        (signal.SIGHUP, signal.SIG_DFL),
+        (signal.SIGINT, signal.default_int_handler),
+    ):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            # by nohup or a job in the background; processes of tests would inherit it
             signal.signal(number, default)
     gc.disable()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files with slow tests first: where several processes take a file each, none is left alone with a long one at the end."""
+    """Files with slow tests first: where several processes take a file each, none is left alone
+    with a long one at the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
     groups = config.stash[effort.GROUPS] = [group_of(item) for item in items]
-    if not effort.IS_THOROUGH and not any("::" in word for word in config.args):  # whoever names a test gets it
+    if not effort.IS_THOROUGH and not any("::" in word for word in config.args):
+        # whoever names a test gets it
         chosen = effort.in_turn(groups)
-        config.hook.pytest_deselected(items=[item for item, is_chosen in zip(items, chosen, strict=True) if not is_chosen])
+        config.hook.pytest_deselected(
+            items=[item for item, is_chosen in zip(items, chosen, strict=True) if not is_chosen]
+        )
         items[:] = [item for item, is_chosen in zip(items, chosen, strict=True) if is_chosen]
 
 
 def group_of(item: pytest.Item) -> str | None:
-    """Within which a test takes turns: the marker's, all costly ones, or the cases of one test; None: it runs always."""
+    """Within which a test takes turns: the marker's, all costly ones, or the cases of one test;
+    None: it runs always."""
     marker = item.get_closest_marker("in_turn")
     if marker is not None and marker.args:
         return str(marker.args[0])
@@ -90,7 +105,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
 
 
 def pytest_collection_finish() -> None:
-    """From here on garbage is collected, among what the tests make. Seldom: as often as Python does it, it is a sixth of all work."""
+    """From here on garbage is collected, among what the tests make.
+
+    Seldom: as often as Python does it, it is a sixth of all work."""
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
     gc.enable()
@@ -98,7 +115,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def known_commit() -> Iterator[None]:
-    """Git is asked once about this very checkout, not by each of some thousand runs: another process each time."""
+    """Git is asked once about this very checkout, not by each of some thousand runs: another
+    process each time."""
     ask, known = environment._git, functools.cache(environment._git)
 
     def answer() -> tuple[str | None, bool | None, dict[str, Value]]:
@@ -120,7 +138,9 @@ def real_migrations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Postgresql:
-    """A running server that listens on a socket in ``folder`` only. Databases are made from a migrated template."""
+    """A running server that listens on a socket in ``folder`` only.
+
+    Databases are made from a migrated template."""
 
     def __init__(self, folder: Path, binaries: Path) -> None:
         self.folder, self.binaries = folder, binaries
@@ -129,14 +149,41 @@ class Postgresql:
         self._free: list[str] = []
 
     def start(self) -> None:
-        self._run("initdb", "-D", str(self.folder / "data"), "-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-locale", "--no-sync")
+        self._run(
+            "initdb",
+            "-D",
+            str(self.folder / "data"),
+            "-U",
+            "postgres",
+            "-A",
+            "trust",
+            "-E",
+            "UTF8",
+            "--no-locale",
+            "--no-sync",
+        )
         self.start_again()
 
     def start_again(self, *, name: str = "") -> None:
-        """On the data that is there. With a ``name`` only those find it who look for ``host(name)``."""
+        """On the data that is there.
+
+        With a ``name`` only those find it who look for ``host(name)``."""
         options = f"-k {self.host(name)} -c listen_addresses='' -c max_connections=200"
-        options += " -c fsync=off -c full_page_writes=off -c wal_level=minimal -c max_wal_senders=0 -c autovacuum=off"
-        self._run("pg_ctl", "start", "-w", "-D", str(self.folder / "data"), "-l", str(self.folder / "log"), "-o", options)
+        options += (
+            " -c fsync=off -c full_page_writes=off -c wal_level=minimal -c max_wal_senders=0 -c"
+            " autovacuum=off"
+        )
+        self._run(
+            "pg_ctl",
+            "start",
+            "-w",
+            "-D",
+            str(self.folder / "data"),
+            "-l",
+            str(self.folder / "log"),
+            "-o",
+            options,
+        )
 
     def host(self, name: str = "") -> Path:
         """Where its socket lies."""
@@ -149,15 +196,25 @@ class Postgresql:
     def kill(self) -> None:
         """The server first, then all that it had started."""
         server = int((self.folder / "data" / "postmaster.pid").read_text().split()[0])
-        own = [server, *(int(pid) for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split())]
+        own = [
+            server,
+            *(
+                int(pid)
+                for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split()
+            ),
+        ]
         for pid in own:
             with suppress(ProcessLookupError):  # a worker that had done what it was started for
                 os.kill(pid, signal.SIGKILL)
         for pid in own:
             while is_there(pid):
                 os.sched_yield()
-        for lock in (self.folder / "data" / "postmaster.pid", *self.folder.rglob(".s.PGSQL.*.lock")):
-            lock.unlink(missing_ok=True)  # the server asks whether the process is there, and a zombie is
+        for lock in (
+            self.folder / "data" / "postmaster.pid",
+            *self.folder.rglob(".s.PGSQL.*.lock"),
+        ):
+            # the server asks whether the process is there, and a zombie is
+            lock.unlink(missing_ok=True)
 
     def stop(self) -> None:
         self._run("pg_ctl", "stop", "-w", "-m", "immediate", "-D", str(self.folder / "data"))
@@ -183,12 +240,18 @@ class Postgresql:
         return url
 
     def give_back(self, url: str) -> None:
-        """Take back what ``migrated`` gave: emptied it serves another test, at a fraction of the price of a new one."""
-        names = [f'"{table.name}"' for table in reversed(Base.metadata.sorted_tables) if table.name != "repository"]
+        """Take back what ``migrated`` gave: emptied it serves another test, at a fraction of the
+        price of a new one."""
+        names = [
+            f'"{table.name}"'
+            for table in reversed(Base.metadata.sorted_tables)
+            if table.name != "repository"
+        ]
         try:
             with self._connect(str(make_url(url).database)) as connection, connection.transaction():
                 connection.execute("SET lock_timeout = '5s'")
-                connection.execute(f"LOCK TABLE {', '.join(names)} IN ACCESS EXCLUSIVE MODE")  # nobody is at work in it any more
+                # nobody is at work in it any more
+                connection.execute(f"LOCK TABLE {', '.join(names)} IN ACCESS EXCLUSIVE MODE")
                 _clear(connection, names)
                 connection.execute(_OF_ITS_OWN, [secrets.token_hex(12)])
                 version = connection.execute("SELECT version_num FROM alembic_version").fetchall()
@@ -204,7 +267,9 @@ class Postgresql:
         return self.url(name)
 
     def _connect(self, database: str, name: str = "") -> psycopg.Connection[Any]:
-        return psycopg.connect(host=str(self.host(name)), user="postgres", dbname=database, autocommit=True)
+        return psycopg.connect(
+            host=str(self.host(name)), user="postgres", dbname=database, autocommit=True
+        )
 
     def _run(self, program: str, *arguments: str) -> None:
         """As the package's own user when we are root: the server refuses to run as root."""
@@ -212,26 +277,44 @@ class Postgresql:
         if os.geteuid() == 0:
             command = ["runuser", "-u", "postgres", "--", *command]
         with (self.folder / "out").open("ab") as out:
-            done = subprocess.run(command, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=out, stderr=out, check=False)
+            done = subprocess.run(
+                command,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                check=False,
+            )
         if done.returncode:
-            texts = [path.read_text(errors="replace") for path in (self.folder / "out", self.folder / "log") if path.exists()]
+            texts = [
+                path.read_text(errors="replace")
+                for path in (self.folder / "out", self.folder / "log")
+                if path.exists()
+            ]
             raise RuntimeError(f"{program} failed with {done.returncode}:\n" + "\n".join(texts))
 
 
-_OF_ITS_OWN = "INSERT INTO repository (id, uid) VALUES (1, %s) ON CONFLICT (id) DO UPDATE SET uid = excluded.uid"
+_OF_ITS_OWN = (
+    "INSERT INTO repository (id, uid) VALUES (1, %s) ON CONFLICT (id) DO UPDATE SET uid ="
+    " excluded.uid"
+)
 """A lineage of its own, whatever it was copied from."""
 
 _LARGE = (
-    "SELECT EXISTS (SELECT FROM pg_class WHERE relnamespace = 'public'::regnamespace AND relkind = 'r' AND pg_relation_size(oid) > 65536)"
+    "SELECT EXISTS (SELECT FROM pg_class WHERE relnamespace = 'public'::regnamespace AND relkind ="
+    " 'r' AND pg_relation_size(oid) > 65536)"
 )
 
 
 def _clear(connection: psycopg.Connection[Any], names: list[str]) -> None:
-    """Leave no row of these tables, and every number to be given anew. Truncating makes files, some forty: only where rows fill them."""
+    """Leave no row of these tables, and every number to be given anew.
+
+    Truncating makes files, some forty: only where rows fill them."""
     if connection.execute(_LARGE).fetchall() == [(True,)]:
         connection.execute(f"TRUNCATE {', '.join(names)} RESTART IDENTITY")
         return
-    connection.execute("SET LOCAL session_replication_role = replica")  # they refer to each other, and all of them go
+    # they refer to each other, and all of them go
+    connection.execute("SET LOCAL session_replication_role = replica")
     connection.execute("; ".join(f"DELETE FROM {name}" for name in names))
     connection.execute("SELECT setval(oid::regclass, 1, false) FROM pg_class WHERE relkind = 'S'")
 
@@ -266,8 +349,11 @@ def _server() -> Iterator[Postgresql]:
         if os.environ.get("DATASTATES_REQUIRE_POSTGRESQL") == "1":
             pytest.fail(missing)
         pytest.skip(missing)
-    # Not under tmp_path: the server's user must reach it, and the path of a socket is at most 107 bytes.
-    with tempfile.TemporaryDirectory(prefix="datastates-pg-", dir="/tmp", ignore_cleanup_errors=True) as name:
+    # Not under tmp_path: the server's user must reach it, and the path of a socket is at most 107
+    # bytes.
+    with tempfile.TemporaryDirectory(
+        prefix="datastates-pg-", dir="/tmp", ignore_cleanup_errors=True
+    ) as name:
         if os.geteuid() == 0:
             shutil.chown(name, "postgres")
         server = Postgresql(Path(name), binaries)
@@ -293,17 +379,34 @@ def _missing(binaries: Path | None) -> str:
     if psycopg is None:
         return "no PostgreSQL driver in this environment: pip install 'datastates[postgresql]'"
     if os.geteuid() == 0 and "postgres" not in {user.pw_name for user in pwd.getpwall()}:
-        return "PostgreSQL refuses to run as root, and there is no user 'postgres': apt-get install postgresql"
+        return (
+            "PostgreSQL refuses to run as root, and there is no user 'postgres': apt-get install"
+            " postgresql"
+        )
     return ""
 
 
 def _binaries() -> Path | None:
-    """Where ``initdb`` lies: as pg_config says, on the PATH, or where Debian puts it (the newest)."""
+    """Where ``initdb`` lies: as pg_config says, on the PATH, or where Debian puts it (the
+    newest)."""
     folders: list[Path] = []
     if config := shutil.which("pg_config"):
-        folders.append(Path(subprocess.run([config, "--bindir"], capture_output=True, text=True, check=True).stdout.strip()))
+        folders.append(
+            Path(
+                subprocess.run(
+                    [config, "--bindir"], capture_output=True, text=True, check=True
+                ).stdout.strip()
+            )
+        )
     if found := shutil.which("initdb"):
         folders.append(Path(found).parent)
     debian = Path("/usr/lib/postgresql").glob("*/bin")
     folders += sorted(debian, key=lambda path: float(path.parent.name), reverse=True)
-    return next((folder for folder in folders if (folder / "initdb").exists() and (folder / "postgres").exists()), None)
+    return next(
+        (
+            folder
+            for folder in folders
+            if (folder / "initdb").exists() and (folder / "postgres").exists()
+        ),
+        None,
+    )

@@ -96,7 +96,13 @@ def test_bad_value_names_its_variable(name: str, value: str) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"memory_bytes": 0}, {"device_bytes": -1}, {"durable_every": 0}, {"durable_interval_s": -1.0}, {"durable_interval_s": float("nan")}],
+    [
+        {"memory_bytes": 0},
+        {"device_bytes": -1},
+        {"durable_every": 0},
+        {"durable_interval_s": -1.0},
+        {"durable_interval_s": float("nan")},
+    ],
 )
 def test_wrong_value_is_refused_by_name(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match=next(iter(wrong))):
@@ -123,24 +129,46 @@ def test_config_cannot_change() -> None:
 
 
 def test_every_variable_of_the_code_is_documented_and_no_other() -> None:
-    code = "".join(path.read_text() for folder in ("datastates", "lineage", "transport", "api") for path in (ROOT / folder).rglob("*.py"))
-    mentioned = set(re.findall(r"\bDATASTATES_[A-Z_]+\b", code)) - {"DATASTATES_", "DATASTATES_UCX"}  # prefixes
-    documented = set(re.findall(r"`(DATASTATES_[A-Z_]+)`", (ROOT / "docs" / "guide" / "configuration.md").read_text()))
+    code = "".join(
+        path.read_text()
+        for folder in ("datastates", "lineage", "transport", "api")
+        for path in (ROOT / folder).rglob("*.py")
+    )
+    # prefixes
+    mentioned = set(re.findall(r"\bDATASTATES_[A-Z_]+\b", code)) - {
+        "DATASTATES_",
+        "DATASTATES_UCX",
+    }
+    documented = set(
+        re.findall(
+            r"`(DATASTATES_[A-Z_]+)`", (ROOT / "docs" / "guide" / "configuration.md").read_text()
+        )
+    )
 
     assert mentioned <= documented
     scripts = "".join(path.read_text() for path in (ROOT / "scripts").iterdir() if path.is_file())
-    assert documented - mentioned <= set(re.findall(r"\bDATASTATES_[A-Z_]+\b", scripts)), "which only the gate and the build read"
+    assert documented - mentioned <= set(re.findall(r"\bDATASTATES_[A-Z_]+\b", scripts)), (
+        "which only the gate and the build read"
+    )
 
 
 def test_a_cadence_is_said_by_its_parts_or_as_one_value() -> None:
-    parts, whole = Config(durable_every=7, durable_interval_s=None), Config(cadence=Cadence(every=7, interval_s=None))
+    parts, whole = (
+        Config(durable_every=7, durable_interval_s=None),
+        Config(cadence=Cadence(every=7, interval_s=None)),
+    )
     assert parts.cadence_with() == whole.cadence_with() == Cadence(7, None)
     assert Config().cadence_with() == Config(cadence="auto").cadence_with() == Auto()
     assert dataclasses.replace(parts, durable_every=9).cadence_with() == Cadence(9, None)
 
 
-@pytest.mark.parametrize("configured", [Config(durable_every=7, durable_interval_s=None), Config(cadence=Cadence(7, None))])
-def test_a_training_changes_a_part_of_the_configured_cadence_or_brings_its_own(configured: Config) -> None:
+@pytest.mark.parametrize(
+    "configured",
+    [Config(durable_every=7, durable_interval_s=None), Config(cadence=Cadence(7, None))],
+)
+def test_a_training_changes_a_part_of_the_configured_cadence_or_brings_its_own(
+    configured: Config,
+) -> None:
     assert configured.cadence_with(durable_every=2) == Cadence(2, None)
     assert configured.cadence_with(durable_interval_s=5.0) == Cadence(7, 5.0)
     assert configured.cadence_with(Cadence(interval_s=1.0)) == Cadence(None, 1.0)
@@ -155,7 +183,9 @@ def test_a_training_changes_a_part_of_the_configured_cadence_or_brings_its_own(c
         ({"cadence": "checkfreq"}, CheckFreq()),
     ],
 )
-def test_each_explicit_setting_turns_the_automatic_cadence_off(said: dict[str, Any], meant: Policy) -> None:
+def test_each_explicit_setting_turns_the_automatic_cadence_off(
+    said: dict[str, Any], meant: Policy
+) -> None:
     assert Config(**said).cadence_with() == meant
     assert Config().cadence_with(**said) == meant
     assert Config(cadence="auto:2%:100M").cadence_with(**said) == meant
@@ -164,7 +194,12 @@ def test_each_explicit_setting_turns_the_automatic_cadence_off(said: dict[str, A
         "durable_interval_s": "DATASTATES_DURABLE_INTERVAL",
         "cadence": "DATASTATES_CADENCE",
     }
-    assert Config.from_environment({names[name]: str(value) for name, value in said.items()}).cadence_with() == meant
+    assert (
+        Config.from_environment(
+            {names[name]: str(value) for name, value in said.items()}
+        ).cadence_with()
+        == meant
+    )
 
 
 def test_no_interval_alone_means_that_nothing_is_written_by_itself() -> None:
@@ -184,10 +219,15 @@ def test_a_cadence_that_is_said_twice_or_is_none_is_refused() -> None:
             call()
 
 
-@pytest.mark.parametrize(("every", "statuses"), [(None, ["captured"] * 3), (2, ["captured", "durable", "captured"])])
-def test_a_tracker_follows_the_cadence_that_it_is_given(tmp_path: Path, every: int | None, statuses: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("every", "statuses"), [(None, ["captured"] * 3), (2, ["captured", "durable", "captured"])]
+)
+def test_a_tracker_follows_the_cadence_that_it_is_given(
+    tmp_path: Path, every: int | None, statuses: list[str]
+) -> None:
     with datastates.open(tmp_path, memory_bytes="64M") as repo:
-        cadence = datastates.Cadence(every=every, interval_s=None)  # the configured one writes the first, by time
+        # the configured one writes the first, by time
+        cadence = datastates.Cadence(every=every, interval_s=None)
         with repo.track(weight=torch.zeros(3), rng=False, cadence=cadence) as run:
             states = [run.capture().wait() for _ in range(3)]
             repo.core.host().drain()
@@ -201,12 +241,19 @@ def test_a_class_that_is_given_for_an_object_is_said_to_be_one(tmp_path: Path) -
         def process(self, item: datastates.Item) -> None: ...
 
     given: Any = [Mine]
-    with pytest.raises(InvalidInput, match=r"modules has the class Mine: give an object of it, as modules=\[Mine\(\)\]"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"modules has the class Mine: give an object of it, as modules=\[Mine\(\)\]",
+    ):
         Config(modules=given)
-    with pytest.raises(InvalidInput, match="tiers holds the class Mine: give objects of a class that inherits"):
+    with pytest.raises(
+        InvalidInput, match="tiers holds the class Mine: give objects of a class that inherits"
+    ):
         datastates.open(tmp_path, config=Config(tiers=given))
 
 
 def test_every_setting_is_explained() -> None:
     told = Config.__doc__ or ""
-    assert [each.name for each in dataclasses.fields(Config) if f"``{each.name}``" not in told] == []
+    assert [
+        each.name for each in dataclasses.fields(Config) if f"``{each.name}``" not in told
+    ] == []

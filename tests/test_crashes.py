@@ -1,4 +1,5 @@
-"""Trainings that are killed, end badly, or have no room: what was promised is there afterwards, and nothing else."""
+"""Trainings that are killed, end badly, or have no room: what was promised is there afterwards,
+and nothing else."""
 
 from __future__ import annotations
 
@@ -103,10 +104,15 @@ def _check_refs(repo: Repository, facts: Facts) -> None:
 
 
 def _check_listed(repo: Repository, folder: Path, facts: Facts) -> None:
-    """Whatever the lineage says of a state is so: no process lives, so each is durable or has no bytes."""
+    """Whatever the lineage says of a state is so: no process lives, so each is durable or has no
+    bytes."""
     listed = {state.uid: state for state in repo.find("step >= 0")}
     durable = {uid for uid, state in listed.items() if state.status is Status.DURABLE}
-    assert {state.status for state in listed.values()} <= {Status.DURABLE, Status.LOST, Status.EVICTED}
+    assert {state.status for state in listed.values()} <= {
+        Status.DURABLE,
+        Status.LOST,
+        Status.EVICTED,
+    }
     assert set(facts.durable) <= durable
     for uid in durable - facts.seen:
         found = restored(repo, uid)
@@ -119,12 +125,16 @@ def _check_listed(repo: Repository, folder: Path, facts: Facts) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(5, more=3))
-def test_nothing_that_was_reported_is_missing_after_a_kill(smith: Forge, tmp_path: Path, seed: int) -> None:
+def test_nothing_that_was_reported_is_missing_after_a_kill(
+    smith: Forge, tmp_path: Path, seed: int
+) -> None:
     choose = random.Random(seed)
     facts, refs = Facts(), dict[str, str]()
     for number in range(KILLS_OF_A_FOLDER):
         facts.begun.clear()
-        job = smith.start("tests.support.training:train", folder=str(tmp_path), seed=seed * 100 + number)
+        job = smith.start(
+            "tests.support.training:train", folder=str(tmp_path), seed=seed * 100 + number
+        )
         hear(facts, job, choose.randrange(2, 40))
         threading.Event().wait(choose.random() * 0.02)  # anywhere between two lines
         job.kill(signal.SIGKILL)
@@ -148,7 +158,9 @@ def test_a_death_after_any_durable_step_loses_nothing_reported_and_shows_nothing
     smith: Forge, tmp_path: Path, step: str, after: int
 ) -> None:
     facts = Facts()
-    job = smith.start("tests.support.training:train", folder=str(tmp_path), seed=after, step=step, after=after)
+    job = smith.start(
+        "tests.support.training:train", folder=str(tmp_path), seed=after, step=step, after=after
+    )
     for line in job.say():
         facts.hear(line)
     assert job.wait() == 137
@@ -163,7 +175,9 @@ def test_a_death_after_any_durable_step_loses_nothing_reported_and_shows_nothing
         assert restored(repo, taken.uid) == digest(model, optimizer)
 
 
-def test_a_state_that_was_whole_on_disk_when_its_process_died_is_durable(smith: Forge, tmp_path: Path) -> None:
+def test_a_state_that_was_whole_on_disk_when_its_process_died_is_durable(
+    smith: Forge, tmp_path: Path
+) -> None:
     facts, uid = die_unheard(smith, tmp_path)
     with datastates.open(tmp_path) as repo:
         assert repo.state(uid).status is Status.DURABLE
@@ -171,18 +185,26 @@ def test_a_state_that_was_whole_on_disk_when_its_process_died_is_durable(smith: 
         with repo.core.database.read() as session:
             held = replicas_of(session, uid)
     (file,) = (tmp_path / "packs").glob("*.safetensors")
-    assert [(pack.name, pack.size) for pack in packs_of(tmp_path / "packs", uid)] == [(file.name, file.stat().st_size)]
+    assert [(pack.name, pack.size) for pack in packs_of(tmp_path / "packs", uid)] == [
+        (file.name, file.stat().st_size)
+    ]
     added = LocalTier(tmp_path / "packs").manifest(uid).bytes_new
     assert [(one.tier, one.bytes) for one in held] == [("local", added)]
     assert 0 < added <= payload_bytes(file), "other states may share the pack"
 
 
 @pytest.mark.parametrize("damage", ["pack gone", "pack cut", "manifest cut"])
-def test_a_state_that_is_not_whole_on_disk_is_lost_with_its_process(smith: Forge, tmp_path: Path, damage: str) -> None:
+def test_a_state_that_is_not_whole_on_disk_is_lost_with_its_process(
+    smith: Forge, tmp_path: Path, damage: str
+) -> None:
     _, uid = die_unheard(smith, tmp_path)
     what, how = damage.split()
     (path,) = (tmp_path / "packs").glob(f"{uid}.*{'safetensors' if what == 'pack' else 'manifest'}")
-    path.unlink() if how == "gone" else os.truncate(path, 100 if what == "manifest" else path.stat().st_size - 1)
+    (
+        path.unlink()
+        if how == "gone"
+        else os.truncate(path, 100 if what == "manifest" else path.stat().st_size - 1)
+    )
     with datastates.open(tmp_path) as repo:
         assert repo.state(uid).status is Status.LOST
 
@@ -195,7 +217,9 @@ def test_a_repository_that_was_moved_finds_what_is_there(smith: Forge, tmp_path:
         assert restored(repo, uid) == facts.live[uid]
 
 
-def test_a_copy_takes_nothing_of_the_original_s_files_for_its_own(smith: Forge, tmp_path: Path) -> None:
+def test_a_copy_takes_nothing_of_the_original_s_files_for_its_own(
+    smith: Forge, tmp_path: Path
+) -> None:
     _, uid = die_unheard(smith, tmp_path / "runs")
     shutil.copytree(tmp_path / "runs", tmp_path / "copy")
     for path in (tmp_path / "copy" / "packs").glob(f"{uid}.*"):
@@ -209,7 +233,9 @@ def test_a_copy_takes_nothing_of_the_original_s_files_for_its_own(smith: Forge, 
 def die_unheard(smith: Forge, folder: Path) -> tuple[Facts, str]:
     """A training ends when the first state is on disk, and before it could say so; that state."""
     facts = Facts()
-    job = smith.start("tests.support.training:train", folder=str(folder), seed=1, step="manifest-renamed")
+    job = smith.start(
+        "tests.support.training:train", folder=str(folder), seed=1, step="manifest-renamed"
+    )
     for line in job.say():
         facts.hear(line)
     assert job.wait() == 137
@@ -229,7 +255,9 @@ def die_unheard(smith: Forge, folder: Path) -> tuple[Facts, str]:
         ("end", 0),
     ],
 )
-def test_what_was_to_become_durable_is_durable_however_the_training_ends(smith: Forge, tmp_path: Path, how: str, code: int) -> None:
+def test_what_was_to_become_durable_is_durable_however_the_training_ends(
+    smith: Forge, tmp_path: Path, how: str, code: int
+) -> None:
     facts = Facts()
     job = smith.start("tests.support.training:train_and_end", folder=str(tmp_path), how=how)
     hear(facts, job, 10)
@@ -252,13 +280,22 @@ def test_what_was_to_become_durable_is_durable_however_the_training_ends(smith: 
             assert restored(repo, state.uid) == facts.live.get(state.uid, restored(repo, state.uid))
 
 
-def test_a_full_disk_is_told_clearly_to_those_who_ask_for_it_and_training_may_go_on(tmp_path: Path) -> None:
-    config = Config(memory_bytes=64 << 20, durable_interval_s=None, on_step=fail_at("pack-written"), on_failure=OnFailure.RAISE)
+def test_a_full_disk_is_told_clearly_to_those_who_ask_for_it_and_training_may_go_on(
+    tmp_path: Path,
+) -> None:
+    config = Config(
+        memory_bytes=64 << 20,
+        durable_interval_s=None,
+        on_step=fail_at("pack-written"),
+        on_failure=OnFailure.RAISE,
+    )
     with datastates.open(tmp_path, config=config) as repo:
         run, model, optimizer = begin(repo, "main", _quiet)
         failed = capture(run, model, optimizer, _quiet)
         live = digest(model, optimizer)
-        with pytest.raises(Unavailable, match=rf"state {failed.uid} was not written .* no space left, .* make room"):
+        with pytest.raises(
+            Unavailable, match=rf"state {failed.uid} was not written .* no space left, .* make room"
+        ):
             failed.wait("durable")
         with pytest.raises(Unavailable, match=failed.uid):
             capture(run, model, optimizer, _quiet)
@@ -278,14 +315,21 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 3 MiB."""
     folder = tmp_path / "small"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)], capture_output=True, text=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if mounted.returncode:
         pytest.skip(f"no small file system can be mounted here: {mounted.stderr.strip()}")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_disk_that_is_really_full_keeps_what_is_durable_and_works_again_when_there_is_room(tmp_path: Path, small_disk: Path) -> None:
+def test_a_disk_that_is_really_full_keeps_what_is_durable_and_works_again_when_there_is_room(
+    tmp_path: Path, small_disk: Path
+) -> None:
     config = Config(memory_bytes=64 << 20, durable_interval_s=None, on_failure=OnFailure.RAISE)
     with datastates.open(tmp_path / "runs", packs=small_disk, config=config) as repo:
         run, model, optimizer = begin(repo, "main", _quiet)

@@ -22,9 +22,32 @@ from datastates.integrations import saved
 from tests.support.entries import own_members
 
 FIRST = {
-    *("open", "connect", "Repository.track", "Repository.state", "Repository.load", "Repository.restore", "Repository.tag"),
-    *("Repository.branch", "Repository.move", "Repository.log", "Repository.find", "Repository.diff", "Repository.merge"),
-    *("Repository.ensemble", "Repository.serve", "Tracker.epochs", "Tracker.steps", "Tracker.capture", "Tracker.guard", "Capture.wait"),
+    *(
+        "open",
+        "connect",
+        "Repository.track",
+        "Repository.state",
+        "Repository.load",
+        "Repository.restore",
+        "Repository.tag",
+    ),
+    *(
+        "Repository.branch",
+        "Repository.move",
+        "Repository.log",
+        "Repository.find",
+        "Repository.diff",
+        "Repository.merge",
+    ),
+    *(
+        "Repository.ensemble",
+        "Repository.serve",
+        "Tracker.epochs",
+        "Tracker.steps",
+        "Tracker.capture",
+        "Tracker.guard",
+        "Capture.wait",
+    ),
     *("Peer.clone", "explore", "grid", "sample", "kfold", "leave_out", "outliers"),
 }
 """What users meet first: each has an example."""
@@ -50,7 +73,9 @@ PUBLIC = dict(public())
 def example(docstring: str | None) -> str:
     """The indented block of a docstring."""
     lines = inspect.cleandoc(docstring or "").splitlines()
-    starts = [row for row in range(1, len(lines)) if lines[row].startswith("    ") and not lines[row - 1]]
+    starts = [
+        row for row in range(1, len(lines)) if lines[row].startswith("    ") and not lines[row - 1]
+    ]
     if not starts:
         return ""
     code = []
@@ -64,7 +89,9 @@ def example(docstring: str | None) -> str:
 EXAMPLES = {name: code for name, found in PUBLIC.items() if (code := example(found.__doc__))}
 
 
-@pytest.mark.parametrize("name", [name for name, found in PUBLIC.items() if not inspect.isclass(found)])
+@pytest.mark.parametrize(
+    "name", [name for name, found in PUBLIC.items() if not inspect.isclass(found)]
+)
 def test_function_with_more_than_three_parameters_lists_them(name: str) -> None:
     asked = [each for each in inspect.signature(PUBLIC[name]).parameters if each != "self"]
     told = inspect.getdoc(PUBLIC[name]) or ""
@@ -106,9 +133,23 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
         with repo.track(branch="main", model=model, optimizer=optimizer) as run:
             for batch in run.steps(loader):
                 run.capture(metrics={"loss": train_step(batch)})
-        given = {"repo": repo, "model": model, "optimizer": optimizer, "loader": loader, "inputs": inputs, "targets": targets}
+        given = {
+            "repo": repo,
+            "model": model,
+            "optimizer": optimizer,
+            "loader": loader,
+            "inputs": inputs,
+            "targets": targets,
+        }
         workflows = {name: getattr(datastates.studies, name) for name in datastates.studies.__all__}
-        yield {**workflows, **given, "build": build, "train_step": train_step, "losses_of": losses_of, "datastates": datastates}
+        yield {
+            **workflows,
+            **given,
+            "build": build,
+            "train_step": train_step,
+            "losses_of": losses_of,
+            "datastates": datastates,
+        }
     saved.let_go()
 
 

@@ -26,11 +26,15 @@ def test_docstring_draws_the_tree_that_is() -> None:
         path[depth:] = [match[2]]
         drawn[match[2]] = path[depth - 1]
 
-    assert drawn == {each.__name__: each.__bases__[0].__name__ for each in subclasses(DatastatesError)}
+    assert drawn == {
+        each.__name__: each.__bases__[0].__name__ for each in subclasses(DatastatesError)
+    }
 
 
 def test_all_is_the_tree() -> None:
-    assert errors.__all__ == sorted({"DatastatesError", *(each.__name__ for each in subclasses(DatastatesError))})
+    assert errors.__all__ == sorted(
+        {"DatastatesError", *(each.__name__ for each in subclasses(DatastatesError))}
+    )
 
 
 def test_kinds_are_distinct_and_stable() -> None:
@@ -61,7 +65,12 @@ def test_kinds_are_distinct_and_stable() -> None:
 
 @pytest.mark.parametrize(
     ("error", "builtin"),
-    [("InvalidInput", ValueError), ("NotFound", LookupError), ("Closed", RuntimeError), ("Disconnected", ConnectionError)],
+    [
+        ("InvalidInput", ValueError),
+        ("NotFound", LookupError),
+        ("Closed", RuntimeError),
+        ("Disconnected", ConnectionError),
+    ],
 )
 def test_handlers_of_builtin_errors_catch_ours(error: str, builtin: type[Exception]) -> None:
     assert issubclass(getattr(errors, error), builtin)
@@ -70,7 +79,12 @@ def test_handlers_of_builtin_errors_catch_ours(error: str, builtin: type[Excepti
 def test_syntax_problem_puts_a_caret_below_the_column() -> None:
     problem = SyntaxProblem("unexpected '!'", text="step ! 3", column=6, expected=("'='", "'<'"))
 
-    assert str(problem).splitlines() == ["unexpected '!' at column 6", "  step ! 3", "       ^", "expected '=', '<'"]
+    assert str(problem).splitlines() == [
+        "unexpected '!' at column 6",
+        "  step ! 3",
+        "       ^",
+        "expected '=', '<'",
+    ]
     assert (problem.text, problem.column, problem.expected) == ("step ! 3", 6, ("'='", "'<'"))
     assert isinstance(problem, InvalidInput)
 
@@ -83,7 +97,9 @@ def test_details_travel_with_the_error() -> None:
     assert Unavailable("gone", is_gone=True).is_gone
 
 
-@pytest.mark.parametrize("again", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy])
+@pytest.mark.parametrize(
+    "again", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy]
+)
 @pytest.mark.parametrize(
     "error",
     [
@@ -94,6 +110,13 @@ def test_details_travel_with_the_error() -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_an_error_crosses_processes_whole(error: DatastatesError, again: Callable[[DatastatesError], DatastatesError]) -> None:
+def test_an_error_crosses_processes_whole(
+    error: DatastatesError, again: Callable[[DatastatesError], DatastatesError]
+) -> None:
     found = again(error)
-    assert (type(found), str(found), found.args, vars(found)) == (type(error), str(error), error.args, vars(error))
+    assert (type(found), str(found), found.args, vars(found)) == (
+        type(error),
+        str(error),
+        error.args,
+        vars(error),
+    )

@@ -1,4 +1,5 @@
-"""What a user installs: the wheel's exact packages, the sdist, and both at work where the source is not."""
+"""What a user installs: the wheel's exact packages, the sdist, and both at work where the source
+is not."""
 
 from __future__ import annotations
 
@@ -21,7 +22,12 @@ import httpx
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = {"datastates": "datastates", "datastates.api": "api", "datastates.lineage": "lineage", "datastates.transport": "transport"}
+FOLDERS = {
+    "datastates": "datastates",
+    "datastates.api": "api",
+    "datastates.lineage": "lineage",
+    "datastates.transport": "transport",
+}
 
 
 def read_project() -> dict[str, Any]:
@@ -31,13 +37,25 @@ def read_project() -> dict[str, Any]:
 
 def clean() -> dict[str, str]:
     """This environment without anything that would lead back to the source."""
-    return {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "DATASTATES_", "COVERAGE"))}
+    return {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("PYTHON", "DATASTATES_", "COVERAGE"))
+    }
 
 
 def run(*command: str | Path, cwd: Path, **environ: str) -> str:
     """Run in ``cwd``, in a clean environment."""
     words = [str(word) for word in command]
-    done = subprocess.run(words, cwd=cwd, env=clean() | environ, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(
+        words,
+        cwd=cwd,
+        env=clean() | environ,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
     assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
     return done.stdout
 
@@ -48,10 +66,14 @@ def build(source: Path, out: Path, *kinds: str) -> None:
 
 @pytest.fixture(scope="session")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What git would clone, so that neither build/ nor egg-info of the working tree decides what is packed."""
+    """What git would clone, so that neither build/ nor egg-info of the working tree decides what
+    is packed."""
     folder = tmp_path_factory.mktemp("source")
     listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, check=False
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
     )
     if listed.returncode:
         pytest.skip("not a git checkout: nothing says which files belong to the project")
@@ -65,8 +87,14 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             new.write_bytes(old.read_bytes())
             new.chmod(old.stat().st_mode)
-    if subprocess.run([sys.executable, ROOT / "scripts" / "ui", "is-built"], check=False).returncode == 0:
-        shutil.copytree(ROOT / "api" / "static", folder / "api" / "static")  # the gate has built it, which is often enough
+    if (
+        subprocess.run(
+            [sys.executable, ROOT / "scripts" / "ui", "is-built"], check=False
+        ).returncode
+        == 0
+    ):
+        # the gate has built it, which is often enough
+        shutil.copytree(ROOT / "api" / "static", folder / "api" / "static")
     return folder
 
 
@@ -86,9 +114,22 @@ def python(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -
     venv.create(folder, with_pip=False, symlinks=True)
     interpreter = folder / "bin" / "python"
     (site,) = folder.glob("lib/python*/site-packages")
-    run(sys.executable, "-m", "pip", "--python", interpreter, "install", "--quiet", "--no-deps", "--no-index", built[1], cwd=folder)
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        interpreter,
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        built[1],
+        cwd=folder,
+    )
     dependencies = next(path for path in sys.path if path.endswith("site-packages"))
-    (site / "zz_dependencies.pth").write_text(dependencies + "\n")  # a plain path: the .pth files in it, the editable one too, are not read
+    # a plain path: the .pth files in it, the editable one too, are not read
+    (site / "zz_dependencies.pth").write_text(dependencies + "\n")
     return interpreter
 
 
@@ -105,7 +146,9 @@ def test_every_folder_with_python_files_is_a_listed_package() -> None:
             if "node_modules" not in path.parts:
                 found.add(".".join((package, *path.parent.relative_to(ROOT / folder).parts)))
 
-    assert sorted(found) == listed, "list it in pyproject.toml: packages, and package-dir when it is not under datastates/"
+    assert sorted(found) == listed, (
+        "list it in pyproject.toml: packages, and package-dir when it is not under datastates/"
+    )
 
 
 def test_every_package_outside_the_main_folder_says_where_it_lies() -> None:
@@ -127,33 +170,63 @@ def test_every_import_is_of_a_declared_dependency() -> None:
     }
     declared |= {
         import_name
-        for package, import_name in {"scikit-learn": "sklearn", "opentelemetry-api": "opentelemetry", "mlflow-skinny": "mlflow"}.items()
+        for package, import_name in {
+            "scikit-learn": "sklearn",
+            "opentelemetry-api": "opentelemetry",
+            "mlflow-skinny": "mlflow",
+        }.items()
         if package in declared
     }
-    declared |= {"pandas", "ray"}  # the caller's own: who asks for a frame, or passes a RayExecutor, has it
+    # the caller's own: who asks for a frame, or passes a RayExecutor, has it
+    declared |= {
+        "pandas",
+        "ray",
+    }
     declared |= {"triton"}  # comes with a torch that is built for its devices
     found: dict[str, str] = {}
     for folder in FOLDERS.values():
         for path in (ROOT / folder).rglob("*.py"):
             found.update((name.partition(".")[0], str(path)) for name in imports_of(path))
 
-    undeclared = {name: path for name, path in found.items() if name not in {*declared, *sys.stdlib_module_names, "datastates"}}
+    undeclared = {
+        name: path
+        for name, path in found.items()
+        if name not in {*declared, *sys.stdlib_module_names, "datastates"}
+    }
     assert undeclared == {}, "list it in pyproject.toml and constraints.txt"
 
 
 def test_what_is_pinned_fits_the_cuda_that_comes_with_torch() -> None:
-    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
-    built_for = {"2.13.0": "13"}[pinned["torch"]]  # of another torch: what its wheel for Linux asks for
+    pinned = dict(
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    )
+    # of another torch: what its wheel for Linux asks for
+    built_for = {"2.13.0": "13"}[pinned["torch"]]
 
-    assert pinned["cuda-bindings"].partition(".")[0] == built_for, "pip refuses to install torch beside another one"
-    dev = next(each for each in read_project()["project"]["optional-dependencies"]["dev"] if each.startswith("datastates["))
+    assert pinned["cuda-bindings"].partition(".")[0] == built_for, (
+        "pip refuses to install torch beside another one"
+    )
+    dev = next(
+        each
+        for each in read_project()["project"]["optional-dependencies"]["dev"]
+        if each.startswith("datastates[")
+    )
     assert f"cu{built_for}" in re.split(r"[\[\],]", dev)
 
 
 def test_every_dependency_is_pinned() -> None:
     project = read_project()["project"]
-    pinned = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
-    wanted = [each for group in (project["dependencies"], *project["optional-dependencies"].values()) for each in group]
+    pinned = {
+        line.partition("==")[0].lower()
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+    }
+    wanted = [
+        each
+        for group in (project["dependencies"], *project["optional-dependencies"].values())
+        for each in group
+    ]
 
     assert {re.split(r"[^\w-]", each)[0].lower() for each in wanted} - {"datastates"} <= pinned
 
@@ -174,7 +247,9 @@ def test_links_lead_to_the_folders() -> None:
 
 @pytest.mark.slow
 @pytest.mark.in_turn("packaging")
-def test_wheel_holds_exactly_the_listed_packages_and_their_data(built: tuple[Path, Path], source: Path) -> None:
+def test_wheel_holds_exactly_the_listed_packages_and_their_data(
+    built: tuple[Path, Path], source: Path
+) -> None:
     names = files_of(built[1])
 
     packages = {name.rpartition("/")[0].replace("/", ".") for name in names if name.endswith(".py")}
@@ -183,10 +258,18 @@ def test_wheel_holds_exactly_the_listed_packages_and_their_data(built: tuple[Pat
     expected = set()
     for package, folder in FOLDERS.items():
         for path in (source / folder).rglob("*"):
-            is_source = "node_modules" not in path.parts and (path.suffix in {".py", ".lark", ".mako", ".sql"} or path.name == "py.typed")
-            is_page = path.is_relative_to(source / "api" / "static") and path.is_file() and path.name != "made-from"
+            is_source = "node_modules" not in path.parts and (
+                path.suffix in {".py", ".lark", ".mako", ".sql"} or path.name == "py.typed"
+            )
+            is_page = (
+                path.is_relative_to(source / "api" / "static")
+                and path.is_file()
+                and path.name != "made-from"
+            )
             if is_source or is_page:
-                expected.add("/".join((*package.split("."), *path.relative_to(source / folder).parts)))
+                expected.add(
+                    "/".join((*package.split("."), *path.relative_to(source / folder).parts))
+                )
     assert names == expected
     assert "datastates/py.typed" in names
 
@@ -195,11 +278,17 @@ def test_wheel_holds_exactly_the_listed_packages_and_their_data(built: tuple[Pat
 @pytest.mark.in_turn("packaging")
 def test_wheel_carries_the_page_and_the_page_is_small(built: tuple[Path, Path]) -> None:
     with zipfile.ZipFile(built[1]) as archive:
-        page = {info.filename: info for info in archive.infolist() if info.filename.startswith("datastates/api/static/")}
+        page = {
+            info.filename: info
+            for info in archive.infolist()
+            if info.filename.startswith("datastates/api/static/")
+        }
         index = archive.read("datastates/api/static/index.html").decode()
 
     named = set(re.findall(r'(?:src|href)="\./([^"]+)"', index))
-    assert len(named) == 3, "a script, a style and an icon, each relative to where the page is served"
+    assert len(named) == 3, (
+        "a script, a style and an icon, each relative to where the page is served"
+    )
     assert {f"datastates/api/static/{name}" for name in named} <= set(page)
     assert sum(info.file_size for info in page.values()) <= 1_000_000
     assert "<style" not in index, "the page's content policy lets only files of its own in"
@@ -208,12 +297,16 @@ def test_wheel_carries_the_page_and_the_page_is_small(built: tuple[Path, Path]) 
 
 @pytest.mark.slow
 @pytest.mark.in_turn("packaging")
-def test_wheel_from_the_tree_equals_the_one_from_the_sdist(built: tuple[Path, Path], source: Path, tmp_path: Path) -> None:
+def test_wheel_from_the_tree_equals_the_one_from_the_sdist(
+    built: tuple[Path, Path], source: Path, tmp_path: Path
+) -> None:
     build(source, tmp_path, "--wheel")
     (wheel,) = tmp_path.glob("*.whl")
 
     with zipfile.ZipFile(wheel) as direct, zipfile.ZipFile(built[1]) as indirect:
-        assert {name: direct.read(name) for name in direct.namelist()} == {name: indirect.read(name) for name in indirect.namelist()}
+        assert {name: direct.read(name) for name in direct.namelist()} == {
+            name: indirect.read(name) for name in indirect.namelist()
+        }
 
 
 @pytest.mark.slow
@@ -233,7 +326,15 @@ def test_sdist_holds_what_the_gate_needs(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
 
-    needed = {"LICENSE", "README.md", "Makefile", "constraints.txt", "scripts/gate", "tests/test_packaging.py", "lineage/schema.py"}
+    needed = {
+        "LICENSE",
+        "README.md",
+        "Makefile",
+        "constraints.txt",
+        "scripts/gate",
+        "tests/test_packaging.py",
+        "lineage/schema.py",
+    }
     page = {
         "scripts/ui",
         "scripts/backend.py",
@@ -244,14 +345,22 @@ def test_sdist_holds_what_the_gate_needs(built: tuple[Path, Path]) -> None:
     }
     assert needed | page <= names
     assert not {name for name in names if "node_modules" in name or "generated" in name.split("/")}
-    assert not {name for name in names if name.startswith(("datastates/lineage/", "datastates/transport/", "datastates/api/"))}
+    assert not {
+        name
+        for name in names
+        if name.startswith(("datastates/lineage/", "datastates/transport/", "datastates/api/"))
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.in_turn("packaging")
 def test_license_travels_with_the_wheel(built: tuple[Path, Path]) -> None:
     with zipfile.ZipFile(built[1]) as archive:
-        metadata = next(archive.read(name).decode() for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = next(
+            archive.read(name).decode()
+            for name in archive.namelist()
+            if name.endswith(".dist-info/METADATA")
+        )
         assert any(name.endswith(".dist-info/licenses/LICENSE") for name in archive.namelist())
     assert "License-Expression: Apache-2.0" in metadata
 
@@ -260,9 +369,10 @@ def test_license_travels_with_the_wheel(built: tuple[Path, Path]) -> None:
 @pytest.mark.in_turn("packaging")
 def test_installed_wheel_imports_from_where_it_is_installed(python: Path, tmp_path: Path) -> None:
     code = (
-        "import json, importlib.util as u, datastates, datastates.lineage, datastates.transport, datastates.api;"
-        "print(json.dumps([[m.__file__ for m in (datastates, datastates.lineage, datastates.transport, datastates.api)],"
-        "[u.find_spec(n) is not None for n in ('api', 'lineage', 'transport')], datastates.Config().verify]))"
+        "import json, importlib.util as u, datastates, datastates.lineage, datastates.transport,"
+        " datastates.api;print(json.dumps([[m.__file__ for m in (datastates, datastates.lineage,"
+        " datastates.transport, datastates.api)],[u.find_spec(n) is not None for n in ('api',"
+        " 'lineage', 'transport')], datastates.Config().verify]))"
     )
     files, top_level, verify = json.loads(run(python, "-W", "error", "-c", code, cwd=tmp_path))
 
@@ -278,8 +388,13 @@ def test_installed_terminal_works(python: Path, tmp_path: Path) -> None:
 
     assert "doctor" in run(script, "--help", cwd=tmp_path)
     assert run(script, "--version", cwd=tmp_path) == "datastates 0.1.0\n"
-    assert json.loads(run(script, "--repo", "runs", "init", "--json", cwd=tmp_path))["root"] == str(tmp_path / "runs")
-    assert "torch" in {check["name"] for check in json.loads(run(script, "doctor", "--json", cwd=tmp_path))["checks"]}
+    assert json.loads(run(script, "--repo", "runs", "init", "--json", cwd=tmp_path))["root"] == str(
+        tmp_path / "runs"
+    )
+    assert "torch" in {
+        check["name"]
+        for check in json.loads(run(script, "doctor", "--json", cwd=tmp_path))["checks"]
+    }
     assert run(python, "-m", "datastates", "--version", cwd=tmp_path) == "datastates 0.1.0\n"
 
 
@@ -289,7 +404,9 @@ def test_installed_wheel_serves_the_page(python: Path, tmp_path: Path) -> None:
     script = python.parent / "datastates"
     run(script, "--repo", "runs", "init", cwd=tmp_path)
     command = [str(script), "--repo", "runs", "serve", "http://127.0.0.1:0", "--json"]
-    with subprocess.Popen(command, cwd=tmp_path, env=clean(), stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=clean(), stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             url = json.loads(process.stdout.readline())["url"].rstrip("/")

@@ -13,7 +13,18 @@ from datastates import testing
 PUBLIC = {
     *("CadenceChoice", "CheckFreq", "Daly", "OnImprovement", "TwoLevel", "Young"),
     *("Cadence", "Ensemble", "Guard", "Item", "Module", "ModuleFailed", "Prediction", "Rewind"),
-    *("Ambiguous", "Auto", "BackPressure", "Capture", "Closed", "Config", "Conflict", "Corrupt", "DatastatesError", "InvalidInput"),
+    *(
+        "Ambiguous",
+        "Auto",
+        "BackPressure",
+        "Capture",
+        "Closed",
+        "Config",
+        "Conflict",
+        "Corrupt",
+        "DatastatesError",
+        "InvalidInput",
+    ),
     *(
         "NotFound",
         "OnFailure",
@@ -102,29 +113,38 @@ def test_importing_does_without_torch(code: str) -> None:
 @pytest.mark.parametrize("before", ["enable", "disable"])
 def test_collections_rest_while_a_name_is_imported_and_go_on_as_before(before: str) -> None:
     code = (
-        f"import datastates, gc, importlib; gc.{before}(); was = gc.isenabled(); seen = []; load = importlib.import_module\n"
-        "def watched(*given): seen.append(gc.isenabled()); return load(*given)\n"
-        "datastates.import_module = watched; datastates.open\n"
-        "try: datastates.nothing\n"
-        "except AttributeError: pass\n"
-        "assert seen == [False] and gc.isenabled() is was, (seen, was)"
+        f"import datastates, gc, importlib; gc.{before}(); was = gc.isenabled(); seen = []; load ="
+        " importlib.import_module\ndef watched(*given): seen.append(gc.isenabled()); return"
+        " load(*given)\ndatastates.import_module = watched; datastates.open\ntry:"
+        " datastates.nothing\nexcept AttributeError: pass\nassert seen == [False] and"
+        " gc.isenabled() is was, (seen, was)"
     )
     modules_after(code)
 
 
 def test_importing_the_package_alone_is_cheap() -> None:
-    assert not modules_after("import datastates; datastates.NotFound, datastates.Config") & {"sqlalchemy", "msgspec", "typer", "rich"}
+    assert not modules_after("import datastates; datastates.NotFound, datastates.Config") & {
+        "sqlalchemy",
+        "msgspec",
+        "typer",
+        "rich",
+    }
 
 
 def test_faults_do_without_pytest_and_suites_are_imported_when_they_are_used() -> None:
     assert "pytest" not in modules_after(
-        "from datastates.testing import fail_at, WrappedTier; import datastates.testing; dir(datastates.testing)"
+        "from datastates.testing import fail_at, WrappedTier; import datastates.testing;"
+        " dir(datastates.testing)"
     )
     assert "pytest" in modules_after("from datastates.testing import TierSuite, TransportSuite")
 
 
 def test_names_for_tests_resolve_are_sorted_and_are_listed_by_dir() -> None:
-    assert set(dir(testing)) >= set(testing.__all__) >= {"TierSuite", "TransportSuite", "WrappedTier", "crash_at", "fail_at"}
+    assert (
+        set(dir(testing))
+        >= set(testing.__all__)
+        >= {"TierSuite", "TransportSuite", "WrappedTier", "crash_at", "fail_at"}
+    )
     assert testing.__all__ == sorted(testing.__all__)
     assert all(getattr(testing, name) is not None for name in testing.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):

@@ -33,7 +33,10 @@ def model_of(width: int, frozen: int) -> nn.Sequential:
 
 def test_what_is_loaded_is_writable_and_never_reaches_the_pack(tmp_path: Path) -> None:
     tracked = {"weight": torch.arange(100_000.0)}
-    with datastates.open(tmp_path, memory_bytes=4 * SLOT) as repo, repo.track(tracked=tracked) as run:
+    with (
+        datastates.open(tmp_path, memory_bytes=4 * SLOT) as repo,
+        repo.track(tracked=tracked) as run,
+    ):
         run.capture().wait("durable")
     with datastates.open(tmp_path) as repo:
         loaded = repo.load("main")["tracked"]["weight"]
@@ -45,7 +48,10 @@ def test_what_is_loaded_is_writable_and_never_reaches_the_pack(tmp_path: Path) -
 
 def test_memory_restores_without_the_disk(tmp_path: Path) -> None:
     tracked = {"weight": torch.zeros(1000)}
-    with datastates.open(tmp_path, memory_bytes=8 * SLOT) as repo, repo.track(tracked=tracked) as run:
+    with (
+        datastates.open(tmp_path, memory_bytes=8 * SLOT) as repo,
+        repo.track(tracked=tracked) as run,
+    ):
         first = run.capture().wait("durable")
         tracked["weight"].add_(1)
         second = run.capture().wait()
@@ -58,7 +64,10 @@ def test_memory_restores_without_the_disk(tmp_path: Path) -> None:
 
 def test_an_evicted_state_names_the_nearest_that_can_be_restored(tmp_path: Path) -> None:
     tracked = {"weight": torch.zeros(1000)}
-    with datastates.open(tmp_path, memory_bytes=3 * SLOT) as repo, repo.track(tracked=tracked, durable_interval_s=1e9) as run:
+    with (
+        datastates.open(tmp_path, memory_bytes=3 * SLOT) as repo,
+        repo.track(tracked=tracked, durable_interval_s=1e9) as run,
+    ):
         kept = run.capture().wait("durable")
         captured = []
         for _ in range(6):
@@ -72,15 +81,23 @@ def test_an_evicted_state_names_the_nearest_that_can_be_restored(tmp_path: Path)
         assert repo.state(captured[0].uid).status is Status.EVICTED
 
 
-def test_what_only_the_memory_of_a_training_holds_names_the_nearest_that_lies_here(tmp_path: Path) -> None:
+def test_what_only_the_memory_of_a_training_holds_names_the_nearest_that_lies_here(
+    tmp_path: Path,
+) -> None:
     tracked = {"weight": torch.zeros(10)}
     config = Config(durable_interval_s=None)
-    with datastates.open(tmp_path, config=config) as repo, repo.track(tracked=tracked) as run, datastates.open(tmp_path) as other:
+    with (
+        datastates.open(tmp_path, config=config) as repo,
+        repo.track(tracked=tracked) as run,
+        datastates.open(tmp_path) as other,
+    ):
         kept = run.capture().wait("durable")
         run.capture().wait()
         newest = run.capture().wait()
 
-        with pytest.raises(Unavailable, match=f"memory of another process, {os.getpid()} on .* {kept.uid[:10]}") as caught:
+        with pytest.raises(
+            Unavailable, match=f"memory of another process, {os.getpid()} on .* {kept.uid[:10]}"
+        ) as caught:
             other.load(newest.uid)
         assert caught.value.nearest == kept.uid
 
@@ -101,10 +118,14 @@ def test_fifty_versions_of_a_fine_tuned_model_cost_little_more_than_one(tmp_path
 
         assert held <= 7 * states[0].bytes_total
         for state, weight in zip(states, weights, strict=True):
-            assert torch.equal(repo.load(state.uid, only="model/0.weight")["model"]["0.weight"], weight)
+            assert torch.equal(
+                repo.load(state.uid, only="model/0.weight")["model"]["0.weight"], weight
+            )
 
 
-def test_of_several_errors_at_the_end_one_is_raised_and_the_others_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_of_several_errors_at_the_end_one_is_raised_and_the_others_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Failing:
         def __init__(self, error: Exception) -> None:
             self.error = error
@@ -133,7 +154,10 @@ def test_a_write_that_fails_after_its_tracker_ended_is_raised_by_close(tmp_path:
 
     tracked = {"weight": torch.zeros(1000)}
     repo = datastates.open(
-        tmp_path, config=Config(memory_bytes=8 * SLOT, durable_interval_s=None, on_step=fail, on_failure=OnFailure.RAISE)
+        tmp_path,
+        config=Config(
+            memory_bytes=8 * SLOT, durable_interval_s=None, on_step=fail, on_failure=OnFailure.RAISE
+        ),
     )
     with repo.track(tracked=tracked, rng=False) as run:
         first = run.capture().wait()
@@ -155,12 +179,16 @@ def test_a_folder_that_was_deleted_is_called_gone_and_not_full(tmp_path: Path) -
         first = run.capture().wait("durable")
         packs.rename(tmp_path / "elsewhere")
         second = run.capture()
-        with pytest.raises(Unavailable, match=rf"state {second.uid} was not written: the folder {packs} is gone") as caught:
+        with pytest.raises(
+            Unavailable, match=rf"state {second.uid} was not written: the folder {packs} is gone"
+        ) as caught:
             second.wait("durable")
         assert "make room" not in str(caught.value)
         with pytest.raises(Unavailable, match="is gone"):
             run.capture()
-        with pytest.raises(Unavailable, match=rf"state {first.uid} cannot be read: the folder {packs} is gone"):
+        with pytest.raises(
+            Unavailable, match=rf"state {first.uid} cannot be read: the folder {packs} is gone"
+        ):
             reader.load(first.uid)
         (tmp_path / "elsewhere").rename(packs)
         assert torch.equal(reader.load(first.uid)["tracked"]["weight"], torch.zeros(1000))
@@ -174,7 +202,10 @@ def memory_held(repo: Repository) -> int:
 
 def test_a_server_keeps_the_lineage_of_local_packs(postgresql_url: str, tmp_path: Path) -> None:
     tracked = {"weight": torch.zeros(1000)}
-    with datastates.open(postgresql_url, packs=tmp_path, memory_bytes=4 * SLOT) as repo, repo.track(tracked=tracked) as run:
+    with (
+        datastates.open(postgresql_url, packs=tmp_path, memory_bytes=4 * SLOT) as repo,
+        repo.track(tracked=tracked) as run,
+    ):
         for _ in range(3):
             tracked["weight"].add_(1)
             run.capture(metrics={"loss": 0.5})
@@ -184,9 +215,14 @@ def test_a_server_keeps_the_lineage_of_local_packs(postgresql_url: str, tmp_path
         assert torch.equal(repo.load("warm")["tracked"]["weight"], torch.full((1000,), 2.0))
 
 
-def test_ranks_restore_the_state_that_the_branch_had_for_rank_0_though_it_moves(tmp_path: Path) -> None:
+def test_ranks_restore_the_state_that_the_branch_had_for_rank_0_though_it_moves(
+    tmp_path: Path,
+) -> None:
     tracked = {"weight": torch.zeros(1000)}
-    with datastates.open(tmp_path, memory_bytes=8 * SLOT) as repo, repo.track(tracked=tracked) as run:
+    with (
+        datastates.open(tmp_path, memory_bytes=8 * SLOT) as repo,
+        repo.track(tracked=tracked) as run,
+    ):
         run.capture().wait()
         tracked["weight"].add_(1)
         has_looked = threading.Event()
@@ -203,15 +239,21 @@ def test_ranks_restore_the_state_that_the_branch_had_for_rank_0_though_it_moves(
             if group.rank == 1:
                 assert has_looked.wait(30)
                 run.capture().wait()
-            repo.restore("main", into={"tracked": {"weight": mine}}, group=Slow(group.hall, group.rank))
-            return mine.unique().tolist()  # type: ignore[no-any-return]  # torch does not say what is in the list
+            repo.restore(
+                "main", into={"tracked": {"weight": mine}}, group=Slow(group.hall, group.rank)
+            )
+            # torch does not say what is in the list
+            return mine.unique().tolist()  # type: ignore[no-any-return]
 
         assert on_threads(2, restore)[0] == [[0.0], [0.0]]
 
 
 def test_ranks_that_restore_unlike_states_together_all_raise(tmp_path: Path) -> None:
     tracked = {"weight": torch.zeros(1000)}
-    with datastates.open(tmp_path, memory_bytes=8 * SLOT) as repo, repo.track(tracked=tracked) as run:
+    with (
+        datastates.open(tmp_path, memory_bytes=8 * SLOT) as repo,
+        repo.track(tracked=tracked) as run,
+    ):
         run.capture().wait()
         tracked["weight"].add_(1)
         newest = run.capture().wait()
@@ -219,9 +261,15 @@ def test_ranks_that_restore_unlike_states_together_all_raise(tmp_path: Path) -> 
         def restore(*revs: str) -> list[Any]:
             into = [torch.full((1000,), -1.0) for _ in revs]
             made, _ = on_threads(
-                len(revs), lambda group: repo.restore(revs[group.rank], into={"tracked": {"weight": into[group.rank]}}, group=group)
+                len(revs),
+                lambda group: repo.restore(
+                    revs[group.rank], into={"tracked": {"weight": into[group.rank]}}, group=group
+                ),
             )
-            return [each if isinstance(each, Exception) else into[rank].unique().tolist() for rank, each in enumerate(made)]
+            return [
+                each if isinstance(each, Exception) else into[rank].unique().tolist()
+                for rank, each in enumerate(made)
+            ]
 
         for refused in restore("main~1", "main"):
             assert isinstance(refused, InvalidInput)
@@ -237,7 +285,10 @@ def test_a_training_that_names_no_state_builds_no_parser(tmp_path: Path) -> None
     for known in (*parsers, grammar.parse_query, revision._parse):
         known.cache_clear()
     tracked = {"weight": torch.zeros(1000)}
-    with datastates.open(tmp_path, memory_bytes=8 * SLOT) as repo, repo.track(tracked=tracked) as run:
+    with (
+        datastates.open(tmp_path, memory_bytes=8 * SLOT) as repo,
+        repo.track(tracked=tracked) as run,
+    ):
         run.capture(metrics={"loss": 1.0}).wait("durable")
 
         assert [parser.cache_info().currsize for parser in parsers] == [0, 0]

@@ -1,4 +1,5 @@
-"""Wherever a revision is taken, a state is taken too, and means the same: every public function and method is asked with both."""
+"""Wherever a revision is taken, a state is taken too, and means the same: every public function
+and method is asked with both."""
 
 from __future__ import annotations
 
@@ -52,9 +53,13 @@ def public() -> Iterator[tuple[str, Any]]:
             if inspect.isfunction(found):
                 yield name, found
             elif inspect.isclass(found):
-                members = ((member, vars(kind)) for kind in found.__mro__[::-1] for member in vars(kind))
+                members = (
+                    (member, vars(kind)) for kind in found.__mro__[::-1] for member in vars(kind)
+                )
                 yield from (
-                    (f"{name}.{each}", of[each]) for each, of in members if not each.startswith("_") and inspect.isfunction(of[each])
+                    (f"{name}.{each}", of[each])
+                    for each, of in members
+                    if not each.startswith("_") and inspect.isfunction(of[each])
                 )
 
 
@@ -89,7 +94,8 @@ def train(job: Any) -> None:
 
 @dataclass
 class World:
-    """A repository that ``peer`` reaches, and another one that ``far`` reaches; ``fresh`` gives names that are free."""
+    """A repository that ``peer`` reaches, and another one that ``far`` reaches; ``fresh`` gives
+    names that are free."""
 
     repo: Repository
     other: Repository
@@ -115,7 +121,11 @@ class World:
     def move(self, rev: Any, expected: Any) -> str:
         name = self.fresh()
         self.repo.branch(name, "main~2" if expected is None else expected)
-        return self.repo.move(name, "main" if rev is None else rev, expected="main~2" if expected is None else expected).state
+        return self.repo.move(
+            name,
+            "main" if rev is None else rev,
+            expected="main~2" if expected is None else expected,
+        ).state
 
     def saved(self, rev: Any) -> list[str]:
         uid = datastates.save({"weight": torch.ones(4)}, self.fresh(), repo=self.repo, start=rev)
@@ -123,7 +133,9 @@ class World:
 
     def explored(self, rev: Any) -> str:
         plan = Plan((Variant("only", None, 1),), {}, ())
-        return datastates.studies.explore(self.repo, rev, plan, train, SerialExecutor(), study=self.fresh(), progress=False).start.uid
+        return datastates.studies.explore(
+            self.repo, rev, plan, train, SerialExecutor(), study=self.fresh(), progress=False
+        ).start.uid
 
     def outliers(self, branches: Any) -> list[str]:
         found = datastates.studies.outliers(
@@ -141,21 +153,39 @@ class World:
 
 
 CALLS: dict[str, Callable[[World, Any], object]] = {
-    "MPIGroup.broadcast(rev)": lambda world, rev: SoloGroup().broadcast(world.repo, rev),  # it inherits that
-    "Peer.begin_clone(rev)": lambda world, rev: world.peer.begin_clone(rev, repo=world.other).wait().state.uid,
-    "Peer.begin_push(rev)": lambda world, rev: world.far.begin_push(rev, repo=world.repo).wait().state.uid,
+    "MPIGroup.broadcast(rev)": (
+        lambda world, rev: SoloGroup().broadcast(world.repo, rev)
+    ),  # it inherits that
+    "Peer.begin_clone(rev)": (
+        lambda world, rev: world.peer.begin_clone(rev, repo=world.other).wait().state.uid
+    ),
+    "Peer.begin_push(rev)": (
+        lambda world, rev: world.far.begin_push(rev, repo=world.repo).wait().state.uid
+    ),
     "Peer.clone(rev)": lambda world, rev: world.peer.clone(rev, into={"model": Weight()}).state.uid,
     "Peer.log(rev)": lambda world, rev: [state.uid for state in world.peer.log(rev)],
     "Peer.push(rev)": lambda world, rev: world.far.push(rev, repo=world.repo).state.uid,
     "Peer.state(rev)": lambda world, rev: world.peer.state(rev).uid,
-    "Repository.ancestors(rev)": lambda world, rev: [state.uid for state in world.repo.ancestors(rev)],
+    "Repository.ancestors(rev)": lambda world, rev: [
+        state.uid for state in world.repo.ancestors(rev)
+    ],
     "Repository.blame(rev)": lambda world, rev: [each.state.uid for each in world.repo.blame(rev)],
-    "Repository.bisect(bad)": lambda world, rev: world.repo.bisect("main~2", rev, lambda tree: None).bad.uid,
-    "Repository.bisect(good)": lambda world, rev: world.repo.bisect(rev, "main", lambda tree: None).good.uid,
-    "Repository.annotate(rev)": lambda world, rev: world.repo.annotate(rev, attributes={"seen": True}).uid,
+    "Repository.bisect(bad)": (
+        lambda world, rev: world.repo.bisect("main~2", rev, lambda tree: None).bad.uid
+    ),
+    "Repository.bisect(good)": (
+        lambda world, rev: world.repo.bisect(rev, "main", lambda tree: None).good.uid
+    ),
+    "Repository.annotate(rev)": (
+        lambda world, rev: world.repo.annotate(rev, attributes={"seen": True}).uid
+    ),
     "Repository.branch(rev)": lambda world, rev: world.repo.branch(world.fresh(), rev).state,
-    "Repository.descendants(rev)": lambda world, rev: {state.uid for state in world.repo.descendants(rev) if state.step <= 3},
-    "Repository.compare(revs)": lambda world, rev: [each.state.uid for each in world.repo.compare([rev, "main"])],
+    "Repository.descendants(rev)": lambda world, rev: {
+        state.uid for state in world.repo.descendants(rev) if state.step <= 3
+    },
+    "Repository.compare(revs)": lambda world, rev: [
+        each.state.uid for each in world.repo.compare([rev, "main"])
+    ],
     "Repository.diff(new)": lambda world, rev: world.repo.diff("main", rev).new.uid,
     "Repository.diff(old)": lambda world, rev: world.repo.diff(rev, "main").old.uid,
     "Repository.ensemble(revs)": lambda world, rev: world.ensemble([rev, "main"]),
@@ -165,23 +195,33 @@ CALLS: dict[str, Callable[[World, Any], object]] = {
     "Repository.merge(revs)": lambda world, rev: world.repo.merge([rev, "main"]).parents,
     "Repository.move(expected)": lambda world, rev: world.move(None, rev),
     "Repository.move(rev)": lambda world, rev: world.move(rev, None),
-    "Repository.restore(rev)": lambda world, rev: world.repo.restore(rev, {"model": Weight()}).restored,
+    "Repository.restore(rev)": (
+        lambda world, rev: world.repo.restore(rev, {"model": Weight()}).restored
+    ),
     "Repository.state(rev)": lambda world, rev: world.repo.state(rev).uid,
     "Repository.tag(rev)": lambda world, rev: world.repo.tag(world.fresh(), rev).state,
     "Repository.track(start)": World.track,
     "Repository.verify(rev)": lambda world, rev: world.repo.verify(rev).uid,
     "Repository.verify_merge(rev)": lambda world, rev: world.repo.verify_merge(rev).uid,
-    "TorchGroup.broadcast(rev)": lambda world, rev: SoloGroup().broadcast(world.repo, rev),  # it too
+    "TorchGroup.broadcast(rev)": (
+        lambda world, rev: SoloGroup().broadcast(world.repo, rev)
+    ),  # it too
     "SoloGroup.broadcast(rev)": lambda world, rev: SoloGroup().broadcast(world.repo, rev),
     "Tracker.restore(rev)": World.restore,
     "explore(start)": World.explored,
     "export_bundle(revs)": lambda world, rev: (
-        datastates.files.bundle.export_bundle(world.repo, [rev], world.folder / world.fresh()).states[0].uid
+        datastates.files.bundle.export_bundle(world.repo, [rev], world.folder / world.fresh())
+        .states[0]
+        .uid
     ),
     "export_files(revs)": lambda world, rev: (
-        datastates.files.importing.export_files(world.repo, [rev], world.folder / world.fresh())[0].state.uid
+        datastates.files.importing.export_files(world.repo, [rev], world.folder / world.fresh())[
+            0
+        ].state.uid
     ),
-    "load(rev)": lambda world, rev: datastates.load(rev, repo=world.repo)["model"]["weight"].tolist(),
+    "load(rev)": (
+        lambda world, rev: datastates.load(rev, repo=world.repo)["model"]["weight"].tolist()
+    ),
     "outliers(branches)": lambda world, rev: (world.outliers([rev]), world.outliers(rev)),
     "save(start)": World.saved,
     "prefix_epochs(rev)": lambda world, rev: datastates.studies.prefix_epochs(world.repo, rev),
@@ -191,30 +231,45 @@ CALLS: dict[str, Callable[[World, Any], object]] = {
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """A branch ``main`` of three states, its mean with what it began from (``soup``), and everything that asks about them."""
+    """A branch ``main`` of three states, its mean with what it began from (``soup``), and
+    everything that asks about them."""
     folder = tmp_path_factory.mktemp("revisions")
     torch.set_num_threads(1)
     with ExitStack() as stack:
         config = Config(memory_bytes=256 << 20, durable_every=1)
-        repo, other = (stack.enter_context(datastates.open(folder / name, config=config)) for name in ("repo", "other"))
+        repo, other = (
+            stack.enter_context(datastates.open(folder / name, config=config))
+            for name in ("repo", "other")
+        )
         model = Weight()
         with repo.track(branch="main", model=model) as run:
             for step in range(1, 4):
                 model.weight.data.fill_(step)
                 run.capture(metrics={"loss": 1 / step}, attributes={"epoch": step}).wait("durable")
         repo.merge(["main", "main~2"], into="soup")
-        servers = [stack.enter_context(each.serve("tcp://127.0.0.1:0", token=TOKEN, is_writable=True)) for each in (repo, other)]
-        near, far = (stack.enter_context(datastates.connect(server.url, token=TOKEN)) for server in servers)
+        servers = [
+            stack.enter_context(each.serve("tcp://127.0.0.1:0", token=TOKEN, is_writable=True))
+            for each in (repo, other)
+        ]
+        near, far = (
+            stack.enter_context(datastates.connect(server.url, token=TOKEN)) for server in servers
+        )
         yield World(repo, other, near, far, folder)
 
 
 def test_every_public_entry_that_takes_a_revision_is_asked_here() -> None:
-    assert set(ENTRIES) - set(OTHERS) == set(CALLS), "give each a call; one that means something else has a reason in OTHERS"
+    assert set(ENTRIES) - set(OTHERS) == set(CALLS), (
+        "give each a call; one that means something else has a reason in OTHERS"
+    )
     assert set(OTHERS) <= set(ENTRIES)
 
 
 def test_every_public_entry_that_takes_a_revision_says_that_it_takes_states() -> None:
-    assert [entry for entry, annotation in ENTRIES.items() if "str | State" not in annotation and entry not in OTHERS] == []
+    assert [
+        entry
+        for entry, annotation in ENTRIES.items()
+        if "str | State" not in annotation and entry not in OTHERS
+    ] == []
 
 
 @pytest.mark.parametrize("entry", CALLS)

@@ -1,4 +1,5 @@
-"""A state whose tensors are in several shards, cut unevenly along rows and along columns, is one like any other."""
+"""A state whose tensors are in several shards, cut unevenly along rows and along columns, is one
+like any other."""
 
 from __future__ import annotations
 
@@ -119,14 +120,22 @@ def test_it_is_compared_shard_by_shard(folder: Path, objects: dict[str, Any]) ->
     with datastates.open(folder) as repo:
         for branch in ("other", "plain"):  # cut in the same way, and not at all
             found = repo.diff("main", branch)
-            assert {tensor.path for tensor in found.tensors if tensor.change is Change.CHANGED} == {"net/turned"}
+            assert {tensor.path for tensor in found.tensors if tensor.change is Change.CHANGED} == {
+                "net/turned"
+            }
             (changed,) = (tensor for tensor in found.tensors if tensor.path == "net/turned")
             assert changed.at == (3, 250)
-        moments = [tensor for tensor in repo.diff("main", "other").tensors if tensor.path.endswith("head.weight/exp_avg_sq")]
+        moments = [
+            tensor
+            for tensor in repo.diff("main", "other").tensors
+            if tensor.path.endswith("head.weight/exp_avg_sq")
+        ]
         assert [moment.norm for moment in moments] == [None], "the same chunks are not read"
 
 
-def test_it_is_exported_and_downloaded_as_whole_tensors(repo: Repository, folder: Path, objects: dict[str, Any], tmp_path: Path) -> None:
+def test_it_is_exported_and_downloaded_as_whole_tensors(
+    repo: Repository, folder: Path, objects: dict[str, Any], tmp_path: Path
+) -> None:
     path = tmp_path / "out.safetensors"
     state = repo.state("main")
     export(plan_export(repo.load("main"), state, path))
@@ -156,14 +165,21 @@ def test_it_is_merged(folder: Path, objects: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("atomic", [True, False])
-def test_it_is_cloned_into_live_objects(repo: Repository, objects: dict[str, Any], atomic: bool) -> None:
+def test_it_is_cloned_into_live_objects(
+    repo: Repository, objects: dict[str, Any], atomic: bool
+) -> None:
     mine = trained(4, steps=0)
-    with repo.serve("tcp://127.0.0.1:0", token=TOKEN) as server, datastates.connect(server.url, token=TOKEN) as peer:
+    with (
+        repo.serve("tcp://127.0.0.1:0", token=TOKEN) as server,
+        datastates.connect(server.url, token=TOKEN) as peer,
+    ):
         peer.clone("main", into=mine, atomic=atomic)
     assert_equal(live(mine), live(objects))
 
 
-def test_it_is_cloned_into_another_repository(repo: Repository, objects: dict[str, Any], tmp_path: Path) -> None:
+def test_it_is_cloned_into_another_repository(
+    repo: Repository, objects: dict[str, Any], tmp_path: Path
+) -> None:
     with (
         repo.serve("tcp://127.0.0.1:0", token=TOKEN) as server,
         datastates.connect(server.url, token=TOKEN) as peer,

@@ -92,7 +92,9 @@ REFUSED: list[object] = [
 
 
 @pytest.mark.parametrize(("given", "taken"), TAKEN, ids=repr)
-def test_an_attribute_is_recorded_as_the_plain_value_that_it_holds(given: object, taken: object) -> None:
+def test_an_attribute_is_recorded_as_the_plain_value_that_it_holds(
+    given: object, taken: object
+) -> None:
     (found,) = values.attributes({"a": given}).values()
     assert found == taken
     assert type(found) is type(taken)
@@ -111,7 +113,19 @@ def test_what_no_database_holds_is_refused_by_name(given: object) -> None:
         values.attributes({"a": given})
 
 
-@pytest.mark.parametrize("given", [1, True, 0.5, Ratio(0.5), np.float16(1), torch.ones((), requires_grad=True), np.ones(1), math.nan])
+@pytest.mark.parametrize(
+    "given",
+    [
+        1,
+        True,
+        0.5,
+        Ratio(0.5),
+        np.float16(1),
+        torch.ones((), requires_grad=True),
+        np.ones(1),
+        math.nan,
+    ],
+)
 def test_a_metric_is_a_float(given: Any) -> None:
     assert type(values.number(given, "metric")) is float
 
@@ -126,13 +140,21 @@ def test_a_metric_that_is_no_number_is_refused_by_its_key(given: object) -> None
         values.metrics({"loss": given})
 
 
-@pytest.mark.parametrize("given", [2, 2.0, np.int64(2), np.float32(2), torch.tensor(2), torch.tensor([2.0]), Count.TWO], ids=repr)
+@pytest.mark.parametrize(
+    "given",
+    [2, 2.0, np.int64(2), np.float32(2), torch.tensor(2), torch.tensor([2.0]), Count.TWO],
+    ids=repr,
+)
 def test_a_step_is_a_whole_number_whatever_holds_it(given: object) -> None:
     assert values.step(given) == 2
     assert type(values.step(given)) is int
 
 
-@pytest.mark.parametrize("given", [True, 0.5, math.nan, math.inf, None, "2", -1, 2**63, np.bool_(True), torch.ones(2), [2]], ids=repr)
+@pytest.mark.parametrize(
+    "given",
+    [True, 0.5, math.nan, math.inf, None, "2", -1, 2**63, np.bool_(True), torch.ones(2), [2]],
+    ids=repr,
+)
 def test_what_counts_no_steps_is_refused(given: object) -> None:
     with pytest.raises(InvalidInput, match="step is "):
         values.step(given)
@@ -160,7 +182,11 @@ def test_an_object_that_lies_about_itself_is_refused_as_any_other() -> None:
         def __repr__(self) -> str:
             raise RuntimeError
 
-    for refuse in (values.step, lambda it: values.number(it, "metric"), lambda it: values.plain(it, "attribute")):
+    for refuse in (
+        values.step,
+        lambda it: values.number(it, "metric"),
+        lambda it: values.plain(it, "attribute"),
+    ):
         with pytest.raises(InvalidInput):
             refuse(Hostile())
 
@@ -171,7 +197,9 @@ def test_an_object_that_lies_about_itself_is_refused_as_any_other() -> None:
 @pytest.fixture
 def repo(tmp_path: Path) -> Iterator[Repository]:
     """A repository that writes only what it is asked to."""
-    with datastates.open(tmp_path / "runs", config=Config(memory_bytes=64 << 20, durable_interval_s=None)) as opened:
+    with datastates.open(
+        tmp_path / "runs", config=Config(memory_bytes=64 << 20, durable_interval_s=None)
+    ) as opened:
         yield opened
 
 
@@ -182,7 +210,9 @@ def run(repo: Repository) -> Tracker:
 
 
 @pytest.mark.parametrize("step", [2.0, np.int64(2), torch.tensor(2)], ids=repr)
-def test_a_step_of_any_number_is_captured_written_and_found(repo: Repository, run: Tracker, step: Any) -> None:
+def test_a_step_of_any_number_is_captured_written_and_found(
+    repo: Repository, run: Tracker, step: Any
+) -> None:
     for _ in range(3):
         state = run.capture(step=step).wait("durable")
         assert repo.load(state.uid)["weight"].tolist() == [0, 0, 0]
@@ -190,7 +220,11 @@ def test_a_step_of_any_number_is_captured_written_and_found(repo: Repository, ru
     assert [state.step for state in repo.log()] == [2, 2, 2]
 
 
-@pytest.mark.parametrize("value", [np.mean([1, 2]), np.float32(1.5), Ratio(1.5), torch.tensor(1.5)], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value",
+    [np.mean([1, 2]), np.float32(1.5), Ratio(1.5), torch.tensor(1.5)],
+    ids=lambda value: type(value).__name__,
+)
 def test_an_attribute_of_any_number_becomes_durable(tmp_path: Path, value: Any) -> None:
     with datastates.open(tmp_path / "runs") as repo, repo.track(weight=torch.zeros(3)) as run:
         run.capture(attributes={"acc": value})
@@ -215,7 +249,9 @@ def test_an_attribute_of_any_number_becomes_durable(tmp_path: Path, value: Any) 
     ],
     ids=str,
 )
-def test_a_capture_that_refuses_an_argument_has_done_nothing(repo: Repository, run: Tracker, given: Any) -> None:
+def test_a_capture_that_refuses_an_argument_has_done_nothing(
+    repo: Repository, run: Tracker, given: Any
+) -> None:
     run.capture()
     with pytest.raises(InvalidInput):
         run.capture(**given)
@@ -232,13 +268,17 @@ def test_a_step_that_was_set_by_hand_is_checked_too(run: Tracker) -> None:
     assert run.capture().wait().step == 5
 
 
-def test_a_metric_with_a_gradient_is_taken_without_a_warning(run: Tracker, recwarn: pytest.WarningsRecorder) -> None:
+def test_a_metric_with_a_gradient_is_taken_without_a_warning(
+    run: Tracker, recwarn: pytest.WarningsRecorder
+) -> None:
     loss = torch.ones(1, requires_grad=True).mean()
     assert run.capture(metrics={"loss": loss}).wait().metrics == {"loss": 1.0}
     assert not recwarn.list
 
 
-def test_a_capture_that_raises_for_an_earlier_one_has_counted_its_step(repo: Repository, run: Tracker) -> None:
+def test_a_capture_that_raises_for_an_earlier_one_has_counted_its_step(
+    repo: Repository, run: Tracker
+) -> None:
     first, second = run.capture().wait(), run.capture().wait()
     repo.move("main", first, expected=second)
     with pytest.raises(datastates.Conflict):  # somebody moved the branch
@@ -271,4 +311,6 @@ def test_options_have_their_defaults_and_are_checked_by_name() -> None:
 
 
 def test_help_shows_options_one_by_one() -> None:
-    assert str(signature(tell)) == "(what: 'str', *, loud: 'bool' = False, times: 'int' = 1) -> 'str'"
+    assert (
+        str(signature(tell)) == "(what: 'str', *, loud: 'bool' = False, times: 'int' = 1) -> 'str'"
+    )

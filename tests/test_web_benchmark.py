@@ -1,4 +1,5 @@
-"""The benchmark of the web runs whole on a small repository, and every route answers what it is asked."""
+"""The benchmark of the web runs whole on a small repository, and every route answers what it is
+asked."""
 
 from __future__ import annotations
 
@@ -11,15 +12,48 @@ import pytest
 from tests.support import warm
 
 BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "web.py"
-ROUTES = {"graph window", "search, rare filter", "search, sorted", "newest states", "state", "series", "stats", "refs"}
+ROUTES = {
+    "graph window",
+    "search, rare filter",
+    "search, sorted",
+    "newest states",
+    "state",
+    "series",
+    "stats",
+    "refs",
+}
 FLOORS = {"floor: bare Starlette", "floor: /healthz"}
 
 
 @pytest.mark.in_turn("examples")
 @pytest.mark.slow
-def test_a_small_run_measures_every_route_alone_beside_captures_and_without_thinking(tmp_path: Path) -> None:
-    sizes = ("--states", "2000", "--readers", "2", "--think", "0.02", "--seconds", "0.15", "--rounds", "1", "--captures", "1")
-    command = [sys.executable, str(BENCHMARK), *sizes, "--no-page", "--folder", str(tmp_path), "--json", str(tmp_path / "found.json")]
+def test_a_small_run_measures_every_route_alone_beside_captures_and_without_thinking(
+    tmp_path: Path,
+) -> None:
+    sizes = (
+        "--states",
+        "2000",
+        "--readers",
+        "2",
+        "--think",
+        "0.02",
+        "--seconds",
+        "0.15",
+        "--rounds",
+        "1",
+        "--captures",
+        "1",
+    )
+    command = [
+        sys.executable,
+        str(BENCHMARK),
+        *sizes,
+        "--no-page",
+        "--folder",
+        str(tmp_path),
+        "--json",
+        str(tmp_path / "found.json"),
+    ]
     done = warm.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
 
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,6 +1,8 @@
-"""Every public entry point given what it is not made for: refused at the call by our own errors, and nothing half done.
+"""Every public entry point given what it is not made for: refused at the call by our own errors,
+and nothing half done.
 
-The entry points are found by looking: a new public method fails here until it is given a case, or a reason why it has none.
+The entry points are found by looking: a new public method fails here until it is given a case, or a
+reason why it has none.
 """
 
 from __future__ import annotations
@@ -70,18 +72,80 @@ class Hostile:
 
 
 WRONG: list[Any] = [
-    *(None, True, 0, -1, 3, 2**63, 2**70, 10**400, 0.5, 2.0, math.nan, math.inf, 1j, Decimal("0.5")),
-    *("", "x", "no such", "main~x(", "a/b", "nul \0", "half \ud800", "k" * 300, Text("text"), b"bytes", bytearray(b"x")),
-    *([], [1], ["x", 2], (), {}, {"x": object()}, {1: 2}, {"": 1}, set(), {"x"}, range(3), [[[]]], object(), int, len, Thing.PAIR),
+    *(
+        None,
+        True,
+        0,
+        -1,
+        3,
+        2**63,
+        2**70,
+        10**400,
+        0.5,
+        2.0,
+        math.nan,
+        math.inf,
+        1j,
+        Decimal("0.5"),
+    ),
+    *(
+        "",
+        "x",
+        "no such",
+        "main~x(",
+        "a/b",
+        "nul \0",
+        "half \ud800",
+        "k" * 300,
+        Text("text"),
+        b"bytes",
+        bytearray(b"x"),
+    ),
+    *(
+        [],
+        [1],
+        ["x", 2],
+        (),
+        {},
+        {"x": object()},
+        {1: 2},
+        {"": 1},
+        set(),
+        {"x"},
+        range(3),
+        [[[]]],
+        object(),
+        int,
+        len,
+        Thing.PAIR,
+    ),
     *(np.int64(2), np.float64(0.5), np.bool_(True), np.str_("x"), np.ones(2), np.array(None)),
-    *(torch.ones(()), torch.ones(2), torch.tensor(3), torch.empty(2, device="meta"), nn.Linear(1, 1), Number(0.5), Hostile()),
+    *(
+        torch.ones(()),
+        torch.ones(2),
+        torch.tensor(3),
+        torch.empty(2, device="meta"),
+        nn.Linear(1, 1),
+        Number(0.5),
+        Hostile(),
+    ),
 ]
 
 MIXED = st.recursive(
     st.one_of(
-        st.none(), st.booleans(), st.integers(), st.floats(), st.text(st.characters(codec=None)), st.binary(), st.sampled_from(WRONG[:-1])
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(),
+        st.text(st.characters(codec=None)),
+        st.binary(),
+        st.sampled_from(WRONG[:-1]),
     ),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(), inner, max_size=3), st.tuples(inner, inner)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.text(), inner, max_size=3),
+        st.tuples(inner, inner),
+    ),
     max_leaves=4,
 )
 
@@ -95,7 +159,9 @@ class World:
         self.model = nn.Linear(3, 3)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.repo = datastates.open(folder / "runs", config=QUIET)
-        self.run = self.repo.track(model=self.model, optimizer=self.optimizer, sampler=PermutationSampler(9))
+        self.run = self.repo.track(
+            model=self.model, optimizer=self.optimizer, sampler=PermutationSampler(9)
+        )
         for _ in range(3):
             self.run.capture().wait("durable")
         self.repo.tag("start", "main")
@@ -127,7 +193,10 @@ class World:
     def into(self) -> dict[str, Any]:
         """Objects that the state fits."""
         model = nn.Linear(3, 3)
-        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)}
+        return {
+            "model": model,
+            "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        }
 
     def check(self) -> None:
         """The next capture succeeds, becomes durable and comes back; names are what they were."""
@@ -149,7 +218,9 @@ class Case:
 
     def close(self, made: object) -> None:
         """Let go of what a call made."""
-        if isinstance(made, Repository | Tracker | datastates.Server | datastates.Peer | datastates.Transfer):
+        if isinstance(
+            made, Repository | Tracker | datastates.Server | datastates.Peer | datastates.Transfer
+        ):
             made.close()
         if inspect.isgenerator(made):
             for _ in zip(made, range(3), strict=False):
@@ -158,15 +229,33 @@ class Case:
 
 
 CASES: dict[str, Callable[[World], Case]] = {
-    "open": lambda w: Case(datastates.open, {"url": w.folder / w.name(), "packs": None, "memory_bytes": "16M", "config": None}),
+    "open": lambda w: Case(
+        datastates.open,
+        {"url": w.folder / w.name(), "packs": None, "memory_bytes": "16M", "config": None},
+    ),
     "reindex": lambda w: Case(
-        datastates.reindex, {"url": w.packs_alone(), "packs": None, "lineage": None, "replace": False, "on_progress": None}
+        datastates.reindex,
+        {
+            "url": w.packs_alone(),
+            "packs": None,
+            "lineage": None,
+            "replace": False,
+            "on_progress": None,
+        },
     ),
     "connect": lambda w: Case(
-        datastates.connect, {"url": "memory://nobody", "token": None, "token_file": None, "tls": None, "timeout_s": 0.1}
+        datastates.connect,
+        {
+            "url": "memory://nobody",
+            "token": None,
+            "token_file": None,
+            "tls": None,
+            "timeout_s": 0.1,
+        },
     ),
     "register_encoder": lambda w: Case(
-        datastates.register_encoder, {"type": type(w.name(), (), {}), "name": w.name(), "encode": repr, "decode": repr}
+        datastates.register_encoder,
+        {"type": type(w.name(), (), {}), "name": w.name(), "encode": repr, "decode": repr},
     ),
     "save": lambda w: Case(
         datastates.save,
@@ -185,10 +274,16 @@ CASES: dict[str, Callable[[World], Case]] = {
     "Cadence": lambda _: Case(datastates.Cadence, {"every": 3, "interval_s": 2.0, "steps": 4}),
     "Auto": lambda _: Case(datastates.Auto, {"overhead": 0.05, "bytes_per_s": 1 << 20}),
     "CheckFreq": lambda _: Case(datastates.CheckFreq, {"overhead": 0.05}),
-    "OnImprovement": lambda _: Case(datastates.OnImprovement, {"metric": "loss", "is_rising": None}),
+    "OnImprovement": lambda _: Case(
+        datastates.OnImprovement, {"metric": "loss", "is_rising": None}
+    ),
     "Young": lambda _: Case(datastates.Young, {"mtbf_s": 3600.0, "is_observed": False}),
-    "Daly": lambda _: Case(datastates.Daly, {"mtbf_s": 3600.0, "is_observed": False, "is_first_order": True}),
-    "TwoLevel": lambda _: Case(datastates.TwoLevel, {"mtbf_s": 3600.0, "is_observed": False, "node_mtbf_s": 1e6}),
+    "Daly": lambda _: Case(
+        datastates.Daly, {"mtbf_s": 3600.0, "is_observed": False, "is_first_order": True}
+    ),
+    "TwoLevel": lambda _: Case(
+        datastates.TwoLevel, {"mtbf_s": 3600.0, "is_observed": False, "node_mtbf_s": 1e6}
+    ),
     "Config": lambda _: Case(
         Config,
         {
@@ -206,16 +301,26 @@ CASES: dict[str, Callable[[World], Case]] = {
             "device_bytes": 1 << 20,
         },
     ),
-    "Config.cadence_with": lambda _: Case(Config().cadence_with, {"cadence": None, "durable_every": 3, "durable_interval_s": 2.0}),
-    "Config.from_environment": lambda _: Case(Config.from_environment, {"environ": {"DATASTATES_MEMORY": "2G"}}),
-    "PermutationSampler": lambda _: Case(PermutationSampler, {"length": 9, "seed": 1, "shuffle": True}),
-    "PermutationSampler.batches": lambda _: Case(PermutationSampler(9).batches, {"batch_size": 2, "drop_last": False, "epochs": 1}),
+    "Config.cadence_with": lambda _: Case(
+        Config().cadence_with, {"cadence": None, "durable_every": 3, "durable_interval_s": 2.0}
+    ),
+    "Config.from_environment": lambda _: Case(
+        Config.from_environment, {"environ": {"DATASTATES_MEMORY": "2G"}}
+    ),
+    "PermutationSampler": lambda _: Case(
+        PermutationSampler, {"length": 9, "seed": 1, "shuffle": True}
+    ),
+    "PermutationSampler.batches": lambda _: Case(
+        PermutationSampler(9).batches, {"batch_size": 2, "drop_last": False, "epochs": 1}
+    ),
     "PermutationSampler.set_epoch": lambda _: Case(PermutationSampler(9).set_epoch, {"epoch": 1}),
     "PermutationSampler.reshuffle": lambda _: Case(PermutationSampler(9).reshuffle, {"salt": 1}),
     "PermutationSampler.load_state_dict": lambda _: Case(
         PermutationSampler(9).load_state_dict, {"state": PermutationSampler(9).state_dict()}
     ),
-    "RngState.load_state_dict": lambda _: Case(datastates.RngState().load_state_dict, {"state": datastates.RngState().state_dict()}),
+    "RngState.load_state_dict": lambda _: Case(
+        datastates.RngState().load_state_dict, {"state": datastates.RngState().state_dict()}
+    ),
     "Repository.track": lambda w: Case(
         w.repo.track,
         {
@@ -236,7 +341,9 @@ CASES: dict[str, Callable[[World], Case]] = {
             "objects": None,
         },
     ),
-    "Retention": lambda _: Case(datastates.Retention, {"rules": Retention.latest(3).rules, "bound": 1 << 30}),
+    "Retention": lambda _: Case(
+        datastates.Retention, {"rules": Retention.latest(3).rules, "bound": 1 << 30}
+    ),
     "Retention.latest": lambda _: Case(Retention.latest, {"count": 3}),
     "Retention.best": lambda _: Case(Retention.best, {"metric": "loss", "count": 3, "goal": "min"}),
     "Retention.every": lambda _: Case(Retention.every, {"steps": 10}),
@@ -247,35 +354,72 @@ CASES: dict[str, Callable[[World], Case]] = {
     "Retention.parse": lambda _: Case(Retention.parse, {"text": "latest:5 at-most:50G"}),
     "Repository.prune": lambda w: Case(w.repo.prune, {"policy": "all", "dry_run": False}),
     "Repository.state": lambda w: Case(w.repo.state, {"rev": "main"}),
-    "Repository.load": lambda w: Case(w.repo.load, {"rev": "main", "only": "model", "device": "cpu"}),
-    "Repository.restore": lambda w: Case(w.repo.restore, {"rev": "start", "into": w.into(), "only": "model", "strict": True}),
-    "Repository.verify": lambda w: Case(w.repo.verify, {"rev": None, "since": None, "limit_s": 9.0, "on_progress": None}),
-    "Repository.repair": lambda w: Case(w.repo.repair, {"source": None, "peers": (), "on_progress": None}),
-    "Repository.gc": lambda w: Case(w.repo.gc, {"dry_run": False, "unknown": False, "on_progress": None}),
-    "Repository.tag": lambda w: Case(w.repo.tag, {"name": w.name(), "rev": "main", "message": "said"}),
+    "Repository.load": lambda w: Case(
+        w.repo.load, {"rev": "main", "only": "model", "device": "cpu"}
+    ),
+    "Repository.restore": lambda w: Case(
+        w.repo.restore, {"rev": "start", "into": w.into(), "only": "model", "strict": True}
+    ),
+    "Repository.verify": lambda w: Case(
+        w.repo.verify, {"rev": None, "since": None, "limit_s": 9.0, "on_progress": None}
+    ),
+    "Repository.repair": lambda w: Case(
+        w.repo.repair, {"source": None, "peers": (), "on_progress": None}
+    ),
+    "Repository.gc": lambda w: Case(
+        w.repo.gc, {"dry_run": False, "unknown": False, "on_progress": None}
+    ),
+    "Repository.tag": lambda w: Case(
+        w.repo.tag, {"name": w.name(), "rev": "main", "message": "said"}
+    ),
     "Repository.branch": lambda w: Case(w.repo.branch, {"name": w.name(), "rev": "main"}),
-    "Repository.move": lambda w: Case(w.repo.move, {"name": w.tagged(), "rev": "start", "expected": "main"}),
+    "Repository.move": lambda w: Case(
+        w.repo.move, {"name": w.tagged(), "rev": "start", "expected": "main"}
+    ),
     "Repository.rename": lambda w: Case(w.repo.rename, {"name": w.tagged(), "new": w.name()}),
     "Repository.annotate": lambda w: Case(
-        w.repo.annotate, {"rev": "main", "metrics": {"late": 1.0}, "attributes": {"a": 1}, "replace": True, "author": "me"}
+        w.repo.annotate,
+        {
+            "rev": "main",
+            "metrics": {"late": 1.0},
+            "attributes": {"a": 1},
+            "replace": True,
+            "author": "me",
+        },
     ),
-    "Repository.delete_ref": lambda w: Case(w.repo.delete_ref, {"name": w.tagged(), "bytes": False, "dry_run": False}),
+    "Repository.delete_ref": lambda w: Case(
+        w.repo.delete_ref, {"name": w.tagged(), "bytes": False, "dry_run": False}
+    ),
     "Repository.reflog": lambda w: Case(w.repo.reflog, {"name": "main"}),
     "Repository.log": lambda w: Case(w.repo.log, {"rev": "main", "limit": 3}),
     "Repository.find": lambda w: Case(w.repo.find, {"query": "step > 1 limit 3"}),
     "Repository.instrument": lambda w: Case(w.repo.instrument, {"meter": None}),
-    "Repository.overview": lambda w: Case(w.repo.overview, {"query": "step > 1", "metric": "loss", "sort": "name", "group": "study"}),
+    "Repository.overview": lambda w: Case(
+        w.repo.overview, {"query": "step > 1", "metric": "loss", "sort": "name", "group": "study"}
+    ),
     "Repository.runs": lambda w: Case(w.repo.runs, {"limit": 3}),
     "Repository.incomplete": lambda w: Case(w.repo.incomplete, {"limit": 3}),
     "Repository.ancestors": lambda w: Case(w.repo.ancestors, {"rev": "main", "limit": 3}),
     "Repository.descendants": lambda w: Case(w.repo.descendants, {"rev": "start", "limit": 3}),
     "Repository.graph": lambda w: Case(w.repo.graph, {"rev": "main"}),
     "Repository.compare": lambda w: Case(w.repo.compare, {"revs": ["start", "main"]}),
-    "Repository.diff": lambda w: Case(w.repo.diff, {"old": "start", "new": "main", "only": "model", "stat": False, "on_progress": None}),
-    "Repository.blame": lambda w: Case(w.repo.blame, {"rev": "main", "only": "model", "size": False, "on_progress": None}),
+    "Repository.diff": lambda w: Case(
+        w.repo.diff,
+        {"old": "start", "new": "main", "only": "model", "stat": False, "on_progress": None},
+    ),
+    "Repository.blame": lambda w: Case(
+        w.repo.blame, {"rev": "main", "only": "model", "size": False, "on_progress": None}
+    ),
     "Repository.bisect": lambda w: Case(
         w.repo.bisect,
-        {"good": "main~2", "bad": "main", "predicate": lambda tree: None, "only": "model", "verdicts": None, "on_progress": None},
+        {
+            "good": "main~2",
+            "bad": "main",
+            "predicate": lambda tree: None,
+            "only": "model",
+            "verdicts": None,
+            "on_progress": None,
+        },
     ),
     "Repository.merge": lambda w: Case(
         w.repo.merge,
@@ -291,24 +435,49 @@ CASES: dict[str, Callable[[World], Case]] = {
             "message": None,
         },
     ),
-    "Repository.verify_merge": lambda w: Case(w.repo.verify_merge, {"rev": w.repo.merge(["main", "start"]).uid}),
+    "Repository.verify_merge": lambda w: Case(
+        w.repo.verify_merge, {"rev": w.repo.merge(["main", "start"]).uid}
+    ),
     "Repository.ensemble": lambda w: Case(
-        w.repo.ensemble, {"revs": ["main", "start"], "model": nn.Linear(3, 3), "only": "model", "pick": None}
+        w.repo.ensemble,
+        {"revs": ["main", "start"], "model": nn.Linear(3, 3), "only": "model", "pick": None},
     ),
     "Repository.serve": lambda w: Case(
-        w.repo.serve, {"url": "memory://", "token": None, "token_file": None, "tls": None, "is_writable": False, "timeout_s": 1.0}
+        w.repo.serve,
+        {
+            "url": "memory://",
+            "token": None,
+            "token_file": None,
+            "tls": None,
+            "is_writable": False,
+            "timeout_s": 1.0,
+        },
     ),
     "PermutationSampler.hand_out": lambda _: Case(PermutationSampler(9).hand_out, {"count": 1}),
     "PermutationSampler.let_go": lambda _: Case(PermutationSampler(9).let_go, {"is_over": True}),
     "Tracker.epochs": lambda w: Case(w.run.epochs, {"count": 2}),
-    "Tracker.steps": lambda w: Case(w.run.steps, {"loader": [1, 2], "accumulate": 1, "limit": 1, "verify": True}),
-    "Tracker.enumerate": lambda w: Case(w.run.enumerate, {"loader": [1, 2], "accumulate": 1, "limit": 1, "verify": True}),
+    "Tracker.steps": lambda w: Case(
+        w.run.steps, {"loader": [1, 2], "accumulate": 1, "limit": 1, "verify": True}
+    ),
+    "Tracker.enumerate": lambda w: Case(
+        w.run.enumerate, {"loader": [1, 2], "accumulate": 1, "limit": 1, "verify": True}
+    ),
     "Tracker.capture": lambda w: Case(
-        w.run.capture, {"metrics": {"loss": 0.5}, "step": None, "message": "said", "attributes": {"seed": 1}}
+        w.run.capture,
+        {"metrics": {"loss": 0.5}, "step": None, "message": "said", "attributes": {"seed": 1}},
     ),
     "Tracker.restore": lambda w: Case(w.run.restore, {"rev": "main", "only": None, "strict": True}),
     "Tracker.guard": lambda w: Case(
-        w.run.guard, {"spike": 6.0, "patience": 2, "window": 64, "back": 1, "data": "skip", "limit": 5, "keep": ()}
+        w.run.guard,
+        {
+            "spike": 6.0,
+            "patience": 2,
+            "window": 64,
+            "back": 1,
+            "data": "skip",
+            "limit": 5,
+            "keep": (),
+        },
     ),
     "Guard.rewound": lambda w: Case(w.run.guard().rewound, {"loss": 0.5}),
     "Capture.wait": lambda w: Case(w.run.capture().wait, {"status": "captured", "timeout_s": 10.0}),
@@ -330,19 +499,41 @@ CASES: dict[str, Callable[[World], Case]] = {
             "on_progress": None,
         },
     ),
-    "Peer.begin_clone": lambda w: Case(w.peer.begin_clone, {"rev": "start", "into": w.into(), "repo": None, "resumable": True}),
-    "Peer.push": lambda w: Case(w.peer.push, {"rev": "start", "repo": w.repo, "tags": False, "on_progress": None}),
-    "Peer.begin_push": lambda w: Case(w.peer.begin_push, {"rev": "start", "repo": w.repo, "tags": False, "on_progress": None}),
-    "Transfer.wait": lambda w: Case(w.peer.begin_clone("start", into=w.into()).wait, {"timeout_s": 10.0}),
+    "Peer.begin_clone": lambda w: Case(
+        w.peer.begin_clone, {"rev": "start", "into": w.into(), "repo": None, "resumable": True}
+    ),
+    "Peer.push": lambda w: Case(
+        w.peer.push, {"rev": "start", "repo": w.repo, "tags": False, "on_progress": None}
+    ),
+    "Peer.begin_push": lambda w: Case(
+        w.peer.begin_push, {"rev": "start", "repo": w.repo, "tags": False, "on_progress": None}
+    ),
+    "Transfer.wait": lambda w: Case(
+        w.peer.begin_clone("start", into=w.into()).wait, {"timeout_s": 10.0}
+    ),
     "Transfer.resume": lambda w: Case(
-        w.peer.begin_clone("start", into=w.into(), resumable=True).resume, {"peer": w.peer, "on_progress": None}
+        w.peer.begin_clone("start", into=w.into(), resumable=True).resume,
+        {"peer": w.peer, "on_progress": None},
     ),
     "Server.close": lambda w: Case(w.repo.serve("memory://").close, {"grace_s": 0.0}),
 }
 """A right call for each entry point that takes arguments."""
 
 HANDED_OUT = {
-    *("Cloned", "Prediction", "Ref", "RefEvent", "RestoreReport", "Rewind", "Run", "State", "Status", "BackPressure", "Tls", "Item"),
+    *(
+        "Cloned",
+        "Prediction",
+        "Ref",
+        "RefEvent",
+        "RestoreReport",
+        "Rewind",
+        "Run",
+        "State",
+        "Status",
+        "BackPressure",
+        "Tls",
+        "Item",
+    ),
     *("CadenceChoice", "OnFailure"),
 }
 """Plain values that are read and not asked for anything."""
@@ -384,13 +575,22 @@ def entry_points() -> set[str]:
             found.add(name)
         for attribute, member in own_members(public).items() if isinstance(public, type) else ():
             function = member.__func__ if isinstance(member, classmethod | staticmethod) else member
-            if not attribute.startswith("_") and isinstance(function, FunctionType) and _takes_arguments(getattr(public, attribute), 1):
+            if (
+                not attribute.startswith("_")
+                and isinstance(function, FunctionType)
+                and _takes_arguments(getattr(public, attribute), 1)
+            ):
                 found.add(f"{name}.{attribute}")
     return found
 
 
 def _takes_arguments(function: Any, bound: int = 0) -> bool:
-    return len([name for name in inspect.signature(function).parameters if name not in ("self", "cls")]) > 0
+    return (
+        len(
+            [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
+        )
+        > 0
+    )
 
 
 def test_every_entry_point_is_tried() -> None:
@@ -414,11 +614,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 def _is_the_callers_own(name: str, parameter: str, value: object) -> bool:
-    """What an argument of the right sort does: callbacks and tracked objects may raise, any text may be a folder."""
+    """What an argument of the right sort does: callbacks and tracked objects may raise, any text
+    may be a folder."""
     if name == "open" and parameter == "url":
         return isinstance(value, str | bytes)
     is_object = parameter in ("objects", "loader") and isinstance(value, Hostile)
-    return is_object or (parameter in ("on_progress", "encode", "decode", "pick", "predicate") and callable(value))
+    return is_object or (
+        parameter in ("on_progress", "encode", "decode", "pick", "predicate") and callable(value)
+    )
 
 
 def attempt(world: World, name: str, changes: Mapping[str, object]) -> None:
@@ -454,7 +657,9 @@ def test_a_wrong_argument_is_refused_by_an_error_of_ours(world: World, name: str
 
 @settings(max_examples=examples(150), suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_wrong_arguments_of_any_kind_are_refused_together(world: World, data: st.DataObject) -> None:
+def test_wrong_arguments_of_any_kind_are_refused_together(
+    world: World, data: st.DataObject
+) -> None:
     name = data.draw(st.sampled_from(sorted(set(CASES) - {"open"})))
     parameters = sorted(CASES[name](world).arguments)
     attempt(world, name, data.draw(st.dictionaries(st.sampled_from(parameters), MIXED, min_size=1)))

@@ -1,4 +1,5 @@
-"""Forwarding: a source over a sink that is still being filled, and the order in which receivers take from each other."""
+"""Forwarding: a source over a sink that is still being filled, and the order in which receivers
+take from each other."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ STATES = 1000
 
 
 class Relay:
-    """A sink that serves what it has accepted. Fill it in place of ``sink``; give each peer the result of ``open``.
+    """A sink that serves what it has accepted. Fill it in place of ``sink``; give each peer the
+    result of ``open``.
 
     It is a ``Sink`` and a ``Source``. Every method is safe from any thread.
     """
@@ -52,7 +54,7 @@ class Relay:
         """See both contracts."""
         return self._sink.lengths
 
-    # --- the sink -----------------------------------------------------------------------------------------------------
+    # --- the sink ---------------------------------------------------------------------------------
 
     def missing(self) -> Sequence[int]:
         """See ``Sink.missing``."""
@@ -80,7 +82,7 @@ class Relay:
         """See ``Sink.pieces``."""
         return self._sink.pieces(index)
 
-    # --- the source ---------------------------------------------------------------------------------------------------
+    # --- the source -------------------------------------------------------------------------------
 
     def open(self) -> Source:
         """The state, for one peer that takes it from here.
@@ -109,11 +111,15 @@ class Relay:
             await self._accepted(index, future)
         pieces = self._sink.pieces(index)
         if pieces is None:
-            raise Unavailable(f"chunk {index} is not kept by this receiver, which was not asked to fetch it: take it from the source")
+            raise Unavailable(
+                f"chunk {index} is not kept by this receiver, which was not asked to fetch it: take"
+                " it from the source"
+            )
         return pieces
 
     def fail(self, error: DatastatesError) -> None:
-        """End this clone, which has failed for good or is over: waiting peers get ``Unavailable``, and nothing more is served.
+        """End this clone, which has failed for good or is over: waiting peers get ``Unavailable``,
+        and nothing more is served.
 
         Do not call it when only one source failed and the clone continues with another.
         """
@@ -126,7 +132,9 @@ class Relay:
         _wake(waiting)
 
     def close(self) -> None:
-        """Serve nothing more; idempotent. Peers may still read bytes that they were given, until ``idle``."""
+        """Serve nothing more; idempotent.
+
+        Peers may still read bytes that they were given, until ``idle``."""
         self.fail(Unavailable("this receiver forwards no more: take the state from the source"))
 
     async def idle(self) -> None:
@@ -187,7 +195,8 @@ class _Reader:
 
 @dataclass(slots=True)
 class _Chain:
-    """The receivers that forward a state, in order, and the one that each was told to take it from (None: the server itself)."""
+    """The receivers that forward a state, in order, and the one that each was told to take it
+    from (None: the server itself)."""
 
     order: list[str] = field(default_factory=list)
     above: dict[str, str | None] = field(default_factory=dict)
@@ -205,15 +214,19 @@ class _Chain:
 
 
 class Chains:
-    """The chains of one server: receivers form a line, so that only one copy leaves the server. Belongs to the loop thread."""
+    """The chains of one server: receivers form a line, so that only one copy leaves the server.
+
+    Belongs to the loop thread."""
 
     def __init__(self) -> None:
         self._chains: dict[str, _Chain] = {}
 
     def join(self, uid: str, relay_url: str, failed: Sequence[str]) -> str | None:
-        """Put a receiver at the end of the line, or let it ask again from its place. Returns the url to ask; None: this server.
+        """Put a receiver at the end of the line, or let it ask again from its place. Returns the
+        url to ask; None: this server.
 
-        The receivers in ``failed`` did not answer it; they leave the line. No receiver is sent to one that waits for it.
+        The receivers in ``failed`` did not answer it; they leave the line. No receiver is sent to
+        one that waits for it.
         """
         chain = self._chains.get(uid)
         if chain is None:
@@ -226,7 +239,9 @@ class Chains:
                 return None
             chain.order.append(relay_url)
         ahead = chain.order[: chain.order.index(relay_url)]
-        upstream = next((url for url in reversed(ahead) if not chain.is_fed_by(url, relay_url)), None)
+        upstream = next(
+            (url for url in reversed(ahead) if not chain.is_fed_by(url, relay_url)), None
+        )
         chain.above[relay_url] = upstream
         return upstream
 
@@ -257,7 +272,8 @@ def _set(future: asyncio.Future[None]) -> None:
 
 
 def _unavailable(error: DatastatesError) -> Unavailable:
-    """A new error for each waiting task: raising one object in several tasks would mix up their tracebacks."""
+    """A new error for each waiting task: raising one object in several tasks would mix up their
+    tracebacks."""
     made = Unavailable(f"the peer that forwards this state has given up: {error}")
     made.__cause__ = error
     return made
@@ -278,9 +294,19 @@ Connect = Callable[[str], Awaitable[Session]]
 
 
 class Forwarder:
-    """Created by ``join``; every coroutine belongs to the loop thread. The session with the source stays open while it forwards."""
+    """Created by ``join``; every coroutine belongs to the loop thread.
 
-    def __init__(self, url: str, uid: str, session: Session, connect: Connect, server: Server, store: _RelayStore) -> None:
+    The session with the source stays open while it forwards."""
+
+    def __init__(
+        self,
+        url: str,
+        uid: str,
+        session: Session,
+        connect: Connect,
+        server: Server,
+        store: _RelayStore,
+    ) -> None:
         self._url, self._uid, self._session, self._connect = url, uid, session, connect
         self._server, self._store = server, store
         self._upstream: tuple[str, Session] | None = None
@@ -292,9 +318,18 @@ class Forwarder:
 
     @classmethod
     async def join(
-        cls, url: str, uid: str, *, connect: Connect, transport: Transport, token: bytes, tls: Tls | None, data: str = "auto"
+        cls,
+        url: str,
+        uid: str,
+        *,
+        connect: Connect,
+        transport: Transport,
+        token: bytes,
+        tls: Tls | None,
+        data: str = "auto",
     ) -> Self:
-        """Connect to the source at ``url``, listen on the address that faces it, and announce that to the source.
+        """Connect to the source at ``url``, listen on the address that faces it, and announce that
+        to the source.
 
         :raises Unavailable: the source does not have the state's bytes.
         """
@@ -303,10 +338,17 @@ class Forwarder:
         if tls is not None and tls.certificate is None:
             await session.close()
             raise InvalidInput(
-                "a chain with TLS needs a certificate at every receiver, which serves the state too: give tls.certificate and tls.key"
+                "a chain with TLS needs a certificate at every receiver, which serves the state"
+                " too: give tls.certificate and tls.key"
             )
         server = Server(
-            store, _own_url(transport, session), transport=transport, token=token, tls=tls, timeout_s=session.timeout_s, data=data
+            store,
+            _own_url(transport, session),
+            transport=transport,
+            token=token,
+            tls=tls,
+            timeout_s=session.timeout_s,
+            data=data,
         )
         try:
             await server.start()
@@ -319,8 +361,11 @@ class Forwarder:
         self.repository = session.identity.repository if session.identity is not None else ""
         return self
 
-    async def fetch(self, sink: Sink, *, timeout_s: float, on_progress: Callable[[int, int], None] | None) -> Fetched:
-        """Fill ``sink`` from the receiver ahead, or from the next one when that fails, and finally from the source itself."""
+    async def fetch(
+        self, sink: Sink, *, timeout_s: float, on_progress: Callable[[int, int], None] | None
+    ) -> Fetched:
+        """Fill ``sink`` from the receiver ahead, or from the next one when that fails, and
+        finally from the source itself."""
         relay = Relay(self.manifest, sink)
         self._store.relay.set_result(relay)
         counted = _Counted(sum(sink.lengths[index] for index in sink.missing()), on_progress)
@@ -328,22 +373,43 @@ class Forwarder:
         while True:
             counted.begin(self._feed.name)
             try:
-                fetched = await fetch(relay, [self._feed], origin=self._origin, timeout_s=timeout_s, on_progress=counted)
+                fetched = await fetch(
+                    relay,
+                    [self._feed],
+                    origin=self._origin,
+                    timeout_s=timeout_s,
+                    on_progress=counted,
+                )
             except (Disconnected, Unavailable) as exc:
-                if self._upstream is None or len(self._failed) >= _TRIES or not self._session.is_open:
+                if (
+                    self._upstream is None
+                    or len(self._failed) >= _TRIES
+                    or not self._session.is_open
+                ):
                     relay.fail(exc)
                     raise
-                _logger.info("%s failed while it forwarded %s: asking the source again (%s)", self._upstream[0], self._uid[:10], exc)
+                _logger.info(
+                    "%s failed while it forwarded %s: asking the source again (%s)",
+                    self._upstream[0],
+                    self._uid[:10],
+                    exc,
+                )
                 self._failed.append(self._upstream[0])
                 self._feed = await self._ask()
             except DatastatesError as exc:
                 relay.fail(exc)
                 raise
             else:
-                return Fetched(counted.bytes_by_feed(), fetched.chunks, asyncio.get_running_loop().time() - began, fetched.lost)
+                return Fetched(
+                    counted.bytes_by_feed(),
+                    fetched.chunks,
+                    asyncio.get_running_loop().time() - began,
+                    fetched.lost,
+                )
 
     async def drain(self) -> None:
-        """Wait, for up to half a minute, until the receivers behind have everything that was promised to them."""
+        """Wait, for up to half a minute, until the receivers behind have everything that was
+        promised to them."""
         if not self._store.relay.done():
             return
         relay = self._store.relay.result()
@@ -351,7 +417,10 @@ class Forwarder:
         try:
             await asyncio.wait_for(relay.idle(), _LINGER_S)
         except TimeoutError:
-            _logger.warning("a receiver behind this one is too slow: it takes the rest of %s from the source", self._uid[:10])
+            _logger.warning(
+                "a receiver behind this one is too slow: it takes the rest of %s from the source",
+                self._uid[:10],
+            )
 
     async def close(self) -> None:
         """Stop forwarding; idempotent."""
@@ -370,9 +439,14 @@ class Forwarder:
             if self._upstream is not None:
                 await self._upstream[1].close()
                 self._upstream = None
-            is_tired = len(self._failed) >= _TRIES  # after so many tries the source itself is asked for the bytes
+            # after so many tries the source itself is asked for the bytes
+            is_tired = len(self._failed) >= _TRIES
             opened, origin = await self._session.open(
-                self._uid, relay=self._server.url, failed=self._failed[-_FAILED:], here=is_tired, limit=self._limit()
+                self._uid,
+                relay=self._server.url,
+                failed=self._failed[-_FAILED:],
+                here=is_tired,
+                limit=self._limit(),
             )
             before, self._origin = self._origin, origin
             if before is not None:
@@ -381,7 +455,11 @@ class Forwarder:
             if opened.upstream is None or is_tired:
                 return origin
             if not may_dial(opened.upstream, self._session.remote):
-                _logger.warning("%s sends this receiver to %r, which it does not dial", self._url, opened.upstream[:100])
+                _logger.warning(
+                    "%s sends this receiver to %r, which it does not dial",
+                    self._url,
+                    opened.upstream[:100],
+                )
                 self._failed.append(opened.upstream)
                 continue
             try:
@@ -401,7 +479,8 @@ class Forwarder:
             return feed
 
     def _limit(self) -> int:
-        """The limit for what a peer says of a known state: no more than was said of it before, plus where its chunks are."""
+        """The limit for what a peer says of a known state: no more than was said of it before,
+        plus where its chunks are."""
         if self._origin is None:
             return BODY_BYTES
         return len(self._origin.manifest) + 16 * len(self._origin.lengths) + _SPARE_BYTES
@@ -433,16 +512,22 @@ class _RelayStore:
 
     def open(self, uid: str) -> Source:
         if uid != self._uid:
-            raise NotFound(f"this process forwards state {self._uid[:10]} only, not {uid[:10]}: ask the source")
+            raise NotFound(
+                f"this process forwards state {self._uid[:10]} only, not {uid[:10]}: ask the source"
+            )
         if self.is_closing:
-            raise Unavailable("this receiver is done and forwards no more: take the state from the source")
+            raise Unavailable(
+                "this receiver is done and forwards no more: take the state from the source"
+            )
         return asyncio.run_coroutine_threadsafe(self._relay(), self._loop).result().open()
 
     async def _relay(self) -> Relay:
         try:
             return await asyncio.shield(self.relay)
         except asyncio.CancelledError:
-            raise Unavailable("this receiver gave up before it began: take the state from the source") from None
+            raise Unavailable(
+                "this receiver gave up before it began: take the state from the source"
+            ) from None
 
     def check_writable(self) -> None:
         raise _only_forwards()
@@ -463,7 +548,11 @@ def _only_forwards() -> InvalidInput:
 
 def _own_url(transport: Transport, session: Session) -> str:
     host = session.host
-    return f"{transport.scheme}://" if host is None else f"{transport.scheme}://{f'[{host}]' if ':' in host else host}:0"
+    return (
+        f"{transport.scheme}://"
+        if host is None
+        else f"{transport.scheme}://{f'[{host}]' if ':' in host else host}:0"
+    )
 
 
 class _Counted:

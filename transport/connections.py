@@ -23,11 +23,17 @@ _credentials = struct.Struct("3i")
 
 
 def set_up(connection: Any) -> None:
-    """Set the options of all our connections: nothing is delayed before sending, and a peer that vanished is noticed."""
+    """Set the options of all our connections: nothing is delayed before sending, and a peer that
+    vanished is noticed."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_KEEPIDLE"):  # Linux: a peer that vanished is noticed within a minute, not two hours
-        for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        # Linux: a peer that vanished is noticed within a minute, not two hours
+        for option, value in (
+            (socket.TCP_KEEPIDLE, 30),
+            (socket.TCP_KEEPINTVL, 10),
+            (socket.TCP_KEEPCNT, 3),
+        ):
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
@@ -42,16 +48,20 @@ def let_go_by(owner: object) -> None:
 
 
 def who(connection: Any) -> tuple[int, int, int]:
-    """Pid, user and group of a Unix socket's other end, as the kernel knows them; for a listener, those of the process that made it
-    listen. Where the kernel does not tell, those of nobody."""
+    """Pid, user and group of a Unix socket's other end, as the kernel knows them; for a
+    listener, those of the process that made it listen. Where the kernel does not tell, those of
+    nobody."""
     if sys.platform != "linux":
         return 0, -1, -1
-    pid, user, group = _credentials.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size))
+    pid, user, group = _credentials.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size)
+    )
     return pid, user, group
 
 
 async def stop_listening(server: asyncio.Server) -> None:
-    """Close an asyncio server, once connections accepted before have arrived: it fails for those half in, and leaves their sockets open."""
+    """Close an asyncio server, once connections accepted before have arrived: it fails for those
+    half in, and leaves their sockets open."""
     for each in server.sockets:
         asyncio.get_running_loop().remove_reader(each.fileno())
     await asyncio.sleep(0)
@@ -62,11 +72,14 @@ _open: weakref.WeakKeyDictionary[object, Any] = weakref.WeakKeyDictionary()
 
 
 def _let_go_of_inherited() -> None:
-    """Close the parent's sockets in a forked child. If it held them, no peer would notice that the parent died, and no port be free."""
+    """Close the parent's sockets in a forked child.
+
+    If it held them, no peer would notice that the parent died, and no port be free."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for inherited in list(_open.values()):
         if inherited.fileno() >= 0:
-            os.dup2(nothing, inherited.fileno(), inheritable=False)  # keeps the number taken: a later close closes nothing else
+            # keeps the number taken: a later close closes nothing else
+            os.dup2(nothing, inherited.fileno(), inheritable=False)
     os.close(nothing)
     _open.clear()
 
@@ -79,10 +92,12 @@ os.register_at_fork(after_in_child=_let_go_of_inherited)
 
 
 class Door:
-    """The door through which connections come in, counted by an ``Admission``. Belongs to the loop thread.
+    """The door through which connections come in, counted by an ``Admission``. Belongs to the loop
+    thread.
 
-    ``late`` counts those whose time was up, ``foreign`` those that began with nothing that could be ours. ``unproved`` counts these and all
-    others that ended without having proved anything, except late ones and those that had to give way.
+    ``late`` counts those whose time was up, ``foreign`` those that began with nothing that could be
+    ours. ``unproved`` counts these and all others that ended without having proved anything, except
+    late ones and those that had to give way.
     """
 
     def __init__(self, admission: Admission | None = None) -> None:
@@ -101,8 +116,8 @@ class Door:
 
 
 class Arrival:
-    """A connection that was let in. Until it is held it gives way to others, and it ends when its time is up, at ``due`` on the loop's
-    clock."""
+    """A connection that was let in. Until it is held it gives way to others, and it ends when
+    its time is up, at ``due`` on the loop's clock."""
 
     def __init__(self, door: Door, place: Place, end: Callable[[], None]) -> None:
         self._door, self._place, self._end = door, place, end
@@ -118,7 +133,10 @@ class Arrival:
         self._is_counted = True
 
     def hand_over(self) -> Place:
-        """The place. From now on the caller is responsible for it and for the deadline; the connection still gives way to others."""
+        """The place.
+
+        From now on the caller is responsible for it and for the deadline; the connection still
+        gives way to others."""
         self._timer.cancel()
         self._is_counted = True
         return self._place
@@ -146,7 +164,9 @@ HEAD_BYTES = 8
 """How many bytes of a first word suffice to tell what it is and how long."""
 
 _AT_ONCE = 64
-_BURST = 32  # connections that are accepted as they come, and as many more each second; an honest clone makes three
+# connections that are accepted as they come, and as many more each second; an honest clone makes
+# three
+_BURST = 32
 _TICK_S = 0.05
 _PAUSE_S = 1.0
 _SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
@@ -155,11 +175,14 @@ _logger.addFilter(Seldom())
 
 
 class Visitors:
-    """Accepts connections from ``listening`` through a ``door`` until ``close``; belongs to the loop thread.
+    """Accepts connections from ``listening`` through a ``door`` until ``close``; belongs to the
+    loop thread.
 
-    ``word`` gets the first bytes, at most ``head_bytes``, and returns how many there must be in all; 0 means that they cannot be ours.
-    ``arrived`` gets each connection whose first word is there, with its first bytes, none of which has been read from the socket. With
-    ``is_crowd_silent`` a connection that has sent a complete word does not count as part of a crowd.
+    ``word`` gets the first bytes, at most ``head_bytes``, and returns how many there must be in
+    all; 0 means that they cannot be ours. ``arrived`` gets each connection whose first word is
+    there, with its first bytes, none of which has been read from the socket. With
+    ``is_crowd_silent`` a connection that has sent a complete word does not count as part of a
+    crowd.
     """
 
     def __init__(
@@ -182,7 +205,8 @@ class Visitors:
         self._credit, self._counted_at = float(_BURST), self.loop.time()
         self._rest: asyncio.TimerHandle | None = None
         self._is_closed = False
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, self.least)  # accepted connections inherit it
+        # accepted connections inherit it
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, self.least)
         self._go_on()
 
     def close(self) -> None:
@@ -211,7 +235,9 @@ class Visitors:
         self._rest = self.loop.call_later(pause_s, self._go_on)
 
     def _take(self) -> None:
-        """Accept what waits. A connection belongs to its visitor before anything can come in between."""
+        """Accept what waits.
+
+        A connection belongs to its visitor before anything can come in between."""
         for taken in range(_AT_ONCE):
             try:
                 connection, address = self._socket.accept()
@@ -236,11 +262,20 @@ class Visitors:
 class _Visitor:
     """One such connection."""
 
-    __slots__ = ("_arrival", "_connection", "_is_waiting", "_loop", "_number", "_visitors", "_wanted")
+    __slots__ = (
+        "_arrival",
+        "_connection",
+        "_is_waiting",
+        "_loop",
+        "_number",
+        "_visitors",
+        "_wanted",
+    )
 
     def __init__(self, visitors: Visitors, connection: socket.socket) -> None:
         self._visitors, self._connection, self._loop = visitors, connection, visitors.loop
-        self._number = connection.fileno()  # given to the loop instead of the socket, whose text a selector would make each time
+        # given to the loop instead of the socket, whose text a selector would make each time
+        self._number = connection.fileno()
         self._wanted, self._is_waiting = visitors.least, False
         self._arrival: Arrival | None = None
 
@@ -275,7 +310,8 @@ class _Visitor:
             return self.leave()
         if len(said) >= wanted:
             return self._arrive(said[:head])
-        if self._is_waiting and wanted == self._wanted:  # the kernel wakes us for less only when no more comes
+        if self._is_waiting and wanted == self._wanted:
+            # the kernel wakes us for less only when no more comes
             return self.leave()
         return self._wait(wanted)
 
@@ -302,7 +338,9 @@ class _Visitor:
             self._loop.remove_reader(self._number)
 
     def _end(self) -> None:
-        """End it: its time is up, or others need its place. Whichever layer waits on it by now notices and closes it."""
+        """End it: its time is up, or others need its place.
+
+        Whichever layer waits on it by now notices and closes it."""
         if self in self._visitors.here:
             self.leave()
         else:
@@ -329,7 +367,9 @@ _Interface._fields_ = (
 
 
 def device_of(host: str) -> str | None:
-    """The device that has this address, ``lo`` for all of loopback. None if no device has it, or all of them do (``0.0.0.0``)."""
+    """The device that has this address, ``lo`` for all of loopback.
+
+    None if no device has it, or all of them do (``0.0.0.0``)."""
     try:
         wanted = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -343,7 +383,11 @@ def rdma_devices() -> list[str]:
     """The InfiniBand and similar devices, as UCX names them: ``mlx5_0:1``."""
     if not os.path.isdir(_RDMA):
         return []
-    return [f"{device}:{port}" for device in sorted(os.listdir(_RDMA)) for port in sorted(os.listdir(f"{_RDMA}/{device}/ports"))]
+    return [
+        f"{device}:{port}"
+        for device in sorted(os.listdir(_RDMA))
+        for port in sorted(os.listdir(f"{_RDMA}/{device}/ports"))
+    ]
 
 
 def _addresses() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
@@ -356,7 +400,11 @@ def _addresses() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Ad
         while place:  # type: ignore[truthy-bool] # a null pointer is false
             each = place.contents
             if each.address:
-                family = struct.unpack_from("H", bytes(each.address[:2]))[0] if sys.platform == "linux" else 0
+                family = (
+                    struct.unpack_from("H", bytes(each.address[:2]))[0]
+                    if sys.platform == "linux"
+                    else 0
+                )
                 if family == socket.AF_INET:
                     yield each.name.decode(), ipaddress.IPv4Address(bytes(each.address[4:8]))
                 elif family == socket.AF_INET6:

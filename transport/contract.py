@@ -1,4 +1,6 @@
-"""The contracts for carrying control frames and bytes between two processes. Every coroutine here runs on the transport's loop thread."""
+"""The contracts for carrying control frames and bytes between two processes.
+
+Every coroutine here runs on the transport's loop thread."""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Files for TLS on the control channel: a server needs a certificate and its key, a client the certificates that it trusts."""
+    """Files for TLS on the control channel: a server needs a certificate and its key, a client
+    the certificates that it trusts."""
 
     certificate: Path | None = None
     key: Path | None = None
@@ -43,7 +46,9 @@ def tls_of(value: object, what: str) -> Tls:
 
 
 class Channel(ABC):
-    """Ordered control frames between two ends. ``send`` and ``receive`` may each run in one task at a time."""
+    """Ordered control frames between two ends.
+
+    ``send`` and ``receive`` may each run in one task at a time."""
 
     peer: str
     """Where the other end is, for messages: ``10.0.0.2:4711``."""
@@ -68,22 +73,28 @@ class Channel(ABC):
     async def receive(self, limit: int) -> bytes:
         """The next frame, of at most ``limit`` bytes.
 
-        :raises PeerFault: the announced length is greater. Nothing was allocated for the frame, and the channel cannot be used any more.
+        :raises PeerFault: the announced length is greater. Nothing was allocated for the frame, and
+            the channel cannot be used any more.
         :raises Disconnected: the other end is gone.
         """
 
     def hold(self) -> None:
-        """Keep this channel when others arrive, since the other end has proved itself (see ``arrival``)."""
+        """Keep this channel when others arrive, since the other end has proved itself (see
+        ``arrival``)."""
         return
 
     @abstractmethod
     async def close(self) -> None:
-        """Close the channel; idempotent. A caller that waits in ``receive`` gets ``Disconnected``."""
+        """Close the channel; idempotent.
+
+        A caller that waits in ``receive`` gets ``Disconnected``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OnDevice:
-    """Flat memory on a device that receives a chunk. It may be written after ``ready``, a point in its owner's stream."""
+    """Flat memory on a device that receives a chunk.
+
+    It may be written after ``ready``, a point in its owner's stream."""
 
     memory: torch.Tensor
     ready: Mark
@@ -99,7 +110,8 @@ class Link(ABC):
 
     @abstractmethod
     async def send(self, tag: int, data: memoryview) -> None:
-        """Send bytes to the receiver of ``tag`` at the other end; ``data`` must not change before this returns.
+        """Send bytes to the receiver of ``tag`` at the other end; ``data`` must not change before
+        this returns.
 
         :raises Disconnected: the peer is gone, or the link was aborted.
         """
@@ -108,39 +120,58 @@ class Link(ABC):
     async def receive(self, tag: int, into: memoryview) -> None:
         """Receive the message of ``tag`` straight into ``into``, which it fills exactly.
 
-        Cancelling the task does not stop the transfer: ``abort`` the link before the memory is used for anything else.
+        Cancelling the task does not stop the transfer: ``abort`` the link before the memory is used
+        for anything else.
 
-        :raises PeerFault: the message is longer. A shorter one may leave the rest of ``into`` as it was, so callers check a digest.
+        :raises PeerFault: the message is longer. A shorter one may leave the rest of ``into`` as it
+            was, so callers check a digest.
         :raises Disconnected: the peer is gone, or the link was aborted.
         """
 
-    def send_all(self, tag: int, data: Sequence[memoryview], moved: Callable[[], None]) -> asyncio.Future[Any]:
-        """Begin to ``send`` each piece, to the receivers of ``tag`` and of the tags that follow it. ``moved`` is called, on any thread,
-        whenever a piece has left. The future reports errors."""
-        return asyncio.gather(*(_told(self.send(tag + n, piece), moved) for n, piece in enumerate(data)))
+    def send_all(
+        self, tag: int, data: Sequence[memoryview], moved: Callable[[], None]
+    ) -> asyncio.Future[Any]:
+        """Begin to ``send`` each piece, to the receivers of ``tag`` and of the tags that follow
+        it. ``moved`` is called, on any thread, whenever a piece has left. The future reports
+        errors."""
+        return asyncio.gather(
+            *(_told(self.send(tag + n, piece), moved) for n, piece in enumerate(data))
+        )
 
-    def receive_all(self, tag: int, into: Sequence[memoryview], moved: Callable[[], None]) -> asyncio.Future[Any]:
-        """Begin to ``receive`` into each piece, from the senders of ``tag`` and of the tags that follow it, as ``send_all`` does."""
-        return asyncio.gather(*(_told(self.receive(tag + n, piece), moved) for n, piece in enumerate(into)))
+    def receive_all(
+        self, tag: int, into: Sequence[memoryview], moved: Callable[[], None]
+    ) -> asyncio.Future[Any]:
+        """Begin to ``receive`` into each piece, from the senders of ``tag`` and of the tags that
+        follow it, as ``send_all`` does."""
+        return asyncio.gather(
+            *(_told(self.receive(tag + n, piece), moved) for n, piece in enumerate(into))
+        )
 
-    def receive_there(self, tag: int, into: OnDevice, moved: Callable[[], None]) -> asyncio.Future[Any]:
-        """``receive_all`` into memory of a device, for data planes that can write there. Once it is done, only this process can change the
-        bytes.
+    def receive_there(
+        self, tag: int, into: OnDevice, moved: Callable[[], None]
+    ) -> asyncio.Future[Any]:
+        """``receive_all`` into memory of a device, for data planes that can write there. Once it is
+        done, only this process can change the bytes.
 
         :raises InvalidInput: this data plane cannot.
         """
-        raise InvalidInput(f"the message of tag {tag} was to be received on a device, which this data plane does not reach")
+        raise InvalidInput(
+            f"the message of tag {tag} was to be received on a device, which this data plane does"
+            " not reach"
+        )
 
     async def posted(self) -> None:
         """Wait until every receive begun so far has its destination ready, or the link is over.
 
-        A peer that is asked to send earlier than that may fill the room that other peers' bytes need, and those then wait for this
-        receive."""
+        A peer that is asked to send earlier than that may fill the room that other peers' bytes
+        need, and those then wait for this receive."""
         await asyncio.sleep(0)  # lets every receive run up to its first wait
 
     @abstractmethod
     async def abort(self) -> None:
-        """Stop everything under way; idempotent. Once this returns no buffer is read or written any more."""
+        """Stop everything under way; idempotent.
+
+        Once this returns no buffer is read or written any more."""
 
 
 async def _told(move: Coroutine[Any, Any, None], moved: Callable[[], None]) -> None:
@@ -161,10 +192,11 @@ class Listener(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What both ends of a session know about it. ``where`` is the address that was dialled, known at the end that dialled it.
+    """What both ends of a session know about it. ``where`` is the address that was dialled, known
+    at the end that dialled it.
 
-    ``name`` and ``key`` are derived from the session's keys. The name is sent in the clear, the key is never sent. The end that
-    dialled checks the other one by ``tls`` and ``host``.
+    ``name`` and ``key`` are derived from the session's keys. The name is sent in the clear, the key
+    is never sent. The end that dialled checks the other one by ``tls`` and ``host``.
     """
 
     name: bytes
@@ -194,7 +226,9 @@ class End(Protocol):
 
 
 class Transport(ABC):
-    """One kind of connection. A process has one instance of each kind, made by ``transport_for`` on first use."""
+    """One kind of connection.
+
+    A process has one instance of each kind, made by ``transport_for`` on first use."""
 
     scheme: ClassVar[str]
 
@@ -204,7 +238,8 @@ class Transport(ABC):
         return (self.scheme,)
 
     def end(self, plane: str, terms: Terms, generation: Callable[[], int]) -> End:
-        """This side's end of a session's data plane; ``generation`` returns how often that was reset."""
+        """This side's end of a session's data plane; ``generation`` returns how often that was
+        reset."""
         return self
 
     async def leave(self) -> None:
@@ -213,9 +248,15 @@ class Transport(ABC):
 
     @abstractmethod
     async def listen(
-        self, url: str, accept: Callable[[Channel], Awaitable[None]], *, tls: Tls | None = None, door: Door | None = None
+        self,
+        url: str,
+        accept: Callable[[Channel], Awaitable[None]],
+        *,
+        tls: Tls | None = None,
+        door: Door | None = None,
     ) -> Listener:
-        """Run ``accept`` in a task of its own for each peer that arrives and sends something. Port 0 takes any free port.
+        """Run ``accept`` in a task of its own for each peer that arrives and sends something. Port
+        0 takes any free port.
 
         ``door`` decides which connections are let in, and ends those that prove nothing in time.
 
@@ -236,8 +277,9 @@ class Transport(ABC):
 
     @abstractmethod
     async def address(self) -> bytes:
-        """The address of this process's end of the data plane, at most 8 KiB; a peer passes it to ``link``. Creates the end if there is
-        none; when an end stops by itself, the next one has another address.
+        """The address of this process's end of the data plane, at most 8 KiB; a peer passes it to
+        ``link``. Creates the end if there is none; when an end stops by itself, the next one has
+        another address.
 
         :raises Unavailable: it cannot be created.
         """
@@ -259,7 +301,9 @@ class Transport(ABC):
 
 
 class Sink(Protocol):
-    """A state that is being received. A chunk is *accepted* once its digest was right and its bytes are where they belong."""
+    """A state that is being received.
+
+    A chunk is *accepted* once its digest was right and its bytes are where they belong."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -269,24 +313,27 @@ class Sink(Protocol):
         """The chunks that are still to be fetched, in the best order to ask for them."""
 
     def buffers(self, index: int) -> Sequence[memoryview] | None:
-        """The memory into which a chunk is received: writable pieces in order, ``lengths[index]`` bytes together. Called on the loop
-        thread.
+        """The memory into which a chunk is received: writable pieces in order, ``lengths[index]``
+        bytes together. Called on the loop thread.
 
-        None: there is no room at the moment (all scratch buffers are in use); ask again after the next ``accept``.
+        None: there is no room at the moment (all scratch buffers are in use); ask again after the
+        next ``accept``.
         """
 
     def accept(self, index: int) -> bool:
-        """Check what was received and put it where it belongs. Runs in a worker thread, for several chunks at once.
+        """Check what was received and put it where it belongs. Runs in a worker thread, for several
+        chunks at once.
 
         False: the bytes fail the digest, and the chunk is missing again.
         """
 
     def forget(self, index: int) -> None:
-        """Note that a chunk will not come, although ``buffers`` was called for it. Nobody writes to those any more; the chunk is missing
-        again."""
+        """Note that a chunk will not come, although ``buffers`` was called for it. Nobody writes
+        to those any more; the chunk is missing again."""
 
     def pieces(self, index: int) -> Sequence[memoryview] | None:
-        """The bytes of an accepted chunk, for a receiver that forwards it; None if they were not kept."""
+        """The bytes of an accepted chunk, for a receiver that forwards it; None if they were not
+        kept."""
 
 
 @runtime_checkable
@@ -313,7 +360,8 @@ class Source(Protocol):
         """The bytes of each chunk."""
 
     async def chunk(self, index: int) -> Sequence[memoryview]:
-        """The bytes of a chunk in one or more pieces, in order; waits while the chunk is still arriving here.
+        """The bytes of a chunk in one or more pieces, in order; waits while the chunk is still
+        arriving here.
 
         :raises Unavailable: it will not come.
         """
@@ -343,10 +391,13 @@ class SupportsRecall(Protocol):
     """A source in memory that others may need: it can be asked to release that memory."""
 
     def when_wanted(self, tell: Callable[[], None]) -> None:
-        """Register ``tell``, which is called on any thread, any number of times, when the memory is wanted back."""
+        """Register ``tell``, which is called on any thread, any number of times, when the memory
+        is wanted back."""
 
     def recall(self) -> bool:
-        """Release the memory, which nobody reads now. Returns whether the state can be read on, from elsewhere. Runs in a worker thread."""
+        """Release the memory, which nobody reads now.
+
+        Returns whether the state can be read on, from elsewhere. Runs in a worker thread."""
 
 
 class Store(Protocol):
@@ -362,7 +413,8 @@ class Store(Protocol):
         """A page of the states that a query finds."""
 
     def log(self, rev: str, limit: int, after: str | None) -> StatePage:
-        """A page of a state and its ancestors, all parents followed, newest first; ``after`` is the uid of the last one seen."""
+        """A page of a state and its ancestors, all parents followed, newest first; ``after`` is
+        the uid of the last one seen."""
 
     def resolve(self, rev: str) -> StateRecord:
         """The state that a revision names."""
@@ -397,7 +449,9 @@ class Store(Protocol):
 
 @runtime_checkable
 class SupportsParts(Protocol):
-    """A store of states that several ranks captured together, which serves each part by itself. Both methods run in worker threads."""
+    """A store of states that several ranks captured together, which serves each part by itself.
+
+    Both methods run in worker threads."""
 
     def open_part(self, uid: str, rank: int) -> Source:
         """Pin the part of one rank and open it.
@@ -410,11 +464,13 @@ class SupportsParts(Protocol):
 
 
 class Relays(Protocol):
-    """The chains of a server; on the loop thread, must not block. ``chain.Chains`` implements it."""
+    """The chains of a server; on the loop thread, must not block.
+
+    ``chain.Chains`` implements it."""
 
     def join(self, uid: str, relay_url: str, failed: Sequence[str]) -> str | None:
-        """Add a receiver that serves what it gets under ``relay_url``; returns the url to ask instead of this server, or None for this
-        server.
+        """Add a receiver that serves what it gets under ``relay_url``; returns the url to ask
+        instead of this server, or None for this server.
 
         The receivers in ``failed`` did not answer it.
         """

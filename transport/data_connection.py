@@ -1,8 +1,10 @@
-"""Our own data plane: connections beside a session's control channel, over which chunks go from memory to memory.
+"""Our own data plane: connections beside a session's control channel, over which chunks go from
+memory to memory.
 
-A *lane* is one connection that goes one way, with a thread of its own at each end. The kernel copies straight from and to the given memory,
-while the interpreter's lock is released. The end that dialled the control channel dials the lanes too, at the same port, when a direction
-is first used. So at either end lanes may come before the link that they are for, or after it.
+A *lane* is one connection that goes one way, with a thread of its own at each end. The kernel
+copies straight from and to the given memory, while the interpreter's lock is released. The end that
+dialled the control channel dials the lanes too, at the same port, when a direction is first used.
+So at either end lanes may come before the link that they are for, or after it.
 """
 
 from __future__ import annotations
@@ -57,12 +59,17 @@ def read_header(raw: bytes) -> Join | None:
     return Join(name, generation, direction, raw) if magic == JOIN and direction in b"<>" else None
 
 
-def greet(connection: socket.socket, terms: Terms, generation: int, direction: Direction) -> socket.socket:
-    """Join from the end that dialled. Returns the socket to read or write, encrypted if the session is.
+def greet(
+    connection: socket.socket, terms: Terms, generation: int, direction: Direction
+) -> socket.socket:
+    """Join from the end that dialled. Returns the socket to read or write, encrypted if the session
+    is.
 
     :raises PeerFault: the other end does not know the session's key.
     """
-    header = _header_joining.pack(JOIN, terms.name, generation, direction, secrets.token_bytes(_NONCE_BYTES))
+    header = _header_joining.pack(
+        JOIN, terms.name, generation, direction, secrets.token_bytes(_NONCE_BYTES)
+    )
     connection.sendall(header)
     if terms.tls is not None:
         connection = terms.tls.wrap_socket(connection, server_hostname=terms.host)
@@ -72,7 +79,9 @@ def greet(connection: socket.socket, terms: Terms, generation: int, direction: D
     return connection
 
 
-def answer(connection: socket.socket, terms: Terms, join: Join, tls: ssl.SSLContext | None) -> socket.socket:
+def answer(
+    connection: socket.socket, terms: Terms, join: Join, tls: ssl.SSLContext | None
+) -> socket.socket:
     """Join from the end that was dialled, after the header."""
     if tls is not None:
         connection = tls.wrap_socket(connection, server_side=True)
@@ -101,10 +110,15 @@ def _proof(terms: Terms, role: bytes, header: bytes, nonce: bytes) -> bytes:
     return hmac.digest(terms.key, b"datastates data " + role + b"\0" + header + nonce, "sha256")
 
 
-def _check(connection: socket.socket, terms: Terms, role: bytes, header: bytes, nonce: bytes) -> None:
+def _check(
+    connection: socket.socket, terms: Terms, role: bytes, header: bytes, nonce: bytes
+) -> None:
     said = exactly(connection, 32)
     if not hmac.compare_digest(said, _proof(terms, role, header, nonce)):
-        raise PeerFault(f"a connection for data of {terms.peer} does not know the session's key: something on the way joins it")
+        raise PeerFault(
+            f"a connection for data of {terms.peer} does not know the session's key: something on"
+            " the way joins it"
+        )
 
 
 # Our own data plane: connections beside a session's control channel, over which chunks go from
@@ -112,13 +126,17 @@ def _check(connection: socket.socket, terms: Terms, role: bytes, header: bytes, 
 
 
 LANES: Final = 2
-"""Connections in one direction. One leaves a core idle while the other end's core works; three move no more than two (measured)."""
+"""Connections in one direction.
+
+One leaves a core idle while the other end's core works; three move no more than two (measured)."""
 
 MOST: Final = 4
-"""The most connections that a peer may have in one direction: for another version another number may be best."""
+"""The most connections that a peer may have in one direction: for another version another number
+may be best."""
 
 _AT_ONCE = 3
-"""How many finished chunks wake the loop together while others are under way: each wake-up finds Python's code gone from the caches."""
+"""How many finished chunks wake the loop together while others are under way: each wake-up finds
+Python's code gone from the caches."""
 
 _PLACE = b"lanes"
 _message = struct.Struct(">QQ")
@@ -128,12 +146,15 @@ _logger = logging.getLogger(__name__)
 
 
 class Lanes:
-    """One session's end of the plane. ``generation`` returns the session's present generation; ``forget`` is called once this is closed.
+    """One session's end of the plane. ``generation`` returns the session's present generation;
+    ``forget`` is called once this is closed.
 
     Every method belongs to the loop thread.
     """
 
-    def __init__(self, terms: Terms, generation: Callable[[], int], forget: Callable[[], None]) -> None:
+    def __init__(
+        self, terms: Terms, generation: Callable[[], int], forget: Callable[[], None]
+    ) -> None:
         self.terms = terms
         self._generation, self._forget = generation, forget
         self.located = _PLACE
@@ -149,15 +170,26 @@ class Lanes:
     async def link(self, address: bytes) -> Link:
         """A link of the session's generation."""
         if address != _PLACE or self._is_closed:
-            raise PeerFault(f"{self.terms.peer} names {address[:20]!r} as its end of a data plane that needs no address")
+            raise PeerFault(
+                f"{self.terms.peer} names {address[:20]!r} as its end of a data plane that needs no"
+                " address"
+            )
         link = self._link = _LanesLink(self.terms, self._generation())
         early, self._early = self._early, []
         for lane in early:
             self.joined(lane)
         return link
 
-    def join(self, connection: socket.socket, join: Join, context: ssl.SSLContext | None, left: Callable[[], None]) -> None:
-        """Take a connection that names this session; a thread checks whether it knows the key. ``left`` is called once it is closed."""
+    def join(
+        self,
+        connection: socket.socket,
+        join: Join,
+        context: ssl.SSLContext | None,
+        left: Callable[[], None],
+    ) -> None:
+        """Take a connection that names this session; a thread checks whether it knows the key.
+
+        ``left`` is called once it is closed."""
         if self._is_closed or self._joining + len(self._early) >= 2 * MOST:
             connection.close()
             left()
@@ -172,11 +204,19 @@ class Lanes:
         def ready(lane: _Lane, error: Exception | None) -> None:
             self._joining -= 1
             if error is not None:
-                _logger.info("a connection for data of %s was turned away: %s", self.terms.peer, error)
+                _logger.info(
+                    "a connection for data of %s was turned away: %s", self.terms.peer, error
+                )
             else:
                 self.joined(lane)
 
-        _Lane(connection, join.generation, is_sending=join.direction == _TO_DIALLER, loop=loop, left=left).start(prove, ready)
+        _Lane(
+            connection,
+            join.generation,
+            is_sending=join.direction == _TO_DIALLER,
+            loop=loop,
+            left=left,
+        ).start(prove, ready)
 
     def joined(self, lane: _Lane) -> None:
         """Take in a lane that has proved itself."""
@@ -205,12 +245,21 @@ class Lanes:
 
 
 class _Moving:
-    """The pieces of a chunk under way; the link guards ``left``. ``is_alone``: the task that waits for it is woken at once."""
+    """The pieces of a chunk under way; the link guards ``left``.
+
+    ``is_alone``: the task that waits for it is woken at once."""
 
     __slots__ = ("done", "is_alone", "left", "moved")
 
-    def __init__(self, left: int, moved: Callable[[], None] | None, done: asyncio.Future[None]) -> None:
-        self.left, self.moved, self.done, self.is_alone = left, moved or _unheard, done, moved is None
+    def __init__(
+        self, left: int, moved: Callable[[], None] | None, done: asyncio.Future[None]
+    ) -> None:
+        self.left, self.moved, self.done, self.is_alone = (
+            left,
+            moved or _unheard,
+            done,
+            moved is None,
+        )
 
 
 class _Slot:
@@ -232,7 +281,9 @@ class _Outgoing:
 
 
 class _LanesLink(Link):
-    """Messages by tag, over all lanes of one generation. ``_changed`` guards what the lanes' threads share with the loop's."""
+    """Messages by tag, over all lanes of one generation.
+
+    ``_changed`` guards what the lanes' threads share with the loop's."""
 
     def __init__(self, terms: Terms, generation: int) -> None:
         self._terms, self.generation = terms, generation
@@ -249,23 +300,28 @@ class _LanesLink(Link):
         self._aborting: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
 
-    # --- the loop thread ----------------------------------------------------------------------------------------------------
+    # --- the loop thread --------------------------------------------------------------------------
 
     async def send(self, tag: int, data: memoryview) -> None:
         """Send to the receiver of the tag at the other end, straight from where the bytes are."""
         await self._send_all(tag, [data], None)
 
     async def receive(self, tag: int, into: memoryview) -> None:
-        """Receive from the sender of the tag at the other end, straight to where the bytes belong."""
+        """Receive from the sender of the tag at the other end, straight to where the bytes
+        belong."""
         if into.readonly:
             raise InvalidInput(f"the message of tag {tag} was to be received into read-only memory")
         await self._receive_all(tag, [into], None)
 
-    def send_all(self, tag: int, data: Sequence[memoryview], moved: Callable[[], None]) -> asyncio.Future[None]:
+    def send_all(
+        self, tag: int, data: Sequence[memoryview], moved: Callable[[], None]
+    ) -> asyncio.Future[None]:
         """Let one lane send all of it. The link must be aborted when the future is cancelled."""
         return self._send_all(tag, data, moved)
 
-    def receive_all(self, tag: int, into: Sequence[memoryview], moved: Callable[[], None]) -> asyncio.Future[None]:
+    def receive_all(
+        self, tag: int, into: Sequence[memoryview], moved: Callable[[], None]
+    ) -> asyncio.Future[None]:
         """Let memory wait for any lane. The link must be aborted when the future is cancelled."""
         return self._receive_all(tag, into, moved)
 
@@ -293,7 +349,9 @@ class _LanesLink(Link):
             lane.cut()
         return len(self._lanes)
 
-    def _send_all(self, tag: int, data: Sequence[memoryview], moved: Callable[[], None] | None) -> asyncio.Future[None]:
+    def _send_all(
+        self, tag: int, data: Sequence[memoryview], moved: Callable[[], None] | None
+    ) -> asyncio.Future[None]:
         moving = _Moving(len(data), moved, self._loop.create_future())
         if self._begin(_FROM_DIALLER, moving):
             with self._changed:
@@ -301,7 +359,9 @@ class _LanesLink(Link):
             self._outgoing.put(_Outgoing(tag, [_flat(piece) for piece in data], moving))
         return moving.done
 
-    def _receive_all(self, tag: int, into: Sequence[memoryview], moved: Callable[[], None] | None) -> asyncio.Future[None]:
+    def _receive_all(
+        self, tag: int, into: Sequence[memoryview], moved: Callable[[], None] | None
+    ) -> asyncio.Future[None]:
         moving = _Moving(len(into), moved, self._loop.create_future())
         if self._begin(_TO_DIALLER, moving):
             with self._changed:
@@ -309,7 +369,9 @@ class _LanesLink(Link):
                     _fail(moving.done, PeerFault(f"tag {tag} is used twice at once"))
                     return moving.done
                 self._wait_for(moving)
-                self._slots.update((tag + n, _Slot(_flat(piece), moving)) for n, piece in enumerate(into))
+                self._slots.update(
+                    (tag + n, _Slot(_flat(piece), moving)) for n, piece in enumerate(into)
+                )
                 self._changed.notify_all()
         return moving.done
 
@@ -342,11 +404,15 @@ class _LanesLink(Link):
 
         def ready(lane: _Lane, error: Exception | None) -> None:
             if error is not None:
-                self.fail(Disconnected(f"the data plane of {terms.peer} cannot be reached ({error})"))
+                self.fail(
+                    Disconnected(f"the data plane of {terms.peer} cannot be reached ({error})")
+                )
             else:
                 lane.give(self)
 
-        lane = _Lane(connection, self.generation, is_sending=direction == _FROM_DIALLER, loop=self._loop)
+        lane = _Lane(
+            connection, self.generation, is_sending=direction == _FROM_DIALLER, loop=self._loop
+        )
         self._lanes.add(lane)
         lane.start(prove, ready)
 
@@ -382,10 +448,12 @@ class _LanesLink(Link):
     def _look(self) -> None:
         self._idle.set()
 
-    # --- the lanes' threads ---------------------------------------------------------------------------------------------------
+    # --- the lanes' threads -----------------------------------------------------------------------
 
     def next_slot(self, lane: _Lane, tag: int, length: int) -> _Slot | None:
-        """The memory that waits for a tag, once there is some; the lane is then busy with it. None: there will be none."""
+        """The memory that waits for a tag, once there is some; the lane is then busy with it.
+
+        None: there will be none."""
         with self._changed:
             while tag not in self._slots and self._error is None:
                 self._changed.wait()
@@ -393,7 +461,10 @@ class _LanesLink(Link):
             if slot is None or self._error is not None:
                 return None
             if slot.into.nbytes != length:
-                fault = PeerFault(f"the message of tag {tag} has {length} bytes, {slot.into.nbytes} were waited for")
+                fault = PeerFault(
+                    f"the message of tag {tag} has {length} bytes, {slot.into.nbytes} were"
+                    " waited for"
+                )
                 self._call(self._refuse, slot, fault)
                 return None
             lane.is_busy = True
@@ -429,7 +500,12 @@ class _LanesLink(Link):
     def _lost(self, lane: _Lane, error: str) -> None:
         self._lanes.discard(lane)
         if self._error is None:
-            self.fail(Disconnected(f"the data plane of {self._terms.peer} is gone: {error or 'it closed the connection'}"))
+            self.fail(
+                Disconnected(
+                    f"the data plane of {self._terms.peer} is gone:"
+                    f" {error or 'it closed the connection'}"
+                )
+            )
         self._look()
 
     def _refuse(self, slot: _Slot, fault: PeerFault) -> None:
@@ -442,7 +518,8 @@ class _LanesLink(Link):
 
 
 class _Lane:
-    """One connection and its thread, which first proves the connection and then waits for the link that it is for."""
+    """One connection and its thread, which first proves the connection and then waits for the
+    link that it is for."""
 
     def __init__(
         self,
@@ -453,15 +530,24 @@ class _Lane:
         loop: asyncio.AbstractEventLoop,
         left: Callable[[], None] = lambda: None,
     ) -> None:
-        self._connection, self.generation, self.is_sending, self._loop = connection, generation, is_sending, loop
+        self._connection, self.generation, self.is_sending, self._loop = (
+            connection,
+            generation,
+            is_sending,
+            loop,
+        )
         self._left = left
         self._link: queue.SimpleQueue[_LanesLink | None] = queue.SimpleQueue()
         self.is_busy = False
         keep_from_children(self, connection)
 
-    def start(self, prove: Callable[[], socket.socket], ready: Callable[[_Lane, Exception | None], None]) -> None:
+    def start(
+        self, prove: Callable[[], socket.socket], ready: Callable[[_Lane, Exception | None], None]
+    ) -> None:
         """Start the thread; ``ready`` is called on the loop when ``prove`` has ended in it."""
-        threading.Thread(target=self._run, args=(prove, ready), name="datastates-lane", daemon=True).start()
+        threading.Thread(
+            target=self._run, args=(prove, ready), name="datastates-lane", daemon=True
+        ).start()
 
     def give(self, link: _LanesLink) -> None:
         """Tell the lane which link to work for."""
@@ -475,9 +561,12 @@ class _Lane:
     def cut(self) -> None:
         """Break the connection."""
         with suppress(OSError):  # it is not connected yet, or not any more
-            socket.socket.shutdown(self._connection, socket.SHUT_RDWR)  # TLS's own would remove the key while the thread uses it
+            # TLS's own would remove the key while the thread uses it
+            socket.socket.shutdown(self._connection, socket.SHUT_RDWR)
 
-    def _run(self, prove: Callable[[], socket.socket], ready: Callable[[_Lane, Exception | None], None]) -> None:
+    def _run(
+        self, prove: Callable[[], socket.socket], ready: Callable[[_Lane, Exception | None], None]
+    ) -> None:
         link: _LanesLink | None = None
         error = ""
         try:
@@ -494,7 +583,9 @@ class _Lane:
             if link is not None:
                 link.ended(self, error)
 
-    def _prove(self, prove: Callable[[], socket.socket], ready: Callable[[_Lane, Exception | None], None]) -> bool:
+    def _prove(
+        self, prove: Callable[[], socket.socket], ready: Callable[[_Lane, Exception | None], None]
+    ) -> bool:
         error: Exception | None = None
         try:
             self._connection = prove()
@@ -580,7 +671,9 @@ _HEADER_S = 10.0
 
 
 class TcpTransport(Transport):
-    """Our own transport. Data connections find their session by its name, whichever port of this process they came to."""
+    """Our own transport.
+
+    Data connections find their session by its name, whichever port of this process they came to."""
 
     scheme = "tcp"
 
@@ -594,7 +687,12 @@ class TcpTransport(Transport):
         self._is_watched = False
 
     async def listen(
-        self, url: str, accept: Callable[[Channel], Awaitable[None]], *, tls: Tls | None = None, door: Door | None = None
+        self,
+        url: str,
+        accept: Callable[[Channel], Awaitable[None]],
+        *,
+        tls: Tls | None = None,
+        door: Door | None = None,
     ) -> Listener:
         """Listen on one address, for control channels and for the data of their sessions."""
         return await tcp.listen(url, accept, tls=tls, join=self._join, door=door)
@@ -639,7 +737,9 @@ class TcpTransport(Transport):
             await lanes.leave()
 
     def cut(self) -> int:
-        """Break every data connection, as a network does; returns how many there were. For tests."""
+        """Break every data connection, as a network does; returns how many there were.
+
+        For tests."""
         return sum(lanes.cut() for lanes in self._sessions.values())
 
     def _forget(self, name: bytes) -> None:
@@ -649,7 +749,9 @@ class TcpTransport(Transport):
         self._is_watched = False
         await TcpTransport.close(self)
 
-    async def _join(self, connection: socket.socket, context: ssl.SSLContext | None, arrival: Arrival) -> None:
+    async def _join(
+        self, connection: socket.socket, context: ssl.SSLContext | None, arrival: Arrival
+    ) -> None:
         try:
             async with asyncio.timeout(_HEADER_S):
                 join = await _header_tcp_transport(connection)

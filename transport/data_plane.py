@@ -1,10 +1,13 @@
-"""A session's end of the data plane: a link made on first use, and dropped as a whole when buffers must be taken back.
+"""A session's end of the data plane: a link made on first use, and dropped as a whole when buffers
+must be taken back.
 
-Both ends must drop theirs, or else what is sent over the old one hangs and breaks the new one. So each reset begins a *generation*, whose
-number travels with each request, and an end that hears of a later one follows.
+Both ends must drop theirs, or else what is sent over the old one hangs and breaks the new one. So
+each reset begins a *generation*, whose number travels with each request, and an end that hears of a
+later one follows.
 
-The peer is told the address of an end in the first frame or when the end is first needed, and again whenever the end has moved: bytes may
-be moved by a process of its own, which may die and be started anew.
+The peer is told the address of an end in the first frame or when the end is first needed, and again
+whenever the end has moved: bytes may be moved by a process of its own, which may die and be started
+anew.
 """
 
 from __future__ import annotations
@@ -20,17 +23,34 @@ from datastates.system.failures import Failure, describe, revive
 from .contract import End, Link
 from .protocol import Message, Moved
 
-_MEET_S = 30.0  # for a peer that is alive to tell the address of its end; it may have to start a process
+_MEET_S = (
+    30.0  # for a peer that is alive to tell the address of its end; it may have to start a process
+)
 
 
 class Plane:
-    """The link to one peer. A single transfer cannot be stopped: to get memory back, drop the link; the next use makes a new one.
+    """The link to one peer. A single transfer cannot be stopped: to get memory back, drop the link;
+    the next use makes a new one.
 
-    ``end`` makes the links. ``told`` is the own address that the peer knows, ``address`` is the peer's; both may be empty.
+    ``end`` makes the links. ``told`` is the own address that the peer knows, ``address`` is the
+    peer's; both may be empty.
     """
 
-    def __init__(self, end: End, told: bytes, address: bytes, peer: str, post: Callable[[Message], Awaitable[None]]) -> None:
-        self._end, self._told, self._address, self._peer, self._post = end, told, address, peer, post
+    def __init__(
+        self,
+        end: End,
+        told: bytes,
+        address: bytes,
+        peer: str,
+        post: Callable[[Message], Awaitable[None]],
+    ) -> None:
+        self._end, self._told, self._address, self._peer, self._post = (
+            end,
+            told,
+            address,
+            peer,
+            post,
+        )
         self._failure: Failure | None = None
         self._news = asyncio.Event()
         self._link: Link | None = None
@@ -42,7 +62,8 @@ class Plane:
     async def link(self, generation: int | None = None) -> Link:
         """The link to send and receive on; for requests of a ``generation``, only while that lasts.
 
-        :raises Disconnected: the session is over, or the generation, or the peer's data plane cannot be reached.
+        :raises Disconnected: the session is over, or the generation, or the peer's data plane
+            cannot be reached.
         :raises Unavailable: this end, or the peer's, cannot be made.
         """
         async with self._making:
@@ -58,8 +79,8 @@ class Plane:
             return self._link
 
     async def drop(self, link: Link | None = None) -> None:
-        """Stop everything under way on ``link`` (by default the present one), even when this is cancelled: once it returns
-        no buffer is read or written any more."""
+        """Stop everything under way on ``link`` (by default the present one), even when this is
+        cancelled: once it returns no buffer is read or written any more."""
         link = self._link if link is None else link
         if link is not None and self._link is link:
             self.generation += 1
@@ -114,7 +135,8 @@ class Plane:
             await link.abort()
 
     async def _connected(self) -> Link:
-        """A link; if the known address fails, it may be that of an end that is gone, so the peer is asked, once."""
+        """A link; if the known address fails, it may be that of an end that is gone, so the peer
+        is asked, once."""
         await self._meet()
         try:
             return await self._reached()
@@ -150,7 +172,9 @@ class Plane:
                     await self._news.wait()
                     self._news.clear()
         except TimeoutError:
-            raise Disconnected(f"{self._peer} is alive, but has not said in {_MEET_S:g} s where its data plane is") from None
+            raise Disconnected(
+                f"{self._peer} is alive, but has not said in {_MEET_S:g} s where its data plane is"
+            ) from None
         if self._is_closed:
             raise Disconnected(f"the connection to {self._peer} is closed")
         if not self._address and self._failure is not None:
@@ -170,7 +194,9 @@ class Plane:
 
 
 async def surely(task: asyncio.Future[Any]) -> None:
-    """Wait for a task to end, whatever its outcome. If the caller is cancelled meanwhile, it keeps waiting, and is cancelled afterwards."""
+    """Wait for a task to end, whatever its outcome.
+
+    If the caller is cancelled meanwhile, it keeps waiting, and is cancelled afterwards."""
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:

@@ -1,4 +1,6 @@
-"""One clone: chunks from feeds into a sink. ``schedule`` decides, this module acts. All but ``Sink.accept`` runs on the loop thread."""
+"""One clone: chunks from feeds into a sink.
+
+``schedule`` decides, this module acts. All but ``Sink.accept`` runs on the loop thread."""
 
 from __future__ import annotations
 
@@ -59,18 +61,24 @@ class Origin(Protocol):
 class Binding:
     """Digests by index, in the ``order`` in which the chunks will come. Belongs to the loop thread.
 
-    ``origins`` returns the peers that may be asked now, the best first; if one cannot answer, the next is asked.
+    ``origins`` returns the peers that may be asked now, the best first; if one cannot answer, the
+    next is asked.
     """
 
     def __init__(self, order: Sequence[int], origins: Callable[[], Sequence[Origin]]) -> None:
-        self._batches = [tuple(order[start : start + _BATCH]) for start in range(0, len(order), _BATCH)]
-        self._place = {index: number for number, batch in enumerate(self._batches) for index in batch}
+        self._batches = [
+            tuple(order[start : start + _BATCH]) for start in range(0, len(order), _BATCH)
+        ]
+        self._place = {
+            index: number for number, batch in enumerate(self._batches) for index in batch
+        }
         self._origins = origins
         self._told: dict[int, asyncio.Future[tuple[Origin, bytes]]] = {}
         self._asking: set[asyncio.Task[None]] = set()
 
     def ahead(self, index: int) -> None:
-        """Note that a chunk is being asked for: its digest will be needed, and those of the next chunks."""
+        """Note that a chunk is being asked for: its digest will be needed, and those of the next
+        chunks."""
         for number in (self._place[index], self._place[index] + 1):
             if number < len(self._batches) and self._batches[number][0] not in self._told:
                 self._ask(self._batches[number])
@@ -100,8 +108,14 @@ class Binding:
 
     async def _hear(self, batch: tuple[int, ...]) -> None:
         left, asked = list(batch), list[Origin]()
-        error: BaseException = Disconnected("there is no source left to say what the chunks of the state are")
-        while left and (origin := next((each for each in self._origins() if each not in asked), None)) is not None:
+        error: BaseException = Disconnected(
+            "there is no source left to say what the chunks of the state are"
+        )
+        while (
+            left
+            and (origin := next((each for each in self._origins() if each not in asked), None))
+            is not None
+        ):
             asked.append(origin)
             try:
                 said = await origin.digests(left)
@@ -110,7 +124,9 @@ class Binding:
                 continue
             for index, digest in zip(list(left), said, strict=True):
                 if digest == DAMAGED:
-                    error = Corrupt(f"chunk {index} is damaged at {origin.name}: clone from another peer")
+                    error = Corrupt(
+                        f"chunk {index} is damaged at {origin.name}: clone from another peer"
+                    )
                     continue
                 left.remove(index)
                 if not self._told[index].done():
@@ -144,9 +160,11 @@ class Feed(Protocol):
         """The name of the source, for messages."""
 
     async def receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
-        """Fill ``buffers`` with the bytes of a chunk; several run at once. True: the bytes are certain to be the peer's own.
+        """Fill ``buffers`` with the bytes of a chunk; several run at once. True: the bytes are
+        certain to be the peer's own.
 
-        However it ends, even when it is cancelled, nobody writes to ``buffers`` afterwards. Any error means that this feed has failed.
+        However it ends, even when it is cancelled, nobody writes to ``buffers`` afterwards. Any
+        error means that this feed has failed.
         """
 
     @property
@@ -154,10 +172,13 @@ class Feed(Protocol):
         """Whether ``receive`` is likely to return True."""
 
     async def digests(self, indexes: Sequence[int]) -> Sequence[bytes]:
-        """BLAKE3 of these chunks, as the peer has them, over a channel that nobody else can write to."""
+        """BLAKE3 of these chunks, as the peer has them, over a channel that nobody else can
+        write to."""
 
     async def close(self) -> None:
-        """Release the state. ``fetch`` does not call this: the code that opened a feed closes it."""
+        """Release the state.
+
+        ``fetch`` does not call this: the code that opened a feed closes it."""
 
 
 @runtime_checkable
@@ -172,7 +193,8 @@ class ReachesDevices(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The result of a clone: the accepted bytes by the name of their feed, and why feeds were lost on the way."""
+    """The result of a clone: the accepted bytes by the name of their feed, and why feeds were
+    lost on the way."""
 
     bytes_by_feed: Mapping[str, int]
     chunks: int
@@ -192,25 +214,38 @@ async def fetch(
 ) -> Fetched:
     """Fetch every chunk that is missing in ``sink`` from ``feeds`` that hold the same state.
 
-    However this ends, nobody writes to the sink's buffers afterwards, and accepted chunks stay accepted: when it is called again with the
-    same sink, only the rest is moved.
+    However this ends, nobody writes to the sink's buffers afterwards, and accepted chunks stay
+    accepted: when it is called again with the same sink, only the rest is moved.
 
-    :param late: Feeds that are still being connected; each must come or fail in time by itself. They are cancelled when they are no
-        longer needed.
-    :param origin: The peer that says what the chunks of the state are, whichever feed brings them. By default it is the first of
-        ``feeds``, and when that fails the next one.
+    :param late: Feeds that are still being connected; each must come or fail in time by itself.
+        They are cancelled when they are no longer needed.
+    :param origin: The peer that says what the chunks of the state are, whichever feed brings them.
+        By default it is the first of ``feeds``, and when that fails the next one.
     :param window: How many chunks each feed has under way.
-    :param timeout_s: How long the sink may have no room while nothing is under way. A feed itself notices when its peer is silent.
-    :param on_progress: Called on the loop thread with the bytes that were accepted and the total that this call is to fetch.
+    :param timeout_s: How long the sink may have no room while nothing is under way. A feed itself
+        notices when its peer is silent.
+    :param on_progress: Called on the loop thread with the bytes that were accepted and the total
+        that this call is to fetch.
     :raises Corrupt: a chunk came with a wrong digest twice, or two feeds disagree about what it is.
     :raises DatastatesError: the error of the last feed, when none is left.
     """
     missing = tuple(dict.fromkeys(sink.missing()))
     if missing and not feeds and not late:
-        raise InvalidInput(f"{len(missing)} chunks are missing and there is no feed to bring them: pass at least one")
+        raise InvalidInput(
+            f"{len(missing)} chunks are missing and there is no feed to bring them: pass at"
+            " least one"
+        )
     if window < 1:
         raise InvalidInput(f"a window of {window} chunks would bring none: pass at least 1")
-    run = _Run(sink, missing, len(feeds) + len(late), origin=origin, window=window, timeout_s=timeout_s, on_progress=on_progress)
+    run = _Run(
+        sink,
+        missing,
+        len(feeds) + len(late),
+        origin=origin,
+        window=window,
+        timeout_s=timeout_s,
+        on_progress=on_progress,
+    )
     try:
         run.begin(feeds, late)
         await run.end
@@ -220,7 +255,8 @@ async def fetch(
 
 
 class _Verdict(Enum):
-    """What came: the right chunk, a chunk other than the origin says, or bytes that fail the manifest's digest."""
+    """What came: the right chunk, a chunk other than the origin says, or bytes that fail the
+    manifest's digest."""
 
     RIGHT = auto()
     OTHER = auto()
@@ -245,7 +281,9 @@ class _Run:
         self._clock = self._loop.time
         self._began = self._clock()
         self._sink, self._lengths = sink, sink.lengths
-        self._schedule = Schedule(missing, window=window, expected=expected, timeout_s=timeout_s, now=self._began)
+        self._schedule = Schedule(
+            missing, window=window, expected=expected, timeout_s=timeout_s, now=self._began
+        )
         self._bytes_done, self._bytes_total = 0, sum(self._lengths[index] for index in missing)
         self._chunks = 0
         self._on_progress = on_progress
@@ -294,11 +332,16 @@ class _Run:
             await self._is_quiet.wait()
         self._threads.shutdown()  # joins threads that have nothing to do
         if self.end.done() and not self.end.cancelled():
-            self.end.exception()  # marks it as retrieved, even if this was cancelled at the same moment
+            # marks it as retrieved, even if this was cancelled at the same moment
+            self.end.exception()
 
     def fetched(self) -> Fetched:
         """The result."""
-        lost = {self._feeds[number].name: error for number, error in self._errors.items() if number in self._feeds}
+        lost = {
+            self._feeds[number].name: error
+            for number, error in self._errors.items()
+            if number in self._feeds
+        }
         return Fetched(dict(self._bytes), self._chunks, self._clock() - self._began, lost)
 
     def _handle(self, event: Event) -> None:
@@ -340,9 +383,13 @@ class _Run:
         return True
 
     def _receiving_there(self, feed: Feed, index: int) -> Coroutine[Any, Any, bool] | None:
-        """The coroutine that receives a chunk on a device, if possible; the bytes are the origin's own, so the host need not look at
-        them."""
-        if not (isinstance(self._sink, SupportsDevices) and isinstance(feed, ReachesDevices) and feed.reaches_devices):
+        """The coroutine that receives a chunk on a device, if possible; the bytes are the
+        origin's own, so the host need not look at them."""
+        if not (
+            isinstance(self._sink, SupportsDevices)
+            and isinstance(feed, ReachesDevices)
+            and feed.reaches_devices
+        ):
             return None
         into = self._sink.device_buffer(index)
         if into is None:
@@ -357,7 +404,11 @@ class _Run:
 
     def _on_connected(self, number: int, future: asyncio.Future[Feed]) -> None:
         self._connecting.discard(future)
-        error = Disconnected("connecting to a further source was cancelled") if future.cancelled() else future.exception()
+        error = (
+            Disconnected("connecting to a further source was cancelled")
+            if future.cancelled()
+            else future.exception()
+        )
         if error is not None:
             self._errors[number] = error
             self._handle(Absent(number, self._clock()))
@@ -402,8 +453,11 @@ class _Run:
         future = self._threads.submit(self._verify, index, None if told is None else told[1])
         future.add_done_callback(lambda done: self._judged(index, told, done))
 
-    def _judged(self, index: int, told: tuple[Origin, bytes] | None, done: Future[_Verdict]) -> None:
-        """Report some verdicts to the loop at once, unless no further one is to come; runs in a thread."""
+    def _judged(
+        self, index: int, told: tuple[Origin, bytes] | None, done: Future[_Verdict]
+    ) -> None:
+        """Report some verdicts to the loop at once, unless no further one is to come; runs in a
+        thread."""
         with self._lock:
             self._verdicts.append((index, told, done))
             self._judging -= 1
@@ -418,13 +472,16 @@ class _Run:
             self._on_checked(*verdict)
 
     def _verify(self, index: int, wanted: bytes | None) -> _Verdict:
-        """Verify a chunk in a thread: first the digest that cannot be forged, then the sink's own, which guards against rot."""
+        """Verify a chunk in a thread: first the digest that cannot be forged, then the sink's
+        own, which guards against rot."""
         if wanted is not None and digest_of(self._buffers[index]) != wanted:
             self._sink.forget(index)
             return _Verdict.OTHER
         return _Verdict.RIGHT if self._sink.accept(index) else _Verdict.WRONG
 
-    def _on_checked(self, index: int, told: tuple[Origin, bytes] | None, future: Future[_Verdict]) -> None:
+    def _on_checked(
+        self, index: int, told: tuple[Origin, bytes] | None, future: Future[_Verdict]
+    ) -> None:
         number = self._checking[index]
         del self._buffers[index]
         if (error := future.exception()) is not None:
@@ -435,7 +492,12 @@ class _Run:
             del self._checking[index]
             self._count(self._feeds[number].name, self._lengths[index])
             self._handle(Accepted(index, self._clock()))
-        elif future.result() is _Verdict.OTHER and told is not None and told[0] is not self._feeds[number] and not self._is_stopping:
+        elif (
+            future.result() is _Verdict.OTHER
+            and told is not None
+            and told[0] is not self._feeds[number]
+            and not self._is_stopping
+        ):
             task = self._loop.create_task(self._confront(number, index, *told))
             self._confronting.add(task)
             task.add_done_callback(partial(self._on_confronted, index))
@@ -455,8 +517,9 @@ class _Run:
             return
         if said not in {wanted, DAMAGED}:
             raise Corrupt(
-                f"{origin.name} and {feed.name} disagree about chunk {index} of the state: one of them is not honest, or damaged; "
-                "nothing of the chunk was taken: clone from the one that you trust"
+                f"{origin.name} and {feed.name} disagree about chunk {index} of the state: one of"
+                " them is not honest, or damaged; nothing of the chunk was taken: clone from the"
+                " one that you trust"
             )
 
     def _on_confronted(self, index: int, task: asyncio.Task[None]) -> None:
@@ -519,17 +582,22 @@ class _Run:
             case Refuse(index, numbers):
                 names = " and then from ".join(self._feeds[number].name for number in numbers)
                 return Corrupt(
-                    f"chunk {index} came from {names}, and failed its digest both times: clone from another peer; the rest is kept"
+                    f"chunk {index} came from {names}, and failed its digest both times: clone from"
+                    " another peer; the rest is kept"
                 )
             case GiveUp(number):
                 return self._errors[number]
             case Stuck(seconds):
-                return Unavailable(f"the destination had no room for a chunk for {seconds:.1f} s: is its memory taken by another clone?")
+                return Unavailable(
+                    f"the destination had no room for a chunk for {seconds:.1f} s: is its memory"
+                    " taken by another clone?"
+                )
 
 
 def _named(name: str, error: BaseException) -> BaseException:
     """The error, naming the feed: in its message if it is of our tree, else in a note."""
-    if isinstance(error, asyncio.CancelledError):  # not by us: if it were raised on, our caller would seem to be cancelled
+    if isinstance(error, asyncio.CancelledError):
+        # not by us: if it were raised on, our caller would seem to be cancelled
         return Disconnected(f"{name} was closed while it was receiving")
     if not isinstance(error, DatastatesError):
         error.add_note(f"while receiving from {name}")

@@ -1,16 +1,21 @@
 """Decides which chunk is asked of which feed, and when. Events come in, actions go out.
 
-This module touches no task, clock or byte, so every rule is tested by calling ``handle``; ``fetch`` acts.
+This module touches no task, clock or byte, so every rule is tested by calling ``handle``; ``fetch``
+acts.
 
 Rules:
-- Chunks are pulled: each feed has up to ``window`` of them under way, and the next goes to the feed that would deliver it first. So feeds
-  share the work by speed without being measured in advance.
-- While some feeds are still connecting, those that are here take at most their equal share, for no longer than ``GRACE_S``.
-- Near the end a feed takes no chunk that it would deliver long after the others could have delivered everything.
-- A feed that fails gives its chunks back. So does a feed that holds the last chunks while an idle one could deliver them much sooner: it
-  is *robbed*, and measured anew.
-- A chunk whose digest is wrong is asked of another feed, or of the same if there is only one. If it is wrong twice, the clone is given up.
-- The clone is also given up when no feed is left and none is coming, or when there is no room although nothing is under way.
+- Chunks are pulled: each feed has up to ``window`` of them under way, and the next goes to the feed
+  that would deliver it first. So feeds share the work by speed without being measured in advance.
+- While some feeds are still connecting, those that are here take at most their equal share, for no
+  longer than ``GRACE_S``.
+- Near the end a feed takes no chunk that it would deliver long after the others could have
+  delivered everything.
+- A feed that fails gives its chunks back. So does a feed that holds the last chunks while an idle
+  one could deliver them much sooner: it is *robbed*, and measured anew.
+- A chunk whose digest is wrong is asked of another feed, or of the same if there is only one. If it
+  is wrong twice, the clone is given up.
+- The clone is also given up when no feed is left and none is coming, or when there is no room
+  although nothing is under way.
 """
 
 from __future__ import annotations
@@ -164,7 +169,8 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """There was no room for a chunk for this long, and nothing is under way that could make room."""
+    """There was no room for a chunk for this long, and nothing is under way that could make
+    room."""
 
     seconds: float
 
@@ -174,7 +180,9 @@ Action = Start | Drop | Done | Refuse | GiveUp | Stuck
 
 @dataclass(slots=True)
 class _Feed:
-    """What is known of a feed. Its *pace* is the number of seconds that it takes for a chunk while it has several under way."""
+    """What is known of a feed.
+
+    Its *pace* is the number of seconds that it takes for a chunk while it has several under way."""
 
     number: int
     flying: set[int] = field(default_factory=set)
@@ -206,14 +214,19 @@ class _Feed:
             self.done += 1
 
     def forget_pace(self, now: float) -> None:
-        """Forget the pace of a feed that was robbed: until it delivers again it counts as slow as it just was."""
+        """Forget the pace of a feed that was robbed: until it delivers again it counts as slow
+        as it just was."""
         self.busy_s, self.done = max(self.busy_s / max(self.done, 1), now - self.moved_at), 0
 
 
 class Schedule:
-    """The state behind the decisions for one clone. Each of ``expected`` feeds will either join or be absent."""
+    """The state behind the decisions for one clone.
 
-    def __init__(self, missing: Iterable[int], *, window: int, expected: int, timeout_s: float, now: float) -> None:
+    Each of ``expected`` feeds will either join or be absent."""
+
+    def __init__(
+        self, missing: Iterable[int], *, window: int, expected: int, timeout_s: float, now: float
+    ) -> None:
         self._queue = deque(dict.fromkeys(missing))
         self._total = self._left = len(self._queue)
         self._window, self._expected, self._timeout_s = window, expected, timeout_s
@@ -294,7 +307,9 @@ class Schedule:
             feed = self._feeds[start.feed]
             feed.give(start.index, now, is_done=False)
             feed.taken -= 1
-            (self._again.append if start.index in self._wrong else self._queue.appendleft)(start.index)
+            (self._again.append if start.index in self._wrong else self._queue.appendleft)(
+                start.index
+            )
             self._settle(feed)
         self._is_full = True
 
@@ -309,7 +324,10 @@ class Schedule:
             yield from self._rob(now)
 
     def _rob(self, now: float) -> Iterator[Action]:
-        best = min((feed.busy_s / feed.done for feed in self._usable() if feed.done and not feed.flying), default=None)
+        best = min(
+            (feed.busy_s / feed.done for feed in self._usable() if feed.done and not feed.flying),
+            default=None,
+        )
         if best is None:
             return
         for feed in [feed for feed in self._usable() if feed.flying]:
@@ -321,7 +339,12 @@ class Schedule:
                 yield Drop(feed.number)
 
     def _assign(self, now: float) -> Iterator[Action]:
-        while (self._queue or self._again) and not self._is_full and not self._is_over and len(self._checking) < _BACKLOG:
+        while (
+            (self._queue or self._again)
+            and not self._is_full
+            and not self._is_over
+            and len(self._checking) < _BACKLOG
+        ):
             start = self._pick(now)
             if start is None:
                 return
@@ -330,12 +353,18 @@ class Schedule:
 
     def _pick(self, now: float) -> Start | None:
         """The feed that would deliver one more chunk first, and a chunk for it."""
-        feeds = [feed for feed in self._usable() if len(feed.flying) < self._window and feed.taken < self._share(now)]
+        feeds = [
+            feed
+            for feed in self._usable()
+            if len(feed.flying) < self._window and feed.taken < self._share(now)
+        ]
         if not feeds:
             return None
         paces = {feed.number: pace for feed in self._usable() if (pace := feed.pace(now))}
         best = min(paces.values(), default=1.0)
-        feeds.sort(key=lambda feed: ((len(feed.flying) + 1) * paces.get(feed.number, best), feed.taken))
+        feeds.sort(
+            key=lambda feed: ((len(feed.flying) + 1) * paces.get(feed.number, best), feed.taken)
+        )
         latest = self._latest(paces)
         for feed in feeds:
             is_in_time = (len(feed.flying) + 1) * paces.get(feed.number, best) <= latest
@@ -344,8 +373,13 @@ class Schedule:
         return None
 
     def _latest(self, paces: dict[int, float]) -> float:
-        """The time, in seconds from now, by which a chunk begun now should be here: not long after all feeds could have everything."""
-        if not paces or len(self._feeds) == 1 or not any(feed.flying for feed in self._feeds.values()):
+        """The time, in seconds from now, by which a chunk begun now should be here: not long
+        after all feeds could have everything."""
+        if (
+            not paces
+            or len(self._feeds) == 1
+            or not any(feed.flying for feed in self._feeds.values())
+        ):
             return float("inf")
         flying = sum(len(feed.flying) for feed in self._feeds.values())
         together = sum(1.0 / pace for pace in paces.values())
@@ -358,8 +392,13 @@ class Schedule:
         return max(self._window, self._total / (len(self._feeds) + self._expected))
 
     def _index_for(self, feed: _Feed, *, is_in_time: bool) -> int | None:
-        """The next chunk for this feed. A chunk that was wrong comes first, even if it would be late: few feeds may be asked for it."""
-        is_alone = not self._expected and not any(each is not feed and not each.is_lost for each in self._feeds.values())
+        """The next chunk for this feed.
+
+        A chunk that was wrong comes first, even if it would be late: few feeds may be asked for
+        it."""
+        is_alone = not self._expected and not any(
+            each is not feed and not each.is_lost for each in self._feeds.values()
+        )
         for index in self._again:
             if is_alone or self._wrong[index] != feed.number:
                 self._again.remove(index)
@@ -379,7 +418,11 @@ class Schedule:
 
     def _is_deserted(self) -> bool:
         """Whether no feed is left, none will come, and nothing that came is still being checked."""
-        return not self._expected and all(feed.is_lost for feed in self._feeds.values()) and not self._is_busy()
+        return (
+            not self._expected
+            and all(feed.is_lost for feed in self._feeds.values())
+            and not self._is_busy()
+        )
 
     def _is_busy(self) -> bool:
         return bool(self._checking) or any(feed.flying for feed in self._feeds.values())

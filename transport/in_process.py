@@ -23,7 +23,8 @@ _ADDRESS = b"memory"
 
 
 class MemoryTransport(Transport):
-    """``memory://name``; ``memory://`` alone picks a name. Everything that it connects must run on one event loop."""
+    """``memory://name``; ``memory://`` alone picks a name. Everything that it connects must run
+    on one event loop."""
 
     scheme = "memory"
 
@@ -33,13 +34,22 @@ class MemoryTransport(Transport):
         self._links: set[_Link] = set()
 
     async def listen(
-        self, url: str, accept: Callable[[Channel], Awaitable[None]], *, tls: Tls | None = None, door: Door | None = None
+        self,
+        url: str,
+        accept: Callable[[Channel], Awaitable[None]],
+        *,
+        tls: Tls | None = None,
+        door: Door | None = None,
     ) -> Listener:
         """Accept peers under a name; ``tls`` has nothing to protect here."""
         name = _name(url) or secrets.token_hex(4)
         if name in self._listeners:
-            raise Unavailable(f"memory://{name} is taken: choose another name, or memory:// for any")
-        listener = self._listeners[name] = _Listener(self._listeners, name, accept, Door() if door is None else door)
+            raise Unavailable(
+                f"memory://{name} is taken: choose another name, or memory:// for any"
+            )
+        listener = self._listeners[name] = _Listener(
+            self._listeners, name, accept, Door() if door is None else door
+        )
         return listener
 
     async def dial(self, url: str, *, timeout_s: float, tls: Tls | None = None) -> Channel:
@@ -78,7 +88,13 @@ class MemoryTransport(Transport):
 
 
 class _Listener(Listener):
-    def __init__(self, listeners: dict[str, _Listener], name: str, accept: Callable[[Channel], Awaitable[None]], door: Door) -> None:
+    def __init__(
+        self,
+        listeners: dict[str, _Listener],
+        name: str,
+        accept: Callable[[Channel], Awaitable[None]],
+        door: Door,
+    ) -> None:
         self.url = f"memory://{name}"
         self._listeners, self._name, self._accept, self._door = listeners, name, accept, door
         self._visits: set[asyncio.Future[None]] = set()
@@ -97,7 +113,8 @@ class _Listener(Listener):
 
 
 class _Channel(Channel):
-    """One end of a channel; ``other`` is the other one. What was sent before an end was closed still arrives, as over TCP."""
+    """One end of a channel; ``other`` is the other one. What was sent before an end was closed
+    still arrives, as over TCP."""
 
     other: _Channel
     arrival: Arrival | None = None
@@ -124,7 +141,10 @@ class _Channel(Channel):
                 self.other._changed.set()  # there is room
                 if len(frame) > limit:
                     await self.close()
-                    raise PeerFault(f"{self.peer} announced a frame of {len(frame)} bytes, at most {limit} are allowed here")
+                    raise PeerFault(
+                        f"{self.peer} announced a frame of {len(frame)} bytes, at most {limit} are"
+                        " allowed here"
+                    )
                 return frame
             if self.other._is_closed:
                 break
@@ -153,12 +173,16 @@ class _Channel(Channel):
         await changed.wait()
 
     def _gone(self) -> Disconnected:
-        return Disconnected(f"{self.peer} is gone: the connection was closed {'here' if self._is_closed else 'there'}")
+        return Disconnected(
+            f"{self.peer} is gone: the connection was closed"
+            f" {'here' if self._is_closed else 'there'}"
+        )
 
 
 @dataclass(slots=True)
 class _Meeting:
-    """The first end to reach a tag: a sender with its bytes or a receiver with its memory; ``done`` tells it the outcome."""
+    """The first end to reach a tag: a sender with its bytes or a receiver with its memory;
+    ``done`` tells it the outcome."""
 
     link: _Link
     memory: memoryview
@@ -216,7 +240,9 @@ class _Link(Link):
 def _deliver(data: memoryview, into: memoryview, tag: int) -> PeerFault | None:
     data, into = data.cast("B"), into.cast("B")
     if data.nbytes != into.nbytes:
-        return PeerFault(f"the message of tag {tag} has {data.nbytes} bytes, {into.nbytes} were waited for")
+        return PeerFault(
+            f"the message of tag {tag} has {data.nbytes} bytes, {into.nbytes} were waited for"
+        )
     into[:] = data
     return None
 

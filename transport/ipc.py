@@ -1,12 +1,15 @@
-"""The data plane between two processes of one host and user for bytes that belong on a device: the sender puts them there.
+"""The data plane between two processes of one host and user for bytes that belong on a device: the
+sender puts them there.
 
-A receiver has *landing memory* on its device, which the sender opens by a handle of the driver (``Land``). The receiver says where in that
-memory a part of a message has room (``Room``). The sender copies the part there on a stream of its own, waits until the copy is done, and
-says so (``Laid``). The receiver copies the part out before anything reads it, so whatever the sender does to landing memory later changes
-nothing. The three messages travel on the session's control channel, within a generation of the data plane, as requests for chunks do.
+A receiver has *landing memory* on its device, which the sender opens by a handle of the driver
+(``Land``). The receiver says where in that memory a part of a message has room (``Room``). The
+sender copies the part there on a stream of its own, waits until the copy is done, and says so
+(``Laid``). The receiver copies the part out before anything reads it, so whatever the sender does
+to landing memory later changes nothing. The three messages travel on the session's control channel,
+within a generation of the data plane, as requests for chunks do.
 
-Landing memory is not given back to the driver while the process lives, since nobody can know when the other process has released it. It is
-kept for the next session.
+Landing memory is not given back to the driver while the process lives, since nobody can know when
+the other process has released it. It is kept for the next session.
 """
 
 from __future__ import annotations
@@ -70,13 +73,18 @@ class _Opened:
 
 
 class IpcEnd:
-    """One side's end of the data plane of a session; belongs to the loop thread. ``is_near``: the kernel has shown that the peer is a
-    process of this host and user. ``take`` receives the peer's messages."""
+    """One side's end of the data plane of a session; belongs to the loop thread. ``is_near``:
+    the kernel has shown that the peer is a process of this host and user. ``take`` receives the
+    peer's messages."""
 
     located = ADDRESS
 
     def __init__(
-        self, peer: str, post: Callable[[Message], Awaitable[None]], generation: Callable[[], int], is_near: Callable[[], bool]
+        self,
+        peer: str,
+        post: Callable[[Message], Awaitable[None]],
+        generation: Callable[[], int],
+        is_near: Callable[[], bool],
     ) -> None:
         self.peer, self.post = peer, post
         self._generation, self._is_near = generation, is_near
@@ -111,14 +119,21 @@ class IpcEnd:
         match message:
             case Land(region, handle):
                 if not self._is_near() or region in self._opened or len(self._opened) >= _REGIONS:
-                    raise PeerFault(f"{self.peer} would have memory opened that it may not, or not again")
-                opening = self._opened[region] = asyncio.ensure_future(self.apart(lambda: _open(handle)))
+                    raise PeerFault(
+                        f"{self.peer} would have memory opened that it may not, or not again"
+                    )
+                opening = self._opened[region] = asyncio.ensure_future(
+                    self.apart(lambda: _open(handle))
+                )
                 opening.add_done_callback(lambda done: done.cancelled() or done.exception())
             case Room():
                 key = message.generation, message.tag, message.number
                 room = self.room(key)
                 if room.done() or len(self._rooms) > _ROOMS:
-                    raise PeerFault(f"{self.peer} says twice where a message belongs, or says it of more than {_ROOMS}")
+                    raise PeerFault(
+                        f"{self.peer} says twice where a message belongs, or says it of more than"
+                        f" {_ROOMS}"
+                    )
                 if message.generation >= self._generation():
                     room.set_result(message)
             case Laid():
@@ -191,7 +206,8 @@ class IpcEnd:
         return found
 
     async def apart(self, work: Callable[[], Any]) -> Any:
-        """Do ``work`` in a thread of its own: a copy that was begun is finished, even when this is cancelled."""
+        """Do ``work`` in a thread of its own: a copy that was begun is finished, even when this
+        is cancelled."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
@@ -200,7 +216,8 @@ class _IpcLink(Link):
         self._end, self._generation = end, generation
         self._transfers = Transfers()
         self._waiting: set[asyncio.Future[Any]] = set()  # wait for the peer
-        self._telling: set[asyncio.Future[Any]] = set()  # wait until the peer reads, which it may never do again
+        # wait until the peer reads, which it may never do again
+        self._telling: set[asyncio.Future[Any]] = set()
         self._unposted: set[asyncio.Future[None]] = set()
         self._lenders: set[Lending] = set()
         self._aborting: asyncio.Task[None] | None = None
@@ -214,9 +231,13 @@ class _IpcLink(Link):
         here = devices().in_use()
         if not here:
             raise Unavailable("no device is in use in this process: connect with data='auto'")
-        await self._received(tag, here[0], torch.frombuffer(into, dtype=torch.uint8) if into.nbytes else None, None)
+        await self._received(
+            tag, here[0], torch.frombuffer(into, dtype=torch.uint8) if into.nbytes else None, None
+        )
 
-    def receive_there(self, tag: int, into: OnDevice, moved: Callable[[], None]) -> asyncio.Future[Any]:
+    def receive_there(
+        self, tag: int, into: OnDevice, moved: Callable[[], None]
+    ) -> asyncio.Future[Any]:
         async def receiving() -> None:
             await self._received(tag, devices().of(into.memory), into.memory, into.ready)
             moved()
@@ -229,7 +250,8 @@ class _IpcLink(Link):
             await asyncio.wait(list(self._unposted))
 
     async def abort(self) -> None:
-        """Abort; takes only as long as this process's own copies under way, whatever the peer does."""
+        """Abort; takes only as long as this process's own copies under way, whatever the peer
+        does."""
         if self._aborting is None:
             self._aborting = asyncio.create_task(self._abort())
         await asyncio.shield(self._aborting)
@@ -245,7 +267,7 @@ class _IpcLink(Link):
             lender.refuse(self, Disconnected(_ABORTED))
         await self._transfers.end()
 
-    # --- out ---------------------------------------------------------------------------------------------------------------
+    # --- out --------------------------------------------------------------------------------------
 
     async def _send(self, tag: int, data: memoryview) -> None:
         done = number = 0
@@ -257,21 +279,37 @@ class _IpcLink(Link):
             finally:
                 self._end.no_room(key)
             if room.total != data.nbytes:
-                await self._told(self._end.post(Laid(tag, number, data.nbytes, is_other=True, generation=self._generation)))
+                await self._told(
+                    self._end.post(
+                        Laid(tag, number, data.nbytes, is_other=True, generation=self._generation)
+                    )
+                )
                 return
             opened = await self._end.opened(room.region)
-            if room.length != min(PART_BYTES, room.total - done) or room.start + room.length > opened.shared.tensor.numel():
-                raise PeerFault(f"{self._end.peer} would have {room.length} bytes put where they have no room")
+            if (
+                room.length != min(PART_BYTES, room.total - done)
+                or room.start + room.length > opened.shared.tensor.numel()
+            ):
+                raise PeerFault(
+                    f"{self._end.peer} would have {room.length} bytes put where they have no room"
+                )
             self._check()
-            there, part = opened.shared.tensor[room.start :][: room.length], data[done : done + room.length]
+            there, part = (
+                opened.shared.tensor[room.start :][: room.length],
+                data[done : done + room.length],
+            )
             await self._end.apart(partial(_copy_in, opened.stream, there, part))
             self._check()
-            await self._told(self._end.post(Laid(tag, number, room.length, generation=self._generation)))
+            await self._told(
+                self._end.post(Laid(tag, number, room.length, generation=self._generation))
+            )
             done, number = done + room.length, number + 1
 
-    # --- in ----------------------------------------------------------------------------------------------------------------
+    # --- in ---------------------------------------------------------------------------------------
 
-    async def _received(self, tag: int, device: torch.device, into: torch.Tensor | None, ready: Mark | None) -> None:
+    async def _received(
+        self, tag: int, device: torch.device, into: torch.Tensor | None, ready: Mark | None
+    ) -> None:
         if into is None:
             return
         posted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -279,7 +317,14 @@ class _IpcLink(Link):
         posted.add_done_callback(self._unposted.discard)
         await self._transfers.run(self._receive(tag, device, into, ready, posted))
 
-    async def _receive(self, tag: int, device: torch.device, into: torch.Tensor, ready: Mark | None, posted: asyncio.Future[None]) -> None:
+    async def _receive(
+        self,
+        tag: int,
+        device: torch.device,
+        into: torch.Tensor,
+        ready: Mark | None,
+        posted: asyncio.Future[None],
+    ) -> None:
         arriving = list[asyncio.Task[None]]()
         try:
             self._check()
@@ -293,22 +338,36 @@ class _IpcLink(Link):
                     self._check()
                     laid = self._waits(self._end.laid((self._generation, tag, number)))
                     where = landing.number, stretch.start, stretch.length
-                    await self._told(self._end.post(Room(tag, number, into.numel(), *where, generation=self._generation)))
+                    await self._told(
+                        self._end.post(
+                            Room(tag, number, into.numel(), *where, generation=self._generation)
+                        )
+                    )
                 except BaseException:
                     landing.lending.give_back(stretch)
                     raise
-                arriving.append(self._transfers.begin(self._land(landing, laid, stretch, part, ready)))
+                arriving.append(
+                    self._transfers.begin(self._land(landing, laid, stretch, part, ready))
+                )
         finally:
             posted.set_result(None)
         await asyncio.gather(*arriving)
 
     async def _land(
-        self, landing: _Landing, coming: asyncio.Future[Laid], stretch: Stretch, into: torch.Tensor, ready: Mark | None
+        self,
+        landing: _Landing,
+        coming: asyncio.Future[Laid],
+        stretch: Stretch,
+        into: torch.Tensor,
+        ready: Mark | None,
     ) -> None:
         try:
             laid = await coming
             if laid.is_other or laid.length != stretch.length:
-                raise PeerFault(f"the message of tag {laid.tag} has {laid.length} bytes, and others were waited for")
+                raise PeerFault(
+                    f"the message of tag {laid.tag} has {laid.length} bytes, and others were"
+                    " waited for"
+                )
             self._check()
             there = landing.shared.tensor[stretch.start :][: stretch.length]
             await self._end.apart(lambda: _copy(landing.stream, into, there, ready))
@@ -344,16 +403,24 @@ def _share(device: torch.device) -> tuple[Shared, Stream]:
         kept = _kept.get(devices(), {}).get(device, [])
         found = kept.pop() if kept else None
     try:
-        return devices().share(device, _LANDING_BYTES) if found is None else found, devices().stream(device)
+        return (
+            devices().share(device, _LANDING_BYTES) if found is None else found
+        ), devices().stream(device)
     except RuntimeError as exc:
-        raise Unavailable(f"no memory of {device} can be shared with another process ({exc}): connect with data='auto'") from exc
+        raise Unavailable(
+            f"no memory of {device} can be shared with another process ({exc}): connect with"
+            " data='auto'"
+        ) from exc
 
 
 def _open(handle: bytes) -> _Opened:
     try:
         shared = devices().open_shared(handle)
     except RuntimeError as exc:
-        raise Unavailable(f"the memory of the other process cannot be opened here ({exc}): connect with data='auto'") from exc
+        raise Unavailable(
+            f"the memory of the other process cannot be opened here ({exc}): connect with"
+            " data='auto'"
+        ) from exc
     return _Opened(shared, devices().stream(devices().of(shared.tensor)))
 
 
@@ -371,8 +438,11 @@ def _copy_in(stream: Stream, into: torch.Tensor, data: memoryview) -> None:
 
 
 def _lying(data: memoryview) -> torch.Tensor:
-    """The bytes as a tensor without a copy; the caller keeps them alive. torch has no read-only tensors, but nothing writes to this one."""
-    return torch.frombuffer((ctypes.c_char * data.nbytes).from_address(address_of(data)), dtype=torch.uint8)
+    """The bytes as a tensor without a copy; the caller keeps them alive. torch has no read-only
+    tensors, but nothing writes to this one."""
+    return torch.frombuffer(
+        (ctypes.c_char * data.nbytes).from_address(address_of(data)), dtype=torch.uint8
+    )
 
 
 def _parts(memory: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -6,10 +6,22 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["ANSWER_TIMEOUTS", "LISTED_BYTES", "LISTING_TIMEOUTS", "PAGE_BYTES", "SILENT_TIMEOUTS", "Budget", "Limits", "Share", "weigh"]
+__all__ = [
+    "ANSWER_TIMEOUTS",
+    "LISTED_BYTES",
+    "LISTING_TIMEOUTS",
+    "PAGE_BYTES",
+    "SILENT_TIMEOUTS",
+    "Budget",
+    "Limits",
+    "Share",
+    "weigh",
+]
 
 SILENT_TIMEOUTS: Final = 6
-"""For how many timeouts an answer may be silent. Only a complete part of it counts as a sign of life, not a byte."""
+"""For how many timeouts an answer may be silent.
+
+Only a complete part of it counts as a sign of life, not a byte."""
 
 ANSWER_TIMEOUTS: Final = 20
 """After how many timeouts an answer must be complete."""
@@ -18,12 +30,15 @@ LISTING_TIMEOUTS: Final = 20
 """After how many timeouts all pages of a log, or of a search, must be there."""
 
 PAGE_BYTES: Final = 8 << 20
-"""The most bytes of a page of states. A longer page is sent with fewer states, but with one at least."""
+"""The most bytes of a page of states.
+
+A longer page is sent with fewer states, but with one at least."""
 
 LISTED_BYTES: Final = 1 << 30
 """The most memory that the states which a peer lists may take (see ``weigh``)."""
 
-# By the first byte of an item of MessagePack, from 0x00 on: the bytes of its head, and of what follows if the head alone says how many.
+# By the first byte of an item of MessagePack, from 0x00 on: the bytes of its head, and of what
+# follows if the head alone says how many.
 _HEADS = (
     *[1] * 160,
     *range(1, 33),
@@ -36,18 +51,36 @@ _HEADS = (
     *[1] * 32,
 )
 
-# What an item takes in CPython's memory beside these bytes. Texts count with an entry in a dict, containers when they are empty.
-_WEIGHTS = (*[8] * 128, *[80] * 32, *[100] * 32, *[8] * 4, *[100] * 6, *[40] * 15, *[100] * 7, *[40] * 32)
+# What an item takes in CPython's memory beside these bytes. Texts count with an entry in a dict,
+# containers when they are empty.
+_WEIGHTS = (
+    *[8] * 128,
+    *[80] * 32,
+    *[100] * 32,
+    *[8] * 4,
+    *[100] * 6,
+    *[40] * 15,
+    *[100] * 7,
+    *[40] * 32,
+)
 
 # The bytes of the length behind the first byte: of bytes, extensions, texts, arrays and maps.
-_LENGTHS = dict(zip((*range(0xC4, 0xCA), *range(0xD9, 0xE0)), (1, 2, 4, 1, 2, 4, 1, 2, 4, 2, 4, 2, 4), strict=True))
+_LENGTHS = dict(
+    zip(
+        (*range(0xC4, 0xCA), *range(0xD9, 0xE0)),
+        (1, 2, 4, 1, 2, 4, 1, 2, 4, 2, 4, 2, 4),
+        strict=True,
+    )
+)
 
 
 def weigh(body: bytes | bytearray | memoryview, most: int) -> int:
-    """About how many bytes of memory MessagePack takes once it is decoded: in most cases more than the true number.
+    """About how many bytes of memory MessagePack takes once it is decoded: in most cases more than
+    the true number.
 
-    Nothing is decoded. It returns as soon as the number is above ``most``, and takes about 0.2 us an item. Every 1,024 items it sleeps, so
-    that a training does not wait for the interpreter's lock (5 ms each time).
+    Nothing is decoded. It returns as soon as the number is above ``most``, and takes about 0.2 us
+    an item. Every 1,024 items it sleeps, so that a training does not wait for the interpreter's
+    lock (5 ms each time).
     """
     weight = at = items = 0
     while at < len(body) and weight <= most:
@@ -70,8 +103,9 @@ def weigh(body: bytes | bytearray | memoryview, most: int) -> int:
 class Limits:
     """The limits of one server for all of its peers together.
 
-    ``sessions`` counts peers that have proved the token. ``offer_bytes`` is for what they say of states that they push (manifests and
-    ancestry), as it travels and decoded; one peer may use at most half of it.
+    ``sessions`` counts peers that have proved the token. ``offer_bytes`` is for what they say of
+    states that they push (manifests and ancestry), as it travels and decoded; one peer may use at
+    most half of it.
     """
 
     sessions: int = 64

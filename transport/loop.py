@@ -1,13 +1,17 @@
-"""The one event loop of a process on which all transport runs: a daemon thread named ``datastates-transport``.
+"""The one event loop of a process on which all transport runs: a daemon thread named
+``datastates-transport``.
 
-Callers are ordinary threads: ``run`` waits for a coroutine there, ``submit`` returns a future. The loop starts on first use, and again
-after ``stop``. A forked child inherits none of it, and gets a loop of its own on first use.
+Callers are ordinary threads: ``run`` waits for a coroutine there, ``submit`` returns a future. The
+loop starts on first use, and again after ``stop``. A forked child inherits none of it, and gets a
+loop of its own on first use.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures.thread  # noqa: F401  # before our own hook at the end of the process, which needs its worker threads
+
+# before our own hook at the end of the process, which needs its worker threads
+import concurrent.futures.thread  # noqa: F401
 import logging
 import os
 import threading
@@ -31,8 +35,8 @@ _logger = logging.getLogger(__name__)
 def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
     """Start a coroutine on the loop.
 
-    The future is done when the coroutine has *ended*. ``cancel`` asks the coroutine to end, and a caller that waits for the future then
-    waits until nothing of it runs any more.
+    The future is done when the coroutine has *ended*. ``cancel`` asks the coroutine to end, and a
+    caller that waits for the future then waits until nothing of it runs any more.
 
     :raises Closed: the process is ending.
     """
@@ -44,8 +48,8 @@ def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
 def run(work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
     """Run a coroutine on the loop, and return its result.
 
-    Ctrl-C or the end of ``timeout_s`` cancels it. This then returns only once the coroutine has really ended, so that nothing of it
-    still writes into the caller's memory.
+    Ctrl-C or the end of ``timeout_s`` cancels it. This then returns only once the coroutine has
+    really ended, so that nothing of it still writes into the caller's memory.
 
     :raises TimeoutError: it took longer.
     :raises InvalidInput: called on the loop's own thread, which would wait for itself.
@@ -67,17 +71,25 @@ def run(work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
 
 
 def at_stop(close: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run ``close`` on the loop when the loop is stopped; the last one registered runs first. Belongs to the loop's thread."""
+    """Run ``close`` on the loop when the loop is stopped; the last one registered runs first.
+
+    Belongs to the loop's thread."""
     if _current is None or not _is_own_thread():
-        raise InvalidInput("what is to be closed with the transport's loop must be registered on its thread")
+        raise InvalidInput(
+            "what is to be closed with the transport's loop must be registered on its thread"
+        )
     _current.closers.append(close)
 
 
 def stop() -> None:
-    """Cancel everything that runs, close what was registered, and end the loop. Runs by itself at the end of the process; idempotent."""
+    """Cancel everything that runs, close what was registered, and end the loop.
+
+    Runs by itself at the end of the process; idempotent."""
     global _current
     if _is_own_thread():
-        raise InvalidInput("the transport's loop cannot wait for its own end: call stop() on another thread")
+        raise InvalidInput(
+            "the transport's loop cannot wait for its own end: call stop() on another thread"
+        )
     with _lock:
         loop, _current = _current, None
     if loop is not None:
@@ -87,7 +99,8 @@ def stop() -> None:
 class _Call(Future[T]):
     """A coroutine on the loop, seen from outside.
 
-    Threads that may be interrupted wait for ``ended``: the future's own wait takes a lock that the loop needs.
+    Threads that may be interrupted wait for ``ended``: the future's own wait takes a lock that the
+    loop needs.
     """
 
     def __init__(self, work: Coroutine[Any, Any, T]) -> None:
@@ -182,7 +195,11 @@ _is_over = False
 
 def _begin(call: _Call[Any]) -> None:
     global _current
-    with undisturbed(), _lock:  # ``stop`` detaches the loop under this lock, so what is begun here ends there
+    with (
+        undisturbed(),
+        _lock,
+    ):
+        # ``stop`` detaches the loop under this lock, so what is begun here ends there
         if _is_over:
             call.work.close()
             raise Closed("the process is ending: nothing can be begun on the transport any more")
@@ -199,7 +216,8 @@ def _is_own_thread() -> bool:
 async def _end_tasks() -> None:
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
-        if not task.cancelling():  # else it is already ending, and its cleanup must not be cut short
+        if not task.cancelling():
+            # else it is already ending, and its cleanup must not be cut short
             task.cancel()
     if tasks:
         await asyncio.wait(tasks, timeout=_STOP_S / 4)
@@ -217,5 +235,7 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-# ``atexit`` callbacks run after all worker threads have ended, too late to close anything that needs those threads.
-threading._register_atexit(_at_exit)  # type: ignore[attr-defined] # private; concurrent.futures itself uses it to end its threads
+# ``atexit`` callbacks run after all worker threads have ended, too late to close anything that
+# needs those threads.
+# private; concurrent.futures itself uses it to end its threads
+threading._register_atexit(_at_exit)  # type: ignore[attr-defined]

@@ -46,16 +46,32 @@ from .session import Session
 from .sources import PAGE, OpenState, Page, Sources, all_pages
 from .state_parts import fetch_part
 from .transfer import Arrival, Cloned, IntoObjects, IntoRepository, Move, Progress, Pull, Transfer
-from .untrusted import distrusting, join_parts, record_of, record_of_ref, records_of, ref_of, state_of
+from .untrusted import (
+    distrusting,
+    join_parts,
+    record_of,
+    record_of_ref,
+    records_of,
+    ref_of,
+    state_of,
+)
 
 
 class Push(Move):
-    """A state on its way to the first of some sources. ``tags`` says whether tags on it and its ancestors go with it."""
+    """A state on its way to the first of some sources.
+
+    ``tags`` says whether tags on it and its ancestors go with it."""
 
     def __init__(self, sources: Sources, core: Core, state: State, *, tags: bool) -> None:
         self.state, self._sources, self._core, self._tags = state, sources, core, tags
-        refuse_parts(state, "a push", instead="serve it here, and clone it there with repo=, which takes any number of parts")
-        self._source = _CountedSource(core.open_payload(state, verify=False), partial(core.tiers.reopen, state, verify=False))
+        refuse_parts(
+            state,
+            "a push",
+            instead="serve it here, and clone it there with repo=, which takes any number of parts",
+        )
+        self._source = _CountedSource(
+            core.open_payload(state, verify=False), partial(core.tiers.reopen, state, verify=False)
+        )
         self.bytes_total = sum(self._source.lengths)
         self._landed: StateRecord | None = None
 
@@ -66,7 +82,9 @@ class Push(Move):
         try:
             session = await self._sources.connected(url)
             try:
-                self._landed = await session.push(source, self.state.uid, await self._offer(session))
+                self._landed = await session.push(
+                    source, self.state.uid, await self._offer(session)
+                )
             finally:
                 await session.close()
         finally:
@@ -88,16 +106,27 @@ class Push(Move):
 
     async def _offer(self, session: Session) -> Offer:
         ancestry = await self._unknown_there(session)
-        refs = await asyncio.to_thread(self._tags_of, {self.state.uid, *(each.uid for each in ancestry)}) if self._tags else []
+        refs = (
+            await asyncio.to_thread(
+                self._tags_of, {self.state.uid, *(each.uid for each in ancestry)}
+            )
+            if self._tags
+            else []
+        )
         state, records, made_by = await asyncio.to_thread(self._records, ancestry)
-        return Offer(self._source.manifest, state, records, tuple(map(record_of_ref, refs)), made_by)
+        return Offer(
+            self._source.manifest, state, records, tuple(map(record_of_ref, refs)), made_by
+        )
 
-    def _records(self, ancestry: Sequence[State]) -> tuple[StateRecord, tuple[StateRecord, ...], tuple[RunRecord, ...]]:
+    def _records(
+        self, ancestry: Sequence[State]
+    ) -> tuple[StateRecord, tuple[StateRecord, ...], tuple[RunRecord, ...]]:
         with self._core.database.read() as session:
             return record_of(session, self.state), *records_of(session, ancestry)
 
     async def _unknown_there(self, session: Session) -> list[State]:
-        """The ancestors of the state, newest first, down to the first page behind which the peer knows every parent."""
+        """The ancestors of the state, newest first, down to the first page behind which the peer
+        knows every parent."""
         found: list[State] = []
         known: set[str] = set()
         page = [self.state]
@@ -120,7 +149,8 @@ class Push(Move):
 
 
 class _CountedSource(StateSource):
-    """A source that counts what a peer asks for of a pushed state: ``moved`` bytes in ``chunks`` chunks so far."""
+    """A source that counts what a peer asks for of a pushed state: ``moved`` bytes in ``chunks``
+    chunks so far."""
 
     def __init__(self, reader: Reader, reopen: Callable[[], Reader]) -> None:
         super().__init__(reader, reopen)
@@ -131,7 +161,8 @@ class _CountedSource(StateSource):
     async def chunk(self, index: int) -> Sequence[memoryview]:
         """The chunk, where it lies."""
         found = await super().chunk(index)
-        if index not in self._counted:  # it is read for its digest too, and again when a link breaks
+        if index not in self._counted:
+            # it is read for its digest too, and again when a link breaks
             self._counted.add(index)
             self.moved += self.lengths[index]
             self.chunks += 1
@@ -157,8 +188,8 @@ Fetch = Callable[[Sink], Awaitable[Fetched]]
 
 
 class PeerReader(Reader):
-    """Reads a part from peers; ``fetch`` brings what is missing in a sink. Used by one thread, and closed before the feeds behind ``fetch``
-    are.
+    """Reads a part from peers; ``fetch`` brings what is missing in a sink. Used by one thread, and
+    closed before the feeds behind ``fetch`` are.
 
     Every chunk is checked as it arrives. ``bytes_by_source`` counts what came, by peer.
     """
@@ -176,9 +207,12 @@ class PeerReader(Reader):
         self._is_closed = False
 
     def ahead(self, chunks: Sequence[int]) -> None:
-        """Begin to fetch those of these chunks that are neither here nor on their way; never waits."""
+        """Begin to fetch those of these chunks that are neither here nor on their way; never
+        waits."""
         if self._is_closed:
-            raise Closed(f"the reader of state {self.manifest.origin.uid} is closed: clone it again")
+            raise Closed(
+                f"the reader of state {self.manifest.origin.uid} is closed: clone it again"
+            )
         wanted = [index for index in dict.fromkeys(chunks) if index not in self._coming]
         if wanted:
             coming = _Coming(self.manifest, self._lengths, wanted, self._shadow)
@@ -218,7 +252,9 @@ class PeerReader(Reader):
 class _Coming:
     """Some chunks on their way, as a sink: each lies in the shadow at its place in the stream."""
 
-    def __init__(self, manifest: Manifest, lengths: tuple[int, ...], wanted: Sequence[int], shadow: Shadow) -> None:
+    def __init__(
+        self, manifest: Manifest, lengths: tuple[int, ...], wanted: Sequence[int], shadow: Shadow
+    ) -> None:
         self.lengths = lengths
         self._manifest, self._shadow = manifest, shadow
         self._missing, self._here = dict.fromkeys(wanted), set[int]()
@@ -242,7 +278,9 @@ class _Coming:
         assert self._future is not None
         with suppress(CancelledError):
             self._future.result()
-        raise Unavailable(f"chunk {index} of state {self._manifest.origin.uid} did not come: clone it again")
+        raise Unavailable(
+            f"chunk {index} of state {self._manifest.origin.uid} did not come: clone it again"
+        )
 
     def end(self) -> dict[str, int]:
         """Stop; returns what came, by peer."""
@@ -313,7 +351,8 @@ def clone_together(
     strict: bool,
     on_progress: Progress | None,
 ) -> Cloned:
-    """Clone the state that ``rev`` names for rank 0 into the live objects of every rank; collective, on the training threads.
+    """Clone the state that ``rev`` names for rank 0 into the live objects of every rank;
+    collective, on the training threads.
 
     If one rank fails, all fail, and no object of any rank has changed.
     """
@@ -324,9 +363,21 @@ def clone_together(
         opened = loop.run(sources.open(chosen.uid))
         try:
             if opened.state.digest != chosen.digest:
-                raise Conflict(f"{opened.source} has another state of the uid {chosen.uid} than rank 0 found: clone from the same peer")
+                raise Conflict(
+                    f"{opened.source} has another state of the uid {chosen.uid} than rank 0 found:"
+                    " clone from the same peer"
+                )
             with distrusting():
-                return _clone(opened, into, meeting, began, only=only, strict=strict, on_progress=on_progress, timeout_s=sources.timeout_s)
+                return _clone(
+                    opened,
+                    into,
+                    meeting,
+                    began,
+                    only=only,
+                    strict=strict,
+                    on_progress=on_progress,
+                    timeout_s=sources.timeout_s,
+                )
         finally:
             loop.run(opened.close())
 
@@ -357,31 +408,54 @@ def _clone(
     with ExitStack() as stack:
         for reader in readers:
             stack.callback(reader.close)
-        shared = stack.enter_context(open_shared(meeting, state.uid, state.world_size, lambda rank: (readers[rank], 1), rank=own.source))
-        report = restore_from(of_state(shared, state), into, only=only, strict=strict, own=own, meeting=meeting)
+        shared = stack.enter_context(
+            open_shared(
+                meeting,
+                state.uid,
+                state.world_size,
+                lambda rank: (readers[rank], 1),
+                rank=own.source,
+            )
+        )
+        report = restore_from(
+            of_state(shared, state), into, only=only, strict=strict, own=own, meeting=meeting
+        )
     return _cloned(state, report, readers, began)
 
 
-def _readers(opened: OpenState, own: Redivision, timeout_s: float, on_progress: Progress | None) -> list[PeerReader]:
+def _readers(
+    opened: OpenState, own: Redivision, timeout_s: float, on_progress: Progress | None
+) -> list[PeerReader]:
     """A reader for each part."""
     if opened.parts is None:
-        return [PeerReader(opened.manifest.manifest, partial(opened.fetch, timeout_s=timeout_s, on_progress=on_progress))]
+        return [
+            PeerReader(
+                opened.manifest.manifest,
+                partial(opened.fetch, timeout_s=timeout_s, on_progress=on_progress),
+            )
+        ]
     if own.source:
         join_parts(opened.manifest.parts, rank=own.source)  # their values were not looked at yet
     counted = _Counted(on_progress)
     return [
-        PeerReader(part.manifest, partial(fetch_part, part=part, timeout_s=timeout_s, on_progress=counted.of(part.rank)))
+        PeerReader(
+            part.manifest,
+            partial(fetch_part, part=part, timeout_s=timeout_s, on_progress=counted.of(part.rank)),
+        )
         for part in opened.parts.parts
     ]
 
 
-def _cloned(state: State, report: RestoreReport, readers: Sequence[PeerReader], began: float) -> Cloned:
+def _cloned(
+    state: State, report: RestoreReport, readers: Sequence[PeerReader], began: float
+) -> Cloned:
     moved = sum((Counter(reader.bytes_by_source) for reader in readers), Counter[str]())
     return Cloned(state, report, moved.total(), time.monotonic() - began, dict(moved))
 
 
 class _Counted:
-    """What this rank asked for of all parts, and how much of it is here; used on the loop thread."""
+    """What this rank asked for of all parts, and how much of it is here; used on the loop
+    thread."""
 
     def __init__(self, on_progress: Progress | None) -> None:
         self._on_progress = on_progress
@@ -394,7 +468,10 @@ class _Counted:
     def _hear(self, part: int, done: int, total: int) -> None:
         assert self._on_progress is not None
         self._parts[part] = done, total
-        self._on_progress(sum(done for done, _ in self._parts.values()), sum(total for _, total in self._parts.values()))
+        self._on_progress(
+            sum(done for done, _ in self._parts.values()),
+            sum(total for _, total in self._parts.values()),
+        )
 
 
 # ``datastates.connect``: another process's repository, to browse and to clone from.
@@ -425,17 +502,20 @@ def connect(
     timeout_s: float = 10.0,
     data: str | None = None,
 ) -> Peer:
-    """Connect to a repository that another process serves; or to several, which then share the work of a clone.
+    """Connect to a repository that another process serves; or to several, which then share the work
+    of a clone.
 
         with repo.serve("tcp://127.0.0.1:0") as server, datastates.connect(server.url) as peer:
             print(peer.refs())
 
     :param url: where the server listens; several urls become sources of one clone.
-    :param token: the server's token; if not given, ``token_file`` is read, or else ``DATASTATES_TOKEN``.
+    :param token: the server's token; if not given, ``token_file`` is read, or else
+        ``DATASTATES_TOKEN``.
     :param token_file: a file that holds the token.
     :param tls: certificates for TLS 1.3.
     :param timeout_s: a peer that is silent for this many seconds is treated as dead.
-    :param data: the data plane that carries the bytes, as for ``Repository.serve``; None: as ``DATASTATES_DATA`` says.
+    :param data: the data plane that carries the bytes, as for ``Repository.serve``; None: as
+        ``DATASTATES_DATA`` says.
     :raises Disconnected: the server does not answer (of several: none does).
     :raises Unauthorized: the token is missing or wrong.
     :raises Unsupported: the two sides have no data plane in common.
@@ -465,12 +545,23 @@ class CloneOptions(TypedDict, total=False):
 
 
 _CLONED = CloneOptions(
-    into=None, repo=None, only=None, strict=True, atomic=None, skip_equal=False, tags=False, chain=False, on_progress=None, group=None
+    into=None,
+    repo=None,
+    only=None,
+    strict=True,
+    atomic=None,
+    skip_equal=False,
+    tags=False,
+    chain=False,
+    on_progress=None,
+    group=None,
 )
 
 
 class Peer:
-    """The repositories of other processes, as one: questions go to the first that answers. Safe from any thread but the transport's."""
+    """The repositories of other processes, as one: questions go to the first that answers.
+
+    Safe from any thread but the transport's."""
 
     def __init__(self, sources: Sources) -> None:
         self.sources = sources
@@ -481,7 +572,7 @@ class Peer:
         """The urls to which it is connected."""
         return self.sources.urls
 
-    # --- the lineage -------------------------------------------------------------------------------------------------------
+    # --- the lineage ------------------------------------------------------------------------------
 
     def refs(self) -> list[Ref]:
         """Every branch and tag there, by name."""
@@ -505,32 +596,38 @@ class Peer:
     def _listed(self, question: Callable[[Session], Page], limit: int | None) -> list[State]:
         return loop.run(self.sources.listed(lambda session: all_pages(question(session), limit)))
 
-    # --- clones ------------------------------------------------------------------------------------------------------------
+    # --- clones -----------------------------------------------------------------------------------
 
     @values.unpacks(CloneOptions, **_CLONED)
     def clone(self, rev: str | State, **options: Unpack[CloneOptions]) -> Cloned:
-        """Bring a state from the peer's memory into live objects, or into a repository's memory; every byte is checked.
+        """Bring a state from the peer's memory into live objects, or into a repository's memory;
+        every byte is checked.
 
             with repo.serve("tcp://127.0.0.1:0") as server, datastates.connect(server.url) as peer:
                 peer.clone("main", into={"model": model, "optimizer": optimizer})
 
         :param rev: the state, by its name at the peer.
         :param into: live objects by name, as for ``Repository.restore``.
-        :param repo: a repository that takes over the state with its ancestry; only chunks that it lacks are moved.
+        :param repo: a repository that takes over the state with its ancestry; only chunks that it
+            lacks are moved.
         :param only: which parts of the objects, as for ``Repository.restore``.
         :param strict: as for ``Repository.restore``.
-        :param atomic: True changes the objects at the very end, all at once, which needs memory for a second copy. False receives
-            tensors in place; a clone that fails leaves them *dirty*: trackers refuse to capture them until they are cloned into again
-            or restored. None: True if there is memory for it.
+        :param atomic: True changes the objects at the very end, all at once, which needs memory for
+            a second copy. False receives tensors in place; a clone that fails leaves them *dirty*:
+            trackers refuse to capture them until they are cloned into again or restored. None: True
+            if there is memory for it.
         :param skip_equal: do not move chunks that the objects hold already (not with ``atomic``).
         :param tags: whether the tags of the ancestry come along to ``repo``.
-        :param chain: whether receivers of one state pass it on to each other, so that one copy leaves the source.
+        :param chain: whether receivers of one state pass it on to each other, so that one copy
+            leaves the source.
         :param on_progress: called with the bytes that are done, and their total.
-        :param group: the ranks of a job that clone the state together, each calling this with ``into`` and its own objects. Each is sent
-            what it alone wants, and its share of what several want, which it passes on. All get the state that rank 0 finds; or all fail,
-            and then no object has changed.
+        :param group: the ranks of a job that clone the state together, each calling this with
+            ``into`` and its own objects. Each is sent what it alone wants, and its share of what
+            several want, which it passes on. All get the state that rank 0 finds; or all fail, and
+            then no object has changed.
         :raises NotFound: the revision does not exist there.
-        :raises Unavailable: the state's bytes are nowhere any more (or Disconnected: no source is left).
+        :raises Unavailable: the state's bytes are nowhere any more (or Disconnected: no source is
+            left).
         :raises InvalidInput: the state does not fit the objects; nothing was moved.
         :raises Corrupt: a chunk came with a wrong digest twice.
         :raises Dirty: a clone in place failed; its cause says why.
@@ -543,12 +640,21 @@ class Peer:
         others = [name for name in ("repo", "skip_equal", "tags", "chain") if options[name]]
         if into is None or others or options["atomic"] is False:
             raise InvalidInput(
-                "a group clones into live objects, all at once: give into={...}, and leave repo=, atomic=False, skip_equal=, tags= and "
-                "chain= out; broadcast of a datastates.ranks group brings a state into the repository of each rank"
+                "a group clones into live objects, all at once: give into={...}, and leave repo=,"
+                " atomic=False, skip_equal=, tags= and chain= out; broadcast of a datastates.ranks"
+                " group brings a state into the repository of each rank"
             )
         into, only = values.named(into, "into"), values.patterns(options["only"])
         strict, on_progress = values.flag(options["strict"], "strict"), options["on_progress"]
-        return clone_together(self.sources, _revision(rev), into, group, only=only, strict=strict, on_progress=on_progress)
+        return clone_together(
+            self.sources,
+            _revision(rev),
+            into,
+            group,
+            only=only,
+            strict=strict,
+            on_progress=on_progress,
+        )
 
     @values.takes(
         into=values.optional(values.named),
@@ -564,8 +670,11 @@ class Peer:
         group=values.optional(group_of),
     )
     @values.unpacks(CloneOptions, **_CLONED)
-    def begin_clone(self, rev: str | State, *, resumable: bool = False, **options: Unpack[CloneOptions]) -> Transfer:
-        """Start ``clone`` in the background: ``wait`` for it or ``await`` it, on the thread that owns the objects.
+    def begin_clone(
+        self, rev: str | State, *, resumable: bool = False, **options: Unpack[CloneOptions]
+    ) -> Transfer:
+        """Start ``clone`` in the background: ``wait`` for it or ``await`` it, on the thread that
+        owns the objects.
 
         :param rev: as for ``clone``.
         :param into: as for ``clone``.
@@ -576,17 +685,22 @@ class Peer:
         :param skip_equal: as for ``clone``.
         :param tags: as for ``clone``.
         :param chain: as for ``clone``.
-        :param resumable: keep what came if it fails: ``Transfer.resume`` continues, ``Transfer.close`` releases it.
+        :param resumable: keep what came if it fails: ``Transfer.resume`` continues,
+            ``Transfer.close`` releases it.
         :param on_progress: as for ``clone``.
         :param group: None, or a group of one: ranks that clone together must use ``clone``.
         """
         into, repo, group = options["into"], options["repo"], options["group"]
         if group is not None and group.size > 1:
             raise InvalidInput(
-                "ranks clone together on their training threads: call clone(group=...), which returns once all have the state"
+                "ranks clone together on their training threads: call clone(group=...), which"
+                " returns once all have the state"
             )
         if (into is None) == (repo is None):
-            raise InvalidInput("a clone goes into live objects (into={...}) or into a repository (repo=...): give one of them")
+            raise InvalidInput(
+                "a clone goes into live objects (into={...}) or into a repository (repo=...): give"
+                " one of them"
+            )
         opened = loop.run(self.sources.open(_revision(rev), chain=options["chain"]))
         try:
             arrival: Arrival
@@ -603,13 +717,24 @@ class Peer:
             else:
                 assert repo is not None, "one of them is given"
                 arrival = IntoRepository.of(self.sources, opened, repo.core, tags=options["tags"])
-            return Transfer(Pull(opened, arrival, timeout_s=self.sources.timeout_s, is_kept=resumable), options["on_progress"])
+            return Transfer(
+                Pull(opened, arrival, timeout_s=self.sources.timeout_s, is_kept=resumable),
+                options["on_progress"],
+            )
         except BaseException:
             loop.run(opened.close())
             raise
 
-    def push(self, rev: str | State, *, repo: Opened, tags: bool = False, on_progress: Progress | None = None) -> Cloned:
-        """Bring a state of ``repo`` into the peer's memory, with its ancestry; the peer must be served with ``is_writable``.
+    def push(
+        self,
+        rev: str | State,
+        *,
+        repo: Opened,
+        tags: bool = False,
+        on_progress: Progress | None = None,
+    ) -> Cloned:
+        """Bring a state of ``repo`` into the peer's memory, with its ancestry; the peer must be
+        served with ``is_writable``.
 
         :param rev: the state, by its name in ``repo``.
         :param repo: the repository that has the state.
@@ -620,7 +745,14 @@ class Peer:
         return self.begin_push(rev, repo=repo, tags=tags, on_progress=on_progress).wait()
 
     @values.takes(repo=_repository, tags=values.flag, on_progress=values.optional(values.callback))
-    def begin_push(self, rev: str | State, *, repo: Opened, tags: bool = False, on_progress: Progress | None = None) -> Transfer:
+    def begin_push(
+        self,
+        rev: str | State,
+        *,
+        repo: Opened,
+        tags: bool = False,
+        on_progress: Progress | None = None,
+    ) -> Transfer:
         """Start ``push`` in the background.
 
         :param rev: the state, by its name in ``repo``.
@@ -628,9 +760,11 @@ class Peer:
         :param tags: whether the tags of its ancestry go along.
         :param on_progress: called with the bytes that are done, and their total.
         """
-        return Transfer(Push(self.sources, repo.core, repo.core.state(_revision(rev)), tags=tags), on_progress)
+        return Transfer(
+            Push(self.sources, repo.core, repo.core.state(_revision(rev)), tags=tags), on_progress
+        )
 
-    # --- the end -----------------------------------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
         """End the connections; transfers under way fail. Idempotent."""
@@ -643,7 +777,12 @@ class Peer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -662,8 +801,8 @@ class PeerPlace:
         self._sources: Sources = peer.sources
 
     def open_part(self, uid: str, rank: int, *, verify: bool = True) -> Reader:
-        """The part of a state that one of its ranks captured, held open there until the reader is closed; chunks are checked as they
-        arrive.
+        """The part of a state that one of its ranks captured, held open there until the reader is
+        closed; chunks are checked as they arrive.
 
         :raises NotFound: it is not there.
         :raises Disconnected: the peer does not answer.
@@ -680,12 +819,19 @@ class PeerPlace:
 def _reader(opened: OpenState, rank: int, timeout_s: float) -> Reader:
     if opened.parts is None:
         if rank:
-            raise NotFound(f"state {opened.state.uid} has one part at {opened.source}, and not that of rank {rank}")
-        return _Reader(opened, PeerReader(opened.manifest.manifest, partial(opened.fetch, timeout_s=timeout_s)))
+            raise NotFound(
+                f"state {opened.state.uid} has one part at {opened.source}, and not that of rank"
+                f" {rank}"
+            )
+        return _Reader(
+            opened, PeerReader(opened.manifest.manifest, partial(opened.fetch, timeout_s=timeout_s))
+        )
     part = next((each for each in opened.parts.parts if each.rank == rank), None)
     if part is None:
         raise NotFound(f"rank {rank} of state {opened.state.uid} is not at {opened.source}")
-    return _Reader(opened, PeerReader(part.manifest, partial(fetch_part, part=part, timeout_s=timeout_s)))
+    return _Reader(
+        opened, PeerReader(part.manifest, partial(fetch_part, part=part, timeout_s=timeout_s))
+    )
 
 
 class _Reader(Reader):

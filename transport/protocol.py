@@ -1,6 +1,8 @@
-"""The messages of the control channel, version 2: their fields, their limits, and how they are written.
+"""The messages of the control channel, version 2: their fields, their limits, and how they are
+written.
 
-Every field that a peer chooses is bounded by its type, so that nothing is believed, stored or allocated before it is checked.
+Every field that a peer chooses is bounded by its type, so that nothing is believed, stored or
+allocated before it is checked.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ PART_BYTES: Final = 512 << 10
 """How many bytes of a longer body travel in one frame."""
 
 BODY_BYTES: Final = 256 << 20
-"""The most bytes that the parts of one body may have together; the side that asks may set a lower limit."""
+"""The most bytes that the parts of one body may have together; the side that asks may set a
+lower limit."""
 
 PIECES: Final = 64
 """The most pieces in which a chunk is sent."""
@@ -105,7 +108,8 @@ _Address = Annotated[bytes, Meta(max_length=8 << 10)]
 _Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 _Id = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _Tag = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-_Address64 = Annotated[int, Meta(ge=0)]  # msgspec takes no bound above 63 bits, MessagePack has no number above 64
+# msgspec takes no bound above 63 bits, MessagePack has no number above 64
+_Address64 = Annotated[int, Meta(ge=0)]
 _ChunkLength = Annotated[int, Meta(ge=0, le=CHUNK_BYTES)]
 _Limit = Annotated[int, Meta(ge=1, le=10_000)]
 _Attribute = str | int | float | bool | None
@@ -138,7 +142,9 @@ class EdgeRecord(Struct, frozen=True):
 
 
 class RunRecord(Struct, frozen=True):
-    """A run as it travels: who made states, where, with which code and configuration. Secrets in it are masked."""
+    """A run as it travels: who made states, where, with which code and configuration.
+
+    Secrets in it are masked."""
 
     uid: Uid
     host: Name
@@ -157,9 +163,11 @@ _Runs = Annotated[tuple[RunRecord, ...], Meta(max_length=10_000)]
 
 
 class StateRecord(Struct, frozen=True):
-    """A node of the lineage as it travels. ``parents`` begin with the first parent; ``edges`` describe the further ones.
+    """A node of the lineage as it travels. ``parents`` begin with the first parent; ``edges``
+    describe the further ones.
 
-    ``run`` names the run that captured it. ``run_record`` is the record of that run, unless the state comes in a list.
+    ``run`` names the run that captured it. ``run_record`` is the record of that run, unless the
+    state comes in a list.
     """
 
     uid: Uid
@@ -182,7 +190,9 @@ class StateRecord(Struct, frozen=True):
 
 
 class StatePage(Struct, frozen=True):
-    """Some states in order, with their runs. ``next`` is what to pass as ``after`` to get those that follow, None at the end."""
+    """Some states in order, with their runs.
+
+    ``next`` is what to pass as ``after`` to get those that follow, None at the end."""
 
     states: Annotated[tuple[StateRecord, ...], Meta(max_length=10_000)]
     next: Text | None = None
@@ -190,7 +200,8 @@ class StatePage(Struct, frozen=True):
 
 
 class Offer(Struct, frozen=True):
-    """A state that a peer wants to push: its manifest, the state, its ancestry newest first, and refs that name any of them.
+    """A state that a peer wants to push: its manifest, the state, its ancestry newest first, and
+    refs that name any of them.
 
     ``runs`` captured the ancestry.
     """
@@ -202,7 +213,7 @@ class Offer(Struct, frozen=True):
     runs: _Runs = ()
 
 
-# --- the handshake -------------------------------------------------------------------------------------------------------
+# --- the handshake --------------------------------------------------------------------------------
 
 
 class Hello(Struct, frozen=True, tag=True):
@@ -214,7 +225,9 @@ class Hello(Struct, frozen=True, tag=True):
 
 
 class Challenge(Struct, frozen=True, tag=True):
-    """The server's answer. It reveals nothing else before the client has proved that it knows the token."""
+    """The server's answer.
+
+    It reveals nothing else before the client has proved that it knows the token."""
 
     version: Annotated[int, Meta(ge=0, le=1 << 16)]
     nonce: _Nonce
@@ -239,9 +252,11 @@ class Denied(Struct, frozen=True, tag=True):
 class Ready(Struct, frozen=True, tag=True):
     """What each side says of itself in its first authenticated frame.
 
-    ``planes`` are the data planes that it can use, and ``wish`` is the one that it was asked to use, if any (see ``choice``). ``near`` is
-    the socket where processes of its host prove that they are on it (see ``near``). ``address`` is its end of the data plane; empty if that
-    was not needed yet (``Moved`` sends it then). A peer that is silent for ``timeout_ms`` is treated as dead. A client has no ``identity``.
+    ``planes`` are the data planes that it can use, and ``wish`` is the one that it was asked to
+    use, if any (see ``choice``). ``near`` is the socket where processes of its host prove that they
+    are on it (see ``near``). ``address`` is its end of the data plane; empty if that was not needed
+    yet (``Moved`` sends it then). A peer that is silent for ``timeout_ms`` is treated as dead. A
+    client has no ``identity``.
     """
 
     planes: Annotated[tuple[Name, ...], Meta(max_length=8)]
@@ -258,7 +273,7 @@ class Refused(Struct, frozen=True, tag=True):
     failure: Failure
 
 
-# --- questions and answers -----------------------------------------------------------------------------------------------
+# --- questions and answers ------------------------------------------------------------------------
 
 
 class Refs(Struct, frozen=True, tag=True):
@@ -290,10 +305,11 @@ class Resolve(Struct, frozen=True, tag=True):
 class Open(Struct, frozen=True, tag=True):
     """Pin a state -> Opened.
 
-    ``relay`` is the url at which the asking side will itself serve this state, if it joins a chain; ``failed`` are urls of the chain that
-    did not answer it. ``here`` asks for this server's own copy, whatever the chain. ``near``: the asking side has proved to be a process of
-    this host and user (see ``near``) and asks where the chunks are in memory. ``part``: of a state of several parts, open only the part of
-    this rank.
+    ``relay`` is the url at which the asking side will itself serve this state, if it joins a chain;
+    ``failed`` are urls of the chain that did not answer it. ``here`` asks for this server's own
+    copy, whatever the chain. ``near``: the asking side has proved to be a process of this host and
+    user (see ``near``) and asks where the chunks are in memory. ``part``: of a state of several
+    parts, open only the part of this rank.
     """
 
     uid: Uid
@@ -305,8 +321,9 @@ class Open(Struct, frozen=True, tag=True):
 
 
 class Opened(Struct, frozen=True):
-    """A state that is pinned under ``handle``, with the bytes of each of its chunks. In a chain, ``upstream`` is the url of the peer to ask
-    for the chunks instead. Their digests are still asked of this server (``Digests``), so the state is pinned in any case.
+    """A state that is pinned under ``handle``, with the bytes of each of its chunks. In a chain,
+    ``upstream`` is the url of the peer to ask for the chunks instead. Their digests are still asked
+    of this server (``Digests``), so the state is pinned in any case.
 
     ``addresses`` says where the chunks are in the memory of the answering process, or nothing.
     """
@@ -325,7 +342,8 @@ class Reach(Struct, frozen=True, tag=True):
 
 
 class Reached(Struct, frozen=True):
-    """How far away each part of a state is from the answering process, by rank: 0 its memory, 255 not there.
+    """How far away each part of a state is from the answering process, by rank: 0 its memory, 255
+    not there.
 
     ``others`` are the urls at which further processes of its job serve.
     """
@@ -342,7 +360,8 @@ class Release(Struct, frozen=True, tag=True):
 
 
 class Digests(Struct, frozen=True, tag=True):
-    """The BLAKE3 of chunks of a state that is held open under ``handle`` -> bytes, 32 for each. Either side may ask for it.
+    """The BLAKE3 of chunks of a state that is held open under ``handle`` -> bytes, 32 for each.
+    Either side may ask for it.
 
     For a chunk that is damaged on its side, the peer sends 32 zeros."""
 
@@ -351,8 +370,8 @@ class Digests(Struct, frozen=True, tag=True):
 
 
 class Push(Struct, frozen=True, tag=True):
-    """Take a state from the asking side, which holds it open under ``handle`` -> StateRecord. The encoded ``Offer`` has ``bytes`` bytes
-    and comes as ``Part`` frames of the same id."""
+    """Take a state from the asking side, which holds it open under ``handle`` -> StateRecord.
+    The encoded ``Offer`` has ``bytes`` bytes and comes as ``Part`` frames of the same id."""
 
     handle: _Id
     bytes: Annotated[int, Meta(ge=1, le=BODY_BYTES)]
@@ -390,24 +409,30 @@ class Failed(Struct, frozen=True, tag=True):
     failure: Failure
 
 
-# --- chunks --------------------------------------------------------------------------------------------------------------
+# --- chunks ---------------------------------------------------------------------------------------
 
 
 class Want(Struct, frozen=True, tag=True):
-    """Send a chunk of a pinned state as messages of ``pieces`` bytes on ``tag``, ``tag + 1``, …: the receives are already posted.
+    """Send a chunk of a pinned state as messages of ``pieces`` bytes on ``tag``, ``tag + 1``, …:
+    the receives are already posted.
 
-    ``generation`` counts the resets of the data plane: an end that sees a later one than its own resets itself first.
+    ``generation`` counts the resets of the data plane: an end that sees a later one than its own
+    resets itself first.
     """
 
     handle: _Id
     index: _Id
     tag: _Tag
-    pieces: Annotated[tuple[Annotated[int, Meta(ge=1, le=CHUNK_BYTES)], ...], Meta(min_length=1, max_length=PIECES)]
+    pieces: Annotated[
+        tuple[Annotated[int, Meta(ge=1, le=CHUNK_BYTES)], ...],
+        Meta(min_length=1, max_length=PIECES),
+    ]
     generation: _Count = 0
 
 
 class Gone(Struct, frozen=True, tag=True):
-    """The chunk that was wanted on ``tag`` will not come. Both sides then reset the data plane, so that nothing is left in transit.
+    """The chunk that was wanted on ``tag`` will not come. Both sides then reset the data plane, so
+    that nothing is left in transit.
 
     ``is_link`` says that only the link broke: the chunk may be asked for again."""
 
@@ -420,8 +445,8 @@ class Gone(Struct, frozen=True, tag=True):
 class Moved(Struct, frozen=True, tag=True):
     """The sender's end of the data plane has moved; what was under way to the old one is lost.
 
-    An empty ``address`` means that there is no end, because it stopped or (``failure``) cannot be made. A sender that ``asks`` wants to be
-    told the other end's address."""
+    An empty ``address`` means that there is no end, because it stopped or (``failure``) cannot be
+    made. A sender that ``asks`` wants to be told the other end's address."""
 
     address: _Address
     asks: bool = False
@@ -429,7 +454,8 @@ class Moved(Struct, frozen=True, tag=True):
 
 
 class Took(Struct, frozen=True, tag=True):
-    """How many chunks the side that has a state open has read directly from memory (see ``near.py``), since it last said so."""
+    """How many chunks the side that has a state open has read directly from memory (see
+    ``near.py``), since it last said so."""
 
     handle: _Id
     chunks: Annotated[int, Meta(ge=1, le=1 << 24)]
@@ -437,15 +463,16 @@ class Took(Struct, frozen=True, tag=True):
 
 
 class Land(Struct, frozen=True, tag=True):
-    """Memory on a device of the sender's, with the handle by which the driver opens it; the other side puts what it sends there (see
-    ``wire/ipc.py``)."""
+    """Memory on a device of the sender's, with the handle by which the driver opens it; the
+    other side puts what it sends there (see ``wire/ipc.py``)."""
 
     region: _Id
     handle: Annotated[bytes, Meta(min_length=1, max_length=512)]
 
 
 class Room(Struct, frozen=True, tag=True):
-    """Put part ``number`` of the message of ``tag``, which has ``total`` bytes, into ``region``: ``length`` bytes from ``start`` on."""
+    """Put part ``number`` of the message of ``tag``, which has ``total`` bytes, into ``region``:
+    ``length`` bytes from ``start`` on."""
 
     tag: _Tag
     number: _Id
@@ -457,7 +484,10 @@ class Room(Struct, frozen=True, tag=True):
 
 
 class Laid(Struct, frozen=True, tag=True):
-    """That part is there. Or, if the message has another length than was said, it has ``length``, and nothing was put there."""
+    """That part is there.
+
+    Or, if the message has another length than was said, it has ``length``, and nothing was put
+    there."""
 
     tag: _Tag
     number: _Id
@@ -525,18 +555,29 @@ def decode(body: bytes | memoryview, *, peer: str) -> Message:
     try:
         message: Message = _decoder.decode(body)
     except (msgspec.DecodeError, RecursionError, ValueError) as exc:
-        raise PeerFault(f"{peer} sent no message of protocol {PROTOCOL_VERSION} ({exc}): is it datastates that serves there?") from exc
+        raise PeerFault(
+            f"{peer} sent no message of protocol {PROTOCOL_VERSION} ({exc}): is it datastates that"
+            " serves there?"
+        ) from exc
     return message
 
 
 def decode_offer(body: bytes | bytearray, *, peer: str) -> Offer:
-    """The offer in the body of a push. Its items are decoded one by one, so that other threads can run in between.
+    """The offer in the body of a push. Its items are decoded one by one, so that other threads can
+    run in between.
 
     :raises PeerFault: it is none, or a field is out of bounds.
     """
     try:
         parts = _parts.decode(body)
-        lists = {name: tuple([each.decode(item) for item in _items.decode(parts.get(name, b"\x90"))]) for name, each in _of_items.items()}
-        return Offer(msgspec.msgpack.decode(parts["manifest"], type=bytes), _of_items["ancestry"].decode(parts["state"]), **lists)
+        lists = {
+            name: tuple([each.decode(item) for item in _items.decode(parts.get(name, b"\x90"))])
+            for name, each in _of_items.items()
+        }
+        return Offer(
+            msgspec.msgpack.decode(parts["manifest"], type=bytes),
+            _of_items["ancestry"].decode(parts["state"]),
+            **lists,
+        )
     except (msgspec.DecodeError, RecursionError, ValueError, KeyError) as exc:
         raise PeerFault(f"{peer} pushes what is no offer ({exc})") from exc

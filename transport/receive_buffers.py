@@ -1,4 +1,5 @@
-"""Memory for a state that is on its way: as large as its stream, with real pages only where something lands."""
+"""Memory for a state that is on its way: as large as its stream, with real pages only where
+something lands."""
 
 from __future__ import annotations
 
@@ -34,18 +35,26 @@ Extent = tuple[int, int]
 
 
 class Shadow:
-    """Memory in which byte ``i`` of a stream lies at byte ``i``. It is freed once no view of it is left.
+    """Memory in which byte ``i`` of a stream lies at byte ``i``. It is freed once no view of it is
+    left.
 
-    It uses huge pages if the kernel gives them: touching them for the first time costs a third of touching small ones, and a helper thread
-    touches them ahead of the transfer.
+    It uses huge pages if the kernel gives them: touching them for the first time costs a third of
+    touching small ones, and a helper thread touches them ahead of the transfer.
     """
 
     def __init__(self, chunk_count: int) -> None:
         self._length = max(1, chunk_count) * CHUNK_BYTES
         try:
-            reserved = mmap.mmap(-1, self._length + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+            reserved = mmap.mmap(
+                -1,
+                self._length + _HUGE_BYTES,
+                flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE,
+            )
         except (OSError, ValueError, OverflowError) as exc:
-            raise OverBudget(f"{self._length} bytes of memory cannot be reserved for the state ({exc}): choose less with only=…") from exc
+            raise OverBudget(
+                f"{self._length} bytes of memory cannot be reserved for the state ({exc}): choose"
+                " less with only=…"
+            ) from exc
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without huge pages
                 reserved.madvise(mmap.MADV_HUGEPAGE)
@@ -63,13 +72,17 @@ class Shadow:
     def tensor(self, start: int, length: int) -> torch.Tensor:
         """A stretch of it as flat ``uint8``, with a storage of its own."""
         return (
-            torch.frombuffer(self.memory(start, length), dtype=torch.uint8) if length else torch.empty(0, dtype=torch.uint8, device="cpu")
+            torch.frombuffer(self.memory(start, length), dtype=torch.uint8)
+            if length
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
         )
 
     def warm(self, extents: Sequence[Extent]) -> None:
         """Begin to touch these stretches, in this order, on a separate thread."""
         if extents and self._helper is None:
-            self._helper = threading.Thread(target=self._touch, args=(extents,), name="datastates-landing", daemon=True)
+            self._helper = threading.Thread(
+                target=self._touch, args=(extents,), name="datastates-landing", daemon=True
+            )
             self._helper.start()
 
     def reopen(self, chunk_count: int) -> bool:
@@ -78,7 +91,10 @@ class Shadow:
         return chunk_count * CHUNK_BYTES <= self._length
 
     def close(self, keep: Iterable[Extent] | None = None) -> None:
-        """Stop touching. With ``keep``, the pages of everything else are given back, and nobody may look at them any more."""
+        """Stop touching.
+
+        With ``keep``, the pages of everything else are given back, and nobody may look at them
+        any more."""
         self._is_closed = True
         if self._helper is not None:
             self._helper.join()
@@ -97,13 +113,17 @@ class Shadow:
             _advise(self._address + begin, start + length - begin, _MADV_POPULATE_WRITE)
 
     def _drop(self, begin: int, end: int) -> None:
-        begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        begin, end = (
+            -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE,
+            end // mmap.PAGESIZE * mmap.PAGESIZE,
+        )
         if begin < end:
             _advise(self._address + begin, end - begin, _MADV_DONTNEED)
 
 
 class Shadows:
-    """Keeps the memory of the last clone for the next one: pages that were touched before take bytes many times as fast."""
+    """Keeps the memory of the last clone for the next one: pages that were touched before take
+    bytes many times as fast."""
 
     def __init__(self) -> None:
         self._kept: Shadow | None = None
@@ -127,7 +147,9 @@ class Shadows:
 
 
 def _advise(address: int, length: int, advice: int) -> None:
-    """Call madvise without the interpreter's lock. If the kernel does not know the advice, pages are touched when they are written."""
+    """Call madvise without the interpreter's lock.
+
+    If the kernel does not know the advice, pages are touched when they are written."""
     if sys.platform == "linux":
         _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), advice)
 
@@ -142,7 +164,9 @@ DIRECT_BYTES = 256 << 10
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stretch:
-    """A wanted tensor in the stream. ``home`` is the bytes of the live tensor, flat; None: it belongs in the shadow."""
+    """A wanted tensor in the stream.
+
+    ``home`` is the bytes of the live tensor, flat; None: it belongs in the shadow."""
 
     start: int
     length: int
@@ -151,7 +175,8 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """Bytes of a chunk that belong together: in ``home`` from ``start`` on, or at that place of the shadow."""
+    """Bytes of a chunk that belong together: in ``home`` from ``start`` on, or at that place of
+    the shadow."""
 
     offset: int
     length: int
@@ -166,7 +191,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """The bytes of one message. ``memory`` is their place; None: they are received elsewhere, and ``pieces`` say what goes where."""
+    """The bytes of one message.
+
+    ``memory`` is their place; None: they are received elsewhere, and ``pieces`` say what goes
+    where."""
 
     offset: int
     length: int
@@ -174,13 +202,18 @@ class Segment:
     pieces: tuple[Piece, ...]
 
 
-def route(lengths: Sequence[int], stretches: Sequence[Stretch], shadow: Shadow) -> dict[int, tuple[Segment, ...]]:
-    """The segments of every chunk that a stretch touches; ``stretches`` are in ascending order and do not overlap."""
+def route(
+    lengths: Sequence[int], stretches: Sequence[Stretch], shadow: Shadow
+) -> dict[int, tuple[Segment, ...]]:
+    """The segments of every chunk that a stretch touches; ``stretches`` are in ascending order
+    and do not overlap."""
     pieces: dict[int, list[Piece]] = {}
     for stretch in stretches:
         for index, piece in _cut(stretch):
             _append(pieces.setdefault(index, []), piece)
-    return {index: tuple(_segments(lengths[index], found, shadow)) for index, found in pieces.items()}
+    return {
+        index: tuple(_segments(lengths[index], found, shadow)) for index, found in pieces.items()
+    }
 
 
 def _cut(stretch: Stretch) -> Iterator[tuple[int, Piece]]:
@@ -188,14 +221,26 @@ def _cut(stretch: Stretch) -> Iterator[tuple[int, Piece]]:
     while done < stretch.length:
         index, offset = divmod(stretch.start + done, CHUNK_BYTES)
         length = min(stretch.length - done, CHUNK_BYTES - offset)
-        yield index, Piece(offset, length, stretch.home, done if stretch.home is not None else stretch.start + done)
+        yield (
+            index,
+            Piece(
+                offset,
+                length,
+                stretch.home,
+                done if stretch.home is not None else stretch.start + done,
+            ),
+        )
         done += length
 
 
 def _append(pieces: list[Piece], piece: Piece) -> None:
     """Append a piece; pieces that lie side by side in the shadow become one."""
     last = pieces[-1] if pieces else None
-    if last is not None and last.home is None is piece.home and last.offset + last.length == piece.offset:
+    if (
+        last is not None
+        and last.home is None is piece.home
+        and last.offset + last.length == piece.offset
+    ):
         pieces[-1] = Piece(last.offset, last.length + piece.length, None, last.start)
     else:
         pieces.append(piece)
@@ -230,7 +275,8 @@ def _straight(piece: Piece, length: int, shadow: Shadow) -> memoryview | None:
 
 
 class Unloading:
-    """A stream for each device on which something lands. Made and joined on the thread that owns the tensors, which must stay alive.
+    """A stream for each device on which something lands. Made and joined on the thread that owns
+    the tensors, which must stay alive.
 
     Do not change memory that a copy reads until a mark that was made after the copy is reached.
     """
@@ -248,13 +294,20 @@ class Unloading:
     def put(self, homes: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Begin to copy; on any thread. The host waits if ``sources`` are not pinned."""
         for device in dict.fromkeys(map(devices().of, homes)):
-            pairs = [pair for pair in zip(homes, sources, strict=True) if devices().of(pair[0]) == device]
+            pairs = [
+                pair for pair in zip(homes, sources, strict=True) if devices().of(pair[0]) == device
+            ]
             with devices().on(self._streams[device]), torch.no_grad():
-                torch._foreach_copy_([home for home, _ in pairs], [source for _, source in pairs], non_blocking=True)
+                torch._foreach_copy_(
+                    [home for home, _ in pairs], [source for _, source in pairs], non_blocking=True
+                )
 
     def marks(self, homes: Iterable[torch.Tensor]) -> Sequence[Mark]:
         """The points behind the copies into these tensors so far."""
-        return [devices().mark(self._streams[device]) for device in dict.fromkeys(map(devices().of, homes))]
+        return [
+            devices().mark(self._streams[device])
+            for device in dict.fromkeys(map(devices().of, homes))
+        ]
 
     def join(self) -> None:
         """Make every copy visible to the owner of the tensors; idempotent."""
@@ -262,17 +315,23 @@ class Unloading:
             device, side = self._streams.popitem()
             mark = devices().mark(side)
             devices().wait(devices().current(device), mark)
-            mark.synchronize()  # the host waits once for each clone: the source of the copies is given away after this
+            # the host waits once for each clone: the source of the copies is given away after this
+            mark.synchronize()
 
 
 # Moving bytes that came packed together to their places, once their digest was right.
 
 
 def scatter(
-    segments: Sequence[Segment], memory: Sequence[memoryview], shadow: Shadow, unloading: Unloading, *, is_in_shadow: bool
+    segments: Sequence[Segment],
+    memory: Sequence[memoryview],
+    shadow: Shadow,
+    unloading: Unloading,
+    *,
+    is_in_shadow: bool,
 ) -> Sequence[Mark]:
-    """Begin to move the bytes. ``memory`` is where each segment was received; ``is_in_shadow``: packed ones came to their place in the
-    stream.
+    """Begin to move the bytes. ``memory`` is where each segment was received; ``is_in_shadow``:
+    packed ones came to their place in the stream.
 
     The memory is read until the returned marks are reached.
     """
@@ -287,7 +346,8 @@ def scatter(
                 piece.view()[:] = data
             else:
                 homes.append(piece.home[piece.start : piece.start + piece.length])
-                sources.append(torch.frombuffer(data, dtype=torch.uint8))  # pinned where the scratch buffer is
+                # pinned where the scratch buffer is
+                sources.append(torch.frombuffer(data, dtype=torch.uint8))
     unloading.put(homes, sources)
     return unloading.marks(homes)
 
@@ -296,7 +356,8 @@ def scatter(
 
 
 class Scratch:
-    """At most ``count`` buffers, made when first needed; ``is_pinned``: their contents go on to a device."""
+    """At most ``count`` buffers, made when first needed; ``is_pinned``: their contents go on to
+    a device."""
 
     def __init__(self, count: int, *, is_pinned: bool = False) -> None:
         self._left, self._free = count, list[tuple[torch.Tensor, Sequence[Mark]]]()
@@ -304,9 +365,11 @@ class Scratch:
         self._lock = threading.Lock()
 
     def take(self) -> torch.Tensor | None:
-        """A buffer of ``CHUNK_BYTES``; None if all are in use. Waits if only devices still use the last ones."""
+        """A buffer of ``CHUNK_BYTES``; None if all are in use. Waits if only devices still use
+        the last ones."""
         with self._lock:
-            order = range(len(self._free)) if self._is_pinned else reversed(range(len(self._free)))  # devices are done with the first ones
+            # devices are done with the first ones
+            order = range(len(self._free)) if self._is_pinned else reversed(range(len(self._free)))
             ready = (index for index in order if all(mark.query() for mark in self._free[index][1]))
             index = next(ready, None)
             if index is not None:
@@ -334,25 +397,40 @@ class Scratch:
 
 
 _GIVEN_BYTES = 64 << 10
-"""Tensors of at least this size that the objects do not have yet become part of them as they are, without a copy."""
+"""Tensors of at least this size that the objects do not have yet become part of them as they
+are, without a copy."""
 
 
 def holders(specs: Sequence[TensorSpec], wanted: Sequence[bool]) -> dict[int, None]:
     """The indices of wanted tensors, and of those to which they are tied."""
     found = dict.fromkeys(index for index, is_wanted in enumerate(wanted) if is_wanted)
-    found.update((alias, None) for index in list(found) if (alias := specs[index].alias) is not None)
+    found.update(
+        (alias, None) for index in list(found) if (alias := specs[index].alias) is not None
+    )
     return found
 
 
-def placeholders(specs: Sequence[TensorSpec], wanted: Collection[int], shadow: Shadow) -> list[torch.Tensor | None]:
-    """Every wanted tensor, over untouched memory: of the shadow or, for a tensor of several shards, its own."""
-    tensors = [_placeholder(spec, shadow) if spec.alias is None and index in wanted else None for index, spec in enumerate(specs)]
+def placeholders(
+    specs: Sequence[TensorSpec], wanted: Collection[int], shadow: Shadow
+) -> list[torch.Tensor | None]:
+    """Every wanted tensor, over untouched memory: of the shadow or, for a tensor of several
+    shards, its own."""
+    tensors = [
+        _placeholder(spec, shadow) if spec.alias is None and index in wanted else None
+        for index, spec in enumerate(specs)
+    ]
     tie(specs, tensors, wanted)
     return tensors
 
 
-def gather(specs: Sequence[TensorSpec], tensors: list[torch.Tensor | None], wanted: Collection[int], shadow: Shadow) -> None:
-    """Put in its place each wanted tensor of several shards, assembled from the shards in the shadow."""
+def gather(
+    specs: Sequence[TensorSpec],
+    tensors: list[torch.Tensor | None],
+    wanted: Collection[int],
+    shadow: Shadow,
+) -> None:
+    """Put in its place each wanted tensor of several shards, assembled from the shards in the
+    shadow."""
     for index in wanted:
         if specs[index].alias is None and not is_whole(specs[index]):
             flat = assemble(specs[index], lambda shard: shadow.tensor(shard.start, shard.length))
@@ -365,7 +443,9 @@ def _placeholder(spec: TensorSpec, shadow: Shadow) -> torch.Tensor:
     return rebuild(empty(spec), spec)
 
 
-def tie(specs: Sequence[TensorSpec], tensors: list[torch.Tensor | None], wanted: Collection[int]) -> None:
+def tie(
+    specs: Sequence[TensorSpec], tensors: list[torch.Tensor | None], wanted: Collection[int]
+) -> None:
     """Put the same tensor in every place where tied ones are wanted."""
     for index in wanted:
         alias = specs[index].alias
@@ -374,13 +454,22 @@ def tie(specs: Sequence[TensorSpec], tensors: list[torch.Tensor | None], wanted:
 
 
 def givable(
-    specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None], wanted: Collection[int], homes: Mapping[int, object]
+    specs: Sequence[TensorSpec],
+    tensors: Sequence[torch.Tensor | None],
+    wanted: Collection[int],
+    homes: Mapping[int, object],
 ) -> dict[int, Extent]:
     """Placeholders that may become part of the objects, by id, with the places where they lie."""
     found = {}
     for index in wanted:
         spec, tensor = specs[index], tensors[index]
-        if spec.alias is not None or index in homes or tensor is None or not is_whole(spec) or bytes_of(spec) < _GIVEN_BYTES:
+        if (
+            spec.alias is not None
+            or index in homes
+            or tensor is None
+            or not is_whole(spec)
+            or bytes_of(spec) < _GIVEN_BYTES
+        ):
             continue
         if all(stride or size == 1 for stride, size in zip(spec.strides, spec.shape, strict=True)):
             found[id(tensor)] = (spec.shards[0].start, spec.shards[0].length)
@@ -405,22 +494,32 @@ class Desk:
         self._digesters: dict[int, tuple[Digester, torch.Tensor]] = {}
 
     def digester(self, length: int) -> tuple[Digester, torch.Tensor]:
-        """The digester for a chunk of this length that lies here, and host memory for its result."""
+        """The digester for a chunk of this length that lies here, and host memory for its
+        result."""
         found = self._digesters.get(length)
         if found is None:
             here = devices().pinned((1, 8), torch.int64)
-            found = self._digesters[length] = Digester([(length, [(0, self.memory[:length])])]), here
+            found = self._digesters[length] = (
+                Digester([(length, [(0, self.memory[:length])])]),
+                here,
+            )
         return found
 
     def can_digest(self, length: int) -> bool:
-        """Whether the device can digest a chunk of this length that lies here, in few enough launches to be worth it."""
-        return can_digest(length, [(0, self.memory[:length])]) and self.digester(length)[0].launches <= _MOST_LAUNCHES
+        """Whether the device can digest a chunk of this length that lies here, in few enough
+        launches to be worth it."""
+        return (
+            can_digest(length, [(0, self.memory[:length])])
+            and self.digester(length)[0].launches <= _MOST_LAUNCHES
+        )
 
 
 class Desks:
-    """At most ``count`` desks on the device of ``like``, made when they are first needed. Safe from any thread.
+    """At most ``count`` desks on the device of ``like``, made when they are first needed. Safe from
+    any thread.
 
-    All work on them is queued on one stream, that of ``unloading``, so a desk may be given back while copies from it are still to come.
+    All work on them is queued on one stream, that of ``unloading``, so a desk may be given back
+    while copies from it are still to come.
     """
 
     def __init__(self, like: torch.Tensor, unloading: Unloading, count: int) -> None:
@@ -432,9 +531,14 @@ class Desks:
         self._lock = threading.Lock()
 
     def take(self, length: int) -> Desk | None:
-        """A desk for a chunk of this length; None if all are in use, or the host should check the chunk."""
+        """A desk for a chunk of this length; None if all are in use, or the host should check
+        the chunk."""
         with self._lock:
-            if self._is_given_up or not self._is_worth.get(length, True) or not (self._free or self._left):
+            if (
+                self._is_given_up
+                or not self._is_worth.get(length, True)
+                or not (self._free or self._left)
+            ):
                 return None
             desk = self._free.pop() if self._free else None
             self._left -= desk is None
@@ -463,12 +567,15 @@ class Desks:
         return devices().mark(self._stream)
 
     def bring(self, desk: Desk, data: torch.Tensor) -> None:
-        """Begin to copy a chunk from pinned memory; that memory is free again after ``is_right``."""
+        """Begin to copy a chunk from pinned memory; that memory is free again after
+        ``is_right``."""
         with devices().on(self._stream):
             desk.memory[: data.numel()].copy_(data, non_blocking=True)
 
     def is_right(self, desk: Desk, length: int, digest: bytes) -> bool:
-        """Whether a chunk that lies on a desk has this digest. The host waits for 64 bytes, and checks a wrong chunk itself."""
+        """Whether a chunk that lies on a desk has this digest.
+
+        The host waits for 64 bytes, and checks a wrong chunk itself."""
         found: bytes | None = None
         try:
             found = self._digest(desk, length)
@@ -486,9 +593,15 @@ class Desks:
 
     def put(self, desk: Desk, pieces: Sequence[Piece]) -> None:
         """Begin to copy a chunk with the right digest to its places."""
-        homes = [piece.home[piece.start : piece.start + piece.length] for piece in pieces if piece.home is not None]
+        homes = [
+            piece.home[piece.start : piece.start + piece.length]
+            for piece in pieces
+            if piece.home is not None
+        ]
         assert len(homes) == len(pieces), "all of it belongs on the device"
-        self._unloading.put(homes, [desk.memory[piece.offset :][: piece.length] for piece in pieces])
+        self._unloading.put(
+            homes, [desk.memory[piece.offset :][: piece.length] for piece in pieces]
+        )
 
     def _digest(self, desk: Desk, length: int) -> bytes:
         digester, here = desk.digester(length)
@@ -505,7 +618,9 @@ class Desks:
             _logger.warning("chunks of a clone on a device %s: the host checks them", why)
 
 
-def desks_of(homes: Mapping[int, Home], unloading: Unloading, count: int) -> dict[torch.device, Desks]:
+def desks_of(
+    homes: Mapping[int, Home], unloading: Unloading, count: int
+) -> dict[torch.device, Desks]:
     """The desks of each device on which something lands."""
     found: dict[torch.device, Desks] = {}
     for home in homes.values():
@@ -515,7 +630,8 @@ def desks_of(homes: Mapping[int, Home], unloading: Unloading, count: int) -> dic
 
 
 def wholly_on(segments: Sequence[Segment]) -> torch.device | None:
-    """The one device to which everything wanted of a chunk belongs; None if there is no such device."""
+    """The one device to which everything wanted of a chunk belongs; None if there is no such
+    device."""
     pieces = [piece for segment in segments for piece in segment.pieces]
     if any(piece.home is None or not devices().is_on(piece.home) for piece in pieces):
         return None

@@ -51,12 +51,14 @@ if TYPE_CHECKING:
 __all__ = ["ObjectsSink"]
 
 _CORES = 8
-"""With so many cores the host checks what arrives in its memory faster than a device does, which takes each chunk by itself."""
+"""With so many cores the host checks what arrives in its memory faster than a device does, which
+takes each chunk by itself."""
 
 
 @dataclass(slots=True)
 class _Arriving:
-    """A chunk on its way: where its segments are received, the scratch buffer that holds some of them, and the desk to which it comes."""
+    """A chunk on its way: where its segments are received, the scratch buffer that holds some of
+    them, and the desk to which it comes."""
 
     memory: list[memoryview]
     scratch: torch.Tensor | None
@@ -76,36 +78,67 @@ class SinkOptions(TypedDict, total=False):
 
 
 class ObjectsSink:
-    """Receives a state into ``objects``. Made, committed and closed on the thread that owns them; misfits are refused when it is made.
+    """Receives a state into ``objects``. Made, committed and closed on the thread that owns them;
+    misfits are refused when it is made.
 
-    With ``atomic``, nothing in the objects is touched before ``commit``. Without it, large tensors are received in place: from
-    the beginning until ``commit`` the objects are dirty, or until ``close`` if no buffer was handed out. ``only`` and ``strict`` are
-    as in ``restore_into``.
-    ``skip_equal`` leaves out chunks that the objects hold already (not with ``atomic``). ``keep`` keeps every accepted chunk for
-    ``pieces`` until ``close``. ``scratch`` is the number of chunks that may be on their way and cannot be received in place. ``shadows``
-    keeps the memory of one clone for the next.
+    With ``atomic``, nothing in the objects is touched before ``commit``. Without it, large tensors
+    are received in place: from the beginning until ``commit`` the objects are dirty, or until
+    ``close`` if no buffer was handed out. ``only`` and ``strict`` are as in ``restore_into``.
+    ``skip_equal`` leaves out chunks that the objects hold already (not with ``atomic``). ``keep``
+    keeps every accepted chunk for ``pieces`` until ``close``. ``scratch`` is the number of chunks
+    that may be on their way and cannot be received in place. ``shadows`` keeps the memory of one
+    clone for the next.
 
     :raises InvalidInput: the state does not fit the objects.
     :raises Corrupt: the manifest's tree is not one of named objects.
     """
 
-    @values.unpacks(SinkOptions, only=None, strict=True, atomic=True, skip_equal=False, keep=False, scratch=16, shadows=None)
-    def __init__(self, checked: CheckedManifest, objects: Mapping[str, object], **options: Unpack[SinkOptions]) -> None:
+    @values.unpacks(
+        SinkOptions,
+        only=None,
+        strict=True,
+        atomic=True,
+        skip_equal=False,
+        keep=False,
+        scratch=16,
+        shadows=None,
+    )
+    def __init__(
+        self,
+        checked: CheckedManifest,
+        objects: Mapping[str, object],
+        **options: Unpack[SinkOptions],
+    ) -> None:
         only, atomic, shadows = options["only"], options["atomic"], options["shadows"]
         self.manifest = checked.manifest
         self.lengths = checked.lengths
         self._parts = checked
-        self._objects, self._only, self._strict, self._keeps = objects, only, options["strict"], options["keep"]
-        self._own, self._wants = Redivision(checked.manifest.origin.world_size, 0, 1), reads(objects, only)
-        self._wanted = holders(self._parts.specs, [self._wants(spec.path) for spec in self._parts.specs])
+        self._objects, self._only, self._strict, self._keeps = (
+            objects,
+            only,
+            options["strict"],
+            options["keep"],
+        )
+        self._own, self._wants = (
+            Redivision(checked.manifest.origin.world_size, 0, 1),
+            reads(objects, only),
+        )
+        self._wanted = holders(
+            self._parts.specs, [self._wants(spec.path) for spec in self._parts.specs]
+        )
         self._shadows = shadows
-        self._shadow = Shadow(len(self.lengths)) if shadows is None else shadows.take(len(self.lengths))
+        self._shadow = (
+            Shadow(len(self.lengths)) if shadows is None else shadows.take(len(self.lengths))
+        )
         with distrusting():
             self._tensors = placeholders(self._parts.specs, self._wanted, self._shadow)
         targets = self._check()
         self._homes = {} if atomic else self._find_homes(targets)
         self._routes = self._route(is_atomic=atomic)
-        self._scratch = Scratch(options["scratch"], is_pinned=any(devices().is_on(home.flat) for home in self._homes.values()))
+        self._scratch = Scratch(
+            options["scratch"],
+            is_pinned=any(devices().is_on(home.flat) for home in self._homes.values()),
+        )
         self._missing = dict.fromkeys(sorted(self._routes))
         self._accepted: set[int] = set()
         self._arriving: dict[int, _Arriving] = {}
@@ -121,12 +154,17 @@ class ObjectsSink:
             in_place.mark(((home.path, home.live) for home in self._homes.values()), self._token)
         self._unloading = Unloading(home.flat for home in self._homes.values())
         self._desks = desks_of(self._homes, self._unloading, options["scratch"])
-        self._there = {index: device for index, each in self._routes.items() if (device := wholly_on(each)) is not None}
+        self._there = {
+            index: device
+            for index, each in self._routes.items()
+            if (device := wholly_on(each)) is not None
+        }
 
-    # --- the transfer: any thread -----------------------------------------------------------------------------------------
+    # --- the transfer: any thread -----------------------------------------------------------------
 
     def missing(self) -> Sequence[int]:
-        """The chunks that hold something that is wanted, and were neither accepted nor are on their way."""
+        """The chunks that hold something that is wanted, and were neither accepted nor are on
+        their way."""
         with self._lock:
             return list(self._missing)
 
@@ -139,8 +177,19 @@ class ObjectsSink:
             scratch = self._scratch.take()
             if scratch is None:
                 return None
-        packed = self._shadow.memory(index * CHUNK_BYTES, CHUNK_BYTES) if scratch is None else memoryview(scratch.numpy().data)
-        memory = [each.memory if each.memory is not None else packed[each.offset : each.offset + each.length] for each in segments]
+        packed = (
+            self._shadow.memory(index * CHUNK_BYTES, CHUNK_BYTES)
+            if scratch is None
+            else memoryview(scratch.numpy().data)
+        )
+        memory = [
+            (
+                each.memory
+                if each.memory is not None
+                else packed[each.offset : each.offset + each.length]
+            )
+            for each in segments
+        ]
         with self._lock:
             self._is_touched = bool(self._homes)
             del self._missing[index]
@@ -148,10 +197,13 @@ class ObjectsSink:
         return memory
 
     def device_buffer(self, index: int) -> OnDevice | None:
-        """Where to receive a chunk on the one device to which all of it belongs; None if ``buffers`` is better."""
+        """Where to receive a chunk on the one device to which all of it belongs; None if
+        ``buffers`` is better."""
         self._check_open(is_thorough=False)
         device = self._there.get(index)
-        desk = None if device is None or self._keeps else self._desks[device].take(self.lengths[index])
+        desk = (
+            None if device is None or self._keeps else self._desks[device].take(self.lengths[index])
+        )
         if device is None or desk is None:
             return None
         with self._lock:
@@ -170,7 +222,13 @@ class ObjectsSink:
         if is_right is None:
             is_right = pieces_digest(arriving.memory) == digest
             if is_right:
-                marks = scatter(self._routes[index], arriving.memory, self._shadow, self._unloading, is_in_shadow=self._keeps)
+                marks = scatter(
+                    self._routes[index],
+                    arriving.memory,
+                    self._shadow,
+                    self._unloading,
+                    is_in_shadow=self._keeps,
+                )
         self._settle(index, is_accepted=is_right, marks=marks)
         return is_right
 
@@ -185,34 +243,46 @@ class ObjectsSink:
                 return None
         return self._bytes_of(index)
 
-    # --- the end: the thread that owns the objects ------------------------------------------------------------------------
+    # --- the end: the thread that owns the objects ------------------------------------------------
 
     @property
     def is_dirty(self) -> bool:
         """Whether this clone has left the objects half old, half new."""
         return (
-            self._is_touched and not self._is_committed and in_place.are_marked((home.live for home in self._homes.values()), self._token)
+            self._is_touched
+            and not self._is_committed
+            and in_place.are_marked((home.live for home in self._homes.values()), self._token)
         )
 
     def commit(self) -> RestoreReport:
-        """Put the state, whose chunks are all right, into the objects, which are then whole and clean.
+        """Put the state, whose chunks are all right, into the objects, which are then whole and
+        clean.
 
         :raises Unavailable: chunks are missing; nothing is written.
         :raises Conflict: something else was written into the objects since the clone began.
-        :raises InvalidInput: the objects changed meanwhile and no longer fit, or one refused its state: then they are dirty.
+        :raises InvalidInput: the objects changed meanwhile and no longer fit, or one refused its
+            state: then they are dirty.
         """
         self._check_open(is_thorough=True)
         left = len(self._routes) - len(self._accepted)
         if left:
-            raise Unavailable(f"{left} of {len(self._routes)} chunks are still missing: resume the clone before it is committed")
+            raise Unavailable(
+                f"{left} of {len(self._routes)} chunks are still missing: resume the clone before"
+                " it is committed"
+            )
         self._unloading.join()
-        tensors = [self._homes[index].live if index in self._homes else tensor for index, tensor in enumerate(self._tensors)]
+        tensors = [
+            self._homes[index].live if index in self._homes else tensor
+            for index, tensor in enumerate(self._tensors)
+        ]
         gather(self._parts.specs, tensors, self._wanted, self._shadow)
         tie(self._parts.specs, tensors, self._wanted)
         tree = unflatten(self._parts.skeleton, self._parts.values, tensors)
         extents = givable(self._parts.specs, tensors, self._wanted, self._homes)
         tree = self._own(tree, self._objects, self._wants)
-        findings = check_into(self._objects, tree, only=self._only, strict=self._strict, owned=extents)
+        findings = check_into(
+            self._objects, tree, only=self._only, strict=self._strict, owned=extents
+        )
         wait_for_copies(self._objects)
         try:
             with distrusting():
@@ -229,13 +299,17 @@ class ObjectsSink:
         return report
 
     def close(self) -> None:
-        """Release the memory; do not look at ``pieces`` any more. Idempotent. Objects that were partly written stay dirty."""
+        """Release the memory; do not look at ``pieces`` any more.
+
+        Idempotent. Objects that were partly written stay dirty."""
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
         self._unloading.join()
-        if not self._is_touched and in_place.are_marked((home.live for home in self._homes.values()), self._token):
+        if not self._is_touched and in_place.are_marked(
+            (home.live for home in self._homes.values()), self._token
+        ):
             in_place.clean(home.live for home in self._homes.values())
         self._shadow.close(keep=self._given if self._given else None)
         self._tensors.clear()
@@ -244,20 +318,28 @@ class ObjectsSink:
         if self._shadows is not None and not self._given:
             self._shadows.give(self._shadow)
 
-    # --- where everything goes --------------------------------------------------------------------------------------------
+    # --- where everything goes --------------------------------------------------------------------
 
     def _check(self) -> list[Target]:
         """Refuse what does not fit, before a byte is asked for."""
         with distrusting():
-            tree = unflatten(self._parts.skeleton, self._parts.values, self._tensors, is_sketch=True)
+            tree = unflatten(
+                self._parts.skeleton, self._parts.values, self._tensors, is_sketch=True
+            )
             if not isinstance(tree, dict):
                 raise Corrupt("the manifest that the peer sent is of a state without named objects")
             tree = self._own(tree, self._objects, self._wants)
-            return check_into(self._objects, tree, only=self._only, strict=self._strict, has_values=False).targets
+            return check_into(
+                self._objects, tree, only=self._only, strict=self._strict, has_values=False
+            ).targets
 
     def _find_homes(self, targets: Sequence[Target]) -> dict[int, Home]:
         specs = self._parts.specs
-        index_of = {id(self._tensors[index]): index for index in self._wanted if specs[index].alias is None and is_whole(specs[index])}
+        index_of = {
+            id(self._tensors[index]): index
+            for index in self._wanted
+            if specs[index].alias is None and is_whole(specs[index])
+        }
         return live_homes(targets, index_of, specs)
 
     def _route(self, *, is_atomic: bool) -> dict[int, tuple[Segment, ...]]:
@@ -266,20 +348,27 @@ class ObjectsSink:
             spec = self._parts.specs[index]
             home = self._homes.get(index)
             flat = None if home is None else home.flat
-            stretches += [Stretch(shard.start, shard.length, flat) for shard in spec.shards if shard.length]
+            stretches += [
+                Stretch(shard.start, shard.length, flat) for shard in spec.shards if shard.length
+            ]
         stretches.sort(key=lambda stretch: stretch.start)
         if not is_atomic:
             return route(self.lengths, stretches, self._shadow)
         # Whole chunks: a chunk is received in one piece, including what is not wanted of it.
-        touched = {index: None for each in stretches for index in _chunks_of(each.start, each.length)}
+        touched = {
+            index: None for each in stretches for index in _chunks_of(each.start, each.length)
+        }
         return {index: (self._whole(index),) for index in touched}
 
     def _whole(self, index: int) -> Segment:
         start, length = index * CHUNK_BYTES, self.lengths[index]
-        return Segment(0, length, self._shadow.memory(start, length), (Piece(0, length, None, start),))
+        return Segment(
+            0, length, self._shadow.memory(start, length), (Piece(0, length, None, start),)
+        )
 
     def _fresh_extents(self) -> Iterator[tuple[int, int]]:
-        """The extents of the shadow that will be written, in the order in which they are asked for."""
+        """The extents of the shadow that will be written, in the order in which they are asked
+        for."""
         for index in self._missing:
             for segment in self._routes[index]:
                 if self._keeps and segment.memory is None:
@@ -288,17 +377,22 @@ class ObjectsSink:
                     if piece.home is None and piece.length >= DIRECT_BYTES:
                         yield piece.start, piece.length
 
-    # --- chunks -----------------------------------------------------------------------------------------------------------
+    # --- chunks -----------------------------------------------------------------------------------
 
     def _check_open(self, *, is_thorough: bool) -> None:
         if self._is_closed:
             raise Closed("the clone has ended: begin another one")
-        homes = self._homes.values() if is_thorough else islice(self._homes.values(), 1)  # all are looked at before the commit
+        # all are looked at before the commit
+        homes = self._homes.values() if is_thorough else islice(self._homes.values(), 1)
         if not in_place.are_marked((home.live for home in homes), self._token):
-            raise Conflict("something else was written to the objects that are cloned into: begin the clone again")
+            raise Conflict(
+                "something else was written to the objects that are cloned into: begin the clone"
+                " again"
+            )
 
     def _accept_there(self, index: int, arriving: _Arriving, digest: bytes) -> bool | None:
-        """``accept`` on the one device to which all of a chunk belongs; None if the host has to do it."""
+        """``accept`` on the one device to which all of a chunk belongs; None if the host has to
+        do it."""
         device = self._there.get(index)
         if device is None or (arriving.scratch is None and arriving.desk is None):
             return None
@@ -313,7 +407,10 @@ class ObjectsSink:
         assert arriving.desk is not None, "it came there, or was brought"
         is_right = desks.is_right(arriving.desk, length, digest)
         if is_right:
-            desks.put(arriving.desk, [piece for segment in self._routes[index] for piece in segment.pieces])
+            desks.put(
+                arriving.desk,
+                [piece for segment in self._routes[index] for piece in segment.pieces],
+            )
         return is_right
 
     def _settle(self, index: int, *, is_accepted: bool, marks: Sequence[Mark] = ()) -> None:
@@ -334,7 +431,9 @@ class ObjectsSink:
             if segment.memory is not None:
                 found.append(segment.memory)
             elif self._keeps:
-                found.append(self._shadow.memory(index * CHUNK_BYTES + segment.offset, segment.length))
+                found.append(
+                    self._shadow.memory(index * CHUNK_BYTES + segment.offset, segment.length)
+                )
             else:
                 return None
         return found
@@ -343,8 +442,15 @@ class ObjectsSink:
         """Mark chunks whose bytes the objects already hold as accepted."""
         for index in list(self._missing):
             pieces = [piece for segment in self._routes[index] for piece in segment.pieces]
-            held = [piece.home for piece in pieces if piece.home is not None and not devices().is_on(piece.home)]
-            if len(held) < len(pieces) or sum(piece.length for piece in pieces) != self.lengths[index]:
+            held = [
+                piece.home
+                for piece in pieces
+                if piece.home is not None and not devices().is_on(piece.home)
+            ]
+            if (
+                len(held) < len(pieces)
+                or sum(piece.length for piece in pieces) != self.lengths[index]
+            ):
                 continue
             views = [piece.view() for piece in pieces]
             if pieces_digest(views) == self.manifest.content.chunks[index].digest:

@@ -1,4 +1,5 @@
-"""A clone into the memory tier of a repository: its chunks come into slots of the arena, unless they are here already."""
+"""A clone into the memory tier of a repository: its chunks come into slots of the arena, unless
+they are here already."""
 
 from __future__ import annotations
 
@@ -17,7 +18,16 @@ import numpy as np
 from datastates.config import BackPressure
 from datastates.engine.commit import Coming
 from datastates.engine.outbox import end_later
-from datastates.errors import Closed, Conflict, Corrupt, DatastatesError, InvalidInput, NotFound, OverBudget, Unavailable
+from datastates.errors import (
+    Closed,
+    Conflict,
+    Corrupt,
+    DatastatesError,
+    InvalidInput,
+    NotFound,
+    OverBudget,
+    Unavailable,
+)
 from datastates.lineage.states import NewState, Ref, RefKind, State
 from datastates.lineage.write import clones, refs
 from datastates.maintenance.core import Core
@@ -39,14 +49,17 @@ _Key = tuple[bytes, int]
 
 
 class StateSink:
-    """Receives a state into ``memory``. Make, adopt and abandon it on any thread but the loop's, because these may wait.
+    """Receives a state into ``memory``. Make, adopt and abandon it on any thread but the loop's,
+    because these may wait.
 
-    A sink that is lost, for example to an interrupt, gives everything back once nothing (such as a data plane) refers to it any more.
+    A sink that is lost, for example to an interrupt, gives everything back once nothing (such as a
+    data plane) refers to it any more.
 
-    ``acquire`` returns slots of ``arena``; it waits for room as a capture does, or raises OverBudget. ``party`` is the sender of the
-    state. Chunks in memory that are ours, or came from the same party, are used in place, and stay here; chunks that one
-    of ``relatives`` (uids of states that are ours or the party's) has on ``lender`` are read from there. Each other distinct chunk is
-    asked for once.
+    ``acquire`` returns slots of ``arena``; it waits for room as a capture does, or raises
+    OverBudget. ``party`` is the sender of the state. Chunks in memory that are ours, or came from
+    the same party, are used in place, and stay here; chunks that one of ``relatives`` (uids of
+    states that are ours or the party's) has on ``lender`` are read from there. Each other distinct
+    chunk is asked for once.
 
     :raises OverBudget: the state can never fit.
     """
@@ -72,19 +85,27 @@ class StateSink:
         size = sum(length for _, length in first)
         if size > arena.capacity:
             raise OverBudget(
-                f"state {manifest.origin.uid} takes {size} bytes, the memory budget has {arena.capacity}: open the repository with "
-                f"memory_bytes of at least {-(-size // CHUNK_BYTES) * CHUNK_BYTES}"
+                f"state {manifest.origin.uid} takes {size} bytes, the memory budget has"
+                f" {arena.capacity}: open the repository with memory_bytes of at least"
+                f" {-(-size // CHUNK_BYTES) * CHUNK_BYTES}"
             )
         self._lock = threading.Lock()
         self._is_ended = False
         self.party = party
         self._held: dict[_Key, Held] = {}
         self._slots: dict[_Key, int] = {}
-        weakref.finalize(self, end_later, partial(_give_back, memory, arena, self._held, self._slots), os.getpid()).atexit = False
+        weakref.finalize(
+            self,
+            end_later,
+            partial(_give_back, memory, arena, self._held, self._slots),
+            os.getpid(),
+        ).atexit = False
         try:
             with undisturbed():
                 self._held.update(memory.hold(first, party))
-                self._slots.update(self._acquire([key for key in first if key not in self._held], acquire))
+                self._slots.update(
+                    self._acquire([key for key in first if key not in self._held], acquire)
+                )
         except BaseException:
             self.abandon()
             raise
@@ -125,13 +146,17 @@ class StateSink:
         self._settle(index, is_accepted=False)
 
     def pieces(self, index: int) -> Sequence[memoryview] | None:
-        """The slot of an accepted chunk; None before, and after ``adopt`` (open the state then) or ``abandon``."""
+        """The slot of an accepted chunk; None before, and after ``adopt`` (open the state then)
+        or ``abandon``."""
         key = _key(self.manifest.content.chunks[index])
         with self._lock:
-            return None if self._is_ended or key in self._pending else [self._slot(index).toreadonly()]
+            return (
+                None if self._is_ended or key in self._pending else [self._slot(index).toreadonly()]
+            )
 
     def adopt(self) -> Placed:
-        """Make the state, whose chunks are all here, one of the memory tier's. ``abandon`` gives back what the tier did not take.
+        """Make the state, whose chunks are all here, one of the memory tier's. ``abandon`` gives
+        back what the tier did not take.
 
         :raises Unavailable: chunks are missing.
         :raises Conflict: a state of the same uid and another content is there.
@@ -140,24 +165,36 @@ class StateSink:
             if self._is_ended:
                 raise Closed("the clone has ended: begin another one")
             if self._pending:
-                raise Unavailable(f"{len(self._pending)} chunks of state {self.manifest.origin.uid} are still missing: resume the clone")
-            placed = self._memory.settle(self.manifest, self._held, self._slots, self.party, self.parts)
+                raise Unavailable(
+                    f"{len(self._pending)} chunks of state {self.manifest.origin.uid} are still"
+                    " missing: resume the clone"
+                )
+            placed = self._memory.settle(
+                self.manifest, self._held, self._slots, self.party, self.parts
+            )
             self._is_ended = True
         return placed
 
     def abandon(self) -> None:
-        """Give everything back; nobody writes to a buffer any more. Idempotent; does nothing after ``adopt``."""
+        """Give everything back; nobody writes to a buffer any more.
+
+        Idempotent; does nothing after ``adopt``."""
         with self._lock:
             if self._is_ended:
                 return
             self._is_ended = True
         _give_back(self._memory, self._arena, self._held, self._slots)
 
-    def _acquire(self, keys: Sequence[_Key], acquire: Callable[[Sequence[int]], Sequence[int] | None]) -> dict[_Key, int]:
+    def _acquire(
+        self, keys: Sequence[_Key], acquire: Callable[[Sequence[int]], Sequence[int] | None]
+    ) -> dict[_Key, int]:
         lengths = [length for _, length in keys]
         slots = acquire(lengths) if keys else []
         if slots is None:
-            raise OverBudget(f"state {self.manifest.origin.uid} needs {sum(lengths)} bytes of memory, which are not free")
+            raise OverBudget(
+                f"state {self.manifest.origin.uid} needs {sum(lengths)} bytes of memory, which are"
+                " not free"
+            )
         return dict(zip(keys, slots, strict=True))
 
     def _read(self, lender: Tier, relatives: Iterable[str], first: dict[_Key, int]) -> None:
@@ -188,7 +225,9 @@ class StateSink:
     def _slot(self, index: int) -> memoryview:
         chunk = self.manifest.content.chunks[index]
         slot = self._slots.get(_key(chunk))
-        return self._arena.memory(self._held[_key(chunk)].slot if slot is None else slot, chunk.length)
+        return self._arena.memory(
+            self._held[_key(chunk)].slot if slot is None else slot, chunk.length
+        )
 
     def _settle(self, index: int, *, is_accepted: bool) -> None:
         with self._lock:
@@ -199,7 +238,9 @@ class StateSink:
                 self._missing[index] = None
 
 
-def _give_back(memory: CaptureTier, arena: Arena, held: dict[_Key, Held], slots: dict[_Key, int]) -> None:
+def _give_back(
+    memory: CaptureTier, arena: Arena, held: dict[_Key, Held], slots: dict[_Key, int]
+) -> None:
     """Give back chunks and slots once: what was given back, or adopted, is in neither any more."""
     with undisturbed():
         memory.let_go(held.values())
@@ -226,21 +267,32 @@ def make_room(
     relatives: Iterable[str] = (),
     acquire: Callable[[Sequence[int]], Sequence[int] | None] | None = None,
 ) -> StateSink:
-    """Room for the chunks of a state in the repository's arena. May wait for room, as a capture does, unless ``acquire`` gets it.
+    """Room for the chunks of a state in the repository's arena. May wait for room, as a capture
+    does, unless ``acquire`` gets it.
 
-    ``party`` is the sender, as ``land`` will record it. Parents and ``relatives`` that are on disk lend the state their chunks, if they
-    were captured here or came from the same party.
+    ``party`` is the sender, as ``land`` will record it. Parents and ``relatives`` that are on disk
+    lend the state their chunks, if they were captured here or came from the same party.
 
     :raises OverBudget: the state can never fit.
     """
     with core.database.read() as session:
-        sound = clones.trusted(session, dict.fromkeys((*checked.manifest.origin.parents, *relatives)), party=party)
+        sound = clones.trusted(
+            session, dict.fromkeys((*checked.manifest.origin.parents, *relatives)), party=party
+        )
     engaged = core.engage()
 
     def wait(lengths: Sequence[int]) -> Sequence[int] | None:
         return engaged.host.acquire(lengths, BackPressure.WAIT)
 
-    return StateSink(checked, engaged.memory, engaged.arena, acquire or wait, party=party, lender=core.tiers.durable, relatives=sound)
+    return StateSink(
+        checked,
+        engaged.memory,
+        engaged.arena,
+        acquire or wait,
+        party=party,
+        lender=core.tiers.durable,
+        relatives=sound,
+    )
 
 
 def abandon(core: Core, sink: StateSink) -> None:
@@ -260,7 +312,9 @@ def missing_ancestry(core: Core, states: Sequence[State]) -> list[State]:
 
 def lacks_parents(core: Core, states: Sequence[State]) -> bool:
     """Whether some parent of these states is neither among them nor in the repository."""
-    wanted = {parent for state in states for parent in state.parents}.difference(state.uid for state in states)
+    wanted = {parent for state in states for parent in state.parents}.difference(
+        state.uid for state in states
+    )
     with core.database.read() as session:
         return len(clones.known(session, wanted)) < len(wanted)
 
@@ -274,7 +328,8 @@ def land(
     tags: Sequence[Ref],
     came: clones.Provenance,
 ) -> State:
-    """Make a state whose chunks are all here one of the repository's, with the ancestry and tags that came with it.
+    """Make a state whose chunks are all here one of the repository's, with the ancestry and tags
+    that came with it.
 
     An interrupt is raised once the state is in the lineage, in memory and known to the engine.
 
@@ -285,9 +340,20 @@ def land(
 
     def record(session: Session, new: NewState) -> State:
         clones.import_ancestry(session, ancestry, came.runs)
-        parts = [(part.digest, sum(chunk.length for chunk in part.content.chunks)) for part in sink.parts]
+        parts = [
+            (part.digest, sum(chunk.length for chunk in part.content.chunks)) for part in sink.parts
+        ]
         bytes_new = new.bytes_new
-        return clones.arrive(session, state, run=run, tier=new.tier, node=core.node, bytes_new=bytes_new, came=came, parts=parts)
+        return clones.arrive(
+            session,
+            state,
+            run=run,
+            tier=new.tier,
+            node=core.node,
+            bytes_new=bytes_new,
+            came=came,
+            parts=parts,
+        )
 
     with undisturbed():
         _check_on_disk(core, sink)
@@ -298,25 +364,33 @@ def land(
 
 
 def _check_on_disk(core: Core, sink: StateSink) -> None:
-    """Raise unless the state on disk is the same, because memory is read before disk. A state that was damaged on disk may come again.
+    """Raise unless the state on disk is the same, because memory is read before disk. A state that
+    was damaged on disk may come again.
 
     :raises Conflict: it is not the same.
     """
     uid, parts = sink.manifest.origin.uid, sink.parts or (sink.manifest,)
     for rank, first in enumerate(first_chunks(parts)[:-1]):
-        with suppress(Corrupt, NotFound, Unavailable), core.tiers.durable.open_part(uid, rank) as reader:
+        with (
+            suppress(Corrupt, NotFound, Unavailable),
+            core.tiers.durable.open_part(uid, rank) as reader,
+        ):
             if reader.manifest.digest != parts[rank].digest or not all(
                 are_equal(reader.chunk(index), piece)
                 for index in range(len(reader.manifest.content.chunks))
                 for piece in sink.pieces(first + index) or ()
             ):
                 raise Conflict(
-                    f"another state of the uid {uid} is on disk here, of other bytes: one of them is forged; drop the one that is"
+                    f"another state of the uid {uid} is on disk here, of other bytes: one of them"
+                    " is forged; drop the one that is"
                 )
 
 
 def make_tags(core: Core, tags: Sequence[Ref]) -> None:
-    """Take over tags. Tags whose name is taken, or whose state is not here, are left out with a warning. Branches are not taken over."""
+    """Take over tags.
+
+    Tags whose name is taken, or whose state is not here, are left out with a warning. Branches
+    are not taken over."""
     left: list[str] = []
     for tag in tags:
         if tag.kind is not RefKind.TAG:
@@ -327,4 +401,10 @@ def make_tags(core: Core, tags: Sequence[Ref]) -> None:
         except (Conflict, InvalidInput, NotFound) as exc:
             left.append(f"{tag.name[:255]!r} ({exc})")
     if left:
-        _logger.warning("of %d tags %d were not taken over: %s%s", len(tags), len(left), "; ".join(left[:3]), "; …" if left[3:] else "")
+        _logger.warning(
+            "of %d tags %d were not taken over: %s%s",
+            len(tags),
+            len(left),
+            "; ".join(left[:3]),
+            "; …" if left[3:] else "",
+        )

@@ -26,10 +26,18 @@ def transport_for(url: str) -> Transport:
     scheme = scheme.lower()
     make = _KINDS.get(scheme) if is_url else None
     if make is None:
-        raise InvalidInput(f"{url!r} begins with no transport's name: use {' or '.join(f'{each}://…' for each in _KINDS)}")
-    return _made.get(scheme) or _made.setdefault(scheme, make())  # several threads may come first at once
+        raise InvalidInput(
+            f"{url!r} begins with no transport's name: use"
+            f" {' or '.join(f'{each}://…' for each in _KINDS)}"
+        )
+    # several threads may come first at once
+    return _made.get(scheme) or _made.setdefault(scheme, make())
 
 
-_KINDS: dict[str, Callable[[], Transport]] = {"tcp": TcpTransport, "ucx": UcxTransport, "memory": MemoryTransport}
+_KINDS: dict[str, Callable[[], Transport]] = {
+    "tcp": TcpTransport,
+    "ucx": UcxTransport,
+    "memory": MemoryTransport,
+}
 
 os.register_at_fork(after_in_child=_made.clear)

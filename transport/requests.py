@@ -62,7 +62,9 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What the sessions of one server share. ``threads`` runs the store; ``pushing`` keeps some threads free for peers that do not push."""
+    """What the sessions of one server share.
+
+    ``threads`` runs the store; ``pushing`` keeps some threads free for peers that do not push."""
 
     store: Store
     threads: Executor
@@ -75,12 +77,25 @@ class Service:
 
 
 class Answers:
-    """The answers to one peer. ``sending`` holds the states opened for it; a relay that it announced leaves when it does."""
+    """The answers to one peer.
+
+    ``sending`` holds the states opened for it; a relay that it announced leaves when it does."""
 
     def __init__(
-        self, service: Service, sending: Sending, peer: str, timeout_s: float, is_near: Callable[[], bool], remote: tuple[str, int] | None
+        self,
+        service: Service,
+        sending: Sending,
+        peer: str,
+        timeout_s: float,
+        is_near: Callable[[], bool],
+        remote: tuple[str, int] | None,
     ) -> None:
-        self._service, self._sending, self._peer, self._timeout_s = service, sending, peer, timeout_s
+        self._service, self._sending, self._peer, self._timeout_s = (
+            service,
+            sending,
+            peer,
+            timeout_s,
+        )
         self._is_near, self._remote = is_near, remote
         self._joined: set[tuple[str, str]] = set()
         self._offered = Share(service.offers)
@@ -92,9 +107,13 @@ class Answers:
             case Refs():
                 return await self._run(lambda: _encode(store.refs()))
             case Find(query, limit, after):
-                return await self._run(lambda: _page(lambda most: store.find(query, most, after), limit))
+                return await self._run(
+                    lambda: _page(lambda most: store.find(query, most, after), limit)
+                )
             case Log(rev, limit, after):
-                return await self._run(lambda: _page(lambda most: store.log(rev, most, after), limit))
+                return await self._run(
+                    lambda: _page(lambda most: store.log(rev, most, after), limit)
+                )
             case Resolve(rev):
                 return await self._run(lambda: _encode(store.resolve(rev)))
             case Open():
@@ -103,31 +122,46 @@ class Answers:
                 parts = self._parts()
                 return await self._run(lambda: _encode(parts.reach(uid)))
             case _:
-                raise PeerFault(f"{self._peer} asks {type(question).__name__} of a side that cannot answer it")
+                raise PeerFault(
+                    f"{self._peer} asks {type(question).__name__} of a side that cannot answer it"
+                )
 
     def begin_push(self, push: Push) -> None:
-        """Reserve room for what the peer is about to say of a state that it pushes; ``take`` releases it.
+        """Reserve room for what the peer is about to say of a state that it pushes; ``take``
+        releases it.
 
         :raises InvalidInput: this server accepts no pushes.
         :raises Unavailable: there is no room for it now.
         """
         self._service.store.check_writable()
         if push.bytes > self._offered.limit:
-            raise InvalidInput(f"a push comes with {push.bytes} bytes of manifest and ancestry, at most {self._offered.limit} are taken")
+            raise InvalidInput(
+                f"a push comes with {push.bytes} bytes of manifest and ancestry, at most"
+                f" {self._offered.limit} are taken"
+            )
         if not self._offered.take(push.bytes):
-            raise Unavailable(f"there is no room for {push.bytes} bytes of a further push now: try again when others are done")
+            raise Unavailable(
+                f"there is no room for {push.bytes} bytes of a further push now: try again when"
+                " others are done"
+            )
 
-    async def take(self, push: Push, body: bytearray, feed: Callable[[Offer, tuple[int, ...]], Feed]) -> bytes:
+    async def take(
+        self, push: Push, body: bytearray, feed: Callable[[Offer, tuple[int, ...]], Feed]
+    ) -> bytes:
         """Fetch a state that the peer pushes; the body of the answer is its record."""
-        # Threads work on it. So it is not cancelled: it fails once the session is over, and what it holds counts until then.
+        # Threads work on it. So it is not cancelled: it fails once the session is over, and what it
+        # holds counts until then.
         taking = asyncio.create_task(self._take(push, body, feed))
-        taking.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks it as retrieved
+        # marks it as retrieved
+        taking.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             return await asyncio.shield(taking)
         finally:
             del taking  # its error refers to this frame, and the two would keep what was pushed
 
-    async def _take(self, push: Push, body: bytearray, feed: Callable[[Offer, tuple[int, ...]], Feed]) -> bytes:
+    async def _take(
+        self, push: Push, body: bytearray, feed: Callable[[Offer, tuple[int, ...]], Feed]
+    ) -> bytes:
         store, taken = self._service.store, push.bytes
         try:
             async with self._service.pushing:  # a push may have to wait for room
@@ -149,15 +183,19 @@ class Answers:
 
     async def _reserve(self, encoded: bytearray | memoryview) -> int:
         """Take what a part of a push will take in memory, before it is decoded."""
-        if not self._offered.take(weight := await self._run(partial(weigh, encoded, self._offered.limit))):
+        if not self._offered.take(
+            weight := await self._run(partial(weigh, encoded, self._offered.limit))
+        ):
             raise Unavailable(
-                f"manifest and ancestry of a push take more memory here than is left of {self._offered.limit} bytes: push one of its "
-                "ancestors first, or try again when others are done"
+                "manifest and ancestry of a push take more memory here than is left of"
+                f" {self._offered.limit} bytes: push one of its ancestors first, or try again when"
+                " others are done"
             )
         return weight
 
     def close(self, incomplete: int) -> None:
-        """Clean up after a peer that is gone: its relays serve no more, and pushes with so many bytes do not come."""
+        """Clean up after a peer that is gone: its relays serve no more, and pushes with so many
+        bytes do not come."""
         self._offered.give(incomplete)
         for uid, url in self._joined:
             if self._service.relays is not None:
@@ -174,15 +212,23 @@ class Answers:
         except BaseException:
             self._service.threads.submit(source.close)
             raise
-        return _encode(Opened(handle, manifest, lengths, upstream, addresses if upstream is None else ()))
+        return _encode(
+            Opened(handle, manifest, lengths, upstream, addresses if upstream is None else ())
+        )
 
     def _opener(self, question: Open) -> Callable[[], Source]:
         uid, part = question.uid, question.part
-        return partial(self._service.store.open, uid) if part is None else partial(self._parts().open_part, uid, part)
+        return (
+            partial(self._service.store.open, uid)
+            if part is None
+            else partial(self._parts().open_part, uid, part)
+        )
 
     def _parts(self) -> SupportsParts:
         if not isinstance(self._service.store, SupportsParts):
-            raise InvalidInput("this process serves no parts of states of several ranks: ask the source")
+            raise InvalidInput(
+                "this process serves no parts of states of several ranks: ask the source"
+            )
         return self._service.store
 
     async def _addresses(self, source: Source) -> tuple[int, ...]:
@@ -194,13 +240,20 @@ class Answers:
 
     def _join(self, question: Open) -> str | None:
         relays = self._service.relays
-        if question.relay is None or relays is None or len(self._joined) >= HANDLES or not is_at(question.relay, self._remote):
+        if (
+            question.relay is None
+            or relays is None
+            or len(self._joined) >= HANDLES
+            or not is_at(question.relay, self._remote)
+        ):
             return None
         upstream = relays.join(question.uid, question.relay, question.failed)
         self._joined.add((question.uid, question.relay))
         return None if question.here else upstream
 
-    async def _run(self, work: Callable[[], _T], *, late: Callable[[_T], object] | None = None) -> _T:
+    async def _run(
+        self, work: Callable[[], _T], *, late: Callable[[_T], object] | None = None
+    ) -> _T:
         """Run ``work`` in a thread. If this is cancelled first, ``late`` gets the result."""
         future = self._service.threads.submit(work)
         try:
@@ -237,9 +290,13 @@ _logger.addFilter(Seldom())
 
 
 class Life:
-    """Belongs to the loop thread. ``end`` is run once, with the error and what to tell the peer; it must set ``ended``."""
+    """Belongs to the loop thread.
 
-    def __init__(self, peer: str, end: Callable[[DatastatesError, str | None], Coroutine[Any, Any, None]]) -> None:
+    ``end`` is run once, with the error and what to tell the peer; it must set ``ended``."""
+
+    def __init__(
+        self, peer: str, end: Callable[[DatastatesError, str | None], Coroutine[Any, Any, None]]
+    ) -> None:
         self._peer, self._end = peer, end
         self._tasks: set[asyncio.Task[Any]] = set()
         self._ending: asyncio.Task[None] | None = None
@@ -252,7 +309,9 @@ class Life:
             raise again(self.error)
 
     def spawn(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        """Run ``work`` in a task of its own, which ends with the session. Each task holds something, so they may not be too many."""
+        """Run ``work`` in a task of its own, which ends with the session.
+
+        Each task holds something, so they may not be too many."""
         if len(self._tasks) > _TASKS:
             self.fall(PeerFault(f"{self._peer} sends more than it reads of the answers"))
         task = asyncio.create_task(work)
@@ -261,8 +320,8 @@ class Life:
         return task
 
     async def outcome(self, task: asyncio.Task[_T]) -> _T:
-        """The outcome of a task of the session. The task continues if the caller is cancelled; if the session ends first, its error is
-        raised."""
+        """The outcome of a task of the session. The task continues if the caller is cancelled;
+        if the session ends first, its error is raised."""
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -276,7 +335,9 @@ class Life:
         self.spawn(self._or_fall(work, *arguments))
 
     def fall(self, error: DatastatesError, *, farewell: str | None = None) -> None:
-        """End the session with an error, unless it already has one. The peer is told its fault, or the ``farewell``."""
+        """End the session with an error, unless it already has one.
+
+        The peer is told its fault, or the ``farewell``."""
         if self.error is None:
             self.error = error
             if farewell is None and isinstance(error, PeerFault):
@@ -293,7 +354,8 @@ class Life:
     def _finished(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # marks it as retrieved: a caller that still waits for it gets it as well
+            # marks it as retrieved: a caller that still waits for it gets it as well
+            task.exception()
 
     async def _or_fall(self, work: Callable[..., Awaitable[None]], *arguments: object) -> None:
         try:
@@ -302,14 +364,19 @@ class Life:
             self.fall(exc)
         except Exception as exc:  # a fault of ours ends this connection, not the server
             _logger.exception("the connection to %s failed", self._peer)
-            self.fall(Disconnected(f"the connection to {self._peer} failed with {type(exc).__name__}: {exc}"))
+            self.fall(
+                Disconnected(
+                    f"the connection to {self._peer} failed with {type(exc).__name__}: {exc}"
+                )
+            )
 
 
 # The time of one session.
 
 
 class Clock:
-    """Seconds, except those in which this process itself stood still for more than ``patience_s``: the peer is not to blame for these."""
+    """Seconds, except those in which this process itself stood still for more than
+    ``patience_s``: the peer is not to blame for these."""
 
     def __init__(self, patience_s: float) -> None:
         self._loop = asyncio.get_running_loop()
@@ -345,8 +412,9 @@ class _Upload:
 
 
 class Asked:
-    """The peer's questions; belongs to the loop thread. ``feed`` makes the feed of a state that the peer holds open for us. Without
-    ``answers`` this side serves nothing, and the peer can ask only for what this side pushes."""
+    """The peer's questions; belongs to the loop thread. ``feed`` makes the feed of a state that
+    the peer holds open for us. Without ``answers`` this side serves nothing, and the peer can
+    ask only for what this side pushes."""
 
     def __init__(
         self,
@@ -364,7 +432,9 @@ class Asked:
         self._at_once = asyncio.Semaphore(_ASKED_AT_ONCE)
         self._questions: set[int] = set()
         self._uploads: dict[int, _Upload] = {}
-        self._refused: dict[int, int] = {}  # refused bodies that may still be arriving: how much of each is left
+        self._refused: dict[
+            int, int
+        ] = {}  # refused bodies that may still be arriving: how much of each is left
 
     @property
     def is_busy(self) -> bool:
@@ -383,7 +453,9 @@ class Asked:
         :raises PeerFault: its number is already in use, or too many questions are open.
         """
         if number in self._questions or len(self._questions) >= _QUESTIONS:
-            problem = "twice" if number in self._questions else f"while {_QUESTIONS} others are open"
+            problem = (
+                "twice" if number in self._questions else f"while {_QUESTIONS} others are open"
+            )
             raise PeerFault(f"{self._peer} asks question {number} {problem}")
         self._questions.add(number)
         match question:
@@ -402,9 +474,14 @@ class Asked:
         :raises PeerFault: its length is wrong.
         """
         upload = self._uploads.get(number)
-        left = self._refused.get(number, 0) if upload is None else upload.push.bytes - len(upload.body)
+        left = (
+            self._refused.get(number, 0) if upload is None else upload.push.bytes - len(upload.body)
+        )
         if len(data) != min(PART_BYTES, left) or not data:
-            raise PeerFault(f"{self._peer} sent {len(data)} bytes for question {number}, where {min(PART_BYTES, left)} belong")
+            raise PeerFault(
+                f"{self._peer} sent {len(data)} bytes for question {number}, where"
+                f" {min(PART_BYTES, left)} belong"
+            )
         if upload is None:
             self._refused[number] -= len(data)
             return
@@ -420,7 +497,10 @@ class Asked:
             self._answers.close(sum(upload.push.bytes for upload in self._uploads.values()))
 
     def _begin_upload(self, number: int, push: Push) -> None:
-        """Begin a push. If it is refused, that happens before its body is accepted; parts already under way are dropped."""
+        """Begin a push.
+
+        If it is refused, that happens before its body is accepted; parts already under way are
+        dropped."""
         try:
             self._require(push).begin_push(push)
         except DatastatesError as exc:
@@ -447,7 +527,9 @@ class Asked:
         for part in range(last + 1):
             if part == last:
                 self._questions.discard(number)
-            await self._post(Answer(number, body[part * PART_BYTES : (part + 1) * PART_BYTES], part == last))
+            await self._post(
+                Answer(number, body[part * PART_BYTES : (part + 1) * PART_BYTES], part == last)
+            )
 
     async def _own(self, question: Question) -> bytes:
         return await self._require(question).answer(question)
@@ -485,19 +567,28 @@ class _Pending:
 
 
 class Asking:
-    """Our questions, by id. An answer to a question that was given up is dropped; an answer to one never asked is the peer's fault."""
+    """Our questions, by id.
 
-    def __init__(self, post: Callable[[Message], Awaitable[None]], clock: Callable[[], float], peer: str) -> None:
+    An answer to a question that was given up is dropped; an answer to one never asked is the
+    peer's fault."""
+
+    def __init__(
+        self, post: Callable[[Message], Awaitable[None]], clock: Callable[[], float], peer: str
+    ) -> None:
         self._post, self._clock, self._peer = post, clock, peer
         self._room = asyncio.Semaphore(_ASKING_AT_ONCE)
         self._pending: dict[int, _Pending] = {}
         self._next = 0
 
     async def ask(self, question: Question, *, limit: int, offer: bytes = b"") -> bytes:
-        """The whole body of the answer, of at most ``limit`` bytes. ``offer`` is sent after a ``Push``."""
+        """The whole body of the answer, of at most ``limit`` bytes.
+
+        ``offer`` is sent after a ``Push``."""
         async with self._room:
             now = self._clock()
-            pending = _Pending(asyncio.get_running_loop().create_future(), limit, now, now, is_push=bool(offer))
+            pending = _Pending(
+                asyncio.get_running_loop().create_future(), limit, now, now, is_push=bool(offer)
+            )
             number, self._next = self._next, self._next + 1
             self._pending[number] = pending
             try:
@@ -510,20 +601,27 @@ class Asking:
             finally:
                 del self._pending[number]
                 if not pending.done.cancel() and not pending.done.cancelled():
-                    pending.done.exception()  # marks it as retrieved, also when posting failed first
+                    # marks it as retrieved, also when posting failed first
+                    pending.done.exception()
 
     def answered(self, message: Answer) -> None:
         """Take in a part of an answer.
 
-        :raises PeerFault: it answers no question, or the parts are longer than allowed, or shorter than a part of a longer answer must be.
+        :raises PeerFault: it answers no question, or the parts are longer than allowed, or shorter
+            than a part of a longer answer must be.
         """
         pending = self._find(message.id)
         if not message.is_last and len(message.data) != PART_BYTES:
-            raise PeerFault(f"{self._peer} answers in a part of {len(message.data)} bytes, where each but the last has {PART_BYTES}")
+            raise PeerFault(
+                f"{self._peer} answers in a part of {len(message.data)} bytes, where each but the"
+                f" last has {PART_BYTES}"
+            )
         if pending is None:
             return
         if len(pending.body) + len(message.data) > pending.limit:
-            raise PeerFault(f"{self._peer} answers with more than the {pending.limit} bytes that were asked for")
+            raise PeerFault(
+                f"{self._peer} answers with more than the {pending.limit} bytes that were asked for"
+            )
         pending.body += message.data
         pending.touched_at = self._clock()
         if message.is_last:
@@ -539,13 +637,15 @@ class Asking:
             pending.done.set_exception(revive(message.failure))
 
     def touch(self) -> None:
-        """Note that the peer works on what is pushed to it: it wants a chunk that it has not wanted before."""
+        """Note that the peer works on what is pushed to it: it wants a chunk that it has not
+        wanted before."""
         for pending in self._pending.values():
             if pending.is_push:
                 pending.touched_at = self._clock()
 
     def expire(self, silent_s: float, total_s: float) -> None:
-        """Give up questions whose answer had no further part for ``silent_s``, or is not complete within ``total_s``.
+        """Give up questions whose answer had no further part for ``silent_s``, or is not complete
+        within ``total_s``.
 
         A push lasts for as long as the peer keeps asking for its chunks.
         """
@@ -556,10 +656,15 @@ class Asking:
             if now - pending.touched_at > silent_s:
                 problem = f"has not answered for {silent_s:g} s"
             elif now - pending.asked_at > total_s and not pending.is_push:
-                problem = f"has sent {len(pending.body)} bytes of an answer in {total_s:g} s and does not come to its end"
+                problem = (
+                    f"has sent {len(pending.body)} bytes of an answer in {total_s:g} s and does not"
+                    " come to its end"
+                )
             else:
                 continue
-            pending.done.set_exception(Disconnected(f"{self._peer} is alive, but {problem}: try again later"))
+            pending.done.set_exception(
+                Disconnected(f"{self._peer} is alive, but {problem}: try again later")
+            )
 
     def fail(self, error: DatastatesError) -> None:
         """Fail all open questions; the session is over."""

@@ -1,13 +1,14 @@
-"""How two processes of one host and one user prove that they are: over an abstract Unix socket, whose ends the kernel identifies.
+"""How two processes of one host and one user prove that they are: over an abstract Unix socket,
+whose ends the kernel identifies.
 
     server  names a socket in its first sealed frame: random, revealed to nobody else
-    client -> the session's name, nonce          each asks the kernel for the other one's user and pid (SO_PEERCRED)
-    server -> nonce
-    client -> HMAC(key, "near client", name, both nonces)
-    server -> HMAC(key, "near server", …), where its beacon is, the beacon
+    client -> the session's name, nonce          each asks the kernel for the other one's user and
+    pid (SO_PEERCRED) server -> nonce client -> HMAC(key, "near client", name, both nonces) server
+    -> HMAC(key, "near server", …), where its beacon is, the beacon
 
-Only then does the server reveal where chunks are, and the client read them. The connection stays open as long as the session. While it
-does, the process that the kernel identified is alive, and no other process has its pid.
+Only then does the server reveal where chunks are, and the client read them. The connection stays
+open as long as the session. While it does, the process that the kernel identified is alive, and no
+other process has its pid.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from .contract import Terms
 from .data_plane import surely
 
 SWITCH: Final = "DATASTATES_NEAR"
-"""If this is 0 in the environment, no process of this host is read directly; chunks then travel over the transport."""
+"""If this is 0 in the environment, no process of this host is read directly; chunks then travel
+over the transport."""
 
 _NEAR_AT_ONCE = 2  # reads; more would share one memory bus
 _TELL = 16  # chunks between two messages to the process that is read
@@ -45,29 +47,47 @@ class _Stretch(ctypes.Structure):
 
 
 _random = ctypes.create_string_buffer(secrets.token_bytes(_BYTES), _BYTES)
-_readv = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None) if sys.platform == "linux" else None
+_readv = (
+    getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+    if sys.platform == "linux"
+    else None
+)
 if _readv is not None:
     _stretches = ctypes.POINTER(_Stretch)
-    _readv.argtypes = [ctypes.c_int, _stretches, ctypes.c_ulong, _stretches, ctypes.c_ulong, ctypes.c_ulong]
+    _readv.argtypes = [
+        ctypes.c_int,
+        _stretches,
+        ctypes.c_ulong,
+        _stretches,
+        ctypes.c_ulong,
+        ctypes.c_ulong,
+    ]
     _readv.restype = ctypes.c_ssize_t
 
 
 class Near:
-    """A process whose memory can be read, for as long as it keeps ``connection`` open. Safe from any thread."""
+    """A process whose memory can be read, for as long as it keeps ``connection`` open.
+
+    Safe from any thread."""
 
     def __init__(self, pid: int, connection: socket.socket) -> None:
         self._pid, self._connection = pid, connection
 
     def read(self, address: int, into: Sequence[memoryview]) -> bool:
-        """Fill ``into`` with the bytes from ``address`` on. False if they cannot all be read; some of ``into`` may then be written.
+        """Fill ``into`` with the bytes from ``address`` on. False if they cannot all be read; some
+        of ``into`` may then be written.
 
-        A process that exists after the read existed before: the bytes are its own, and not those of another process with the same pid.
+        A process that exists after the read existed before: the bytes are its own, and not those of
+        another process with the same pid.
         """
         assert _readv is not None, "reach found it"
         length = sum(view.nbytes for view in into)
         here = (_Stretch * len(into))(*(_Stretch(address_of(view), view.nbytes) for view in into))
         there = _Stretch(address, length)
-        return bool(_readv(self._pid, here, len(into), ctypes.byref(there), 1, 0) == length) and self._is_alive()
+        return (
+            bool(_readv(self._pid, here, len(into), ctypes.byref(there), 1, 0) == length)
+            and self._is_alive()
+        )
 
     def close(self) -> None:
         """Read nothing any more; idempotent."""
@@ -99,20 +119,25 @@ def own_beacon() -> tuple[int, bytes]:
 
 
 class NearChunks:
-    """Chunks of one state in the memory of a near process; ``addresses`` are those of all chunks. Belongs to the loop thread; ``close`` it
-    there.
+    """Chunks of one state in the memory of a near process; ``addresses`` are those of all chunks.
+    Belongs to the loop thread; ``close`` it there.
 
     ``took`` is called with numbers of chunks and bytes from time to time, and at the end.
     """
 
-    def __init__(self, near: Near, addresses: Sequence[int], took: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, near: Near, addresses: Sequence[int], took: Callable[[int, int], None]
+    ) -> None:
         self._near, self._addresses, self._took = near, addresses, took
         self._threads = ThreadPoolExecutor(_NEAR_AT_ONCE, "datastates-near")
         self._chunks = self._bytes = 0
 
     async def receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
-        """Fill ``buffers``; False if the bytes cannot be read. When this is cancelled it still waits for the read to end."""
-        reading = asyncio.wrap_future(self._threads.submit(self._near.read, self._addresses[index], buffers))
+        """Fill ``buffers``; False if the bytes cannot be read. When this is cancelled it still
+        waits for the read to end."""
+        reading = asyncio.wrap_future(
+            self._threads.submit(self._near.read, self._addresses[index], buffers)
+        )
         try:
             is_read = await asyncio.shield(reading)
         except asyncio.CancelledError:
@@ -148,8 +173,8 @@ _place = struct.Struct(f">Q{_NONCE_BYTES}s")
 
 
 class Neighbours:
-    """Where processes of this host connect, for all sessions of one server. Belongs to the loop thread; ``name`` is empty where
-    none can."""
+    """Where processes of this host connect, for all sessions of one server. Belongs to the loop
+    thread; ``name`` is empty where none can."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -220,15 +245,21 @@ class Neighbours:
                 await reader.read(1)  # until the other end leaves
             self.forget(name)
 
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes | None:
+    async def _greet(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> bytes | None:
         """The name of the session whose other end has proved itself."""
         hello = await reader.readexactly(16 + _NONCE_BYTES)
         name, nonce = hello[:16], secrets.token_bytes(_NONCE_BYTES)
-        while (terms := self._expected.get(name)) is None:  # it came before its own last frame of the handshake
+        while (
+            terms := self._expected.get(name)
+        ) is None:  # it came before its own last frame of the handshake
             await self._news.wait()
         writer.write(nonce)
         said = await reader.readexactly(_CODE_BYTES)
-        if name in self._here or not hmac.compare_digest(said, _code(terms, b"client", hello + nonce)):
+        if name in self._here or not hmac.compare_digest(
+            said, _code(terms, b"client", hello + nonce)
+        ):
             return None
         if name not in self._expected:
             return None  # the session ended meanwhile
@@ -238,7 +269,8 @@ class Neighbours:
 
 
 async def meet(name: str, terms: Terms) -> Near | None:
-    """The process behind such a socket, if it is of this host and user, knows the session, and can be read."""
+    """The process behind such a socket, if it is of this host and user, knows the session, and
+    can be read."""
     if not is_wanted() or not _NAME.fullmatch(name):
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

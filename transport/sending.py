@@ -15,7 +15,15 @@ from typing import Any, Final
 
 from blake3 import blake3
 
-from datastates.errors import Closed, Corrupt, DatastatesError, Disconnected, InvalidInput, PeerFault, Unavailable
+from datastates.errors import (
+    Closed,
+    Corrupt,
+    DatastatesError,
+    Disconnected,
+    InvalidInput,
+    PeerFault,
+    Unavailable,
+)
 from datastates.system.failures import again, describe, revive
 from datastates.system.logs import Seldom
 
@@ -41,7 +49,9 @@ def digest_of(pieces: Sequence[memoryview]) -> bytes:
 
 
 class Fingerprints:
-    """Digests that are computed once for all sessions that share this, in threads of its own. Belongs to the loop thread."""
+    """Digests that are computed once for all sessions that share this, in threads of its own.
+
+    Belongs to the loop thread."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_AT_ONCE, "datastates-digest")
@@ -49,8 +59,8 @@ class Fingerprints:
         self._coming: dict[tuple[bytes, int], asyncio.Task[bytes]] = {}
 
     async def of(self, state: bytes, index: int, source: Source) -> bytes:
-        """The digest of a chunk. ``state`` identifies what ``source`` holds. The source must stay open until this returns, cancelled or
-        not."""
+        """The digest of a chunk. ``state`` identifies what ``source`` holds. The source must
+        stay open until this returns, cancelled or not."""
         found = self._kept.get(state, {}).get(index)
         if found is not None:
             self._kept.move_to_end(state)
@@ -59,7 +69,11 @@ class Fingerprints:
         coming = self._coming.get(key)
         if coming is not None and not coming.done():
             await asyncio.wait({coming})
-            return await self.of(state, index, source) if coming.cancelled() or coming.exception() is not None else coming.result()
+            return (
+                await self.of(state, index, source)
+                if coming.cancelled() or coming.exception() is not None
+                else coming.result()
+            )
         coming = self._coming[key] = asyncio.create_task(self._compute(source, index))
         try:
             while not coming.done():
@@ -89,7 +103,9 @@ class Fingerprints:
     async def _compute(self, source: Source, index: int) -> bytes:
         pieces = await source.chunk(index)
         check = source.is_whole if isinstance(source, SupportsCheck) else None
-        work = asyncio.get_running_loop().run_in_executor(self._threads, _compute, pieces, index, check)
+        work = asyncio.get_running_loop().run_in_executor(
+            self._threads, _compute, pieces, index, check
+        )
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -97,7 +113,11 @@ class Fingerprints:
             raise
 
 
-def _compute(pieces: Sequence[memoryview], index: int, check: Callable[[int, Sequence[memoryview]], bool] | None) -> bytes:
+def _compute(
+    pieces: Sequence[memoryview],
+    index: int,
+    check: Callable[[int, Sequence[memoryview]], bool] | None,
+) -> bytes:
     try:
         return digest_of(pieces) if check is None or check(index, pieces) else DAMAGED
     except Corrupt:
@@ -108,7 +128,8 @@ def _compute(pieces: Sequence[memoryview], index: int, check: Callable[[int, Seq
 
 
 def cut(pieces: Sequence[memoryview], lengths: Sequence[int]) -> list[memoryview]:
-    """The same bytes as pieces of other lengths: views if a new piece lies in one old piece, else copies.
+    """The same bytes as pieces of other lengths: views if a new piece lies in one old piece, else
+    copies.
 
     Old and new pieces have the same total length.
     """
@@ -155,8 +176,9 @@ _logger.addFilter(Seldom())
 
 @dataclass(slots=True)
 class Sent:
-    """The bytes that left this process through all sessions that share it. ``states`` counts bytes by uid, ``recalled`` counts states whose
-    memory was wanted back while a peer held them open."""
+    """The bytes that left this process through all sessions that share it. ``states`` counts
+    bytes by uid, ``recalled`` counts states whose memory was wanted back while a peer held them
+    open."""
 
     bytes: int = 0
     chunks: int = 0
@@ -191,13 +213,20 @@ class Sending:
         sent: Sent,
         fingerprints: Fingerprints,
     ) -> None:
-        self._plane, self._post, self._clock, self._peer, self._sent = plane, post, clock, peer, sent
+        self._plane, self._post, self._clock, self._peer, self._sent = (
+            plane,
+            post,
+            clock,
+            peer,
+            sent,
+        )
         self._fingerprints = fingerprints
         self._held: dict[int, _Held] = {}
         self._next = 0
         self._refusals: set[asyncio.Task[None]] = set()
         self.end: Callable[[DatastatesError], None] = lambda error: None
-        """Ends the session: there is no other way to take back a state that the peer reads directly."""
+        """Ends the session: there is no other way to take back a state that the peer reads
+        directly."""
         self._moving, self._moved_at, self._used_at = 0, clock(), clock()
         self._has_moved = False
         self.bytes = 0
@@ -215,25 +244,36 @@ class Sending:
 
     @property
     def stalled_s(self) -> float:
-        """The seconds for which the peer has taken nothing of what is being sent, as of the last check."""
+        """The seconds for which the peer has taken nothing of what is being sent, as of the last
+        check."""
         if self._has_moved:
             self._moved_at, self._has_moved = self._clock(), False
         return self._clock() - self._moved_at if self._moving else 0.0
 
     @property
     def idle_s(self) -> float:
-        """The seconds for which the peer has held states open without asking for any of their chunks."""
+        """The seconds for which the peer has held states open without asking for any of their
+        chunks."""
         return self._clock() - self._used_at if self._held and not self.running else 0.0
 
     def add(self, source: Source, uid: str, *, is_near: bool = False) -> int:
-        """Hold a source open; it is closed with the handle, or with the session. ``is_near``: the peer knows where it is in memory.
+        """Hold a source open; it is closed with the handle, or with the session. ``is_near``: the
+        peer knows where it is in memory.
 
         :raises InvalidInput: the peer holds too many already.
         """
         if len(self._held) >= HANDLES:
-            raise InvalidInput(f"{self._peer} holds {HANDLES} states open: release one of them first")
+            raise InvalidInput(
+                f"{self._peer} holds {HANDLES} states open: release one of them first"
+            )
         handle, self._next = self._next, self._next + 1
-        self._held[handle] = _Held(source, uid, tuple(source.lengths), digest_of([memoryview(source.manifest)]), is_near=is_near)
+        self._held[handle] = _Held(
+            source,
+            uid,
+            tuple(source.lengths),
+            digest_of([memoryview(source.manifest)]),
+            is_near=is_near,
+        )
         if isinstance(source, SupportsRecall):
             loop = asyncio.get_running_loop()
 
@@ -252,7 +292,9 @@ class Sending:
         """
         self._plane.follow(want.generation)
         if want.handle >= self._next:
-            raise PeerFault(f"{self._peer} wants a chunk under handle {want.handle}, which it was never given")
+            raise PeerFault(
+                f"{self._peer} wants a chunk under handle {want.handle}, which it was never given"
+            )
         if self.running + len(self._refusals) >= WANTS:
             raise PeerFault(f"{self._peer} wants more than {WANTS} chunks at once")
         held = self._held.get(want.handle)
@@ -262,8 +304,15 @@ class Sending:
             refusal.add_done_callback(self._refusals.discard)
             return False
         if want.index >= len(held.lengths) or sum(want.pieces) != held.lengths[want.index]:
-            had = f"has {held.lengths[want.index]} bytes" if want.index < len(held.lengths) else f"is none of {len(held.lengths)}"
-            raise PeerFault(f"{self._peer} wants {sum(want.pieces)} bytes of chunk {want.index} of state {held.uid}, which {had}")
+            had = (
+                f"has {held.lengths[want.index]} bytes"
+                if want.index < len(held.lengths)
+                else f"is none of {len(held.lengths)}"
+            )
+            raise PeerFault(
+                f"{self._peer} wants {sum(want.pieces)} bytes of chunk {want.index} of state"
+                f" {held.uid}, which {had}"
+            )
         self._used_at = self._clock()
         if not self.is_draining:
             send = asyncio.create_task(self._send(held, want))
@@ -280,15 +329,24 @@ class Sending:
         :raises Closed: it was released.
         """
         if question.handle >= self._next:
-            raise PeerFault(f"{self._peer} asks for digests under handle {question.handle}, which it was never given")
+            raise PeerFault(
+                f"{self._peer} asks for digests under handle {question.handle}, which it was never"
+                " given"
+            )
         held = self._held.get(question.handle)
         if held is None or held.is_released:
             raise Closed(_CLOSED)
         if max(question.indexes) >= len(held.lengths):
-            raise PeerFault(f"{self._peer} asks for the digest of chunk {max(question.indexes)} of {len(held.lengths)}")
+            raise PeerFault(
+                f"{self._peer} asks for the digest of chunk {max(question.indexes)} of"
+                f" {len(held.lengths)}"
+            )
         self._used_at = self._clock()
         await _settled(held)
-        reads = [asyncio.create_task(self._fingerprints.of(held.state, index, held.source)) for index in question.indexes]
+        reads = [
+            asyncio.create_task(self._fingerprints.of(held.state, index, held.source))
+            for index in question.indexes
+        ]
         held.reads.update(reads)
         try:
             found = b"".join(await asyncio.gather(*reads))
@@ -306,7 +364,10 @@ class Sending:
         :raises PeerFault: there never was such a handle.
         """
         if took.handle >= self._next:
-            raise PeerFault(f"{self._peer} has read a state under handle {took.handle}, which it was never given")
+            raise PeerFault(
+                f"{self._peer} has read a state under handle {took.handle}, which it was never"
+                " given"
+            )
         self._used_at = self._clock()
         self._sent.chunks += took.chunks
         self._sent.bytes += took.bytes
@@ -340,8 +401,8 @@ class Sending:
             return
         self._sent.recalled += 1
         error = Unavailable(
-            f"state {held.uid[:10]} had to leave memory while it was cloned, as the training that is served needed it: clone again, "
-            "or a state that is durable"
+            f"state {held.uid[:10]} had to leave memory while it was cloned, as the training that"
+            " is served needed it: clone again, or a state that is durable"
         )
         if held.is_near:
             self.end(error)
@@ -349,7 +410,8 @@ class Sending:
             held.recall = asyncio.create_task(self._recall(held, error))
 
     async def _recall(self, held: _Held, error: DatastatesError) -> None:
-        """Stop its sends; the peer may ask for the chunks again if the state can be read on from elsewhere."""
+        """Stop its sends; the peer may ask for the chunks again if the state can be read on from
+        elsewhere."""
         assert isinstance(held.source, SupportsRecall), "it was told so"
         cut_off = await _cut_off(held)
         if held.reads:
@@ -374,7 +436,11 @@ class Sending:
         """Close every source; the plane was closed before."""
         for task in list(self._refusals):
             task.cancel()
-        await asyncio.gather(*self._refusals, *(self._close(held) for held in list(self._held.values())), return_exceptions=True)
+        await asyncio.gather(
+            *self._refusals,
+            *(self._close(held) for held in list(self._held.values())),
+            return_exceptions=True,
+        )
         self._held.clear()
 
     async def _send(self, held: _Held, want: Want) -> None:
@@ -386,10 +452,12 @@ class Sending:
             link = await self._plane.link(want.generation)
             await self._hand_over(link, want, pieces)
         except asyncio.CancelledError:
-            if link is not None:  # the pieces may still be under way on it; the current link may be another one
+            if link is not None:
+                # the pieces may still be under way on it; the current link may be another one
                 await self._plane.drop(link)
             raise
-        except Exception as exc:  # whatever it was, the peer that waits for the chunk must hear of it
+        except Exception as exc:
+            # whatever it was, the peer that waits for the chunk must hear of it
             if link is not None or want.generation == self._plane.generation:
                 await self._plane.drop(link)
             await self._gone(want, exc, is_link=is_read and isinstance(exc, Disconnected))
@@ -463,7 +531,10 @@ async def _read(held: _Held, index: int) -> Sequence[memoryview]:
 def _checked(pieces: Sequence[memoryview], held: _Held, index: int) -> Sequence[memoryview]:
     found = sum(piece.nbytes for piece in pieces)
     if found != held.lengths[index]:
-        raise Corrupt(f"chunk {index} of state {held.uid} should have {held.lengths[index]} bytes, and {found} are here")
+        raise Corrupt(
+            f"chunk {index} of state {held.uid} should have {held.lengths[index]} bytes, and"
+            f" {found} are here"
+        )
     return pieces
 
 
@@ -483,30 +554,42 @@ class _Broken(Exception):
 
 
 class Feed(ABC):
-    """One state that a peer holds open. ``name`` says where it comes from; ``lengths`` is what the peer says of its chunks.
+    """One state that a peer holds open. ``name`` says where it comes from; ``lengths`` is what the
+    peer says of its chunks.
 
-    With ``is_bound`` most chunks come in a way that proves whose they are. ``reaches_devices``: they can be received on a device.
+    With ``is_bound`` most chunks come in a way that proves whose they are. ``reaches_devices``:
+    they can be received on a device.
     """
 
     def __init__(
-        self, name: str, manifest: bytes, lengths: tuple[int, ...], *, is_bound: bool = False, reaches_devices: bool = False
+        self,
+        name: str,
+        manifest: bytes,
+        lengths: tuple[int, ...],
+        *,
+        is_bound: bool = False,
+        reaches_devices: bool = False,
     ) -> None:
         self.name, self.manifest, self.lengths, self.is_bound = name, manifest, lengths, is_bound
         self.reaches_devices = reaches_devices
         self._is_closed = False
 
     async def receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
-        """Fill ``buffers`` with the bytes of a chunk. However it ends, even when it is cancelled, nobody writes to them afterwards.
+        """Fill ``buffers`` with the bytes of a chunk. However it ends, even when it is cancelled,
+        nobody writes to them afterwards.
 
-        True: the bytes came in a way that proves that they are the peer's own. Otherwise anybody may have sent them. In either case they
-        are not checked: the caller compares digests.
+        True: the bytes came in a way that proves that they are the peer's own. Otherwise anybody
+        may have sent them. In either case they are not checked: the caller compares digests.
 
         :raises DatastatesError: the error that kept the peer from sending it.
-        :raises Disconnected: the session is over, nothing came for its ``timeout_s``, or the link broke four times in a row.
+        :raises Disconnected: the session is over, nothing came for its ``timeout_s``, or the link
+            broke four times in a row.
         """
         wanted = sum(buffer.nbytes for buffer in buffers)
         self._check(index, wanted)
-        return not wanted or await self._receive(index, [buffer for buffer in buffers if buffer.nbytes])
+        return not wanted or await self._receive(
+            index, [buffer for buffer in buffers if buffer.nbytes]
+        )
 
     async def receive_there(self, index: int, into: OnDevice) -> bool:
         """Like ``receive``, into memory of a device; only if ``reaches_devices``."""
@@ -516,7 +599,10 @@ class Feed(ABC):
     def _check(self, index: int, wanted: int) -> None:
         if index >= len(self.lengths) or wanted != self.lengths[index]:
             had = f"{self.lengths[index]} bytes" if index < len(self.lengths) else "no such chunk"
-            raise InvalidInput(f"{wanted} bytes were asked for as chunk {index} of a state that has {had} at {self.name}")
+            raise InvalidInput(
+                f"{wanted} bytes were asked for as chunk {index} of a state that has {had} at"
+                f" {self.name}"
+            )
 
     @abstractmethod
     async def digests(self, indexes: Sequence[int]) -> Sequence[bytes]:
@@ -535,7 +621,9 @@ class Feed(ABC):
 
     async def _receive_there(self, index: int, into: OnDevice) -> bool:
         """See ``receive_there``."""
-        raise InvalidInput(f"chunk {index} was to be received on a device, which {self.name} does not reach")
+        raise InvalidInput(
+            f"chunk {index} was to be received on a device, which {self.name} does not reach"
+        )
 
     @abstractmethod
     async def _release(self) -> None:
@@ -545,7 +633,9 @@ class Feed(ABC):
 class Receiving:
     """The chunks that were asked for on one session."""
 
-    def __init__(self, plane: Plane, post: Callable[[Message], Awaitable[None]], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, plane: Plane, post: Callable[[Message], Awaitable[None]], clock: Callable[[], float]
+    ) -> None:
         self._plane, self._post, self._clock = plane, post, clock
         self._room = asyncio.Semaphore(WANTS)
         self._wanted: dict[int, tuple[asyncio.Future[Any], asyncio.Future[Gone]]] = {}
@@ -561,14 +651,20 @@ class Receiving:
             self._moved_at, self._has_moved = self._clock(), False
         return self._clock() - self._moved_at if self._wanted else 0.0
 
-    async def chunk(self, handle: int, index: int, buffers: Sequence[memoryview] | OnDevice) -> None:
+    async def chunk(
+        self, handle: int, index: int, buffers: Sequence[memoryview] | OnDevice
+    ) -> None:
         """Receive a chunk: first the receives are posted, then the peer is asked.
 
-        A link that breaks while the session stands does not fail the chunk, which is asked for again over a new link. UCX may take down
-        a new connection together with one that either end closes at that moment.
+        A link that breaks while the session stands does not fail the chunk, which is asked for
+        again over a new link. UCX may take down a new connection together with one that either end
+        closes at that moment.
         """
         if not isinstance(buffers, OnDevice) and len(buffers) > PIECES:
-            raise InvalidInput(f"chunk {index} is to be received in {len(buffers)} pieces: at most {PIECES} can be asked for")
+            raise InvalidInput(
+                f"chunk {index} is to be received in {len(buffers)} pieces: at most {PIECES} can be"
+                " asked for"
+            )
         async with self._room:
             for left in reversed(range(_TRIES)):
                 link = await self._plane.link()
@@ -577,15 +673,27 @@ class Receiving:
                 except _Broken as broken:
                     if not left:
                         raise broken.error from None
-                    _logger.info("chunk %d is asked for again over a new link: %s", index, broken.error)
+                    _logger.info(
+                        "chunk %d is asked for again over a new link: %s", index, broken.error
+                    )
                 else:
                     return
 
-    async def _receive(self, link: Link, handle: int, index: int, buffers: Sequence[memoryview] | OnDevice) -> None:
-        sizes = (buffers.nbytes,) if isinstance(buffers, OnDevice) else tuple(buffer.nbytes for buffer in buffers)
+    async def _receive(
+        self, link: Link, handle: int, index: int, buffers: Sequence[memoryview] | OnDevice
+    ) -> None:
+        sizes = (
+            (buffers.nbytes,)
+            if isinstance(buffers, OnDevice)
+            else tuple(buffer.nbytes for buffer in buffers)
+        )
         tag = self._take_tags(len(sizes))
         gone: asyncio.Future[Gone] = asyncio.get_running_loop().create_future()
-        here = link.receive_there(tag, buffers, self._move) if isinstance(buffers, OnDevice) else link.receive_all(tag, buffers, self._move)
+        here = (
+            link.receive_there(tag, buffers, self._move)
+            if isinstance(buffers, OnDevice)
+            else link.receive_all(tag, buffers, self._move)
+        )
         want = Want(handle, index, tag, sizes, self._plane.generation)
         try:
             await link.posted()
@@ -610,7 +718,8 @@ class Receiving:
             here.cancel()
 
     def claim(self, sent: int) -> bool:
-        """Check what the peer says that it has sent; False if that cannot be true. Only what arrives counts as progress."""
+        """Check what the peer says that it has sent; False if that cannot be true. Only what
+        arrives counts as progress."""
         if not self._claimed <= sent <= self.bytes_wanted:
             return False
         self._claimed = sent
@@ -627,7 +736,8 @@ class Receiving:
         self._has_moved = True
 
     async def _take_back(self, link: Link, here: asyncio.Future[Any]) -> None:
-        """Give the buffers back to the caller: only a dropped link is certain not to write to them."""
+        """Give the buffers back to the caller: only a dropped link is certain not to write to
+        them."""
         try:
             await self._plane.drop(link)
         finally:
@@ -644,7 +754,8 @@ async def _outcome(here: asyncio.Future[Any], gone: asyncio.Future[Gone]) -> Non
         if not gone.done() or (caller is not None and caller.cancelling()):
             raise
     except DatastatesError as exc:
-        await asyncio.wait({gone}, timeout=_WORD_S)  # the peer's own message says more than a broken link
+        # the peer's own message says more than a broken link
+        await asyncio.wait({gone}, timeout=_WORD_S)
         if not gone.done():
             if isinstance(exc, Disconnected):
                 raise _Broken(exc) from exc

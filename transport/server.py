@@ -35,7 +35,9 @@ _CONNECTIONS = 8  # for each session: its own, those for data, and as many that 
 
 
 class ServerOptions(TypedDict, total=False):
-    """The options of a ``Server`` beside the store and the url. Without ``transport`` it uses the one for the url."""
+    """The options of a ``Server`` beside the store and the url.
+
+    Without ``transport`` it uses the one for the url."""
 
     token: bytes
     tls: Tls | None
@@ -49,14 +51,29 @@ class ServerOptions(TypedDict, total=False):
 class Server:
     """Serves a store to its peers until it is closed; every coroutine belongs to the loop thread.
 
-    ``sent`` counts what has left. ``sessions`` are the peers that are connected, ``arrived`` counts all that ever were, and ``made_way``
-    those that were ended because they did nothing while others came. ``refused`` counts connections that never became a peer, and
-    ``turned_away`` counts by kind what was wrong with those that tried (no token, garbage, too many).
+    ``sent`` counts what has left. ``sessions`` are the peers that are connected, ``arrived`` counts
+    all that ever were, and ``made_way`` those that were ended because they did nothing while others
+    came. ``refused`` counts connections that never became a peer, and ``turned_away`` counts by
+    kind what was wrong with those that tried (no token, garbage, too many).
     """
 
-    @values.unpacks(ServerOptions, token=b"", tls=None, timeout_s=10.0, limits=None, relays=None, transport=None, data="auto")
+    @values.unpacks(
+        ServerOptions,
+        token=b"",
+        tls=None,
+        timeout_s=10.0,
+        limits=None,
+        relays=None,
+        transport=None,
+        data="auto",
+    )
     def __init__(self, store: Store, url: str, **options: Unpack[ServerOptions]) -> None:
-        token, timeout_s, limits, transport = options["token"], options["timeout_s"], options["limits"], options["transport"]
+        token, timeout_s, limits, transport = (
+            options["token"],
+            options["timeout_s"],
+            options["limits"],
+            options["transport"],
+        )
         if not token and not is_loopback(url):
             raise InvalidInput(
                 f"{url} can be reached from other machines, and there is no token: "
@@ -65,11 +82,14 @@ class Server:
         self._store, self._url, self._token, self._tls = store, url, token, options["tls"]
         self._transport = transport_for(url) if transport is None else transport
         self._data = data = options["data"]
-        offer(self._transport.planes, self._transport.scheme, data)  # raises now, not for each peer, if the choice is impossible
+        # raises now, not for each peer, if the choice is impossible
+        offer(self._transport.planes, self._transport.scheme, data)
         self._timeout_s, self._relays = timeout_s, options["relays"]
         self.limits = Limits() if limits is None else limits
         most = _CONNECTIONS * self.limits.sessions
-        self.door = Door(Admission(admission.Limits(connections=most, per_address=most // 2, proof_s=timeout_s)))
+        self.door = Door(
+            Admission(admission.Limits(connections=most, per_address=most // 2, proof_s=timeout_s))
+        )
         self._listener: Listener | None = None
         self._service: Service | None = None
         self._identity: Identity | None = None
@@ -104,13 +124,24 @@ class Server:
         :raises Unavailable: the address cannot be bound.
         """
         if self._is_closing or self._listener is not None:
-            raise Closed(f"the server at {self.url} was {'closed' if self._is_closing else 'started'} already: make another one")
+            raise Closed(
+                f"the server at {self.url} was {'closed' if self._is_closing else 'started'}"
+                " already: make another one"
+            )
         self._identity = await asyncio.to_thread(self._store.identity)
         threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="datastates-serve")
         try:
-            self._service = Service(self._store, threads, self._relays, self.sent, offers=Budget(self.limits.offer_bytes))
+            self._service = Service(
+                self._store,
+                threads,
+                self._relays,
+                self.sent,
+                offers=Budget(self.limits.offer_bytes),
+            )
             await self._service.neighbours.open()
-            self._listener = await self._transport.listen(self._url, self._visit, tls=self._tls, door=self.door)
+            self._listener = await self._transport.listen(
+                self._url, self._visit, tls=self._tls, door=self.door
+            )
         except BaseException:
             threads.shutdown(wait=False)
             if self._service is not None:
@@ -118,7 +149,8 @@ class Server:
             raise
 
     async def close(self, *, grace_s: float = 1.0) -> None:
-        """Accept no more peers, let chunks under way arrive within ``grace_s``, and end every session. Idempotent."""
+        """Accept no more peers, let chunks under way arrive within ``grace_s``, and end every
+        session. Idempotent."""
         self._is_closing = True
         if self._listener is not None:
             await self._listener.close()
@@ -177,23 +209,34 @@ class Server:
         return session
 
     def _make_room(self, channel: Channel) -> None:
-        """Make room for a session that is just beginning, by ending the one whose peer has been idle the longest."""
+        """Make room for a session that is just beginning, by ending the one whose peer has been
+        idle the longest."""
         if self._is_closing:
             raise Unavailable(f"the server at {self.url} is being closed")
         here = self._sessions - self._leaving
         if len(here) + len(self._proved) >= self.limits.sessions:
-            idle = max((each for each in here if each.is_idle), key=lambda each: each.unused_s, default=None)
+            idle = max(
+                (each for each in here if each.is_idle),
+                key=lambda each: each.unused_s,
+                default=None,
+            )
             if idle is None:
-                raise Unavailable(f"the server at {self.url} has {self.limits.sessions} peers already: try again later, or ask one of them")
+                raise Unavailable(
+                    f"the server at {self.url} has {self.limits.sessions} peers already: try again"
+                    " later, or ask one of them"
+                )
             self.made_way += 1
             self._leaving.add(idle)
-            ending = asyncio.create_task(idle.close("it was idle, and others wait for its place: connect again"))
+            ending = asyncio.create_task(
+                idle.close("it was idle, and others wait for its place: connect again")
+            )
             ending.add_done_callback(lambda _: self._leaving.discard(idle))
         self._proved.add(channel)
 
 
 def is_loopback(url: str) -> bool:
-    """Whether only this machine can reach a url: it names 127.0.0.0/8, ::1 or localhost, or stays in this process."""
+    """Whether only this machine can reach a url: it names 127.0.0.0/8, ::1 or localhost, or
+    stays in this process."""
     parts = urlsplit(url)
     if parts.scheme == "memory" or parts.hostname == "localhost":
         return True

@@ -1,4 +1,5 @@
-"""A repository as other processes see it over a transport: its lineage, and the states that its tiers hold."""
+"""A repository as other processes see it over a transport: its lineage, and the states that its
+tiers hold."""
 
 from __future__ import annotations
 
@@ -53,7 +54,16 @@ from .contract import Sink, Source, Tls
 from .protocol import PARTS, Identity, Offer, Reached, RefRecord, StatePage, StateRecord
 from .receive_states import StateSink
 from .same_host import address_of
-from .untrusted import read_manifest, record_of, record_of_ref, records_of, ref_of, runs_of, state_of, states_of
+from .untrusted import (
+    read_manifest,
+    record_of,
+    record_of_ref,
+    records_of,
+    ref_of,
+    runs_of,
+    state_of,
+    states_of,
+)
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -62,7 +72,8 @@ _ASK_AGAIN_S = 0.05
 
 
 class PushRoom:
-    """The bytes of one repository's arena that pushed states may have together, while they are on their way and until they are durable."""
+    """The bytes of one repository's arena that pushed states may have together, while they are
+    on their way and until they are durable."""
 
     def __init__(self, core: Core, patience_s: float) -> None:
         self._core, self._patience_s = core, patience_s
@@ -74,8 +85,8 @@ class PushRoom:
         return Room(self)
 
     def acquire(self, lengths: Sequence[int]) -> list[int]:
-        """Take slots for chunks of these lengths, besides what captures need. Waits at most ``patience_s`` for earlier pushes to be
-        written.
+        """Take slots for chunks of these lengths, besides what captures need. Waits at most
+        ``patience_s`` for earlier pushes to be written.
 
         :raises OverBudget: there are never so many.
         :raises Unavailable: there are not so many now.
@@ -86,22 +97,28 @@ class PushRoom:
         while not (is_taken or self._take(size)):
             if time.monotonic() > until:
                 raise Unavailable(
-                    f"states that were pushed before take the memory that there is for them, and could not be written in "
-                    f"{self._patience_s:g} s: push again later"
+                    "states that were pushed before take the memory that there is for them, and"
+                    f" could not be written in {self._patience_s:g} s: push again later"
                 )
             time.sleep(_ASK_AGAIN_S)
         try:
-            slots = self._core.host().acquire(lengths, BackPressure.WAIT, within_s=max(0.0, until - time.monotonic()))
+            slots = self._core.host().acquire(
+                lengths, BackPressure.WAIT, within_s=max(0.0, until - time.monotonic())
+            )
         except BaseException:
             self.give(size)
             raise
         if slots is None:
             self.give(size)
-            raise Unavailable(f"no room for {size} bytes could be made in {self._patience_s:g} s: push again later")
+            raise Unavailable(
+                f"no room for {size} bytes could be made in {self._patience_s:g} s: push again"
+                " later"
+            )
         return slots
 
     def give(self, size: int) -> None:
-        """Note that so many bytes are no longer on their way: they were given back, or belong to the memory tier now."""
+        """Note that so many bytes are no longer on their way: they were given back, or belong to
+        the memory tier now."""
         with self._lock:
             self._coming -= size
 
@@ -111,8 +128,8 @@ class PushRoom:
         limit = arena.capacity - host.needed_bytes
         if size > limit:
             raise OverBudget(
-                f"a state of {size} bytes is pushed here, where {limit} of {arena.capacity} are not needed by the training: open the "
-                "repository there with more memory_bytes"
+                f"a state of {size} bytes is pushed here, where {limit} of {arena.capacity} are not"
+                " needed by the training: open the repository there with more memory_bytes"
             )
         here = memory.bytes_of(host.unwritten_clones())
         with self._lock:
@@ -154,17 +171,21 @@ _TAGS = 1000  # each is a transaction of its own
 _PUSHERS = "push"
 """The party of every peer that has the token and may write: their states lend each other chunks."""
 
-_VERSION = version("datastates")  # found now: a process that forks while a thread looks for it leaves the child the lock of an import
+# found now: a process that forks while a thread looks for it leaves the child the lock of an import
+_VERSION = version("datastates")
 
 
 class StateSource:
-    """An open reader, as a source. The state stays pinned until it is closed, or until its memory is wanted back; it is then read from
-    the reader that ``reopen`` returns, if there is one. The receiver checks its bytes.
+    """An open reader, as a source. The state stays pinned until it is closed, or until its memory
+    is wanted back; it is then read from the reader that ``reopen`` returns, if there is one. The
+    receiver checks its bytes.
     """
 
     def __init__(self, reader: Reader, reopen: Callable[[], Reader] | None = None) -> None:
         self._reader, self._reopen = reader, reopen
-        self.manifest = digest.encode(msgspec.structs.replace(reader.manifest, packs=(), refs=(), bytes_new=0))
+        self.manifest = digest.encode(
+            msgspec.structs.replace(reader.manifest, packs=(), refs=(), bytes_new=0)
+        )
         self.lengths = tuple(chunk.length for chunk in reader.manifest.content.chunks)
 
     async def chunk(self, index: int) -> Sequence[memoryview]:
@@ -204,8 +225,8 @@ ANSWER_S = 10.0
 
 
 class RepositoryStore:
-    """A repository as a server sees it; every method runs in worker threads. ``is_writable`` accepts what peers push; a push waits
-    at most ``patience_s`` for room.
+    """A repository as a server sees it; every method runs in worker threads. ``is_writable``
+    accepts what peers push; a push waits at most ``patience_s`` for room.
     """
 
     def __init__(self, core: Core, *, is_writable: bool = False, patience_s: float = 10.0) -> None:
@@ -243,7 +264,9 @@ class RepositoryStore:
         """A page of a state and its ancestors, newest first."""
         limit = min(limit, _PAGE)
         with self._asked() as session:
-            found = walk.log(session, revision.resolve(session, rev).uid, limit=limit + 1, after=after)
+            found = walk.log(
+                session, revision.resolve(session, rev).uid, limit=limit + 1, after=after
+            )
             states, made_by = records_of(session, found[:limit])
         return StatePage(states, states[-1].uid if len(found) > limit else None, made_by)
 
@@ -268,16 +291,24 @@ class RepositoryStore:
         try:
             reader, _ = tiers.open_part(state, rank, verify=False)
         except NotFound as exc:
-            raise Unavailable(f"the part of rank {rank} of state {uid} is not here: ask the rank that has it") from exc
+            raise Unavailable(
+                f"the part of rank {rank} of state {uid} is not here: ask the rank that has it"
+            ) from exc
         return StateSource(reader, partial(tiers.reopen_part, state, rank, verify=False))
 
     def reach(self, uid: str) -> Reached:
-        """How far away the parts of a state are, and where the other ranks of this one's job serve."""
+        """How far away the parts of a state are, and where the other ranks of this one's job
+        serve."""
         with database.within(ANSWER_S):
             state = self._core.state(uid)
         if state.world_size > PARTS:
-            raise Unsupported(f"state {uid} has {state.world_size} parts: at most {PARTS} are cloned part by part; clone it by its files")
-        return Reached(bytes(self._distance(state, rank) for rank in range(state.world_size)), self.others)
+            raise Unsupported(
+                f"state {uid} has {state.world_size} parts: at most {PARTS} are cloned part by"
+                " part; clone it by its files"
+            )
+        return Reached(
+            bytes(self._distance(state, rank) for rank in range(state.world_size)), self.others
+        )
 
     def _distance(self, state: State, rank: int) -> int:
         try:
@@ -290,7 +321,10 @@ class RepositoryStore:
     def check_writable(self) -> None:
         """Refuse pushes unless they were allowed."""
         if not self._is_writable:
-            raise InvalidInput("this server takes no states: serve with is_writable=True (datastates serve --writable)")
+            raise InvalidInput(
+                "this server takes no states: serve with is_writable=True (datastates serve"
+                " --writable)"
+            )
 
     def receive(self, offer: Offer) -> Sink:
         """Check everything that a peer says of a state; then make room for its bytes."""
@@ -298,14 +332,18 @@ class RepositoryStore:
         checked = read_manifest(offer.manifest, source=f"the pushed state {offer.state.uid}")
         manifest = checked.manifest
         if (manifest.origin.uid, manifest.digest) != (offer.state.uid, offer.state.digest):
-            raise InvalidInput(f"the manifest of the pushed state {offer.state.uid} is another state's: push again")
+            raise InvalidInput(
+                f"the manifest of the pushed state {offer.state.uid} is another state's: push again"
+            )
         state, ancestry, tags, made_by = _told(offer)
         with self._core.database.read() as session:
             clones.check_arrival(session, state, ancestry, tags, made_by)
         room = self._room.share()
         relatives = [state.uid for state in offer.ancestry[:10]]
         try:
-            sink = receive_states.make_room(self._core, checked, party=_PUSHERS, relatives=relatives, acquire=room.acquire)
+            sink = receive_states.make_room(
+                self._core, checked, party=_PUSHERS, relatives=relatives, acquire=room.acquire
+            )
         except BaseException:
             room.close()
             raise
@@ -317,7 +355,9 @@ class RepositoryStore:
         assert isinstance(sink, StateSink), "receive made it"
         state, ancestry, tags, made_by = _told(offer)
         came = clones.Provenance(_PUSHERS, "", sink.bytes_missing, made_by)
-        state = receive_states.land(self._core, sink, state, ancestry=ancestry, tags=tags, came=came)
+        state = receive_states.land(
+            self._core, sink, state, ancestry=ancestry, tags=tags, came=came
+        )
         self._rooms.pop(sink).close()
         with self._core.reading() as session:
             return record_of(session, state)
@@ -336,20 +376,27 @@ def _told(offer: Offer) -> tuple[State, list[State], list[Ref], dict[str, Run]]:
     :raises PeerFault: they are impossible.
     """
     if len(offer.refs) > _TAGS:
-        raise PeerFault(f"{len(offer.refs)} refs come with state {offer.state.uid}: at most {_TAGS} are taken")
+        raise PeerFault(
+            f"{len(offer.refs)} refs come with state {offer.state.uid}: at most {_TAGS} are taken"
+        )
     tags = [ref_of(ref) for ref in offer.refs if ref.kind == "tag"]
-    made_by = offer.runs if offer.state.run_record is None else (*offer.runs, offer.state.run_record)
+    made_by = (
+        offer.runs if offer.state.run_record is None else (*offer.runs, offer.state.run_record)
+    )
     return state_of(offer.state), states_of(offer.ancestry, offer.runs), tags, runs_of(made_by)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerStats:
-    """What a server has done so far: payload sent, in chunks; peers that are here and that ever were; peers that were turned away.
+    """What a server has done so far: payload sent, in chunks; peers that are here and that ever
+    were; peers that were turned away.
 
-    ``refused_for`` says why: ``room`` (no place for the connection), ``gave way`` (to others that came while it proved nothing), ``late``
-    (it proved nothing in time), ``left``; or the kind of the error that it was told, such as ``unauthorized``. ``connections`` are here
-    now, including those that have not proved anything yet. ``made_way`` counts peers that ended because others waited for their place,
-    ``pins_revoked`` counts states that peers held open and whose memory a capture needed.
+    ``refused_for`` says why: ``room`` (no place for the connection), ``gave way`` (to others that
+    came while it proved nothing), ``late`` (it proved nothing in time), ``left``; or the kind of
+    the error that it was told, such as ``unauthorized``. ``connections`` are here now, including
+    those that have not proved anything yet. ``made_way`` counts peers that ended because others
+    waited for their place, ``pins_revoked`` counts states that peers held open and whose memory a
+    capture needed.
     """
 
     bytes_sent: int
@@ -365,7 +412,9 @@ class ServerStats:
 
 @runtime_checkable
 class Server(Protocol):
-    """What ``Repository.serve`` returns, for any protocol. A context manager; safe from any thread."""
+    """What ``Repository.serve`` returns, for any protocol.
+
+    A context manager; safe from any thread."""
 
     @property
     def url(self) -> str:
@@ -375,23 +424,43 @@ class Server(Protocol):
         """Counts of what the server has done so far."""
 
     def close(self, *, grace_s: float = ...) -> None:
-        """Accept nobody more, let transfers under way finish for ``grace_s`` seconds, and end every connection; idempotent."""
+        """Accept nobody more, let transfers under way finish for ``grace_s`` seconds, and end
+        every connection; idempotent."""
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
 
 
 class PeerServer:
-    """Serves states of a repository while training goes on; made by ``Repository.serve``. Safe from any thread.
+    """Serves states of a repository while training goes on; made by ``Repository.serve``. Safe from
+    any thread.
 
-    A state that a peer clones is pinned: its memory is used for new captures only once the peer is done, or silent for ``timeout_s``; or at
-    once, if a capture would have to wait for it. The clone then continues from disk, or fails with a message that says so.
+    A state that a peer clones is pinned: its memory is used for new captures only once the peer is
+    done, or silent for ``timeout_s``; or at once, if a capture would have to wait for it. The clone
+    then continues from disk, or fails with a message that says so.
     """
 
-    def __init__(self, core: Core, url: str, *, token: bytes, tls: Tls | None, is_writable: bool, timeout_s: float, data: str) -> None:
+    def __init__(
+        self,
+        core: Core,
+        url: str,
+        *,
+        token: bytes,
+        tls: Tls | None,
+        is_writable: bool,
+        timeout_s: float,
+        data: str,
+    ) -> None:
         self._store = store = RepositoryStore(core, is_writable=is_writable, patience_s=timeout_s)
-        self._server = transport_server.Server(store, url, token=token, tls=tls, timeout_s=timeout_s, relays=Chains(), data=data)
+        self._server = transport_server.Server(
+            store, url, token=token, tls=tls, timeout_s=timeout_s, relays=Chains(), data=data
+        )
         self._pid = os.getpid()
         self._is_closed = False
         loop.run(self._server.start())
@@ -402,15 +471,27 @@ class PeerServer:
         return self._server.url
 
     def meet(self, urls: Sequence[str]) -> None:
-        """Note where the other processes of this one's job serve, so that peers that clone a state of all of them are told."""
+        """Note where the other processes of this one's job serve, so that peers that clone a
+        state of all of them are told."""
         self._store.others = tuple(urls)
 
     def stats(self) -> ServerStats:
         """Counts of what the server has done so far."""
         server, door = self._server, self._server.door
-        tried = Counter({kind: count for kind, count in server.turned_away.items() if kind != Disconnected.kind})
+        tried = Counter(
+            {kind: count for kind, count in server.turned_away.items() if kind != Disconnected.kind}
+        )
         tried[PeerFault.kind] += door.foreign
-        refused_for = Counter({"room": door.admission.refused, "gave way": door.admission.displaced, "late": door.late}) + tried
+        refused_for = (
+            Counter(
+                {
+                    "room": door.admission.refused,
+                    "gave way": door.admission.displaced,
+                    "late": door.late,
+                }
+            )
+            + tried
+        )
         refused_for["left"] = max(0, door.unproved - tried.total())
         return ServerStats(
             bytes_sent=server.sent.bytes,
@@ -426,7 +507,8 @@ class PeerServer:
 
     @values.takes(grace_s=values.seconds)
     def close(self, *, grace_s: float = 1.0) -> None:
-        """Accept no more peers, let chunks that are on their way arrive, and end every connection; idempotent."""
+        """Accept no more peers, let chunks that are on their way arrive, and end every
+        connection; idempotent."""
         if not self._is_closed and self._pid == os.getpid():
             self._is_closed = True
             with suppress(Closed):
@@ -435,7 +517,12 @@ class PeerServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -446,7 +533,8 @@ class PeerServer:
 
 
 def serve_together(group: Group, begin: Callable[[], Server]) -> Server:
-    """The server of this rank, which knows those of the others; collective. If one cannot serve, none does.
+    """The server of this rank, which knows those of the others; collective. If one cannot serve,
+    none does.
 
     :raises InvalidInput: it is a server for browsers.
     :raises Unavailable: another rank failed, or did not come; names it.
@@ -467,12 +555,16 @@ def serve_together(group: Group, begin: Callable[[], Server]) -> Server:
 
 def _meeting_others(server: Server) -> Callable[[Sequence[str]], None]:
     if not isinstance(server, PeerServer):
-        raise InvalidInput(f"{server.url} is for browsers, who clone no states: leave group= out, or serve at a tcp:// address")
+        raise InvalidInput(
+            f"{server.url} is for browsers, who clone no states: leave group= out, or serve at a"
+            " tcp:// address"
+        )
     return server.meet
 
 
 def announced(url: str) -> str:
-    """The url of a server for processes elsewhere: with an address, even if it listens on all of them, or under a name."""
+    """The url of a server for processes elsewhere: with an address, even if it listens on all of
+    them, or under a name."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     try:
@@ -487,7 +579,8 @@ def own_address() -> str:
     """This machine's address as others see it, as far as its name and routes tell."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("198.51.100.1", 9))  # nothing is sent: the kernel only picks the interface
+            # nothing is sent: the kernel only picks the interface
+            probe.connect(("198.51.100.1", 9))
             return str(probe.getsockname()[0])
         except OSError:
             return socket.gethostbyname(socket.gethostname())

@@ -1,11 +1,14 @@
-"""One authenticated connection. Once it stands both ends are equal: each may ask, answer, and send chunks of what it holds open.
+"""One authenticated connection. Once it stands both ends are equal: each may ask, answer, and send
+chunks of what it holds open.
 
     beginning  the handshake, before there is a session
-    reader     takes every frame and hands it to the object responsible (``_take``); never waits for anything else
-    pulse      signals that this side is alive, and ends the session when the other side is not, or makes no progress
-    a task for each question of the peer (``asked``) and each chunk being sent (``sending``)
+    reader     takes every frame and hands it to the object responsible (``_take``); never waits for
+    anything else pulse      signals that this side is alive, and ends the session when the other
+    side is not, or makes no progress a task for each question of the peer (``asked``) and each
+    chunk being sent (``sending``)
 
-However a session ends, its link is aborted before any waiting caller hears of it. Then its sources are closed, and no task is left.
+However a session ends, its link is aborted before any waiting caller hears of it. Then its sources
+are closed, and no task is left.
 """
 
 from __future__ import annotations
@@ -74,8 +77,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Feeds:
-    """What the feeds of one session share. ``is_bound`` says whether everything that comes over its data plane is the peer's own;
-    ``reaches_devices`` says whether it can be received on a device."""
+    """What the feeds of one session share. ``is_bound`` says whether everything that comes over
+    its data plane is the peer's own; ``reaches_devices`` says whether it can be received on a
+    device."""
 
     peer: str
     timeout_s: float
@@ -88,8 +92,15 @@ class Feeds:
     is_bound: bool
     reaches_devices: bool = False
 
-    def open(self, handle: int, manifest: bytes, lengths: tuple[int, ...], addresses: tuple[int, ...] = ()) -> Feed:
-        """The feed of a state that the peer holds open under ``handle``; ``addresses`` are those of its chunks in the peer's memory."""
+    def open(
+        self,
+        handle: int,
+        manifest: bytes,
+        lengths: tuple[int, ...],
+        addresses: tuple[int, ...] = (),
+    ) -> Feed:
+        """The feed of a state that the peer holds open under ``handle``; ``addresses`` are those
+        of its chunks in the peer's memory."""
         if self.near is None or len(addresses) != len(lengths):
             return _HeldFeed(self, handle, manifest, lengths, None)
 
@@ -100,9 +111,18 @@ class Feeds:
 
 
 class _HeldFeed(Feed):
-    def __init__(self, feeds: Feeds, handle: int, manifest: bytes, lengths: tuple[int, ...], near: NearChunks | None) -> None:
+    def __init__(
+        self,
+        feeds: Feeds,
+        handle: int,
+        manifest: bytes,
+        lengths: tuple[int, ...],
+        near: NearChunks | None,
+    ) -> None:
         is_bound = feeds.is_bound or near is not None
-        super().__init__(feeds.peer, manifest, lengths, is_bound=is_bound, reaches_devices=feeds.reaches_devices)
+        super().__init__(
+            feeds.peer, manifest, lengths, is_bound=is_bound, reaches_devices=feeds.reaches_devices
+        )
         self._feeds, self._handle, self._near = feeds, handle, near
 
     async def digests(self, indexes: Sequence[int]) -> Sequence[bytes]:
@@ -121,8 +141,13 @@ class _HeldFeed(Feed):
     async def _come(self, index: int, buffers: Sequence[memoryview] | OnDevice) -> bool:
         feeds = self._feeds
         try:
-            if self._near is not None and not isinstance(buffers, OnDevice) and await self._near.receive(index, buffers):
-                feeds.life.check_open()  # memory read after the session's end may have been anything
+            if (
+                self._near is not None
+                and not isinstance(buffers, OnDevice)
+                and await self._near.receive(index, buffers)
+            ):
+                # memory read after the session's end may have been anything
+                feeds.life.check_open()
                 return True
             await feeds.receiving.chunk(self._handle, index, buffers)
         except DatastatesError as exc:
@@ -138,7 +163,9 @@ class _HeldFeed(Feed):
         if self._near is not None:
             self._near.close()
         feeds = self._feeds
-        releasing = feeds.life.spawn(feeds.asking.ask(Release(self._handle, feeds.plane.generation), limit=0))
+        releasing = feeds.life.spawn(
+            feeds.asking.ask(Release(self._handle, feeds.plane.generation), limit=0)
+        )
         await asyncio.wait({releasing}, timeout=feeds.timeout_s)
 
 
@@ -151,8 +178,9 @@ _DAY_S = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """Two ends that have proved themselves. ``own`` and ``its`` are what each said of itself; ``plane`` is the data plane that they agreed
-    on; ``neighbour`` is the memory of the other process, if that can be read."""
+    """Two ends that have proved themselves. ``own`` and ``its`` are what each said of itself;
+    ``plane`` is the data plane that they agreed on; ``neighbour`` is the memory of the other
+    process, if that can be read."""
 
     sealed: Sealed
     transport: Transport
@@ -171,12 +199,22 @@ class Begun:
 
 
 async def reach(
-    url: str, channel: Channel | None, *, transport: Transport | None, token: bytes, timeout_s: float, tls: Tls | None, data: str
+    url: str,
+    channel: Channel | None,
+    *,
+    transport: Transport | None,
+    token: bytes,
+    timeout_s: float,
+    tls: Tls | None,
+    data: str,
 ) -> Begun:
-    """Begin at the end that dials ``url``, unless ``channel`` is already open to it; errors as in ``Session.connect``."""
+    """Begin at the end that dials ``url``, unless ``channel`` is already open to it; errors as
+    in ``Session.connect``."""
     transport = transport_for(url) if transport is None else transport
     planes, wish = offer(transport.planes, transport.scheme, data, is_secret=tls is not None)
-    channel = await transport.dial(url, timeout_s=timeout_s, tls=tls) if channel is None else channel
+    channel = (
+        await transport.dial(url, timeout_s=timeout_s, tls=tls) if channel is None else channel
+    )
     own = Ready(planes, transport.located, _milliseconds(timeout_s), wish=wish)
     sealed, its = await greet(channel, own, token=token, timeout_s=timeout_s)
     try:
@@ -204,7 +242,9 @@ async def let_in(
         return own
 
     planes, wish = offer(transport.planes, transport.scheme, data, is_secret=channel.is_secret)
-    own = Ready(planes, transport.located, _milliseconds(timeout_s), identity, wish, service.neighbours.name)
+    own = Ready(
+        planes, transport.located, _milliseconds(timeout_s), identity, wish, service.neighbours.name
+    )
     sealed, its = await admit(channel, ready, token=token, timeout_s=timeout_s)
     try:
         return await _begun(sealed, transport, own, its, _terms(sealed, timeout_s), service)
@@ -213,23 +253,34 @@ async def let_in(
         raise
 
 
-async def _begun(sealed: Sealed, transport: Transport, own: Ready, its: Ready, terms: Terms, service: Service | None = None) -> Begun:
+async def _begun(
+    sealed: Sealed,
+    transport: Transport,
+    own: Ready,
+    its: Ready,
+    terms: Terms,
+    service: Service | None = None,
+) -> Begun:
     plane = agree(own, its, sealed.peer)
     neighbour = await meet(its.near, terms) if sealed.remote is not None and its.near else None
     if plane == "ipc" and service is None and neighbour is None:
         raise Unsupported(
-            f"{sealed.peer} is no other process of this host and user, or its memory may not be read, and data='ipc' is for those: connect "
-            "with data='auto'"
+            f"{sealed.peer} is no other process of this host and user, or its memory may not be"
+            " read, and data='ipc' is for those: connect with data='auto'"
         )
     return Begun(sealed, transport, own, its, plane, terms, neighbour, service)
 
 
-def _terms(sealed: Sealed, timeout_s: float, url: str | None = None, tls: Tls | None = None) -> Terms:
+def _terms(
+    sealed: Sealed, timeout_s: float, url: str | None = None, tls: Tls | None = None
+) -> Terms:
     """What both ends know of the session; only the end that dialled knows where."""
     name, key = sealed.derive(b"name")[:NAME_BYTES], sealed.derive(b"data")
     if url is None or sealed.remote is None:
         return Terms(name, key, sealed.peer, timeout_s=timeout_s)
-    return Terms(name, key, sealed.peer, sealed.remote, tcp.split(url)[1], tcp.client_context(tls), timeout_s)
+    return Terms(
+        name, key, sealed.peer, sealed.remote, tcp.split(url)[1], tcp.client_context(tls), timeout_s
+    )
 
 
 def _milliseconds(timeout_s: float) -> int:
@@ -250,7 +301,9 @@ _SMALL_BYTES = 64 << 10  # an answer of fewer bytes is decoded on the loop's thr
 
 
 class Session:
-    """Created by ``connect`` or ``serve``; every method belongs to the loop thread. ``peer`` says where the other end is."""
+    """Created by ``connect`` or ``serve``; every method belongs to the loop thread.
+
+    ``peer`` says where the other end is."""
 
     def __init__(self, begun: Begun) -> None:
         sealed, own, its, service = begun.sealed, begun.own, begun.its, begun.service
@@ -263,14 +316,21 @@ class Session:
         self._written_at: float | None = None  # when writing the present frame began
         self._life = Life(self.peer, self._end)
         self._ipc = self._made_ipc() if self.data == "ipc" else None
-        end = self._ipc or begun.transport.end(self.data, begun.terms, lambda: self._plane.generation)
-        told, address = (own.address, its.address) if end is begun.transport else (end.located, end.located)  # a session's own: the same
+        end = self._ipc or begun.transport.end(
+            self.data, begun.terms, lambda: self._plane.generation
+        )
+        # a session's own: the same
+        told, address = (
+            (own.address, its.address) if end is begun.transport else (end.located, end.located)
+        )
         self._plane = Plane(end, told, address, self.peer, self._post)
         self._asking = Asking(self._post, self._clock, self.peer)
         self._receiving = Receiving(self._plane, self._post, self._clock)
         self._fingerprints = Fingerprints() if service is None else service.fingerprints
         sent = Sent() if service is None else service.sent
-        self._sending = Sending(self._plane, self._post, self._clock, self.peer, sent, self._fingerprints)
+        self._sending = Sending(
+            self._plane, self._post, self._clock, self.peer, sent, self._fingerprints
+        )
         self._sending.end = lambda error: self._life.fall(error, farewell=str(error))
         self._feeds = Feeds(
             self.peer,
@@ -282,12 +342,20 @@ class Session:
             self._plane,
             begun.neighbour,
             is_bound=self._ipc is not None
-            or (self.data == "tcp" and sealed.is_secret),  # over TLS, and by the driver, everything is the peer's own
+            or (
+                self.data == "tcp" and sealed.is_secret
+            ),  # over TLS, and by the driver, everything is the peer's own
             reaches_devices=self._ipc is not None,
         )
         answers = None if service is None else self._answers_of(service)
         self._asked = Asked(
-            answers, self._sending, life=self._life, post=self._post, clock=self._clock, peer=self.peer, feed=self._feeds.open
+            answers,
+            self._sending,
+            life=self._life,
+            post=self._post,
+            clock=self._clock,
+            peer=self.peer,
+            feed=self._feeds.open,
         )
         self._life.depend_on(self._read)
         self._life.depend_on(self._pulse)
@@ -297,15 +365,26 @@ class Session:
 
         begun = self._begun
         service, name = begun.service, begun.terms.name
-        is_near = (lambda: begun.neighbour is not None) if service is None else (lambda: service.neighbours.has(name))
+        is_near = (
+            (lambda: begun.neighbour is not None)
+            if service is None
+            else (lambda: service.neighbours.has(name))
+        )
         return IpcEnd(self.peer, self._post, lambda: self._plane.generation, is_near)
 
     def _answers_of(self, service: Service) -> Answers:
         terms, neighbours = self._begun.terms, service.neighbours
         neighbours.expect(terms)
-        return Answers(service, self._sending, self.peer, self.timeout_s, lambda: neighbours.has(terms.name), self.remote)
+        return Answers(
+            service,
+            self._sending,
+            self.peer,
+            self.timeout_s,
+            lambda: neighbours.has(terms.name),
+            self.remote,
+        )
 
-    # --- how a session begins and ends ------------------------------------------------------------------------------------
+    # --- how a session begins and ends ------------------------------------------------------------
 
     @classmethod
     async def connect(
@@ -319,14 +398,25 @@ class Session:
         channel: Channel | None = None,
         data: str = "auto",
     ) -> Self:
-        """A session with the server at ``url``, over ``channel`` if one is already open; ``data`` as in ``choice``.
+        """A session with the server at ``url``, over ``channel`` if one is already open; ``data``
+        as in ``choice``.
 
         :raises Disconnected: nobody answers there in time.
         :raises Unauthorized: the tokens differ.
         :raises PeerFault: the other end is not datastates, or speaks another version.
         :raises Unsupported: the two sides have no data plane in common.
         """
-        return await cls._of(await reach(url, channel, transport=transport, token=token, timeout_s=timeout_s, tls=tls, data=data))
+        return await cls._of(
+            await reach(
+                url,
+                channel,
+                transport=transport,
+                token=token,
+                timeout_s=timeout_s,
+                tls=tls,
+                data=data,
+            )
+        )
 
     @classmethod
     async def serve(
@@ -341,7 +431,8 @@ class Session:
         admission: Callable[[], None] = lambda: None,
         data: str = "auto",
     ) -> Self:
-        """A session with the client at the other end of ``channel``; ``admission`` may refuse one that knows the token.
+        """A session with the client at the other end of ``channel``; ``admission`` may refuse one
+        that knows the token.
 
         :raises DatastatesError: no session came about; the channel is closed.
         """
@@ -372,13 +463,15 @@ class Session:
 
     @property
     def unused_s(self) -> float:
-        """The seconds for which the peer has sent only signs of life, while nothing that it asked for is under way."""
+        """The seconds for which the peer has sent only signs of life, while nothing that it
+        asked for is under way."""
         is_used = self._asked.is_busy or bool(self._sending.running)
         return 0.0 if is_used else self._clock() - self._used_at
 
     @property
     def is_idle(self) -> bool:
-        """Whether it may be ended when others wait for its place; with states held open, only after a whole timeout."""
+        """Whether it may be ended when others wait for its place; with states held open, only
+        after a whole timeout."""
         return self.unused_s > self.timeout_s * (1.0 if self._sending.is_holding else _PAUSE)
 
     @property
@@ -391,7 +484,9 @@ class Session:
         await self._life.ended.wait()
 
     async def close(self, reason: str = "it was closed") -> None:
-        """End it and tell the peer; idempotent. Callers that wait for anything on it get ``Closed``."""
+        """End it and tell the peer; idempotent.
+
+        Callers that wait for anything on it get ``Closed``."""
         self._life.fall(Closed(f"the connection to {self.peer} is over: {reason}"), farewell=reason)
         await self._life.ended.wait()
 
@@ -399,7 +494,7 @@ class Session:
         """Send no further chunks, and wait up to ``grace_s`` for those under way."""
         await self._sending.drain(grace_s)
 
-    # --- what can be asked ------------------------------------------------------------------------------------------------
+    # --- what can be asked ------------------------------------------------------------------------
 
     async def ask(self, question: Question, *, limit: int = BODY_BYTES) -> bytes:
         """The body of the answer. An error on the other side is raised here as the same class.
@@ -413,15 +508,22 @@ class Session:
         """Every branch and tag on the other side."""
         return await self._told(Refs(), list[RefRecord])
 
-    async def find(self, query: str, *, limit: int = 100, after: str | None = None, room: Share | None = None) -> StatePage:
+    async def find(
+        self, query: str, *, limit: int = 100, after: str | None = None, room: Share | None = None
+    ) -> StatePage:
         """A page of the states that a query finds. It takes from ``room`` what it takes in memory.
 
-        :raises PeerFault: it has more states than were asked for, or ``room`` is used up; the session is over.
+        :raises PeerFault: it has more states than were asked for, or ``room`` is used up; the
+            session is over.
         """
         return await self._told(Find(query, limit, after), StatePage, room=room)
 
-    async def log(self, rev: str, *, limit: int = 100, after: str | None = None, room: Share | None = None) -> StatePage:
-        """A page of a state and its ancestors, newest first. ``room`` and errors are as for ``find``."""
+    async def log(
+        self, rev: str, *, limit: int = 100, after: str | None = None, room: Share | None = None
+    ) -> StatePage:
+        """A page of a state and its ancestors, newest first.
+
+        ``room`` and errors are as for ``find``."""
         return await self._told(Log(rev, limit, after), StatePage, room=room)
 
     async def resolve(self, rev: str) -> StateRecord:
@@ -429,7 +531,8 @@ class Session:
         return await self._told(Resolve(rev), StateRecord)
 
     async def reach(self, uid: str) -> Reached:
-        """How far away each part of a state is on the other side, and where the other processes of that job serve."""
+        """How far away each part of a state is on the other side, and where the other processes
+        of that job serve."""
         return await self._told(Reach(uid), Reached)
 
     async def open(
@@ -442,12 +545,15 @@ class Session:
         part: int | None = None,
         limit: int = BODY_BYTES,
     ) -> tuple[Opened, Feed]:
-        """Open a state, which stays pinned until the feed is closed. If the answer names an ``upstream``, take the chunks from there; this
-        feed still gives their digests. ``part``: open only the part of this rank. An answer of more than ``limit`` bytes is refused.
+        """Open a state, which stays pinned until the feed is closed. If the answer names an
+        ``upstream``, take the chunks from there; this feed still gives their digests. ``part``:
+        open only the part of this rank. An answer of more than ``limit`` bytes is refused.
 
         :raises Unavailable: its bytes are not there.
         """
-        question = Open(uid, relay, tuple(failed), here, near=self._begun.neighbour is not None, part=part)
+        question = Open(
+            uid, relay, tuple(failed), here, near=self._begun.neighbour is not None, part=part
+        )
         opening = self._life.spawn(self._open(question, limit))
         try:
             return await self._life.outcome(opening)
@@ -468,24 +574,32 @@ class Session:
             raise
         try:
             body = await asyncio.to_thread(msgspec.msgpack.encode, offer)
-            pushing = self._life.spawn(self._asking.ask(Push(handle, len(body)), limit=BODY_BYTES, offer=body))
+            pushing = self._life.spawn(
+                self._asking.ask(Push(handle, len(body)), limit=BODY_BYTES, offer=body)
+            )
             return await self._decode(await self._life.outcome(pushing), StateRecord)
         finally:
             await self._sending.release(handle)
 
-    async def _told(self, question: Question, kind: type[_T], limit: int = BODY_BYTES, room: Share | None = None) -> _T:
+    async def _told(
+        self, question: Question, kind: type[_T], limit: int = BODY_BYTES, room: Share | None = None
+    ) -> _T:
         most = question.limit if isinstance(question, Find | Log) else None
         return await self._decode(await self.ask(question, limit=limit), kind, most, room)
 
     async def _open(self, question: Open, limit: int) -> tuple[Opened, Feed]:
         opened = await self._told(question, Opened, limit)
-        return opened, self._feeds.open(opened.handle, opened.manifest, opened.lengths, opened.addresses)
+        return opened, self._feeds.open(
+            opened.handle, opened.manifest, opened.lengths, opened.addresses
+        )
 
     def _unwanted(self, opening: asyncio.Task[tuple[Opened, Feed]]) -> None:
         if not opening.cancelled() and opening.exception() is None and self.is_open:
             self._life.spawn(opening.result()[1].close())
 
-    async def _decode(self, body: bytes, kind: type[_T], most: int | None = None, room: Share | None = None) -> _T:
+    async def _decode(
+        self, body: bytes, kind: type[_T], most: int | None = None, room: Share | None = None
+    ) -> _T:
         decode = partial(_decoded, body, kind, most, room)
         try:
             return decode() if len(body) < _SMALL_BYTES else await asyncio.to_thread(decode)
@@ -494,7 +608,7 @@ class Session:
             self._life.fall(fault)
             raise fault from exc
 
-    # --- frames -----------------------------------------------------------------------------------------------------------
+    # --- frames -----------------------------------------------------------------------------------
 
     async def _post(self, message: Message) -> None:
         """Write a frame. It is sent completely even if the caller is cancelled meanwhile."""
@@ -525,7 +639,9 @@ class Session:
         match message:
             case Ping(sent):
                 if not self._receiving.claim(sent):
-                    raise PeerFault(f"{self.peer} says it has sent {sent} bytes, which it was not asked for")
+                    raise PeerFault(
+                        f"{self.peer} says it has sent {sent} bytes, which it was not asked for"
+                    )
             case Want():
                 if self._sending.want(message):
                     self._asking.touch()
@@ -552,7 +668,7 @@ class Session:
             case _:
                 raise PeerFault(f"{self.peer} sent {type(message).__name__} after the handshake")
 
-    # --- life and death ---------------------------------------------------------------------------------------------------
+    # --- life and death ---------------------------------------------------------------------------
 
     async def _pulse(self) -> None:
         while True:
@@ -565,17 +681,32 @@ class Session:
     def _check_peer(self) -> None:
         now, limit = self._clock(), self.timeout_s
         if now - self._heard_at > limit:
-            raise Disconnected(f"{self.peer} has been silent for {limit:g} s: it died, stopped, or cannot be reached any more")
+            raise Disconnected(
+                f"{self.peer} has been silent for {limit:g} s: it died, stopped, or cannot be"
+                " reached any more"
+            )
         if self._written_at is not None and now - self._written_at > limit:
             raise Disconnected(f"{self.peer} has read nothing for {limit:g} s")
         if self._receiving.stalled_s > limit:
-            raise Disconnected(f"{self.peer} is alive, but has sent nothing of the chunks that were asked for in {limit:g} s")
+            raise Disconnected(
+                f"{self.peer} is alive, but has sent nothing of the chunks that were asked for in"
+                f" {limit:g} s"
+            )
         if self._sending.stalled_s > limit:
-            raise Disconnected(f"{self.peer} is alive, but has taken nothing of the chunks that it asked for in {limit:g} s")
+            raise Disconnected(
+                f"{self.peer} is alive, but has taken nothing of the chunks that it asked for in"
+                f" {limit:g} s"
+            )
         if self._asked.stalled_s > limit:
-            raise Disconnected(f"{self.peer} is alive, but has sent nothing for {limit:g} s of what it says of a state that it pushes")
+            raise Disconnected(
+                f"{self.peer} is alive, but has sent nothing for {limit:g} s of what it says of a"
+                " state that it pushes"
+            )
         if self._sending.idle_s > _IDLE_TIMEOUTS * limit:
-            raise Disconnected(f"{self.peer} has held states open for {_IDLE_TIMEOUTS * limit:g} s without asking for a chunk")
+            raise Disconnected(
+                f"{self.peer} has held states open for {_IDLE_TIMEOUTS * limit:g} s without asking"
+                " for a chunk"
+            )
 
     async def _end(self, error: DatastatesError, farewell: str | None) -> None:
         begun = self._begun
@@ -610,7 +741,9 @@ def _decoded(body: bytes, kind: type[_T], most: int | None, room: Share | None) 
     """What a body says. A page has at most ``most`` states, and takes ``room``."""
     weight, limit = weigh(body, BODY_BYTES), BODY_BYTES if room is None else room.limit
     if weight > BODY_BYTES or (room is not None and not room.take(weight)):
-        raise ValueError(f"it takes more than {limit} bytes of memory: pass a limit, or ask for less")
+        raise ValueError(
+            f"it takes more than {limit} bytes of memory: pass a limit, or ask for less"
+        )
     found = msgspec.msgpack.decode(body, type=kind)
     if most is not None and isinstance(found, StatePage) and len(found.states) > most:
         raise ValueError(f"{len(found.states)} states, where at most {most} were asked for")

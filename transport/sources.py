@@ -1,4 +1,5 @@
-"""Connections to the processes from which states come: sessions for questions, and one more for each state that they hold open for us."""
+"""Connections to the processes from which states come: sessions for questions, and one more for
+each state that they hold open for us."""
 
 from __future__ import annotations
 
@@ -31,8 +32,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class OpenState:
-    """A state that sources hold open for us: each through a feed of its own, or all through the chain of which ``forwarder`` is a link, or
-    one of several ``parts`` through the holders of each. ``urls`` are those of the sources that have it.
+    """A state that sources hold open for us: each through a feed of its own, or all through the
+    chain of which ``forwarder`` is a link, or one of several ``parts`` through the holders of each.
+    ``urls`` are those of the sources that have it.
     """
 
     state: State
@@ -44,12 +46,16 @@ class OpenState:
     forwarder: Forwarder | None = None
     parts: OpenParts | None = None
 
-    async def fetch(self, sink: Sink, *, timeout_s: float, on_progress: Callable[[int, int], None] | None = None) -> Fetched:
+    async def fetch(
+        self, sink: Sink, *, timeout_s: float, on_progress: Callable[[int, int], None] | None = None
+    ) -> Fetched:
         """Bring what is missing in ``sink``, from the sources that have it."""
         if self.forwarder is not None:
             return await self.forwarder.fetch(sink, timeout_s=timeout_s, on_progress=on_progress)
         if self.parts is not None:
-            return await fetch_parts(sink, self.parts.parts, timeout_s=timeout_s, on_progress=on_progress)
+            return await fetch_parts(
+                sink, self.parts.parts, timeout_s=timeout_s, on_progress=on_progress
+            )
         return await fetch(sink, self.feeds, timeout_s=timeout_s, on_progress=on_progress)
 
     @property
@@ -84,9 +90,18 @@ class _Found:
 
 
 class Sources:
-    """Other processes' repositories, by url. Made on any thread; every coroutine runs on the transport's."""
+    """Other processes' repositories, by url.
 
-    def __init__(self, urls: tuple[str, ...], token: bytes, tls: Tls | None, timeout_s: float, data: Data = Data.AUTO) -> None:
+    Made on any thread; every coroutine runs on the transport's."""
+
+    def __init__(
+        self,
+        urls: tuple[str, ...],
+        token: bytes,
+        tls: Tls | None,
+        timeout_s: float,
+        data: Data = Data.AUTO,
+    ) -> None:
         self.urls, self.timeout_s = urls, timeout_s
         self._token, self._tls, self._data = token, tls, data
         self._for_questions: dict[str, Session] = {}
@@ -100,7 +115,7 @@ class Sources:
         """Whether this process made it, and not the parent of a forked child."""
         return self._pid == os.getpid()
 
-    # --- questions ---------------------------------------------------------------------------------------------------------
+    # --- questions --------------------------------------------------------------------------------
 
     async def sessions(self) -> list[tuple[str, Session]]:
         """A session for questions with every url that answers.
@@ -109,9 +124,17 @@ class Sources:
         """
         self._check_open()
         missing = [url for url in self.urls if not self._answers(url)]
-        made = await asyncio.gather(*(self.connected(url) for url in missing), return_exceptions=True)
-        errors = [error for each in made if (error := each if isinstance(each, BaseException) else each.error) is not None]
-        self._for_questions |= {url: each for url, each in zip(missing, made, strict=True) if isinstance(each, Session)}
+        made = await asyncio.gather(
+            *(self.connected(url) for url in missing), return_exceptions=True
+        )
+        errors = [
+            error
+            for each in made
+            if (error := each if isinstance(each, BaseException) else each.error) is not None
+        ]
+        self._for_questions |= {
+            url: each for url, each in zip(missing, made, strict=True) if isinstance(each, Session)
+        }
         found = [(url, self._for_questions[url]) for url in self.urls if self._answers(url)]
         if not found:
             raise errors[0]
@@ -122,19 +145,27 @@ class Sources:
     async def connected(self, url: str) -> Session:
         """A further session; it ends with these sources at the latest."""
         self._check_open()
-        session = await Session.connect(url, token=self._token, timeout_s=self.timeout_s, tls=self._tls, data=self._data)
+        session = await Session.connect(
+            url, token=self._token, timeout_s=self.timeout_s, tls=self._tls, data=self._data
+        )
         self._all = {session, *(each for each in self._all if each.is_open)}
         served = session.identity.repository if session.identity is not None else ""
         if self._repositories.setdefault(url, served) != served:
             await session.close()
-            raise Disconnected(f"{url} is gone: another process serves repository {served[:10]} there now; connect again to use that one")
+            raise Disconnected(
+                f"{url} is gone: another process serves repository {served[:10]} there now; connect"
+                " again to use that one"
+            )
         if self.is_closed:  # meanwhile
             await session.close()
             self._check_open()
         return session
 
-    async def first(self, ask: Callable[[Session], Awaitable[T]], *, among: Sequence[str] | None = None) -> T:
-        """The answer of the first source that is still connected; ``among`` names by their urls those that can answer."""
+    async def first(
+        self, ask: Callable[[Session], Awaitable[T]], *, among: Sequence[str] | None = None
+    ) -> T:
+        """The answer of the first source that is still connected; ``among`` names by their urls
+        those that can answer."""
         error: DatastatesError | None = None
         sessions = await self.sessions()
         able = [session for url, session in sessions if among is None or url in among]
@@ -146,8 +177,11 @@ class Sources:
         assert error is not None, "there is at least one session"
         raise error
 
-    async def listed(self, ask: Callable[[Session], Awaitable[T]], *, among: Sequence[str] | None = None) -> T:
-        """``first`` for lists that come in pages: the source decides how many pages there are, but not how long they may take."""
+    async def listed(
+        self, ask: Callable[[Session], Awaitable[T]], *, among: Sequence[str] | None = None
+    ) -> T:
+        """``first`` for lists that come in pages: the source decides how many pages there are,
+        but not how long they may take."""
         patience_s = LISTING_TIMEOUTS * self.timeout_s
 
         async def within(session: Session) -> T:
@@ -156,17 +190,17 @@ class Sources:
                     return await ask(session)
             except TimeoutError:
                 raise Disconnected(
-                    f"{session.peer} lists states without coming to an end for {patience_s:g} s: pass a limit, or connect with a longer "
-                    "timeout_s"
+                    f"{session.peer} lists states without coming to an end for {patience_s:g} s:"
+                    " pass a limit, or connect with a longer timeout_s"
                 ) from None
 
         return await self.first(within, among=among)
 
-    # --- states ------------------------------------------------------------------------------------------------------------
+    # --- states -----------------------------------------------------------------------------------
 
     async def open(self, rev: str, *, chain: bool = False) -> OpenState:
-        """Open a state at every source that has it, each through a connection of its own; with ``chain``, as a link of the first one's
-        chain.
+        """Open a state at every source that has it, each through a connection of its own; with
+        ``chain``, as a link of the first one's chain.
         """
         states = await self.resolve(rev)
         url, state = next(iter(states.items()))
@@ -183,7 +217,14 @@ class Sources:
             _logger.warning("a source is left out: %s", error)
         first = found[0]
         urls = [each.url for each in found]
-        return OpenState(states[first.url], first.manifest, [each.feed for each in found], first.repository, ", ".join(urls), urls)
+        return OpenState(
+            states[first.url],
+            first.manifest,
+            [each.feed for each in found],
+            first.repository,
+            ", ".join(urls),
+            urls,
+        )
 
     async def _open_at(self, url: str, state: State) -> _Found | DatastatesError:
         """What a source has of a state, or the reason why the source is left out."""
@@ -198,14 +239,23 @@ class Sources:
             if isinstance(exc, DatastatesError):
                 return exc
             raise
-        return _Found(url, manifest, _Ending(feed, session), session.identity.repository if session.identity else "")
+        return _Found(
+            url,
+            manifest,
+            _Ending(feed, session),
+            session.identity.repository if session.identity else "",
+        )
 
     async def resolve(self, rev: str) -> Mapping[str, State]:
         """The state that a revision names, by the urls of the sources that agree on it."""
         sessions = await self.sessions()
-        records = await asyncio.gather(*(session.resolve(rev) for _, session in sessions), return_exceptions=True)
+        records = await asyncio.gather(
+            *(session.resolve(rev) for _, session in sessions), return_exceptions=True
+        )
         states = {
-            url: state_of(record) for (url, _), record in zip(sessions, records, strict=True) if not isinstance(record, BaseException)
+            url: state_of(record)
+            for (url, _), record in zip(sessions, records, strict=True)
+            if not isinstance(record, BaseException)
         }
         if not states:
             raise next(record for record in records if isinstance(record, BaseException))
@@ -218,8 +268,8 @@ class Sources:
     async def _open_parts(self, state: State, urls: Sequence[str], *, is_chain: bool) -> OpenState:
         if is_chain:
             raise InvalidInput(
-                f"state {state.uid} has {state.world_size} parts, and a chain passes on states of one part: leave chain=True out; the "
-                "ranks of a job clone it together with group="
+                f"state {state.uid} has {state.world_size} parts, and a chain passes on states of"
+                " one part: leave chain=True out; the ranks of a job clone it together with group="
             )
         parts = await open_parts(state, urls, self.connected)
         source = ", ".join(dict.fromkeys(holder.url for holder in parts.holders))
@@ -227,16 +277,24 @@ class Sources:
 
     async def _join_chain(self, url: str, state: State) -> OpenState:
         forwarder = await Forwarder.join(
-            url, state.uid, connect=self.connected, transport=transport_for(url), token=self._token, tls=self._tls, data=self._data
+            url,
+            state.uid,
+            connect=self.connected,
+            transport=transport_for(url),
+            token=self._token,
+            tls=self._tls,
+            data=self._data,
         )
         try:
             manifest = await asyncio.to_thread(_read, forwarder.manifest, state, url)
         except BaseException:
             await forwarder.close()
             raise
-        return OpenState(state, manifest, [], forwarder.repository, f"a chain from {url}", [url], forwarder)
+        return OpenState(
+            state, manifest, [], forwarder.repository, f"a chain from {url}", [url], forwarder
+        )
 
-    # --- the end -----------------------------------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------
 
     async def close(self) -> None:
         """End every session; transfers under way fail."""
@@ -249,7 +307,9 @@ class Sources:
 
     def _check_open(self) -> None:
         if not self.is_ours:
-            raise Closed("this connection belongs to the parent process: connect again in the child")
+            raise Closed(
+                "this connection belongs to the parent process: connect again in the child"
+            )
         if self.is_closed:
             raise Closed("the connection is closed: connect again")
 
@@ -258,7 +318,13 @@ class _Ending(Feed):
     """A feed whose session ends with it, so that a clone that is cut off disturbs no other."""
 
     def __init__(self, feed: Feed, session: Session) -> None:
-        super().__init__(feed.name, feed.manifest, feed.lengths, is_bound=feed.is_bound, reaches_devices=feed.reaches_devices)
+        super().__init__(
+            feed.name,
+            feed.manifest,
+            feed.lengths,
+            is_bound=feed.is_bound,
+            reaches_devices=feed.reaches_devices,
+        )
         self._inner, self._session = feed, session
 
     async def digests(self, indexes: Sequence[int]) -> Sequence[bytes]:
@@ -283,7 +349,10 @@ def _read(raw: bytes, state: State, url: str) -> CheckedManifest:
     checked = read_manifest(raw, source=f"the manifest of {state.uid[:10]} from {url}")
     manifest = checked.manifest
     if (manifest.origin.uid, manifest.digest) != (state.uid, state.digest):
-        raise PeerFault(f"{url} sent the manifest of state {manifest.origin.uid[:10]} when {state.uid[:10]} was asked for")
+        raise PeerFault(
+            f"{url} sent the manifest of state {manifest.origin.uid[:10]} when {state.uid[:10]} was"
+            " asked for"
+        )
     return checked
 
 
@@ -307,7 +376,9 @@ async def all_pages(page: Page, limit: int | None) -> list[State]:
     after: str | None = None
     room = Share(Budget(2 * LISTED_BYTES))
     while limit is None or len(found) < limit:
-        got = await page(limit=PAGE if limit is None else min(PAGE, limit - len(found)), after=after, room=room)
+        got = await page(
+            limit=PAGE if limit is None else min(PAGE, limit - len(found)), after=after, room=room
+        )
         enter(found, states_of(got.states, got.runs))
         after = got.next
         if after is None or not got.states:
@@ -322,5 +393,7 @@ def enter(found: dict[str, State], page: Iterable[State]) -> None:
     """
     for state in page:
         if state.uid in found:
-            raise PeerFault(f"the peer lists state {state.uid[:10]} twice: its list does not come to an end")
+            raise PeerFault(
+                f"the peer lists state {state.uid[:10]} twice: its list does not come to an end"
+            )
         found[state.uid] = state

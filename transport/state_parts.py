@@ -1,4 +1,5 @@
-"""A state of several parts, opened at every process that has one, and fetched from all of them at once."""
+"""A state of several parts, opened at every process that has one, and fetched from all of them
+at once."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from functools import partial
 
 import msgspec
 
-from datastates.errors import Corrupt, DatastatesError, Disconnected, PeerFault, Unavailable, Unsupported
+from datastates.errors import (
+    Corrupt,
+    DatastatesError,
+    Disconnected,
+    PeerFault,
+    Unavailable,
+    Unsupported,
+)
 from datastates.lineage.states import State
 from datastates.state.digest import first_chunks
 from datastates.state.manifest import Manifest
@@ -28,21 +36,25 @@ from .session import Session
 from .untrusted import CheckedManifest, join_parts, read_part
 
 _HOLDERS_AT_ONCE = 4
-"""The most holders of one part that share its chunks by speed; more would only divide the same links further."""
+"""The most holders of one part that share its chunks by speed; more would only divide the same
+links further."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holders:
-    """The numbers of the sources of one part: those that serve it, and those to ask when these have failed, the best first."""
+    """The numbers of the sources of one part: those that serve it, and those to ask when these
+    have failed, the best first."""
 
     serving: tuple[int, ...]
     spare: tuple[int, ...] = ()
 
 
 def plan(places: Sequence[bytes], parts: int) -> list[Holders]:
-    """For each part, the sources that serve it. ``places``: by source and part, how far away that source has the part; 255 if it does not.
+    """For each part, the sources that serve it. ``places``: by source and part, how far away that
+    source has the part; 255 if it does not.
 
-    The nearest sources serve, at most four. Each part begins with the next source, so that the load is even.
+    The nearest sources serve, at most four. Each part begins with the next source, so that the load
+    is even.
     """
     return [_holders(part, [each[part] for each in places]) for part in range(parts)]
 
@@ -74,8 +86,9 @@ Progress = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class OpenPart:
-    """One rank's part: its manifest, the index of its first chunk in the joined state, the feeds that serve it, and functions that open
-    further holders, the best first, when all of these have failed.
+    """One rank's part: its manifest, the index of its first chunk in the joined state, the feeds
+    that serve it, and functions that open further holders, the best first, when all of these have
+    failed.
     """
 
     manifest: Manifest
@@ -96,8 +109,8 @@ class OpenPart:
 
 @dataclass(frozen=True, slots=True)
 class OpenParts:
-    """All parts of a state, by rank, and the joined state. ``holders`` are kept open until ``close``; ``repository`` is the uid of their
-    lineage.
+    """All parts of a state, by rank, and the joined state. ``holders`` are kept open until
+    ``close``; ``repository`` is the uid of their lineage.
     """
 
     manifest: CheckedManifest
@@ -122,7 +135,8 @@ class Holder:
         self._turn = asyncio.Lock()
 
     async def reach(self, uid: str, size: int) -> Sequence[str]:
-        """Ask how far away the parts are; returns the urls of the other processes of its job, as far as they may be dialled.
+        """Ask how far away the parts are; returns the urls of the other processes of its job, as
+        far as they may be dialled.
 
         :raises PeerFault: it reports another number of parts.
         """
@@ -130,19 +144,31 @@ class Holder:
         self.repository = session.identity.repository if session.identity is not None else ""
         reached = await session.reach(uid)
         if len(reached.places) != size:
-            raise PeerFault(f"{self.url} tells of {len(reached.places)} parts of state {uid[:10]}, which has {size}")
+            raise PeerFault(
+                f"{self.url} tells of {len(reached.places)} parts of state {uid[:10]}, which has"
+                f" {size}"
+            )
         self.places = reached.places
         told = [url for url in reached.others if may_dial(url, session.remote)]
         if len(told) < len(reached.others):
-            _logger.warning("%s names %d processes that are not dialled", self.url, len(reached.others) - len(told))
+            _logger.warning(
+                "%s names %d processes that are not dialled",
+                self.url,
+                len(reached.others) - len(told),
+            )
         return told
 
-    async def open(self, uid: str, rank: int, size: int, *, limit: int = BODY_BYTES) -> tuple[Manifest, Feed]:
+    async def open(
+        self, uid: str, rank: int, size: int, *, limit: int = BODY_BYTES
+    ) -> tuple[Manifest, Feed]:
         """Open a part, which is pinned there."""
         session = await self._session(opening=1)
         opened, feed = await session.open(uid, part=rank, limit=limit)
         source = f"the manifest of rank {rank} of {uid[:10]} from {self.url}"
-        return await asyncio.to_thread(read_part, opened.manifest, uid, rank, size, source=source), feed
+        return (
+            await asyncio.to_thread(read_part, opened.manifest, uid, rank, size, source=source),
+            feed,
+        )
 
     async def close(self) -> None:
         """End its connections."""
@@ -150,7 +176,11 @@ class Holder:
 
     async def _session(self, *, opening: int = 0) -> Session:
         async with self._turn:
-            if not self._sessions or not self._sessions[-1].is_open or self._opened + opening > _HELD:
+            if (
+                not self._sessions
+                or not self._sessions[-1].is_open
+                or self._opened + opening > _HELD
+            ):
                 self._sessions.append(await self._connect(self.url))
                 self._opened = 0
             self._opened += opening
@@ -158,14 +188,18 @@ class Holder:
 
 
 async def open_parts(state: State, urls: Sequence[str], connect: Connect) -> OpenParts:
-    """Open a state at the processes that serve it at ``urls``, and at the other processes of their jobs, which they name.
+    """Open a state at the processes that serve it at ``urls``, and at the other processes of their
+    jobs, which they name.
 
     :raises Unavailable: nobody has a part; says whose.
     :raises Corrupt: the parts are not those of this state.
     """
     size = state.world_size
     if size > PARTS:
-        raise Unsupported(f"state {state.uid} has {size} parts: at most {PARTS} are cloned; bring its folder of packs")
+        raise Unsupported(
+            f"state {state.uid} has {size} parts: at most {PARTS} are cloned; bring its folder of"
+            " packs"
+        )
     holders = [Holder(url, connect) for url in urls]
     try:
         return await _open(state, holders, connect)
@@ -174,8 +208,11 @@ async def open_parts(state: State, urls: Sequence[str], connect: Connect) -> Ope
         raise
 
 
-async def fetch_parts(sink: Sink, parts: Sequence[OpenPart], *, timeout_s: float, on_progress: Progress | None = None) -> Fetched:
-    """Bring every chunk that is missing in ``sink``, which receives the joined state, from all parts at once; like ``fetch``.
+async def fetch_parts(
+    sink: Sink, parts: Sequence[OpenPart], *, timeout_s: float, on_progress: Progress | None = None
+) -> Fetched:
+    """Bring every chunk that is missing in ``sink``, which receives the joined state, from all
+    parts at once; like ``fetch``.
 
     :raises DatastatesError: a part is no longer available; says whose.
     """
@@ -199,14 +236,22 @@ async def fetch_parts(sink: Sink, parts: Sequence[OpenPart], *, timeout_s: float
     found = [task.result() for task in sorted(fetching, key=_has_ended_well)]
     seconds = asyncio.get_running_loop().time() - began
     lost = {name: error for each in found for name, error in each.lost.items()}
-    return Fetched(dict(sum((Counter(each.bytes_by_feed) for each in found), Counter())), sum(each.chunks for each in found), seconds, lost)
+    return Fetched(
+        dict(sum((Counter(each.bytes_by_feed) for each in found), Counter())),
+        sum(each.chunks for each in found),
+        seconds,
+        lost,
+    )
 
 
 async def _open(state: State, holders: list[Holder], connect: Connect) -> OpenParts:
-    """As ``open_parts``; the processes that are named are then among the ``holders``, however it ends."""
+    """As ``open_parts``; the processes that are named are then among the ``holders``, however it
+    ends."""
     told, errors = await _reach(holders, state)
     urls = {holder.url for holder in holders}
-    others = [Holder(url, connect) for url in dict.fromkeys(told) if url not in urls][: state.world_size]
+    others = [Holder(url, connect) for url in dict.fromkeys(told) if url not in urls][
+        : state.world_size
+    ]
     holders += others
     errors |= (await _reach(others, state))[1]
     here = [holder for holder in holders if holder.places]
@@ -219,15 +264,17 @@ async def _open(state: State, holders: list[Holder], connect: Connect) -> OpenPa
     joined = await asyncio.to_thread(join_parts, manifests)
     if joined.manifest.digest != state.digest:
         raise PeerFault(
-            f"{', '.join(holder.url for holder in here)} sent parts that make another state than {state.uid[:10]}: one of them is not "
-            "honest, or damaged"
+            f"{', '.join(holder.url for holder in here)} sent parts that make another state than"
+            f" {state.uid[:10]}: one of them is not honest, or damaged"
         )
     for part, first in zip(parts, first_chunks(manifests), strict=False):
         part.first = first
     return OpenParts(joined, tuple(parts), holders, here[0].repository)
 
 
-async def fetch_part(sink: Sink, part: OpenPart, *, timeout_s: float, on_progress: Progress | None = None) -> Fetched:
+async def fetch_part(
+    sink: Sink, part: OpenPart, *, timeout_s: float, on_progress: Progress | None = None
+) -> Fetched:
     """Bring every chunk of one part that is missing in ``sink``, which receives that part alone."""
     missing = sink.missing()
     counted = _Counted(sum(sink.lengths[index] for index in missing), on_progress)
@@ -245,28 +292,40 @@ def _window(parts: Sequence[OpenPart]) -> int:
 
 
 def _has_ended_well(task: asyncio.Task[Fetched]) -> tuple[bool, bool]:
-    """A sort key: tasks that failed by themselves come first, then those that were cancelled because of that."""
+    """A sort key: tasks that failed by themselves come first, then those that were cancelled
+    because of that."""
     return not task.cancelled() and task.exception() is None, task.cancelled()
 
 
-async def _fetch_part(view: Sink, part: OpenPart, counted: _Counted, *, window: int, timeout_s: float) -> Fetched:
-    """Fetch one part from the feeds that serve it; when these have failed, fetch the rest from the next holder that has it."""
+async def _fetch_part(
+    view: Sink, part: OpenPart, counted: _Counted, *, window: int, timeout_s: float
+) -> Fetched:
+    """Fetch one part from the feeds that serve it; when these have failed, fetch the rest from
+    the next holder that has it."""
     moved, lost, feeds = Counter[str](), dict[str, BaseException](), part.feeds
     while True:
         attempt = counted.attempt()
         try:
-            fetched = await fetch(view, feeds, window=window, timeout_s=timeout_s, on_progress=attempt)
+            fetched = await fetch(
+                view, feeds, window=window, timeout_s=timeout_s, on_progress=attempt
+            )
         except (Disconnected, Unavailable, Corrupt, PeerFault) as exc:
             names = ", ".join(feed.name for feed in feeds)
             moved[names] += attempt.done
             lost[names] = exc
-            if isinstance(exc, Corrupt) and len(feeds) > 1:  # they disagree: nobody here knows which one is right
+            if isinstance(exc, Corrupt) and len(feeds) > 1:
+                # they disagree: nobody here knows which one is right
                 raise _of_part(part, exc) from exc
             feeds = [await _next(part, exc)]
         except DatastatesError as exc:
             raise _of_part(part, exc) from exc
         else:
-            return Fetched(moved + Counter(fetched.bytes_by_feed), fetched.chunks, fetched.seconds, {**lost, **fetched.lost})
+            return Fetched(
+                moved + Counter(fetched.bytes_by_feed),
+                fetched.chunks,
+                fetched.seconds,
+                {**lost, **fetched.lost},
+            )
 
 
 async def _next(part: OpenPart, why: DatastatesError) -> Feed:
@@ -278,7 +337,9 @@ async def _next(part: OpenPart, why: DatastatesError) -> Feed:
         except DatastatesError as exc:
             why = exc
             continue
-        _logger.warning("the rest of the part of rank %d comes from %s: %s", part.rank, feed.name, why)
+        _logger.warning(
+            "the rest of the part of rank %d comes from %s: %s", part.rank, feed.name, why
+        )
         return feed
     raise _of_part(part, why) from why
 
@@ -298,8 +359,11 @@ async def _end(holders: Sequence[Holder]) -> None:
     await asyncio.gather(*(holder.close() for holder in holders))
 
 
-async def _reach(holders: Sequence[Holder], state: State) -> tuple[list[str], dict[str, DatastatesError]]:
-    """Ask all holders what they reach; returns the urls of the other processes of their jobs, and the holders that do not answer."""
+async def _reach(
+    holders: Sequence[Holder], state: State
+) -> tuple[list[str], dict[str, DatastatesError]]:
+    """Ask all holders what they reach; returns the urls of the other processes of their jobs,
+    and the holders that do not answer."""
     room = asyncio.Semaphore(_PARTS_AT_ONCE)
 
     async def ask(holder: Holder) -> Sequence[str]:
@@ -318,7 +382,9 @@ async def _reach(holders: Sequence[Holder], state: State) -> tuple[list[str], di
     return told, errors
 
 
-async def _open_each(state: State, holders: Sequence[Holder], errors: Mapping[str, DatastatesError]) -> list[OpenPart]:
+async def _open_each(
+    state: State, holders: Sequence[Holder], errors: Mapping[str, DatastatesError]
+) -> list[OpenPart]:
     """Open every part at the holders that the plan names.
 
     :raises Unavailable: nobody has one of them.
@@ -330,8 +396,9 @@ async def _open_each(state: State, holders: Sequence[Holder], errors: Mapping[st
         away = "".join(f"; {url} does not answer ({error})" for url, error in errors.items())
         asked = ", ".join(holder.url for holder in holders)
         raise Unavailable(
-            f"state {state.uid} has {size} parts, and nobody has the part of rank {', '.join(lacking)}: {asked} were asked{away}; give the "
-            "url of whoever has it, or clone a state that is durable"
+            f"state {state.uid} has {size} parts, and nobody has the part of rank"
+            f" {', '.join(lacking)}: {asked} were asked{away}; give the url of whoever has it, or"
+            " clone a state that is durable"
         )
     room, left = asyncio.Semaphore(_PARTS_AT_ONCE), _Allowance(_MANIFESTS_BYTES)
 
@@ -348,11 +415,15 @@ async def _open_each(state: State, holders: Sequence[Holder], errors: Mapping[st
         await surely(asyncio.gather(*opening, return_exceptions=True))
 
 
-async def _open_one(state: State, rank: int, who: Holders, holders: Sequence[Holder], left: _Allowance) -> OpenPart:
+async def _open_one(
+    state: State, rank: int, who: Holders, holders: Sequence[Holder], left: _Allowance
+) -> OpenPart:
     """Open a part at the holders that should serve it, or at the first other one that has it."""
 
     async def open_at(number: int) -> tuple[Manifest, Feed]:
-        return await holders[number].open(state.uid, rank, state.world_size, limit=min(BODY_BYTES, left.take(0)))
+        return await holders[number].open(
+            state.uid, rank, state.world_size, limit=min(BODY_BYTES, left.take(0))
+        )
 
     found, failed, spare = list[tuple[Manifest, Feed]](), list[DatastatesError](), list(who.spare)
     turns = [who.serving]
@@ -373,16 +444,23 @@ async def _open_one(state: State, rank: int, who: Holders, holders: Sequence[Hol
     feeds = [feed for each, feed in found if each.digest == manifest.digest]
     if len(feeds) < len(found):
         _logger.warning(
-            "rank %d of state %s is another part at %d of its holders: they are left out", rank, state.uid[:10], len(found) - len(feeds)
+            "rank %d of state %s is another part at %d of its holders: they are left out",
+            rank,
+            state.uid[:10],
+            len(found) - len(feeds),
         )
-    return OpenPart(manifest, feeds, [partial(_open_spare, holders[number], manifest) for number in spare])
+    return OpenPart(
+        manifest, feeds, [partial(_open_spare, holders[number], manifest) for number in spare]
+    )
 
 
 async def _open_spare(holder: Holder, manifest: Manifest) -> Feed:
     origin = manifest.origin
     found, feed = await holder.open(origin.uid, origin.rank, origin.world_size)
     if found.digest != manifest.digest:
-        raise PeerFault(f"{holder.url} has another part of rank {origin.rank} of state {origin.uid[:10]}")
+        raise PeerFault(
+            f"{holder.url} has another part of rank {origin.rank} of state {origin.uid[:10]}"
+        )
     return feed
 
 
@@ -399,7 +477,10 @@ class _Allowance:
         """
         self._left -= count
         if self._left < 0:
-            raise PeerFault(f"the manifests of the parts of one state have more than {_MANIFESTS_BYTES} bytes: it is refused as a trap")
+            raise PeerFault(
+                f"the manifests of the parts of one state have more than {_MANIFESTS_BYTES} bytes:"
+                " it is refused as a trap"
+            )
         return self._left
 
 

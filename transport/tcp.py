@@ -39,7 +39,12 @@ _logger.addFilter(Seldom())
 class TcpChannel(Channel):
     """One end of a connection."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, arrival: Arrival | None = None) -> None:
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        arrival: Arrival | None = None,
+    ) -> None:
         self._reader, self._writer, self._arrival = reader, writer, arrival
         self.peer = _printable(writer.get_extra_info("peername"))
         self.host: str = writer.get_extra_info("sockname")[0]
@@ -64,15 +69,21 @@ class TcpChannel(Channel):
             raise self._lost(exc) from exc
 
     async def receive(self, limit: int) -> bytes:
-        """The next frame. Its length is checked before anything is read for it. This may be cancelled, and called again."""
+        """The next frame.
+
+        Its length is checked before anything is read for it. This may be cancelled, and called
+        again."""
         try:
             if self._is_closed:
                 raise ConnectionError("the connection was closed")
             if self._announced is None:
-                self._announced = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
+                self._announced = int.from_bytes(
+                    await self._reader.readexactly(_LENGTH_BYTES), "big"
+                )
             if self._announced > limit:
                 fault = PeerFault(
-                    f"{self.peer} announced a frame of {self._announced} bytes, at most {limit} are allowed here: it may be another program"
+                    f"{self.peer} announced a frame of {self._announced} bytes, at most {limit} are"
+                    " allowed here: it may be another program"
                 )
                 await self.close()
                 raise fault
@@ -116,9 +127,18 @@ _Arrive = Callable[[socket.socket, Arrival, bytes, Callable[[], None]], Coroutin
 
 
 class TcpListener(Listener):
-    """A listening socket. Connections are sorted by their first bytes: TLS, a control frame, or a data connection."""
+    """A listening socket.
 
-    def __init__(self, listening: socket.socket, url: str, word: Callable[[bytes], int], arrive: _Arrive, door: Door) -> None:
+    Connections are sorted by their first bytes: TLS, a control frame, or a data connection."""
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        url: str,
+        word: Callable[[bytes], int],
+        arrive: _Arrive,
+        door: Door,
+    ) -> None:
         self._socket, self.url, self._arrive = listening, url, arrive
         self._silent: dict[asyncio.Task[None], tuple[socket.socket, Arrival]] = {}
         self._visits: set[asyncio.Task[None]] = set()
@@ -133,13 +153,18 @@ class TcpListener(Listener):
             task.cancel()
         if silent:
             await asyncio.wait(silent)
-        for connection, arrival in silent.values():  # a task that was cancelled before it began has closed nothing
+        for (
+            connection,
+            arrival,
+        ) in silent.values():  # a task that was cancelled before it began has closed nothing
             _let_go(connection, arrival)
         self._socket.close()
         let_go_by(self)
 
     def _begin(self, connection: socket.socket, arrival: Arrival, first: bytes) -> None:
-        visit: asyncio.Task[None] = asyncio.create_task(self._arrive(connection, arrival, first, lambda: self._spoke(visit)))
+        visit: asyncio.Task[None] = asyncio.create_task(
+            self._arrive(connection, arrival, first, lambda: self._spoke(visit))
+        )
         self._visits.add(visit)
         self._silent[visit] = connection, arrival
         visit.add_done_callback(self._visits.discard)
@@ -151,12 +176,20 @@ class TcpListener(Listener):
 
 Accept = Callable[[Channel], Awaitable[None]]
 Join = Callable[[socket.socket, ssl.SSLContext | None, Arrival], Awaitable[None]]
-"""Holds the arrival once the connection has proved itself, and releases it on the loop thread when the connection is closed."""
+"""Holds the arrival once the connection has proved itself, and releases it on the loop thread
+when the connection is closed."""
 
 
-async def listen(url: str, accept: Accept, *, tls: Tls | None = None, join: Join | None = None, door: Door | None = None) -> TcpListener:
-    """Listen on ``scheme://host:port``; ``accept`` runs for each peer once it has said a word. ``join`` gets data connections as they
-    arrive, before any byte of them is read.
+async def listen(
+    url: str,
+    accept: Accept,
+    *,
+    tls: Tls | None = None,
+    join: Join | None = None,
+    door: Door | None = None,
+) -> TcpListener:
+    """Listen on ``scheme://host:port``; ``accept`` runs for each peer once it has said a word.
+    ``join`` gets data connections as they arrive, before any byte of them is read.
 
     :raises Unavailable: the address cannot be bound.
     :raises InvalidInput: the url names no host and port, or a file for TLS is missing.
@@ -164,7 +197,9 @@ async def listen(url: str, accept: Accept, *, tls: Tls | None = None, join: Join
     scheme, host, port = split(url)
     context = _server_context(tls)
 
-    async def arrive(connection: socket.socket, arrival: Arrival, first: bytes, spoke: Callable[[], None]) -> None:
+    async def arrive(
+        connection: socket.socket, arrival: Arrival, first: bytes, spoke: Callable[[], None]
+    ) -> None:
         try:
             if first == JOIN and join is not None:
                 spoke()
@@ -188,14 +223,21 @@ async def listen(url: str, accept: Accept, *, tls: Tls | None = None, join: Join
         listening = _listening(await _first_address(host, port), port)
     except (OSError, ValueError) as exc:
         reason = getattr(exc, "strerror", None) or exc
-        raise Unavailable(f"{url} cannot be listened on ({reason}): choose another address, or port 0 for any") from exc
+        raise Unavailable(
+            f"{url} cannot be listened on ({reason}): choose another address, or port 0 for any"
+        ) from exc
     bound_host, bound_port = listening.getsockname()[:2]
-    bound, word = f"{scheme}://{_bracketed(bound_host)}:{bound_port}", partial(_word, is_tls=context is not None, has_data=join is not None)
+    bound, word = (
+        f"{scheme}://{_bracketed(bound_host)}:{bound_port}",
+        partial(_word, is_tls=context is not None, has_data=join is not None),
+    )
     return TcpListener(listening, bound, word, arrive, Door() if door is None else door)
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listening = socket.socket(
+        socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM
+    )
     try:
         listening.setblocking(False)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -215,8 +257,8 @@ def _let_go(connection: socket.socket, arrival: Arrival) -> None:
 
 
 def _word(said: bytes, *, is_tls: bool, has_data: bool) -> int:
-    """The length of the first message, as far as its first bytes tell; 0 if they begin neither a frame (or, with TLS, a TLS record) nor a
-    data connection."""
+    """The length of the first message, as far as its first bytes tell; 0 if they begin neither a
+    frame (or, with TLS, a TLS record) nor a data connection."""
     if has_data and said and JOIN.startswith(said):
         return len(JOIN)  # the join itself checks the rest
     known = _TLS_HEAD_BYTES if is_tls else _LENGTH_BYTES
@@ -228,13 +270,18 @@ def _word(said: bytes, *, is_tls: bool, has_data: bool) -> int:
     return known + size if size <= _WORD_BYTES else 0
 
 
-async def _channel(connection: socket.socket, context: ssl.SSLContext | None, arrival: Arrival) -> TcpChannel:
+async def _channel(
+    connection: socket.socket, context: ssl.SSLContext | None, arrival: Arrival
+) -> TcpChannel:
     """An accepted connection as a channel, after TLS's handshake if there is any."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=_BUFFER_BYTES, loop=loop)
     protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
     transport, _ = await loop.connect_accepted_socket(
-        lambda: protocol, connection, ssl=context, ssl_handshake_timeout=None if context is None else _TLS_S
+        lambda: protocol,
+        connection,
+        ssl=context,
+        ssl_handshake_timeout=None if context is None else _TLS_S,
     )
     if transport.get_extra_info("peername") is None:
         transport.abort()
@@ -252,20 +299,29 @@ async def dial(url: str, *, timeout_s: float, tls: Tls | None = None) -> TcpChan
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(
-                host, port, limit=_BUFFER_BYTES, ssl=context, server_hostname=None if context is None else host
+                host,
+                port,
+                limit=_BUFFER_BYTES,
+                ssl=context,
+                server_hostname=None if context is None else host,
             )
     except TimeoutError as exc:
-        raise Disconnected(f"{url} did not answer within {timeout_s:g} s: is it served there, and not behind a firewall?") from exc
+        raise Disconnected(
+            f"{url} did not answer within {timeout_s:g} s: is it served there, and not behind a"
+            " firewall?"
+        ) from exc
     except ssl.SSLError as exc:
         reason = getattr(exc, "verify_message", None) or exc.reason or exc
         raise Disconnected(
-            f"{url} cannot be trusted ({reason}): check the certificates that tls= names on both sides, or leave tls= out if that server "
-            "uses no TLS"
+            f"{url} cannot be trusted ({reason}): check the certificates that tls= names on both"
+            " sides, or leave tls= out if that server uses no TLS"
         ) from exc
     except (OSError, ValueError) as exc:  # no host has such a name
         reason = getattr(exc, "strerror", None) or exc
         hint = "" if context is None else " With TLS? If not, leave tls= and --tls-ca out"
-        raise Disconnected(f"{url} cannot be reached ({reason}): is it served there?{hint}") from exc
+        raise Disconnected(
+            f"{url} cannot be reached ({reason}): is it served there?{hint}"
+        ) from exc
     return TcpChannel(reader, writer)
 
 
@@ -278,8 +334,11 @@ async def _visit(accept: Callable[[Channel], Awaitable[None]], channel: TcpChann
 
 
 async def _first_address(host: str, port: int) -> str:
-    """One address of a host, IPv4 if it has any: with several addresses, port 0 would give several ports."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    """One address of a host, IPv4 if it has any: with several addresses, port 0 would give
+    several ports."""
+    found = await asyncio.get_running_loop().getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
     *_, place = min(found, key=lambda each: each[0] != socket.AF_INET)
     return str(place[0])
 
@@ -291,7 +350,9 @@ def split(url: str) -> tuple[str, str, int]:
     except ValueError as exc:
         raise InvalidInput(f"{url!r}: {exc}") from exc
     if not parts.hostname or port is None:
-        raise InvalidInput(f"{url!r} names no host and port: write {parts.scheme or 'ucx'}://host:port")
+        raise InvalidInput(
+            f"{url!r} names no host and port: write {parts.scheme or 'ucx'}://host:port"
+        )
     return parts.scheme, parts.hostname, port
 
 
@@ -299,7 +360,9 @@ def _server_context(tls: Tls | None) -> ssl.SSLContext | None:
     if tls is None:
         return None
     if tls.certificate is None:
-        raise InvalidInput("a server with TLS needs tls.certificate, and tls.key if the key lies in another file")
+        raise InvalidInput(
+            "a server with TLS needs tls.certificate, and tls.key if the key lies in another file"
+        )
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:

@@ -39,13 +39,14 @@ from .untrusted import ref_of, runs_of, states_of
 _logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes that are here and their total, on the transport's thread: it must be quick."""
+"""Called with the bytes that are here and their total, on the transport's thread: it must be
+quick."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cloned:
-    """The result of a clone or a push. ``report`` is that of a clone into live objects; ``by_source`` counts the bytes that moved, by
-    peer.
+    """The result of a clone or a push. ``report`` is that of a clone into live objects;
+    ``by_source`` counts the bytes that moved, by peer.
     """
 
     state: State
@@ -65,13 +66,15 @@ class Connected(Protocol):
 
 def _peer(value: object, what: str) -> object:
     if not isinstance(values.attribute(value, "sources"), Sources):
-        raise InvalidInput(f"{what} is {values.shown(value)}: give the peer that datastates.connect returned")
+        raise InvalidInput(
+            f"{what} is {values.shown(value)}: give the peer that datastates.connect returned"
+        )
     return value
 
 
 class Move(ABC):
-    """What differs between a clone and a push. ``run`` is called once, on the transport's thread; the waiting caller calls everything
-    else.
+    """What differs between a clone and a push. ``run`` is called once, on the transport's thread;
+    the waiting caller calls everything else.
     """
 
     state: State
@@ -87,7 +90,9 @@ class Move(ABC):
 
     @abstractmethod
     def give_up(self, error: BaseException) -> BaseException:
-        """Release the other side, even if the transfer never ran. Returns the error for the waiting caller."""
+        """Release the other side, even if the transfer never ran.
+
+        Returns the error for the waiting caller."""
 
     @property
     def is_resumable(self) -> bool:
@@ -106,11 +111,12 @@ class Move(ABC):
 class Transfer:
     """A clone or a push under way. ``wait`` and ``await`` finish it, on the thread that calls them.
 
-    The waiting thread writes live objects at the very end; it must be the thread that owns them. With ``atomic=False`` they are written all
-    the time, and must be left alone until then. ``bytes_done`` and ``bytes_total`` may be read at any time.
+    The waiting thread writes live objects at the very end; it must be the thread that owns them.
+    With ``atomic=False`` they are written all the time, and must be left alone until then.
+    ``bytes_done`` and ``bytes_total`` may be read at any time.
 
-    A transfer that was begun as ``resumable`` keeps what came when it fails, for ``resume``, until it is closed: use it as a context
-    manager.
+    A transfer that was begun as ``resumable`` keeps what came when it fails, for ``resume``, until
+    it is closed: use it as a context manager.
     """
 
     def __init__(self, move: Move, on_progress: Progress | None = None) -> None:
@@ -124,11 +130,13 @@ class Transfer:
         self._pid = os.getpid()
         self._ended = Latch()
         self._future = loop.submit(move.run(self._progress))
-        self._future.add_done_callback(lambda _: self._ended.set())  # also if it was cancelled before it began
+        # also if it was cancelled before it began
+        self._future.add_done_callback(lambda _: self._ended.set())
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing moves any more: ``wait`` returns, or raises, without waiting for the network."""
+        """Whether nothing moves any more: ``wait`` returns, or raises, without waiting for the
+        network."""
         return self._ended.is_set()
 
     @property
@@ -138,19 +146,23 @@ class Transfer:
 
     @values.takes(timeout_s=values.optional(values.seconds))
     def wait(self, timeout_s: float | None = None) -> Cloned:
-        """Wait until every byte is here and checked, and finish. Ctrl-C gives the transfer up, and is raised once nothing is written any
-        more.
+        """Wait until every byte is here and checked, and finish. Ctrl-C gives the transfer up, and
+        is raised once nothing is written any more.
 
         :raises TimeoutError: it takes longer; the transfer goes on.
         :raises Cancelled: it was cancelled.
         :raises Closed: the peer was closed, or this is a forked child.
         :raises Disconnected: no source is left (or Corrupt, Unavailable: what else went wrong).
-        :raises Dirty: the same, and live objects are half new: the cause says why; clone again, or restore them.
+        :raises Dirty: the same, and live objects are half new: the cause says why; clone again, or
+            restore them.
         """
         self._check_own()
         try:
             if not self._ended.wait(timeout_s):
-                raise TimeoutError(f"{self.bytes_done} of {self.bytes_total} bytes are here after {timeout_s} s: the clone goes on")
+                raise TimeoutError(
+                    f"{self.bytes_done} of {self.bytes_total} bytes are here after {timeout_s} s:"
+                    " the clone goes on"
+                )
         except KeyboardInterrupt:
             self._is_given_up = True
             self.cancel()
@@ -165,16 +177,22 @@ class Transfer:
 
     @values.takes(peer=_peer, on_progress=values.optional(values.callback))
     def resume(self, peer: Connected, *, on_progress: Progress | None = None) -> Transfer:
-        """Continue from the verified chunks, from any peer that has the state, once this has failed or was cancelled.
+        """Continue from the verified chunks, from any peer that has the state, once this has failed
+        or was cancelled.
 
-        :raises InvalidInput: it has not failed, was not begun as ``resumable``, was closed, or was resumed already.
-        :raises Disconnected: the peer is gone (NotFound, Unavailable: it does not have the state); try another.
+        :raises InvalidInput: it has not failed, was not begun as ``resumable``, was closed, or was
+            resumed already.
+        :raises Disconnected: the peer is gone (NotFound, Unavailable: it does not have the state);
+            try another.
         """
         with self._lock:
             if self._error is None:
                 raise InvalidInput("only a clone that has failed can be resumed: wait for it first")
             if not self._is_kept:
-                raise InvalidInput("nothing was kept of this clone: begin it with resumable=True, and resume it once, before it is closed")
+                raise InvalidInput(
+                    "nothing was kept of this clone: begin it with resumable=True, and resume it"
+                    " once, before it is closed"
+                )
             self._is_kept = False
         try:
             return Transfer(self._move.resumed(peer.sources), on_progress)
@@ -183,7 +201,9 @@ class Transfer:
             raise
 
     def close(self) -> None:
-        """Give the transfer up if it is under way, and release what it kept. Idempotent; does nothing once it is done or was resumed."""
+        """Give the transfer up if it is under way, and release what it kept.
+
+        Idempotent; does nothing once it is done or was resumed."""
         if self._result is None and self._error is None:
             self._is_given_up = True
             self.cancel()
@@ -197,7 +217,12 @@ class Transfer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def __await__(self) -> Generator[Any, None, Cloned]:
@@ -233,7 +258,9 @@ class Transfer:
                     fetched = self._fetched()
                     state, report = self._move.land(fetched)
                     moved = sum(fetched.bytes_by_feed.values())
-                    self._result = Cloned(state, report, moved, fetched.seconds, fetched.bytes_by_feed)
+                    self._result = Cloned(
+                        state, report, moved, fetched.seconds, fetched.bytes_by_feed
+                    )
                 except BaseException as exc:
                     self._error = self._move.give_up(exc)
                     if not self._is_kept:
@@ -247,17 +274,24 @@ class Transfer:
         return self._result
 
     def _finish_given_up(self) -> None:
-        """Release what came; ``error`` is set to the meaning of that, and the caller gets what interrupted it."""
+        """Release what came; ``error`` is set to the meaning of that, and the caller gets what
+        interrupted it."""
         self._is_kept = False
         with suppress(DatastatesError):
             self._finish()
 
     def _check_own(self) -> None:
         if self._pid != os.getpid():
-            raise Closed(f"the transfer of state {self.state.uid[:10]} belongs to the parent process: begin another one in the child")
+            raise Closed(
+                f"the transfer of state {self.state.uid[:10]} belongs to the parent process: begin"
+                " another one in the child"
+            )
 
     def _fetched(self) -> Fetched:
-        cancelled = Cancelled(f"the transfer of state {self.state.uid[:10]} was cancelled after {self.bytes_done} bytes")
+        cancelled = Cancelled(
+            f"the transfer of state {self.state.uid[:10]} was cancelled after {self.bytes_done}"
+            " bytes"
+        )
         try:
             with undisturbed():
                 fetched = self._future.result()  # it has ended
@@ -311,7 +345,9 @@ class IntoObjects(Arrival):
         shadows: Shadows,
     ) -> None:
         if atomic is None:
-            atomic = not skip_equal and available_memory_bytes() > _SPARE * sum(opened.manifest.lengths)
+            atomic = not skip_equal and available_memory_bytes() > _SPARE * sum(
+                opened.manifest.lengths
+            )
         self._names, self._uid = tuple(into), opened.state.uid
         self._sink = self.sink = ObjectsSink(
             opened.manifest,
@@ -330,37 +366,64 @@ class IntoObjects(Arrival):
         loop.run(opened.end_chain())
         self._sink.close()
         sources = ", ".join(fetched.bytes_by_feed)
-        landed = event("clone.landed", state=opened.state.uid, step=opened.state.step, bytes=sum(fetched.bytes_by_feed.values()))
-        _logger.info("cloned state %s, step %d, from %s", opened.state.uid[:10], opened.state.step, sources, extra=landed)
+        landed = event(
+            "clone.landed",
+            state=opened.state.uid,
+            step=opened.state.step,
+            bytes=sum(fetched.bytes_by_feed.values()),
+        )
+        _logger.info(
+            "cloned state %s, step %d, from %s",
+            opened.state.uid[:10],
+            opened.state.step,
+            sources,
+            extra=landed,
+        )
         return opened.state, report
 
     def explain(self, error: BaseException) -> BaseException:
         if not self._sink.is_dirty or not isinstance(error, Exception):
             return error
         names = ", ".join(self._names)
-        return Dirty(f"{names} are half old, half new: the clone of {self._uid[:10]} failed ({error}); clone again, or restore them")
+        return Dirty(
+            f"{names} are half old, half new: the clone of {self._uid[:10]} failed ({error}); clone"
+            " again, or restore them"
+        )
 
     def drop(self) -> None:
         self._sink.close()
 
 
 class IntoRepository(Arrival):
-    """A repository's memory and lineage, with the ancestors that it lacks, and with ``tags`` on what comes if they are asked for."""
+    """A repository's memory and lineage, with the ancestors that it lacks, and with ``tags`` on
+    what comes if they are asked for."""
 
-    def __init__(self, opened: OpenState, core: Core, ancestry: Sequence[State], tags: Sequence[Ref], made_by: Mapping[str, Run]) -> None:
+    def __init__(
+        self,
+        opened: OpenState,
+        core: Core,
+        ancestry: Sequence[State],
+        tags: Sequence[Ref],
+        made_by: Mapping[str, Run],
+    ) -> None:
         self._core, self._ancestry, self._tags, self._made_by = core, ancestry, tags, made_by
         relatives = [state.uid for state in ancestry[:10]]
-        self._sink = self.sink = receive_states.make_room(core, opened.manifest, party=opened.source, relatives=relatives)
+        self._sink = self.sink = receive_states.make_room(
+            core, opened.manifest, party=opened.source, relatives=relatives
+        )
 
     @classmethod
     def of(cls, sources: Sources, opened: OpenState, core: Core, *, tags: bool) -> IntoRepository:
         """Room for the state, once it is known which of its ancestors come with it."""
         with core.database.read() as session:
             is_same = clones.repository_uid(session) == opened.repository
-            is_shared = is_same and bool(clones.known(session, [opened.state.uid]))  # else one of the two is a copy of the other
+            # else one of the two is a copy of the other
+            is_shared = is_same and bool(clones.known(session, [opened.state.uid]))
         if is_shared:
             return cls(opened, core, [], [], {})
-        coming = sources.listed(lambda session: _ancestry(session, core, opened.state, tags=tags), among=opened.urls)
+        coming = sources.listed(
+            lambda session: _ancestry(session, core, opened.state, tags=tags), among=opened.urls
+        )
         return cls(opened, core, *loop.run(coming))
 
     def land(self, opened: OpenState, fetched: Fetched) -> tuple[State, None]:
@@ -371,7 +434,12 @@ class IntoRepository(Arrival):
             opened.state,
             ancestry=self._ancestry,
             tags=self._tags,
-            came=clones.Provenance(self._sink.party, opened.repository, sum(fetched.bytes_by_feed.values()), self._made_by),
+            came=clones.Provenance(
+                self._sink.party,
+                opened.repository,
+                sum(fetched.bytes_by_feed.values()),
+                self._made_by,
+            ),
         )
         return state, None
 
@@ -385,7 +453,9 @@ class IntoRepository(Arrival):
 class Pull(Move):
     """A state on its way here."""
 
-    def __init__(self, opened: OpenState, arrival: Arrival, *, timeout_s: float, is_kept: bool) -> None:
+    def __init__(
+        self, opened: OpenState, arrival: Arrival, *, timeout_s: float, is_kept: bool
+    ) -> None:
         self.state = opened.state
         self.bytes_total = sum(arrival.sink.lengths[index] for index in arrival.sink.missing())
         self._opened, self._arrival = opened, arrival
@@ -394,7 +464,9 @@ class Pull(Move):
     async def run(self, progress: Progress) -> Fetched:
         opened = self._opened
         try:
-            return await opened.fetch(self._arrival.sink, timeout_s=self._timeout_s, on_progress=progress)
+            return await opened.fetch(
+                self._arrival.sink, timeout_s=self._timeout_s, on_progress=progress
+            )
         finally:  # a cancellation at this point must not leave a connection behind
             if opened.forwarder is None:  # else it passes the state on
                 await surely(asyncio.create_task(opened.close()))
@@ -420,23 +492,32 @@ class Pull(Move):
         opened = loop.run(sources.open(self.state.uid))
         if opened.state.digest != self.state.digest:
             loop.run(opened.close())
-            raise Conflict(f"{opened.source} has another state of the uid {self.state.uid}: resume from another peer")
+            raise Conflict(
+                f"{opened.source} has another state of the uid {self.state.uid}: resume from"
+                " another peer"
+            )
         if opened.source != before.source:
             self._arrival.joined_by(opened)
         return Pull(opened, self._arrival, timeout_s=sources.timeout_s, is_kept=self._is_kept)
 
 
-async def _ancestry(session: Session, core: Core, state: State, *, tags: bool) -> tuple[list[State], list[Ref], dict[str, Run]]:
-    """The ancestors that the repository lacks, newest first, down to where it has every parent; the tags and the runs of all that come.
+async def _ancestry(
+    session: Session, core: Core, state: State, *, tags: bool
+) -> tuple[list[State], list[Ref], dict[str, Run]]:
+    """The ancestors that the repository lacks, newest first, down to where it has every parent; the
+    tags and the runs of all that come.
 
-    A page of which it has every state is not the end: states that a merge brought in from elsewhere may be older than that.
+    A page of which it has every state is not the end: states that a merge brought in from elsewhere
+    may be older than that.
     """
     coming: list[State] = []
     listed = {state.uid: state}
     room = Share(Budget(2 * LISTED_BYTES))
     made_by = runs_of((await session.log(state.uid, limit=1, after=None)).runs)
     after: str | None = state.uid
-    while after is not None and await asyncio.to_thread(receive_states.lacks_parents, core, [state, *coming]):
+    while after is not None and await asyncio.to_thread(
+        receive_states.lacks_parents, core, [state, *coming]
+    ):
         page = await session.log(state.uid, limit=PAGE, after=after, room=room)
         states = states_of(page.states, page.runs)
         made_by |= runs_of(page.runs)

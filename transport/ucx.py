@@ -1,7 +1,9 @@
-"""Bytes over UCX: control frames over our own TCP channel, data as tag messages between workers that run in processes of their own.
+"""Bytes over UCX: control frames over our own TCP channel, data as tag messages between workers
+that run in processes of their own.
 
-UCX's own listeners are not used: they bind every interface and authenticate nobody. The port of a worker cannot be avoided, so UCX runs in
-a process that has nothing to lose (``ucx_helper``). It is started when bytes first have to travel, and started anew when it ends.
+UCX's own listeners are not used: they bind every interface and authenticate nobody. The port of a
+worker cannot be avoided, so UCX runs in a process that has nothing to lose (``ucx_helper``). It is
+started when bytes first have to travel, and started anew when it ends.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ _SAID_BYTES = 256 << 10  # bytes of UCX's log that are passed on
 _ETHERNET = ("tcp/", "self/")
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "PYTHONHOME")
 _OURS = {
-    "UCX_TLS": "^sm,cuda",  # a peer's address decides what is opened and dialled: other processes' memory is excluded
+    "UCX_TLS": (
+        "^sm,cuda"
+    ),  # a peer's address decides what is opened and dialled: other processes' memory is excluded
     "UCX_TCP_TX_SEG_SIZE": "1M",  # the defaults move a third of what this moves
     "UCX_TCP_RX_SEG_SIZE": "1M",
     "UCX_TCP_CONN_NB": "y",  # an address that does not answer blocks nothing
@@ -87,12 +91,25 @@ class _Transfer:
 class Helper:
     """A helper, created by ``start``; belongs to the loop thread.
 
-    ``address`` says where it is, ``open`` what it could not be forbidden. Once it ``is_over``, everything raises ``Disconnected``,
-    with the reason why it ended.
+    ``address`` says where it is, ``open`` what it could not be forbidden. Once it ``is_over``,
+    everything raises ``Disconnected``, with the reason why it ended.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, said: IO[bytes], out: Region, into: Region) -> None:
-        self._process, self._control, self._said, self.out, self.into = process, control, said, out, into
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        control: socket.socket,
+        said: IO[bytes],
+        out: Region,
+        into: Region,
+    ) -> None:
+        self._process, self._control, self._said, self.out, self.into = (
+            process,
+            control,
+            said,
+            out,
+            into,
+        )
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count()
         self._transfers: dict[int, _Transfer] = {}
@@ -113,7 +130,8 @@ class Helper:
 
     @classmethod
     async def start(cls, environment: dict[str, str]) -> Helper:
-        """A process that waits for orders. ``environment`` has the settings of UCX that this class does not set itself.
+        """A process that waits for orders. ``environment`` has the settings of UCX that this class
+        does not set itself.
 
         :raises Unavailable: it does not start; the error says why.
         """
@@ -159,7 +177,7 @@ class Helper:
         self._end(Disconnected("the data plane was closed"))
         await asyncio.shield(self._ended)
 
-    # --- orders to the helper ---------------------------------------------------------------------------------------------
+    # --- orders to the helper ---------------------------------------------------------------------
 
     async def connect(self, address: bytes) -> int:
         """The number of a new link to a worker."""
@@ -173,7 +191,9 @@ class Helper:
             self._hang()
             await made  # it failed with the helper
         except asyncio.CancelledError:
-            made.add_done_callback(lambda made: self._forget(link) if not made.exception() else None)
+            made.add_done_callback(
+                lambda made: self._forget(link) if not made.exception() else None
+            )
             raise
         return link
 
@@ -188,17 +208,31 @@ class Helper:
             self._hang()
 
     def _hang(self) -> None:
-        self._end(Disconnected(f"the process that runs UCX (pid {self.pid}) does not answer any more"))
+        self._end(
+            Disconnected(f"the process that runs UCX (pid {self.pid}) does not answer any more")
+        )
 
     def send(self, link: int, tag: int, stretch: Stretch) -> asyncio.Future[None]:
-        """Send the bytes in a stretch of ``out``, which is given back afterwards. A caller that stops waiting leaves the future done."""
-        return self._begin(self.out, stretch, Send(next(self._numbers), link, tag, stretch.start, stretch.length))
+        """Send the bytes in a stretch of ``out``, which is given back afterwards.
+
+        A caller that stops waiting leaves the future done."""
+        return self._begin(
+            self.out, stretch, Send(next(self._numbers), link, tag, stretch.start, stretch.length)
+        )
 
     def receive(self, link: int, tag: int, stretch: Stretch) -> asyncio.Future[None]:
-        """Receive into a stretch of ``into``. If that succeeds while the future is waited for, the caller gives the stretch back."""
-        return self._begin(self.into, stretch, Receive(next(self._numbers), link, tag, stretch.start, stretch.length))
+        """Receive into a stretch of ``into``.
 
-    def _begin(self, region: Region, stretch: Stretch, order: Send | Receive) -> asyncio.Future[None]:
+        If that succeeds while the future is waited for, the caller gives the stretch back."""
+        return self._begin(
+            self.into,
+            stretch,
+            Receive(next(self._numbers), link, tag, stretch.start, stretch.length),
+        )
+
+    def _begin(
+        self, region: Region, stretch: Stretch, order: Send | Receive
+    ) -> asyncio.Future[None]:
         done: asyncio.Future[None] = self._loop.create_future()
         self._order(order)
         self._transfers[order.number] = _Transfer(region, stretch, done)
@@ -219,7 +253,7 @@ class Helper:
         assert self._error is not None
         return again(self._error)
 
-    # --- reports from the helper ------------------------------------------------------------------------------------------
+    # --- reports from the helper ------------------------------------------------------------------
 
     def take(self, report: Report) -> None:
         """Act on a report.
@@ -263,11 +297,13 @@ class Helper:
             self.moved += 1
         _settle(transfer.done, error)
 
-    # --- life and death ---------------------------------------------------------------------------------------------------
+    # --- life and death ---------------------------------------------------------------------------
 
     async def _connect(self) -> None:
         await self._loop.connect_read_pipe(lambda: self._words, self._said)
-        self._channel, _ = await self._loop.create_connection(lambda: _Protocol(self), sock=self._control)
+        self._channel, _ = await self._loop.create_connection(
+            lambda: _Protocol(self), sock=self._control
+        )
         try:
             async with asyncio.timeout(_START_S):
                 started = await asyncio.shield(self._started)
@@ -278,9 +314,15 @@ class Helper:
         except asyncio.CancelledError:
             self._end(Disconnected("the data plane was closed"))
             raise
-        self.address, self.versions, self.resources, self.open = started.address, started.versions, started.resources, started.open
+        self.address, self.versions, self.resources, self.open = (
+            started.address,
+            started.versions,
+            started.resources,
+            started.open,
+        )
         is_registered = any(not resource.startswith(_ETHERNET) for resource in started.resources)
-        self.out.hand_over(is_writable_there=is_registered)  # RDMA registers memory only as a whole; receivers compare digests
+        # RDMA registers memory only as a whole; receivers compare digests
+        self.out.hand_over(is_writable_there=is_registered)
         self.into.hand_over(is_writable_there=True)
         self._order(Go(is_registered))
 
@@ -301,7 +343,8 @@ class Helper:
         finally:  # the loop may be stopped meanwhile, and that waits for this
             if not is_told:
                 self._error = Disconnected(
-                    f"the process that runs UCX (pid {self.pid}) {_cause(self._process.returncode)}{self._words.last}"
+                    f"the process that runs UCX (pid {self.pid})"
+                    f" {_cause(self._process.returncode)}{self._words.last}"
                 )
             if self._channel is not None:
                 self._channel.close()
@@ -320,7 +363,10 @@ class Helper:
     def _fail(self) -> None:
         error = self._gone()
         fail(self._started, error)
-        for future in (*self._connecting.values(), *(transfer.done for transfer in self._transfers.values())):
+        for future in (
+            *self._connecting.values(),
+            *(transfer.done for transfer in self._transfers.values()),
+        ):
             fail(future, error)
         for future in self._closing.values():
             _settle(future, None)
@@ -344,14 +390,17 @@ class _Protocol(asyncio.Protocol):
             for report in self._inbox.take(data):
                 self._helper.take(report)
         except ValueError as exc:  # includes msgspec's errors
-            self._helper.lost(f"the process that runs UCX was ended: it reports what makes no sense ({exc})")
+            self._helper.lost(
+                f"the process that runs UCX was ended: it reports what makes no sense ({exc})"
+            )
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._helper.lost()
 
 
 class _Words(asyncio.Protocol):
-    """The log of UCX, which is copied to standard error, and its last words, which say why it ended."""
+    """The log of UCX, which is copied to standard error, and its last words, which say why it
+    ended."""
 
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=3)
@@ -380,7 +429,9 @@ class _Words(asyncio.Protocol):
             self._pipe.close()
 
 
-def _spawn(descriptors: tuple[int, int, int], words: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+def _spawn(
+    descriptors: tuple[int, int, int], words: int, environment: dict[str, str]
+) -> subprocess.Popen[bytes]:
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -397,7 +448,13 @@ def _spawn(descriptors: tuple[int, int, int], words: int, environment: dict[str,
         "PYTHONSAFEPATH": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    command = [sys.executable, "-m", "datastates.transport.ucx_helper", *map(str, descriptors), str(os.getpid())]
+    command = [
+        sys.executable,
+        "-m",
+        "datastates.transport.ucx_helper",
+        *map(str, descriptors),
+        str(os.getpid()),
+    ]
     return subprocess.Popen(
         command,
         env={**_OURS, **environment, **kept, **own},
@@ -435,7 +492,10 @@ def _cause(code: int | None) -> str:
 
 
 def _unreachable(problem: str) -> str:
-    return f"the peer's data plane cannot be reached ({_printable(problem)}): see UCX_NET_DEVICES and UCX_TLS"
+    return (
+        f"the peer's data plane cannot be reached ({_printable(problem)}): see UCX_NET_DEVICES and"
+        " UCX_TLS"
+    )
 
 
 def _printable(text: str) -> str:
@@ -453,7 +513,8 @@ def _leave_all() -> None:
     _alive.clear()
     for helper in _inherited:
         helper.leave()
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_inherited))  # asyncio's parts of them belong to the parent's loop: never touched here
+    # asyncio's parts of them belong to the parent's loop: never touched here
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_inherited))
 
 
 os.register_at_fork(after_in_child=_leave_all)
@@ -469,14 +530,26 @@ _COPIED_AT_ONCE = 256 << 10  # on the loop's thread: waking another thread takes
 class UcxLink(Link):
     """Tag messages to and from one peer; UCX matches tags over all peers of the helper.
 
-    What is sent is copied into the helper's memory, and what arrives is copied out of it, so a later check covers bytes that no other
-    process can change. A message of more than ``PART_BYTES`` travels as several with its tag, which UCX keeps in order. UCX notices a
-    message that is longer than the memory. A shorter one leaves the rest of the memory as it was, and nothing reports that: the digest
-    reveals it.
+    What is sent is copied into the helper's memory, and what arrives is copied out of it, so a
+    later check covers bytes that no other process can change. A message of more than ``PART_BYTES``
+    travels as several with its tag, which UCX keeps in order. UCX notices a message that is longer
+    than the memory. A shorter one leaves the rest of the memory as it was, and nothing reports
+    that: the digest reveals it.
     """
 
-    def __init__(self, helper: Helper, number: int, threads: ThreadPoolExecutor, on_abort: Callable[[UcxLink], None]) -> None:
-        self._helper, self._number, self._threads, self._on_abort = helper, number, threads, on_abort
+    def __init__(
+        self,
+        helper: Helper,
+        number: int,
+        threads: ThreadPoolExecutor,
+        on_abort: Callable[[UcxLink], None],
+    ) -> None:
+        self._helper, self._number, self._threads, self._on_abort = (
+            helper,
+            number,
+            threads,
+            on_abort,
+        )
         self._transfers = Transfers()
         self._waiting: set[asyncio.Future[None]] = set()  # wait for the helper
         self._unposted: set[asyncio.Future[None]] = set()
@@ -496,7 +569,10 @@ class UcxLink(Link):
         try:
             await self._transfers.run(self._receive(tag, into.cast("B"), posted))
         except PeerFault as exc:
-            raise PeerFault(f"the message of tag {tag} has more than the {into.nbytes} bytes that were waited for") from exc
+            raise PeerFault(
+                f"the message of tag {tag} has more than the {into.nbytes} bytes that were"
+                " waited for"
+            ) from exc
 
     async def posted(self) -> None:
         """Wait until each receive that was begun has memory in the helper."""
@@ -505,7 +581,8 @@ class UcxLink(Link):
             await asyncio.wait(list(self._unposted))
 
     async def abort(self) -> None:
-        """Abort; takes only as long as the copies under way, whatever the peer and the helper do."""
+        """Abort; takes only as long as the copies under way, whatever the peer and the helper
+        do."""
         if self._aborting is None:
             self._aborting = asyncio.create_task(self._abort())
         await asyncio.shield(self._aborting)
@@ -552,7 +629,9 @@ class UcxLink(Link):
             posted.set_result(None)
         await asyncio.gather(*landing)
 
-    async def _land(self, arrived: asyncio.Future[None], stretch: Stretch, into: memoryview) -> None:
+    async def _land(
+        self, arrived: asyncio.Future[None], stretch: Stretch, into: memoryview
+    ) -> None:
         await arrived  # from here on the stretch is ours
         try:
             await self._copy(into, self._helper.into.view(stretch))
@@ -583,7 +662,8 @@ def _parts(memory: memoryview) -> Iterator[memoryview]:
 
 
 def _copy(into: memoryview, data: memoryview) -> None:
-    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))  # lets other threads run meanwhile
+    # lets other threads run meanwhile
+    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))
 
 
 # Bytes over UCX: control frames over our own TCP channel, data as tag messages between workers
@@ -599,8 +679,8 @@ _logger = logging.getLogger(__name__)
 
 
 class UcxTransport(TcpTransport):
-    """``ucx://host:port``. One helper for each process, started on first use. It is bound to the devices of the addresses that are served
-    or dialled, and ends when this process does."""
+    """``ucx://host:port``. One helper for each process, started on first use. It is bound to the
+    devices of the addresses that are served or dialled, and ends when this process does."""
 
     scheme = "ucx"
 
@@ -617,7 +697,12 @@ class UcxTransport(TcpTransport):
         self._pause_until = 0.0
 
     async def listen(
-        self, url: str, accept: Callable[[Channel], Awaitable[None]], *, tls: Tls | None = None, door: Door | None = None
+        self,
+        url: str,
+        accept: Callable[[Channel], Awaitable[None]],
+        *,
+        tls: Tls | None = None,
+        door: Door | None = None,
     ) -> Listener:
         """Listen on one address; bytes over UCX may then also travel by its device."""
         listener = await super().listen(url, accept, tls=tls, door=door)
@@ -661,7 +746,13 @@ class UcxTransport(TcpTransport):
 
     async def close(self) -> None:
         """Abort every link, and end the helper."""
-        helper, threads, self._helper, self._threads, self._making = self._helper, self._threads, None, None, None
+        helper, threads, self._helper, self._threads, self._making = (
+            self._helper,
+            self._threads,
+            None,
+            None,
+            None,
+        )
         self._in_vain, self._pause_until = 0, 0.0
         self._devices.clear()
         try:
@@ -686,11 +777,15 @@ class UcxTransport(TcpTransport):
                 await self._look_back()
                 self._helper = await Helper.start(self._environment())
                 if self._helper.open:
-                    _logger.info("the process that runs UCX could not be forbidden all: %s", ", ".join(self._helper.open))
+                    _logger.info(
+                        "the process that runs UCX could not be forbidden all: %s",
+                        ", ".join(self._helper.open),
+                    )
             return self._helper
 
     async def _look_back(self) -> None:
-        """Check why the last helper ended. After several that moved nothing, no helper is started for a while.
+        """Check why the last helper ended. After several that moved nothing, no helper is started
+        for a while.
 
         :raises Unavailable: this is that while.
         """
@@ -705,11 +800,14 @@ class UcxTransport(TcpTransport):
                 self._in_vain, self._pause_until = 0, time.monotonic() + _PAUSE_S
         left = self._pause_until - time.monotonic()
         if left > 0:
-            raise Unavailable(f"{self._cause}; so did {_IN_VAIN} in a row that moved nothing: the next is started in {left:.0f} s")
+            raise Unavailable(
+                f"{self._cause}; so did {_IN_VAIN} in a row that moved nothing: the next is started"
+                f" in {left:.0f} s"
+            )
 
     async def bind(self, host: str | None) -> None:
-        """Let bytes also travel by the device of this address; None: by all devices. A helper that lacks it is replaced by one that has
-        it."""
+        """Let bytes also travel by the device of this address; None: by all devices. A helper
+        that lacks it is replaced by one that has it."""
         device = device_of(host) if host is not None else None
         if device in self._devices:
             return
@@ -720,14 +818,17 @@ class UcxTransport(TcpTransport):
             await helper.close()
 
     def _environment(self) -> dict[str, str]:
-        """The devices that UCX uses: those of our addresses, and RDMA; all devices if one of the addresses has no device or is every
-        address."""
+        """The devices that UCX uses: those of our addresses, and RDMA; all devices if one of the
+        addresses has no device or is every address."""
         if None in self._devices:
             return {}
         found = sorted(device for device in self._devices if device is not None) or ["lo"]
         if found == ["lo"]:
             return {"UCX_NET_DEVICES": "lo"}
-        return {"UCX_NET_DEVICES": ",".join([*found, *rdma_devices()]), "UCX_WARN_INVALID_CONFIG": "n"}
+        return {
+            "UCX_NET_DEVICES": ",".join([*found, *rdma_devices()]),
+            "UCX_WARN_INVALID_CONFIG": "n",
+        }
 
 
 def _told(raw: bytes) -> bytes:
@@ -735,8 +836,16 @@ def _told(raw: bytes) -> bytes:
 
 
 def _checked(address: bytes) -> bytes:
-    """UCX's part of an address. Damage in transit is detected; what a peer makes up is the helper's risk."""
-    digest, raw = address[len(_MAGIC) : len(_MAGIC) + _DIGEST_BYTES], address[len(_MAGIC) + _DIGEST_BYTES :]
+    """UCX's part of an address.
+
+    Damage in transit is detected; what a peer makes up is the helper's risk."""
+    digest, raw = (
+        address[len(_MAGIC) : len(_MAGIC) + _DIGEST_BYTES],
+        address[len(_MAGIC) + _DIGEST_BYTES :],
+    )
     if not address.startswith(_MAGIC) or not raw or blake3(raw).digest(_DIGEST_BYTES) != digest:
-        raise PeerFault(f"the peer's address for data ({len(address)} bytes) is damaged, or none of UCX: does it serve ucx:// too?")
+        raise PeerFault(
+            f"the peer's address for data ({len(address)} bytes) is damaged, or none of UCX: does"
+            " it serve ucx:// too?"
+        )
     return raw

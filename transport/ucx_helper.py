@@ -1,10 +1,12 @@
-"""The process that runs UCX for a training: ``python -m datastates.transport.ucx_helper SOCKET OUT IN PARENT``.
+"""The process that runs UCX for a training: ``python -m datastates.transport.ucx_helper SOCKET OUT
+IN PARENT``.
 
 OUT, IN and SOCKET are descriptors.
 
-Anyone who reaches UCX's TCP port may write to any address of the process that opened it, and a bad address from a peer ends that process.
-So this process holds nothing worth having: no secret, no file, and no memory except what is in transit. It is single-threaded: it waits for
-UCX and for orders at once, and reports everything that has ended by then together.
+Anyone who reaches UCX's TCP port may write to any address of the process that opened it, and a bad
+address from a peer ends that process. So this process holds nothing worth having: no secret, no
+file, and no memory except what is in transit. It is single-threaded: it waits for UCX and for
+orders at once, and reports everything that has ended by then together.
 """
 
 from __future__ import annotations
@@ -23,10 +25,26 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
-from .ucx_messages import Close, Closed, Connect, Connected, Ended, Failed, Go, Order, Receive, Report, Send, Started, frame, orders
+from .ucx_messages import (
+    Close,
+    Closed,
+    Connect,
+    Connected,
+    Ended,
+    Failed,
+    Go,
+    Order,
+    Receive,
+    Report,
+    Send,
+    Started,
+    frame,
+    orders,
+)
 
 SWITCH: Final = "DATASTATES_UCX_CONFINED"
-"""If this is 0 in the environment, the helper omits Landlock and seccomp, to find out whether one of them keeps a device from working."""
+"""If this is 0 in the environment, the helper omits Landlock and seccomp, to find out whether
+one of them keeps a device from working."""
 
 _MEMORY = 2 << 30  # what strangers can make it take, beyond what UCX has when it has started
 _DESCRIPTORS = 4096
@@ -42,12 +60,18 @@ _LANDLOCK_RESTRICT = 446
 _CONFINEMENT_READ = 12
 _ORDER = 14 | 1 << 15
 _ANYTHING = (1 << 16) - 1
-_FILES: Final = {"/sys": _CONFINEMENT_READ, "/proc/sys": _CONFINEMENT_READ, "/proc/self/net": _CONFINEMENT_READ, "/dev/infiniband": _ORDER}
+_FILES: Final = {
+    "/sys": _CONFINEMENT_READ,
+    "/proc/sys": _CONFINEMENT_READ,
+    "/proc/self/net": _CONFINEMENT_READ,
+    "/dev/infiniband": _ORDER,
+}
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def bind_to(parent: int) -> None:
-    """End when the thread that started this process ends, and at once if ``parent`` is dead already."""
+    """End when the thread that started this process ends, and at once if ``parent`` is dead
+    already."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -63,7 +87,8 @@ def before() -> list[str]:
     problems = []
     if not _drop_capabilities():
         problems.append("capabilities")
-    if os.environ.get(SWITCH) == "0" or not _landlock({**_FILES, "/tmp": _ANYTHING}):  # tmpfile() knows no other place
+    if os.environ.get(SWITCH) == "0" or not _landlock({**_FILES, "/tmp": _ANYTHING}):
+        # tmpfile() knows no other place
         problems.append("Landlock")
     return problems
 
@@ -94,15 +119,18 @@ def _drop_capabilities() -> bool:
     return bool(_libc.capset(header, struct.pack("=6I", kept, kept, 0, 0, 0, 0)) == 0)
 
 
-# --- Landlock ---------------------------------------------------------------------------------------------------------------
+# --- Landlock -------------------------------------------------------------------------------------
 
 
 def _landlock(files: Mapping[str, int]) -> bool:
-    """Allow reading what the kernel says of devices, and no other file; signals, abstract sockets and debugging stay in this process."""
+    """Allow reading what the kernel says of devices, and no other file; signals, abstract
+    sockets and debugging stay in this process."""
     version = _libc.syscall(_LANDLOCK_CREATE, None, 0, 1)
     if version < 1:
         return False
-    rights = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1}.get(version, (1 << 16) - 1)
+    rights = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1}.get(
+        version, (1 << 16) - 1
+    )
     attributes = struct.pack("=Q", rights) if version < 6 else struct.pack("=QQQ", rights, 0, 0b11)
     ruleset = _libc.syscall(_LANDLOCK_CREATE, attributes, len(attributes), 0)
     if ruleset < 0:
@@ -119,12 +147,14 @@ def _landlock(files: Mapping[str, int]) -> bool:
 def _permit(ruleset: int, folder: str, rights: int) -> bool:
     place = os.open(folder, os.O_PATH | os.O_DIRECTORY)
     try:
-        return bool(_libc.syscall(_LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", rights, place), 0) == 0)
+        return bool(
+            _libc.syscall(_LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", rights, place), 0) == 0
+        )
     finally:
         os.close(place)
 
 
-# --- seccomp ----------------------------------------------------------------------------------------------------------------
+# --- seccomp --------------------------------------------------------------------------------------
 
 _LOAD = 32
 _IF_EQUAL = 21
@@ -153,23 +183,92 @@ _F_SETOWN_EX = 15
 
 # Numbers on x86-64 and on aarch64; None: the call does not exist there.
 _ALLOWED: Final[dict[str, tuple[int | None, int | None]]] = {
-    "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67), "close": (3, 57), "fstat": (5, 80),
-    "newfstatat": (262, 79), "lseek": (8, 62), "stat": (4, None), "lstat": (6, None), "readlink": (89, None), "readlinkat": (267, 78),
-    "getdents64": (217, 61), "poll": (7, None), "ppoll": (271, 73), "select": (23, None), "pselect6": (270, 72), "dup": (32, 23),
-    "epoll_create1": (291, 20), "epoll_ctl": (233, 21), "epoll_wait": (232, None), "epoll_pwait": (281, 22), "epoll_pwait2": (441, 441),
-    "eventfd2": (290, 19), "timerfd_create": (283, 85), "timerfd_settime": (286, 86), "timerfd_gettime": (287, 87), "pipe2": (293, 59),
-    "bind": (49, 200), "listen": (50, 201), "accept": (43, 202), "accept4": (288, 242), "connect": (42, 203), "getsockname": (51, 204),
-    "getpeername": (52, 205), "sendto": (44, 206), "recvfrom": (45, 207), "sendmsg": (46, 211), "recvmsg": (47, 212),
-    "setsockopt": (54, 208), "getsockopt": (55, 209), "shutdown": (48, 210), "recvmmsg": (299, 243), "sendmmsg": (307, 269),
-    "brk": (12, 214), "munmap": (11, 215), "mremap": (25, 216), "madvise": (28, 233), "mlock": (149, 228), "munlock": (150, 229),
-    "futex": (202, 98), "set_robust_list": (273, 99), "get_robust_list": (274, 100), "set_tid_address": (218, 96), "rseq": (334, 293),
-    "membarrier": (324, 283), "sched_yield": (24, 124), "sched_getaffinity": (204, 123), "getcpu": (309, 168),
-    "nanosleep": (35, 101), "clock_gettime": (228, 113), "clock_getres": (229, 114), "clock_nanosleep": (230, 115),
-    "gettimeofday": (96, 169), "time": (201, None), "sigaltstack": (131, 132), "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135),
-    "rt_sigreturn": (15, 139), "restart_syscall": (219, 128), "getpid": (39, 172), "getppid": (110, 173), "gettid": (186, 178),
-    "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177), "getrusage": (98, 165),
-    "getrlimit": (97, 163), "sysinfo": (99, 179), "uname": (63, 160), "getrandom": (318, 278), "exit": (60, 93), "exit_group": (231, 94),
-}  # fmt: skip
+    "read": (0, 63),
+    "write": (1, 64),
+    "readv": (19, 65),
+    "writev": (20, 66),
+    "pread64": (17, 67),
+    "close": (3, 57),
+    "fstat": (5, 80),
+    "newfstatat": (262, 79),
+    "lseek": (8, 62),
+    "stat": (4, None),
+    "lstat": (6, None),
+    "readlink": (89, None),
+    "readlinkat": (267, 78),
+    "getdents64": (217, 61),
+    "poll": (7, None),
+    "ppoll": (271, 73),
+    "select": (23, None),
+    "pselect6": (270, 72),
+    "dup": (32, 23),
+    "epoll_create1": (291, 20),
+    "epoll_ctl": (233, 21),
+    "epoll_wait": (232, None),
+    "epoll_pwait": (281, 22),
+    "epoll_pwait2": (441, 441),
+    "eventfd2": (290, 19),
+    "timerfd_create": (283, 85),
+    "timerfd_settime": (286, 86),
+    "timerfd_gettime": (287, 87),
+    "pipe2": (293, 59),
+    "bind": (49, 200),
+    "listen": (50, 201),
+    "accept": (43, 202),
+    "accept4": (288, 242),
+    "connect": (42, 203),
+    "getsockname": (51, 204),
+    "getpeername": (52, 205),
+    "sendto": (44, 206),
+    "recvfrom": (45, 207),
+    "sendmsg": (46, 211),
+    "recvmsg": (47, 212),
+    "setsockopt": (54, 208),
+    "getsockopt": (55, 209),
+    "shutdown": (48, 210),
+    "recvmmsg": (299, 243),
+    "sendmmsg": (307, 269),
+    "brk": (12, 214),
+    "munmap": (11, 215),
+    "mremap": (25, 216),
+    "madvise": (28, 233),
+    "mlock": (149, 228),
+    "munlock": (150, 229),
+    "futex": (202, 98),
+    "set_robust_list": (273, 99),
+    "get_robust_list": (274, 100),
+    "set_tid_address": (218, 96),
+    "rseq": (334, 293),
+    "membarrier": (324, 283),
+    "sched_yield": (24, 124),
+    "sched_getaffinity": (204, 123),
+    "getcpu": (309, 168),
+    "nanosleep": (35, 101),
+    "clock_gettime": (228, 113),
+    "clock_getres": (229, 114),
+    "clock_nanosleep": (230, 115),
+    "gettimeofday": (96, 169),
+    "time": (201, None),
+    "sigaltstack": (131, 132),
+    "rt_sigaction": (13, 134),
+    "rt_sigprocmask": (14, 135),
+    "rt_sigreturn": (15, 139),
+    "restart_syscall": (219, 128),
+    "getpid": (39, 172),
+    "getppid": (110, 173),
+    "gettid": (186, 178),
+    "getuid": (102, 174),
+    "geteuid": (107, 175),
+    "getgid": (104, 176),
+    "getegid": (108, 177),
+    "getrusage": (98, 165),
+    "getrlimit": (97, 163),
+    "sysinfo": (99, 179),
+    "uname": (63, 160),
+    "getrandom": (318, 278),
+    "exit": (60, 93),
+    "exit_group": (231, 94),
+}
 # Calls that are allowed unless the argument at this place is one of these values.
 _UNLESS: Final[dict[str, tuple[tuple[int, int], int, tuple[int, ...]]]] = {
     "socket": ((41, 198), 0, (_AF_UNIX, _AF_PACKET)),
@@ -201,18 +300,35 @@ def _seccomp() -> bool:
 
 
 def _program(column: int, architecture: int) -> list[bytes]:
-    lines = [_line(_LOAD, _ARCHITECTURE), _line(_IF_EQUAL, architecture, 1, 0), _line(_RETURN, _KILL), _line(_LOAD, _NUMBER)]
+    lines = [
+        _line(_LOAD, _ARCHITECTURE),
+        _line(_IF_EQUAL, architecture, 1, 0),
+        _line(_RETURN, _KILL),
+        _line(_LOAD, _NUMBER),
+    ]
     for numbers in _ALLOWED.values():
         if (number := numbers[column]) is not None:
             lines += _case(number, [_line(_RETURN, _ALLOW)])
     for numbers, place, values in _UNLESS.values():
-        tests = [line for value in values for line in (_line(_IF_EQUAL, value, 0, 1), _line(_RETURN, _REFUSE))]
+        tests = [
+            line
+            for value in values
+            for line in (_line(_IF_EQUAL, value, 0, 1), _line(_RETURN, _REFUSE))
+        ]
         lines += _case(numbers[column], [_argument(place), *tests, _line(_RETURN, _ALLOW)])
     for numbers, place, bits, must in _BITS.values():
         ends = (_ALLOW, _REFUSE) if must else (_REFUSE, _ALLOW)
-        lines += _case(numbers[column], [_argument(place), _line(_IF_ANY, bits, 0, 1), *(_line(_RETURN, end) for end in ends)])
+        lines += _case(
+            numbers[column],
+            [_argument(place), _line(_IF_ANY, bits, 0, 1), *(_line(_RETURN, end) for end in ends)],
+        )
     for numbers, owner in ((_TGKILL, os.getpid()), (_PRLIMIT, 0)):  # to itself: abort needs it
-        test = [_argument(0), _line(_IF_EQUAL, owner, 0, 1), _line(_RETURN, _ALLOW), _line(_RETURN, _REFUSE)]
+        test = [
+            _argument(0),
+            _line(_IF_EQUAL, owner, 0, 1),
+            _line(_RETURN, _ALLOW),
+            _line(_RETURN, _REFUSE),
+        ]
         lines += _case(numbers[column], test)
     return [*lines, *_case(_CLONE3, [_line(_RETURN, _ABSENT)]), _line(_RETURN, _REFUSE)]
 
@@ -245,7 +361,8 @@ class Helper:
     """One worker, its endpoints, and the transfers under way."""
 
     def __init__(self, control: socket.socket, out: int, into: int) -> None:
-        sys.modules.setdefault("dask", None)  # type: ignore[arg-type]  # not there: ucxx would import all of it for what only its benchmarks use
+        # not there: ucxx would import all of it for what only its benchmarks use
+        sys.modules.setdefault("dask", None)  # type: ignore[arg-type]
         from ucxx import exceptions, get_ucx_address_from_buffer, types
         from ucxx._lib import arr, libucxx
 
@@ -264,7 +381,9 @@ class Helper:
         still_open = before()  # UCX has a thread as soon as there is a context
         context = self._libucxx.UCXContext({})
         resources = tuple(dict.fromkeys(_RESOURCE.findall(context.info)))
-        self._worker = self._libucxx.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
+        self._worker = self._libucxx.UCXWorker(
+            context, enable_delayed_submission=False, enable_python_future=False
+        )
         self._worker.init_blocking_progress_mode()
         import ucxx
 
@@ -318,7 +437,9 @@ class Helper:
     def _connect(self, order: Connect) -> None:
         try:
             place = self._place(order.address)
-            self._links[order.link] = self._libucxx.UCXEndpoint.create_from_worker_address(self._worker, place, True)
+            self._links[order.link] = self._libucxx.UCXEndpoint.create_from_worker_address(
+                self._worker, place, True
+            )
         except self._error as exc:
             self._say(Connected(order.link, str(exc)[:500]))
         else:
@@ -359,7 +480,9 @@ class Helper:
         endpoint = self._links.pop(link, None)
         if endpoint is not None:
             endpoint.close_blocking(_CLOSE_NS, 1)
-        while any(owner == link and not request.completed for owner, request in self._under_way.values()):
+        while any(
+            owner == link and not request.completed for owner, request in self._under_way.values()
+        ):
             self._worker.progress()
         self._look()
         self._say(Closed(link))
@@ -392,7 +515,8 @@ def main() -> None:
         control.sendall(frame(Failed(f"{exc}"[:500] or type(exc).__name__)))
         return
     helper.serve()
-    ctypes.CDLL(None)._exit(0)  # there is nothing to wind up, and UCX's threads need not be waited for
+    # there is nothing to wind up, and UCX's threads need not be waited for
+    ctypes.CDLL(None)._exit(0)
 
 
 if __name__ == "__main__":

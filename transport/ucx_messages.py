@@ -1,7 +1,9 @@
-"""The messages between a training and the process that runs UCX for it: frames of MessagePack on a socket between the two.
+"""The messages between a training and the process that runs UCX for it: frames of MessagePack on a
+socket between the two.
 
-Orders go to the helper, reports come back. Either side treats what it receives as bytes from a process that may have been taken over: every
-field has bounds, and a report that nobody asked for ends the helper.
+Orders go to the helper, reports come back. Either side treats what it receives as bytes from a
+process that may have been taken over: every field has bounds, and a report that nobody asked for
+ends the helper.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ _Text = Annotated[str, Meta(max_length=500)]
 
 
 class Started(Struct, frozen=True, tag=0, array_like=True):
-    """The worker is ready. ``resources`` are its transports with their devices (``tcp/eth0``); ``open`` is what could not be forbidden."""
+    """The worker is ready.
+
+    ``resources`` are its transports with their devices (``tcp/eth0``); ``open`` is what could
+    not be forbidden."""
 
     address: _Address
     versions: tuple[_Text, _Text]
@@ -41,7 +46,8 @@ class Started(Struct, frozen=True, tag=0, array_like=True):
 
 
 class Go(Struct, frozen=True, tag=1, array_like=True):
-    """The memory may be mapped: the outgoing region for writing too, if devices do not accept it otherwise."""
+    """The memory may be mapped: the outgoing region for writing too, if devices do not accept it
+    otherwise."""
 
     is_writable: bool
 
@@ -81,7 +87,9 @@ class Receive(Struct, frozen=True, tag=5, array_like=True):
 
 
 class Ended(Struct, frozen=True, tag=6, array_like=True):
-    """A message was sent or received, unless there is a ``problem``. Its memory is not touched any more."""
+    """A message was sent or received, unless there is a ``problem``.
+
+    Its memory is not touched any more."""
 
     number: _Number
     problem: _Text | None = None
@@ -136,7 +144,9 @@ class Inbox(Generic[_T]):
         while len(rest) - start >= _HEADER:
             end = start + _HEADER + int.from_bytes(rest[start : start + _HEADER], "little")
             if end - start > _FRAME_BYTES:
-                raise ValueError(f"a frame of {end - start} bytes, at most {_FRAME_BYTES} are allowed")
+                raise ValueError(
+                    f"a frame of {end - start} bytes, at most {_FRAME_BYTES} are allowed"
+                )
             if len(rest) < end:
                 break
             yield self._decode(rest[start + _HEADER : end])
@@ -187,8 +197,9 @@ class Stretch:
 class Lending:
     """Lends out stretches of ``size`` bytes; belongs to the loop thread.
 
-    The lowest free stretch is lent first, since memory that is used again and again stays in the processor's cache. An owner gets no more
-    than what is left to the others, so that one whose peer stands still cannot keep everything.
+    The lowest free stretch is lent first, since memory that is used again and again stays in the
+    processor's cache. An owner gets no more than what is left to the others, so that one whose peer
+    stands still cannot keep everything.
     """
 
     def __init__(self, size: int) -> None:
@@ -217,7 +228,10 @@ class Lending:
         """Room for some bytes, at most ``PART_BYTES``; waits its turn."""
         if self._error is not None:
             raise self._error
-        if not any(waiting is owner for waiting, _, _ in self._waiting) and (found := self._lend(owner, length)) is not None:
+        if (
+            not any(waiting is owner for waiting, _, _ in self._waiting)
+            and (found := self._lend(owner, length)) is not None
+        ):
             return found
         future: asyncio.Future[Stretch] = asyncio.get_running_loop().create_future()
         self._waiting.append((owner, length, future))
@@ -276,7 +290,10 @@ class Lending:
         """Merge the hole at ``start`` with the holes that touch it."""
         place = next(index for index, hole in enumerate(self._holes) if hole[0] == start)
         for left in (place, place - 1):
-            if 0 <= left < len(self._holes) - 1 and self._holes[left][1] == self._holes[left + 1][0]:
+            if (
+                0 <= left < len(self._holes) - 1
+                and self._holes[left][1] == self._holes[left + 1][0]
+            ):
                 self._holes[left : left + 2] = [(self._holes[left][0], self._holes[left + 1][1])]
 
 
@@ -292,13 +309,16 @@ class Region(Lending):
         self._memory = memoryview(mmap.mmap(self.fd, size, mmap.MAP_SHARED, protection))
 
     def hand_over(self, *, is_writable_there: bool) -> None:
-        """Close our descriptor; from now on nobody else can map it for writing, unless that was agreed."""
+        """Close our descriptor; from now on nobody else can map it for writing, unless that was
+        agreed."""
         fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEAL | (0 if is_writable_there else _FUTURE_WRITE))
         os.close(self.fd)
         self.fd = -1
 
     def close(self, error: Exception) -> None:
-        """Give ``error`` to callers that wait for room, now or later. The memory is freed with the last view of it."""
+        """Give ``error`` to callers that wait for room, now or later.
+
+        The memory is freed with the last view of it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -1,4 +1,5 @@
-"""A manifest from a peer, which may be anything: checked whole before memory is taken for it or addressed by it."""
+"""A manifest from a peer, which may be anything: checked whole before memory is taken for it or
+addressed by it."""
 
 from __future__ import annotations
 
@@ -32,21 +33,31 @@ _SOURCE = "the manifest that the peer sent"
 
 _SPARE_BYTES = 1 << 30
 _SPARE_TIMES = 64
-"""How many times the stored bytes tied and expanded tensors may come to, because each is copied if nothing ties them."""
+"""How many times the stored bytes tied and expanded tensors may come to, because each is copied
+if nothing ties them."""
 
 _SPARE_CHARACTERS = 16 << 20
 _INDEX_CHARACTERS = 4
 
 _DECODED_BYTES = 1 << 30
 
-_FOREIGN = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError, MemoryError)
+_FOREIGN = (
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RecursionError,
+    MemoryError,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckedManifest:
-    """A manifest from outside that can be relied on, and its decoded parts: every tensor lies inside the stream, apart from others, under
-    one path. Only ``read_manifest``, ``check_manifest`` and ``join_parts`` make one, so that a function that is given one checks nothing
-    again. ``parts`` are the manifests, by rank, from which a state of several ranks was joined.
+    """A manifest from outside that can be relied on, and its decoded parts: every tensor lies
+    inside the stream, apart from others, under one path. Only ``read_manifest``, ``check_manifest``
+    and ``join_parts`` make one, so that a function that is given one checks nothing again.
+    ``parts`` are the manifests, by rank, from which a state of several ranks was joined.
     """
 
     manifest: Manifest
@@ -75,11 +86,15 @@ def check_manifest(sound: Sound) -> CheckedManifest:
     """Check what a consistent manifest must also fulfil if others have made it.
 
     :raises Corrupt: its tensors overlap, or its tree has other tensors.
-    :raises PeerFault: it asks for far more memory than it brings bytes, or is one part of a state of several ranks.
+    :raises PeerFault: it asks for far more memory than it brings bytes, or is one part of a state
+        of several ranks.
     """
     with distrusting():
         if sound.manifest.origin.world_size != 1:
-            raise PeerFault(f"{_SOURCE} is one of {sound.manifest.origin.world_size} ranks' parts of a state where a whole one belongs")
+            raise PeerFault(
+                f"{_SOURCE} is one of {sound.manifest.origin.world_size} ranks' parts of a state"
+                " where a whole one belongs"
+            )
         return _checked(sound.manifest, sound.specs)
 
 
@@ -93,18 +108,24 @@ def read_part(raw: bytes | memoryview, uid: str, rank: int, size: int, *, source
     origin = manifest.origin
     if (origin.uid, origin.rank, origin.world_size) != (uid, rank, size):
         found = f"rank {origin.rank} of {origin.world_size} of state {origin.uid[:10]}"
-        raise PeerFault(f"{source} is of {found}, where rank {rank} of {size} of {uid[:10]} was asked for")
+        raise PeerFault(
+            f"{source} is of {found}, where rank {rank} of {size} of {uid[:10]} was asked for"
+        )
     return manifest
 
 
 def _sound(raw: bytes | memoryview, source: str) -> Sound:
     if weigh(body_of(raw), _DECODED_BYTES) > _DECODED_BYTES:
-        raise PeerFault(f"{source} takes more than {_DECODED_BYTES} bytes of memory once it is decoded: it is refused as a trap")
+        raise PeerFault(
+            f"{source} takes more than {_DECODED_BYTES} bytes of memory once it is decoded: it is"
+            " refused as a trap"
+        )
     return decode_sound(raw, source=source)
 
 
 def join_parts(parts: Sequence[Manifest], *, rank: int = 0) -> CheckedManifest:
-    """The whole state, from the manifests of all its parts by rank, as ``read_part`` returned them. Values are those of ``rank``.
+    """The whole state, from the manifests of all its parts by rank, as ``read_part`` returned them.
+    Values are those of ``rank``.
 
     :raises Corrupt: they are not the parts of one state, or do not make a state together.
     :raises PeerFault: as ``check_manifest``.
@@ -136,25 +157,41 @@ def distrusting() -> Iterator[None]:
     except DatastatesError:
         raise
     except _FOREIGN as exc:
-        raise Corrupt(f"{_SOURCE} does not make a state ({type(exc).__name__}: {str(exc)[:200]})") from exc
+        raise Corrupt(
+            f"{_SOURCE} does not make a state ({type(exc).__name__}: {str(exc)[:200]})"
+        ) from exc
 
 
 def _check_paths(specs: Sequence[TensorSpec], skeleton: Skeleton) -> None:
-    """Check one path at a time: all of them may take a thousand times the bytes of the manifest, of which the specs are part."""
-    tensors = (path for path, node in zip(paths(skeleton.nodes), skeleton.nodes, strict=False) if node == TENSOR)
+    """Check one path at a time: all of them may take a thousand times the bytes of the manifest,
+    of which the specs are part."""
+    tensors = (
+        path
+        for path, node in zip(paths(skeleton.nodes), skeleton.nodes, strict=False)
+        if node == TENSOR
+    )
     for number, (spec, path) in enumerate(zip_longest(specs, tensors)):
         if spec is None or spec.path != path:
-            raise Corrupt(f"{_SOURCE} lists {len(specs)} tensors under other paths than its tree, which has another one at {number}")
+            raise Corrupt(
+                f"{_SOURCE} lists {len(specs)} tensors under other paths than its tree, which has"
+                f" another one at {number}"
+            )
 
 
 def _check_spread(content: Content, skeleton: Skeleton, values: Sequence[Packed]) -> None:
-    """Bound the work for paths: each leaf names its path, and a key of a dict is in the path of everything below it."""
-    most = _SPARE_CHARACTERS + _SPARE_TIMES * (len(bytes(content.skeleton)) + len(bytes(content.values)))
+    """Bound the work for paths: each leaf names its path, and a key of a dict is in the path of
+    everything below it."""
+    most = _SPARE_CHARACTERS + _SPARE_TIMES * (
+        len(bytes(content.skeleton)) + len(bytes(content.values))
+    )
     total, following = 0, iter(values)
     for node, length in zip(skeleton.nodes, path_lengths(skeleton.nodes), strict=False):
         total += _spread(next(following, None), length) if node == VALUE else length
         if total > most:
-            raise PeerFault(f"{_SOURCE} has leaves whose names take more than {most} characters: it is refused as a trap")
+            raise PeerFault(
+                f"{_SOURCE} has leaves whose names take more than {most} characters: it is refused"
+                " as a trap"
+            )
 
 
 def _spread(packed: Packed, length: int, depth: int = 0) -> int:
@@ -163,10 +200,14 @@ def _spread(packed: Packed, length: int, depth: int = 0) -> int:
         case list() if depth > MAX_DEPTH:
             raise Corrupt(f"{_SOURCE} has a value that is nested more than {MAX_DEPTH} deep")
         case ["list" | "tuple", [*items]] | ["deque", _, [*items]]:
-            return length + sum(_spread(item, length + 1 + _INDEX_CHARACTERS, depth + 1) for item in items)
+            return length + sum(
+                _spread(item, length + 1 + _INDEX_CHARACTERS, depth + 1) for item in items
+            )
         case ["dict" | "odict" | "counter", [*keys], [*items]]:
             pairs = zip(keys, items, strict=False)
-            return length + sum(_spread(item, length + 1 + _width(key), depth + 1) for key, item in pairs)
+            return length + sum(
+                _spread(item, length + 1 + _width(key), depth + 1) for key, item in pairs
+            )
         case _:
             return length
 
@@ -177,19 +218,27 @@ def _width(key: Packed) -> int:
 
 
 def _check_shards(specs: Sequence[TensorSpec]) -> None:
-    """Check that no shard overlaps another in the stream. ``check`` has already found that the shards of a tensor make it up."""
-    stretches = [(shard.start, shard.length) for spec in specs for shard in spec.shards if shard.length]
+    """Check that no shard overlaps another in the stream.
+
+    ``check`` has already found that the shards of a tensor make it up."""
+    stretches = [
+        (shard.start, shard.length) for spec in specs for shard in spec.shards if shard.length
+    ]
     stretches.sort()
     for (start, length), (following, _) in pairwise(stretches):
         if start + length > following:
-            raise Corrupt(f"{_SOURCE} has two tensors, or shards of one, over the same bytes, at {following}")
+            raise Corrupt(
+                f"{_SOURCE} has two tensors, or shards of one, over the same bytes, at {following}"
+            )
 
 
 def _check_expansion(manifest: Manifest, specs: Sequence[TensorSpec]) -> None:
     stored = sum(chunk.length for chunk in manifest.content.chunks)
     whole = sum(dtype_of(spec.dtype).itemsize * prod(spec.shape) for spec in specs)
     if whole > _SPARE_TIMES * stored + _SPARE_BYTES:
-        raise PeerFault(f"{_SOURCE} makes tensors of {whole} bytes out of {stored}: it is refused as a trap")
+        raise PeerFault(
+            f"{_SOURCE} makes tensors of {whole} bytes out of {stored}: it is refused as a trap"
+        )
 
 
 # States and refs as they travel between processes, and back.
@@ -198,7 +247,9 @@ def _check_expansion(manifest: Manifest, specs: Sequence[TensorSpec]) -> None:
 _V = TypeVar("_V")
 
 
-def records_of(session: Session, states: Iterable[State]) -> tuple[tuple[StateRecord, ...], tuple[RunRecord, ...]]:
+def records_of(
+    session: Session, states: Iterable[State]
+) -> tuple[tuple[StateRecord, ...], tuple[RunRecord, ...]]:
     """A list of states in the form for a peer, and the runs that captured them, each once."""
     held = list(states)
     made_by = runs.by_uids(session, {state.run for state in held if state.run is not None})
@@ -293,16 +344,23 @@ def _first(named: dict[str, _V]) -> dict[str, _V]:
 
 def _short(message: str | None) -> str | None:
     """As much as travels. An imported message may be longer."""
-    return message if message is None or len(message) <= MESSAGE_LENGTH else f"{message[: MESSAGE_LENGTH - 1]}…"
+    return (
+        message
+        if message is None or len(message) <= MESSAGE_LENGTH
+        else f"{message[: MESSAGE_LENGTH - 1]}…"
+    )
 
 
 def state_of(record: StateRecord, configs: Mapping[str, dict[str, Value]] | None = None) -> State:
-    """The state in a peer's record. ``configs`` are those of the runs that came with the list that contains it, by the run's uid.
+    """The state in a peer's record. ``configs`` are those of the runs that came with the list that
+    contains it, by the run's uid.
 
     :raises PeerFault: it has a status, a kind or a time that does not exist.
     """
     if configs is None:
-        configs = {} if record.run_record is None else {record.run_record.uid: record.run_record.config}
+        configs = (
+            {} if record.run_record is None else {record.run_record.uid: record.run_record.config}
+        )
     try:
         return State(
             uid=record.uid,
@@ -315,7 +373,9 @@ def state_of(record: StateRecord, configs: Mapping[str, dict[str, Value]] | None
             created_at=from_us(record.created_at_us),
             status=Status(record.status),
             parents=record.parents,
-            edges=tuple(Edge(edge.parent, EdgeKind(edge.kind), edge.weight) for edge in record.edges),
+            edges=tuple(
+                Edge(edge.parent, EdgeKind(edge.kind), edge.weight) for edge in record.edges
+            ),
             run=record.run,
             generation=record.generation,
             bytes_total=record.bytes_total,
@@ -324,7 +384,9 @@ def state_of(record: StateRecord, configs: Mapping[str, dict[str, Value]] | None
             config=configs.get(record.run or "", {}),
         )
     except (ValueError, OverflowError) as exc:
-        raise PeerFault(f"the peer's state {record.uid} is none that this version knows: {exc}") from exc
+        raise PeerFault(
+            f"the peer's state {record.uid} is none that this version knows: {exc}"
+        ) from exc
 
 
 def record_of_ref(ref: Ref) -> RefRecord:

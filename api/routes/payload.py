@@ -33,7 +33,10 @@ _ANSWERS: dict[int | str, dict[str, object]] = {
 
 routes = Routes("payload")
 _Pattern = Annotated[str, Query(max_length=500)]
-_Only = Annotated[list[_Pattern] | None, Query(max_length=64, description="Objects or tensors, or patterns: `model`, `model/*.weight`")]
+_Only = Annotated[
+    list[_Pattern] | None,
+    Query(max_length=64, description="Objects or tensors, or patterns: `model`, `model/*.weight`"),
+]
 _Range = Annotated[str | None, Header(description="One range; several are answered by the whole")]
 _IfRange = Annotated[str | None, Header(description="An ETag: with another one the whole is sent")]
 
@@ -44,7 +47,15 @@ class File(Response):
     media_type = MEDIA_TYPE
 
 
-@routes.add("GET", "/states/{uid}/payload", scope=Scope.READ, returns=None, has_head=False, response_class=File, responses=_ANSWERS)
+@routes.add(
+    "GET",
+    "/states/{uid}/payload",
+    scope=Scope.READ,
+    returns=None,
+    has_head=False,
+    response_class=File,
+    responses=_ANSWERS,
+)
 def payload(
     served: Chosen,
     uid: Uid,
@@ -55,18 +66,28 @@ def payload(
 ) -> Response:
     """A state's tensors as one safetensors file, or those that `only` selects.
 
-    Each chunk is checked when it is read. If one is damaged, the connection breaks: wrong bytes are never sent.
+    Each chunk is checked when it is read. If one is damaged, the connection breaks: wrong bytes are
+    never sent.
     """
     state, etag = _state(served, uid, only)
     if is_known(request, etag):
         return Response(status_code=304, headers={"ETag": etag})
     with ExitStack() as stack:
         file = _open(served, state, only, stack)
-        wanted = None if if_range is not None and if_range.strip() != etag else range_of(range, file.size)
+        wanted = (
+            None
+            if if_range is not None and if_range.strip() != etag
+            else range_of(range, file.size)
+        )
         start, end = wanted or (0, file.size)
         if start == end:
             headers = {"Content-Range": f"bytes */{file.size}", "ETag": etag}
-            raise Refusal(416, "invalid-input", f"the file has {file.size} bytes, none of them are {range!r}: ask for others", headers)
+            raise Refusal(
+                416,
+                "invalid-input",
+                f"the file has {file.size} bytes, none of them are {range!r}: ask for others",
+                headers,
+            )
         headers = _headers(state, etag, end - start)
         if wanted:
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{file.size}"
@@ -74,17 +95,33 @@ def payload(
         pieces = file.pieces(start, end)
         first = next(pieces)  # damage at the very start is still reported in words
         close: Callable[[], None] = stack.pop_all().close
-    return Streamed(_body(first, pieces, state), close=close, headers=headers, media_type=MEDIA_TYPE, status=status)
+    return Streamed(
+        _body(first, pieces, state),
+        close=close,
+        headers=headers,
+        media_type=MEDIA_TYPE,
+        status=status,
+    )
 
 
-@routes.add("HEAD", "/states/{uid}/payload", scope=Scope.READ, returns=None, response_class=File, responses={304: _ANSWERS[304], 410: {}})
+@routes.add(
+    "HEAD",
+    "/states/{uid}/payload",
+    scope=Scope.READ,
+    returns=None,
+    response_class=File,
+    responses={304: _ANSWERS[304], 410: {}},
+)
 def payload_head(served: Chosen, uid: Uid, request: Request, only: _Only = None) -> Response:
     """The size and the ETag of that file."""
     state, etag = _state(served, uid, only)
     if is_known(request, etag):
         return Response(status_code=304, headers={"ETag": etag})
     with ExitStack() as stack:
-        return Response(headers=_headers(state, etag, _open(served, state, only, stack).size), media_type=MEDIA_TYPE)
+        return Response(
+            headers=_headers(state, etag, _open(served, state, only, stack).size),
+            media_type=MEDIA_TYPE,
+        )
 
 
 def _state(served: Served, uid: str, only: list[str] | None) -> tuple[State, str]:
@@ -95,7 +132,12 @@ def _state(served: Served, uid: str, only: list[str] | None) -> tuple[State, str
 
 def _open(served: Served, state: State, only: list[str] | None, stack: ExitStack) -> StateFile:
     if not served.downloads.acquire(blocking=False):
-        raise Refusal(503, "unavailable", "as many downloads as may be are under way: try again in a moment", {"Retry-After": "1"})
+        raise Refusal(
+            503,
+            "unavailable",
+            "as many downloads as may be are under way: try again in a moment",
+            {"Retry-After": "1"},
+        )
     stack.callback(served.downloads.release)
     reader = stack.enter_context(served.core.open_payload(state, verify=True))
     return StateFile(reader, state, only)
@@ -105,7 +147,9 @@ def _headers(state: State, etag: str, length: int) -> dict[str, str]:
     return {
         "Accept-Ranges": "bytes",
         "Cache-Control": "private, no-cache",
-        "Content-Disposition": f'attachment; filename="state-{state.uid[:10]}-step{state.step}.safetensors"',
+        "Content-Disposition": (
+            f'attachment; filename="state-{state.uid[:10]}-step{state.step}.safetensors"'
+        ),
         "Content-Length": str(length),
         "ETag": etag,
     }
@@ -118,5 +162,6 @@ async def _body(first: bytes, pieces: Iterator[bytes], state: State) -> AsyncGen
             yield piece
             piece = await run_in_threadpool(next, pieces, b"")
     except DatastatesError as error:
-        _logger.error("the download of state %s was broken off: %s", state.uid, error)  # noqa: TRY400 # no trace of the web's own
+        # no trace of the web's own
+        _logger.error("the download of state %s was broken off: %s", state.uid, error)  # noqa: TRY400
         raise

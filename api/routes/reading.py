@@ -12,7 +12,16 @@ from datastates.api.cache import detail_of, tensors_of
 from datastates.api.curves import Shape
 from datastates.api.graph_windows import Look
 from datastates.api.live import infos
-from datastates.api.models import GraphPage, Overview, Page, RunInfo, Series, StateDetail, Stats, TensorInfo
+from datastates.api.models import (
+    GraphPage,
+    Overview,
+    Page,
+    RunInfo,
+    Series,
+    StateDetail,
+    Stats,
+    TensorInfo,
+)
 from datastates.api.payload import etag_of, is_known, reply, stop_after, stop_when_gone
 from datastates.api.routing import Routes, Scope, placeless
 from datastates.api.served import Chosen, Uid
@@ -42,21 +51,54 @@ branch_routes = Routes("branches")
 def list_branches(
     served: Chosen,
     request: Request,
-    q: Annotated[str, Query(max_length=4000, description="A condition of a search; it must hold of a branch's newest state")] = "",
-    name: Annotated[str, Query(max_length=200, description="A part of the names that are wanted")] = "",
+    q: Annotated[
+        str,
+        Query(
+            max_length=4000,
+            description="A condition of a search; it must hold of a branch's newest state",
+        ),
+    ] = "",
+    name: Annotated[
+        str, Query(max_length=200, description="A part of the names that are wanted")
+    ] = "",
     metric: Annotated[
-        str | None, Query(min_length=1, max_length=255, description="Of what last, best and line are; left out: the most relevant one")
+        str | None,
+        Query(
+            min_length=1,
+            max_length=255,
+            description="Of what last, best and line are; left out: the most relevant one",
+        ),
     ] = None,
-    direction: Annotated[Direction | None, Query(description="Which values are better; left out: by the metric's name")] = None,
+    direction: Annotated[
+        Direction | None,
+        Query(description="Which values are better; left out: by the metric's name"),
+    ] = None,
     sort: Annotated[
-        str, Query(max_length=20, description=f"One of {', '.join(branch_rows.SORTS)}, the best and newest first; `-` before it turns that")
+        str,
+        Query(
+            max_length=20,
+            description=(
+                f"One of {', '.join(branch_rows.SORTS)}, the best and newest first; `-` before it"
+                " turns that"
+            ),
+        ),
     ] = "changed",
-    group: Annotated[str | None, Query(min_length=1, max_length=300, description="`study`, `config.KEY` or `attr.KEY`")] = None,
-    after: Annotated[str | None, Query(max_length=8000, description="`next` of the page before, with all else unchanged")] = None,
+    group: Annotated[
+        str | None,
+        Query(min_length=1, max_length=300, description="`study`, `config.KEY` or `attr.KEY`"),
+    ] = None,
+    after: Annotated[
+        str | None,
+        Query(max_length=8000, description="`next` of the page before, with all else unchanged"),
+    ] = None,
     limit: Annotated[int, Query(ge=1, le=500, description="At most so many")] = 50,
-    fields: Annotated[str | None, Query(max_length=1000, description="Only these fields of each, separated by commas")] = None,
+    fields: Annotated[
+        str | None,
+        Query(max_length=1000, description="Only these fields of each, separated by commas"),
+    ] = None,
 ) -> Response:
-    """The branches: where each forked, its curve, its best state, what can be restored, what was configured, and whether it runs."""
+    """The branches: where each forked, its curve, its best state, what can be restored, what was
+    configured, and whether it runs."""
     living = partial(life_of, home=served.core.home)
     with served.reading() as session:
         found = branches.branches(
@@ -85,12 +127,16 @@ COUNTING_S = 10.0
 
 comparison_routes = Routes("comparison")
 
-Revisions = Annotated[list[Annotated[str, Query(min_length=1, max_length=500)]], Query(description="Revisions, such as names of branches")]
+Revisions = Annotated[
+    list[Annotated[str, Query(min_length=1, max_length=500)]],
+    Query(description="Revisions, such as names of branches"),
+]
 
 
 @comparison_routes.add("GET", "/comparison", scope=Scope.READ, returns=Comparison)
 def compare_states(served: Chosen, request: Request, rev: Revisions) -> Response:
-    """States beside each other: configuration, metrics, attributes, code, and where each can be restored; reads no payload."""
+    """States beside each other: configuration, metrics, attributes, code, and where each can be
+    restored; reads no payload."""
     comparison.check_count(len(rev))
     with served.reading() as session:
         found = comparison.compare(session, rev, [revision.resolve(session, each) for each in rev])
@@ -101,34 +147,66 @@ def compare_states(served: Chosen, request: Request, rev: Revisions) -> Response
 def list_parallels(
     served: Chosen,
     request: Request,
-    q: Annotated[str, Query(max_length=4000, description="A condition of a search; it must hold of a branch's newest state")] = "",
-    name: Annotated[str, Query(max_length=200, description="A part of the names that are wanted")] = "",
-    taken: Annotated[Taken, Query(description="Which value of a metric stands for a branch")] = Taken.BEST,
-    limit: Annotated[int, Query(ge=1, le=comparison.MOST_LINES, description="At most so many branches")] = comparison.MOST_LINES,
+    q: Annotated[
+        str,
+        Query(
+            max_length=4000,
+            description="A condition of a search; it must hold of a branch's newest state",
+        ),
+    ] = "",
+    name: Annotated[
+        str, Query(max_length=200, description="A part of the names that are wanted")
+    ] = "",
+    taken: Annotated[
+        Taken, Query(description="Which value of a metric stands for a branch")
+    ] = Taken.BEST,
+    limit: Annotated[
+        int, Query(ge=1, le=comparison.MOST_LINES, description="At most so many branches")
+    ] = comparison.MOST_LINES,
 ) -> Response:
-    """Branches by settings and metrics, one axis for each: for parallel coordinates and scatter plots."""
+    """Branches by settings and metrics, one axis for each: for parallel coordinates and scatter
+    plots."""
     with served.reading() as session:
         found = comparison.parallels(session, q, name=name, taken=taken, limit=limit)
     return reply(found, request=request, etag=True)
 
 
-@comparison_routes.add("GET", "/histogram", scope=Scope.READ, returns=Histogram, responses={410: {}})
+@comparison_routes.add(
+    "GET", "/histogram", scope=Scope.READ, returns=Histogram, responses={410: {}}
+)
 def tensor_histogram(
     served: Chosen,
     request: Request,
     rev: Revisions,
-    path: Annotated[str, Query(min_length=1, max_length=1000, description="The tensor's path, as `/diff` and `/tensors` say it")],
+    path: Annotated[
+        str,
+        Query(
+            min_length=1,
+            max_length=1000,
+            description="The tensor's path, as `/diff` and `/tensors` say it",
+        ),
+    ],
     bins: Annotated[int, Query(ge=1, le=MOST_BINS)] = BINS,
-    scale: Annotated[Scale, Query(description="What the bins are equally wide in: values, or logarithms of magnitudes")] = Scale.LINEAR,
+    scale: Annotated[
+        Scale,
+        Query(description="What the bins are equally wide in: values, or logarithms of magnitudes"),
+    ] = Scale.LINEAR,
 ) -> Response:
-    """How the values of one tensor are distributed in some states, over the same bins; it is read in pieces, for at most 10 s."""
+    """How the values of one tensor are distributed in some states, over the same bins; it is
+    read in pieces, for at most 10 s."""
     with served.reading() as session:
         states = [revision.resolve(session, each) for each in rev]
-    etag = etag_of("histogram-1", [(state.uid, state.digest) for state in states], path, bins, scale)
+    etag = etag_of(
+        "histogram-1", [(state.uid, state.digest) for state in states], path, bins, scale
+    )
     if is_known(request, etag):
         return Response(status_code=304, headers={"ETag": etag})
     gone = stop_when_gone(request)
-    late = stop_after(COUNTING_S, f"counting the values of {path!r}", f"download the tensor (payload?only={path}) and count there")
+    late = stop_after(
+        COUNTING_S,
+        f"counting the values of {path!r}",
+        f"download the tensor (payload?only={path}) and count there",
+    )
 
     def look(done: int, total: int) -> None:
         gone()
@@ -157,7 +235,8 @@ class TensorReport(TensorChange):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffReport(Diff):
-    """The difference between ``old`` and ``new``, as ``datastates.compare.diff.to_plain`` gives it."""
+    """The difference between ``old`` and ``new``, as ``datastates.compare.diff.to_plain`` gives
+    it."""
 
     tensors: tuple[TensorReport, ...]
 
@@ -168,15 +247,28 @@ def diff(
     request: Request,
     old: DiffRevision,
     new: DiffRevision,
-    only: Annotated[list[Pattern] | None, Query(max_length=64, description="Names or patterns of paths: `model`, `model/*.weight`")] = None,
-    tensors: Annotated[bool, Query(description="False: the lineage only, no payload is read")] = True,
+    only: Annotated[
+        list[Pattern] | None,
+        Query(max_length=64, description="Names or patterns of paths: `model`, `model/*.weight`"),
+    ] = None,
+    tensors: Annotated[
+        bool, Query(description="False: the lineage only, no payload is read")
+    ] = True,
     stat: Annotated[
-        bool, Query(description="Tensors by their manifests alone, no payload is read: `unread` are those that may differ")
+        bool,
+        Query(
+            description=(
+                "Tensors by their manifests alone, no payload is read: `unread` are those that may"
+                " differ"
+            )
+        ),
     ] = False,
 ) -> Response:
-    """Compare two states: each tensor, metrics, values, configuration and code, as `datastates diff --json` does.
+    """Compare two states: each tensor, metrics, values, configuration and code, as `datastates diff
+    --json` does.
 
-    Where the bytes of one of them are not available, `lacking` says why and which state can be restored instead; all else is compared.
+    Where the bytes of one of them are not available, `lacking` says why and which state can be
+    restored instead; all else is compared.
     """
     with served.reading() as session:
         one, other = revision.resolve(session, old), revision.resolve(session, new)
@@ -188,9 +280,13 @@ def diff(
     else:
         look = stop_when_gone(request)
         with served.payload_reads.one():
-            found = compare(served.core, one.uid, other.uid, only=only, on_progress=lambda done, total: look())
+            found = compare(
+                served.core, one.uid, other.uid, only=only, on_progress=lambda done, total: look()
+            )
     if found.lacking:  # bytes that are not here now may come
-        told = tuple(replace(each, why=placeless(each.why, request.scope)) for each in found.lacking)
+        told = tuple(
+            replace(each, why=placeless(each.why, request.scope)) for each in found.lacking
+        )
         return reply(to_plain(replace(found, lacking=told)), request=request)
     return reply(to_plain(found), request=request, etag=etag)
 
@@ -208,22 +304,40 @@ GraphRevision = Annotated[str, Query(min_length=1, max_length=500)]
 def graph(
     served: Chosen,
     request: Request,
-    head: Annotated[list[GraphRevision] | None, Query(max_length=64, description="Revisions; none: every branch and tag")] = None,
+    head: Annotated[
+        list[GraphRevision] | None,
+        Query(max_length=64, description="Revisions; none: every branch and tag"),
+    ] = None,
     first: Annotated[int, Query(ge=0, le=2**53)] = 0,
     count: Annotated[int, Query(ge=1, le=1000)] = 200,
-    fold: Annotated[bool, Query(description="States that only follow one another share a row")] = False,
+    fold: Annotated[
+        bool, Query(description="States that only follow one another share a row")
+    ] = False,
     open_: Annotated[
-        list[GraphUid] | None, Query(alias="open", max_length=64, description="Folded stretches with these states are shown whole")
+        list[GraphUid] | None,
+        Query(
+            alias="open",
+            max_length=64,
+            description="Folded stretches with these states are shown whole",
+        ),
     ] = None,
     alone: Annotated[
-        list[GraphUid] | None, Query(max_length=64, description="Of folded stretches these states have a row of their own")
+        list[GraphUid] | None,
+        Query(
+            max_length=64, description="Of folded stretches these states have a row of their own"
+        ),
     ] = None,
-    around: Annotated[str | None, Query(pattern="^[0-9a-f]{24}$", description="A state that is to be in the middle")] = None,
+    around: Annotated[
+        str | None,
+        Query(pattern="^[0-9a-f]{24}$", description="A state that is to be in the middle"),
+    ] = None,
 ) -> Response:
     """Rows of the history of some heads, newest first, with their lanes."""
     with served.reading() as session:
         look = Look(tuple(open_ or ()), tuple(alone or ())) if fold else None
-        page = served.windows.page(session, head or [], first=first, count=count, around=around, look=look)
+        page = served.windows.page(
+            session, head or [], first=first, count=count, around=around, look=look
+        )
     return reply(page, request=request, etag=True)
 
 
@@ -231,10 +345,19 @@ def graph(
 def overview(
     served: Chosen,
     request: Request,
-    head: Annotated[list[GraphRevision] | None, Query(max_length=64, description="Revisions; none: every branch and tag")] = None,
-    fold: Annotated[bool, Query(description="States that only follow one another share a row")] = False,
-    open_: Annotated[list[GraphUid] | None, Query(alias="open", max_length=64, description="As for the graph")] = None,
-    alone: Annotated[list[GraphUid] | None, Query(max_length=64, description="As for the graph")] = None,
+    head: Annotated[
+        list[GraphRevision] | None,
+        Query(max_length=64, description="Revisions; none: every branch and tag"),
+    ] = None,
+    fold: Annotated[
+        bool, Query(description="States that only follow one another share a row")
+    ] = False,
+    open_: Annotated[
+        list[GraphUid] | None, Query(alias="open", max_length=64, description="As for the graph")
+    ] = None,
+    alone: Annotated[
+        list[GraphUid] | None, Query(max_length=64, description="As for the graph")
+    ] = None,
 ) -> Response:
     """An overview of the whole graph: where each branch stands in it."""
     with served.reading() as session:
@@ -260,34 +383,70 @@ def series(
     served: Chosen,
     request: Request,
     head: Annotated[
-        list[SeriesRevision], Query(min_length=1, max_length=128, description="Revisions: a line follows the first parents of each")
+        list[SeriesRevision],
+        Query(
+            min_length=1,
+            max_length=128,
+            description="Revisions: a line follows the first parents of each",
+        ),
     ],
-    key: Annotated[list[Key], Query(default_factory=list, max_length=32, description="Metrics; none: only where the paths part")],
+    key: Annotated[
+        list[Key],
+        Query(
+            default_factory=list,
+            max_length=32,
+            description="Metrics; none: only where the paths part",
+        ),
+    ],
     points: Annotated[int, Query(ge=10, le=10_000, description="At most so many a line")] = 1000,
     shape: Annotated[
-        Shape, Query(description="What is kept of more points: the extremes (M4), or means, which curves are averaged by")
+        Shape,
+        Query(
+            description=(
+                "What is kept of more points: the extremes (M4), or means, which curves are"
+                " averaged by"
+            )
+        ),
     ] = Shape.EXTREMES,
-    x: Annotated[Axis, Query(description="What `xs` says of each point: nothing beside its step, its time, or its epoch")] = Axis.STEP,
+    x: Annotated[
+        Axis,
+        Query(
+            description=(
+                "What `xs` says of each point: nothing beside its step, its time, or its epoch"
+            )
+        ),
+    ] = Axis.STEP,
     group: Annotated[
-        str | None, Query(min_length=1, max_length=300, description="`study`, `config.KEY` or `attr.KEY`: what `group` says of each line")
+        str | None,
+        Query(
+            min_length=1,
+            max_length=300,
+            description="`study`, `config.KEY` or `attr.KEY`: what `group` says of each line",
+        ),
     ] = None,
 ) -> Response:
     """Metrics along the first parents of some heads, and where these paths fork."""
     heads, keys = list(dict.fromkeys(head)), list(dict.fromkeys(key))
     if len(heads) * len(keys) * points > POINTS_MAX:
         least = POINTS_MAX // (len(heads) * len(keys))
-        raise InvalidInput(f"{len(heads)} heads and {len(keys)} metrics with {points} points each are too many: at most {least} points fit")
+        raise InvalidInput(
+            f"{len(heads)} heads and {len(keys)} metrics with {points} points each are too many: at"
+            f" most {least} points fit"
+        )
     with served.reading() as session:
         ids = [revision.resolve_id(session, one) for one in heads]
         groups = None if group is None else groups_of(session, group, runs_of(session, ids))
-        uids = lookup.uids_of(session, ids)  # a lineage that is made anew has the same row ids again
+        # a lineage that is made anew has the same row ids again
+        uids = lookup.uids_of(session, ids)
         is_fixed = x is not Axis.EPOCH  # which comes from attributes, and these change
         lost = lost_parts(session, dict(zip(heads, ids, strict=True)))
         known = uids, heads, keys, points, shape, x, groups, metrics_version(session), repr(lost)
         etag: str | bool = etag_of("series-2", *known) if is_fixed else True
         if isinstance(etag, str) and is_known(request, etag):
             return Response(status_code=304, headers={"ETag": etag})
-        found = served.curves.series(session, heads, ids, keys, points, axis=x, shape=shape, groups=groups)
+        found = served.curves.series(
+            session, heads, ids, keys, points, axis=x, shape=shape, groups=groups
+        )
     return reply(found, request=request, etag=etag)
 
 
@@ -297,11 +456,22 @@ def series(
 state_routes = Routes("states")
 
 Limit = Annotated[int, Query(ge=1, le=1000, description="At most so many")]
-Fields = Annotated[str | None, Query(max_length=1000, description="Only these fields, separated by commas: `uid,step,metrics.loss`")]
+Fields = Annotated[
+    str | None,
+    Query(
+        max_length=1000,
+        description="Only these fields, separated by commas: `uid,step,metrics.loss`",
+    ),
+]
 
 
 @state_routes.add("GET", "/resolve", scope=Scope.READ, returns=State)
-def resolve(served: Chosen, request: Request, rev: Annotated[str, Query(min_length=1, max_length=500)], fields: Fields = None) -> Response:
+def resolve(
+    served: Chosen,
+    request: Request,
+    rev: Annotated[str, Query(min_length=1, max_length=500)],
+    fields: Fields = None,
+) -> Response:
     """The state that a revision names."""
     with served.reading() as session:
         state = revision.resolve(session, rev)
@@ -312,8 +482,13 @@ def resolve(served: Chosen, request: Request, rev: Annotated[str, Query(min_leng
 def find_states(
     served: Chosen,
     request: Request,
-    q: Annotated[str, Query(max_length=4000, description="A search; empty: all, newest first")] = "",
-    after: Annotated[str | None, Query(max_length=8000, description="`next` of the page before, of the same search")] = None,
+    q: Annotated[
+        str, Query(max_length=4000, description="A search; empty: all, newest first")
+    ] = "",
+    after: Annotated[
+        str | None,
+        Query(max_length=8000, description="`next` of the page before, of the same search"),
+    ] = None,
     limit: Limit = 100,
     fields: Fields = None,
 ) -> Response:
@@ -338,7 +513,10 @@ def state_log(
     served: Chosen,
     request: Request,
     uid: Uid,
-    after: Annotated[str | None, Query(pattern="^[0-9a-f]{24}$", description="The uid of the last state that came")] = None,
+    after: Annotated[
+        str | None,
+        Query(pattern="^[0-9a-f]{24}$", description="The uid of the last state that came"),
+    ] = None,
     limit: Limit = 100,
     fields: Fields = None,
 ) -> Response:
@@ -349,12 +527,16 @@ def state_log(
     return reply(page, request=request, fields=fields, etag=True)
 
 
-@state_routes.add("GET", "/states/{uid}/tensors", scope=Scope.READ, returns=Page[TensorInfo], responses={410: {}})
+@state_routes.add(
+    "GET", "/states/{uid}/tensors", scope=Scope.READ, returns=Page[TensorInfo], responses={410: {}}
+)
 def state_tensors(
     served: Chosen,
     request: Request,
     uid: Uid,
-    norms: Annotated[bool, Query(description="With the norm of each: reads every byte once")] = False,
+    norms: Annotated[
+        bool, Query(description="With the norm of each: reads every byte once")
+    ] = False,
     fields: Fields = None,
 ) -> Response:
     """The tensors of a state, all on one page, in the order of its tree."""
@@ -380,7 +562,8 @@ stats_routes = Routes("stats")
 
 @stats_routes.add("GET", "/stats", scope=Scope.READ, returns=Stats)
 def stats(served: Chosen, request: Request) -> Response:
-    """What the repository holds: states by status, the keys of metrics, attributes and configurations."""
+    """What the repository holds: states by status, the keys of metrics, attributes and
+    configurations."""
     with served.reading() as session:
         found = served.statistics.of(session)
     return reply(found, request=request, etag=True)
@@ -398,11 +581,16 @@ RunUid = Annotated[str, Path(pattern="^[0-9a-f]{24}$", description="A run's uid,
 def list_runs(
     served: Chosen,
     request: Request,
-    after: Annotated[str | None, Query(pattern="^[0-9a-f]{24}$", description="The uid of the last run that came")] = None,
+    after: Annotated[
+        str | None, Query(pattern="^[0-9a-f]{24}$", description="The uid of the last run that came")
+    ] = None,
     limit: Annotated[int, Query(ge=1, le=1000, description="At most so many")] = 100,
-    fields: Annotated[str | None, Query(max_length=1000, description="Only these fields, separated by commas")] = None,
+    fields: Annotated[
+        str | None, Query(max_length=1000, description="Only these fields, separated by commas")
+    ] = None,
 ) -> Response:
-    """The trainings, the last begun first; a process that captured states without a training counts as one."""
+    """The trainings, the last begun first; a process that captured states without a training
+    counts as one."""
     with served.reading() as session:
         found, following = runs.listing(session, limit=limit, after=after)
         page = Page(tuple(infos(session, found, served.core.home)), following)

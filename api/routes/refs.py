@@ -1,4 +1,5 @@
-"""Branches and tags: read, made, moved and deleted, each change by compare-and-swap on the ref as it was seen."""
+"""Branches and tags: read, made, moved and deleted, each change by compare-and-swap on the ref
+as it was seen."""
 
 from __future__ import annotations
 
@@ -26,9 +27,19 @@ if TYPE_CHECKING:
 
 ref_routes = Routes("refs")
 
-Name = Annotated[str, Path(min_length=1, max_length=200, pattern=r"^[^\x00-\x20\x7f]+$", description="A branch or a tag; may have slashes")]
+Name = Annotated[
+    str,
+    Path(
+        min_length=1,
+        max_length=200,
+        pattern=r"^[^\x00-\x20\x7f]+$",
+        description="A branch or a tag; may have slashes",
+    ),
+]
 IfMatch = Annotated[str | None, Header(description="What it must still be: the ETag of `GET`")]
-_IfNoneMatch = Annotated[str | None, Header(description="`*`: with 412 instead of 409 when the name is taken")]
+_IfNoneMatch = Annotated[
+    str | None, Header(description="`*`: with 412 instead of 409 when the name is taken")
+]
 CHANGED: dict[int | str, dict[str, object]] = {412: {}, 428: {}}
 
 
@@ -42,14 +53,24 @@ def list_refs(served: Chosen, request: Request, kind: RefKind | None = None) -> 
 
 @ref_routes.add("GET", "/refs/{name:path}", scope=Scope.READ, returns=Ref)
 def get_ref(served: Chosen, name: Name) -> Response:
-    """One branch or tag, with its ETag for `If-Match`; it is always sent, because that tag does not cover the message."""
+    """One branch or tag, with its ETag for `If-Match`; it is always sent, because that tag does
+    not cover the message."""
     with served.reading() as session:
         ref = names.get(session, name)
     return reply(ref, etag=etag_of_ref(ref))
 
 
-@ref_routes.add("PUT", "/refs/{name:path}", scope=Scope.WRITE, returns=Ref, status=201, responses={409: {}, 412: {}})
-def make_ref(served: Chosen, name: Name, body: NewRef, if_none_match: _IfNoneMatch = None) -> Response:
+@ref_routes.add(
+    "PUT",
+    "/refs/{name:path}",
+    scope=Scope.WRITE,
+    returns=Ref,
+    status=201,
+    responses={409: {}, 412: {}},
+)
+def make_ref(
+    served: Chosen, name: Name, body: NewRef, if_none_match: _IfNoneMatch = None
+) -> Response:
     """Create a branch or a tag. A name that is taken is a conflict: `PATCH` moves it."""
     if body.kind is RefKind.BRANCH and body.message is not None:
         raise InvalidInput(f"a branch has no message: leave it out, or make {name!r} a tag")
@@ -80,7 +101,9 @@ def move_ref(served: Chosen, name: Name, body: RefMove, if_match: IfMatch = None
     return reply(moved, etag=etag_of_ref(moved))
 
 
-@ref_routes.add("DELETE", "/refs/{name:path}", scope=Scope.WRITE, returns=None, status=204, responses=CHANGED)
+@ref_routes.add(
+    "DELETE", "/refs/{name:path}", scope=Scope.WRITE, returns=None, status=204, responses=CHANGED
+)
 def delete_ref(served: Chosen, name: Name, if_match: IfMatch = None) -> Response:
     """Delete a name, if its ETag is still that in `If-Match`. The states and the reflog stay."""
     with _changing_refs(served, name, if_match) as (session, ref):
@@ -95,7 +118,9 @@ def reflog(
     served: Chosen,
     name: Name,
     request: Request,
-    after: Annotated[int | None, Query(ge=1, lt=2**63, description="The `next` of the page before")] = None,
+    after: Annotated[
+        int | None, Query(ge=1, lt=2**63, description="The `next` of the page before")
+    ] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> Response:
     """The moves of a name, newest first, even of a deleted one."""
@@ -108,10 +133,11 @@ def reflog(
 
 @contextmanager
 def changing(served: Served, what: str, if_match: str | None) -> Iterator[Session]:
-    """A transaction that changes something as it was seen; if another client was faster, the answer is 412.
+    """A transaction that changes something as it was seen; if another client was faster, the answer
+    is 412.
 
-    On SQLite, whose writers queue, nothing comes between the read and the write. On PostgreSQL something may: the change itself compares
-    again.
+    On SQLite, whose writers queue, nothing comes between the read and the write. On PostgreSQL
+    something may: the change itself compares again.
     """
     if if_match is None:
         raise Refusal(428, "invalid-input", f"send the ETag of {what}, as it was read, as If-Match")
@@ -127,12 +153,19 @@ def check_match(what: str, etag: str, if_match: str | None) -> None:
 
     :raises Conflict: the header has other tags.
     """
-    if if_match is None or (if_match.strip() != "*" and etag not in [each.strip() for each in if_match.split(",")]):
-        raise Conflict(f"{what} has the ETag {etag} now, not {str(if_match)[:50]}: read it again, then change it")
+    if if_match is None or (
+        if_match.strip() != "*" and etag not in [each.strip() for each in if_match.split(",")]
+    ):
+        raise Conflict(
+            f"{what} has the ETag {etag} now, not {str(if_match)[:50]}: read it again, then"
+            " change it"
+        )
 
 
 @contextmanager
-def _changing_refs(served: Served, name: str, if_match: str | None) -> Iterator[tuple[Session, Ref]]:
+def _changing_refs(
+    served: Served, name: str, if_match: str | None
+) -> Iterator[tuple[Session, Ref]]:
     with changing(served, repr(name), if_match) as session:
         ref = names.get(session, name)
         check_match(f"{ref.kind} {name!r}", etag_of_ref(ref), if_match)
@@ -158,9 +191,17 @@ _NoteUid = Annotated[str, Path(pattern="^[0-9a-f]{24}$", description="A note's u
 def list_notes(
     served: Chosen,
     request: Request,
-    state: Annotated[str | None, Query(pattern="^[0-9a-f]{24}$", description="Only those on this state, by its uid")] = None,
-    branch: Annotated[str | None, Query(max_length=255, description="Only those on this branch")] = None,
-    after: Annotated[str | None, Query(pattern="^[0-9a-f]{24}$", description="The uid of the last note that came")] = None,
+    state: Annotated[
+        str | None,
+        Query(pattern="^[0-9a-f]{24}$", description="Only those on this state, by its uid"),
+    ] = None,
+    branch: Annotated[
+        str | None, Query(max_length=255, description="Only those on this branch")
+    ] = None,
+    after: Annotated[
+        str | None,
+        Query(pattern="^[0-9a-f]{24}$", description="The uid of the last note that came"),
+    ] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> Response:
     """The notes on a state, on a branch, or on anything, newest first."""
@@ -174,22 +215,28 @@ def list_notes(
 def write_note(served: Chosen, body: NewNote) -> Response:
     """Write a note on a state or a branch.
 
-    The notes of a branch belong to its name. The author is not verified: any client that may write can give any name.
+    The notes of a branch belong to its name. The author is not verified: any client that may write
+    can give any name.
     """
     with served.writing() as session:
-        note = refs.write(session, body.text, state=body.state, branch=body.branch, author=body.author)
+        note = refs.write(
+            session, body.text, state=body.state, branch=body.branch, author=body.author
+        )
     return reply(note, status=201, etag=etag_of_note(note))
 
 
 @note_routes.add("PATCH", "/notes/{uid}", scope=Scope.WRITE, returns=Note, responses=CHANGED)
 def edit_note(served: Chosen, uid: _NoteUid, body: NoteText, if_match: IfMatch = None) -> Response:
-    """Change the text of a note, if its ETag is still that in `If-Match`: its `edited_at`, or else its `created_at`, as a JSON string."""
+    """Change the text of a note, if its ETag is still that in `If-Match`: its `edited_at`, or
+    else its `created_at`, as a JSON string."""
     with _changing_notes(served, uid, if_match) as (session, seen):
         note = refs.edit(session, uid, body.text, seen=seen)
     return reply(note, etag=etag_of_note(note))
 
 
-@note_routes.add("DELETE", "/notes/{uid}", scope=Scope.WRITE, returns=None, status=204, responses=CHANGED)
+@note_routes.add(
+    "DELETE", "/notes/{uid}", scope=Scope.WRITE, returns=None, status=204, responses=CHANGED
+)
 def delete_note(served: Chosen, uid: _NoteUid, if_match: IfMatch = None) -> Response:
     """Delete a note, if its ETag is still that in `If-Match`."""
     with _changing_notes(served, uid, if_match) as (session, seen):
@@ -198,7 +245,9 @@ def delete_note(served: Chosen, uid: _NoteUid, if_match: IfMatch = None) -> Resp
 
 
 @contextmanager
-def _changing_notes(served: Served, uid: str, if_match: str | None) -> Iterator[tuple[Session, Note]]:
+def _changing_notes(
+    served: Served, uid: str, if_match: str | None
+) -> Iterator[tuple[Session, Note]]:
     with changing(served, f"note {uid}", if_match) as session:
         note = names.get_note(session, uid)
         check_match(f"note {uid}", etag_of_note(note), if_match)
@@ -210,24 +259,33 @@ def _changing_notes(served: Served, uid: str, if_match: str | None) -> Iterator[
 
 write_routes = Routes("states")
 
-_Force = Annotated[bool, Query(description="Drop it although a ref names it; never all that can be restored of a branch")]
+_Force = Annotated[
+    bool,
+    Query(
+        description="Drop it although a ref names it; never all that can be restored of a branch"
+    ),
+]
 
 
 @write_routes.add("PATCH", "/states/{uid}/attributes", scope=Scope.WRITE, returns=State)
 def annotate_state(served: Chosen, uid: Uid, body: Annotations) -> Response:
     """Set attributes of a state.
 
-    Attributes that are null are removed; all others stay. The state's digest does not change: it identifies what was captured.
+    Attributes that are null are removed; all others stay. The state's digest does not change: it
+    identifies what was captured.
     """
     with served.writing() as session:
         state = annotate(session, uid, body.attributes)
     return reply(state)
 
 
-@write_routes.add("DELETE", "/states/{uid}/payload", scope=Scope.ADMIN, returns=Evicted, responses={409: {}})
+@write_routes.add(
+    "DELETE", "/states/{uid}/payload", scope=Scope.ADMIN, returns=Evicted, responses={409: {}}
+)
 def evict_state(served: Chosen, uid: Uid, force: _Force = False) -> Response:
     """Drop a state's bytes from the server's disk and memory.
 
-    The state's record stays, and so do the bytes that other states need. The answer says how many bytes were freed.
+    The state's record stays, and so do the bytes that other states need. The answer says how many
+    bytes were freed.
     """
     return reply(Evicted(uid, evict(served.core, uid, is_forced=force)))

@@ -12,7 +12,15 @@ from sqlalchemy import func, select
 
 from datastates.api import live
 from datastates.api.metrics import Meter, activity_lines, family
-from datastates.api.models import CloneInfo, Forecast, Page, Processes, RepositoryInfo, ServerInfo, Storage
+from datastates.api.models import (
+    CloneInfo,
+    Forecast,
+    Page,
+    Processes,
+    RepositoryInfo,
+    ServerInfo,
+    Storage,
+)
 from datastates.api.payload import Streamed, reply
 from datastates.api.routing import API, Routes, Scope
 from datastates.api.served import Chosen, Served
@@ -60,7 +68,11 @@ def metrics(request: Request) -> Response:
     """What the server counts, in Prometheus' text format."""
     meter: Meter = request.app.state.meter
     served = _served(request)
-    activities = {each.name: each.core.running.recorder.activity() for each in served if each.core.running is not None}
+    activities = {
+        each.name: each.core.running.recorder.activity()
+        for each in served
+        if each.core.running is not None
+    }
     lines = [*meter.lines(), *_repository_lines(served), *activity_lines(activities)]
     return Response("\n".join(lines) + "\n", headers={"Content-Type": METRICS_TYPE})
 
@@ -69,10 +81,17 @@ def _repository_lines(served: list[Served]) -> Iterator[str]:
     states = []
     for each in served:
         with each.core.database.read() as session:
-            states.append(({"repository": each.name}, int(session.execute(select(func.count()).select_from(StateRow)).scalar_one())))
+            states.append(
+                (
+                    {"repository": each.name},
+                    int(session.execute(select(func.count()).select_from(StateRow)).scalar_one()),
+                )
+            )
     yield from family("datastates_states", "gauge", "States of a repository", states)
     clients = [({"repository": each.name}, each.live.listeners) for each in served]
-    yield from family("datastates_event_stream_clients", "gauge", "Clients that listen to events", clients)
+    yield from family(
+        "datastates_event_stream_clients", "gauge", "Clients that listen to events", clients
+    )
 
 
 def _served(request: Request) -> list[Served]:
@@ -90,11 +109,17 @@ def list_processes(
     served: Chosen,
     request: Request,
     metric: Annotated[
-        str | None, Query(min_length=1, max_length=255, description="Of the last values; left out: the most relevant one")
+        str | None,
+        Query(
+            min_length=1,
+            max_length=255,
+            description="Of the last values; left out: the most relevant one",
+        ),
     ] = None,
     limit: Annotated[int, Query(ge=1, le=500, description="At most so many")] = 100,
 ) -> Response:
-    """The processes that are tracking now: whether each is at work, and what its trainings captured last."""
+    """The processes that are tracking now: whether each is at work, and what its trainings
+    captured last."""
     with served.reading() as session:
         found = live.now(session, served.core.home, metric=metric, limit=limit)
     return reply(found, request=request, etag=True)
@@ -102,7 +127,9 @@ def list_processes(
 
 @now_routes.add("GET", "/storage", scope=Scope.READ, returns=Storage)
 def storage(served: Chosen, request: Request) -> Response:
-    """What each tier of each node holds, and how much room is left here. Bytes by branch are in `/branches?sort=bytes`."""
+    """What each tier of each node holds, and how much room is left here.
+
+    Bytes by branch are in `/branches?sort=bytes`."""
     with served.reading() as session:
         found = served.statistics.of(session)
     total, free = _disk(served)
@@ -126,9 +153,12 @@ def storage(served: Chosen, request: Request) -> Response:
 def forecast(
     served: Chosen,
     request: Request,
-    limit: Annotated[int, Query(ge=1, le=500, description="At most so many of the states that would go")] = 50,
+    limit: Annotated[
+        int, Query(ge=1, le=500, description="At most so many of the states that would go")
+    ] = 50,
 ) -> Response:
-    """What retention would drop if applied now, by the trainings' requests and this server's configuration; nothing is dropped."""
+    """What retention would drop if applied now, by the trainings' requests and this server's
+    configuration; nothing is dropped."""
     return reply(served.forecasts.of(limit), request=request, etag=True)
 
 
@@ -136,9 +166,12 @@ def forecast(
 def list_incomplete(
     served: Chosen,
     request: Request,
-    limit: Annotated[int, Query(ge=0, le=500, description="At most so many of those that were given up")] = 50,
+    limit: Annotated[
+        int, Query(ge=0, le=500, description="At most so many of those that were given up")
+    ] = 50,
 ) -> Response:
-    """The states of several ranks that still wait for parts of some of them, and those that were given up, with the reasons."""
+    """The states of several ranks that still wait for parts of some of them, and those that were
+    given up, with the reasons."""
     with served.reading() as session:
         found = incomplete(session, limit=limit)
     return reply(found, request=request, etag=True)
@@ -148,27 +181,42 @@ def list_incomplete(
 def list_clones(
     served: Chosen,
     request: Request,
-    after: Annotated[int | None, Query(ge=1, lt=2**63, description="The `next` of the page before")] = None,
+    after: Annotated[
+        int | None, Query(ge=1, lt=2**63, description="The `next` of the page before")
+    ] = None,
     limit: Annotated[int, Query(ge=1, le=500, description="At most so many")] = 50,
 ) -> Response:
     """The states that came here from other processes or folders, the newest first."""
     with served.reading() as session:
         found = clones.listing(session, limit=limit + 1, after=after)
     items = tuple(
-        CloneInfo(id_, one.state, step, logs.text(one.source), one.node, one.bytes_moved, one.created_at)
+        CloneInfo(
+            id_, one.state, step, logs.text(one.source), one.node, one.bytes_moved, one.created_at
+        )
         for id_, step, one in found[:limit]
     )
-    return reply(Page(items, str(items[-1].id) if len(found) > limit else None), request=request, etag=True)
+    return reply(
+        Page(items, str(items[-1].id) if len(found) > limit else None), request=request, etag=True
+    )
 
 
 @now_routes.add("GET", "/servers", scope=Scope.READ, returns=Page[ServerInfo])
 def list_servers(served: Chosen, request: Request) -> Response:
-    """Where the answering process serves this repository, and who is connected; only other processes know what they serve."""
+    """Where the answering process serves this repository, and who is connected; only other
+    processes know what they serve."""
     items = []
     for each in served.core.servers:
         if isinstance(each, Server):
             stats = each.stats()
-            items.append(ServerInfo(logs.text(each.url), stats.peers, stats.peers_ever, stats.bytes_sent, stats.refused))
+            items.append(
+                ServerInfo(
+                    logs.text(each.url),
+                    stats.peers,
+                    stats.peers_ever,
+                    stats.bytes_sent,
+                    stats.refused,
+                )
+            )
     return reply(Page(tuple(items), None), request=request, etag=True)
 
 
@@ -194,7 +242,10 @@ _STREAM = {
         MEDIA_TYPE: {
             "schema": {
                 "type": "string",
-                "description": "Lines `id:`, `event:` and `data:`, parted by empty lines; `data` of a `ref` is JSON",
+                "description": (
+                    "Lines `id:`, `event:` and `data:`, parted by empty lines; `data` of a `ref` is"
+                    " JSON"
+                ),
             },
             "examples": {"hello": {"value": 'id: 7\nevent: hello\ndata: {"newest": 7}\n\n'}},
         }
@@ -202,8 +253,15 @@ _STREAM = {
 }
 
 event_routes = Routes("events")
-_Id = Annotated[int | None, Query(ge=0, lt=2**63, description="The id of the last event that is known")]
-_LastId = Annotated[int | None, Header(alias="Last-Event-ID", ge=0, lt=2**63, description="The same; sent when a stream is resumed")]
+_Id = Annotated[
+    int | None, Query(ge=0, lt=2**63, description="The id of the last event that is known")
+]
+_LastId = Annotated[
+    int | None,
+    Header(
+        alias="Last-Event-ID", ge=0, lt=2**63, description="The same; sent when a stream is resumed"
+    ),
+]
 
 
 class EventStream(Response):
@@ -212,12 +270,21 @@ class EventStream(Response):
     media_type = MEDIA_TYPE
 
 
-@event_routes.add("GET", "/events", scope=Scope.READ, returns=None, has_head=False, response_class=EventStream, responses={200: _STREAM})
+@event_routes.add(
+    "GET",
+    "/events",
+    scope=Scope.READ,
+    returns=None,
+    has_head=False,
+    response_class=EventStream,
+    responses={200: _STREAM},
+)
 def events(served: Chosen, after: _Id = None, last_event_id: _LastId = None) -> Response:
     """Server-sent events of every ref, as they happen.
 
-    Without `after` and `Last-Event-ID` the stream begins now. The first event is `hello`; its id is where the stream begins. Then each
-    `ref` is one line of a reflog, with the id to resume from. Comments every 15 s show that the stream is alive.
+    Without `after` and `Last-Event-ID` the stream begins now. The first event is `hello`; its id is
+    where the stream begins. Then each `ref` is one line of a reflog, with the id to resume from.
+    Comments every 15 s show that the stream is alive.
     """
     listener = served.live.listen(after if last_event_id is None else last_event_id)
     return Streamed(_lines(listener), close=listener.close, headers=_HEADERS, media_type=MEDIA_TYPE)

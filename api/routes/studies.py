@@ -23,8 +23,17 @@ __all__ = ["routes"]
 
 routes = Routes("studies")
 
-_Metric = Annotated[str | None, Query(min_length=1, max_length=255, description="What they are ranked by; left out: the most relevant one")]
-_Direction = Annotated[Direction | None, Query(description="Which values are better; left out: by the metric's name")]
+_Metric = Annotated[
+    str | None,
+    Query(
+        min_length=1,
+        max_length=255,
+        description="What they are ranked by; left out: the most relevant one",
+    ),
+]
+_Direction = Annotated[
+    Direction | None, Query(description="Which values are better; left out: by the metric's name")
+]
 _Id = Annotated[int, Path(ge=1, lt=2**31, description="A report's `id`")]
 _PICTURE = {type_: {"schema": {"type": "string", "format": "binary"}} for type_ in TYPES}
 _ANSWERS: dict[int | str, dict[str, object]] = {
@@ -41,7 +50,9 @@ class Picture(Response):
 
 @routes.add("GET", "/studies", scope=Scope.READ, returns=Studies)
 def list_studies(
-    served: Chosen, request: Request, limit: Annotated[int, Query(ge=1, le=1000, description="At most so many")] = 100
+    served: Chosen,
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=1000, description="At most so many")] = 100,
 ) -> Response:
     """The studies, the last changed first."""
     with served.reading() as session:
@@ -53,15 +64,26 @@ def list_studies(
 def get_study(
     served: Chosen,
     request: Request,
-    name: Annotated[str, Path(min_length=1, max_length=200, pattern=r"^[^\x00-\x20\x7f]+$", description="A study; may have slashes")],
+    name: Annotated[
+        str,
+        Path(
+            min_length=1,
+            max_length=200,
+            pattern=r"^[^\x00-\x20\x7f]+$",
+            description="A study; may have slashes",
+        ),
+    ],
     metric: _Metric = None,
     direction: _Direction = None,
     limit: Annotated[int, Query(ge=1, le=2000, description="At most so many variants")] = 500,
 ) -> Response:
-    """One study: its variants as a tree, with the cost and the result of each, and which failed and why."""
+    """One study: its variants as a tree, with the cost and the result of each, and which failed
+    and why."""
     with served.reading() as session:
         living = partial(life_of, home=served.core.home)
-        found = study_trees.study(session, name, metric=metric, direction=direction, limit=limit, living=living)
+        found = study_trees.study(
+            session, name, metric=metric, direction=direction, limit=limit, living=living
+        )
     return reply(found, request=request, etag=True)
 
 
@@ -70,10 +92,13 @@ def list_merges(
     served: Chosen,
     request: Request,
     metric: _Metric = None,
-    after: Annotated[str | None, Query(pattern="^[0-9a-f]{24}$", description="The `next` of the page before")] = None,
+    after: Annotated[
+        str | None, Query(pattern="^[0-9a-f]{24}$", description="The `next` of the page before")
+    ] = None,
     limit: Annotated[int, Query(ge=1, le=200, description="At most so many")] = 50,
 ) -> Response:
-    """Soups and other merged states, the newest first, with their parents and the weight of each."""
+    """Soups and other merged states, the newest first, with their parents and the weight of
+    each."""
     with served.reading() as session:
         found = study_trees.merges(session, metric=metric, after=after, limit=limit)
     return reply(found, request=request, etag=True)
@@ -81,7 +106,9 @@ def list_merges(
 
 @routes.add("GET", "/outliers", scope=Scope.READ, returns=Page[Report])
 def list_reports(
-    served: Chosen, request: Request, limit: Annotated[int, Query(ge=1, le=500, description="At most so many")] = 100
+    served: Chosen,
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=500, description="At most so many")] = 100,
 ) -> Response:
     """The reports on outliers that are stored, the newest first."""
     with served.reading() as session:
@@ -94,7 +121,9 @@ def get_report(
     served: Chosen,
     request: Request,
     report: _Id,
-    after: Annotated[int, Query(ge=0, lt=2**31, description="The `next` of the page before: a rank")] = 0,
+    after: Annotated[
+        int, Query(ge=0, lt=2**31, description="The `next` of the page before: a rank")
+    ] = 0,
     limit: Annotated[int, Query(ge=1, le=500, description="At most so many samples")] = 60,
 ) -> Response:
     """One report, with the samples that it ranks highest."""
@@ -103,12 +132,21 @@ def get_report(
     return reply(found if served.pictures is None else shown(found), request=request, etag=True)
 
 
-@routes.add("GET", "/outliers/{report}/pictures/{index}", scope=Scope.READ, returns=None, response_class=Picture, responses=_ANSWERS)
+@routes.add(
+    "GET",
+    "/outliers/{report}/pictures/{index}",
+    scope=Scope.READ,
+    returns=None,
+    response_class=Picture,
+    responses=_ANSWERS,
+)
 def sample_picture(
     served: Chosen,
     request: Request,
     report: _Id,
-    index: Annotated[int, Path(ge=0, lt=2**63, description="The `index` of a sample that the report kept")],
+    index: Annotated[
+        int, Path(ge=0, lt=2**63, description="The `index` of a sample that the report kept")
+    ],
 ) -> Response:
     """A picture of a sample, as the server's own function draws it or as the report stores it."""
     with served.reading() as session:
@@ -116,7 +154,10 @@ def sample_picture(
     image = kept if served.pictures is None else served.pictures.of(index)
     type_ = None if image is None else media_type(image)
     if image is None or type_ is None:
-        raise NotFound(f"there is no picture of sample {index}: keep the report with show=, or serve with --pictures MODULE:FUNCTION")
+        raise NotFound(
+            f"there is no picture of sample {index}: keep the report with show=, or serve with"
+            " --pictures MODULE:FUNCTION"
+        )
     etag = etag_of(image)
     if is_known(request, etag):
         return Response(status_code=304, headers={"ETag": etag})

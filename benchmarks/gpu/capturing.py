@@ -1,4 +1,5 @@
-"""What a capture costs: how long it blocks, how fast it copies, where it waits, what crosses, and what a training pays at every step."""
+"""What a capture costs: how long it blocks, how fast it copies, where it waits, what crosses,
+and what a training pays at every step."""
 
 from __future__ import annotations
 
@@ -36,7 +37,11 @@ def cases(place: Place) -> Sequence[Case]:
         Case("every step of a training", _training, limit_s=80),
         Case("four fifths frozen", _frozen, limit_s=60),
         Case("the update after a capture", _updates, limit_s=60),
-        Case("every step of a training, kept on the device", partial(_training, kept=KEPT), limit_s=80),
+        Case(
+            "every step of a training, kept on the device",
+            partial(_training, kept=KEPT),
+            limit_s=80,
+        ),
     ]
 
 
@@ -45,9 +50,20 @@ def _blocked(place: Place) -> Found:
     model = Model.make(place)
     floor, tensors = Floor.make(place, model.size), model.tensors
     views = floor.here.split([tensor.nbytes for tensor in tensors])
-    targets = [view.view(tensor.dtype).view(tensor.shape) for view, tensor in zip(views, tensors, strict=True)]
+    targets = [
+        view.view(tensor.dtype).view(tensor.shape)
+        for view, tensor in zip(views, tensors, strict=True)
+    ]
     samples: dict[str, list[float]] = {
-        name: [] for name in ("blocked_ms", "copied_ms", "done_ms", "floor_ms", "tensors_ms", "share_of_floor")
+        name: []
+        for name in (
+            "blocked_ms",
+            "copied_ms",
+            "done_ms",
+            "floor_ms",
+            "tensors_ms",
+            "share_of_floor",
+        )
     }
     with opened(model.size) as repo, repo.track(**model.objects) as run:
         first = _capture(model, run)
@@ -56,15 +72,29 @@ def _blocked(place: Place) -> Found:
             alone = floor.to_host()
             each = timed(place, partial(torch._foreach_copy_, targets, tensors, True))
             if index >= model.warm_up:
-                found = (1e3 * blocked, 1e3 * copied, 1e3 * done, 1e3 * alone, 1e3 * each, alone / copied)
+                found = (
+                    1e3 * blocked,
+                    1e3 * copied,
+                    1e3 * done,
+                    1e3 * alone,
+                    1e3 * each,
+                    alone / copied,
+                )
                 for name, value in zip(samples, found, strict=True):
                     samples[name].append(value)
     speeds = {"GB_per_s": [model.size / each / 1e6 for each in samples["copied_ms"]]}
-    return {"tensors": len(tensors), "bytes": model.size, "very_first_ms": 1e3 * first[0], **samples, **speeds}
+    return {
+        "tensors": len(tensors),
+        "bytes": model.size,
+        "very_first_ms": 1e3 * first[0],
+        **samples,
+        **speeds,
+    }
 
 
 def _capture(model: Model, run: datastates.Tracker) -> tuple[float, float, float]:
-    """Seconds until ``capture`` returned, until nothing is read any more, and until the state is there."""
+    """Seconds until ``capture`` returned, until nothing is read any more, and until the state is
+    there."""
     model.optimizer.step()
     model.place.finish()
     start = time.perf_counter()
@@ -78,7 +108,8 @@ def _capture(model: Model, run: datastates.Tracker) -> tuple[float, float, float
 
 
 def _synchronisations(place: Place) -> Found:
-    """By torch's own mode for them, with the line of ours, and by the driver's calls in a trace; of captures and of fenced steps."""
+    """By torch's own mode for them, with the line of ours, and by the driver's calls in a trace;
+    of captures and of fenced steps."""
     model = Model.make(place)
     with opened(model.size) as repo, repo.track(**model.objects) as run:
         for _ in range(model.warm_up):
@@ -100,17 +131,25 @@ def _synchronisations(place: Place) -> Found:
     mine = threading.current_thread().name
     ours = [line for thread, line in noticed if thread == mine]
     others = sorted({f"{thread}: {line}" for thread, line in noticed if thread != mine})
-    return {"of_the_training": max(len(ours), len(events)), "lines": sorted(set(ours)), "in_the_trace": events, "of_others": others}
+    return {
+        "of_the_training": max(len(ours), len(events)),
+        "lines": sorted(set(ours)),
+        "in_the_trace": events,
+        "of_others": others,
+    }
 
 
 @contextmanager
 def _noticed(place: Place) -> Iterator[list[tuple[str, str]]]:
     """The thread and the line of each synchronisation that torch notices."""
     found: list[tuple[str, str]] = []
-    set_mode: Callable[[str], object] = torch.cuda.set_sync_debug_mode if place.is_accelerator else str
+    set_mode: Callable[[str], object] = (
+        torch.cuda.set_sync_debug_mode if place.is_accelerator else str
+    )
 
     def note(message: Warning | str, *_: object, **__: object) -> None:
-        if "synchronizing" in str(message) and "prototype" not in str(message):  # not what torch says when the mode is set
+        if "synchronizing" in str(message) and "prototype" not in str(message):
+            # not what torch says when the mode is set
             lines = [
                 f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
                 for frame in traceback.extract_stack()
@@ -152,7 +191,8 @@ def _behind(place: Place) -> Found:
 
 
 def _updates(place: Place) -> Found:
-    """How long the next update takes to be done on the device, from the call of ``capture`` on: without and with states that stay there."""
+    """How long the next update takes to be done on the device, from the call of ``capture`` on:
+    without and with states that stay there."""
     samples: dict[str, list[float]] = {}
     kept = 0
     for name, states in (("", 0.0), ("kept_", KEPT)):
@@ -181,14 +221,17 @@ def _updates(place: Place) -> Found:
 
 
 def _training(place: Place, kept: float = 0.0) -> Found:
-    """Segments with a capture at every step between segments without; forward and backward take longer than the copy."""
+    """Segments with a capture at every step between segments without; forward and backward take
+    longer than the copy."""
     if kept and not place.is_accelerator:
         raise Skip("nothing is kept on a device where there is none")
     model = Model.make(place)
     floor = Floor.make(place, model.size)
     copy, windows = floor.to_host(), 1
     del floor
-    while (batch := timed(place, partial(model.backward, windows))) < 1.3 * copy and windows < (2 if place.is_quick else 128):
+    while (batch := timed(place, partial(model.backward, windows))) < 1.3 * copy and windows < (
+        2 if place.is_quick else 128
+    ):
         windows *= 2
     steps = 3 if place.is_quick else max(8, min(100, int(1.5 / batch)))
     overheads, plain, captured = list[float](), list[float](), list[float]()
@@ -205,9 +248,21 @@ def _training(place: Place, kept: float = 0.0) -> Found:
         snapshots = repo.stats().activity.snapshots
     if kept and not snapshots:
         raise AssertionError("no state was kept on the device")
-    found: Found = {"windows": windows, "steps": steps, "copy_ms": 1e3 * copy, "forward_backward_ms": 1e3 * batch}
-    found |= {"plain_step_ms": [1e3 * each for each in plain], "captured_step_ms": [1e3 * each for each in captured]}
-    return found | {"kept": snapshots, "is_longer_than_the_copy": batch > copy, "overhead_percent": overheads}
+    found: Found = {
+        "windows": windows,
+        "steps": steps,
+        "copy_ms": 1e3 * copy,
+        "forward_backward_ms": 1e3 * batch,
+    }
+    found |= {
+        "plain_step_ms": [1e3 * each for each in plain],
+        "captured_step_ms": [1e3 * each for each in captured],
+    }
+    return found | {
+        "kept": snapshots,
+        "is_longer_than_the_copy": batch > copy,
+        "overhead_percent": overheads,
+    }
 
 
 def _segment(model: Model, windows: int, steps: int, run: datastates.Tracker | None) -> float:
@@ -228,7 +283,8 @@ def _segment(model: Model, windows: int, steps: int, run: datastates.Tracker | N
 
 
 def _frozen(place: Place) -> Found:
-    """Of a state four fifths of which stay as they are: which part of its bytes crosses to the host at a capture."""
+    """Of a state four fifths of which stay as they are: which part of its bytes crosses to the
+    host at a capture."""
     model = Model.make(place)
     whole, frozen = sum(each.numel() for each in model.model.parameters()), 0
     for parameter in sorted(model.model.parameters(), key=torch.numel, reverse=True):
@@ -243,5 +299,7 @@ def _frozen(place: Place) -> Found:
             _capture(model, run)
         moved = crossed(traced(place, partial(_capture, model, run)))
     if not place.is_accelerator:
-        raise Skip(f"nothing crosses without an accelerator ({found['frozen_percent']:.0f} % were frozen)")
+        raise Skip(
+            f"nothing crosses without an accelerator ({found['frozen_percent']:.0f} % were frozen)"
+        )
     return found | {"crossed_percent": 100 * sum(moved.values()) / model.size, "bytes": moved}

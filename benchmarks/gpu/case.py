@@ -18,7 +18,8 @@ TRACE_CHARACTERS = 8000
 """So much of a trace is kept: its end."""
 
 Found = dict[str, Any]
-"""What a case found, for JSON, by names that say the unit; a list of numbers are the samples of one figure."""
+"""What a case found, for JSON, by names that say the unit; a list of numbers are the samples of
+one figure."""
 
 
 class Status(StrEnum):
@@ -42,7 +43,9 @@ class NotBuilt(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Something to find out. ``run`` raises what is wrong, ``Skip`` or ``NotBuilt``; it may hang or kill its process."""
+    """Something to find out.
+
+    ``run`` raises what is wrong, ``Skip`` or ``NotBuilt``; it may hang or kill its process."""
 
     name: str
     run: Callable[[Place], Found]
@@ -50,7 +53,8 @@ class Case:
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How a case ended: ``why`` unless it passed, what it found, and the end of what a case that failed left in tracebacks and its log."""
+    """How a case ended: ``why`` unless it passed, what it found, and the end of what a case that
+    failed left in tracebacks and its log."""
 
     case: str
     status: Status

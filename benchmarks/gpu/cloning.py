@@ -54,16 +54,21 @@ def _between_devices(place: Place) -> Found:
 def _cloned(place: Place, data: str) -> Found:
     """Another process serves what it captured on the same device."""
     not_late(place)
-    context = multiprocessing.get_context("spawn" if place.is_accelerator else "fork")  # a device is reached by one process alone
+    # a device is reached by one process alone
+    context = multiprocessing.get_context("spawn" if place.is_accelerator else "fork")
     ours, theirs = context.Pipe()
-    child = context.Process(target=serve, args=(place.where, theirs, data))  # type: ignore[attr-defined]  # both have it
+    # both have it
+    child = context.Process(target=serve, args=(place.where, theirs, data))  # type: ignore[attr-defined]
     child.start()
     theirs.close()
     model = Model.make(place)
     try:
         url, expected = ours.recv()
         samples: dict[str, list[float]] = {"cloned_ms": [], "GB_per_s": []}
-        with datastates.connect(url, token=TOKEN, data=data) as peer, _counted(Desks, "_digest") as digested:
+        with (
+            datastates.connect(url, token=TOKEN, data=data) as peer,
+            _counted(Desks, "_digest") as digested,
+        ):
             for index in range(2 if place.is_quick else 6):
                 for tensor in model.tensors:
                     tensor.zero_()
@@ -114,4 +119,7 @@ def serve(where: Where, wire: Connection, data: str = "auto") -> None:
 
 def totals(model: Model) -> list[int]:
     """A sum over each tensor's bytes."""
-    return [int(tensor.contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64)) for tensor in model.tensors]
+    return [
+        int(tensor.contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64))
+        for tensor in model.tensors
+    ]

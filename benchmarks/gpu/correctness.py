@@ -1,4 +1,5 @@
-"""Every step of a training is captured, and each state is what the training had then, bit for bit; over optimizers and ways to step."""
+"""Every step of a training is captured, and each state is what the training had then, bit for
+bit; over optimizers and ways to step."""
 
 from __future__ import annotations
 
@@ -30,7 +31,12 @@ BUSY_S = 0.005
 QUICK = {"AdamW-lr=0.01-foreach", "SparseAdam-lr=0.01", "layers that are frozen at first"}
 LATE_QUICK = {"AdamW-lr=0.01-foreach"}
 
-KEPT = {"AdamW-lr=0.01-foreach", "layers that are frozen at first", "on a stream of the training's", "graph, recorded between captures"}
+KEPT = {
+    "AdamW-lr=0.01-foreach",
+    "layers that are frozen at first",
+    "on a stream of the training's",
+    "graph, recorded between captures",
+}
 """These are tried with states that stay on the device, too."""
 
 KEPT_BYTES = 64 << 20
@@ -39,12 +45,26 @@ Make = Callable[[Place], Training]
 
 
 def cases(place: Place) -> Sequence[Case]:
-    """Ways to step, those first that only an accelerator has; then each stock optimizer in each of its forms."""
+    """Ways to step, those first that only an accelerator has; then each stock optimizer in each
+    of its forms."""
     made: dict[str, Make] = {form.id: partial(by_form, form) for form in _forms(place)}
-    chosen = set(made | WAYS) if not place.is_quick else LATE_QUICK if place.where.kind == "late" else QUICK
+    chosen = (
+        set(made | WAYS)
+        if not place.is_quick
+        else LATE_QUICK
+        if place.where.kind == "late"
+        else QUICK
+    )
     return [
-        *(Case(name, partial(_accelerated, make), limit_s=60) for name, make in ACCELERATED.items()),
-        *(Case(name, partial(check, make), limit_s=30) for name, make in (WAYS | made).items() if name in chosen),
+        *(
+            Case(name, partial(_accelerated, make), limit_s=60)
+            for name, make in ACCELERATED.items()
+        ),
+        *(
+            Case(name, partial(check, make), limit_s=30)
+            for name, make in (WAYS | made).items()
+            if name in chosen
+        ),
         *(
             _kept(name, make)
             for name, make in (made | WAYS | ACCELERATED).items()
@@ -55,14 +75,19 @@ def cases(place: Place) -> Sequence[Case]:
 
 def _kept(name: str, make: Make) -> Case:
     tried = _accelerated if name in ACCELERATED else check
-    return Case(f"{name}, kept on the device", partial(tried, make, kept_bytes=KEPT_BYTES), limit_s=60)
+    return Case(
+        f"{name}, kept on the device", partial(tried, make, kept_bytes=KEPT_BYTES), limit_s=60
+    )
 
 
 def _forms(place: Place) -> Iterator[Form]:
     yield from FORMS
     if place.is_accelerator:
         for form in FORMS:
-            if form.options.get("foreach") and "capturable" in inspect.signature(form.make).parameters:
+            if (
+                form.options.get("foreach")
+                and "capturable" in inspect.signature(form.make).parameters
+            ):
                 yield replace(form, options={**form.options, "capturable": True})
 
 
@@ -73,7 +98,8 @@ def _accelerated(make: Make, place: Place, kept_bytes: int = 0) -> Found:
 
 
 def check(make: Make, place: Place, kept_bytes: int = 0) -> Found:
-    """Capture each of some steps, restore the last, and compare; on late devices once for each way to be late.
+    """Capture each of some steps, restore the last, and compare; on late devices once for each way
+    to be late.
 
     ``kept_bytes`` of each device are for the newest states.
 
@@ -86,20 +112,30 @@ def check(make: Make, place: Place, kept_bytes: int = 0) -> Found:
         with (
             place.running(way),
             tempfile.TemporaryDirectory(prefix="datastates-gpu-") as folder,
-            datastates.open(folder, config=Config(memory_bytes=96 * CHUNK_BYTES, durable_interval_s=None, device_bytes=kept_bytes)) as repo,
+            datastates.open(
+                folder,
+                config=Config(
+                    memory_bytes=96 * CHUNK_BYTES, durable_interval_s=None, device_bytes=kept_bytes
+                ),
+            ) as repo,
         ):
             steps = QUICK_STEPS if place.is_quick else STEPS
             newest = _captured(make(place), place, repo, steps)
             _restore(make(place), place, repo, steps, newest)
             kept = repo.stats().activity.snapshots
-            if bool(kept) is not (kept_bytes > 0 and (place.is_accelerator or place.where.kind == "late")):
+            if bool(kept) is not (
+                kept_bytes > 0 and (place.is_accelerator or place.where.kind == "late")
+            ):
                 raise AssertionError(f"{kept} states were kept on the device")
             found = {"states": steps, "leaves": len(newest), "kept": kept}
     return found
 
 
-def _captured(training: Training, place: Place, repo: datastates.Repository, steps: int) -> dict[str, object]:
-    """Capture each step, and look at none before the last, as looking waits for the device; what the last one holds."""
+def _captured(
+    training: Training, place: Place, repo: datastates.Repository, steps: int
+) -> dict[str, object]:
+    """Capture each step, and look at none before the last, as looking waits for the device; what
+    the last one holds."""
     with repo.track(rng=False, **training.objects) as run, training.inside():
         expected, captures = [], list[datastates.Capture]()
         for _ in range(steps):
@@ -112,16 +148,26 @@ def _captured(training: Training, place: Place, repo: datastates.Repository, ste
         for capture in captures:
             capture.wait(timeout_s=20)
         lived = [training.on_host(each) for each in expected]
-        wrong = [differing(each, repo.load(capture.uid)) for each, capture in zip(lived, captures, strict=True)]
+        wrong = [
+            differing(each, repo.load(capture.uid))
+            for each, capture in zip(lived, captures, strict=True)
+        ]
     if any(wrong):
         paths = next(filter(None, wrong))
         raise AssertionError(
-            f"{sum(map(bool, wrong))} of {steps} states are wrong; in the first {len(paths)} leaves, {paths[0]} among them"
+            f"{sum(map(bool, wrong))} of {steps} states are wrong; in the first {len(paths)}"
+            f" leaves, {paths[0]} among them"
         )
     return lived[-1]
 
 
-def _restore(training: Training, place: Place, repo: datastates.Repository, steps: int, newest: dict[str, object]) -> None:
+def _restore(
+    training: Training,
+    place: Place,
+    repo: datastates.Repository,
+    steps: int,
+    newest: dict[str, object],
+) -> None:
     """The newest state, put into a training that went elsewhere."""
     torch.manual_seed(1)
     with training.inside():
@@ -132,7 +178,9 @@ def _restore(training: Training, place: Place, repo: datastates.Repository, step
         place.finish()
     odd = differing(newest, training.tree(found))
     if odd:
-        raise AssertionError(f"restored otherwise than captured: {len(odd)} leaves, {odd[0]} among them")
+        raise AssertionError(
+            f"restored otherwise than captured: {len(odd)} leaves, {odd[0]} among them"
+        )
 
 
 def _try_alone(make: Make, place: Place) -> None:

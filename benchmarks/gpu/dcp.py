@@ -1,4 +1,5 @@
-"""torch.distributed.checkpoint beside ours, in one process by turns: how long each blocks, and which states hold what was live."""
+"""torch.distributed.checkpoint beside ours, in one process by turns: how long each blocks, and
+which states hold what was live."""
 
 from __future__ import annotations
 
@@ -42,11 +43,15 @@ def cases(place: Place) -> Sequence[Case]:
 
 
 def _skipped(place: Place) -> Found:
-    raise Skip(f"stagers of torch.distributed.checkpoint came with torch 2.9, and this is {torch.__version__}")
+    raise Skip(
+        "stagers of torch.distributed.checkpoint came with torch 2.9, and this is"
+        f" {torch.__version__}"
+    )
 
 
 class _Saver:
-    """Asynchronous saves into one of two folders by turns; one is in flight at a time, as the documentation asks."""
+    """Asynchronous saves into one of two folders by turns; one is in flight at a time, as the
+    documentation asks."""
 
     def __init__(self, folder: Path, options: StagingOptions | None) -> None:
         self._folder, self._count, self._options = folder, 0, options
@@ -61,8 +66,12 @@ class _Saver:
         if self._options is not None and (self._stager is None or not stagers_last()):
             self.close()
             self._stager = DefaultStager(self._options)
-        writer = FileSystemWriter(folder or self._folder / str(self._count % 2), sync_files=False, overwrite=True)
-        begun: Any = async_save(state, storage_writer=writer, no_dist=True, async_stager=self._stager)
+        writer = FileSystemWriter(
+            folder or self._folder / str(self._count % 2), sync_files=False, overwrite=True
+        )
+        begun: Any = async_save(
+            state, storage_writer=writer, no_dist=True, async_stager=self._stager
+        )
         self._saved = getattr(begun, "upload_completion", begun)
         self._staged = getattr(begun, "staging_completion", None)
 
@@ -95,11 +104,23 @@ def stagers_last() -> bool:
 
 
 def _options(place: Place) -> dict[str, StagingOptions | None]:
-    """The default, and stagers, used again where they last: pinned, and pinned on a stream of its own, where there is a device."""
-    pinned = {"use_pinned_memory": place.is_accelerator, "use_non_blocking_copy": place.is_accelerator, "use_shared_memory": False}
+    """The default, and stagers, used again where they last: pinned, and pinned on a stream of
+    its own, where there is a device."""
+    pinned = {
+        "use_pinned_memory": place.is_accelerator,
+        "use_non_blocking_copy": place.is_accelerator,
+        "use_shared_memory": False,
+    }
     which = "one stager" if stagers_last() else "a stager each"
-    found: dict[str, StagingOptions | None] = {"default": None, which: StagingOptions(use_async_staging=False, **pinned)}
-    return found | ({f"{which}, staging later": StagingOptions(use_async_staging=True, **pinned)} if place.is_accelerator else {})
+    found: dict[str, StagingOptions | None] = {
+        "default": None,
+        which: StagingOptions(use_async_staging=False, **pinned),
+    }
+    return found | (
+        {f"{which}, staging later": StagingOptions(use_async_staging=True, **pinned)}
+        if place.is_accelerator
+        else {}
+    )
 
 
 def _blocked(place: Place) -> Found:
@@ -107,8 +128,14 @@ def _blocked(place: Place) -> Found:
     not_late(place)
     model = Model.make(place)
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="datastates-gpu-", dir=_roomy(model.size)) as folder, opened(model.size) as repo:
-        savers = {name: _Saver(Path(folder) / str(index), options) for index, (name, options) in enumerate(_options(place).items())}
+    with (
+        tempfile.TemporaryDirectory(prefix="datastates-gpu-", dir=_roomy(model.size)) as folder,
+        opened(model.size) as repo,
+    ):
+        savers = {
+            name: _Saver(Path(folder) / str(index), options)
+            for index, (name, options) in enumerate(_options(place).items())
+        }
         with repo.track(**model.objects) as run:
 
             def ours() -> Callable[[], object]:
@@ -117,12 +144,18 @@ def _blocked(place: Place) -> Found:
                 return run.fence
 
             def theirs(saver: _Saver) -> Callable[[], object]:
-                saver.save({"model": model.model.state_dict(), "optimizer": model.optimizer.state_dict()})
+                saver.save(
+                    {"model": model.model.state_dict(), "optimizer": model.optimizer.state_dict()}
+                )
                 return saver.fence
 
             waiting = list[Any]()
             ways: dict[str, Callable[[], Callable[[], object]]] = {"ours": ours}
-            ways |= {f"dcp {name}": lambda saver=saver: theirs(saver) for name, saver in savers.items()}  # type: ignore[misc]  # bound now
+            # bound now
+            ways |= {
+                f"dcp {name}": lambda saver=saver: theirs(saver)  # type: ignore[misc]
+                for name, saver in savers.items()
+            }
             for index in range(2 if place.is_quick else 6):
                 for name, way in ways.items():
                     model.optimizer.step()
@@ -138,7 +171,10 @@ def _blocked(place: Place) -> Found:
                     for saver in savers.values():
                         saver.finish()
                     if index > (0 if place.is_quick else 2):
-                        for figure, seconds in (("blocked_ms", blocked), ("until it may change_ms", free)):
+                        for figure, seconds in (
+                            ("blocked_ms", blocked),
+                            ("until it may change_ms", free),
+                        ):
                             found.setdefault(f"{name}: {figure}", []).append(1e3 * seconds)
         for saver in savers.values():
             saver.close()
@@ -154,11 +190,14 @@ def _roomy(size: int) -> str | None:
 
 
 def _torn(place: Place) -> Found:
-    """A training that runs ahead of a busy device; each waits for what it says is to be waited for before the weights change."""
+    """A training that runs ahead of a busy device; each waits for what it says is to be waited
+    for before the weights change."""
     not_late(place)
     found: Found = {}
     for name, options in _options(place).items():
-        found[f"torn_of_dcp_{name.replace(' ', '_').replace(',', '')}"] = _torn_of_dcp(place, options)
+        found[f"torn_of_dcp_{name.replace(' ', '_').replace(',', '')}"] = _torn_of_dcp(
+            place, options
+        )
     return {"states": STATES, **found, "torn_of_ours": _torn_of_ours(place)}
 
 
@@ -189,7 +228,10 @@ def _torn_of_dcp(place: Place, options: StagingOptions | None) -> int:
             saver.save(dict(weights), Path(name) / f"state-{number}")
         saver.close()
         place.finish()
-        return sum(_differs(_loaded(Path(name) / f"state-{number}"), each) for number, each in enumerate(expected))
+        return sum(
+            _differs(_loaded(Path(name) / f"state-{number}"), each)
+            for number, each in enumerate(expected)
+        )
 
 
 def _loaded(folder: Path) -> dict[str, Tensor]:
@@ -208,7 +250,10 @@ def _torn_of_ours(place: Place) -> int:
         place.finish()
         for capture in captures:
             capture.wait(timeout_s=20)
-        return sum(_differs(repo.load(capture.uid)["weights"], each) for capture, each in zip(captures, expected, strict=True))
+        return sum(
+            _differs(repo.load(capture.uid)["weights"], each)
+            for capture, each in zip(captures, expected, strict=True)
+        )
 
 
 def _differs(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:

@@ -22,23 +22,58 @@ from .place import Place
 
 __all__ = ["cases"]
 
-PACKAGES = ("torch", "triton", "numpy", "msgspec", "xxhash", "blake3", "sqlalchemy", "cuda-bindings", "ucxx-cu12", "ucxx-cu13")
-ASKED = ("clocks.sm", "clocks.mem", "clocks.max.sm", "pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current")
+PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "msgspec",
+    "xxhash",
+    "blake3",
+    "sqlalchemy",
+    "cuda-bindings",
+    "ucxx-cu12",
+    "ucxx-cu13",
+)
+ASKED = (
+    "clocks.sm",
+    "clocks.mem",
+    "clocks.max.sm",
+    "pcie.link.gen.current",
+    "pcie.link.gen.max",
+    "pcie.link.width.current",
+)
 SETTINGS = ("PYTORCH_", "CUDA_", "NVIDIA_VISIBLE", "HIP_", "TORCH_CUDA")
 """Variables that change what a device does begin so."""
 
-FIXED = ("name", "driver_version", "memory.total", "power.limit", "mig.mode.current", "persistence_mode")
+FIXED = (
+    "name",
+    "driver_version",
+    "memory.total",
+    "power.limit",
+    "mig.mode.current",
+    "persistence_mode",
+)
 
 
 def cases(place: Place) -> Sequence[Case]:
     """What there is to say."""
-    return [Case("software", _software), Case("host", _host), Case("device", _device), Case("clocks and link", _link)]
+    return [
+        Case("software", _software),
+        Case("host", _host),
+        Case("device", _device),
+        Case("clocks and link", _link),
+    ]
 
 
 def _software(place: Place) -> Found:
-    found: Found = {"python": platform.python_version(), "built for": devices.built_for() or "no accelerator"}
+    found: Found = {
+        "python": platform.python_version(),
+        "built for": devices.built_for() or "no accelerator",
+    }
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    found["what Triton compiles with"] = shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang") or "no compiler"
+    found["what Triton compiles with"] = (
+        shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang") or "no compiler"
+    )
     found["Python.h"] = headers.exists()
     for name in PACKAGES:
         try:
@@ -54,11 +89,15 @@ def _host(place: Place) -> Found:
     return {
         "kernel": platform.release(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30), 1),
+        "memory_GiB": round(
+            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30), 1
+        ),
         "huge pages": huge.read_text().strip() if huge.exists() else "not said",
         "memory that may be locked": "unlimited" if soft == resource.RLIM_INFINITY else soft,
         "shm_free_GiB": round(shutil.disk_usage("/dev/shm").free / (1 << 30), 1),
-        "temporary_free_GiB": round(shutil.disk_usage(os.environ.get("TMPDIR", "/tmp")).free / (1 << 30), 1),
+        "temporary_free_GiB": round(
+            shutil.disk_usage(os.environ.get("TMPDIR", "/tmp")).free / (1 << 30), 1
+        ),
     }
 
 
@@ -86,7 +125,10 @@ def _link(place: Place) -> Found:
         raise Skip("no accelerator is used")
     place.finish()
     idle = _asked(ASKED)
-    here, there = place.pinned(256 << 20), torch.empty(256 << 20, dtype=torch.uint8, device=place.device)
+    here, there = (
+        place.pinned(256 << 20),
+        torch.empty(256 << 20, dtype=torch.uint8, device=place.device),
+    )
     factor, stop = torch.randn(4096, 4096, device=place.device), threading.Event()
 
     def work() -> None:

@@ -1,4 +1,5 @@
-"""The tests that are marked ``gpu``, file by file, with what passed, failed and was skipped, and why."""
+"""The tests that are marked ``gpu``, file by file, with what passed, failed and was skipped, and
+why."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ MARK = re.compile(r"\bpytest\.mark\.gpu\b")
 
 def cases(place: Place) -> Sequence[Case]:
     """A case a file."""
-    files = sorted(path for path in (ROOT / "tests").rglob("test_*.py") if MARK.search(path.read_text()))
+    files = sorted(
+        path for path in (ROOT / "tests").rglob("test_*.py") if MARK.search(path.read_text())
+    )
     return [_case(path.relative_to(ROOT)) for path in files]
 
 
@@ -37,16 +40,39 @@ def _run(path: Path, place: Place) -> Found:
         raise Skip("a quick run tries tests/state/test_rng.py only")
     with tempfile.TemporaryDirectory(prefix="datastates-gpu-") as folder:
         xml = Path(folder) / "report.xml"
-        options = ["-m", "gpu", "-q", "-W", "default", "-p", "no:cacheprovider", f"--basetemp={folder}/tmp", f"--junitxml={xml}"]
-        unset = ("PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER", "DATASTATES_REQUIRE_POSTGRESQL", "DATASTATES_REQUIRE_CHROMIUM")
+        options = [
+            "-m",
+            "gpu",
+            "-q",
+            "-W",
+            "default",
+            "-p",
+            "no:cacheprovider",
+            f"--basetemp={folder}/tmp",
+            f"--junitxml={xml}",
+        ]
+        unset = (
+            "PYTEST_CURRENT_TEST",
+            "PYTEST_XDIST_WORKER",
+            "DATASTATES_REQUIRE_POSTGRESQL",
+            "DATASTATES_REQUIRE_CHROMIUM",
+        )
         environ = {name: value for name, value in os.environ.items() if name not in unset}
         command = [sys.executable, "-m", "pytest", str(path), *options]
-        done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False
+        )
         if not xml.exists():
-            raise RuntimeError(f"pytest ended with {done.returncode}: {(done.stdout + done.stderr).strip()[-600:]}")
+            raise RuntimeError(
+                f"pytest ended with {done.returncode}: {(done.stdout + done.stderr).strip()[-600:]}"
+            )
         found, failures, traces = counted(xml.read_text())
     if failures:
-        wrong = AssertionError(f"{found['failed']} of {sum(map(int, _numbers(found)))} failed: {'; '.join(failures)}"[:1500])
+        wrong = AssertionError(
+            f"{found['failed']} of {sum(map(int, _numbers(found)))} failed: {'; '.join(failures)}"[
+                :1500
+            ]
+        )
         wrong.add_note("\n".join(traces)[-TRACE_CHARACTERS:])
         raise wrong
     if not found["passed"]:
@@ -55,7 +81,8 @@ def _run(path: Path, place: Place) -> Found:
 
 
 def counted(xml: str) -> tuple[Found, list[str], list[str]]:
-    """How many tests of a JUnit report passed, failed and were skipped, with the reasons; what failed, in a line and in full."""
+    """How many tests of a JUnit report passed, failed and were skipped, with the reasons; what
+    failed, in a line and in full."""
     counts, reasons, failures, traces = Counter[str](), Counter[str](), list[str](), list[str]()
     for test in ElementTree.fromstring(xml).iter("testcase"):  # pytest's own, of a moment ago
         broken = [*test.iter("failure"), *test.iter("error")]
@@ -71,7 +98,16 @@ def counted(xml: str) -> tuple[Found, list[str], list[str]]:
         else:
             counts["passed"] += 1
     said = [f"{count} times: {reason}" for reason, count in reasons.items()]
-    return {"passed": counts["passed"], "failed": counts["failed"], "skipped": counts["skipped"], "reasons": said}, failures, traces
+    return (
+        {
+            "passed": counts["passed"],
+            "failed": counts["failed"],
+            "skipped": counts["skipped"],
+            "reasons": said,
+        },
+        failures,
+        traces,
+    )
 
 
 def _numbers(found: Found) -> list[int]:

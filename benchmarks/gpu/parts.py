@@ -1,4 +1,6 @@
-"""The parts of a run, in their order, with what each weighs when the time is divided. Nothing heavy is imported before a part runs."""
+"""The parts of a run, in their order, with what each weighs when the time is divided.
+
+Nothing heavy is imported before a part runs."""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ __all__ = ["PARTS", "Part"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A subject. ``module``, whose name may be relative to this package, has a function ``cases``: what there is to find out."""
+    """A subject.
+
+    ``module``, whose name may be relative to this package, has a function ``cases``: what there
+    is to find out."""
 
     name: str
     title: str

@@ -1,4 +1,5 @@
-"""Where a run happens: on a CUDA or ROCm device, on the CPU, or on late devices, which are for tests of the order of things."""
+"""Where a run happens: on a CUDA or ROCm device, on the CPU, or on late devices, which are for
+tests of the order of things."""
 
 from __future__ import annotations
 
@@ -25,14 +26,17 @@ Placed = TypeVar("Placed", Tensor, nn.Module)
 
 @dataclass(slots=True)
 class Place:
-    """A device as cases use it. It belongs to one process, and touches the device when it is first asked to."""
+    """A device as cases use it.
+
+    It belongs to one process, and touches the device when it is first asked to."""
 
     where: Where
     _late: LateDevices | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if not self.is_accelerator:
-            torch.set_num_threads(1)  # several wait for each other in loops where cores are few and busy
+            # several wait for each other in loops where cores are few and busy
+            torch.set_num_threads(1)
 
     @property
     def is_accelerator(self) -> bool:
@@ -72,7 +76,8 @@ class Place:
             torch.cuda._sleep(int(seconds * 1.5e9))  # cycles; about 1.5 GHz or more
 
     def until_it_digests(self) -> None:
-        """Wait until the kernels for digests are compiled, or not to be had: what comes before that is not measured."""
+        """Wait until the kernels for digests are compiled, or not to be had: what comes before
+        that is not measured."""
         until = time.monotonic() + 20
         while not is_ready(torch.empty(0, device=self.device)) and time.monotonic() < until:
             time.sleep(0.05)
@@ -82,12 +87,15 @@ class Place:
         return torch.empty(count, dtype=torch.uint8, pin_memory=self.is_accelerator).fill_(1)
 
     def ways(self) -> Sequence[str]:
-        """What is to be late, by name: on late devices a fault in the order is seen by one of them. Elsewhere devices are as they are."""
+        """What is to be late, by name: on late devices a fault in the order is seen by one of them.
+
+        Elsewhere devices are as they are."""
         return ("COPIES", "COMPUTE") if self.where.kind == "late" else ("",)
 
     @contextmanager
     def running(self, way: str) -> Iterator[None]:
-        """On late devices: they are made anew, late in this way, and this thread's operators are queued there."""
+        """On late devices: they are made anew, late in this way, and this thread's operators are
+        queued there."""
         if self.where.kind != "late":
             yield
             return

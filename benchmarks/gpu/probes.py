@@ -1,4 +1,5 @@
-"""What captures and clones rely on of a driver, tried alone: registration, order, recordings, handles for other processes."""
+"""What captures and clones rely on of a driver, tried alone: registration, order, recordings,
+handles for other processes."""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ def cases(place: Place) -> Sequence[Case]:
         "memory of another process": _handles,
     }
     anywhere = {"speed of copies"}
-    return [Case(name, probe if place.is_accelerator or name in anywhere else _skipped) for name, probe in probes.items()]
+    return [
+        Case(name, probe if place.is_accelerator or name in anywhere else _skipped)
+        for name, probe in probes.items()
+    ]
 
 
 def _skipped(place: Place) -> Found:
@@ -75,11 +79,15 @@ def _registration(place: Place) -> Found:
     for stretch in (16 * MIB, 64 * MIB, 1024 * MIB):
         start = time.perf_counter()
         mapped.register(place.device, stretch)
-        found[f"register_{stretch // MIB}_MiB_GB_per_s"] = mapped.length / (time.perf_counter() - start) / 1e9
+        found[f"register_{stretch // MIB}_MiB_GB_per_s"] = (
+            mapped.length / (time.perf_counter() - start) / 1e9
+        )
         found["pinned"] = mapped.flat[: stretch // 2].is_pinned()
         start = time.perf_counter()
         mapped.unregister(place.device)
-        found[f"unregister_{stretch // MIB}_MiB_GB_per_s"] = mapped.length / (time.perf_counter() - start) / 1e9
+        found[f"unregister_{stretch // MIB}_MiB_GB_per_s"] = (
+            mapped.length / (time.perf_counter() - start) / 1e9
+        )
     if not found["pinned"]:
         raise RuntimeError("registered memory is not seen as pinned")
     return found
@@ -109,7 +117,8 @@ def _crossing(place: Place) -> Found:
 
 
 def _refused(place: Place) -> Found:
-    """What the driver refuses to register is refused by an error, and the next kernel of this thread is told of none."""
+    """What the driver refuses to register is refused by an error, and the next kernel of this
+    thread is told of none."""
     mapped = _Mapped(16 * MIB)
     mapped.register(place.device, mapped.length)
     try:
@@ -131,13 +140,19 @@ def _copies(place: Place) -> Found:
     homes = {"pinned": place.pinned(total), "pageable": torch.ones(total, dtype=torch.uint8)}
     found: Found = {}
     for kind, here in homes.items():
-        found[f"to_host_{kind}_GB_per_s"] = _speeds(place, total, partial(here.copy_, there, non_blocking=True))
-        found[f"to_device_{kind}_GB_per_s"] = _speeds(place, total, partial(there.copy_, here, non_blocking=True))
+        found[f"to_host_{kind}_GB_per_s"] = _speeds(
+            place, total, partial(here.copy_, there, non_blocking=True)
+        )
+        found[f"to_device_{kind}_GB_per_s"] = _speeds(
+            place, total, partial(there.copy_, here, non_blocking=True)
+        )
     other = torch.empty_like(there)
     found["within_device_GB_per_s"] = _speeds(place, total, partial(other.copy_, there))
     for size in (64 << 10, MIB, 4 * MIB):
         count = min(total // size, 1024)
-        targets, sources = (list(flat[: count * size].split(size)) for flat in (homes["pinned"], there))
+        targets, sources = (
+            list(flat[: count * size].split(size)) for flat in (homes["pinned"], there)
+        )
         call = partial(torch._foreach_copy_, targets, sources, non_blocking=True)
         found[f"to_host_pieces_of_{size >> 10}_KiB_GB_per_s"] = _speeds(place, count * size, call)
     return found
@@ -151,7 +166,10 @@ def _speeds(place: Place, size: int, call: Callable[[], object]) -> list[float]:
 def _order(place: Place) -> Found:
     """What is queued behind a mark of a busy stream comes after it, and the host is not held."""
     side, current = devices().stream(place.device), devices().current(place.device)
-    value, seen = torch.zeros(1 << 20, device=place.device), torch.zeros(1 << 20, device=place.device)
+    value, seen = (
+        torch.zeros(1 << 20, device=place.device),
+        torch.zeros(1 << 20, device=place.device),
+    )
     place.finish()
     start = time.perf_counter()
     with devices().on(side):
@@ -166,7 +184,10 @@ def _order(place: Place) -> Found:
     reached_ms = 1e3 * (time.perf_counter() - start)
     place.finish()
     if was_reached or not bool((seen == 1).all()):
-        raise RuntimeError(f"a mark was reached at once ({was_reached}), or what waits for it came first ({seen[0].item()})")
+        raise RuntimeError(
+            f"a mark was reached at once ({was_reached}), or what waits for it came first"
+            f" ({seen[0].item()})"
+        )
     return {"queued_ms": queued_ms, "reached_ms": reached_ms}
 
 
@@ -176,7 +197,9 @@ def _noticing(place: Place) -> Found:
         "item": lambda: there.sum().item(),
         "a copy that is waited for": lambda: there.cpu(),
         "a copy to pageable memory": lambda: torch.empty(4).copy_(there, non_blocking=True),
-        "a mark that is waited for": lambda: devices().mark(devices().current(place.device)).synchronize(),
+        "a mark that is waited for": (
+            lambda: devices().mark(devices().current(place.device)).synchronize()
+        ),
     }
     found: Found = {}
     for name, call in calls.items():
@@ -194,7 +217,8 @@ def _noticing(place: Place) -> Found:
 
 
 def _recording(place: Place) -> Found:
-    """By the mode of a recording, and by what a thread of ours does meanwhile: whether the recording goes on, and our thread."""
+    """By the mode of a recording, and by what a thread of ours does meanwhile: whether the
+    recording goes on, and our thread."""
     side, mapped = devices().stream(place.device), _Mapped(16 * MIB)
 
     def wait() -> None:
@@ -208,7 +232,9 @@ def _recording(place: Place) -> Found:
         "ask for a stream": lambda: devices().stream(place.device),
         "ask for pinned memory": lambda: devices().pinned((8 << 20,), torch.uint8),
     }
-    found: Found = {"relaxed mode is there": driver.runtime_call("ThreadExchangeStreamCaptureMode") is not None}
+    found: Found = {
+        "relaxed mode is there": driver.runtime_call("ThreadExchangeStreamCaptureMode") is not None
+    }
     for mode in ("global", "thread_local", "relaxed"):
         for name, call in calls.items():
             found[f"{mode}, {name}"] = _recorded(place, mode, call)
@@ -220,7 +246,12 @@ def _recording(place: Place) -> Found:
 
 
 def _recorded(place: Place, mode: str, call: Callable[[], object]) -> str:
-    value, began, ended, errors = torch.ones(4, device=place.device), threading.Event(), threading.Event(), list[str]()
+    value, began, ended, errors = (
+        torch.ones(4, device=place.device),
+        threading.Event(),
+        threading.Event(),
+        list[str](),
+    )
 
     def beside() -> None:
         began.wait(10)
@@ -252,8 +283,14 @@ def _recorded(place: Place, mode: str, call: Callable[[], object]) -> str:
 
 def _overlap(place: Place) -> Found:
     """How much computing is slowed by a copy of 1 GiB to the host beside it."""
-    here, there = place.pinned(1024 * MIB), torch.empty(1024 * MIB, dtype=torch.uint8, device=place.device)
-    factor, long = torch.randn(8192, 8192, device=place.device, dtype=torch.bfloat16), torch.zeros(256 * MIB, device=place.device)
+    here, there = (
+        place.pinned(1024 * MIB),
+        torch.empty(1024 * MIB, dtype=torch.uint8, device=place.device),
+    )
+    factor, long = (
+        torch.randn(8192, 8192, device=place.device, dtype=torch.bfloat16),
+        torch.zeros(256 * MIB, device=place.device),
+    )
     side, found = devices().stream(place.device), Found()
     loads: dict[str, Callable[[], object]] = {
         "products": lambda: [factor @ factor for _ in range(24)],

@@ -1,4 +1,5 @@
-"""The report of a run: JSON with every sample, and Markdown for people. Neither says more than was seen."""
+"""The report of a run: JSON with every sample, and Markdown for people. Neither says more than
+was seen."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ __all__ = ["PartReport", "Report", "headline", "markdown", "written"]
 
 
 class PartReport(msgspec.Struct):
-    """A part: how long it might take and took, in seconds, how its cases ended, and why it ended before its end."""
+    """A part: how long it might take and took, in seconds, how its cases ended, and why it ended
+    before its end."""
 
     name: str
     title: str
@@ -31,7 +33,10 @@ class PartReport(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """A run. ``began`` is in UTC; ``machine`` says versions and commit; ``reached`` are the parts that began."""
+    """A run.
+
+    ``began`` is in UTC; ``machine`` says versions and commit; ``reached`` are the parts that
+    began."""
 
     began: str
     kind: str
@@ -51,8 +56,19 @@ class Report(msgspec.Struct):
     @property
     def device(self) -> str:
         """The device's own name, or what it was instead of one."""
-        named = [case.found["name"] for part in self.parts for case in part.cases if part.name == "environment" and "name" in case.found]
-        return str(named[0]) if named else {"cpu": "the CPU", "late": "late devices"}.get(self.kind, "a device that did not say its name")
+        named = [
+            case.found["name"]
+            for part in self.parts
+            for case in part.cases
+            if part.name == "environment" and "name" in case.found
+        ]
+        return (
+            str(named[0])
+            if named
+            else {"cpu": "the CPU", "late": "late devices"}.get(
+                self.kind, "a device that did not say its name"
+            )
+        )
 
     @property
     def outcomes(self) -> dict[str, list[Outcome]]:
@@ -78,11 +94,17 @@ def _replace(path: Path, content: bytes) -> Path:
 def headline(report: Report) -> str:
     """What this run shows, in one sentence."""
     counted = Counter(case.status for part in report.parts for case in part.cases)
-    counts = ", ".join(f"{counted[status]} {status.value}" for status in Status if counted[status]) or "nothing was begun"
+    counts = (
+        ", ".join(f"{counted[status]} {status.value}" for status in Status if counted[status])
+        or "nothing was begun"
+    )
     end = "" if report.is_whole else "; it ended before its end"
     if report.is_accelerator:
         return f"Ran on {report.device} on {report.began[:10]}: {counts}{end}."
-    said = f"Nothing here was proven on an accelerator: this ran on {report.device}, to show that the program does."
+    said = (
+        f"Nothing here was proven on an accelerator: this ran on {report.device}, to show that the"
+        " program does."
+    )
     return f"{said} {counts[0].upper()}{counts[1:]}{end}."
 
 
@@ -101,20 +123,33 @@ def markdown(report: Report) -> str:
         lines += [f"Parts that were not reached: {', '.join(report.not_reached)}.", ""]
     lines += ["## Goals", "", _goals(report), ""]
     for part in report.parts:
-        lines += [f"## {part.title}", "", f"{part.took_s:.0f} of {part.limit_s:.0f} s.{f' {part.note}.' if part.note else ''}", ""]
+        lines += [
+            f"## {part.title}",
+            "",
+            f"{part.took_s:.0f} of {part.limit_s:.0f} s.{f' {part.note}.' if part.note else ''}",
+            "",
+        ]
         lines += [_cases(part.cases), ""] if part.cases else []
     return "\n".join(lines)
 
 
 def _goals(report: Report) -> str:
     verdicts = judged(GOALS, report.outcomes, is_accelerator=report.is_accelerator)
-    rows = [[goal.text, "" if found is None else short(found), verdict.value] for goal, found, verdict in verdicts]
+    rows = [
+        [goal.text, "" if found is None else short(found), verdict.value]
+        for goal, found, verdict in verdicts
+    ]
     return table(["goal", "found", "verdict"], rows)
 
 
 def _cases(cases: Sequence[Outcome]) -> str:
     rows = [
-        [_cell(each.case), each.status.value, f"{each.took_s:.1f}", _cell("; ".join(filter(None, [each.why, _said(each.found)])))]
+        [
+            _cell(each.case),
+            each.status.value,
+            f"{each.took_s:.1f}",
+            _cell("; ".join(filter(None, [each.why, _said(each.found)]))),
+        ]
         for each in cases
     ]
     return table(["case", "outcome", "s", "found"], rows)

@@ -31,11 +31,16 @@ def cases(place: Place) -> Sequence[Case]:
 
 
 def _from_device(place: Place) -> Found:
-    """From what was kept there, by turns with one copy on the device of one piece of as many bytes."""
+    """From what was kept there, by turns with one copy on the device of one piece of as many
+    bytes."""
     model = Model.make(place)
     expected = [tensor.clone() for tensor in model.tensors]
-    here, there = (torch.zeros(model.size, dtype=torch.uint8, device=place.device) for _ in range(2))
-    samples: dict[str, list[float]] = {name: [] for name in ("restored_ms", "floor_ms", "share_of_floor")}
+    here, there = (
+        torch.zeros(model.size, dtype=torch.uint8, device=place.device) for _ in range(2)
+    )
+    samples: dict[str, list[float]] = {
+        name: [] for name in ("restored_ms", "floor_ms", "share_of_floor")
+    }
     with opened(model.size, states=2.2, kept=1.2) as repo, repo.track(**model.objects) as run:
         for _ in range(2):  # the first of a plan is not kept
             run.capture().wait(timeout_s=50)
@@ -47,13 +52,19 @@ def _from_device(place: Place) -> Found:
             _compare(model, expected)
             alone = timed(place, lambda: here.copy_(there))
             if index:
-                for name, value in zip(samples, (1e3 * seconds, 1e3 * alone, alone / seconds), strict=True):
+                for name, value in zip(
+                    samples, (1e3 * seconds, 1e3 * alone, alone / seconds), strict=True
+                ):
                     samples[name].append(value)
     if not place.is_accelerator:
         raise Skip("nothing is kept on a device where there is none")
     if kept != 1:
         raise AssertionError(f"{kept} of the last capture was kept on the device")
-    return {"bytes": model.size, **samples, "GB_per_s": [model.size / each / 1e6 for each in samples["restored_ms"]]}
+    return {
+        "bytes": model.size,
+        **samples,
+        "GB_per_s": [model.size / each / 1e6 for each in samples["restored_ms"]],
+    }
 
 
 def _from_memory(place: Place) -> Found:
@@ -65,10 +76,13 @@ def _from_disk(place: Place) -> Found:
 
 
 def _measure(place: Place, status: str) -> Found:
-    """Restores by turns with the floor, each into tensors that hold something else, and each compared afterwards."""
+    """Restores by turns with the floor, each into tensors that hold something else, and each
+    compared afterwards."""
     model = Model.make(place)
     floor, expected = Floor.make(place, model.size), [tensor.clone() for tensor in model.tensors]
-    samples: dict[str, list[float]] = {name: [] for name in ("restored_ms", "floor_ms", "share_of_floor")}
+    samples: dict[str, list[float]] = {
+        name: [] for name in ("restored_ms", "floor_ms", "share_of_floor")
+    }
     with opened(model.size, states=1.1) as repo:
         with repo.track(**model.objects) as run:
             run.capture().wait(status, timeout_s=55)
@@ -79,9 +93,15 @@ def _measure(place: Place, status: str) -> Found:
             _compare(model, expected)
             alone = floor.to_device()
             if index:
-                for name, value in zip(samples, (1e3 * seconds, 1e3 * alone, alone / seconds), strict=True):
+                for name, value in zip(
+                    samples, (1e3 * seconds, 1e3 * alone, alone / seconds), strict=True
+                ):
                     samples[name].append(value)
-    return {"bytes": model.size, **samples, "GB_per_s": [model.size / each / 1e6 for each in samples["restored_ms"]]}
+    return {
+        "bytes": model.size,
+        **samples,
+        "GB_per_s": [model.size / each / 1e6 for each in samples["restored_ms"]],
+    }
 
 
 def _restoring(repo: datastates.Repository, model: Model) -> Callable[[], object]:
@@ -89,13 +109,15 @@ def _restoring(repo: datastates.Repository, model: Model) -> Callable[[], object
 
 
 def _compare(model: Model, expected: Sequence[object]) -> None:
-    wrong = sum(not each.equal(was) for each, was in zip(model.tensors, expected, strict=True))  # type: ignore[arg-type]  # tensors
+    # tensors
+    wrong = sum(not each.equal(was) for each, was in zip(model.tensors, expected, strict=True))  # type: ignore[arg-type]
     if wrong:
         raise AssertionError(f"{wrong} of {len(expected)} tensors are not what was captured")
 
 
 def _digests(place: Place) -> Found:
-    """Digests of as many bytes as the state has, where they lie; equal to the host's, and how fast."""
+    """Digests of as many bytes as the state has, where they lie; equal to the host's, and how
+    fast."""
     not_late(place)
     size = 2 * CHUNK_BYTES if place.where.is_tiny else 300 * CHUNK_BYTES
     value = torch.randint(0, 255, (size,), dtype=torch.uint8, device=place.device)
@@ -104,7 +126,10 @@ def _digests(place: Place) -> Found:
     start = time.perf_counter()
     found = digests_of(digester.lanes().cpu().numpy(), digester.lengths)
     first = time.perf_counter() - start
-    wrong = sum(digest != chunk_digest(memoryview(chunk.cpu().numpy())) for digest, chunk in zip(found, chunks, strict=True))
+    wrong = sum(
+        digest != chunk_digest(memoryview(chunk.cpu().numpy()))
+        for digest, chunk in zip(found, chunks, strict=True)
+    )
     if wrong:
         raise AssertionError(f"{wrong} of {len(chunks)} digests are not those of the host")
     seconds = [timed(place, digester.lanes) for _ in range(2 if place.is_quick else 20)]

@@ -1,4 +1,5 @@
-"""Runs parts, each in processes of its own, within a budget; what hangs, dies or fails stops nothing else."""
+"""Runs parts, each in processes of its own, within a budget; what hangs, dies or fails stops
+nothing else."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ PRELOADED = [
 
 @dataclass(slots=True)
 class Run:
-    """What a run of a part has come to. ``note``: why it ended before its end; "" where it did not."""
+    """What a run of a part has come to.
+
+    ``note``: why it ended before its end; "" where it did not."""
 
     part: Part
     limit_s: float
@@ -59,7 +62,8 @@ class _Begun:
         return self.wire.recv() if self.wire.poll(max(0.0, until - time.monotonic())) else None
 
     def end(self, number: int = 0) -> tuple[str, str]:
-        """End it and all that it started, after a signal where one is given; how it ended, and the end of its log."""
+        """End it and all that it started, after a signal where one is given; how it ended, and
+        the end of its log."""
         if self.process.pid is None:  # interrupted as it began
             self.wire.close()
             return "its process never began", ""
@@ -73,10 +77,16 @@ class _Begun:
         self.process.join()
         self.wire.close()
         said = self.log.read_text(errors="replace").strip()
-        return f"its process ended with {code}" + "".join(f": {line[:300]}" for line in said.splitlines()[-1:]), said[-TRACE_CHARACTERS:]
+        return (
+            f"its process ended with {code}"
+            + "".join(f": {line[:300]}" for line in said.splitlines()[-1:]),
+            said[-TRACE_CHARACTERS:],
+        )
 
 
-def run(parts: Sequence[Part], where: Where, until: float, tell: Callable[[Run], None]) -> Iterator[Run]:
+def run(
+    parts: Sequence[Part], where: Where, until: float, tell: Callable[[Run], None]
+) -> Iterator[Run]:
     """Run parts until a time of ``time.monotonic``; ``tell`` is called after each case.
 
     :raises KeyboardInterrupt: somebody interrupted; ``tell`` has been told what was done.
@@ -107,16 +117,29 @@ def _run_part(found: Run, where: Where, began: float, tell: Callable[[Run], None
                     return
     finally:
         done = {outcome.case for outcome in found.outcomes}
-        found.outcomes += [Outcome(name, Status.NOT_REACHED, why=found.note or "interrupted") for name in names if name not in done]
+        found.outcomes += [
+            Outcome(name, Status.NOT_REACHED, why=found.note or "interrupted")
+            for name in names
+            if name not in done
+        ]
 
 
-def _follow(begun: _Begun, found: Run, names: list[str], until: float, tell: Callable[[Run], None]) -> bool:
+def _follow(
+    begun: _Begun, found: Run, names: list[str], until: float, tell: Callable[[Run], None]
+) -> bool:
     """Hear how cases end; whether another process may go on behind it."""
     case, began = "", time.monotonic()
     try:
         listed = begun.receive(until)
         if listed is None:
-            found.outcomes.append(Outcome(START, Status.TIMED_OUT, found.limit_s, f"nothing began within {found.limit_s:.0f} s"))
+            found.outcomes.append(
+                Outcome(
+                    START,
+                    Status.TIMED_OUT,
+                    found.limit_s,
+                    f"nothing began within {found.limit_s:.0f} s",
+                )
+            )
             return False
         assert isinstance(listed, list)
         limits = dict(listed)
@@ -132,7 +155,13 @@ def _follow(begun: _Begun, found: Run, names: list[str], until: float, tell: Cal
             if outcome is None:
                 which = "of its own" if time.monotonic() < until else "of its part"
                 said = begun.end(signal.SIGABRT)[1]
-                outcome = Outcome(case, Status.TIMED_OUT, took, f"the time {which} was spent after {took:.0f} s", trace=said)
+                outcome = Outcome(
+                    case,
+                    Status.TIMED_OUT,
+                    took,
+                    f"the time {which} was spent after {took:.0f} s",
+                    trace=said,
+                )
             assert isinstance(outcome, Outcome)
             found.outcomes.append(outcome)
             tell(found)
@@ -144,17 +173,22 @@ def _follow(begun: _Begun, found: Run, names: list[str], until: float, tell: Cal
             found.note = how
             return False
         if case:
-            found.outcomes.append(Outcome(case, Status.FAILED, time.monotonic() - began, how, trace=said))
+            found.outcomes.append(
+                Outcome(case, Status.FAILED, time.monotonic() - began, how, trace=said)
+            )
             tell(found)
         elif not names:
-            found.outcomes.append(Outcome(START, Status.FAILED, time.monotonic() - began, how, trace=said))
+            found.outcomes.append(
+                Outcome(START, Status.FAILED, time.monotonic() - began, how, trace=said)
+            )
             return False
         return True
 
 
 @contextmanager
 def _begin(found: Run, where: Where) -> Iterator[_Begun]:
-    # Where there is a device each process is new; elsewhere it is forked from one that has imported torch.
+    # Where there is a device each process is new; elsewhere it is forked from one that has imported
+    # torch.
     context = multiprocessing.get_context("spawn" if where.is_accelerator else "forkserver")
     if not where.is_accelerator:
         context.set_forkserver_preload(PRELOADED)
@@ -162,7 +196,9 @@ def _begin(found: Run, where: Where) -> Iterator[_Begun]:
     with tempfile.TemporaryDirectory(prefix="datastates-gpu-") as folder:
         log, done = Path(folder) / "log", [outcome.case for outcome in found.outcomes]
         log.touch()
-        process = context.Process(target=work, args=(found.part, where, done, theirs, log), daemon=False)  # type: ignore[attr-defined]
+        process = context.Process(  # type: ignore[attr-defined]
+            target=work, args=(found.part, where, done, theirs, log), daemon=False
+        )
         begun = _Begun(process, ours, log)
         try:
             process.start()

@@ -1,4 +1,5 @@
-"""The state whose figures are taken: that of a GPT with fused AdamW, 592 tensors and 1.25 GB, or a tiny one."""
+"""The state whose figures are taken: that of a GPT with fused AdamW, 592 tensors and 1.25 GB, or
+a tiny one."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ class Model:
         """Forward and backward on so many windows of random tokens."""
         self.optimizer.zero_grad()
         size = (windows, min(self.shape.context, 512) + 1)
-        self.model(torch.randint(0, self.shape.vocabulary, size, device=self.place.device)).backward()
+        self.model(
+            torch.randint(0, self.shape.vocabulary, size, device=self.place.device)
+        ).backward()
 
     @property
     def objects(self) -> dict[str, Any]:
@@ -82,9 +85,14 @@ def not_late(place: Place) -> None:
 
 @contextmanager
 def opened(size: int, states: float = 3.2, kept: float = 0.0) -> Iterator[datastates.Repository]:
-    """A repository that holds so many states of a size in memory and so many on the device, and writes none unless it is told to."""
+    """A repository that holds so many states of a size in memory and so many on the device, and
+    writes none unless it is told to."""
     with TemporaryDirectory(prefix="datastates-gpu-") as folder:
-        config = Config(memory_bytes=int(states * size) + (64 << 20), durable_interval_s=None, device_bytes=int(kept * size))
+        config = Config(
+            memory_bytes=int(states * size) + (64 << 20),
+            durable_interval_s=None,
+            device_bytes=int(kept * size),
+        )
         with datastates.open(Path(folder) / "repository", config=config) as repo:
             yield repo
 

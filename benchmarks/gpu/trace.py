@@ -1,4 +1,5 @@
-"""What torch's profiler saw of a call: where the host waited for the device, and how many bytes crossed."""
+"""What torch's profiler saw of a call: where the host waited for the device, and how many bytes
+crossed."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ def traced(place: Place, call: Callable[[], object]) -> list[Event]:
     place.finish()
     with tempfile.TemporaryDirectory(prefix="datastates-gpu-") as folder:
         path = Path(folder) / "trace.json"
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if place.is_accelerator else [])]
+        activities = [
+            ProfilerActivity.CPU,
+            *([ProfilerActivity.CUDA] if place.is_accelerator else []),
+        ]
         with profile(activities=activities) as profiler:
             with record_function(MARKED):
                 call()
@@ -35,7 +39,11 @@ def traced(place: Place, call: Callable[[], object]) -> list[Event]:
 
 def waits(events: Sequence[Event]) -> list[str]:
     """The driver's calls by which the thread of the call waited within it."""
-    (marked,) = (event for event in events if event.get("name") == MARKED and event.get("cat") == "user_annotation")
+    (marked,) = (
+        event
+        for event in events
+        if event.get("name") == MARKED and event.get("cat") == "user_annotation"
+    )
     start, end = marked["ts"], marked["ts"] + marked["dur"]
     return [
         str(event["name"])

@@ -1,4 +1,5 @@
-"""Small trainings, one for each way to step: what is captured of them, and what is expected to be captured."""
+"""Small trainings, one for each way to step: what is captured of them, and what is expected to
+be captured."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ WARM_UP = 3
 
 @dataclass(slots=True)
 class Training:
-    """What is tracked, under these names, and a step of it, which is told its number. ``before`` runs before each step."""
+    """What is tracked, under these names, and a step of it, which is told its number.
+
+    ``before`` runs before each step."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -43,17 +46,28 @@ class Training:
         return {"model": self.model, "optimizer": self.optimizer, **self.others}
 
     def copies(self) -> dict[str, object]:
-        """What is live, by path, in copies that the device makes when it comes to them. The host waits for nothing."""
+        """What is live, by path, in copies that the device makes when it comes to them.
+
+        The host waits for nothing."""
         others: dict[str, Any] = {}
         for name, each in self.others.items():
             is_scaler = isinstance(each, torch.amp.GradScaler)
-            others[name] = {"scale": each._scale, "_growth_tracker": each._growth_tracker} if is_scaler else each.state_dict()
+            others[name] = (
+                {"scale": each._scale, "_growth_tracker": each._growth_tracker}
+                if is_scaler
+                else each.state_dict()
+            )
         return live(self.model, {"optimizer": self.optimizer}, **others)
 
     def on_host(self, found: Mapping[str, object]) -> dict[str, object]:
         """Copies as a state holds them; numbers of a scaler are numbers."""
-        brought = {path: each.cpu() if isinstance(each, Tensor) else each for path, each in found.items()}
-        return {path: each.item() if path.startswith("/scaler/") and isinstance(each, Tensor) else each for path, each in brought.items()}
+        brought = {
+            path: each.cpu() if isinstance(each, Tensor) else each for path, each in found.items()
+        }
+        return {
+            path: each.item() if path.startswith("/scaler/") and isinstance(each, Tensor) else each
+            for path, each in brought.items()
+        }
 
     def tree(self, found: Mapping[str, object]) -> dict[str, object]:
         """The same in one dict, whose keys are whole paths."""
@@ -91,7 +105,8 @@ def _plain(place: Place, model: nn.Module, optimizer: Optimizer, **others: Any) 
             loss.backward()
             return loss
 
-        optimizer.step(closure)  # type: ignore[arg-type]  # torch wants a float, its own examples give the loss
+        # torch wants a float, its own examples give the loss
+        optimizer.step(closure)  # type: ignore[arg-type]
 
     return Training(model, optimizer, step, others)
 
@@ -99,7 +114,10 @@ def _plain(place: Place, model: nn.Module, optimizer: Optimizer, **others: Any) 
 def _with_scaler(place: Place) -> Training:
     """Every third step overflows, and is left out."""
     model = _net(place)
-    optimizer, scaler = _fused(place, model), torch.amp.GradScaler(place.device.type, init_scale=1024.0, growth_interval=2)
+    optimizer, scaler = (
+        _fused(place, model),
+        torch.amp.GradScaler(place.device.type, init_scale=1024.0, growth_interval=2),
+    )
 
     def step(number: int) -> None:
         optimizer.zero_grad()
@@ -171,7 +189,8 @@ def _on_a_stream(place: Place) -> Training:
 
 def _compiled_model(place: Place) -> Training:
     model = _net(place)
-    training = _plain(place, torch.compile(model), _fused(place, model))  # type: ignore[arg-type]  # it is a module
+    # it is a module
+    training = _plain(place, torch.compile(model), _fused(place, model))  # type: ignore[arg-type]
     training.model = model
     return training
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 __all__ = ["KINDS", "Where"]
 
 KINDS = ("cuda", "cpu", "late")
-"""CUDA or ROCm; the CPU; late devices, which show whether things happen in order, and are for tests."""
+"""CUDA or ROCm; the CPU; late devices, which show whether things happen in order, and are for
+tests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,5 +25,6 @@ class Where:
 
     @property
     def is_tiny(self) -> bool:
-        """Whether what is measured is tiny: without an accelerator figures show that they can be taken, and no more."""
+        """Whether what is measured is tiny: without an accelerator figures show that they can be
+        taken, and no more."""
         return self.is_quick or not self.is_accelerator

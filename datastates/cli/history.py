@@ -40,10 +40,26 @@ Columns = Annotated[
     ),
 ]
 Sort = Annotated[
-    str | None, typer.Option("--sort", metavar="NAME", help="Order by a column: loss, 'val_acc desc', step.", show_default=False)
+    str | None,
+    typer.Option(
+        "--sort",
+        metavar="NAME",
+        help="Order by a column: loss, 'val_acc desc', step.",
+        show_default=False,
+    ),
 ]
-Since = Annotated[str | None, typer.Option("--since", metavar="AGE", help="Captured since: 2h, 30m, 7d, 2026-11-21.", show_default=False)]
-AsCsv = Annotated[bool, typer.Option("--csv", help="Write CSV, with whole uids.", show_default=False)]
+Since = Annotated[
+    str | None,
+    typer.Option(
+        "--since",
+        metavar="AGE",
+        help="Captured since: 2h, 30m, 7d, 2026-11-21.",
+        show_default=False,
+    ),
+]
+AsCsv = Annotated[
+    bool, typer.Option("--csv", help="Write CSV, with whole uids.", show_default=False)
+]
 
 
 def refine(session: Session, query: Query, *, sort: str | None, since: str | None) -> Query:
@@ -57,7 +73,11 @@ def refine(session: Session, query: Query, *, sort: str | None, since: str | Non
     if since is not None:
         parts = (*query.conjuncts, _later(since))
         query = replace(query, condition=AllOf(parts) if len(parts) > 1 else parts[0])
-    return query if sort is None else replace(query, order=tuple(_order(session, part) for part in _parts(sort)))
+    return (
+        query
+        if sort is None
+        else replace(query, order=tuple(_order(session, part) for part in _parts(sort)))
+    )
 
 
 def columns_of(session: Session, text: str) -> list[Field]:
@@ -91,7 +111,11 @@ def _order(session: Session, text: str) -> Order:
 def _later(since: str) -> Node:
     from datastates.lineage.query.grammar import parse_query
 
-    for form in (f"created >= now-{since.strip()}", f"created >= {since.strip()}", f"created >= '{since.strip()}'"):
+    for form in (
+        f"created >= now-{since.strip()}",
+        f"created >= {since.strip()}",
+        f"created >= '{since.strip()}'",
+    ):
         try:
             (condition,) = parse_query(form).conjuncts
         except (SyntaxProblem, ValueError):
@@ -126,10 +150,19 @@ def log(
         ),
     ] = None,
     limit: Limit = 20,
-    all_refs: Annotated[bool, typer.Option("--all", "-a", help="Begin at every branch and tag.")] = False,
+    all_refs: Annotated[
+        bool, typer.Option("--all", "-a", help="Begin at every branch and tag.")
+    ] = False,
     oneline: Annotated[bool, typer.Option("--oneline", help="One line a state.")] = False,
-    graph: Annotated[bool, typer.Option("--graph/--no-graph", help="Draw the branches beside the states.")] = True,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new states as they are recorded, until Ctrl-C.")] = False,
+    graph: Annotated[
+        bool, typer.Option("--graph/--no-graph", help="Draw the branches beside the states.")
+    ] = True,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow", "-f", help="Go on with new states as they are recorded, until Ctrl-C."
+        ),
+    ] = False,
     columns: Columns = None,
     sort: Sort = None,
     since: Since = None,
@@ -145,7 +178,9 @@ def log(
     shell = Shell(context, repo, as_json)
     if follow:
         if sort or since or as_csv or columns:
-            raise typer.BadParameter("it goes with no --columns, --sort, --since or --csv", param_hint="--follow")
+            raise typer.BadParameter(
+                "it goes with no --columns, --sort, --since or --csv", param_hint="--follow"
+            )
 
         follow_log(shell, rev, limit, all_refs=all_refs)
         return
@@ -155,29 +190,47 @@ def log(
         if sort is None and since is None:
             states = _select(session, rev, most, all_refs=all_refs)
         else:
-            states = _search(session, _within(session, rev, all_refs=all_refs), most, sort=sort, since=since)[0]
+            states = _search(
+                session, _within(session, rev, all_refs=all_refs), most, sort=sort, since=since
+            )[0]
         chosen = None if columns is None else columns_of(session, columns)
         shown, is_table = states[: limit or None], columns is not None or sort is not None or as_csv
         if is_table and not shell.as_json:
-            _write_table(shell, session, shown, chosen=chosen, asked=_asked(session, sort), as_csv=as_csv)
+            _write_table(
+                shell, session, shown, chosen=chosen, asked=_asked(session, sort), as_csv=as_csv
+            )
         late = None if shell.as_json or as_csv else _late(session, shown)
     if shell.as_json:
         shell.write_states(shown)
     elif not is_table:
         shell.write_cut(log_lines(shown, names, is_drawn=graph, is_short=oneline))
         if graph and any(not state.status.is_restorable for state in shown):
-            shell.hint(f"{GONE} marks states that cannot be restored; `datastates restore REV --nearest` takes the nearest one that can")
+            shell.hint(
+                f"{GONE} marks states that cannot be restored; `datastates restore REV --nearest`"
+                " takes the nearest one that can"
+            )
     if not names:
         _say_empty(shell)
     elif len(shown) < len(states):
-        shell.hint(f"these are the newest {limit}: -n 0 shows all, -n another number" if sort is None else _first(limit))
+        shell.hint(
+            f"these are the newest {limit}: -n 0 shows all, -n another number"
+            if sort is None
+            else _first(limit)
+        )
     if late is not None:
         shell.hint(late)
 
 
 def show(
     context: typer.Context,
-    rev: Annotated[str, typer.Argument(metavar="REV", help="A state: uid, name, main~3, main@best:val_loss, …", autocompletion=ref_names)],
+    rev: Annotated[
+        str,
+        typer.Argument(
+            metavar="REV",
+            help="A state: uid, name, main~3, main@best:val_loss, …",
+            autocompletion=ref_names,
+        ),
+    ],
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
@@ -193,8 +246,13 @@ def show(
     with shell.reading() as session:
         uid = revision.resolve(session, rev).uid
         known = detail_of(session, uid, packs_of(shell.location().packs, uid))
-        parents, children = lookup.states(session, known.parents), lookup.states(session, known.children)
-        kept = None if known.run_record is None else kept_text(*kept_of(session, known.run_record.uid))
+        parents, children = (
+            lookup.states(session, known.parents),
+            lookup.states(session, known.children),
+        )
+        kept = (
+            None if known.run_record is None else kept_text(*kept_of(session, known.run_record.uid))
+        )
     if shell.as_json:
         shell.write_json(known)
     else:
@@ -204,7 +262,13 @@ def show(
 def find(
     context: typer.Context,
     query: Annotated[
-        str, typer.Argument(metavar="QUERY", help="Such as 'metrics.val_loss < 0.2 and step > 500 order by metrics.val_loss limit 5'.")
+        str,
+        typer.Argument(
+            metavar="QUERY",
+            help=(
+                "Such as 'metrics.val_loss < 0.2 and step > 500 order by metrics.val_loss limit 5'."
+            ),
+        ),
     ],
     limit: Annotated[
         int | None,
@@ -213,7 +277,10 @@ def find(
             "-n",
             min=0,
             max=MOST,
-            help=f"Show at most this many states; 0 shows all (default: the query's own limit, else {FOUND}; with --json and --csv all).",
+            help=(
+                "Show at most this many states; 0 shows all (default: the query's own limit, else"
+                f" {FOUND}; with --json and --csv all)."
+            ),
             show_default=False,
         ),
     ] = None,
@@ -254,9 +321,16 @@ def _first(limit: int | None) -> str:
 
 
 def _search(
-    session: Session, query: Query, most: int | None, *, sort: str | None, since: str | None, text: str | None = None
+    session: Session,
+    query: Query,
+    most: int | None,
+    *,
+    sort: str | None,
+    since: str | None,
+    text: str | None = None,
 ) -> tuple[list[State], Query]:
-    """At most ``most`` of the states that match a query with the options, and the query that was finally asked."""
+    """At most ``most`` of the states that match a query with the options, and the query that was
+    finally asked."""
     from datastates.lineage.query.fields import check_names
     from datastates.lineage.query.pages import find_each
 
@@ -268,7 +342,13 @@ def _search(
 
 
 def _write_table(
-    shell: Shell, session: Session, states: Sequence[State], *, chosen: Sequence[Field] | None, asked: Sequence[Field], as_csv: bool
+    shell: Shell,
+    session: Session,
+    states: Sequence[State],
+    *,
+    chosen: Sequence[Field] | None,
+    asked: Sequence[Field],
+    as_csv: bool,
 ) -> None:
     from .tables import Known, csv_lines, states_table
 
@@ -317,13 +397,14 @@ def _say_empty(shell: Shell) -> None:
     """Print what to do with a repository in which nothing was captured."""
     where = shell.url
     shell.hint(
-        f"no states yet in {where}: a training that captures records them there, `datastates clone` and `datastates import` bring them, "
-        "`datastates demo` makes some to look at"
+        f"no states yet in {where}: a training that captures records them there, `datastates clone`"
+        " and `datastates import` bring them, `datastates demo` makes some to look at"
     )
 
 
 def _late(session: Session, shown: Sequence[State]) -> str | None:
-    """What waits for parts of ranks: in the training of the newest state shown, or in all if there is none yet."""
+    """What waits for parts of ranks: in the training of the newest state shown, or in all if
+    there is none yet."""
     if shown and shown[0].world_size == 1:
         return None
     from datastates.lineage.query.incomplete import late, waiting
@@ -351,21 +432,36 @@ def _select(session: Session, rev: str | None, limit: int | None, *, all_refs: b
 
 
 def _merge(session: Session, heads: list[str], limit: int | None) -> list[State]:
-    """The histories of several heads in one, each state once. Row ids fall along every path, so a child comes before its parents.
+    """The histories of several heads in one, each state once. Row ids fall along every path, so a
+    child comes before its parents.
 
     So the newest ``limit`` states lie on the paths of the newest ``limit`` heads.
     """
     from datastates.lineage.lookup import ids_of
     from datastates.lineage.query import walk
 
-    heads = [head for _, head in sorted(zip(ids_of(session, heads), heads, strict=True), reverse=True)][:limit]
+    heads = [
+        head for _, head in sorted(zip(ids_of(session, heads), heads, strict=True), reverse=True)
+    ][:limit]
     found = {state.uid: state for head in heads for state in walk.log(session, head, limit=limit)}
-    order = sorted(zip(ids_of(session, list(found)), found.values(), strict=True), key=lambda pair: -pair[0])
+    order = sorted(
+        zip(ids_of(session, list(found)), found.values(), strict=True), key=lambda pair: -pair[0]
+    )
     return [state for _, state in order[:limit]]
 
 
-def _facts(state: StateDetail, parents: list[State], children: list[State], kept: str | None) -> Table:
-    from datastates.lineage.views.text import age_text, by_rank, short, size_text, spread_text, step_text, time_text
+def _facts(
+    state: StateDetail, parents: list[State], children: list[State], kept: str | None
+) -> Table:
+    from datastates.lineage.views.text import (
+        age_text,
+        by_rank,
+        short,
+        size_text,
+        spread_text,
+        step_text,
+        time_text,
+    )
 
     from .lists import part_facts
     from .tables import facts_table, refs_text, state_text, status_text
@@ -379,23 +475,45 @@ def _facts(state: StateDetail, parents: list[State], children: list[State], kept
         ("refs", named),
         ("status", status_text(state.status)),
     ]
-    facts += [("step", step_text(state)), ("captured", f"{time_text(state.created_at)}, {age_text(state.created_at)}")]
-    facts += [("message" if number == 0 else " ", line) for number, line in enumerate((state.message or "").splitlines())]
+    facts += [
+        ("step", step_text(state)),
+        ("captured", f"{time_text(state.created_at)}, {age_text(state.created_at)}"),
+    ]
+    facts += [
+        ("message" if number == 0 else " ", line)
+        for number, line in enumerate((state.message or "").splitlines())
+    ]
     metrics, of_ranks = by_rank(state.metrics, state.world_size)
     facts += [("metric", f"{key} = {value:.9g}") for key, value in sorted(metrics.items())]
-    facts += [("by rank", f"{key} = {spread_text(values, 9)}") for key, values in sorted(of_ranks.items())]
-    facts += [("attribute", f"{key} = {value!r}") for key, value in sorted(state.attributes.items())]
+    facts += [
+        ("by rank", f"{key} = {spread_text(values, 9)}") for key, values in sorted(of_ranks.items())
+    ]
+    facts += [
+        ("attribute", f"{key} = {value!r}") for key, value in sorted(state.attributes.items())
+    ]
     facts += [("added", f"{each.reason}, {age_text(each.created_at)}") for each in state.added]
     facts += [("config", f"{key} = {value!r}") for key, value in sorted(state.config.items())]
-    facts += [("parent", state_text(parent).append(kinds.get(parent.uid, ""))) for parent in parents]
+    facts += [
+        ("parent", state_text(parent).append(kinds.get(parent.uid, ""))) for parent in parents
+    ]
     facts += [("child", state_text(child)) for child in children]
-    facts += [("size", f"{was}{size_text(state.bytes_total)}, {size_text(state.bytes_new)} of it new"), ("generation", state.generation)]
+    facts += [
+        ("size", f"{was}{size_text(state.bytes_total)}, {size_text(state.bytes_new)} of it new"),
+        ("generation", state.generation),
+    ]
     facts += [("ranks", state.world_size if state.world_size > 1 else None)]
     if state.world_size > 1:
         facts += part_facts(state)
     else:
         facts += [
-            ("replica", f"{one.tier} on {one.node or '?'}, rank {one.rank}, {size_text(one.bytes)} added there") for one in state.replicas
+            (
+                "replica",
+                (
+                    f"{one.tier} on {one.node or '?'}, rank {one.rank}, {size_text(one.bytes)}"
+                    " added there"
+                ),
+            )
+            for one in state.replicas
         ]
     facts += [("pack", f"{pack.name}, {size_text(pack.bytes)}") for pack in state.packs]
     if state.run_record is not None:
@@ -407,16 +525,28 @@ def _run_facts(run: Run, name: str) -> list[tuple[str, object]]:
     from datastates.lineage.states import GIT_REMOTE, GIT_ROOT
     from datastates.lineage.views.text import time_text
 
-    ended = "no end is recorded" if run.finished_at is None else f"until {time_text(run.finished_at)}"
-    commit = None if run.git_commit is None else run.git_commit[:12] + (" with changes" if run.git_dirty else "")
-    versions = ", ".join(f"{package} {version}" for package, version in sorted(run.versions.items()))
+    ended = (
+        "no end is recorded" if run.finished_at is None else f"until {time_text(run.finished_at)}"
+    )
+    commit = (
+        None
+        if run.git_commit is None
+        else run.git_commit[:12] + (" with changes" if run.git_dirty else "")
+    )
+    versions = ", ".join(
+        f"{package} {version}" for package, version in sorted(run.versions.items())
+    )
     where = f"{run.host}, {'imported' if run.is_imported else f'process {run.pid}'}"
     return [
         ("run", f"{name}{f' of branch {run.branch}' * bool(run.branch)} by {run.user} on {where}"),
         ("ran", f"{time_text(run.started_at)}, {ended}"),
         ("command", " ".join(run.argv)),
         ("commit", commit),
-        ("checkout", " of ".join(str(run.config[key]) for key in (GIT_ROOT, GIT_REMOTE) if key in run.config) or None),
+        (
+            "checkout",
+            " of ".join(str(run.config[key]) for key in (GIT_ROOT, GIT_REMOTE) if key in run.config)
+            or None,
+        ),
         ("versions", versions),
     ]
 
@@ -430,10 +560,17 @@ GONE = "o"
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
-def log_lines(states: Sequence[State], refs: Iterable[Ref], *, is_drawn: bool, is_short: bool) -> list[Text]:
-    """The lines of the log; one for each state with ``is_short``, else a few. ``states`` come newest first."""
+def log_lines(
+    states: Sequence[State], refs: Iterable[Ref], *, is_drawn: bool, is_short: bool
+) -> list[Text]:
+    """The lines of the log; one for each state with ``is_short``, else a few.
+
+    ``states`` come newest first."""
     names = by_state(refs)
-    texts = [[state_text(s, names.get(s.uid, ()))] if is_short else _paragraph(s, names.get(s.uid, ())) for s in states]
+    texts = [
+        [state_text(s, names.get(s.uid, ()))] if is_short else _paragraph(s, names.get(s.uid, ()))
+        for s in states
+    ]
     if not is_drawn:
         return [line for paragraph in texts for line in paragraph]
     lines: list[Text] = []
@@ -442,7 +579,8 @@ def log_lines(states: Sequence[State], refs: Iterable[Ref], *, is_drawn: bool, i
         lines += map(_coloured, drawn.before)
         node = drawn.node if state.status.is_restorable else drawn.node.replace("*", GONE)
         lines.append(_coloured(node.ljust(width)).append(paragraph[0]))
-        # The lines after a node come at once: what follows a merge stands beside the lanes that it opened.
+        # The lines after a node come at once: what follows a merge stands beside the lanes that it
+        # opened.
         lines += map(_coloured, drawn.after)
         lines += [_coloured(drawn.rest.ljust(width)).append(line) for line in paragraph[1:]]
     return lines
@@ -467,7 +605,11 @@ def _coloured(prefix: str) -> Text:
 def _paragraph(state: State, refs: Sequence[Ref]) -> list[Text]:
     head = Text.assemble(("state ", "yellow"), (state.uid, "yellow"), refs_text(refs))
     facts = [
-        Text.assemble("  step ", (step_text(state), "bold"), f"  {time_text(state.created_at)}, {age_text(state.created_at)}  "),
+        Text.assemble(
+            "  step ",
+            (step_text(state), "bold"),
+            f"  {time_text(state.created_at)}, {age_text(state.created_at)}  ",
+        ),
     ]
     facts[0].append(stored_text(state))
     if state.metrics:
@@ -483,11 +625,13 @@ def _paragraph(state: State, refs: Sequence[Ref]) -> list[Text]:
 
 _LOOK_MS = 250
 _AGAIN = 256
-"""PostgreSQL may commit a lower row id after a higher one, so this many of the last ids are looked at again."""
+"""PostgreSQL may commit a lower row id after a higher one, so this many of the last ids are
+looked at again."""
 
 
 def follow_log(shell: Shell, rev: str | None, limit: int, *, all_refs: bool) -> None:
-    """Show the newest ``limit`` states (0: all), oldest first, then each new one: those of a branch, or of all branches.
+    """Show the newest ``limit`` states (0: all), oldest first, then each new one: those of a
+    branch, or of all branches.
 
     :raises InvalidInput: ``rev`` is not a branch.
     :raises BrokenPipeError: the reader of the output has gone.
@@ -509,7 +653,8 @@ def _branch(session: Session, rev: str | None, *, all_refs: bool) -> str | None:
     names = [ref.name for ref in refs.refs(session, RefKind.BRANCH)]
     if rev is not None and rev not in names:
         raise InvalidInput(
-            f"{rev!r} is no branch: --follow goes on with a branch, or with --all of them ({', '.join(names[:10]) or 'none yet'})"
+            f"{rev!r} is no branch: --follow goes on with a branch, or with --all of them"
+            f" ({', '.join(names[:10]) or 'none yet'})"
         )
     return rev if rev is not None else "main" if "main" in names and not all_refs else None
 
@@ -530,7 +675,11 @@ def _arriving(database: Database, branch: str | None, limit: int) -> Iterator[li
     yield first
     while True:
         with database.read() as session:
-            found = [state for state in states_after(session, max(0, last - _AGAIN)) if state.uid not in seen]
+            found = [
+                state
+                for state in states_after(session, max(0, last - _AGAIN))
+                if state.uid not in seen
+            ]
             last = newest_id(session)
             origins = branches_of(session, [state.uid for state in found]) if found else {}
         seen.update(state.uid for state in found)
@@ -553,11 +702,14 @@ def _write(shell: Shell, database: Database, states: list[State], *, with_branch
         origins = branches_of(session, [state.uid for state in states]) if with_branch else {}
     for state in states:
         line = state_text(state, names.get(state.uid, ()))
-        shell.write_cut([line if state.uid not in origins else Text(f"{origins[state.uid]}: ").append(line)])
+        shell.write_cut(
+            [line if state.uid not in origins else Text(f"{origins[state.uid]}: ").append(line)]
+        )
 
 
 def _wait() -> None:
-    """Wait a moment; ends when the reader of a pipe has gone, which would otherwise be noticed only when the next state is written."""
+    """Wait a moment; ends when the reader of a pipe has gone, which would otherwise be noticed
+    only when the next state is written."""
     poller = select.poll()
     poller.register(sys.stdout.fileno(), 0)
     if any(said & select.POLLERR for _, said in poller.poll(_LOOK_MS)):

@@ -1,8 +1,10 @@
-"""Ctrl-C ends a command quietly while it begins; later it raises, so that half-done work is put in order."""
+"""Ctrl-C ends a command quietly while it begins; later it raises, so that half-done work is put
+in order."""
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # has no stubs; ``signal`` takes longer to import than all of this
+# has no stubs; ``signal`` takes longer to import than all of this
+import _signal  # type: ignore[import-not-found]
 import os
 
 __all__ = ["INTERRUPTED", "is_default", "leave_at_once", "orderly"]
@@ -12,7 +14,8 @@ INTERRUPTED = 130
 
 
 def is_default() -> bool:
-    """Whether Ctrl-C has Python's own handler; if not, the process that started us wants something else."""
+    """Whether Ctrl-C has Python's own handler; if not, the process that started us wants
+    something else."""
     return _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
 
 
@@ -25,7 +28,9 @@ def leave_at_once() -> None:
 
 
 def orderly() -> None:
-    """From here on Ctrl-C raises. Called once everything is imported, before anything is changed."""
+    """From here on Ctrl-C raises.
+
+    Called once everything is imported, before anything is changed."""
     if _signal.getsignal(_signal.SIGINT) is _leave:
         _signal.signal(_signal.SIGINT, _signal.default_int_handler)
 

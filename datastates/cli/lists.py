@@ -1,4 +1,5 @@
-"""``branches``, ``best``, ``runs``, ``stats`` and ``watch``: the answers to what a person asks first."""
+"""``branches``, ``best``, ``runs``, ``stats`` and ``watch``: the answers to what a person asks
+first."""
 
 from __future__ import annotations
 
@@ -19,10 +20,18 @@ from rich.style import Style
 from rich.text import Text
 
 from datastates.api.models import RunInfo, Stats
-from datastates.lineage.states import Ending, How
-from datastates.lineage.views.branch_rows import Branch, Branches, Life, Point
+from datastates.lineage.states import Ending, How, Life
+from datastates.lineage.views.branch_rows import Branch, Branches, Point
 from datastates.lineage.views.cards import colour_of
-from datastates.lineage.views.text import age_text, clean, plural, ranks_of, short, size_text, time_text
+from datastates.lineage.views.text import (
+    age_text,
+    clean,
+    plural,
+    ranks_of,
+    short,
+    size_text,
+    time_text,
+)
 
 from .app import MOST, AsJson, Limit, Repo, Shell
 from .interrupt import orderly
@@ -41,35 +50,58 @@ if TYPE_CHECKING:
 
     from .tables import TextTable
 
-NOTHING = "nothing is captured here yet: run.capture() in a training makes the first state, 'datastates demo' a repository to look at"
+NOTHING = (
+    "nothing is captured here yet: run.capture() in a training makes the first state, 'datastates"
+    " demo' a repository to look at"
+)
 
 Query = Annotated[
     str,
     typer.Argument(
-        metavar="QUERY", help="A condition on the newest state of each branch, such as 'metrics.val_loss < 0.2'.", show_default=False
+        metavar="QUERY",
+        help="A condition on the newest state of each branch, such as 'metrics.val_loss < 0.2'.",
+        show_default=False,
     ),
 ]
 Metric = Annotated[
-    str | None, typer.Option("--metric", "-m", metavar="KEY", help="The metric of the values and curves (default: the most relevant one).")
+    str | None,
+    typer.Option(
+        "--metric",
+        "-m",
+        metavar="KEY",
+        help="The metric of the values and curves (default: the most relevant one).",
+    ),
 ]
 Rising = Annotated[
-    bool | None, typer.Option("--max/--min", help="Whether larger or smaller values are better (default: by the metric's name).")
+    bool | None,
+    typer.Option(
+        "--max/--min",
+        help="Whether larger or smaller values are better (default: by the metric's name).",
+    ),
 ]
 Sorted = Annotated[
     str,
     typer.Option(
         "--sort",
         metavar="BY",
-        help="changed, name, began, best, last, step, states, restorable, durable, bytes or took; -BY: the other way.",
+        help=(
+            "changed, name, began, best, last, step, states, restorable, durable, bytes or took;"
+            " -BY: the other way."
+        ),
     ),
 ]
 Grouped = Annotated[
     str | None,
     typer.Option(
-        "--group", metavar="BY", help="Put branches with the same value together: study, config.KEY or attr.KEY.", show_default=False
+        "--group",
+        metavar="BY",
+        help="Put branches with the same value together: study, config.KEY or attr.KEY.",
+        show_default=False,
     ),
 ]
-AsCsv = Annotated[bool, typer.Option("--csv", help="Write a table for a spreadsheet.", show_default=False)]
+AsCsv = Annotated[
+    bool, typer.Option("--csv", help="Write a table for a spreadsheet.", show_default=False)
+]
 
 
 def register_overview(app: typer.Typer) -> None:
@@ -81,7 +113,15 @@ def register_overview(app: typer.Typer) -> None:
 def branches(
     context: typer.Context,
     query: Query = "",
-    name: Annotated[str, typer.Option("--name", metavar="PART", help="Only branches whose name contains this.", show_default=False)] = "",
+    name: Annotated[
+        str,
+        typer.Option(
+            "--name",
+            metavar="PART",
+            help="Only branches whose name contains this.",
+            show_default=False,
+        ),
+    ] = "",
     metric: Metric = None,
     rising: Rising = None,
     sort: Sorted = "changed",
@@ -91,10 +131,20 @@ def branches(
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show each branch: its curve, its best, what can be restored, where it forked, what was configured, whether it runs."""
+    """Show each branch: its curve, its best, what can be restored, where it forked, what was
+    configured, whether it runs."""
     shell = Shell(context, repo, as_json)
     with _looking(shell) as (session, home):
-        found = _ask((session, home), query, rising, name=name, metric=metric, sort=sort, group=group, limit=limit or None)
+        found = _ask(
+            (session, home),
+            query,
+            rising,
+            name=name,
+            metric=metric,
+            sort=sort,
+            group=group,
+            limit=limit or None,
+        )
     _write(shell, found, as_csv=as_csv)
 
 
@@ -108,20 +158,26 @@ def best(
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the branches with the best values of a metric, and how to get the best that can be restored."""
+    """Show the branches with the best values of a metric, and how to get the best that can be
+    restored."""
     from datastates.lineage.query.fields import check_names
 
     shell = Shell(context, repo, as_json)
     with _looking(shell) as (session, home):
         check_names(session, f"metrics.{_quoted(metric)} > 0")
-        found = _ask((session, home), query, rising, metric=metric, sort="best", limit=limit or None)
+        found = _ask(
+            (session, home), query, rising, metric=metric, sort="best", limit=limit or None
+        )
     found = replace(found, items=tuple(item for item in found if item.best is not None))
     _write(shell, found, as_csv=as_csv)
     points = [item.best_restorable for item in found if item.best_restorable is not None]
     if points and not shell.as_json and not as_csv:
         sign = 1 if found.direction == "min" else -1
         point = min(points, key=lambda each: sign * (each.value or 0.0))
-        shell.hint(f"the best that can be restored: datastates restore {point.state[:10]} --into best.safetensors")
+        shell.hint(
+            f"the best that can be restored: datastates restore {point.state[:10]} --into"
+            " best.safetensors"
+        )
 
 
 def runs(
@@ -149,7 +205,8 @@ def runs(
 
 
 def stats(context: typer.Context, repo: Repo = None, as_json: AsJson = False) -> None:
-    """Show how much there is: states by status, names, runs, bytes, and the range of each metric."""
+    """Show how much there is: states by status, names, runs, bytes, and the range of each
+    metric."""
     from datastates.api.models import Stats
     from datastates.lineage.views import detail
     from datastates.storage.pack import bytes_of_packs
@@ -176,23 +233,36 @@ def watch(
     sort: Sorted = "changed",
     group: Grouped = None,
     limit: Limit = 20,
-    every: Annotated[float, typer.Option("--every", min=0.1, max=86_400.0, metavar="SECONDS", help="How often to look.")] = 2.0,
-    times: Annotated[int, typer.Option("--times", min=0, max=MOST, help="How often in all; 0: until Ctrl-C.")] = 0,
+    every: Annotated[
+        float,
+        typer.Option(
+            "--every", min=0.1, max=86_400.0, metavar="SECONDS", help="How often to look."
+        ),
+    ] = 2.0,
+    times: Annotated[
+        int, typer.Option("--times", min=0, max=MOST, help="How often in all; 0: until Ctrl-C.")
+    ] = 0,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the branches while they are trained; Ctrl-C ends it. In a pipe they are written again whenever something changed."""
+    """Show the branches while they are trained; Ctrl-C ends it. In a pipe they are written again
+    whenever something changed."""
     shell = Shell(context, repo, as_json)
 
     def look() -> Branches:
         with _looking(shell) as where:
-            return _ask(where, query, rising, metric=metric, sort=sort, group=group, limit=limit or None)
+            return _ask(
+                where, query, rising, metric=metric, sort=sort, group=group, limit=limit or None
+            )
 
     _watch(shell, look, every, times)
 
 
 def _watch(shell: Shell, look: Callable[[], Branches], every_s: float, times: int) -> None:
-    """Look again and again. In a terminal one table is redrawn; elsewhere each table that differs is written below the previous one."""
+    """Look again and again.
+
+    In a terminal one table is redrawn; elsewhere each table that differs is written below the
+    previous one."""
     from rich.live import Live
 
     orderly()  # what moves hides the cursor, and shows it again when it ends
@@ -223,7 +293,10 @@ def _said(found: Branches, width: int) -> RenderableType:
     from rich.console import Group
 
     running = sum(item.life == "running" for item in found)
-    line = f"{running} running of {found.matching} branches, {datetime.now():%H:%M:%S}; Ctrl-C ends this"
+    line = (
+        f"{running} running of {found.matching} branches, {datetime.now():%H:%M:%S}; Ctrl-C ends"
+        " this"
+    )
     return Group(branches_table(found, width), Text(line if found.total else NOTHING, style="dim"))
 
 
@@ -231,7 +304,9 @@ def _write(shell: Shell, found: Branches, *, as_csv: bool) -> None:
 
     if as_csv:
         rows = rows_of(found)
-        writer = csv.DictWriter(sys.stdout, list(rows[0]) if rows else ["branch"], lineterminator="\n")
+        writer = csv.DictWriter(
+            sys.stdout, list(rows[0]) if rows else ["branch"], lineterminator="\n"
+        )
         writer.writeheader()
         writer.writerows(rows)
     elif shell.as_json:
@@ -252,7 +327,8 @@ def _quoted(key: str) -> str:
 
 @contextmanager
 def _looking(shell: Shell) -> Iterator[tuple[Session, Home]]:
-    """A transaction that reads the lineage, and the folder whose leases show which processes live."""
+    """A transaction that reads the lineage, and the folder whose leases show which processes
+    live."""
     from datastates.maintenance.lease import look_at
 
     home = look_at(shell.location())
@@ -260,7 +336,9 @@ def _looking(shell: Shell) -> Iterator[tuple[Session, Home]]:
         yield session, home
 
 
-def _ask(where: tuple[Session, Home], query: str, rising: bool | None, **choice: Unpack[Choice]) -> Branches:
+def _ask(
+    where: tuple[Session, Home], query: str, rising: bool | None, **choice: Unpack[Choice]
+) -> Branches:
     from datastates.lineage.views import branches as overview
     from datastates.lineage.views.text import Direction
     from datastates.maintenance.lease import life_of
@@ -278,7 +356,11 @@ def _ask(where: tuple[Session, Home], query: str, rising: bool | None, **choice:
 _BARS = "▁▂▃▄▅▆▇█"
 _GAP = 2  # blanks between columns
 _NAME = 24  # of a branch, if not everything fits
-_MARKS = {Life.RUNNING: ("●", "green"), Life.ENDED: ("○", "bright_black"), Life.UNKNOWN: ("?", "yellow")}
+_MARKS = {
+    Life.RUNNING: ("●", "green"),
+    Life.ENDED: ("○", "bright_black"),
+    Life.UNKNOWN: ("?", "yellow"),
+}
 _ENDS = {How.FAILED: ("✗", "red"), How.KILLED: ("✗", "red"), How.INTERRUPTED: ("◌", "yellow")}
 
 
@@ -296,30 +378,64 @@ class _Column:
 
 
 def branches_table(found: Branches, width: int, *, now: datetime | None = None) -> Table:
-    """A table with one row for each branch; what matters most if not everything fits into ``width``."""
+    """A table with one row for each branch; what matters most if not everything fits into
+    ``width``."""
     items, metric = found.items, found.metric or "metric"
     columns = [
         _column("", [_mark(item.life, item.ending) for item in items], 0),
         _column("branch", [_name(item.name, width) for item in items], 0),
         _column("group", [Text(_value(item.group)) for item in items] if found.groups else [], 1),
         _column("step", [Text(str(item.step), justify="right") for item in items], 2),
-        _column(metric, [Text(spark_text(item.line.values, 12)) for item in items] if found.metric else [], 3),
+        _column(
+            metric,
+            [Text(spark_text(item.line.values, 12)) for item in items] if found.metric else [],
+            3,
+        ),
         _column("best", [_point(item.best) for item in items] if found.metric else [], 1),
-        _column("at step", [Text("" if item.best is None else str(item.best.step)) for item in items] if found.metric else [], 6),
-        _column("restorable best", [_restorable(item) for item in items] if found.metric else [], 5),
+        _column(
+            "at step",
+            (
+                [Text("" if item.best is None else str(item.best.step)) for item in items]
+                if found.metric
+                else []
+            ),
+            6,
+        ),
+        _column(
+            "restorable best", [_restorable(item) for item in items] if found.metric else [], 5
+        ),
         _column("last", [_point(item.last) for item in items] if found.metric else [], 4),
         _column("forked at", [_fork(item) for item in items], 4),
         _column("changed", [Text(age_text(item.changed_at, now)) for item in items], 7),
-        _column("ended", [Text("" if item.ending is None else _unwell(item.ending)) for item in items], 6),
+        _column(
+            "ended",
+            [Text("" if item.ending is None else _unwell(item.ending)) for item in items],
+            6,
+        ),
         _column("states", [Text(str(item.states)) for item in items], 8),
-        _column("restorable", [Text(f"{item.restorable}, {item.durable} durable") for item in items], 9),
-        _column("lost", [Text("" if item.lost_step is None else f"to step {item.lost_step}", style="red") for item in items], 8),
+        _column(
+            "restorable", [Text(f"{item.restorable}, {item.durable} durable") for item in items], 9
+        ),
+        _column(
+            "lost",
+            [
+                Text("" if item.lost_step is None else f"to step {item.lost_step}", style="red")
+                for item in items
+            ],
+            8,
+        ),
         _column("new bytes", [Text(size_text(item.bytes)) for item in items], 10),
-        _column("steps/s", [Text("" if item.steps_per_s is None else f"{item.steps_per_s:.3g}") for item in items], 10),
+        _column(
+            "steps/s",
+            [Text("" if item.steps_per_s is None else f"{item.steps_per_s:.3g}") for item in items],
+            10,
+        ),
         _column("took", [Text(duration_text(item.took_s)) for item in items], 11),
         _column("configured", [_settings(item) for item in items], 6),
     ]
-    return _fitted([column for column in columns if any(cell.plain for cell in column.cells)], width)
+    return _fitted(
+        [column for column in columns if any(cell.plain for cell in column.cells)], width
+    )
 
 
 def runs_table(found: Sequence[RunInfo], width: int, *, now: datetime | None = None) -> Table:
@@ -331,13 +447,23 @@ def runs_table(found: Sequence[RunInfo], width: int, *, now: datetime | None = N
         _column("began", [Text(age_text(run.started_at, now)) for run in found], 1),
         _column("ran", [Text(_ran(run, now)) for run in found], 3),
         _column("host", [Text(clean(run.host)) for run in found], 2),
-        _column("process", [Text("imported" if run.is_imported else str(run.pid)) for run in found], 5),
+        _column(
+            "process", [Text("imported" if run.is_imported else str(run.pid)) for run in found], 5
+        ),
         _column("user", [Text(clean(run.user)) for run in found], 6),
-        _column("commit", [Text((run.git_commit or "")[:10] + ("*" if run.git_dirty else "")) for run in found], 4),
+        _column(
+            "commit",
+            [Text((run.git_commit or "")[:10] + ("*" if run.git_dirty else "")) for run in found],
+            4,
+        ),
         _column("command", [Text(clean(" ".join(run.argv))) for run in found], 7),
-        _column("error", [Text(clean(run.ending.error or "") if run.ending else "") for run in found], 8),
+        _column(
+            "error", [Text(clean(run.ending.error or "") if run.ending else "") for run in found], 8
+        ),
     ]
-    return _fitted([column for column in columns if any(cell.plain for cell in column.cells)], width)
+    return _fitted(
+        [column for column in columns if any(cell.plain for cell in column.cells)], width
+    )
 
 
 def stats_table(found: Stats) -> Table:
@@ -348,15 +474,33 @@ def stats_table(found: Stats) -> Table:
         ("names", f"{plural(found.branches, 'branch')}, {plural(found.tags, 'tag')}"),
         ("runs", f"{found.runs:,}"),
         ("packs", size_text(found.bytes_stored)),
-        *(("tier", f"{held.tier}, {held.node}: {plural(held.replicas, 'replica')}, {size_text(held.bytes)}") for held in found.tiers),
-        ("newest", "" if found.newest is None else f"{short(found.newest.uid)}, {age_text(found.newest.created_at)}"),
+        *(
+            (
+                "tier",
+                (
+                    f"{held.tier}, {held.node}: {plural(held.replicas, 'replica')},"
+                    f" {size_text(held.bytes)}"
+                ),
+            )
+            for held in found.tiers
+        ),
+        (
+            "newest",
+            (
+                ""
+                if found.newest is None
+                else f"{short(found.newest.uid)}, {age_text(found.newest.created_at)}"
+            ),
+        ),
     ]
     ranks = ranks_of(key.key for key in found.metrics)
     of_ranks = {f"{name}@{rank}" for name, those in ranks.items() for rank in those}
     for key in found.metrics:
         if key.key not in of_ranks:
             own = f", and {len(ranks[key.key]):,} ranks have their own" if key.key in ranks else ""
-            facts.append(("metric", f"{key.key}: {_range(key.least, key.most)}, {key.count:,} states{own}"))
+            facts.append(
+                ("metric", f"{key.key}: {_range(key.least, key.most)}, {key.count:,} states{own}")
+            )
     facts += [("attributes", ", ".join(found.attributes)), ("settings", ", ".join(found.config))]
     return facts_table(facts)
 
@@ -410,7 +554,11 @@ def spark_text(values: Sequence[float | None], width: int) -> str:
     for cell in range(cells):
         part = values[cell * len(values) // cells : (cell + 1) * len(values) // cells]
         known = [value for value in part if value is not None and math.isfinite(value)]
-        height = 0.0 if most == least or not known else (sum(known) / len(known) - least) / (most - least)
+        height = (
+            0.0
+            if most == least or not known
+            else (sum(known) / len(known) - least) / (most - least)
+        )
         bars.append(_BARS[round(height * (len(_BARS) - 1))] if known else "·")
     return "".join(bars)
 
@@ -428,7 +576,8 @@ def _column(head: str, cells: Sequence[Text], weight: int) -> _Column:
 
 
 def _fitted(columns: list[_Column], width: int) -> Table:
-    """A table of the columns that fit, the lightest first; of those that are left, the last is cut with an ellipsis."""
+    """A table of the columns that fit, the lightest first; of those that are left, the last is
+    cut with an ellipsis."""
     kept = list(columns)
     while len(kept) > 2 and sum(column.width + _GAP for column in kept) - _GAP > width:
         heaviest = max(reversed(kept), key=lambda column: column.weight)
@@ -463,11 +612,16 @@ def _point(point: Point | None) -> Text:
 
 
 def _restorable(item: Branch) -> Text:
-    """The best state that can be restored: value and step, or only the step if it is the best state, whose value stands there already."""
+    """The best state that can be restored: value and step, or only the step if it is the best
+    state, whose value stands there already."""
     if item.best_restorable is None:
         return Text("none" if item.best is not None else "", style="red")
     same = item.best is not None and item.best.state == item.best_restorable.state
-    return Text(f"step {item.best_restorable.step}" if same else f"{_point(item.best_restorable)} at step {item.best_restorable.step}")
+    return Text(
+        f"step {item.best_restorable.step}"
+        if same
+        else f"{_point(item.best_restorable)} at step {item.best_restorable.step}"
+    )
 
 
 def _fork(item: Branch) -> Text:
@@ -484,7 +638,9 @@ def _settings(item: Branch) -> Text:
 
 
 def _value(value: object) -> str:
-    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else clean(str(value))
+    return (
+        "" if value is None else f"{value:.6g}" if isinstance(value, float) else clean(str(value))
+    )
 
 
 def _mark(life: Life, ending: Ending | None) -> Text:
@@ -501,13 +657,18 @@ def _unwell(ending: Ending) -> str:
 
 def _ran(run: RunInfo, now: datetime | None) -> str:
     if run.life is Life.RUNNING:
-        return f"{duration_text(((now or datetime.now(UTC)) - run.started_at).total_seconds())}, running"
+        return (
+            f"{duration_text(((now or datetime.now(UTC)) - run.started_at).total_seconds())},"
+            " running"
+        )
     if run.finished_at is None:
         return "killed" if run.life is Life.ENDED else "unknown"
     if run.ending is not None and run.ending.how is How.KILLED:
         return f"killed, found {time_text(run.finished_at)}"
     took = duration_text((run.finished_at - run.started_at).total_seconds())
-    return f"{took}, {(run.ending and _unwell(run.ending)) or f'until {time_text(run.finished_at)}'}"
+    return (
+        f"{took}, {(run.ending and _unwell(run.ending)) or f'until {time_text(run.finished_at)}'}"
+    )
 
 
 def _range(least: float | None, most: float | None) -> str:
@@ -523,14 +684,18 @@ LISTED = 16
 
 
 LATE_S = 5.0
-"""How many seconds a state may wait for parts before ``log`` reports it: ranks are never quite at once."""
+"""How many seconds a state may wait for parts before ``log`` reports it: ranks are never quite
+at once."""
 
 _WHAT_TO_DO = {
     Life.RUNNING: (
-        "which runs: its log says why it is late, or 'py-spy dump --pid {pid}' there; what waits is given up after the job's "
-        "group_patience_s"
+        "which runs: its log says why it is late, or 'py-spy dump --pid {pid}' there; what waits is"
+        " given up after the job's group_patience_s"
     ),
-    Life.ENDED: "which has ended: start the job again, which goes on from its newest whole state; 'datastates gc' removes what waits",
+    Life.ENDED: (
+        "which has ended: start the job again, which goes on from its newest whole state;"
+        " 'datastates gc' removes what waits"
+    ),
     Life.UNKNOWN: "of which nothing is to be seen from here: look on {host}",
 }
 
@@ -543,12 +708,20 @@ def register_incomplete(app: typer.Typer) -> None:
 def incomplete(
     context: typer.Context,
     limit: Annotated[
-        int, typer.Option("--limit", "-n", min=0, max=MOST, help="Show at most this many that were given up; 0 shows all.")
+        int,
+        typer.Option(
+            "--limit",
+            "-n",
+            min=0,
+            max=MOST,
+            help="Show at most this many that were given up; 0 shows all.",
+        ),
     ] = 20,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the states of several ranks that still wait for parts, and those that were given up, and why."""
+    """Show the states of several ranks that still wait for parts, and those that were given up,
+    and why."""
     from datastates.lineage.query.incomplete import incomplete as ask
     from datastates.maintenance.lease import look_at
 
@@ -569,7 +742,10 @@ def incomplete(
     if found.given_up:
         shell.write(*([""] if found.waiting else []), _given_up_table(found.given_up))
     if len(found.given_up) < found.total_given_up:
-        shell.hint(f"these are the last {len(found.given_up)} of {found.total_given_up} that were given up: -n 0 shows all")
+        shell.hint(
+            f"these are the last {len(found.given_up)} of {found.total_given_up} that were given"
+            " up: -n 0 shows all"
+        )
 
 
 def late_text(found: Sequence[Waiting]) -> str | None:
@@ -582,7 +758,10 @@ def late_text(found: Sequence[Waiting]) -> str | None:
     if not late:
         return None
     more = f" (and {len(late) - 1} more)" if len(late) > 1 else ""
-    return f"{late[0]}, {age_text(late[0].since)}{more}: 'datastates incomplete' says whose process that is, and what to do"
+    return (
+        f"{late[0]}, {age_text(late[0].since)}{more}: 'datastates incomplete' says whose process"
+        " that is, and what to do"
+    )
 
 
 def part_facts(state: StateDetail) -> Iterator[tuple[str, str]]:
@@ -597,16 +776,34 @@ def part_facts(state: StateDetail) -> Iterator[tuple[str, str]]:
         for rank in range(state.world_size):
             held = [_held(one) for one in state.replicas if one.rank == rank]
             size = f", {size_text(sizes[rank])}" if rank in sizes else ""
-            size += "".join(f", {name}={values[rank]:.6g}" for name, values in sorted(measured.items()) if rank in values)
+            size += "".join(
+                f", {name}={values[rank]:.6g}"
+                for name, values in sorted(measured.items())
+                if rank in values
+            )
             run = runs.get(rank)
-            yield "part", f"rank {rank}{size}: {'; '.join(held) or 'nowhere'}{f' (run {short(run)})' if run else ''}"
+            yield (
+                "part",
+                (
+                    f"rank {rank}{size}:"
+                    f" {'; '.join(held) or 'nowhere'}{f' (run {short(run)})' if run else ''}"
+                ),
+            )
         return
     by_place = sorted(state.replicas, key=lambda one: (one.tier, one.node, one.status, one.rank))
-    for (tier, node, status), group in groupby(by_place, key=lambda one: (one.tier, one.node, one.status)):
+    for (tier, node, status), group in groupby(
+        by_place, key=lambda one: (one.tier, one.node, one.status)
+    ):
         found = list(group)
         ranks = ranks_text(dict.fromkeys(one.rank for one in found))
         gone = "" if status == "ok" else f", {status}"
-        yield "parts", f"{tier} on {node or '?'}: rank {ranks}, {size_text(sum(one.bytes for one in found))} added there{gone}"
+        yield (
+            "parts",
+            (
+                f"{tier} on {node or '?'}: rank {ranks},"
+                f" {size_text(sum(one.bytes for one in found))} added there{gone}"
+            ),
+        )
 
 
 def _advice(session: Session, home: Home, found: Sequence[Waiting]) -> list[str]:
@@ -620,7 +817,10 @@ def _advice(session: Session, home: Home, found: Sequence[Waiting]) -> list[str]
         for rank in each.missing[:LISTED]:
             named, run = f"rank {rank} of {each.world_size}", runs.get(rank)
             if run is None:
-                lines[f"{named} tracks nothing here: start all ranks of the job; 'datastates gc' removes what waits"] = None
+                lines[
+                    f"{named} tracks nothing here: start all ranks of the job; 'datastates gc'"
+                    " removes what waits"
+                ] = None
             else:
                 what = _WHAT_TO_DO[life_of(run, home)].format(pid=run.pid, host=run.host)
                 lines[f"{named} is process {run.pid} on {run.host}, {what}"] = None
@@ -631,7 +831,11 @@ def _held(replica: Replica) -> str:
     from datastates.lineage.views.text import size_text
 
     where = f"{replica.tier} on {replica.node or '?'}"
-    return f"{where}, {size_text(replica.bytes)} added there" if replica.status == "ok" else f"{where}, {replica.status}"
+    return (
+        f"{where}, {size_text(replica.bytes)} added there"
+        if replica.status == "ok"
+        else f"{where}, {replica.status}"
+    )
 
 
 def _waiting_table(found: tuple[Waiting, ...]) -> TextTable:
@@ -644,8 +848,16 @@ def _waiting_table(found: tuple[Waiting, ...]) -> TextTable:
 
     made = TextTable(
         [
-            *(Column("waiting", is_flexible=True), Column("branch", is_flexible=True), Column("step", is_number=True)),
-            *(Column("for ranks", is_flexible=True), Column("of", is_number=True), Column("since", rank=2)),
+            *(
+                Column("waiting", is_flexible=True),
+                Column("branch", is_flexible=True),
+                Column("step", is_number=True),
+            ),
+            *(
+                Column("for ranks", is_flexible=True),
+                Column("of", is_number=True),
+                Column("since", rank=2),
+            ),
             Column("its runs", rank=1),
         ]
     )
@@ -653,7 +865,15 @@ def _waiting_table(found: tuple[Waiting, ...]) -> TextTable:
         missing = ranks_text(each.missing) or "none: for the state before it"
         life = Text("have ended", "red") if each.has_ended else Text("not ended")
         state = Text(short(each.uid), "yellow")
-        made.add(state, each.branch or "", str(each.step), missing, str(each.world_size), age_text(each.since), life)
+        made.add(
+            state,
+            each.branch or "",
+            str(each.step),
+            missing,
+            str(each.world_size),
+            age_text(each.since),
+            life,
+        )
     return made
 
 
@@ -666,12 +886,26 @@ def _given_up_table(found: tuple[GivenUpState, ...]) -> TextTable:
 
     made = TextTable(
         [
-            *(Column("given up", is_flexible=True), Column("branch", is_flexible=True), Column("step", is_number=True)),
-            *(Column("rank", is_number=True), Column("of", is_number=True, rank=2), Column("what", rank=1)),
+            *(
+                Column("given up", is_flexible=True),
+                Column("branch", is_flexible=True),
+                Column("step", is_number=True),
+            ),
+            *(
+                Column("rank", is_number=True),
+                Column("of", is_number=True, rank=2),
+                Column("what", rank=1),
+            ),
             *(Column("why", is_flexible=True), Column("when", rank=3)),
         ]
     )
     for each in found:
-        what = (Text(short(each.uid), "yellow"), each.branch or "", str(each.step), str(each.rank), str(each.world_size))
+        what = (
+            Text(short(each.uid), "yellow"),
+            each.branch or "",
+            str(each.step),
+            str(each.rank),
+            str(each.world_size),
+        )
         made.add(*what, each.why.value, each.reason, age_text(each.given_up_at))
     return made

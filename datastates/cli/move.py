@@ -31,7 +31,14 @@ if TYPE_CHECKING:
     from datastates.transport.peer import Peer
     from datastates.transport.transfer import Cloned
 
-Rev = Annotated[str, typer.Argument(metavar="REV", help="A state: uid, name, main~3, main@best:val_loss, …", autocompletion=ref_names)]
+Rev = Annotated[
+    str,
+    typer.Argument(
+        metavar="REV",
+        help="A state: uid, name, main~3, main@best:val_loss, …",
+        autocompletion=ref_names,
+    ),
+]
 
 
 def register_payload(app: typer.Typer) -> None:
@@ -43,16 +50,29 @@ def restore(
     context: typer.Context,
     rev: Rev,
     into: Annotated[
-        Path, typer.Option("--into", metavar="FILE.safetensors|FOLDER", help="One file, or a folder with one file for each object.")
+        Path,
+        typer.Option(
+            "--into",
+            metavar="FILE.safetensors|FOLDER",
+            help="One file, or a folder with one file for each object.",
+        ),
     ],
     only: Annotated[
         list[str] | None,
         typer.Option(
-            "--only", metavar="PATTERN", help="Only these objects or tensors: model, 'model/*.weight'; may be repeated.", show_default=False
+            "--only",
+            metavar="PATTERN",
+            help="Only these objects or tensors: model, 'model/*.weight'; may be repeated.",
+            show_default=False,
         ),
     ] = None,
-    nearest: Annotated[bool, typer.Option("--nearest", help="If its bytes are gone, take the nearest state by steps.")] = False,
-    force: Annotated[bool, typer.Option("--force", "-f", help="Replace files that are there.")] = False,
+    nearest: Annotated[
+        bool,
+        typer.Option("--nearest", help="If its bytes are gone, take the nearest state by steps."),
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", "-f", help="Replace files that are there.")
+    ] = False,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
@@ -60,7 +80,9 @@ def restore(
     shell = Shell(context, repo, as_json)
     is_file = into.suffix == ".safetensors"
     if is_file and into.is_dir():
-        raise InvalidInput(f"{into} is a folder: name a file in it, or a folder without the ending .safetensors")
+        raise InvalidInput(
+            f"{into} is a folder: name a file in it, or a folder without the ending .safetensors"
+        )
     if not is_file and into.exists() and not into.is_dir():
         raise InvalidInput(f"{into} is a file: name a folder, or a file that ends in .safetensors")
     with shell.repository() as repository:
@@ -71,30 +93,40 @@ def restore(
         plan = plan_export(tree, state, into)
         taken = [str(path) for path in plan if path.exists()]
         if taken and not force:
-            raise InvalidInput(f"{', '.join(taken)} would be replaced: name another place, or add --force")
+            raise InvalidInput(
+                f"{', '.join(taken)} would be replaced: name another place, or add --force"
+            )
         with progress_of(shell) as progress:
             total = 2 * sum(file.bytes_total for file in plan.values())
             bar = progress.add_task(f"restoring {state.uid[:10]}", total=total)
             export(plan, on_progress=lambda count: progress.advance(bar, count))
-    written = [{"path": str(path), "tensors": len(file.tensors), "bytes": file.bytes_total} for path, file in plan.items()]
+    written = [
+        {"path": str(path), "tensors": len(file.tensors), "bytes": file.bytes_total}
+        for path, file in plan.items()
+    ]
     if shell.as_json:
         shell.write_json({"state": state.uid, "step": state.step, "files": written})
         return
     from datastates.lineage.views.text import size_text
 
     for file in written:
-        shell.write(f"{file['path']}: {file['tensors']} tensors, {size_text(int(str(file['bytes'])))}")
+        shell.write(
+            f"{file['path']}: {file['tensors']} tensors, {size_text(int(str(file['bytes'])))}"
+        )
 
 
 @contextmanager
 def counting(shell: Shell, what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar that counts things other than bytes: it takes how many are done, and how many there are at most."""
+    """A progress bar that counts things other than bytes: it takes how many are done, and how
+    many there are at most."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     hidden = shell.as_json or not shell.console.is_terminal
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as progress:
+    with Progress(
+        *columns, console=Console(stderr=True), transient=True, disable=hidden
+    ) as progress:
         bar = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(bar, completed=done, total=total)
 
@@ -104,8 +136,18 @@ def progress_of(shell: Shell) -> Progress:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True, disable=shell.as_json or not shell.console.is_terminal)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+    )
+    return Progress(
+        *columns,
+        console=Console(stderr=True),
+        transient=True,
+        disable=shell.as_json or not shell.console.is_terminal,
+    )
 
 
 # ``export`` and ``import``: states as a folder that can be carried elsewhere, and checkpoint
@@ -114,7 +156,10 @@ def progress_of(shell: Shell) -> Progress:
 
 _SHOWN = 20
 
-Revs = Annotated[list[str], typer.Argument(metavar="REV", help="States: uids, names, main~3, …", autocompletion=ref_names)]
+Revs = Annotated[
+    list[str],
+    typer.Argument(metavar="REV", help="States: uids, names, main~3, …", autocompletion=ref_names),
+]
 
 
 def register_bundle(app: typer.Typer) -> None:
@@ -126,30 +171,59 @@ def register_bundle(app: typer.Typer) -> None:
 def export_states(
     context: typer.Context,
     revs: Revs,
-    bundle: Annotated[Path | None, typer.Option("--bundle", metavar="FOLDER", help="A new folder.", show_default=False)] = None,
+    bundle: Annotated[
+        Path | None,
+        typer.Option("--bundle", metavar="FOLDER", help="A new folder.", show_default=False),
+    ] = None,
     parents: Annotated[
-        bool, typer.Option("--parents", help="Also the bytes of what merged states were made of, so that they can be verified.")
+        bool,
+        typer.Option(
+            "--parents",
+            help="Also the bytes of what merged states were made of, so that they can be verified.",
+        ),
     ] = False,
     into: Annotated[
         Path | None,
         typer.Option(
-            "--into", metavar="FOLDER", help="Instead of a bundle: a file for each state, as other programs read it.", show_default=False
+            "--into",
+            metavar="FOLDER",
+            help="Instead of a bundle: a file for each state, as other programs read it.",
+            show_default=False,
         ),
     ] = None,
     kind: Annotated[
-        str, typer.Option("--format", metavar="FORMAT", help="With --into: torch, safetensors, hf (Hugging Face) or dcp.")
+        str,
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            help="With --into: torch, safetensors, hf (Hugging Face) or dcp.",
+        ),
     ] = "torch",
     pattern: Annotated[
         str | None,
-        typer.Option("--pattern", metavar="NAME", help="With --into: 'step_{step}.pt', or with {uid}.", show_default=False),
+        typer.Option(
+            "--pattern",
+            metavar="NAME",
+            help="With --into: 'step_{step}.pt', or with {uid}.",
+            show_default=False,
+        ),
     ] = None,
-    history: Annotated[bool, typer.Option("--history", help="With --into: also all ancestors of each state that can be restored.")] = False,
+    history: Annotated[
+        bool,
+        typer.Option(
+            "--history", help="With --into: also all ancestors of each state that can be restored."
+        ),
+    ] = False,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write states with their lineage and tags to a folder that `import` reads elsewhere; with --into, files of torch and others."""
+    """Write states with their lineage and tags to a folder that `import` reads elsewhere; with
+    --into, files of torch and others."""
     if (bundle is None) == (into is None):
-        raise InvalidInput("states go to a bundle or to files: give --bundle FOLDER, or --into FOLDER with --format")
+        raise InvalidInput(
+            "states go to a bundle or to files: give --bundle FOLDER, or --into FOLDER with"
+            " --format"
+        )
     shell = Shell(context, repo, as_json)
     with shell.repository() as repository:
         if into is not None:
@@ -161,17 +235,31 @@ def export_states(
 
 
 def _export_files(
-    shell: Shell, repository: Repository, revs: list[str], into: Path, kind: str, pattern: str | None, *, history: bool
+    shell: Shell,
+    repository: Repository,
+    revs: list[str],
+    into: Path,
+    kind: str,
+    pattern: str | None,
+    *,
+    history: bool,
 ) -> None:
     from datastates.files.importing import export_files
 
     chosen = {state.uid: state for state in map(repository.state, revs)}
     for uid in list(chosen) if history else ():
-        chosen |= {state.uid: state for state in repository.ancestors(uid) if state.status.is_restorable}
+        chosen |= {
+            state.uid: state for state in repository.ancestors(uid) if state.status.is_restorable
+        }
     with counting(shell, "exporting") as count:
-        done = export_files(repository, list(chosen.values()), into, format=kind, pattern=pattern, on_progress=count)
+        done = export_files(
+            repository, list(chosen.values()), into, format=kind, pattern=pattern, on_progress=count
+        )
     if shell.as_json:
-        shell.write_lines({"state": each.state.uid, "step": each.state.step, "path": str(each.path)} for each in done)
+        shell.write_lines(
+            {"state": each.state.uid, "step": each.state.step, "path": str(each.path)}
+            for each in done
+        )
         return
     for each in done[:_SHOWN]:
         shell.write(f"{each.path}: step {each.state.step}, {each.state.uid[:10]}")
@@ -181,34 +269,64 @@ def _export_files(
 
 def import_states(
     context: typer.Context,
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What `export` wrote; with --pattern, a folder of checkpoint files.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER",
+            help="What `export` wrote; with --pattern, a folder of checkpoint files.",
+        ),
+    ],
     digest: Annotated[
-        str | None, typer.Option("--digest", metavar="HEX", help="The digest that `export` printed; a bundle with another one is refused.")
+        str | None,
+        typer.Option(
+            "--digest",
+            metavar="HEX",
+            help="The digest that `export` printed; a bundle with another one is refused.",
+        ),
     ] = None,
     pattern: Annotated[
         str | None,
         typer.Option(
             "--pattern",
             metavar="NAME",
-            help="Names of checkpoint files: 'step_{step}.pt', 'checkpoint-{step}'. Each is a state, in the order of steps.",
+            help=(
+                "Names of checkpoint files: 'step_{step}.pt', 'checkpoint-{step}'. Each is a state,"
+                " in the order of steps."
+            ),
             show_default=False,
         ),
     ] = None,
-    branch: Annotated[str, typer.Option("--branch", metavar="NAME", help="With --pattern: a new branch, or that of an earlier import.")] = (
-        "imported"
-    ),
-    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="With --pattern: only say which files there are.")] = False,
-    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="With --pattern: leave out files that are refused, and say why.")] = False,
+    branch: Annotated[
+        str,
+        typer.Option(
+            "--branch",
+            metavar="NAME",
+            help="With --pattern: a new branch, or that of an earlier import.",
+        ),
+    ] = "imported",
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", "-n", help="With --pattern: only say which files there are."),
+    ] = False,
+    skip_bad: Annotated[
+        bool,
+        typer.Option(
+            "--skip-bad", help="With --pattern: leave out files that are refused, and say why."
+        ),
+    ] = False,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Bring the states of a folder that `export` wrote into a repository, durable; those that no tag names get the tag import/UID.
+    """Bring the states of a folder that `export` wrote into a repository, durable; those that no
+    tag names get the tag import/UID.
 
     A repository that does not exist is made.
 
-    With --pattern, a folder of checkpoints of torch.save, safetensors, Hugging Face or torch.distributed.checkpoint becomes a branch.
+    With --pattern, a folder of checkpoints of torch.save, safetensors, Hugging Face or
+    torch.distributed.checkpoint becomes a branch.
 
-    Nothing in them is executed. An import that was broken off goes on when the same command is given again.
+    Nothing in them is executed. An import that was broken off goes on when the same command is
+    given again.
     """
     shell = Shell(context, repo, as_json)
     if pattern is not None:
@@ -216,7 +334,10 @@ def import_states(
             raise InvalidInput("--digest belongs to a bundle: leave it out, or leave out --pattern")
         return _import_files(shell, folder, pattern, branch, dry_run=dry_run, skip_bad=skip_bad)
     if not (folder / "lineage.json").is_file():
-        shell.hint("a folder of checkpoint files is imported with --pattern, such as --pattern 'step_{step}.pt'")
+        shell.hint(
+            "a folder of checkpoint files is imported with --pattern, such as --pattern"
+            " 'step_{step}.pt'"
+        )
         raise NotFound(f"{folder} holds no bundle: name a folder that `export` wrote")
     with shell.repository(must_exist=False) as repository:
         from datastates.files.bundle import import_bundle
@@ -229,11 +350,21 @@ def import_states(
     return _say(shell, done, f"from {folder}", "new")
 
 
-def _import_files(shell: Shell, folder: Path, pattern: str, branch: str, *, dry_run: bool, skip_bad: bool) -> None:
+def _import_files(
+    shell: Shell, folder: Path, pattern: str, branch: str, *, dry_run: bool, skip_bad: bool
+) -> None:
     from datastates.files.importing import import_files
 
     with shell.repository(must_exist=dry_run) as repository, counting(shell, "importing") as count:
-        done = import_files(repository, folder, pattern, branch=branch, dry_run=dry_run, skip_bad=skip_bad, on_progress=count)
+        done = import_files(
+            repository,
+            folder,
+            pattern,
+            branch=branch,
+            dry_run=dry_run,
+            skip_bad=skip_bad,
+            on_progress=count,
+        )
     if shell.as_json:
         shell.write_json(
             {
@@ -282,10 +413,21 @@ def _say(shell: Shell, done: Bundle, where: str, what: str) -> None:
 
 TokenFile = Annotated[
     Path | None,
-    typer.Option("--token-file", metavar="FILE", help="The file with the server's token (default: DATASTATES_TOKEN).", show_default=False),
+    typer.Option(
+        "--token-file",
+        metavar="FILE",
+        help="The file with the server's token (default: DATASTATES_TOKEN).",
+        show_default=False,
+    ),
 ]
 TlsCa = Annotated[
-    Path | None, typer.Option("--tls-ca", metavar="FILE", help="Use TLS, and trust the certificates in this file.", show_default=False)
+    Path | None,
+    typer.Option(
+        "--tls-ca",
+        metavar="FILE",
+        help="Use TLS, and trust the certificates in this file.",
+        show_default=False,
+    ),
 ]
 
 
@@ -313,27 +455,53 @@ def clone(
     context: typer.Context,
     source: Annotated[
         str,
-        typer.Argument(metavar="SOURCE", help=f"{_FORM}; what follows the port is the revision: quote ~ and @{{}} for the shell."),
+        typer.Argument(
+            metavar="SOURCE",
+            help=(
+                f"{_FORM}; what follows the port is the revision: quote ~ and @{{}} for the shell."
+            ),
+        ),
     ],
     branch: Annotated[
         str | None,
-        typer.Option("--branch", "-b", metavar="NAME", help="Begin this branch at it (default: tag it clone/…).", show_default=False),
+        typer.Option(
+            "--branch",
+            "-b",
+            metavar="NAME",
+            help="Begin this branch at it (default: tag it clone/…).",
+            show_default=False,
+        ),
     ] = None,
-    tags: Annotated[bool, typer.Option("--tags", help="Take over the tags of the state and of its ancestors.")] = False,
+    tags: Annotated[
+        bool, typer.Option("--tags", help="Take over the tags of the state and of its ancestors.")
+    ] = False,
     also: Annotated[
         list[str] | None,
         typer.Option(
-            "--also", metavar="URL", help="A further source (tcp://HOST:PORT), to share the work; may be repeated.", show_default=False
+            "--also",
+            metavar="URL",
+            help="A further source (tcp://HOST:PORT), to share the work; may be repeated.",
+            show_default=False,
         ),
     ] = None,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
     data: Annotated[
         Data | None,
-        typer.Option("--data", help="What carries the bytes (default: DATASTATES_DATA, else auto). ucx needs ucx://.", show_default=False),
+        typer.Option(
+            "--data",
+            help="What carries the bytes (default: DATASTATES_DATA, else auto). ucx needs ucx://.",
+            show_default=False,
+        ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="Treat a source that is silent for this long as dead.")
+        float,
+        typer.Option(
+            "--timeout",
+            metavar="SECONDS",
+            min=0.1,
+            help="Treat a source that is silent for this long as dead.",
+        ),
     ] = 10.0,
     repo: Annotated[
         str | None,
@@ -342,13 +510,18 @@ def clone(
             "-r",
             "--into",
             metavar="URL",
-            help="The repository that takes it; made if it is not there (default: as for other commands).",
+            help=(
+                "The repository that takes it; made if it is not there (default: as for other"
+                " commands)."
+            ),
             show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Clone a state that another process serves, with its ancestry, and make it durable here. Only what is not here yet is moved."""
+    """Clone a state that another process serves, with its ancestry, and make it durable here.
+
+    Only what is not here yet is moved."""
     shell = Shell(context, repo, as_json)
     url, rev = split_source(source)
     if branch is not None:
@@ -358,11 +531,21 @@ def clone(
     from datastates.transport.peer import connect
 
     orderly()
-    with connect([url, *(also or [])], token_file=token_file, tls=trusting(tls_ca), timeout_s=timeout, data=data) as peer:
+    with connect(
+        [url, *(also or [])],
+        token_file=token_file,
+        tls=trusting(tls_ca),
+        timeout_s=timeout,
+        data=data,
+    ) as peer:
         state = peer.state(rev)
         with _made(location), _opened(location, state) as repository:
             name = _Name.of(repository, state, branch)
-            done = None if _holds(repository, state.uid) else _fetch(shell, peer, repository, state, tags=tags)
+            done = (
+                None
+                if _holds(repository, state.uid)
+                else _fetch(shell, peer, repository, state, tags=tags)
+            )
             if done is not None:
                 _make_durable(shell, repository, state)
             name.give(repository, state, source=url)
@@ -370,16 +553,22 @@ def clone(
 
 
 def split_source(source: str) -> tuple[str, str]:
-    """The url of a server, and the revision: everything after the first slash behind host and port, whatever it contains.
+    """The url of a server, and the revision: everything after the first slash behind host and port,
+    whatever it contains.
 
     :raises InvalidInput: one of them is missing.
     """
     scheme, colons, rest = source.partition("://")
     place, _, rev = rest.partition("/")
     if not (scheme and colons and place):
-        raise InvalidInput(f"{source!r} names no server: write {_FORM}, such as tcp://10.0.0.2:4711/main")
+        raise InvalidInput(
+            f"{source!r} names no server: write {_FORM}, such as tcp://10.0.0.2:4711/main"
+        )
     if not rev:
-        raise InvalidInput(f"{source!r} names no revision: write {scheme}://{place}/main, or another that `datastates refs` lists there")
+        raise InvalidInput(
+            f"{source!r} names no revision: write {scheme}://{place}/main, or another that"
+            " `datastates refs` lists there"
+        )
     return f"{scheme}://{place}", rev
 
 
@@ -393,14 +582,18 @@ class _Name:
 
     @classmethod
     def of(cls, repository: Repository, state: State, branch: str | None) -> _Name:
-        """A branch if one is asked for, else a tag; a name that already names this state is used again.
+        """A branch if one is asked for, else a tag; a name that already names this state is used
+        again.
 
         :raises Conflict: the name is taken.
         """
         kind, name = ("tag", f"clone/{state.uid[:10]}") if branch is None else ("branch", branch)
         found = next((ref for ref in repository.refs() if ref.name == name), None)
         if found is not None and (found.kind.value, found.state) != (kind, state.uid):
-            raise Conflict(f"{found.kind} {name!r} is at {found.state[:10]} in {repository.location}: choose another name with --branch")
+            raise Conflict(
+                f"{found.kind} {name!r} is at {found.state[:10]} in {repository.location}: choose"
+                " another name with --branch"
+            )
         return cls(kind, name, found is not None)
 
     def give(self, repository: Repository, state: State, *, source: str) -> None:
@@ -421,7 +614,8 @@ def _check_name(branch: str) -> None:
 
 @contextmanager
 def _made(location: Location) -> Iterator[None]:
-    """Remove what this command makes of the repository if it fails, unless somebody uses it by then."""
+    """Remove what this command makes of the repository if it fails, unless somebody uses it by
+    then."""
     root, packs = location.root, location.packs
     if root is None or location.is_present:
         yield
@@ -436,12 +630,18 @@ def _made(location: Location) -> Iterator[None]:
 
 
 def _unmake(root: Path, packs: Path, folders: Sequence[Path]) -> None:
-    """Remove a repository, with the ``folders`` that were made for it, unless it has a state or somebody has it open."""
+    """Remove a repository, with the ``folders`` that were made for it, unless it has a state or
+    somebody has it open."""
     from datastates.lineage import sqlite_files
     from datastates.maintenance.lease import held_in
 
     with sqlite_files.alone(root / DATABASE) as is_alone:
-        if not is_alone or held_in(packs) or any(packs.glob("*.manifest")) or not _is_empty(root / DATABASE):
+        if (
+            not is_alone
+            or held_in(packs)
+            or any(packs.glob("*.manifest"))
+            or not _is_empty(root / DATABASE)
+        ):
             return
         for path in root.glob(f"{DATABASE}*"):
             path.unlink()
@@ -453,33 +653,52 @@ def _unmake(root: Path, packs: Path, folders: Sequence[Path]) -> None:
 
 
 def _is_empty(path: Path) -> bool:
-    """Whether a lineage that nobody has open has no state. What a killed process left in its log counts as one."""
+    """Whether a lineage that nobody has open has no state.
+
+    What a killed process left in its log counts as one."""
     if not path.exists():
         return True
     log = path.with_name(f"{path.name}-wal")
     if log.exists() and log.stat().st_size:
         return False
     # immutable: the locks that it would take are held by us
-    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
-        has_table = connection.execute("SELECT EXISTS (SELECT 1 FROM sqlite_master WHERE name = 'state')").fetchone()[0]
-        return not (has_table and connection.execute("SELECT EXISTS (SELECT 1 FROM state)").fetchone()[0])
+    with closing(
+        sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
+    ) as connection:
+        has_table = connection.execute(
+            "SELECT EXISTS (SELECT 1 FROM sqlite_master WHERE name = 'state')"
+        ).fetchone()[0]
+        return not (
+            has_table and connection.execute("SELECT EXISTS (SELECT 1 FROM state)").fetchone()[0]
+        )
 
 
 @contextmanager
 def _opened(location: Location, state: State) -> Iterator[Repository]:
-    """The repository, with memory for the state: the size in DATASTATES_MEMORY, else a quarter of what is free, or what the state takes."""
+    """The repository, with memory for the state: the size in DATASTATES_MEMORY, else a quarter
+    of what is free, or what the state takes."""
     from datastates.config import Config
     from datastates.repository import open as open_repository
     from datastates.system.memory import available_memory_bytes
 
-    needed, free = state.bytes_total + state.bytes_total // 8 + _SPARE_BYTES, available_memory_bytes()
+    needed, free = (
+        state.bytes_total + state.bytes_total // 8 + _SPARE_BYTES,
+        available_memory_bytes(),
+    )
     chosen = Config.from_environment().memory_bytes
     if (free if chosen is None else chosen) < state.bytes_total:
-        limit = f"only {free} are free here" if chosen is None else f"DATASTATES_MEMORY allows {chosen}"
-        raise OverBudget(f"the {state.bytes_total} bytes of state {state.uid[:10]} pass through memory, and {limit}: make room for it")
+        limit = (
+            f"only {free} are free here" if chosen is None else f"DATASTATES_MEMORY allows {chosen}"
+        )
+        raise OverBudget(
+            f"the {state.bytes_total} bytes of state {state.uid[:10]} pass through memory, and"
+            f" {limit}: make room for it"
+        )
     budget = chosen or max(min(needed, free), free // 4)
     with open_repository(
-        str(location) if location.root else location.database_url, packs=location.packs, memory_bytes=budget
+        str(location) if location.root else location.database_url,
+        packs=location.packs,
+        memory_bytes=budget,
     ) as repository:
         yield repository
 
@@ -492,11 +711,15 @@ def _fetch(shell: Shell, peer: Peer, repository: Repository, state: State, *, ta
     with _progress(shell) as progress:
         bar = progress.add_task(f"cloning {state.uid[:10]}", total=None)
         transfer = peer.begin_clone(
-            state.uid, repo=repository, tags=tags, on_progress=lambda done, total: progress.update(bar, completed=done, total=total)
+            state.uid,
+            repo=repository,
+            tags=tags,
+            on_progress=lambda done, total: progress.update(bar, completed=done, total=total),
         )
         try:
             return transfer.wait()
-        except BaseException:  # including SIGTERM: nothing may be written any more when the repository is closed
+        except BaseException:
+            # including SIGTERM: nothing may be written any more when the repository is closed
             transfer.cancel()
             with suppress(Exception):  # that it was cancelled, or what the error below says already
                 transfer.wait()
@@ -513,23 +736,46 @@ def _make_durable(shell: Shell, repository: Repository, state: State) -> None:
         host.want(state.uid)
         host.drain()
     if not _holds(repository, state.uid):
-        raise Unavailable(f"state {state.uid[:10]} came, but could not be written to {repository.location.packs}: is the disk full?")
+        raise Unavailable(
+            f"state {state.uid[:10]} came, but could not be written to {repository.location.packs}:"
+            " is the disk full?"
+        )
 
 
-def _report(shell: Shell, state: State, done: Cloned | None, location: Location, name: _Name) -> None:
-    moved, seconds, sources = (done.bytes_moved, done.seconds, dict(done.by_source)) if done else (0, 0.0, {})
+def _report(
+    shell: Shell, state: State, done: Cloned | None, location: Location, name: _Name
+) -> None:
+    moved, seconds, sources = (
+        (done.bytes_moved, done.seconds, dict(done.by_source)) if done else (0, 0.0, {})
+    )
     if shell.as_json:
         shell.write_json(
-            {"state": state.uid, "step": state.step, "digest": state.digest, "bytes": state.bytes_total, "bytes_moved": moved}
-            | {"seconds": seconds, "sources": sources, "repository": str(location), name.kind: name.name}
+            {
+                "state": state.uid,
+                "step": state.step,
+                "digest": state.digest,
+                "bytes": state.bytes_total,
+                "bytes_moved": moved,
+            }
+            | {
+                "seconds": seconds,
+                "sources": sources,
+                "repository": str(location),
+                name.kind: name.name,
+            }
         )
         return
     from datastates.lineage.views.text import size_text
 
-    came = f"{size_text(moved)} of {size_text(state.bytes_total)} came in {seconds:.2f} s" if done else "it was here already"
+    came = (
+        f"{size_text(moved)} of {size_text(state.bytes_total)} came in {seconds:.2f} s"
+        if done
+        else "it was here already"
+    )
     shell.console.print(
-        f"state {state.uid} (step {state.step}): {came}, durable in {location}, {name.kind} {name.name}\n"
-        f"to write its tensors: datastates restore {name.name} --repo {location} --into FILE.safetensors",
+        f"state {state.uid} (step {state.step}): {came}, durable in {location}, {name.kind}"
+        f" {name.name}\nto write its tensors: datastates restore {name.name} --repo {location}"
+        " --into FILE.safetensors",
         soft_wrap=True,  # to be copied: not folded
     )
 
@@ -543,7 +789,14 @@ def _is_watched(shell: Shell) -> bool:
 def _progress(shell: Shell) -> Progress:
     """A progress bar on standard error, shown only to people."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
     columns = (
         TextColumn("{task.description}"),
@@ -552,4 +805,6 @@ def _progress(shell: Shell) -> Progress:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not _is_watched(shell))
+    return Progress(
+        *columns, console=Console(stderr=True), transient=True, disable=not _is_watched(shell)
+    )

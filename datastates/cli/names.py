@@ -17,15 +17,32 @@ if TYPE_CHECKING:
     from datastates.lineage import Note, Ref, RefKind
 
 RefRev = Annotated[
-    str | None, typer.Argument(metavar="REV", help="The state: uid, name, main~3, main@best:val_loss, …", autocompletion=ref_names)
+    str | None,
+    typer.Argument(
+        metavar="REV",
+        help="The state: uid, name, main~3, main@best:val_loss, …",
+        autocompletion=ref_names,
+    ),
 ]
-TagName = Annotated[str | None, typer.Argument(metavar="NAME", help="The tag; without it, all are listed.", autocompletion=tag_names)]
+TagName = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="NAME", help="The tag; without it, all are listed.", autocompletion=tag_names
+    ),
+]
 BranchName = Annotated[
-    str | None, typer.Argument(metavar="NAME", help="The branch; without it, all are listed.", autocompletion=branch_names)
+    str | None,
+    typer.Argument(
+        metavar="NAME", help="The branch; without it, all are listed.", autocompletion=branch_names
+    ),
 ]
-DeleteRef = Annotated[bool, typer.Option("--delete", "-d", help="Forget the name; the states stay.")]
+DeleteRef = Annotated[
+    bool, typer.Option("--delete", "-d", help="Forget the name; the states stay.")
+]
 Move = Annotated[bool, typer.Option("--move", help="Point a name that exists at REV.")]
-Rename = Annotated[bool, typer.Option("--rename", "-m", help="Give branch NAME the name REV; its history stays.")]
+Rename = Annotated[
+    bool, typer.Option("--rename", "-m", help="Give branch NAME the name REV; its history stays.")
+]
 Expected = Annotated[
     str | None,
     typer.Option(
@@ -35,7 +52,10 @@ Expected = Annotated[
         autocompletion=ref_names,
     ),
 ]
-RefMessage = Annotated[str | None, typer.Option("--message", "-m", help="Why this state has a name.", show_default=False)]
+RefMessage = Annotated[
+    str | None,
+    typer.Option("--message", "-m", help="Why this state has a name.", show_default=False),
+]
 
 
 def register_refs(app: typer.Typer) -> None:
@@ -58,10 +78,21 @@ def tag(
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the tags; make, move or delete one. A tag of a state whose bytes are gone is made, with a warning and exit code 7."""
+    """List the tags; make, move or delete one.
+
+    A tag of a state whose bytes are gone is made, with a warning and exit code 7."""
     from datastates.lineage.states import RefKind
 
-    _change(Shell(context, repo, as_json), RefKind.TAG, name, rev, message, delete=delete, move=move, expected=expected)
+    _change(
+        Shell(context, repo, as_json),
+        RefKind.TAG,
+        name,
+        rev,
+        message,
+        delete=delete,
+        move=move,
+        expected=expected,
+    )
 
 
 def branch(
@@ -80,9 +111,13 @@ def branch(
 
     shell = Shell(context, repo, as_json)
     if not rename:
-        return _change(shell, RefKind.BRANCH, name, rev, None, delete=delete, move=move, expected=expected)
+        return _change(
+            shell, RefKind.BRANCH, name, rev, None, delete=delete, move=move, expected=expected
+        )
     if name is None or rev is None or delete or move or expected:
-        raise typer.BadParameter("--rename takes the old name and the new one, and nothing else", param_hint="--rename")
+        raise typer.BadParameter(
+            "--rename takes the old name and the new one, and nothing else", param_hint="--rename"
+        )
     with shell.repository() as repository:
         renamed = repository.rename(name, rev)
     return _say_refs(shell, renamed, f"{renamed.kind} {name} is {renamed.name} now")
@@ -90,11 +125,23 @@ def branch(
 
 def rm(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The branch or the tag.", autocompletion=ref_names)],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The branch or the tag.", autocompletion=ref_names)
+    ],
     with_bytes: Annotated[
-        bool, typer.Option("--bytes", help="Also drop the bytes of the states that only this name leads to; they stay in the lineage.")
+        bool,
+        typer.Option(
+            "--bytes",
+            help=(
+                "Also drop the bytes of the states that only this name leads to; they stay in the"
+                " lineage."
+            ),
+        ),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Delete nothing; only say what --bytes would drop.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", "-n", help="Delete nothing; only say what --bytes would drop."),
+    ] = False,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
@@ -115,7 +162,14 @@ def list_refs(context: typer.Context, repo: Repo = None, as_json: AsJson = False
 
 def reflog(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A branch or a tag, even one that was deleted.", autocompletion=ref_names)],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="A branch or a tag, even one that was deleted.",
+            autocompletion=ref_names,
+        ),
+    ],
     limit: Limit = 20,
     repo: Repo = None,
     as_json: AsJson = False,
@@ -135,7 +189,15 @@ def reflog(
 
 
 def _change(
-    shell: Shell, kind: RefKind, name: str | None, rev: str | None, message: str | None, *, delete: bool, move: bool, expected: str | None
+    shell: Shell,
+    kind: RefKind,
+    name: str | None,
+    rev: str | None,
+    message: str | None,
+    *,
+    delete: bool,
+    move: bool,
+    expected: str | None,
 ) -> None:
     if name is None:
         if delete or move or expected or message:
@@ -146,10 +208,14 @@ def _change(
             raise typer.BadParameter("--delete takes nothing but the name", param_hint="--delete")
         _delete_refs(shell, kind, name)
     elif rev is None:
-        raise typer.BadParameter(f"name the state that {name!r} is to name: {kind.value} {name} REV", param_hint="REV")
+        raise typer.BadParameter(
+            f"name the state that {name!r} is to name: {kind.value} {name} REV", param_hint="REV"
+        )
     elif move:
         if message:
-            raise typer.BadParameter("a message is given when the tag is made", param_hint="--message")
+            raise typer.BadParameter(
+                "a message is given when the tag is made", param_hint="--message"
+            )
         _move(shell, kind, name, rev, expected)
     else:
         if expected:
@@ -165,14 +231,19 @@ def _list_refs(shell: Shell, kind: RefKind | None) -> None:
 
     with shell.reading() as session:
         found = names.refs(session, kind)
-        states = {state.uid: state for state in lookup.states(session, [ref.state for ref in found])}
+        states = {
+            state.uid: state for state in lookup.states(session, [ref.state for ref in found])
+        }
     if shell.as_json:
         shell.write_lines(found)
     elif found:
         shell.write(refs_table(found, states))
     else:
         what = {None: "branches or tags", "branch": "branches", "tag": "tags"}[kind]
-        shell.hint(f"no {what} yet in {shell.url}: a training makes its branch; `datastates tag NAME REV` and `datastates branch NAME REV`")
+        shell.hint(
+            f"no {what} yet in {shell.url}: a training makes its branch; `datastates tag NAME REV`"
+            " and `datastates branch NAME REV`"
+        )
 
 
 def _make(shell: Shell, kind: RefKind, name: str, rev: str, message: str | None) -> None:
@@ -182,9 +253,18 @@ def _make(shell: Shell, kind: RefKind, name: str, rev: str, message: str | None)
 
     with shell.writing() as session:
         state = revision.resolve(session, rev)
-        made = refs.tag(session, name, state.uid, message=message) if kind is RefKind.TAG else refs.branch(session, name, state.uid)
+        made = (
+            refs.tag(session, name, state.uid, message=message)
+            if kind is RefKind.TAG
+            else refs.branch(session, name, state.uid)
+        )
         is_gone = refs.warn(session, made)
-    _say_refs(shell, made, f"{made.kind} {made.name} names {made.state[:10]} (step {state.step})", is_gone=is_gone)
+    _say_refs(
+        shell,
+        made,
+        f"{made.kind} {made.name} names {made.state[:10]} (step {state.step})",
+        is_gone=is_gone,
+    )
 
 
 def _move(shell: Shell, kind: RefKind, name: str, rev: str, expected: str | None) -> None:
@@ -196,7 +276,12 @@ def _move(shell: Shell, kind: RefKind, name: str, rev: str, expected: str | None
         wanted = old.state if expected is None else revision.resolve(session, expected).uid
         moved = refs.move(session, name, revision.resolve(session, rev).uid, expected=wanted)
         is_gone = refs.warn(session, moved)
-    _say_refs(shell, moved, f"{moved.kind} {moved.name} moved from {old.state[:10]} to {moved.state[:10]}", is_gone=is_gone)
+    _say_refs(
+        shell,
+        moved,
+        f"{moved.kind} {moved.name} moved from {old.state[:10]} to {moved.state[:10]}",
+        is_gone=is_gone,
+    )
 
 
 def _delete_refs(shell: Shell, kind: RefKind, name: str) -> None:
@@ -218,7 +303,9 @@ def _get(session: Session, kind: RefKind, name: str) -> Ref:
 
 
 def _say_refs(shell: Shell, ref: Ref, text: str, *, is_gone: bool = False) -> None:
-    """Write what was done. If the bytes of the state ``is_gone``, the command then ends with the exit code for that."""
+    """Write what was done.
+
+    If the bytes of the state ``is_gone``, the command then ends with the exit code for that."""
     if shell.as_json:
         shell.write_json(ref)
     else:
@@ -233,18 +320,54 @@ def _say_refs(shell: Shell, ref: Ref, text: str, *, is_gone: bool = False) -> No
 
 NoteRev = Annotated[
     str | None,
-    typer.Argument(metavar="REV", help="The state: uid, name, main~3, …; without it, all notes are listed.", autocompletion=ref_names),
+    typer.Argument(
+        metavar="REV",
+        help="The state: uid, name, main~3, …; without it, all notes are listed.",
+        autocompletion=ref_names,
+    ),
 ]
 Branch = Annotated[
     str | None,
-    typer.Option("--branch", "-b", metavar="NAME", help="A branch instead of a state.", show_default=False, autocompletion=branch_names),
+    typer.Option(
+        "--branch",
+        "-b",
+        metavar="NAME",
+        help="A branch instead of a state.",
+        show_default=False,
+        autocompletion=branch_names,
+    ),
 ]
-NoteMessage = Annotated[str | None, typer.Option("--message", "-m", metavar="TEXT", help="The note, in Markdown.", show_default=False)]
-Edit = Annotated[str | None, typer.Option("--edit", metavar="NOTE", help="Give the note of this uid the TEXT of -m.", show_default=False)]
+NoteMessage = Annotated[
+    str | None,
+    typer.Option(
+        "--message", "-m", metavar="TEXT", help="The note, in Markdown.", show_default=False
+    ),
+]
+Edit = Annotated[
+    str | None,
+    typer.Option(
+        "--edit",
+        metavar="NOTE",
+        help="Give the note of this uid the TEXT of -m.",
+        show_default=False,
+    ),
+]
 DeleteNote = Annotated[
-    str | None, typer.Option("--delete", "-d", metavar="NOTE", help="Delete the note of this uid for good.", show_default=False)
+    str | None,
+    typer.Option(
+        "--delete",
+        "-d",
+        metavar="NOTE",
+        help="Delete the note of this uid for good.",
+        show_default=False,
+    ),
 ]
-Author = Annotated[str | None, typer.Option("--author", metavar="WHO", help="Who wrote it (default: you).", show_default=False)]
+Author = Annotated[
+    str | None,
+    typer.Option(
+        "--author", metavar="WHO", help="Who wrote it (default: you).", show_default=False
+    ),
+]
 
 
 def register_notes(app: typer.Typer) -> None:
@@ -255,9 +378,24 @@ def register_notes(app: typer.Typer) -> None:
 
 def annotate(
     context: typer.Context,
-    rev: Annotated[str, typer.Argument(metavar="REV", help="The state: uid, name, main~3, …", autocompletion=ref_names)],
-    metric: Annotated[list[str], typer.Option("--metric", "-m", metavar="KEY=NUMBER", help="A metric to add; may be repeated.")],
-    replace: Annotated[bool, typer.Option("--replace", help="Change metrics that the state has; the log keeps the old values.")] = False,
+    rev: Annotated[
+        str,
+        typer.Argument(
+            metavar="REV", help="The state: uid, name, main~3, …", autocompletion=ref_names
+        ),
+    ],
+    metric: Annotated[
+        list[str],
+        typer.Option(
+            "--metric", "-m", metavar="KEY=NUMBER", help="A metric to add; may be repeated."
+        ),
+    ],
+    replace: Annotated[
+        bool,
+        typer.Option(
+            "--replace", help="Change metrics that the state has; the log keeps the old values."
+        ),
+    ] = False,
     author: Author = None,
     repo: Repo = None,
     as_json: AsJson = False,
@@ -270,7 +408,10 @@ def annotate(
     if shell.as_json:
         shell.write_json(state)
     else:
-        shell.write(f"state {state.uid[:10]} has {', '.join(f'{key} = {state.metrics[key]:.9g}' for key in metrics)}")
+        shell.write(
+            f"state {state.uid[:10]} has"
+            f" {', '.join(f'{key} = {state.metrics[key]:.9g}' for key in metrics)}"
+        )
 
 
 def _metric(text: str) -> tuple[str, float]:
@@ -278,7 +419,9 @@ def _metric(text: str) -> tuple[str, float]:
     try:
         return key, float(number)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is no metric: write KEY=NUMBER, such as val_loss=0.3", param_hint="--metric") from None
+        raise typer.BadParameter(
+            f"{text!r} is no metric: write KEY=NUMBER, such as val_loss=0.3", param_hint="--metric"
+        ) from None
 
 
 def note(
@@ -295,7 +438,9 @@ def note(
     """List the notes on a state, a branch or anything; write, edit or delete one."""
     shell = Shell(context, repo, as_json)
     if sum(each is not None for each in (rev, branch, edit, delete)) > 1:
-        raise typer.BadParameter("name a state, a branch, or one note: not several of them", param_hint="REV")
+        raise typer.BadParameter(
+            "name a state, a branch, or one note: not several of them", param_hint="REV"
+        )
     if edit is not None and message is None:
         raise typer.BadParameter("say by -m what the note is to be", param_hint="--edit")
     if delete is not None:
@@ -320,7 +465,10 @@ def _list_notes(shell: Shell, rev: str | None, branch: str | None) -> None:
         shell.write(*_lines(found))
     else:
         of = f" on {branch or rev}" if branch or rev else ""
-        shell.hint(f"no notes{of} yet in {shell.url}: `datastates note REV -m TEXT`, or --branch NAME instead of REV")
+        shell.hint(
+            f"no notes{of} yet in {shell.url}: `datastates note REV -m TEXT`, or --branch NAME"
+            " instead of REV"
+        )
 
 
 def _lines(found: Sequence[Note]) -> list[str]:
@@ -328,24 +476,43 @@ def _lines(found: Sequence[Note]) -> list[str]:
 
     lines: list[str] = []
     for note in found:
-        of = f"branch {note.branch}" if note.branch is not None else f"state {short(note.state or '')}"
+        of = (
+            f"branch {note.branch}"
+            if note.branch is not None
+            else f"state {short(note.state or '')}"
+        )
         edited = f", edited {age_text(note.edited_at)}" if note.edited_at else ""
         lines.append(f"{note.uid}  {of}  {note.author}, {age_text(note.created_at)}{edited}")
         lines += [f"    {line}" for line in note.text.splitlines()]
     return lines
 
 
-def _write(shell: Shell, rev: str | None, branch: str | None, text: str, author: str | None) -> None:
+def _write(
+    shell: Shell, rev: str | None, branch: str | None, text: str, author: str | None
+) -> None:
     from datastates.lineage.query import revision
     from datastates.lineage.write import refs
     from datastates.maintenance.environment import user_name
 
     if rev is None and branch is None:
-        raise typer.BadParameter("name the state or the branch that the note is on", param_hint="REV")
+        raise typer.BadParameter(
+            "name the state or the branch that the note is on", param_hint="REV"
+        )
     with shell.writing() as session:
         uid = None if rev is None else revision.resolve(session, rev).uid
-        made = refs.write(session, text, state=uid, branch=branch, author=user_name() if author is None else author)
-    _say_notes(shell, made, f"note {made.uid} is on {f'branch {made.branch}' if made.branch else f'state {(made.state or str())[:10]}'}")
+        made = refs.write(
+            session,
+            text,
+            state=uid,
+            branch=branch,
+            author=user_name() if author is None else author,
+        )
+    _say_notes(
+        shell,
+        made,
+        f"note {made.uid} is on"
+        f" {f'branch {made.branch}' if made.branch else f'state {(made.state or str())[:10]}'}",
+    )
 
 
 def _edit(shell: Shell, uid: str, text: str) -> None:
@@ -355,7 +522,11 @@ def _edit(shell: Shell, uid: str, text: str) -> None:
     with shell.writing() as session:
         before = names.get_note(session, uid)
         changed = refs.edit(session, uid, text, seen=before)
-    _say_notes(shell, changed, f"note {changed.uid} is changed; it read: {before.text.splitlines()[0][:60]}")
+    _say_notes(
+        shell,
+        changed,
+        f"note {changed.uid} is changed; it read: {before.text.splitlines()[0][:60]}",
+    )
 
 
 def _delete_notes(shell: Shell, uid: str) -> None:
@@ -363,7 +534,9 @@ def _delete_notes(shell: Shell, uid: str) -> None:
 
     with shell.writing() as session:
         gone = refs.remove(session, uid)
-    _say_notes(shell, gone, f"note {gone.uid} is deleted; it read: {gone.text.splitlines()[0][:60]}")
+    _say_notes(
+        shell, gone, f"note {gone.uid} is deleted; it read: {gone.text.splitlines()[0][:60]}"
+    )
 
 
 def _say_notes(shell: Shell, note: Note, text: str) -> None:

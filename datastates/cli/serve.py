@@ -1,4 +1,5 @@
-"""``serve``: repositories on disk, for people and programs to browse (see ``web``), and for other processes to clone from."""
+"""``serve``: repositories on disk, for people and programs to browse (see ``web``), and for
+other processes to clone from."""
 
 from __future__ import annotations
 
@@ -70,23 +71,35 @@ def opened(shell: Shell, options: Globals, named: Sequence[str]) -> Iterator[dic
             repository = stack.enter_context(open_repository(url, packs=location.packs))
             name = name or name_of(repository)
             if name in found:
-                raise InvalidInput(f"two repositories would be called {name!r}: say how one is to be called: --repo NAME={location}")
+                raise InvalidInput(
+                    f"two repositories would be called {name!r}: say how one is to be called:"
+                    f" --repo NAME={location}"
+                )
             found[name] = repository
         yield found
 
 
-def serve_web(repositories: Mapping[str, Repository], url: str, options: WebOptions) -> tuple[WebServer, str | None]:
+def serve_web(
+    repositories: Mapping[str, Repository], url: str, options: WebOptions
+) -> tuple[WebServer, str | None]:
     """The server, and the token that was made for it if it is writable and none was given."""
     from datastates.api.routing import Scope
     from datastates.api.security import read_tokens
     from datastates.api.serve import WebServer
     from datastates.system.files import make_token
 
-    show = None if options.pictures is None else function_of(options.pictures, "gives a picture for the index of a sample")
+    show = (
+        None
+        if options.pictures is None
+        else function_of(options.pictures, "gives a picture for the index of a sample")
+    )
     tokens = read_tokens(options.tokens)
     made = make_token() if options.is_writable and not tokens else None
     if options.is_writable and tokens and max(tokens.values()) < Scope.WRITE:
-        raise InvalidInput("--write, but no token may write: add a line 'write TOKEN' to the tokens, or leave out --write")
+        raise InvalidInput(
+            "--write, but no token may write: add a line 'write TOKEN' to the tokens, or leave out"
+            " --write"
+        )
     if options.has_access_log:
         _log_access()
     server = WebServer(
@@ -105,7 +118,11 @@ def serve_web(repositories: Mapping[str, Repository], url: str, options: WebOpti
 
 
 def announce_web(
-    shell: Shell, repositories: Mapping[str, Repository], server: WebServer, token: str | None, dialled: Callable[[str], str]
+    shell: Shell,
+    repositories: Mapping[str, Repository],
+    server: WebServer,
+    token: str | None,
+    dialled: Callable[[str], str],
 ) -> None:
     """Print the addresses; the address with the token is printed once, and only here."""
     from datastates.api.app import STATIC
@@ -114,12 +131,19 @@ def announce_web(
         said: dict[str, object] = {"url": server.url, "repositories": list(repositories)}
         shell.write_json({**said, "token": token} if token else said)
         return
-    names = ", ".join(f"{name} ({repository.location})" for name, repository in repositories.items())
+    names = ", ".join(
+        f"{name} ({repository.location})" for name, repository in repositories.items()
+    )
     shell.write(f"serving {names} at {server.url}")
-    address = dialled(server.url) + (f"{'' if server.url.endswith('/') else '/'}#token={token}" if token else "")
+    address = dialled(server.url) + (
+        f"{'' if server.url.endswith('/') else '/'}#token={token}" if token else ""
+    )
     shell.write(f"open {address} in a browser; Ctrl-C ends it")
     if not (STATIC / "index.html").is_file():
-        shell.hint("the page is not built: `make ui` in the source tree builds it; the API works without it")
+        shell.hint(
+            "the page is not built: `make ui` in the source tree builds it; the API works"
+            " without it"
+        )
 
 
 def _log_access() -> None:
@@ -157,7 +181,9 @@ _OF_CLONES = {
 _OF_PAGE = {
     "web_tokens": "the token of peers is in the file of --token-file",
     "write": "--writable lets peers push states",
-    **dict.fromkeys(("allowed_host", "prefix", "cors", "trusted_proxy", "access_log", "pictures"), _PAGE),
+    **dict.fromkeys(
+        ("allowed_host", "prefix", "cors", "trusted_proxy", "access_log", "pictures"), _PAGE
+    ),
 }
 """Those that concern only addresses of the page."""
 _Seen = Callable[["ServerStats"], None]
@@ -174,8 +200,12 @@ def serve(
         list[str] | None,
         typer.Argument(
             metavar="URL",
-            help="Where to listen: http://HOST:PORT for the page and the web API (default: http://127.0.0.1:8642), "
-            "tcp://HOST:PORT for other processes to clone from (ucx:// where UCX may carry the bytes); or both. Port 0: any that is free.",
+            help=(
+                "Where to listen: http://HOST:PORT for the page and the web API (default:"
+                " http://127.0.0.1:8642), "
+                "tcp://HOST:PORT for other processes to clone from (ucx:// where UCX may carry the"
+                " bytes); or both. Port 0: any that is free."
+            ),
             show_default=False,
         ),
     ] = None,
@@ -186,41 +216,83 @@ def serve(
             "-r",
             "--store",
             metavar="[NAME=]REPO",
-            help="A repository (default: as --repo elsewhere); may be repeated. Its name is its folder's unless it is given.",
+            help=(
+                "A repository (default: as --repo elsewhere); may be repeated. Its name is its"
+                " folder's unless it is given."
+            ),
             show_default=False,
         ),
     ] = None,
     host: Annotated[
         str | None,
-        typer.Option("--host", metavar="ADDRESS", help="Listen for HTTP at this address, instead of naming a URL.", show_default=False),
+        typer.Option(
+            "--host",
+            metavar="ADDRESS",
+            help="Listen for HTTP at this address, instead of naming a URL.",
+            show_default=False,
+        ),
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option("--port", min=0, max=65535, help="Listen for HTTP at this port, instead of naming a URL.", show_default=False),
+        typer.Option(
+            "--port",
+            min=0,
+            max=65535,
+            help="Listen for HTTP at this port, instead of naming a URL.",
+            show_default=False,
+        ),
     ] = None,
-    write: Annotated[bool, typer.Option("--write", help="The page may write; makes a token if there is none, and prints it.")] = False,
+    write: Annotated[
+        bool,
+        typer.Option(
+            "--write", help="The page may write; makes a token if there is none, and prints it."
+        ),
+    ] = False,
     web_tokens: Annotated[
         Path | None,
         typer.Option(
-            "--web-tokens", metavar="FILE", help="http: a file of lines 'SCOPE TOKEN' (default: DATASTATES_WEB_TOKENS).", show_default=False
+            "--web-tokens",
+            metavar="FILE",
+            help="http: a file of lines 'SCOPE TOKEN' (default: DATASTATES_WEB_TOKENS).",
+            show_default=False,
         ),
     ] = None,
     allowed_host: Annotated[
         list[str] | None,
-        typer.Option("--allowed-host", metavar="NAME", help="http: a name that this server goes by; may be repeated.", show_default=False),
+        typer.Option(
+            "--allowed-host",
+            metavar="NAME",
+            help="http: a name that this server goes by; may be repeated.",
+            show_default=False,
+        ),
     ] = None,
-    prefix: Annotated[str, typer.Option("--prefix", metavar="PATH", help="http: the path below which a proxy serves it.")] = "",
+    prefix: Annotated[
+        str,
+        typer.Option(
+            "--prefix", metavar="PATH", help="http: the path below which a proxy serves it."
+        ),
+    ] = "",
     cors: Annotated[
         list[str] | None,
-        typer.Option("--cors", metavar="ORIGIN", help="http: an origin whose pages may ask; may be repeated.", show_default=False),
+        typer.Option(
+            "--cors",
+            metavar="ORIGIN",
+            help="http: an origin whose pages may ask; may be repeated.",
+            show_default=False,
+        ),
     ] = None,
     trusted_proxy: Annotated[
         list[str] | None,
         typer.Option(
-            "--trusted-proxy", metavar="ADDRESS", help="http: whose X-Forwarded headers are believed; may be repeated.", show_default=False
+            "--trusted-proxy",
+            metavar="ADDRESS",
+            help="http: whose X-Forwarded headers are believed; may be repeated.",
+            show_default=False,
         ),
     ] = None,
-    access_log: Annotated[bool, typer.Option("--access-log", help="http: a line on standard error for each request.")] = False,
+    access_log: Annotated[
+        bool, typer.Option("--access-log", help="http: a line on standard error for each request.")
+    ] = False,
     pictures: Annotated[
         str | None,
         typer.Option(
@@ -232,46 +304,104 @@ def serve(
     ] = None,
     token_file: Annotated[
         Path | None,
-        typer.Option("--token-file", metavar="FILE", help="tcp, ucx: holds the token (default: DATASTATES_TOKEN).", show_default=False),
+        typer.Option(
+            "--token-file",
+            metavar="FILE",
+            help="tcp, ucx: holds the token (default: DATASTATES_TOKEN).",
+            show_default=False,
+        ),
     ] = None,
     tls_certificate: Annotated[
-        Path | None, typer.Option("--tls-certificate", metavar="FILE", help="tcp, ucx: TLS, with this certificate.", show_default=False)
+        Path | None,
+        typer.Option(
+            "--tls-certificate",
+            metavar="FILE",
+            help="tcp, ucx: TLS, with this certificate.",
+            show_default=False,
+        ),
     ] = None,
-    tls_key: Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="tcp, ucx: its key.", show_default=False)] = None,
-    writable: Annotated[bool, typer.Option("--writable", help="tcp, ucx: take states that peers push, and make them durable.")] = False,
+    tls_key: Annotated[
+        Path | None,
+        typer.Option("--tls-key", metavar="FILE", help="tcp, ucx: its key.", show_default=False),
+    ] = None,
+    writable: Annotated[
+        bool,
+        typer.Option(
+            "--writable", help="tcp, ucx: take states that peers push, and make them durable."
+        ),
+    ] = False,
     data: Annotated[
         Data | None,
         typer.Option(
-            "--data", help="What carries the bytes of clones (default: DATASTATES_DATA, else auto). ucx needs ucx://.", show_default=False
+            "--data",
+            help=(
+                "What carries the bytes of clones (default: DATASTATES_DATA, else auto). ucx needs"
+                " ucx://."
+            ),
+            show_default=False,
         ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="tcp, ucx: treat a peer that is silent for this long as dead.")
+        float,
+        typer.Option(
+            "--timeout",
+            metavar="SECONDS",
+            min=0.1,
+            help="tcp, ucx: treat a peer that is silent for this long as dead.",
+        ),
     ] = 10.0,
     as_json: AsJson = False,
 ) -> None:
-    """Serve repositories until Ctrl-C or SIGTERM: the page and the web API, or states to clone. Beyond 127.0.0.1 it needs a token."""
+    """Serve repositories until Ctrl-C or SIGTERM: the page and the web API, or states to clone.
+
+    Beyond 127.0.0.1 it needs a token."""
     shell = Shell(context, None, as_json)
     web_urls, clone_urls = _where(urls or [], host, port)
     _check_options(context, web_urls, clone_urls)
     if tls_key is not None and tls_certificate is None:
-        raise InvalidInput("--tls-key is of no use without --tls-certificate: name the certificate too")
-    web = WebOptions(web_tokens, write, allowed_host or (), prefix, cors or (), trusted_proxy or (), access_log, pictures)
+        raise InvalidInput(
+            "--tls-key is of no use without --tls-certificate: name the certificate too"
+        )
+    web = WebOptions(
+        web_tokens,
+        write,
+        allowed_host or (),
+        prefix,
+        cors or (),
+        trusted_proxy or (),
+        access_log,
+        pictures,
+    )
     orderly()
-    with _signals() as ended, opened(shell, context.ensure_object(Globals), repos or []) as repositories, ExitStack() as stack:
+    with (
+        _signals() as ended,
+        opened(shell, context.ensure_object(Globals), repos or []) as repositories,
+        ExitStack() as stack,
+    ):
         for url in web_urls:
             made, token = serve_web(repositories, url, web)
             stack.callback(made.close)
-            gc.freeze()  # a full collection looks at everything that was imported: requests would wait for 0.2 s, again and again
+            # a full collection looks at everything that was imported: requests would wait for 0.2
+            # s, again and again
+            gc.freeze()
             announce_web(shell, repositories, made, token, _dialled)
         servers: list[tuple[Repository, Server]] = []
         for url in clone_urls:
             repository = _only(repositories, url)
             server = _serve_clones(
-                repository, url, token_file, tls_certificate, tls_key, is_writable=writable, timeout_s=timeout, data=data
+                repository,
+                url,
+                token_file,
+                tls_certificate,
+                tls_key,
+                is_writable=writable,
+                timeout_s=timeout,
+                data=data,
             )
             servers.append((repository, stack.enter_context(server)))
-            _announce(shell, repository, server, has_tls=tls_certificate is not None, is_writable=writable)
+            _announce(
+                shell, repository, server, has_tls=tls_certificate is not None, is_writable=writable
+            )
         sys.stdout.flush()
         with _status(shell) as show:
             _attend(servers, ended, show)
@@ -282,19 +412,30 @@ def serve(
 def _where(urls: Sequence[str], host: str | None, port: int | None) -> tuple[list[str], list[str]]:
     """The addresses for people and those for peers."""
     if urls and (host is not None or port is not None):
-        raise InvalidInput(f"{urls[0]} names host and port: leave out --host and --port, or the url")
+        raise InvalidInput(
+            f"{urls[0]} names host and port: leave out --host and --port, or the url"
+        )
     if not urls:
         host = "127.0.0.1" if host is None else host
-        return [f"http://{f'[{host}]' if ':' in host else host}:{8642 if port is None else port}"], []
-    return [url for url in urls if url.startswith("http:")], [url for url in urls if not url.startswith("http:")]
+        return [
+            f"http://{f'[{host}]' if ':' in host else host}:{8642 if port is None else port}"
+        ], []
+    return [url for url in urls if url.startswith("http:")], [
+        url for url in urls if not url.startswith("http:")
+    ]
 
 
-def _check_options(context: typer.Context, web_urls: Sequence[str], clone_urls: Sequence[str]) -> None:
+def _check_options(
+    context: typer.Context, web_urls: Sequence[str], clone_urls: Sequence[str]
+) -> None:
     """Refuse options that none of the addresses would obey, so that nobody relies on them.
 
     :raises InvalidInput: there is one; names the next step.
     """
-    for of, urls, steps in (("tcp:// and ucx://", clone_urls, _OF_CLONES), ("http://", web_urls, _OF_PAGE)):
+    for of, urls, steps in (
+        ("tcp:// and ucx://", clone_urls, _OF_CLONES),
+        ("http://", web_urls, _OF_PAGE),
+    ):
         given = {
             parameter.opts[0]: steps[parameter.name]
             for parameter in context.command.params
@@ -302,7 +443,10 @@ def _check_options(context: typer.Context, web_urls: Sequence[str], clone_urls: 
         }
         if given and not urls:
             what = f"{' and '.join(given)} {'concern' if len(given) > 1 else 'concerns'} only {of}"
-            raise InvalidInput(f"{what}, not {', '.join([*web_urls, *clone_urls])}: {'; '.join(dict.fromkeys(given.values()))}")
+            raise InvalidInput(
+                f"{what}, not {', '.join([*web_urls, *clone_urls])}:"
+                f" {'; '.join(dict.fromkeys(given.values()))}"
+            )
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
@@ -312,7 +456,10 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 def _only(repositories: Mapping[str, Repository], url: str) -> Repository:
     if len(repositories) > 1:
-        raise InvalidInput(f"{url} serves the states of one repository, not of {', '.join(repositories)}: start a server for each")
+        raise InvalidInput(
+            f"{url} serves the states of one repository, not of {', '.join(repositories)}: start a"
+            " server for each"
+        )
     return next(iter(repositories.values()))
 
 
@@ -330,7 +477,9 @@ def _serve_clones(
     from datastates.transport.contract import Tls
 
     tls = None if tls_certificate is None else Tls(certificate=tls_certificate, key=tls_key)
-    return repository.serve(url, token_file=token_file, tls=tls, is_writable=is_writable, timeout_s=timeout_s, data=data)
+    return repository.serve(
+        url, token_file=token_file, tls=tls, is_writable=is_writable, timeout_s=timeout_s, data=data
+    )
 
 
 class _Ended(threading.Event):
@@ -341,7 +490,8 @@ class _Ended(threading.Event):
 
 @contextmanager
 def _signals() -> Iterator[_Ended]:
-    """Let SIGINT and SIGTERM end the server in order; a second signal ends the process as it would have without this."""
+    """Let SIGINT and SIGTERM end the server in order; a second signal ends the process as it
+    would have without this."""
     ended = _Ended()
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -360,10 +510,19 @@ def _signals() -> Iterator[_Ended]:
         restore()
 
 
-def _announce(shell: Shell, repository: Repository, server: Server, *, has_tls: bool, is_writable: bool) -> None:
+def _announce(
+    shell: Shell, repository: Repository, server: Server, *, has_tls: bool, is_writable: bool
+) -> None:
     """Print the address at once: the process that started this may wait for the line."""
     if shell.as_json:
-        shell.write_json({"url": server.url, "repository": str(repository.location), "writable": is_writable, "tls": has_tls})
+        shell.write_json(
+            {
+                "url": server.url,
+                "repository": str(repository.location),
+                "writable": is_writable,
+                "tls": has_tls,
+            }
+        )
     else:
         options = " --tls-ca FILE" if has_tls else ""
         named = [ref.name for ref in repository.refs()]
@@ -384,7 +543,10 @@ def _dialled(url: str) -> str:
 
 
 def _attend(servers: Sequence[tuple[Repository, Server]], ended: _Ended, show: _Seen) -> None:
-    """Wait for the end. Meanwhile make pushed states durable, named or not, because this process's memory ends with it."""
+    """Wait for the end.
+
+    Meanwhile make pushed states durable, named or not, because this process's memory ends with
+    it."""
     asked: set[str] = set()
     while not ended.wait(_LOOK_S):
         for repository, server in servers:
@@ -418,7 +580,10 @@ def _status(shell: Shell) -> Iterator[_Seen]:
     with Live(console=shell.console, auto_refresh=False, transient=True) as live:
 
         def show(stats: ServerStats) -> None:
-            said = f"{stats.peers} connections, {stats.peers_ever} so far, {size_text(stats.bytes_sent)} sent, {stats.refused} turned away"
+            said = (
+                f"{stats.peers} connections, {stats.peers_ever} so far,"
+                f" {size_text(stats.bytes_sent)} sent, {stats.refused} turned away"
+            )
             live.update(Text(f"{said} (Ctrl-C ends)", style="dim"), refresh=True)
 
         yield show
@@ -442,10 +607,21 @@ def register_token(app: typer.Typer) -> None:
 
 def token(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where it is written, for its owner's eyes only.", show_default=False)],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="Where it is written, for its owner's eyes only.",
+            show_default=False,
+        ),
+    ],
     scope: Annotated[
         Scope | None,
-        typer.Option("--scope", help="For --web-tokens: adds a line 'SCOPE TOKEN'. Without: a file for --token-file.", show_default=False),
+        typer.Option(
+            "--scope",
+            help="For --web-tokens: adds a line 'SCOPE TOKEN'. Without: a file for --token-file.",
+            show_default=False,
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -459,4 +635,7 @@ def token(
     if shell.as_json:
         shell.write_json({"file": str(file), "scope": scope})
     else:
-        shell.write(f"{'a token' if scope is None else f'a token that may {scope}'} is in {file}: serve with {option} {file}")
+        shell.write(
+            f"{'a token' if scope is None else f'a token that may {scope}'} is in {file}: serve"
+            f" with {option} {file}"
+        )

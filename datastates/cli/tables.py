@@ -1,4 +1,5 @@
-"""Tables that fit the terminal: narrow ones shorten long texts, then leave out what matters least, and say so."""
+"""Tables that fit the terminal: narrow ones shorten long texts, then leave out what matters
+least, and say so."""
 
 from __future__ import annotations
 
@@ -48,7 +49,10 @@ def cut(text: Text, width: int) -> Text:
 
 @dataclass(slots=True)
 class Column:
-    """A column. ``is_flexible``: its texts may be shortened. Of columns that may be left out, those with the highest ``rank`` go first."""
+    """A column.
+
+    ``is_flexible``: its texts may be shortened. Of columns that may be left out, those with the
+    highest ``rank`` go first."""
 
     name: str
     is_number: bool = False
@@ -82,17 +86,26 @@ class TextTable:
         """The header and the rows, at most this wide; None: as wide as they are."""
         columns = self._kept(width)
         widths = _widths(columns, width)
-        rows = [[Text(column.name, "bold") for column in columns], *map(list, zip(*(column.cells for column in columns), strict=True))]
+        rows = [
+            [Text(column.name, "bold") for column in columns],
+            *map(list, zip(*(column.cells for column in columns), strict=True)),
+        ]
         return [_line(row, columns, widths) for row in rows]
 
     def left_out(self, width: int | None) -> list[str]:
         """The names of the columns for which there is no room."""
         kept = self._kept(width)
-        return [column.name for column in self.columns if column not in kept and not _is_blank(column)]
+        return [
+            column.name for column in self.columns if column not in kept and not _is_blank(column)
+        ]
 
     def _kept(self, width: int | None) -> list[Column]:
         kept = [column for column in self.columns if not _is_blank(column)] or self.columns[:1]
-        while width is not None and len(kept) > 1 and sum(column.least for column in kept) + _GAP * (len(kept) - 1) > width:
+        while (
+            width is not None
+            and len(kept) > 1
+            and sum(column.least for column in kept) + _GAP * (len(kept) - 1) > width
+        ):
             last = max(kept, key=lambda column: (column.rank, kept.index(column)))
             if last.rank == 0:
                 break
@@ -105,7 +118,8 @@ def _is_blank(column: Column) -> bool:
 
 
 def _widths(columns: Sequence[Column], width: int | None) -> list[int]:
-    """The width of each column: flexible ones shrink first, beginning with the widest; if that is not enough, the last columns are cut."""
+    """The width of each column: flexible ones shrink first, beginning with the widest; if that
+    is not enough, the last columns are cut."""
     widths = [column.width for column in columns]
     over = 0 if width is None else sum(widths) + _GAP * (len(widths) - 1) - width
     while over > 0:
@@ -149,9 +163,12 @@ def status_text(status: Status) -> Text:
 
 
 def stored_text(state: State) -> Text:
-    """Where the state is stored, such as ``durable, 11.9 MiB``; if its bytes are gone, how much it was."""
+    """Where the state is stored, such as ``durable, 11.9 MiB``; if its bytes are gone, how much
+    it was."""
     size = size_text(state.bytes_total)
-    return Text.assemble(status_text(state.status), f", {size}" if state.status.is_restorable else f" (was {size})")
+    return Text.assemble(
+        status_text(state.status), f", {size}" if state.status.is_restorable else f" (was {size})"
+    )
 
 
 def by_state(refs: Iterable[Ref]) -> dict[str, list[Ref]]:
@@ -166,13 +183,21 @@ def refs_text(refs: Sequence[Ref]) -> Text:
     """The refs as text such as `` (main, tag: warm)`` in colours; empty if there are none."""
     if not refs:
         return Text()
-    names = [Text(clean(f"tag: {ref.name}" if ref.kind is RefKind.TAG else ref.name), _REF_STYLES[ref.kind]) for ref in refs]
+    names = [
+        Text(
+            clean(f"tag: {ref.name}" if ref.kind is RefKind.TAG else ref.name),
+            _REF_STYLES[ref.kind],
+        )
+        for ref in refs
+    ]
     return Text.assemble(" (", Text(", ").join(names), ")")
 
 
 def state_text(state: State, refs: Sequence[Ref] = ()) -> Text:
     """A state on one line, as in the log."""
-    line = Text.assemble((short(state.uid), "yellow"), refs_text(refs), " step ", (step_text(state), "bold"))
+    line = Text.assemble(
+        (short(state.uid), "yellow"), refs_text(refs), " step ", (step_text(state), "bold")
+    )
     if state.metrics:
         line.append(f"  {metrics_text(state.metrics, state.world_size)}")
     if not state.status.is_restorable:
@@ -196,8 +221,17 @@ def refs_table(refs: Sequence[Ref], states: Mapping[str, State]) -> TextTable:
     """A table with one row for each branch or tag, and what it names."""
     made = TextTable(
         [
-            *(Column("name", is_flexible=True), Column("kind", rank=2), Column("state"), Column("step", is_number=True)),
-            *(Column("status", rank=1), Column("captured", rank=3), Column("message", is_flexible=True, rank=4)),
+            *(
+                Column("name", is_flexible=True),
+                Column("kind", rank=2),
+                Column("state"),
+                Column("step", is_number=True),
+            ),
+            *(
+                Column("status", rank=1),
+                Column("captured", rank=3),
+                Column("message", is_flexible=True, rank=4),
+            ),
         ]
     )
     for ref in refs:
@@ -216,7 +250,15 @@ def refs_table(refs: Sequence[Ref], states: Mapping[str, State]) -> TextTable:
 
 def events_table(events: Sequence[RefEvent]) -> TextTable:
     """A table with one row for each move of a ref, newest first, as ``NAME@{n}`` counts them."""
-    made = TextTable([Column("event"), Column("from"), Column("to"), Column("why", is_flexible=True), Column("when", rank=1)])
+    made = TextTable(
+        [
+            Column("event"),
+            Column("from"),
+            Column("to"),
+            Column("why", is_flexible=True),
+            Column("when", rank=1),
+        ]
+    )
     for index, event in enumerate(events):
         made.add(
             Text(f"{event.name}@{{{index}}}", _REF_STYLES[event.kind]),
@@ -229,7 +271,8 @@ def events_table(events: Sequence[RefEvent]) -> TextTable:
 
 
 def facts_table(facts: Iterable[tuple[str, object]]) -> rich.table.Table:
-    """A table of names and values, one below the other; values that are None or empty are left out."""
+    """A table of names and values, one below the other; values that are None or empty are left
+    out."""
     from rich.table import Table as RichTable
 
     made = RichTable.grid(padding=(0, 2))
@@ -250,7 +293,8 @@ _NUMBERS = {"step", "micro_step", "metrics"}
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known of states besides themselves: their branches by uid, the refs, and the runs by uid."""
+    """What is known of states besides themselves: their branches by uid, the refs, and the runs
+    by uid."""
 
     branches: Mapping[str, str]
     refs: Sequence[Ref]
@@ -265,50 +309,109 @@ class Known:
         if with_runs:
             from datastates.lineage.write import runs  # imports what changes a lineage
 
-            found = {run: runs.get(session, run) for run in {state.run for state in states} if run is not None}
+            found = {
+                run: runs.get(session, run)
+                for run in {state.run for state in states}
+                if run is not None
+            }
         return cls(branches_of(session, [state.uid for state in states]), refs.refs(session), found)
 
 
-def states_table(states: Sequence[State], known: Known, *, chosen: Sequence[Field] | None, asked: Sequence[Field]) -> TextTable:
-    """A table with one row for each state. The columns are the ``chosen`` ones; else those ``asked`` for, the metrics that matter, and the
-    rest.
+def states_table(
+    states: Sequence[State], known: Known, *, chosen: Sequence[Field] | None, asked: Sequence[Field]
+) -> TextTable:
+    """A table with one row for each state. The columns are the ``chosen`` ones; else those
+    ``asked`` for, the metrics that matter, and the rest.
     """
     names = by_state(known.refs)
-    fields = _usual(states, asked) if chosen is None else [("uid", ""), ("step", ""), *((one.name, one.key) for one in chosen)]
+    fields = (
+        _usual(states, asked)
+        if chosen is None
+        else [("uid", ""), ("step", ""), *((one.name, one.key) for one in chosen)]
+    )
     fields = list(dict.fromkeys(fields))
-    made = TextTable([_column(name, key, place, is_chosen=chosen is not None) for place, (name, key) in enumerate(fields)])
+    made = TextTable(
+        [
+            _column(name, key, place, is_chosen=chosen is not None)
+            for place, (name, key) in enumerate(fields)
+        ]
+    )
     for state in states:
-        made.add(*(_cell(state, name, key, known, names.get(state.uid, ())) for name, key in fields))
+        made.add(
+            *(_cell(state, name, key, known, names.get(state.uid, ())) for name, key in fields)
+        )
     return made
 
 
-def csv_lines(states: Sequence[State], known: Known, *, chosen: Sequence[Field] | None) -> Iterator[str]:
-    """A header, and a line for each state: the chosen columns, else all that exist; names as in a query, values as they are."""
-    fields = [("uid", ""), *((one.name, one.key) for one in chosen)] if chosen is not None else _every(states)
+def csv_lines(
+    states: Sequence[State], known: Known, *, chosen: Sequence[Field] | None
+) -> Iterator[str]:
+    """A header, and a line for each state: the chosen columns, else all that exist; names as in
+    a query, values as they are."""
+    fields = (
+        [("uid", ""), *((one.name, one.key) for one in chosen)]
+        if chosen is not None
+        else _every(states)
+    )
     fields = list(dict.fromkeys(fields))
     yield _csv([f"{name}.{key}" if key else name for name, key in fields])
     for state in states:
-        yield _csv(["" if (value := _value(state, name, key, known)) is None else value for name, key in fields])
+        yield _csv(
+            [
+                "" if (value := _value(state, name, key, known)) is None else value
+                for name, key in fields
+            ]
+        )
 
 
 def _usual(states: Sequence[State], asked: Sequence[Field]) -> list[tuple[str, str]]:
     first = [one.key for one in asked if one.name == "metrics"]
-    metrics = [("metrics", key) for key in relevant_keys((_whole(state, first) for state in states), _METRICS, first)]
+    metrics = [
+        ("metrics", key)
+        for key in relevant_keys((_whole(state, first) for state in states), _METRICS, first)
+    ]
     others = [(one.name, one.key) for one in asked if one.name not in ("metrics", "tag", "uid")]
-    order = [("uid", ""), ("step", ""), ("branch", ""), *metrics, *others, ("status", ""), ("created", ""), ("refs", ""), ("message", "")]
+    order = [
+        ("uid", ""),
+        ("step", ""),
+        ("branch", ""),
+        *metrics,
+        *others,
+        ("status", ""),
+        ("created", ""),
+        ("refs", ""),
+        ("message", ""),
+    ]
     return list(dict.fromkeys(order))
 
 
 def _whole(state: State, asked: Sequence[str]) -> dict[str, float]:
     """The state's metrics, without those of single ranks that nobody asked for."""
-    return by_rank(state.metrics, state.world_size)[0] | {key: state.metrics[key] for key in asked if key in state.metrics}
+    return by_rank(state.metrics, state.world_size)[0] | {
+        key: state.metrics[key] for key in asked if key in state.metrics
+    }
 
 
 def _every(states: Sequence[State]) -> list[tuple[str, str]]:
-    plain = ("uid", "step", "branch", "status", "created", "message", "parent", "run.uid", "bytes_total", "bytes_new")
+    plain = (
+        "uid",
+        "step",
+        "branch",
+        "status",
+        "created",
+        "message",
+        "parent",
+        "run.uid",
+        "bytes_total",
+        "bytes_new",
+    )
     metrics = relevant_keys((state.metrics for state in states), 1_000_000)
     attributes = sorted({key for state in states for key in state.attributes})
-    return [*((name, "") for name in plain), *(("metrics", key) for key in metrics), *(("attr", key) for key in attributes)]
+    return [
+        *((name, "") for name in plain),
+        *(("metrics", key) for key in metrics),
+        *(("attr", key) for key in attributes),
+    ]
 
 
 _HEADERS = {"uid": "state", "created": "captured"}
@@ -317,7 +420,9 @@ _FLEXIBLE = {"message": 20, "branch": 0, "refs": 0, "attr": 0, "config": 0, "tag
 
 
 def _column(name: str, key: str, place: int, *, is_chosen: bool) -> Column:
-    """The column of a field. Fields that were asked for stay longest; a state and its step stay always."""
+    """The column of a field.
+
+    Fields that were asked for stay longest; a state and its step stay always."""
     rank = 0 if name in ("uid", "step") or is_chosen else _RANKS.get(name, 200 + place)
     return Column(key or _HEADERS.get(name, name), name in _NUMBERS, name in _FLEXIBLE, rank)
 

@@ -36,21 +36,30 @@ def register_upkeep(app: typer.Typer) -> None:
 
 def gc(
     context: typer.Context,
-    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only say what would be done.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", "-n", help="Only say what would be done.")
+    ] = False,
     unknown: Annotated[
-        bool, typer.Option("--unknown", help="Also delete states that no lineage knows; `reindex` takes them in instead.")
+        bool,
+        typer.Option(
+            "--unknown",
+            help="Also delete states that no lineage knows; `reindex` takes them in instead.",
+        ),
     ] = False,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make room: delete what crashes and evictions left, rewrite packs most of whose bytes no state needs. Trainings may go on."""
+    """Make room: delete what crashes and evictions left, rewrite packs most of whose bytes no
+    state needs. Trainings may go on."""
     from .move import progress_of
 
     shell = Shell(context, repo, as_json)
     with shell.repository() as repository, progress_of(shell) as progress:
         bar = progress.add_task("making room", total=None)
         done = repository.gc(
-            dry_run=dry_run, unknown=unknown, on_progress=lambda freed, total: progress.update(bar, completed=freed, total=total)
+            dry_run=dry_run,
+            unknown=unknown,
+            on_progress=lambda freed, total: progress.update(bar, completed=freed, total=total),
         )
     if shell.as_json:
         import msgspec
@@ -64,36 +73,63 @@ def verify(
     context: typer.Context,
     rev: Annotated[
         str | None,
-        typer.Argument(metavar="REV", help="A state; without one, everything in the folder of packs.", autocompletion=ref_names),
+        typer.Argument(
+            metavar="REV",
+            help="A state; without one, everything in the folder of packs.",
+            autocompletion=ref_names,
+        ),
     ] = None,
     since: Annotated[
-        str | None, typer.Option("--since", metavar="UID", help="Go on where an earlier check of everything ended.", show_default=False)
+        str | None,
+        typer.Option(
+            "--since",
+            metavar="UID",
+            help="Go on where an earlier check of everything ended.",
+            show_default=False,
+        ),
     ] = None,
     limit: Annotated[
-        float | None, typer.Option("--for", metavar="SECONDS", help="Stop after this time, and say how to go on.", show_default=False)
+        float | None,
+        typer.Option(
+            "--for",
+            metavar="SECONDS",
+            help="Stop after this time, and say how to go on.",
+            show_default=False,
+        ),
     ] = None,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read every byte of a state, or of all states in the folder of packs, and check it against its digests."""
+    """Read every byte of a state, or of all states in the folder of packs, and check it against
+    its digests."""
     shell = Shell(context, repo, as_json)
     if rev is None:
         return _verify_all(shell, since, limit)
     if since is not None or limit is not None:
-        raise InvalidInput("--since and --for belong to a check of everything: leave out the state, or leave out these options")
+        raise InvalidInput(
+            "--since and --for belong to a check of everything: leave out the state, or leave out"
+            " these options"
+        )
     with shell.repository() as repository:
         state = repository.verify(rev)
     if shell.as_json:
-        shell.write_json({"state": state.uid, "digest": state.digest, "bytes": state.bytes_total, "ok": True})
+        shell.write_json(
+            {"state": state.uid, "digest": state.digest, "bytes": state.bytes_total, "ok": True}
+        )
         return None
     from datastates.lineage.views.text import size_text
 
-    shell.write(f"state {state.uid} (step {state.step}): {size_text(state.bytes_total)}, every byte as it was captured")
+    shell.write(
+        f"state {state.uid} (step {state.step}): {size_text(state.bytes_total)}, every byte as it"
+        " was captured"
+    )
     return None
 
 
 def _verify_all(shell: Shell, since: str | None, limit: float | None) -> None:
-    """Read everything, and end with the exit code of damage if there is any. If Ctrl-C ends it, it says how to continue."""
+    """Read everything, and end with the exit code of damage if there is any.
+
+    If Ctrl-C ends it, it says how to continue."""
     from datastates import values
     from datastates.maintenance.verify import Limits, check_all
 
@@ -123,11 +159,17 @@ def _say_checked(shell: Shell, found: VerifyReport) -> None:
     if shell.as_json:
         import msgspec
 
-        return shell.write_json({**msgspec.to_builtins(found), "ok": not found.damage and not found.unread})
+        return shell.write_json(
+            {**msgspec.to_builtins(found), "ok": not found.damage and not found.unread}
+        )
     from datastates.lineage.views.text import size_text
 
     for each in found.damage:
-        what = "manifest" if each.chunk is None else f"chunk {each.chunk} ({', '.join(each.tensors[:5]) or 'no tensor'})"
+        what = (
+            "manifest"
+            if each.chunk is None
+            else f"chunk {each.chunk} ({', '.join(each.tensors[:5]) or 'no tensor'})"
+        )
         whose = f", rank {each.rank}" if each.rank else ""
         shell.write(f"state {each.state}{whose}: {what}: {each.problem}")
     for text in found.unread:
@@ -146,9 +188,17 @@ def _say(shell: Shell, done: GcReport) -> None:
 
     shell.write(f"{size_text(done.bytes_freed)} {'can be freed' if done.is_dry_run else 'freed'}")
     for count, what, size in (
-        (len(done.states), "evicted, lost or unknown states whose manifests were still there", None),
+        (
+            len(done.states),
+            "evicted, lost or unknown states whose manifests were still there",
+            None,
+        ),
         (done.packs, "packs that no state needs", done.bytes_packs),
-        (done.rewritten, "packs most of whose bytes no state needs, rewritten", done.bytes_rewritten),
+        (
+            done.rewritten,
+            "packs most of whose bytes no state needs, rewritten",
+            done.bytes_rewritten,
+        ),
         (done.temporaries, "files that a dead process left half written", done.bytes_temporaries),
     ):
         if count:
@@ -160,15 +210,26 @@ def _say(shell: Shell, done: GcReport) -> None:
 def reindex(
     context: typer.Context,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Rebuild a lineage that is there; its file is kept beside the new one.")
+        bool,
+        typer.Option(
+            "--replace",
+            help="Rebuild a lineage that is there; its file is kept beside the new one.",
+        ),
     ] = False,
     lineage: Annotated[
-        str | None, typer.Option("--lineage", metavar="UID", help="Which lineage, if the folder serves several.", show_default=False)
+        str | None,
+        typer.Option(
+            "--lineage",
+            metavar="UID",
+            help="Which lineage, if the folder serves several.",
+            show_default=False,
+        ),
     ] = None,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Rebuild the lineage from the folder of packs, where the database is lost, damaged, or older than the packs."""
+    """Rebuild the lineage from the folder of packs, where the database is lost, damaged, or
+    older than the packs."""
     from datastates.maintenance.reindex import reindex as rebuild
 
     shell = Shell(context, repo, as_json)
@@ -181,11 +242,28 @@ def reindex(
 
         shell.write_json(msgspec.to_builtins(done))
         return
-    shell.write(f"lineage {done.lineage}: {plural(done.states, 'state')}, {done.restorable} restorable here")
     shell.write(
-        ", ".join([plural(done.branches, "branch"), plural(done.tags, "tag"), plural(done.notes, "note"), plural(done.events, "ref event")])
+        f"lineage {done.lineage}: {plural(done.states, 'state')}, {done.restorable} restorable here"
     )
-    shell.write(", ".join([plural(done.clones, "clone"), plural(done.seals, "seal"), plural(done.variants, "variant")]))
+    shell.write(
+        ", ".join(
+            [
+                plural(done.branches, "branch"),
+                plural(done.tags, "tag"),
+                plural(done.notes, "note"),
+                plural(done.events, "ref event"),
+            ]
+        )
+    )
+    shell.write(
+        ", ".join(
+            [
+                plural(done.clones, "clone"),
+                plural(done.seals, "seal"),
+                plural(done.variants, "variant"),
+            ]
+        )
+    )
     for text in done.lacking:
         shell.write(f"lacking: {text}")
     if done.replaced is not None:
@@ -205,19 +283,28 @@ def repair(
     source: Annotated[
         Path | None,
         typer.Option(
-            "--from", metavar="FOLDER", help="Another repository, or folder of packs, that may have the same states.", show_default=False
+            "--from",
+            metavar="FOLDER",
+            help="Another repository, or folder of packs, that may have the same states.",
+            show_default=False,
         ),
     ] = None,
     peer: Annotated[
         list[str] | None,
-        typer.Option("--peer", metavar="URL", help="A process that serves them (tcp://HOST:PORT); may be repeated.", show_default=False),
+        typer.Option(
+            "--peer",
+            metavar="URL",
+            help="A process that serves them (tcp://HOST:PORT); may be repeated.",
+            show_default=False,
+        ),
     ] = None,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check everything, and bring back what is damaged from other places; for the rest, name what can be restored instead."""
+    """Check everything, and bring back what is damaged from other places; for the rest, name
+    what can be restored instead."""
     from .move import progress_of
 
     shell = Shell(context, repo, as_json)
@@ -227,14 +314,18 @@ def repair(
         progress = stack.enter_context(progress_of(shell))
         bar = progress.add_task("verifying", total=None)
         done = repository.repair(
-            source=source, peers=peers, on_progress=lambda read, total: progress.update(bar, completed=read, total=total)
+            source=source,
+            peers=peers,
+            on_progress=lambda read, total: progress.update(bar, completed=read, total=total),
         )
     if shell.as_json:
         import msgspec
 
         shell.write_json(msgspec.to_builtins(done))
     else:
-        shell.write(f"{plural(len(done.repaired), 'state')} repaired, {len(done.hurt)} still damaged")
+        shell.write(
+            f"{plural(len(done.repaired), 'state')} repaired, {len(done.hurt)} still damaged"
+        )
         for uid in done.repaired:
             shell.write(f"state {uid}: every byte as it was")
         for each in done.hurt:
@@ -261,7 +352,10 @@ Keep = Annotated[
         "--keep",
         "-k",
         metavar="POLICY",
-        help="What stays of each branch, such as 'latest:5 best:3:val_loss every:1000 at-most:50G' (default: as its training asked).",
+        help=(
+            "What stays of each branch, such as 'latest:5 best:3:val_loss every:1000 at-most:50G'"
+            " (default: as its training asked)."
+        ),
         show_default=False,
     ),
 ]
@@ -277,22 +371,32 @@ def du(
     context: typer.Context,
     branch: Annotated[
         str | None,
-        typer.Argument(metavar="BRANCH", help="Its states, one by one; without it, all branches.", autocompletion=branch_names),
+        typer.Argument(
+            metavar="BRANCH",
+            help="Its states, one by one; without it, all branches.",
+            autocompletion=branch_names,
+        ),
     ] = None,
     limit: Limit = _LISTED,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what each branch, or each state of one, takes on disk: what dropping it would free, and what others need as well."""
+    """Show what each branch, or each state of one, takes on disk: what dropping it would free,
+    and what others need as well."""
     from datastates.errors import NotFound
     from datastates.maintenance.retention_pass import usage
 
     shell = Shell(context, repo, as_json)
     with shell.repository() as repository, counting(shell, "reading states") as count:
         found = usage(repository.core, on_progress=count)
-    states = sorted((use for use in found.states if use.branch == branch), key=lambda use: -use.step)
+    states = sorted(
+        (use for use in found.states if use.branch == branch), key=lambda use: -use.step
+    )
     if branch is not None and not states:
-        raise NotFound(f"branch {branch!r} has no state of its own on disk: `datastates du` lists the branches that have some")
+        raise NotFound(
+            f"branch {branch!r} has no state of its own on disk: `datastates du` lists the branches"
+            " that have some"
+        )
     if shell.as_json:
         shell.write_lines(found.branches if branch is None else states)
     elif branch is None:
@@ -304,13 +408,17 @@ def du(
 def prune(
     context: typer.Context,
     keep: Keep = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only say what would be dropped.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", "-n", help="Only say what would be dropped.")
+    ] = False,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Drop the bytes of states that a policy does not keep; they stay in the lineage. Trainings may go on.
+    """Drop the bytes of states that a policy does not keep; they stay in the lineage. Trainings may
+    go on.
 
-    Whatever the policy says, these stay: what names lead to, the newest durable state of each branch, and where branches forked.
+    Whatever the policy says, these stay: what names lead to, the newest durable state of each
+    branch, and where branches forked.
     """
     shell = Shell(context, repo, as_json)
     with shell.repository() as repository, counting(shell, "pruning") as count:
@@ -323,7 +431,12 @@ def _show_branches(shell: Shell, found: Usage, limit: int) -> None:
 
     made = _table("branch", "states")
     for use in found.branches[: limit or None]:
-        made.add(use.branch or "(no branch)", f"{use.states:,}", size_text(use.own_bytes), size_text(use.shared_bytes))
+        made.add(
+            use.branch or "(no branch)",
+            f"{use.states:,}",
+            size_text(use.own_bytes),
+            size_text(use.shared_bytes),
+        )
     shell.write(made)
     if len(found.branches) > limit > 0:
         shell.hint(f"these are {limit} of {len(found.branches)}: -n 0 shows all")
@@ -338,7 +451,13 @@ def _show_states(shell: Shell, states: list[StateUse], limit: int) -> None:
     made = _table("state", "step")
     made.columns.append(Column("stays because of", is_flexible=True, rank=1))
     for use in states[: limit or None]:
-        made.add(short(use.uid), f"{use.step}", size_text(use.own_bytes), size_text(use.shared_bytes), use.stays or "")
+        made.add(
+            short(use.uid),
+            f"{use.step}",
+            size_text(use.own_bytes),
+            size_text(use.shared_bytes),
+            use.stays or "",
+        )
     shell.write(made)
     if len(states) > limit > 0:
         shell.hint(f"these are the newest {limit} of {len(states)}: -n 0 shows all")
@@ -347,7 +466,9 @@ def _show_states(shell: Shell, states: list[StateUse], limit: int) -> None:
 def _table(name: str, number: str) -> TextTable:
     from .tables import Column, TextTable
 
-    numbers = (Column(each, is_number=True) for each in (number, "dropping it frees", "shared with others"))
+    numbers = (
+        Column(each, is_number=True) for each in (number, "dropping it frees", "shared with others")
+    )
     return TextTable([Column(name, is_flexible=True), *numbers])
 
 
@@ -361,7 +482,10 @@ def show_pruned(shell: Shell, report: Pruned) -> None:
 
     would = "would be dropped" if report.is_dry_run else "dropped"
     for each in report.dropped[:_LISTED] if report.is_dry_run else ():
-        shell.write(f"{short(each.uid)}  {each.branch or '(no branch)'}  step {each.step}  {size_text(each.bytes)}  {each.reason}")
+        shell.write(
+            f"{short(each.uid)}  {each.branch or '(no branch)'}  step {each.step} "
+            f" {size_text(each.bytes)}  {each.reason}"
+        )
     if report.is_dry_run and len(report.dropped) > _LISTED:
         shell.write(f"and {len(report.dropped) - _LISTED} more")
     for reason, count in Counter(report.kept).most_common(_LISTED):

@@ -1,8 +1,9 @@
 """Which state last changed each tensor of a state, along first parents.
 
-Manifests say most of it: a tensor whose chunks have the same digests in a state and in its parent is the same, and a tensor that alone
-fills a chunk with another digest has changed. Bytes are read only where a changed chunk is shared by several tensors, and of a tensor only
-the bytes in that chunk.
+Manifests say most of it: a tensor whose chunks have the same digests in a state and in its parent
+is the same, and a tensor that alone fills a chunk with another digest has changed. Bytes are read
+only where a changed chunk is shared by several tensors, and of a tensor only the bytes in that
+chunk.
 """
 
 from __future__ import annotations
@@ -50,10 +51,11 @@ _PAGE = 256  # states of the path that are looked up at once
 class Blame:
     """A tensor, and the state that last changed a bit of it.
 
-    ``change`` is ``changed``, ``recast`` (its dtype or shape) or ``added``: the tensor did not exist before, or the path begins there. If
-    the bytes of states in between are gone, it changed at ``earliest`` or later, and at ``state`` or before; otherwise ``earliest`` is
-    None. ``before`` is the uid of the state in which it was different; ``distance`` and ``old_norm`` are relative to that state, if asked
-    for.
+    ``change`` is ``changed``, ``recast`` (its dtype or shape) or ``added``: the tensor did not
+    exist before, or the path begins there. If the bytes of states in between are gone, it changed
+    at ``earliest`` or later, and at ``state`` or before; otherwise ``earliest`` is None. ``before``
+    is the uid of the state in which it was different; ``distance`` and ``old_norm`` are relative to
+    that state, if asked for.
     """
 
     path: str
@@ -69,7 +71,9 @@ class Blame:
     @property
     def relative(self) -> float | None:
         """The distance in units of the old norm; None if that is 0, or was not asked for."""
-        return self.distance / self.old_norm if self.distance is not None and self.old_norm else None
+        return (
+            self.distance / self.old_norm if self.distance is not None and self.old_norm else None
+        )
 
     @property
     def is_merged(self) -> bool:
@@ -125,16 +129,31 @@ def blame(
 
 def to_plain(found: Blame) -> dict[str, object]:
     """The JSON of ``--json`` for a tensor: states by their uids and steps."""
-    plain: dict[str, object] = msgspec.to_builtins(replace(found, state=None, earliest=None), enc_hook=str)  # type: ignore[arg-type]
+    plain: dict[str, object] = msgspec.to_builtins(
+        replace(found, state=None, earliest=None),  # type: ignore[arg-type]
+        enc_hook=str,
+    )
     for name, state in (("state", found.state), ("earliest", found.earliest)):
         plain[name] = None if state is None else state.uid
-        plain["step" if name == "state" else "earliest_step"] = None if state is None else state.step
+        plain["step" if name == "state" else "earliest_step"] = (
+            None if state is None else state.step
+        )
     return plain | {"relative": found.relative, "merged": found.is_merged}
 
 
-def _told(older: _Opened, newer: _Opened, path: str, change: Change, gap: State | None, *, size: bool) -> Blame:
+def _told(
+    older: _Opened, newer: _Opened, path: str, change: Change, gap: State | None, *, size: bool
+) -> Blame:
     spec = newer.specs[path]
-    said = Blame(path, spec.shape, spec.dtype, change, newer.state, gap, None if change is Change.ADDED else older.state.uid)
+    said = Blame(
+        path,
+        spec.shape,
+        spec.dtype,
+        change,
+        newer.state,
+        gap,
+        None if change is Change.ADDED else older.state.uid,
+    )
     if not size or change is Change.ADDED:
         return said
     numbers = compare(older.reader, newer.reader, older.specs[path], spec, stat=False)
@@ -146,7 +165,8 @@ def _told(older: _Opened, newer: _Opened, path: str, change: Change, gap: State 
 
 @dataclass(slots=True)
 class _Opened:
-    """A state whose payload is open, and its tensors by path; those of a state of the same layout are reused."""
+    """A state whose payload is open, and its tensors by path; those of a state of the same
+    layout are reused."""
 
     state: State
     reader: Reader
@@ -157,7 +177,11 @@ class _Opened:
     def __post_init__(self) -> None:
         self.layout = bytes(self.manifest.content.tensors)
         is_alike = self.like is not None and self.like.layout == self.layout
-        self.specs = self.like.specs if is_alike and self.like is not None else {spec.path: spec for spec in untied(self.reader)}
+        self.specs = (
+            self.like.specs
+            if is_alike and self.like is not None
+            else {spec.path: spec for spec in untied(self.reader)}
+        )
         self.like = None
 
     @property
@@ -165,8 +189,12 @@ class _Opened:
         return self.reader.manifest
 
     def in_order(self, paths: Mapping[str, None]) -> list[str]:
-        """The paths in the order of the bytes, so that tensors that share a chunk follow each other."""
-        return sorted(paths, key=lambda path: self.specs[path].shards[0].start if self.specs[path].shards else 0)
+        """The paths in the order of the bytes, so that tensors that share a chunk follow each
+        other."""
+        return sorted(
+            paths,
+            key=lambda path: self.specs[path].shards[0].start if self.specs[path].shards else 0,
+        )
 
 
 def _open(core: Core, state: State, like: _Opened) -> _Opened | None:
@@ -184,7 +212,12 @@ def _line(core: Core, head: State) -> Iterator[State]:
     following: str | None = head.uid
     while following is not None:
         with core.database.read() as session:
-            ids = [id_ for id_, _ in islice(walk.first_parents(session, id_of(session, following), 0), _PAGE)]
+            ids = [
+                id_
+                for id_, _ in islice(
+                    walk.first_parents(session, id_of(session, following), 0), _PAGE
+                )
+            ]
             page = lookup.states(session, ids)
         yield from page
         following = page[-1].facts.parent if len(page) == _PAGE else None
@@ -200,31 +233,50 @@ def _change(older: _Opened, newer: _Opened, path: str) -> Change | None:
         return Change.ADDED
     if (old.dtype, old.shape) != (new.dtype, new.shape):
         return Change.RECAST
-    lies_alike = (old.strides, len(old.shards)) == (new.strides, len(new.shards)) and all(map(_lies_alike, old.shards, new.shards))
+    lies_alike = (old.strides, len(old.shards)) == (new.strides, len(new.shards)) and all(
+        map(_lies_alike, old.shards, new.shards)
+    )
     if not lies_alike:
         same = torch.equal(_bits(older.reader, old), _bits(newer.reader, new))
     else:
-        same = all(_is_same(older.reader, here, newer.reader, there) for here, there in zip(old.shards, new.shards, strict=True))
+        same = all(
+            _is_same(older.reader, here, newer.reader, there)
+            for here, there in zip(old.shards, new.shards, strict=True)
+        )
     return None if same else Change.CHANGED
 
 
 def _lies_alike(here: Shard, there: Shard) -> bool:
-    return (here.offset, here.shape, here.start % CHUNK_BYTES) == (there.offset, there.shape, there.start % CHUNK_BYTES)
+    return (here.offset, here.shape, here.start % CHUNK_BYTES) == (
+        there.offset,
+        there.shape,
+        there.start % CHUNK_BYTES,
+    )
 
 
 def _is_same(before: Reader, here: Shard, after: Reader, there: Shard) -> bool:
-    """Whether two shards that lie alike in their chunks hold the same bytes; chunks that others share are read."""
+    """Whether two shards that lie alike in their chunks hold the same bytes; chunks that others
+    share are read."""
     lefts, rights = before.manifest.content.chunks, after.manifest.content.chunks
     shift = here.start // CHUNK_BYTES - there.start // CHUNK_BYTES
     shared: list[tuple[int, int]] = []
     for index in after.chunks_of(there.start, there.length):
         if lefts[index + shift] == rights[index]:
             continue
-        begin, end = max(there.start, index * CHUNK_BYTES), min(there.start + there.length, (index + 1) * CHUNK_BYTES)
-        if end - begin == rights[index].length and lefts[index + shift].length == rights[index].length:
+        begin, end = (
+            max(there.start, index * CHUNK_BYTES),
+            min(there.start + there.length, (index + 1) * CHUNK_BYTES),
+        )
+        if (
+            end - begin == rights[index].length
+            and lefts[index + shift].length == rights[index].length
+        ):
             return False
         shared.append((begin, end - begin))
-    return all(_are_equal(before, begin + shift * CHUNK_BYTES, after, begin, length) for begin, length in shared)
+    return all(
+        _are_equal(before, begin + shift * CHUNK_BYTES, after, begin, length)
+        for begin, length in shared
+    )
 
 
 def _are_equal(before: Reader, start: int, after: Reader, begin: int, length: int) -> bool:
@@ -243,10 +295,18 @@ def _bits(reader: Reader, spec: TensorSpec) -> torch.Tensor:
 # The first state on a path at which something turned bad, in as few restores as halving allows.
 
 
-_CONDITION = re.compile(r"\s*(?:metrics\.)?(?P<key>.+?)\s*(?P<sign><=|>=|==|!=|=|<|>)\s*(?P<bound>[^\s<>=!]+)\s*")
+_CONDITION = re.compile(
+    r"\s*(?:metrics\.)?(?P<key>.+?)\s*(?P<sign><=|>=|==|!=|=|<|>)\s*(?P<bound>[^\s<>=!]+)\s*"
+)
 _SIGNS: Mapping[str, Callable[[float, float], bool]] = {
-    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "=": operator.eq, "==": operator.eq, "!=": operator.ne,
-}  # fmt: skip
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "=": operator.eq,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
 
 
 class Verdict(StrEnum):
@@ -263,10 +323,12 @@ Judge = Callable[[State], Verdict]
 
 @dataclass(frozen=True, slots=True)
 class Bisection:
-    """The result of a bisection. ``good`` is the newest good state before the turn, ``bad`` the oldest bad one after it. ``candidates`` are
-    the states of which one is the first bad one, oldest first; ``bad`` is the last of them.
+    """The result of a bisection. ``good`` is the newest good state before the turn, ``bad`` the
+    oldest bad one after it. ``candidates`` are the states of which one is the first bad one, oldest
+    first; ``bad`` is the last of them.
 
-    ``tried`` are the verdicts of this and of earlier calls, by uid; ``restores`` are the states that this call tried.
+    ``tried`` are the verdicts of this and of earlier calls, by uid; ``restores`` are the states
+    that this call tried.
     """
 
     good: State
@@ -295,11 +357,16 @@ def bisect(
     if isinstance(predicate, str):
         return _by_metric(core, core.state(good), core.state(bad), predicate)
     notes = None if verdicts is None else Path(verdicts)
-    return bisect_by(core, good, bad, judge_of(core, predicate, only), verdicts=notes, on_progress=on_progress)
+    return bisect_by(
+        core, good, bad, judge_of(core, predicate, only), verdicts=notes, on_progress=on_progress
+    )
 
 
-def judge_of(core: Core, predicate: Callable[[Any], object], only: str | Sequence[str] | None = None) -> Judge:
-    """A judge that restores a state and calls a function of the user's: True is bad, False good, None skips."""
+def judge_of(
+    core: Core, predicate: Callable[[Any], object], only: str | Sequence[str] | None = None
+) -> Judge:
+    """A judge that restores a state and calls a function of the user's: True is bad, False good,
+    None skips."""
 
     def judge(state: State) -> Verdict:
         try:
@@ -309,7 +376,11 @@ def judge_of(core: Core, predicate: Callable[[Any], object], only: str | Sequenc
         said = predicate(tree)
         if said is None:
             return Verdict.SKIPPED
-        return Verdict.BAD if values.flag(said, f"what the predicate says of state {state.uid}") else Verdict.GOOD
+        return (
+            Verdict.BAD
+            if values.flag(said, f"what the predicate says of state {state.uid}")
+            else Verdict.GOOD
+        )
 
     return judge
 
@@ -324,9 +395,11 @@ def bisect_by(
     verdicts: Path | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Bisection:
-    """Halve the path from ``good`` to ``bad``: of n states at most ceil(log2(n)) + 1 are tried, unless some are skipped.
+    """Halve the path from ``good`` to ``bad``: of n states at most ceil(log2(n)) + 1 are tried,
+    unless some are skipped.
 
-    An end on which the answer rests and that was not tried is tried last. ``by`` names the question in the file of verdicts.
+    An end on which the answer rests and that was not tried is tried last. ``by`` names the question
+    in the file of verdicts.
 
     :raises InvalidInput: the ends are not what the caller said.
     """
@@ -334,7 +407,12 @@ def bisect_by(
     with core.reading() as session:
         path = _path(session, one, other)
         restorable = restorable_along(session, path)
-    search = _Search(core, path, [place for place, id_ in enumerate(path) if id_ in restorable], _Notes(verdicts, one.uid, other.uid, by))
+    search = _Search(
+        core,
+        path,
+        [place for place, id_ in enumerate(path) if id_ in restorable],
+        _Notes(verdicts, one.uid, other.uid, by),
+    )
     while (place := search.next()) is not None:
         search.tell(place, judge(search.state(place)))
         if on_progress is not None:
@@ -351,24 +429,40 @@ class _Search:
         self.restores = 0
         with core.reading() as session:
             places = {id_: place for place, id_ in enumerate(path)}
-            known = {places.get(id_of(session, uid)): verdict for uid, verdict in notes.verdicts.items()}
+            known = {
+                places.get(id_of(session, uid)): verdict for uid, verdict in notes.verdicts.items()
+            }
         self._verdicts = {place: verdict for place, verdict in known.items() if place is not None}
 
     @property
     def _turn(self) -> tuple[int, int]:
         """The newest place that counts as good, and the oldest after it that counts as bad."""
-        bad = min((place for place, verdict in self._verdicts.items() if verdict is Verdict.BAD), default=len(self._path) - 1)
-        good = max((place for place, verdict in self._verdicts.items() if verdict is Verdict.GOOD and place < bad), default=0)
+        bad = min(
+            (place for place, verdict in self._verdicts.items() if verdict is Verdict.BAD),
+            default=len(self._path) - 1,
+        )
+        good = max(
+            (
+                place
+                for place, verdict in self._verdicts.items()
+                if verdict is Verdict.GOOD and place < bad
+            ),
+            default=0,
+        )
         return good, bad
 
     def _open(self) -> list[int]:
         good, bad = self._turn
-        return [place for place in self._testable if good < place < bad and place not in self._verdicts]
+        return [
+            place for place in self._testable if good < place < bad and place not in self._verdicts
+        ]
 
     @property
     def to_go(self) -> int:
         """The most places that are still to be tried, if none is skipped."""
-        return math.ceil(math.log2(len(self._open()) + 1)) + min(len(self._ends()), 2 if len(self._path) == 2 else 1)
+        return math.ceil(math.log2(len(self._open()) + 1)) + min(
+            len(self._ends()), 2 if len(self._path) == 2 else 1
+        )
 
     def next(self) -> int | None:
         """The place to try next: the middle one, then ends that were not tried; None at the end.
@@ -379,7 +473,10 @@ class _Search:
         for place, wanted, word in ((0, Verdict.GOOD, "good"), (last, Verdict.BAD, "bad")):
             if self._verdicts.get(place, wanted) not in (wanted, Verdict.SKIPPED):
                 state = self.state(place)
-                raise InvalidInput(f"state {state.uid} (step {state.step}) is not {word}: name another one, or ask something else")
+                raise InvalidInput(
+                    f"state {state.uid} (step {state.step}) is not {word}: name another one, or ask"
+                    " something else"
+                )
         among = self._open()
         if among:
             return among[len(among) // 2]
@@ -389,7 +486,11 @@ class _Search:
     def _ends(self) -> list[int]:
         """The ends on which the answer would rest now, and that were not tried."""
         return [
-            place for place in self._turn if place in (0, len(self._path) - 1) and place not in self._verdicts and place in self._testable
+            place
+            for place in self._turn
+            if place in (0, len(self._path) - 1)
+            and place not in self._verdicts
+            and place in self._testable
         ]
 
     def tell(self, place: int, verdict: Verdict) -> None:
@@ -410,7 +511,9 @@ class _Search:
         good, bad = self._turn
         with self._core.reading() as session:
             found = states(session, self._path[good : bad + 1])
-        return Bisection(found[0], found[-1], tuple(found[1:]), dict(self._notes.verdicts), self.restores)
+        return Bisection(
+            found[0], found[-1], tuple(found[1:]), dict(self._notes.verdicts), self.restores
+        )
 
 
 class _File(msgspec.Struct, frozen=True):
@@ -423,7 +526,8 @@ class _File(msgspec.Struct, frozen=True):
 
 
 class _Notes:
-    """The verdicts of a bisection by uid, in a file if there is one; a verdict is on disk once ``keep`` returns."""
+    """The verdicts of a bisection by uid, in a file if there is one; a verdict is on disk once
+    ``keep`` returns."""
 
     def __init__(self, path: Path | None, good: str, bad: str, by: str) -> None:
         self._path, self._about = path, (good, bad, by)
@@ -437,11 +541,14 @@ class _Notes:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as exc:
-            raise InvalidInput(f"{path} holds no verdicts of a bisection ({exc}): remove it, or name another file") from exc
+            raise InvalidInput(
+                f"{path} holds no verdicts of a bisection ({exc}): remove it, or name another file"
+            ) from exc
         if (kept.good, kept.bad, kept.by) != self._about:
             raise Conflict(
-                f"{path} is of another bisection, from {kept.good[:10]} to {kept.bad[:10]}{f' by {kept.by}' * bool(kept.by)}:"
-                " remove it, or name another file"
+                f"{path} is of another bisection, from {kept.good[:10]} to"
+                f" {kept.bad[:10]}{f' by {kept.by}' * bool(kept.by)}: remove it, or name another"
+                " file"
             )
         return kept.verdicts
 
@@ -455,16 +562,24 @@ class _Notes:
             part.write_bytes(msgspec.json.encode(_File(*self._about, self.verdicts)))
             part.replace(self._path)
         except OSError as exc:
-            raise InvalidInput(f"verdicts cannot be kept in {self._path} ({exc}): name another file") from exc
+            raise InvalidInput(
+                f"verdicts cannot be kept in {self._path} ({exc}): name another file"
+            ) from exc
 
 
 def _path(session: Session, good: State, bad: State) -> list[int]:
     old, new = id_of(session, good.uid), id_of(session, bad.uid)
     if old == new:
-        raise InvalidInput(f"good and bad are both state {good.uid}: name two of them, the good one first")
+        raise InvalidInput(
+            f"good and bad are both state {good.uid}: name two of them, the good one first"
+        )
     path = path_ids(session, old, new)
     if not path:
-        swapped = " it is the other way round, the good one comes first" if path_ids(session, new, old) else " name an ancestor of it"
+        swapped = (
+            " it is the other way round, the good one comes first"
+            if path_ids(session, new, old)
+            else " name an ancestor of it"
+        )
         raise InvalidInput(f"state {bad.uid} does not descend from {good.uid}:{swapped}")
     return path
 
@@ -473,42 +588,70 @@ def _path(session: Session, good: State, bad: State) -> list[int]:
 
 
 def _by_metric(core: Core, good: State, bad: State, text: str) -> Bisection:
-    """The first state whose metric meets the condition; nothing is restored, and states without bytes count too."""
+    """The first state whose metric meets the condition; nothing is restored, and states without
+    bytes count too."""
     key, is_bad = _condition(text)
     with core.reading() as session:
         path = _path(session, good, bad)
         known = metric_along(session, path, key)
         if not known:
-            raise NotFound(f"no state from {good.uid[:10]} to {bad.uid[:10]} has a metric {key!r}: {_said(bad)}")
-        turned = next((place for place, id_ in enumerate(path) if id_ in known and is_bad(known[id_])), None)
+            raise NotFound(
+                f"no state from {good.uid[:10]} to {bad.uid[:10]} has a metric {key!r}:"
+                f" {_said(bad)}"
+            )
+        turned = next(
+            (place for place, id_ in enumerate(path) if id_ in known and is_bad(known[id_])), None
+        )
         if turned is None:
-            raise InvalidInput(f"{text.strip()!r} holds of no state from {good.uid[:10]} to {bad.uid[:10]}: ask something else")
+            raise InvalidInput(
+                f"{text.strip()!r} holds of no state from {good.uid[:10]} to {bad.uid[:10]}: ask"
+                " something else"
+            )
         if turned == 0:
-            raise InvalidInput(f"{text.strip()!r} holds of state {good.uid} already: name an older one as the good one")
+            raise InvalidInput(
+                f"{text.strip()!r} holds of state {good.uid} already: name an older one as the"
+                " good one"
+            )
         last = max((place for place in range(turned) if path[place] in known), default=0)
         found = states(session, path[last : turned + 1])
-    tried = {state.uid: Verdict.BAD if is_bad(state.metrics[key]) else Verdict.GOOD for state in found if key in state.metrics}
+    tried = {
+        state.uid: Verdict.BAD if is_bad(state.metrics[key]) else Verdict.GOOD
+        for state in found
+        if key in state.metrics
+    }
     return Bisection(found[0], found[-1], tuple(found[1:]), tried, 0)
 
 
 def _said(state: State) -> str:
-    return f"the last one has {', '.join(sorted(state.metrics)[:8])}" if state.metrics else "the last one has none"
+    return (
+        f"the last one has {', '.join(sorted(state.metrics)[:8])}"
+        if state.metrics
+        else "the last one has none"
+    )
 
 
 def _condition(text: str) -> tuple[str, Callable[[float], bool]]:
-    """The metric of a condition, and the condition on its value; NaN is bad unless it is compared by = or !=."""
+    """The metric of a condition, and the condition on its value; NaN is bad unless it is
+    compared by = or !=."""
     match = _CONDITION.fullmatch(text)
     try:
         bound = float(match["bound"]) if match else math.nan
     except ValueError:
         match = None
     if match is None:
-        raise InvalidInput(f"{text[:80]!r} is no condition on a metric: give one such as 'loss > 5' or 'accuracy < 0.5'")
+        raise InvalidInput(
+            f"{text[:80]!r} is no condition on a metric: give one such as 'loss > 5' or 'accuracy <"
+            " 0.5'"
+        )
     sign = match["sign"]
 
     def is_bad(value: float) -> bool:
         if math.isnan(value) or math.isnan(bound):
-            return (math.isnan(value) and math.isnan(bound)) != (sign == "!=") if sign in ("=", "==", "!=") else math.isnan(value)
+            return (
+                (math.isnan(value) and math.isnan(bound)) != (sign == "!=")
+                if sign in ("=", "==", "!=")
+                else math.isnan(value)
+            )
         return _SIGNS[sign](value, bound)
 
     return match["key"].strip("\"'"), is_bad

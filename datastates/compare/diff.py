@@ -1,7 +1,9 @@
-"""What changed from one state to another: tensor by tensor, and in values, metrics, configuration and code.
+"""What changed from one state to another: tensor by tensor, and in values, metrics, configuration
+and code.
 
-Tensors are read piece by piece: memory for a few of them is enough, however large the states are. What both states hold in the same
-chunks is not read at all. If the bytes of a state are gone, or not here, everything else is told, and which state can be had instead.
+Tensors are read piece by piece: memory for a few of them is enough, however large the states are.
+What both states hold in the same chunks is not read at all. If the bytes of a state are gone, or
+not here, everything else is told, and which state can be had instead.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ def check_numeric(spec: TensorSpec, advice: str) -> None:
     :raises Unsupported: it does not.
     """
     if not is_numeric(spec.dtype):
-        raise Unsupported(f"{spec.path} is {spec.dtype}, which torch stores but does not compute with: {advice}")
+        raise Unsupported(
+            f"{spec.path} is {spec.dtype}, which torch stores but does not compute with: {advice}"
+        )
 
 
 # What changed from one state to another: tensor by tensor, and in values, metrics, configuration
@@ -75,7 +79,8 @@ Pair = tuple[object, object]
 class Change(StrEnum):
     """How a tensor changed. ``RECAST``: its dtype or its shape differs.
 
-    ``UNREAD``, if no payload is read: the tensor lies in chunks that differ, and may or may not have changed.
+    ``UNREAD``, if no payload is read: the tensor lies in chunks that differ, and may or may not
+    have changed.
     """
 
     SAME = "same"
@@ -88,11 +93,13 @@ class Change(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TensorChange:
-    """One tensor of two states. Norms and the distance between the two are Euclidean; NaN in a tensor makes them NaN.
+    """One tensor of two states. Norms and the distance between the two are Euclidean; NaN in a
+    tensor makes them NaN.
 
-    Numbers are None if there is nothing to compare: added, removed, another shape, a dtype that torch does not compute with, or the same
-    bytes, which are not read.
-    ``largest`` is the largest change of one element, ``at`` is its indices, ``fraction`` is the share of elements that differ, from 0 to 1.
+    Numbers are None if there is nothing to compare: added, removed, another shape, a dtype that
+    torch does not compute with, or the same bytes, which are not read. ``largest`` is the largest
+    change of one element, ``at`` is its indices, ``fraction`` is the share of elements that differ,
+    from 0 to 1.
     """
 
     path: str
@@ -112,12 +119,15 @@ class TensorChange:
     @property
     def relative(self) -> float | None:
         """The distance in units of the old norm; None if that is 0."""
-        return self.distance / self.old_norm if self.distance is not None and self.old_norm else None
+        return (
+            self.distance / self.old_norm if self.distance is not None and self.old_norm else None
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Lacking:
-    """A state whose tensors and values could not be compared, why, and the nearest of its first parents that can be restored."""
+    """A state whose tensors and values could not be compared, why, and the nearest of its first
+    parents that can be restored."""
 
     state: str
     why: str
@@ -126,11 +136,11 @@ class Lacking:
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """The changes from ``old`` to ``new``; ``base`` is their nearest common ancestor. Only metrics, config and versions that differ are
-    listed.
+    """The changes from ``old`` to ``new``; ``base`` is their nearest common ancestor. Only metrics,
+    config and versions that differ are listed.
 
-    If the bytes of one of them are not available, ``tensors`` and ``values`` are empty and ``lacking`` says which state lacks them, and
-    why.
+    If the bytes of one of them are not available, ``tensors`` and ``values`` are empty and
+    ``lacking`` says which state lacks them, and why.
     """
 
     old: State
@@ -160,10 +170,12 @@ def diff(
     stat: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Diff:
-    """Compare two states; see ``Repository.diff``. ``on_progress`` gets the bytes of ``new`` that were compared, and their total.
+    """Compare two states; see ``Repository.diff``. ``on_progress`` gets the bytes of ``new`` that
+    were compared, and their total.
 
-    Without ``with_tensors`` no payload is opened: no tensors, and no values, which are stored beside them. With ``stat`` only manifests are
-    read, and no payload. An error that ``on_progress`` raises ends the comparison.
+    Without ``with_tensors`` no payload is opened: no tensors, and no values, which are stored
+    beside them. With ``stat`` only manifests are read, and no payload. An error that
+    ``on_progress`` raises ends the comparison.
     """
     one, other = core.state(old), core.state(new)
     tensors: tuple[TensorChange, ...] = ()
@@ -175,12 +187,24 @@ def diff(
             if not lacking:
                 before, after = readers
                 selection, told = Selection(only), [_values(reader.manifest) for reader in readers]
-                selection.check(chain((spec.path for reader in readers for spec in specs_of(reader)), *told))
-                tensors = tuple(_tensors(before, after, selection.wants, on_progress or (lambda done, total: None), stat))
+                selection.check(
+                    chain((spec.path for reader in readers for spec in specs_of(reader)), *told)
+                )
+                tensors = tuple(
+                    _tensors(
+                        before,
+                        after,
+                        selection.wants,
+                        on_progress or (lambda done, total: None),
+                        stat,
+                    )
+                )
                 values = _masked(_delta(*told))
     with core.database.read() as session:
         base = walk.merge_base(session, one.uid, other.uid)
-        ran = [None if state.run is None else runs.get(session, state.run) for state in (one, other)]
+        ran = [
+            None if state.run is None else runs.get(session, state.run) for state in (one, other)
+        ]
     commits = tuple(map(_code, ran))
     return Diff(
         old=one,
@@ -200,13 +224,17 @@ def diff(
 def to_plain(found: Diff) -> dict[str, object]:
     """The diff as plain values for ``--json`` and the API, with ``relative`` of each tensor."""
     plain: dict[str, object] = msgspec.to_builtins(found, enc_hook=str)
-    for tensor, made in zip(found.tensors, plain["tensors"], strict=True):  # type: ignore[call-overload] # a list of dicts
+    # a list of dicts
+    for tensor, made in zip(found.tensors, plain["tensors"], strict=True):  # type: ignore[call-overload]
         made["relative"] = tensor.relative
     return plain
 
 
-def _opened(core: Core, states: Sequence[State], stack: ExitStack) -> tuple[list[Reader], tuple[Lacking, ...]]:
-    """The payload of each state, open until the end of the block; and the states whose payload is not available."""
+def _opened(
+    core: Core, states: Sequence[State], stack: ExitStack
+) -> tuple[list[Reader], tuple[Lacking, ...]]:
+    """The payload of each state, open until the end of the block; and the states whose payload
+    is not available."""
     readers, lacking = [], []
     for state in states:
         try:
@@ -222,9 +250,16 @@ def _opened(core: Core, states: Sequence[State], stack: ExitStack) -> tuple[list
 
 
 def _tensors(
-    before: Reader, after: Reader, wants: Callable[[str], bool], on_progress: Callable[[int, int], None], stat: bool
+    before: Reader,
+    after: Reader,
+    wants: Callable[[str], bool],
+    on_progress: Callable[[int, int], None],
+    stat: bool,
 ) -> Iterator[TensorChange]:
-    olds, news = ({spec.path: spec for spec in untied(reader) if wants(spec.path)} for reader in (before, after))
+    olds, news = (
+        {spec.path: spec for spec in untied(reader) if wants(spec.path)}
+        for reader in (before, after)
+    )
     total = sum(map(bytes_of, news.values()))
     done = 0
     for path, new in news.items():
@@ -237,16 +272,21 @@ def _tensors(
 
 
 def untied(reader: Reader) -> list[TensorSpec]:
-    """Each tensor of a state with its place; a tied tensor has the place of the tensor to which it is tied."""
+    """Each tensor of a state with its place; a tied tensor has the place of the tensor to which
+    it is tied."""
     specs = specs_of(reader)
     return [spec if spec.alias is None else _placed(spec, specs[spec.alias]) for spec in specs]
 
 
 def _placed(spec: TensorSpec, owner: TensorSpec) -> TensorSpec:
-    return TensorSpec(spec.path, owner.dtype, owner.shape, owner.strides, None, spec.requires_grad, owner.shards)
+    return TensorSpec(
+        spec.path, owner.dtype, owner.shape, owner.strides, None, spec.requires_grad, owner.shards
+    )
 
 
-def compare(before: Reader, after: Reader, old: TensorSpec | None, new: TensorSpec, *, stat: bool) -> TensorChange:
+def compare(
+    before: Reader, after: Reader, old: TensorSpec | None, new: TensorSpec, *, stat: bool
+) -> TensorChange:
     """The change of one tensor between two states; with ``stat`` from the manifests alone."""
     if old is None:
         return TensorChange(new.path, Change.ADDED, new.shape, new.dtype)
@@ -264,7 +304,9 @@ def compare(before: Reader, after: Reader, old: TensorSpec | None, new: TensorSp
         if is_recast:
             return TensorChange(new.path, Change.RECAST, new.shape, new.dtype, old.shape, old.dtype)
         is_same = all(torch.equal(left, right) for left, right in both)
-        return TensorChange(new.path, Change.SAME if is_same else Change.CHANGED, new.shape, new.dtype)
+        return TensorChange(
+            new.path, Change.SAME if is_same else Change.CHANGED, new.shape, new.dtype
+        )
     sums = _Sums()
     for left, right in both:
         sums.add(left, right)
@@ -287,19 +329,34 @@ def compare(before: Reader, after: Reader, old: TensorSpec | None, new: TensorSp
 
 
 def _is_same_bytes(before: Manifest, old: TensorSpec, after: Manifest, new: TensorSpec) -> bool:
-    """Whether all shards of both lie at the same places of chunks that have the same digests: then nothing has to be read."""
+    """Whether all shards of both lie at the same places of chunks that have the same digests:
+    then nothing has to be read."""
     if (old.dtype, old.strides, len(old.shards)) != (new.dtype, new.strides, len(new.shards)):
         return False
-    return all(_is_same_shard(before, here, after, there) for here, there in zip(old.shards, new.shards, strict=True))
+    return all(
+        _is_same_shard(before, here, after, there)
+        for here, there in zip(old.shards, new.shards, strict=True)
+    )
 
 
 def _is_same_shard(before: Manifest, here: Shard, after: Manifest, there: Shard) -> bool:
-    if (here.offset, here.shape, here.start % CHUNK_BYTES) != (there.offset, there.shape, there.start % CHUNK_BYTES):
+    if (here.offset, here.shape, here.start % CHUNK_BYTES) != (
+        there.offset,
+        there.shape,
+        there.start % CHUNK_BYTES,
+    ):
         return False
     if not here.length:
         return True
-    first, other, count = here.start // CHUNK_BYTES, there.start // CHUNK_BYTES, _last(here.start, here.length) - here.start // CHUNK_BYTES
-    lefts, rights = before.content.chunks[first : first + count + 1], after.content.chunks[other : other + count + 1]
+    first, other, count = (
+        here.start // CHUNK_BYTES,
+        there.start // CHUNK_BYTES,
+        _last(here.start, here.length) - here.start // CHUNK_BYTES,
+    )
+    lefts, rights = (
+        before.content.chunks[first : first + count + 1],
+        after.content.chunks[other : other + count + 1],
+    )
     return lefts == rights
 
 
@@ -318,12 +375,16 @@ def pieces(reader: Reader, spec: TensorSpec) -> Iterator[torch.Tensor]:
 
 
 def _elements(reader: Reader, spec: TensorSpec) -> Iterator[torch.Tensor]:
-    """The elements in the order of the indices, piece by piece; complex ones as pairs, and those with which torch does not compute as
-    integers.
+    """The elements in the order of the indices, piece by piece; complex ones as pairs, and those
+    with which torch does not compute as integers.
     """
     if 0 in spec.shape:
         return
-    plain = spec if is_numeric(spec.dtype) else replace(spec, dtype=_INTEGERS[dtype_of(spec.dtype).itemsize])
+    plain = (
+        spec
+        if is_numeric(spec.dtype)
+        else replace(spec, dtype=_INTEGERS[dtype_of(spec.dtype).itemsize])
+    )
     tensor = rebuild(read_flat(reader, spec), plain).detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
@@ -341,7 +402,11 @@ class _Sums:
 
     def add(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Add the next elements of both."""
-        bits = (old.view(torch.int64), new.view(torch.int64)) if old.dtype == new.dtype and old.dtype in _LONG else None
+        bits = (
+            (old.view(torch.int64), new.view(torch.int64))
+            if old.dtype == new.dtype and old.dtype in _LONG
+            else None
+        )
         old, new = old.to(torch.float64), new.to(torch.float64)
         is_other = (old != new) & ~(old.isnan() & new.isnan())
         apart = torch.where(is_other, new - old, 0.0)  # infinite on both sides is no change
@@ -381,13 +446,21 @@ def _indices(at: int, spec: TensorSpec) -> tuple[int, ...]:
 
 def _values(manifest: Manifest) -> dict[str, object]:
     nodes = decode_skeleton(manifest.content.skeleton).nodes
-    places = [path for path, node in zip(paths(nodes), nodes, strict=False) if type(node) is int and node == VALUE]
+    places = [
+        path
+        for path, node in zip(paths(nodes), nodes, strict=False)
+        if type(node) is int and node == VALUE
+    ]
     return dict(zip(places, decode_values(manifest.content.values), strict=True))
 
 
 def _delta(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, Pair]:
     keys = sorted({*old, *new})
-    return {key: (old.get(key), new.get(key)) for key in keys if not _is_equal(old.get(key), new.get(key)) or (key in old) != (key in new)}
+    return {
+        key: (old.get(key), new.get(key))
+        for key in keys
+        if not _is_equal(old.get(key), new.get(key)) or (key in old) != (key in new)
+    }
 
 
 def _masked(pairs: dict[str, Pair]) -> dict[str, Pair]:
@@ -397,7 +470,12 @@ def _masked(pairs: dict[str, Pair]) -> dict[str, Pair]:
 
 
 def _is_equal(one: object, other: object) -> bool:
-    if isinstance(one, float) and isinstance(other, float) and math.isnan(one) and math.isnan(other):
+    if (
+        isinstance(one, float)
+        and isinstance(other, float)
+        and math.isnan(one)
+        and math.isnan(other)
+    ):
         return True
     return type(one) is type(other) and one == other
 
@@ -422,7 +500,8 @@ _POWERS = (-323.0, 308.0)  # powers of ten that are numbers
 
 
 class Scale(StrEnum):
-    """The quantity in which bins are equally wide: the values, or the logarithms of their magnitudes."""
+    """The quantity in which bins are equally wide: the values, or the logarithms of their
+    magnitudes."""
 
     LINEAR = "linear"
     LOG = "log"
@@ -430,11 +509,12 @@ class Scale(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The values of the tensor in one state. ``counts`` is the number of values in each bin; the last bin includes its upper edge.
+    """The values of the tensor in one state. ``counts`` is the number of values in each bin; the
+    last bin includes its upper edge.
 
-    Of ``elements``, ``nan`` are NaN and ``infinite`` are infinite, and lie in no bin; on the scale ``log`` neither do the ``zeros``. All
-    other numbers are over the finite values, ``deviation`` is the standard deviation; they are None if there are no such values, or if
-    these are too large.
+    Of ``elements``, ``nan`` are NaN and ``infinite`` are infinite, and lie in no bin; on the scale
+    ``log`` neither do the ``zeros``. All other numbers are over the finite values, ``deviation`` is
+    the standard deviation; they are None if there are no such values, or if these are too large.
     """
 
     state: str
@@ -451,8 +531,8 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """One tensor in some states over the same bins: ``edges`` has one more element than there are bins. Complex numbers count as two
-    values.
+    """One tensor in some states over the same bins: ``edges`` has one more element than there are
+    bins. Complex numbers count as two values.
     """
 
     path: str
@@ -477,14 +557,18 @@ def histogram(
     :param path: the path of the tensor, as ``diff`` gives it.
     :param bins: the number of bins.
     :param scale: the quantity in which bins are equally wide.
-    :param on_progress: gets the bytes that were read, and their total; an error that it raises ends the counting.
+    :param on_progress: gets the bytes that were read, and their total; an error that it raises ends
+        the counting.
     :raises NotFound: a state has no such tensor; names close ones.
     :raises Unavailable: the bytes of a state are gone.
     :raises InvalidInput: there are too many states or bins.
     :raises Unsupported: torch does not compute with the tensor.
     """
     if not 1 <= len(states) <= MOST_STATES:
-        raise InvalidInput(f"{len(states)} states are asked for: from 1 to {MOST_STATES} can be counted over the same bins")
+        raise InvalidInput(
+            f"{len(states)} states are asked for: from 1 to {MOST_STATES} can be counted over the"
+            " same bins"
+        )
     if not 1 <= bins <= MOST_BINS:
         raise InvalidInput(f"bins is {bins}: choose from 1 to {MOST_BINS}")
     with ExitStack() as stack:
@@ -497,7 +581,10 @@ def histogram(
         tell = _Progress(2 * sum(values.bytes for _, values in found), on_progress)
         ranges = [values.look(scale, tell) for _, values in found]
         edges = _edges(ranges, bins, scale)
-        spreads = [values.count(state.uid, known, edges, scale, tell) for (state, values), known in zip(found, ranges, strict=True)]
+        spreads = [
+            values.count(state.uid, known, edges, scale, tell)
+            for (state, values), known in zip(found, ranges, strict=True)
+        ]
     said = 10.0 ** np.clip(edges, *_POWERS) if scale is Scale.LOG else edges
     return Histogram(path, scale, tuple(map(float, said)), tuple(spreads))
 
@@ -516,7 +603,8 @@ class _Progress:
 
 @dataclass(slots=True)
 class _Known:
-    """What the first reading finds of the finite values; ``low`` and ``high`` are the ends of the range that is counted, on its scale."""
+    """What the first reading finds of the finite values; ``low`` and ``high`` are the ends of
+    the range that is counted, on its scale."""
 
     least: float = math.inf
     most: float = -math.inf
@@ -543,7 +631,8 @@ class _Values:
 
     @property
     def times(self) -> int:
-        """How often each stored value occurs in the tensor: more than once in an expanded tensor."""
+        """How often each stored value occurs in the tensor: more than once in an expanded
+        tensor."""
         stored = self.bytes // dtype_of(self.spec.dtype).itemsize
         return math.prod(self.spec.shape) // stored if stored else 1
 
@@ -552,7 +641,9 @@ class _Values:
         dtype = dtype_of(self.spec.dtype)
         for shard in self.spec.shards:
             for done in range(0, shard.length, CHUNK_BYTES):
-                piece = torch.empty(min(CHUNK_BYTES, shard.length - done), dtype=torch.uint8, device="cpu")
+                piece = torch.empty(
+                    min(CHUNK_BYTES, shard.length - done), dtype=torch.uint8, device="cpu"
+                )
                 self.reader.gather(shard.start + done, memoryview(piece.numpy().data))
                 values = piece.view(dtype)
                 values = torch.view_as_real(values).reshape(-1) if dtype.is_complex else values
@@ -571,22 +662,38 @@ class _Values:
                 continue
             with np.errstate(over="ignore", invalid="ignore"):
                 known.total += self.times * float(values.sum())
-            known.least, known.most = min(known.least, float(values.min())), max(known.most, float(values.max()))
+            known.least, known.most = (
+                min(known.least, float(values.min())),
+                max(known.most, float(values.max())),
+            )
             scaled = _scaled(values, scale)
             known.zeros += self.times * (values.size - scaled.size) if scale is Scale.LOG else 0
             if scaled.size:
-                known.low, known.high = min(known.low, float(scaled.min())), max(known.high, float(scaled.max()))
+                known.low, known.high = (
+                    min(known.low, float(scaled.min())),
+                    max(known.high, float(scaled.max())),
+                )
         return known
 
-    def count(self, uid: str, known: _Known, edges: np.ndarray, scale: Scale, tell: Callable[[int], None]) -> Spread:
+    def count(
+        self, uid: str, known: _Known, edges: np.ndarray, scale: Scale, tell: Callable[[int], None]
+    ) -> Spread:
         """Do the second reading."""
         counts = np.zeros(len(edges) - 1, dtype=np.int64)
         mean = known.total / known.count if known.count else 0.0
         apart = 0.0
         for piece in self.pieces(tell):
             values = piece[np.isfinite(piece)]
-            counts += self.times * np.histogram(_scaled(values, scale), bins=len(counts), range=(float(edges[0]), float(edges[-1])))[0]
-            with np.errstate(over="ignore", invalid="ignore"):  # values near the largest number: then there is no such figure
+            counts += (
+                self.times
+                * np.histogram(
+                    _scaled(values, scale),
+                    bins=len(counts),
+                    range=(float(edges[0]), float(edges[-1])),
+                )[0]
+            )
+            with np.errstate(over="ignore", invalid="ignore"):
+                # values near the largest number: then there is no such figure
                 apart += self.times * float(np.square(values - mean).sum())
         has = known.count > 0
         return Spread(
@@ -608,12 +715,16 @@ def _scaled(values: np.ndarray, scale: Scale) -> np.ndarray:
 
 
 def _edges(ranges: Sequence[_Known], bins: int, scale: Scale) -> np.ndarray:
-    """The edges of bins from the least to the greatest value of all; around a single value as NumPy does it."""
+    """The edges of bins from the least to the greatest value of all; around a single value as
+    NumPy does it."""
     low, high = min(known.low for known in ranges), max(known.high for known in ranges)
     if low > high:  # nothing to count
         low, high = 0.0, 1.0
     if not math.isfinite(high - low):
-        raise InvalidInput(f"values from {low:.3g} to {high:.3g} are too far apart for bins of one width: ask for the scale {Scale.LOG}")
+        raise InvalidInput(
+            f"values from {low:.3g} to {high:.3g} are too far apart for bins of one width: ask for"
+            f" the scale {Scale.LOG}"
+        )
     least = 4 * bins * _EPSILON * max(abs(low), abs(high))
     if low == high:
         least = max(1.0, least)
@@ -630,5 +741,9 @@ def _spec(reader: Reader, path: str, state: State) -> TensorSpec:
     from difflib import get_close_matches
 
     close = get_close_matches(path, specs, n=_LISTED, cutoff=0.4)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"it has {len(specs)} tensors, which 'tensors' lists"
+    hint = (
+        f"did you mean {' or '.join(close)}?"
+        if close
+        else f"it has {len(specs)} tensors, which 'tensors' lists"
+    )
     raise NotFound(f"state {state.uid[:10]} has no tensor {path!r}: {hint}")

@@ -42,11 +42,13 @@ class Prediction:
 
 
 class Ensemble:
-    """The weights and buffers of some states, and one module that computes with each of them in turn. Made by ``Repository.ensemble``.
+    """The weights and buffers of some states, and one module that computes with each of them in
+    turn. Made by ``Repository.ensemble``.
 
-    The module's own weights are not touched, and no second module is made. Each member was loaded once; tensors that are the same
-    in several members, such as a frozen backbone, are held once: ``bytes_held`` says what all take together. Predictions are made in
-    evaluation mode and without gradients; afterwards each part of the module is in its earlier mode again.
+    The module's own weights are not touched, and no second module is made. Each member was loaded
+    once; tensors that are the same in several members, such as a frozen backbone, are held once:
+    ``bytes_held`` says what all take together. Predictions are made in evaluation mode and without
+    gradients; afterwards each part of the module is in its earlier mode again.
 
     Only one thread at a time may use it, because it uses the module while it makes a prediction.
     """
@@ -66,7 +68,13 @@ class Ensemble:
     @property
     def bytes_held(self) -> int:
         """The bytes of all members' tensors together, each distinct one counted once."""
-        return sum({id(tensor): tensor.nbytes for weights in self._weights for tensor in weights.values()}.values())
+        return sum(
+            {
+                id(tensor): tensor.nbytes
+                for weights in self._weights
+                for tensor in weights.values()
+            }.values()
+        )
 
     def __len__(self) -> int:
         return len(self.members)
@@ -74,37 +82,53 @@ class Ensemble:
     def __call__(self, *args: Any, **kwargs: Any) -> Prediction:
         """Every member's output for one input, which the module gets as it is.
 
-        :raises InvalidInput: the module's output is not a tensor: say with ``pick=`` which part of it is the prediction.
+        :raises InvalidInput: the module's output is not a tensor: say with ``pick=`` which part of
+            it is the prediction.
         """
         return Prediction(torch.stack(list(self.each(*args, **kwargs))))
 
     def each(self, *args: Any, **kwargs: Any) -> Iterator[torch.Tensor]:
-        """The members' outputs one after the other, if only one of them should be in memory at a time."""
+        """The members' outputs one after the other, if only one of them should be in memory at a
+        time."""
         for weights in self._weights:
             with _evaluating(self._module), torch.no_grad():
-                # A module may write to its buffers even so, and members may share them: each call gets copies.
-                own = {name: tensor.clone() if name in self._buffers else tensor for name, tensor in weights.items()}
+                # A module may write to its buffers even so, and members may share them: each call
+                # gets copies.
+                own = {
+                    name: tensor.clone() if name in self._buffers else tensor
+                    for name, tensor in weights.items()
+                }
                 output = functional_call(self._module, own, args, kwargs)
                 output = output if self._pick is None else self._pick(output)
             if not isinstance(output, torch.Tensor):
                 raise InvalidInput(
-                    f"{type(self._module).__name__} gives a {type(output).__name__}: choose a tensor of it with pick=, "
-                    "such as pick=lambda output: output.logits"
+                    f"{type(self._module).__name__} gives a {type(output).__name__}: choose a"
+                    " tensor of it with pick=, such as pick=lambda output: output.logits"
                 )
             yield output
 
     def __repr__(self) -> str:
-        return f"<Ensemble of {len(self.members)} {type(self._module).__name__}, {self.bytes_held} bytes>"
+        return (
+            f"<Ensemble of {len(self.members)} {type(self._module).__name__}, {self.bytes_held}"
+            " bytes>"
+        )
 
 
 def load_ensemble(
-    core: Core, revs: Sequence[str | State], module: nn.Module, *, only: str, pick: Callable[[Any], torch.Tensor] | None
+    core: Core,
+    revs: Sequence[str | State],
+    module: nn.Module,
+    *,
+    only: str,
+    pick: Callable[[Any], torch.Tensor] | None,
 ) -> Ensemble:
     """See ``Repository.ensemble``."""
     if isinstance(revs, str) or not revs:
         raise InvalidInput(f"an ensemble takes a list of states, not {revs!r}")
     if not isinstance(module, nn.Module):
-        raise InvalidInput(f"the skeleton of an ensemble is a torch.nn.Module, not a {type(module).__name__}")
+        raise InvalidInput(
+            f"the skeleton of an ensemble is a torch.nn.Module, not a {type(module).__name__}"
+        )
     states = [core.state(rev) for rev in revs]
     wanted = _wanted(only, module)
     held: dict[str, list[torch.Tensor]] = {}
@@ -113,7 +137,9 @@ def load_ensemble(
         stored = _load(core, state, only)
         _check_fit(state, only, wanted, stored)
         chosen = {
-            each.raw: _placed(stored[name], each.live, held.setdefault(each.raw, [])) for name, each in wanted.items() if not each.tied
+            each.raw: _placed(stored[name], each.live, held.setdefault(each.raw, []))
+            for name, each in wanted.items()
+            if not each.tied
         }
         weights.append(chosen)
     return Ensemble(states, module, weights, pick)
@@ -121,7 +147,8 @@ def load_ensemble(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Wanted:
-    """A tensor of the module, its own name, and the canonical name of the earlier one to which it is tied."""
+    """A tensor of the module, its own name, and the canonical name of the earlier one to which
+    it is tied."""
 
     live: torch.Tensor
     raw: str
@@ -133,7 +160,11 @@ def _wanted(only: str, module: nn.Module) -> dict[str, _Wanted]:
     model = ModelState(only, module)
     tree = model.tree()
     raw_names = model.raw_names()
-    owned = {name for named in (module.named_parameters, module.named_buffers) for name, _ in named(remove_duplicate=False)}
+    owned = {
+        name
+        for named in (module.named_parameters, module.named_buffers)
+        for name, _ in named(remove_duplicate=False)
+    }
     first: dict[int, str] = {}
     wanted: dict[str, _Wanted] = {}
     for name, live in tree.items():
@@ -149,24 +180,45 @@ def _load(core: Core, state: State, only: str) -> dict[str, Any]:
     except InvalidInput as exc:
         raise InvalidInput(f"state {state.uid} has no module {only!r}: {exc}") from exc
     for part in [join("", only)] if only in tree else only.split("/"):
-        tree = next((child for key, child in tree.items() if join("", key) == part), None) if isinstance(tree, dict) else None
+        tree = (
+            next((child for key, child in tree.items() if join("", key) == part), None)
+            if isinstance(tree, dict)
+            else None
+        )
     if not isinstance(tree, dict):
-        raise InvalidInput(f"state {state.uid} has no module {only!r}: name with only= what it was tracked as")
+        raise InvalidInput(
+            f"state {state.uid} has no module {only!r}: name with only= what it was tracked as"
+        )
     return tree
 
 
 def _check_fit(state: State, only: str, wanted: dict[str, _Wanted], stored: dict[str, Any]) -> None:
     lines = [f"not in the state: {join(only, name)}" for name in wanted if name not in stored]
-    lines += [f"not in the module: {join(only, name)}" for name, value in stored.items() if name not in wanted and _is_tensor(value)]
+    lines += [
+        f"not in the module: {join(only, name)}"
+        for name, value in stored.items()
+        if name not in wanted and _is_tensor(value)
+    ]
     for name, each in ((name, each) for name, each in wanted.items() if name in stored):
         found = stored[name]
-        if not _is_tensor(found) or (found.shape, found.dtype) != (each.live.shape, each.live.dtype):
-            lines.append(f"{join(only, name)}: the state has {describe(found)}, the module {describe(each.live)}")
+        if not _is_tensor(found) or (found.shape, found.dtype) != (
+            each.live.shape,
+            each.live.dtype,
+        ):
+            lines.append(
+                f"{join(only, name)}: the state has {describe(found)}, the module"
+                f" {describe(each.live)}"
+            )
         elif each.tied in stored and not _same_bytes(found, stored[each.tied]):
-            lines.append(f"{join(only, name)}: the module has it tied to {join(only, each.tied)}, the state has another value")
+            lines.append(
+                f"{join(only, name)}: the module has it tied to {join(only, each.tied)}, the state"
+                " has another value"
+            )
     if lines:
         more = [f"… and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-        raise InvalidInput("\n  ".join([f"state {state.uid} does not fit the module:", *lines[:_SHOWN], *more]))
+        raise InvalidInput(
+            "\n  ".join([f"state {state.uid} does not fit the module:", *lines[:_SHOWN], *more])
+        )
 
 
 def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:

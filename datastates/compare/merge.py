@@ -1,7 +1,9 @@
-"""``repo.merge`` and ``repo.verify_merge``: a state made of others, tensor by tensor, that can be made again from them.
+"""``repo.merge`` and ``repo.verify_merge``: a state made of others, tensor by tensor, that can be
+made again from them.
 
-The parents stay where they are, mapped from disk or pinned in memory; the result is written straight into slots of the arena. So a
-merge takes the memory of one state and, for a while, of a few tensors.
+The parents stay where they are, mapped from disk or pinned in memory; the result is written
+straight into slots of the arena. So a merge takes the memory of one state and, for a while, of a
+few tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +26,15 @@ from datastates.config import BackPressure
 from datastates.engine.commit import Coming
 from datastates.engine.host import Host
 from datastates.engine.steps import manifest_of
-from datastates.errors import Conflict, Corrupt, InvalidInput, NotFound, OverBudget, Unavailable, Unsupported
+from datastates.errors import (
+    Conflict,
+    Corrupt,
+    InvalidInput,
+    NotFound,
+    OverBudget,
+    Unavailable,
+    Unsupported,
+)
 from datastates.lineage.query import names as names_query
 from datastates.lineage.states import Edge, EdgeKind, RefKind, State, StateFacts
 from datastates.lineage.write import record, refs
@@ -61,7 +71,8 @@ class Method(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A method with all its arguments, stored as attributes. ``weights`` are those of the parents, the first parent's first.
+    """A method with all its arguments, stored as attributes. ``weights`` are those of the parents,
+    the first parent's first.
 
     ``decay`` belongs to ``ema``.
     """
@@ -92,13 +103,17 @@ def plan_recipe(
     rest: str,
     decay: float | None,
 ) -> Recipe:
-    """The recipe for ``count`` states as the user named them, checked; ``ema`` takes them from the oldest to the newest.
+    """The recipe for ``count`` states as the user named them, checked; ``ema`` takes them from the
+    oldest to the newest.
 
     :raises InvalidInput: an argument belongs to another method, or makes no sense; says what would.
     """
     chosen = _method(method)
     if rest not in ("keep", "drop"):
-        raise InvalidInput(f"rest={rest!r}: 'keep' takes what is not merged from the first parent, 'drop' leaves its other objects out")
+        raise InvalidInput(
+            f"rest={rest!r}: 'keep' takes what is not merged from the first parent, 'drop' leaves"
+            " its other objects out"
+        )
     if count < 2:
         raise InvalidInput(f"a merge takes two states or more, not {count}")
     patterns = None if only is None else (only,) if isinstance(only, str) else tuple(only)
@@ -120,17 +135,26 @@ def recipe_of(uid: str, attributes: Mapping[str, Value]) -> Recipe:
     """
     if "merge.method" not in attributes:
         raise InvalidInput(f"state {uid} is no merge: it has no attribute merge.method")
-    known = {name: attributes[f"merge.{name}"] for name in ("method", "rest", "decay") if f"merge.{name}" in attributes}
+    known = {
+        name: attributes[f"merge.{name}"]
+        for name in ("method", "rest", "decay")
+        if f"merge.{name}" in attributes
+    }
     try:
         known["weights"] = msgspec.json.decode(str(attributes["merge.weights"]))
         known["only"] = msgspec.json.decode(str(attributes["merge.only"]))
         return msgspec.convert(known, Recipe)
     except (KeyError, msgspec.MsgspecError) as exc:
-        raise Corrupt(f"state {uid} says that it is a merge, but not by which recipe ({exc}): restore another state") from exc
+        raise Corrupt(
+            f"state {uid} says that it is a merge, but not by which recipe ({exc}): restore another"
+            " state"
+        ) from exc
 
 
 def combine(recipe: Recipe, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One flat tensor out of the parents' flat tensors of one real dtype. May be one of ``parts`` itself."""
+    """One flat tensor out of the parents' flat tensors of one real dtype.
+
+    May be one of ``parts`` itself."""
     first = parts[0]
     if all(_same_bytes(first, other) for other in parts[1:]):
         return first
@@ -161,14 +185,21 @@ def _shares(count: int, weights: Sequence[float] | None) -> tuple[float, ...]:
             raise InvalidInput(f"weights[{index}] is {each}: a weight is a number from 0 on")
     total = math.fsum(given)
     if abs(total - 1) > _SUM_ERROR:
-        hint = f": for these proportions give {[round(each / total, 6) for each in given]}" if total > 0 else ""
+        hint = (
+            f": for these proportions give {[round(each / total, 6) for each in given]}"
+            if total > 0
+            else ""
+        )
         raise InvalidInput(f"the weights of a mean sum to {total:g}, not to 1{hint}")
     return given
 
 
 def _decay(decay: float | None) -> float:
     if decay is None:
-        raise InvalidInput("method='ema' needs decay=, how much of the average each newer state leaves, such as 0.9")
+        raise InvalidInput(
+            "method='ema' needs decay=, how much of the average each newer state leaves, such"
+            " as 0.9"
+        )
     if not 0 <= decay < 1:
         raise InvalidInput(f"decay is {decay}: it must be from 0 to below 1")
     return decay
@@ -193,7 +224,8 @@ def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _sum(parts: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """The weighted sum, never by one call for product and sum: that may or may not round in between."""
+    """The weighted sum, never by one call for product and sum: that may or may not round in
+    between."""
     total = parts[0] * weights[0]
     for part, weight in zip(parts[1:], weights[1:], strict=True):
         total += part * weight
@@ -206,7 +238,9 @@ def _sum(parts: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tenso
 
 _SHOWN = 6
 _OPAQUE = frozenset("ax")
-"""Arrays and encoded objects: their bytes are not ours to average. Sparse and quantized tensors are refused."""
+"""Arrays and encoded objects: their bytes are not ours to average.
+
+Sparse and quantized tensors are refused."""
 
 
 class _Parent:
@@ -234,8 +268,8 @@ class _Parent:
 
 
 class Blend:
-    """The parents and their result; a context manager. ``carved`` is the result without its chunks. Parts that are not combined come from
-    the first parent.
+    """The parents and their result; a context manager. ``carved`` is the result without its chunks.
+    Parts that are not combined come from the first parent.
 
     :raises InvalidInput: the parents do not fit together; lists names, shapes and dtypes.
     :raises Unsupported: a tensor that is asked for cannot be combined.
@@ -249,7 +283,10 @@ class Blend:
             self._parents = [self._open(core, state) for state in states]
             selection = Selection(recipe.only)
             is_carved = recipe.rest == "drop" and recipe.only is not None
-            self.carved = carve(self._parents[0].reader.manifest.content, _with_record(selection) if is_carved else None)
+            self.carved = carve(
+                self._parents[0].reader.manifest.content,
+                _with_record(selection) if is_carved else None,
+            )
             self._combined = self._choose(selection)
             for other in self._parents[1:]:
                 self._check_fit(other, Selection(recipe.only))
@@ -258,8 +295,8 @@ class Blend:
             raise
 
     def tensors(self) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-        """Each tensor that is stored, in the order of its bytes, as flat ``uint8``: read-only, and valid until the next one is asked
-        for.
+        """Each tensor that is stored, in the order of its bytes, as flat ``uint8``: read-only, and
+        valid until the next one is asked for.
         """
         stored = [
             (min((shard.start for shard in spec.shards), default=0), index)
@@ -277,17 +314,29 @@ class Blend:
         manifest, carved = reader.manifest, self.carved
         content = manifest.content
         if manifest.origin.parent_digests != tuple(parent.digest for parent in self.states):
-            raise Corrupt(f"state {state.uid} was made of other parents than {', '.join(parent.uid for parent in self.states)}")
-        parts = ((content.skeleton, carved.skeleton), (content.values, carved.values), (content.tensors, carved.tensors))
+            raise Corrupt(
+                f"state {state.uid} was made of other parents than"
+                f" {', '.join(parent.uid for parent in self.states)}"
+            )
+        parts = (
+            (content.skeleton, carved.skeleton),
+            (content.values, carved.values),
+            (content.tensors, carved.tensors),
+        )
         if any(bytes(one) != bytes(other) for one, other in parts):
-            raise Corrupt(f"state {state.uid} has other names, values or shapes than its parents make")
+            raise Corrupt(
+                f"state {state.uid} has other names, values or shapes than its parents make"
+            )
         for spec, flat in self.tensors():
             try:
                 found = chunk_digest(read_flat(reader, spec).numpy().data)
             except Corrupt as exc:
                 raise Corrupt(f"{spec.path} of the merged state cannot be read: {exc}") from exc
             if found != chunk_digest(flat.numpy().data):
-                raise Corrupt(f"{spec.path} of state {state.uid} is not what its parents make by method {self.recipe.method}")
+                raise Corrupt(
+                    f"{spec.path} of state {state.uid} is not what its parents make by method"
+                    f" {self.recipe.method}"
+                )
 
     def close(self) -> None:
         """Release the parents; idempotent."""
@@ -296,7 +345,12 @@ class Blend:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _open(self, core: Core, state: State) -> _Parent:
@@ -309,13 +363,17 @@ class Blend:
             return flat
         dtype = dtype_of(spec.dtype)
         real = dtype.to_real() if dtype.is_complex else dtype
-        parts = [_aligned(flat, real), *(_aligned(parent.flat(spec.path, spec), real) for parent in self._parents[1:])]
+        parts = [
+            _aligned(flat, real),
+            *(_aligned(parent.flat(spec.path, spec), real) for parent in self._parents[1:]),
+        ]
         return combine(self.recipe, parts).view(torch.uint8)
 
     # What is combined, and whether it can be
 
     def _choose(self, selection: Selection) -> frozenset[int]:
-        """The tensors with bytes of their own that are combined: floating-point ones of which any name is asked for."""
+        """The tensors with bytes of their own that are combined: floating-point ones of which
+        any name is asked for."""
         chosen: set[int] = set()
         carved = self.carved
         for index, (spec, holder) in enumerate(zip(carved.specs, carved.holders, strict=True)):
@@ -323,19 +381,29 @@ class Blend:
             if not selection.wants(spec.path) or (holder is not None and holder in _OPAQUE):
                 continue
             if holder is not None:
-                raise Unsupported(f"{spec.path} is part of a sparse or quantized tensor, which is not merged: leave it out with only=…")
+                raise Unsupported(
+                    f"{spec.path} is part of a sparse or quantized tensor, which is not merged:"
+                    " leave it out with only=…"
+                )
             if (dtype.is_floating_point or dtype.is_complex) and not _is_counter(spec):
                 check_numeric(spec, "leave it out with only=…")
                 chosen.add(index if spec.alias is None else spec.alias)
         selection.refuse_unused([spec.path for spec in self._parents[0].specs])
         if not chosen:
-            raise InvalidInput(f"only={self.recipe.only} asks for no floating-point tensor: there is nothing to merge")
+            raise InvalidInput(
+                f"only={self.recipe.only} asks for no floating-point tensor: there is nothing to"
+                " merge"
+            )
         return frozenset(chosen)
 
     def _check_fit(self, other: _Parent, selection: Selection) -> None:
         first = self._parents[0]
         ours, theirs = (
-            {spec.path: spec for spec in specs if selection.wants(spec.path) and part_of(spec.path) is None}
+            {
+                spec.path: spec
+                for spec in specs
+                if selection.wants(spec.path) and part_of(spec.path) is None
+            }
             for specs in (self.carved.specs, other.specs)
         )
         there = {spec.path for spec in other.specs}
@@ -343,7 +411,9 @@ class Blend:
         lines += [f"only in {other.state.uid[:10]}: {path}" for path in theirs if path not in ours]
         for path in (each for each in ours if each in theirs):
             if _geometry(ours[path]) != _geometry(theirs[path]):
-                lines.append(f"{path}: {_describe(ours[path])} here, {_describe(theirs[path])} there")
+                lines.append(
+                    f"{path}: {_describe(ours[path])} here, {_describe(theirs[path])} there"
+                )
                 continue
             owner = first.specs[first.stored(path)].path
             if owner not in there or other.stored(path) != other.stored(owner):
@@ -351,7 +421,13 @@ class Blend:
         if lines:
             more = [f"… and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
             raise InvalidInput(
-                "\n  ".join([f"state {other.state.uid[:10]} does not fit state {first.state.uid[:10]}:", *lines[:_SHOWN], *more])
+                "\n  ".join(
+                    [
+                        f"state {other.state.uid[:10]} does not fit state {first.state.uid[:10]}:",
+                        *lines[:_SHOWN],
+                        *more,
+                    ]
+                )
                 + "\nmerge states of one model, or choose what both have with only=…"
             )
 
@@ -366,8 +442,15 @@ def _aligned(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _geometry(spec: TensorSpec) -> tuple[object, ...]:
-    """What parents must have in common: everything that is stored once for all of them, but not the order in memory."""
-    return spec.dtype, spec.shape, tuple(stride == 0 and size > 1 for stride, size in zip(spec.strides, spec.shape, strict=True))
+    """What parents must have in common: everything that is stored once for all of them, but not
+    the order in memory."""
+    return (
+        spec.dtype,
+        spec.shape,
+        tuple(
+            stride == 0 and size > 1 for stride, size in zip(spec.strides, spec.shape, strict=True)
+        ),
+    )
 
 
 def _describe(spec: TensorSpec) -> str:
@@ -375,7 +458,8 @@ def _describe(spec: TensorSpec) -> str:
 
 
 def _is_counter(spec: TensorSpec) -> bool:
-    """Whether the tensor counts steps: optimizers count theirs in tensors of one floating-point number."""
+    """Whether the tensor counts steps: optimizers count theirs in tensors of one floating-point
+    number."""
     return spec.shape == () and spec.path.endswith("/step")
 
 
@@ -408,10 +492,13 @@ def merge(
     recipe = plan_recipe(method, len(states), weights=weights, only=only, rest=rest, decay=decay)
     core.home.check_writable()
     if recipe.method is Method.EMA:
-        states = states[::-1]  # the newest is the first parent: its counters fit where the average stands
+        # the newest is the first parent: its counters fit where the average stands
+        states = states[::-1]
     _check_names(core, names.into, names.tag, states[0], recipe)
     with Blend(core, recipe, states) as blend:
-        made = _make(core, blend, into=names.into, message=names.message, attributes=recipe.attributes())
+        made = _make(
+            core, blend, into=names.into, message=names.message, attributes=recipe.attributes()
+        )
     if names.tag is not None:
         with core.writing() as session:
             refs.tag(session, names.tag, made.uid)
@@ -425,9 +512,15 @@ def verify_merge(core: Core, rev: str | State) -> State:
     with core.open_payload(state, verify=True) as reader:
         parents = _parents(core, reader.manifest)
         if state.parents != tuple(parent.uid for parent in parents):
-            raise Corrupt(f"state {state.uid} has the parents {state.parents}, and was made of {reader.manifest.origin.parents}")
+            raise Corrupt(
+                f"state {state.uid} has the parents {state.parents}, and was made of"
+                f" {reader.manifest.origin.parents}"
+            )
         if recipe.weights[1:] != tuple(edge.weight for edge in state.edges):
-            raise Corrupt(f"state {state.uid}: the weights of its edges are not those of its recipe, {recipe.weights}")
+            raise Corrupt(
+                f"state {state.uid}: the weights of its edges are not those of its recipe,"
+                f" {recipe.weights}"
+            )
         with Blend(core, recipe, parents) as blend:
             blend.compare(reader, state)
     return state
@@ -439,7 +532,10 @@ def _parents(core: Core, manifest: Manifest) -> list[State]:
     try:
         return [core.state(uid) for uid in origin.parents]
     except NotFound as exc:
-        raise Unavailable(f"state {origin.uid} was made of {len(origin.parents)} states that are not all here: {exc}") from exc
+        raise Unavailable(
+            f"state {origin.uid} was made of {len(origin.parents)} states that are not all here:"
+            f" {exc}"
+        ) from exc
 
 
 # What goes in
@@ -451,34 +547,47 @@ def _members(core: Core, revs: Sequence[str | State]) -> list[State]:
     states = [core.state(rev) for rev in revs]
     for index, state in enumerate(states):
         if state.uid in {other.uid for other in states[:index]}:
-            raise InvalidInput(f"{revs[index]!s} is state {state.uid}, which was named before: give it a larger weight instead")
+            raise InvalidInput(
+                f"{revs[index]!s} is state {state.uid}, which was named before: give it a larger"
+                " weight instead"
+            )
     return states
 
 
-def _check_names(core: Core, into: str | None, tag: str | None, first: State, recipe: Recipe) -> None:
-    """Check before any work that the names can be given: the branch is a new one, or at the first parent."""
+def _check_names(
+    core: Core, into: str | None, tag: str | None, first: State, recipe: Recipe
+) -> None:
+    """Check before any work that the names can be given: the branch is a new one, or at the
+    first parent."""
     for name in (each for each in (into, tag) if each is not None):
         refs.check_name(name)
     if into is not None and any(training.branch == into for training in core.trainings):
-        raise Conflict(f"branch {into!r} is being tracked: close its tracker first, or name another branch")
+        raise Conflict(
+            f"branch {into!r} is being tracked: close its tracker first, or name another branch"
+        )
     if into is not None and into == tag:
         raise InvalidInput(f"into and tag are both {into!r}: branches and tags share one namespace")
     with core.reading() as session:
         taken = {ref.name: ref for ref in names_query.refs(session)}
     if tag in taken:
-        raise Conflict(f"the name {tag!r} is taken by state {taken[str(tag)].state[:10]}: choose another tag")
+        raise Conflict(
+            f"the name {tag!r} is taken by state {taken[str(tag)].state[:10]}: choose another tag"
+        )
     ref = taken.get(into or "")
     if ref is not None and (ref.kind is not RefKind.BRANCH or ref.state != first.uid):
         raise Conflict(
-            f"{into!r} is a {ref.kind} at {ref.state[:10]}, and the first parent is {first.uid[:10]}: "
-            f"name the branch's head {'last' if recipe.method is Method.EMA else 'first'}, or a new branch"
+            f"{into!r} is a {ref.kind} at {ref.state[:10]}, and the first parent is"
+            f" {first.uid[:10]}: name the branch's head"
+            f" {'last' if recipe.method is Method.EMA else 'first'}, or a new branch"
         )
 
 
 # What comes out
 
 
-def _make(core: Core, blend: Blend, *, into: str | None, message: str | None, attributes: dict[str, Value]) -> State:
+def _make(
+    core: Core, blend: Blend, *, into: str | None, message: str | None, attributes: dict[str, Value]
+) -> State:
     """Fill slots and digest them, then hand the state in, as the second half of a capture does."""
     engaged = core.engage()
     host, arena, memory = engaged.host, engaged.arena, engaged.memory
@@ -488,12 +597,17 @@ def _make(core: Core, blend: Blend, *, into: str | None, message: str | None, at
         with undisturbed():
             slots += _acquire(host, lengths)
         _fill(arena, slots, blend)
-        chunks = tuple(Chunk(chunk_digest(arena.memory(slot, length)), length) for slot, length in zip(slots, lengths, strict=True))
+        chunks = tuple(
+            Chunk(chunk_digest(arena.memory(slot, length)), length)
+            for slot, length in zip(slots, lengths, strict=True)
+        )
         content = Content(blend.carved.skeleton, blend.carved.values, blend.carved.tensors, chunks)
         facts = _facts(blend, engaged.run_uid, into, message, attributes)
         manifest = manifest_of(facts, content, tuple(state.digest for state in blend.states))
         base = core.tiers.placed(blend.states[0].uid)
-        coming = Coming(facts, manifest.digest, sum(lengths), lambda: memory.adopt(manifest, slots), base)
+        coming = Coming(
+            facts, manifest.digest, sum(lengths), lambda: memory.adopt(manifest, slots), base
+        )
         state = host.take_in(coming, record.record)
     except BaseException:
         host.release(slots)  # those that memory did not take
@@ -504,15 +618,19 @@ def _make(core: Core, blend: Blend, *, into: str | None, message: str | None, at
 
 
 def _acquire(host: Host, lengths: Sequence[int]) -> list[int]:
-    """Slots for the result. The parents are pinned meanwhile, so waiting must end if nothing is left that could make room."""
+    """Slots for the result.
+
+    The parents are pinned meanwhile, so waiting must end if nothing is left that could make
+    room."""
     while True:
         slots = host.acquire(lengths, BackPressure.SKIP) if lengths else []
         if slots is not None:
             return slots
         if not host.pending_writes:
             raise OverBudget(
-                f"the merged state takes {sum(lengths)} bytes of memory next to its parents, and they are not free: "
-                "open the repository with more memory_bytes, or tag the parents, so that they are read from disk, and open it again"
+                f"the merged state takes {sum(lengths)} bytes of memory next to its parents, and"
+                " they are not free: open the repository with more memory_bytes, or tag the"
+                " parents, so that they are read from disk, and open it again"
             )
         host.drain()
 
@@ -525,16 +643,27 @@ def _fill(arena: Arena, slots: Sequence[int], blend: Blend) -> None:
         arena.tensor(slots[chunk] + begin, end - begin).zero_()  # a slot held another state before
 
 
-def _put(arena: Arena, slots: Sequence[int], start: int, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+def _put(
+    arena: Arena, slots: Sequence[int], start: int, data: np.ndarray[Any, np.dtype[np.uint8]]
+) -> None:
     done = 0
     while done < len(data):
         chunk, offset = divmod(start + done, CHUNK_BYTES)
         count = min(len(data) - done, CHUNK_BYTES - offset)
-        np.copyto(np.frombuffer(arena.memory(slots[chunk] + offset, count), np.uint8), data[done : done + count])
+        np.copyto(
+            np.frombuffer(arena.memory(slots[chunk] + offset, count), np.uint8),
+            data[done : done + count],
+        )
         done += count
 
 
-def _facts(blend: Blend, run: str | None, into: str | None, message: str | None, attributes: dict[str, Value]) -> StateFacts:
+def _facts(
+    blend: Blend,
+    run: str | None,
+    into: str | None,
+    message: str | None,
+    attributes: dict[str, Value],
+) -> StateFacts:
     first, *further = blend.states
     recipe = blend.recipe
     return StateFacts(
@@ -547,5 +676,8 @@ def _facts(blend: Blend, run: str | None, into: str | None, message: str | None,
         attributes=attributes,
         message=message,
         created_at=datetime.now(UTC),
-        edges=tuple(Edge(state.uid, EdgeKind.SOUP, weight) for state, weight in zip(further, recipe.weights[1:], strict=True)),
+        edges=tuple(
+            Edge(state.uid, EdgeKind.SOUP, weight)
+            for state, weight in zip(further, recipe.weights[1:], strict=True)
+        ),
     )

@@ -1,9 +1,12 @@
-"""The main job: capture every step of a real training, fork three variants of it, and prove that a resume is bit-exact.
+"""The main job: capture every step of a real training, fork three variants of it, and prove that a
+resume is bit-exact.
 
-A small byte-level GPT learns the Python standard library's own source. The end of a shared prefix is tagged ``warm``; ``main``
-goes on past it, and three variants fork from it. Every state is kept on disk (``durable_every=1``). A fresh process resumes from the tag
-and must repeat the losses of ``main``. A second one resumes from a random step of a random branch and must repeat the losses of that
-branch. At the end, the lineage of two runs on pictures, some with labels made wrong on purpose, shows which labels are wrong.
+A small byte-level GPT learns the Python standard library's own source. The end of a shared prefix
+is tagged ``warm``; ``main`` goes on past it, and three variants fork from it. Every state is kept
+on disk (``durable_every=1``). A fresh process resumes from the tag and must repeat the losses of
+``main``. A second one resumes from a random step of a random branch and must repeat the losses of
+that branch. At the end, the lineage of two runs on pictures, some with labels made wrong on
+purpose, shows which labels are wrong.
 
     python -m datastates.demo [FOLDER] [--short]
 """
@@ -52,7 +55,11 @@ class Variant:
 
 
 MAIN = Variant("main")
-VARIANTS = (Variant("low-lr", learning_rate_factor=0.3), Variant("no-dropout", dropout=0.0), Variant("other-order", order=1))
+VARIANTS = (
+    Variant("low-lr", learning_rate_factor=0.3),
+    Variant("no-dropout", dropout=0.0),
+    Variant("other-order", order=1),
+)
 
 CONFIG = Config(durable_every=1, retention="all")
 """Every state is written to disk and stays there."""
@@ -63,7 +70,8 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """What a fresh process does on a new branch: it repeats the steps of branch ``of`` from step ``start`` up to ``until``."""
+    """What a fresh process does on a new branch: it repeats the steps of branch ``of`` from step
+    ``start`` up to ``until``."""
 
     branch: str
     of: str
@@ -71,15 +79,31 @@ class Resumption:
     until: int
 
 
-def train(repo: Repository, size: Size, variant: Variant, until: int, tick: Callable[[], object], *, start: str | None = None) -> Cost:
-    """Train a branch up to step ``until`` and capture every step; with ``start`` it forks from there."""
+def train(
+    repo: Repository,
+    size: Size,
+    variant: Variant,
+    until: int,
+    tick: Callable[[], object],
+    *,
+    start: str | None = None,
+) -> Cost:
+    """Train a branch up to step ``until`` and capture every step; with ``start`` it forks from
+    there."""
     text, cost = read_text(size.shape.context), Cost()
     torch.manual_seed(0)
     model = GPT(size.shape, variant.dropout)
     optimizer = AdamW(model.parameters(), lr=1e-3)
     scheduler = LinearLR(optimizer, start_factor=0.1, total_iters=size.warm // 3)
     sampler = PermutationSampler(len(text.train))
-    with repo.track(branch=variant.branch, start=start, model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler) as run:
+    with repo.track(
+        branch=variant.branch,
+        start=start,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        sampler=sampler,
+    ) as run:
         # Everything now stands where ``start`` stood: change what this variant does differently.
         optimizer.param_groups[0]["lr"] *= variant.learning_rate_factor
         sampler.seed = variant.order
@@ -88,7 +112,8 @@ def train(repo: Repository, size: Size, variant: Variant, until: int, tick: Call
             loss = model(text.train[rows])
             optimizer.zero_grad()
             loss.backward()
-            cost.blocked_s += _timed(run.fence)  # `step` would wait by itself; here the wait is only timed
+            # `step` would wait by itself; here the wait is only timed
+            cost.blocked_s += _timed(run.fence)
             optimizer.step()
             scheduler.step()
             metrics = {"loss": loss.item()}
@@ -115,7 +140,8 @@ def evaluate(model: GPT, text: Text) -> float:
 
 
 def run_demo(root: Path, *, short: bool = False, console: Console | None = None) -> Outcome:
-    """Run the whole main job in ``root``: a new or empty folder, or one of an earlier demo, which is emptied first.
+    """Run the whole main job in ``root``: a new or empty folder, or one of an earlier demo, which
+    is emptied first.
 
     :raises Unsupported: a package that its end needs is not installed.
     :raises InvalidInput: ``root`` holds something else.
@@ -123,22 +149,42 @@ def run_demo(root: Path, *, short: bool = False, console: Console | None = None)
     console, size = console or Console(), SHORT if short else FULL
     check_extra()
     begin(root)
-    columns = (TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description:<12}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("steps"),
+        TimeElapsedColumn(),
+    )
     again = choose_resumption(size)
     console.print("durable_every=1: each state is written to disk, and all are kept")
-    console.print(f"random resume (seed {SEED}): from step {again.start} of {again.of}, {again.until - again.start} steps")
+    console.print(
+        f"random resume (seed {SEED}): from step {again.start} of {again.of},"
+        f" {again.until - again.start} steps"
+    )
     with datastates.open(root, config=CONFIG) as repo:
         with Progress(*columns, console=console) as progress:
             bar = progress.add_task("main", total=size.main)
             costs = [train(repo, size, MAIN, size.main, partial(progress.advance, bar))]
             for variant in VARIANTS:
                 bar = progress.add_task(variant.branch, total=size.variants - size.warm)
-                costs.append(train(repo, size, variant, size.variants, partial(progress.advance, bar), start="warm"))
+                costs.append(
+                    train(
+                        repo,
+                        size,
+                        variant,
+                        size.variants,
+                        partial(progress.advance, bar),
+                        start="warm",
+                    )
+                )
             resumptions = (Resumption("resumed", "main", size.warm, size.resumed), again)
             for each in resumptions:
                 bar = progress.add_task(each.branch, total=each.until - each.start)
                 resume_afresh(root, each, partial(progress.advance, bar), short=short)
-        outcome = examine(repo, root / "losses.png", costs, {each.branch: each.of for each in resumptions})
+        outcome = examine(
+            repo, root / "losses.png", costs, {each.branch: each.of for each in resumptions}
+        )
         show(outcome, repo, console)
     show_outliers(find_outliers(root / "pictures", size), console)
     return outcome
@@ -156,7 +202,15 @@ def choose_resumption(size: Size, seed: int = SEED) -> Resumption:
 def resume_afresh(root: Path, what: Resumption, tick: Callable[[], object], *, short: bool) -> None:
     """Resume in a fresh process, which prints a line for each step."""
     words = [what.branch, what.of, str(what.start), str(what.until)]
-    command = [sys.executable, "-m", "datastates.demo", str(root), "--resume", *words, *(["--short"] if short else [])]
+    command = [
+        sys.executable,
+        "-m",
+        "datastates.demo",
+        str(root),
+        "--resume",
+        *words,
+        *(["--short"] if short else []),
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
             for _ in process.stdout or ():
@@ -169,9 +223,11 @@ def resume_afresh(root: Path, what: Resumption, tick: Callable[[], object], *, s
 
 
 def resume(root: Path, size: Size, what: Resumption) -> None:
-    """The work of the fresh process: fork from a state of a branch and repeat the steps that the branch took after it."""
+    """The work of the fresh process: fork from a state of a branch and repeat the steps that the
+    branch took after it."""
     settings = next(each for each in (MAIN, *VARIANTS) if each.branch == what.of)
-    variant = replace(settings, branch=what.branch, learning_rate_factor=1.0)  # the state has the branch's learning rate
+    # the state has the branch's learning rate
+    variant = replace(settings, branch=what.branch, learning_rate_factor=1.0)
     with datastates.open(root, config=CONFIG) as repo:
         train(repo, size, variant, what.until, _say_a_line, start=f"{what.of}@step:{what.start}")
 
@@ -182,7 +238,8 @@ def _say_a_line() -> None:
 
 
 def check_extra() -> None:
-    """Look for the packages that draw the losses and find wrong labels, minutes before they are needed.
+    """Look for the packages that draw the losses and find wrong labels, minutes before they are
+    needed.
 
     :raises Unsupported: one is not installed.
     """
@@ -199,9 +256,13 @@ def begin(root: Path) -> None:
     if (root / MARKER).exists():
         shutil.rmtree(root)
     elif root.exists() and any(root.iterdir()):
-        raise InvalidInput(f"{root} holds something that is not of an earlier demo: name a new or an empty folder")
+        raise InvalidInput(
+            f"{root} holds something that is not of an earlier demo: name a new or an empty folder"
+        )
     root.mkdir(parents=True, exist_ok=True)
-    (root / MARKER).write_text("`datastates demo` made this folder, and empties it when it runs here again\n")
+    (root / MARKER).write_text(
+        "`datastates demo` made this folder, and empties it when it runs here again\n"
+    )
 
 
 def _timed(call: Callable[[], object]) -> float:
@@ -211,16 +272,24 @@ def _timed(call: Callable[[], object]) -> float:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the demo; returns the exit status: 0, 1 if the resumed run diverged, 130 if it was interrupted."""
-    parser = argparse.ArgumentParser(prog="datastates demo", description=(__doc__ or "").splitlines()[0])
+    """Run the demo; returns the exit status: 0, 1 if the resumed run diverged, 130 if it was
+    interrupted."""
+    parser = argparse.ArgumentParser(
+        prog="datastates demo", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/demo"))
     parser.add_argument("--short", action="store_true", help="a tiny model and a few steps")
     parser.add_argument("--resume", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)  # sums are then added in one order, and the other core is free for the engine
+    # sums are then added in one order, and the other core is free for the engine
+    torch.set_num_threads(1)
     if options.resume:
         branch, of, start, until = options.resume
-        resume(options.folder, SHORT if options.short else FULL, Resumption(branch, of, int(start), int(until)))
+        resume(
+            options.folder,
+            SHORT if options.short else FULL,
+            Resumption(branch, of, int(start), int(until)),
+        )
         return 0
     try:
         return 0 if run_demo(options.folder, short=options.short).is_bit_exact else 1
@@ -234,7 +303,11 @@ def script() -> int:
     try:
         return main()
     except DatastatesError as error:
-        from datastates.cli.app import code_of, complain  # the terminal is loaded only when there is something to say
+        # the terminal is loaded only when there is something to say
+        from datastates.cli.app import (
+            code_of,
+            complain,
+        )
 
         complain(error, as_json=False)
         return code_of(error)

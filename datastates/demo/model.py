@@ -1,4 +1,5 @@
-"""The model that the main job trains, a small byte-level GPT, and text that every machine has: the standard library's own source."""
+"""The model that the main job trains, a small byte-level GPT, and text that every machine has:
+the standard library's own source."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much the main job trains, in steps from the root of the lineage; and the pictures and epochs of its last part.
+    """How much the main job trains, in steps from the root of the lineage; and the pictures and
+    epochs of its last part.
 
     ``repeated`` is how many steps the resume from a random state takes.
     """
@@ -47,7 +49,16 @@ class Size:
 
 
 FULL = Size(
-    Shape(layers=5), batch=8, warm=100, main=200, variants=180, resumed=140, repeated=10, evaluate_every=10, pictures=6000, epochs=8
+    Shape(layers=5),
+    batch=8,
+    warm=100,
+    main=200,
+    variants=180,
+    resumed=140,
+    repeated=10,
+    evaluate_every=10,
+    pictures=6000,
+    epochs=8,
 )
 SHORT = Size(
     Shape(layers=1, heads=2, width=32, context=32),
@@ -64,20 +75,29 @@ SHORT = Size(
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each added to its input after a layer norm (GPT-2's order)."""
+    """Attention and a feed-forward layer, each added to its input after a layer norm (GPT-2's
+    order)."""
 
     def __init__(self, shape: Shape, dropout: float) -> None:
         super().__init__()
         self.heads = shape.heads
         self.norm_1, self.norm_2 = nn.LayerNorm(shape.width), nn.LayerNorm(shape.width)
-        self.qkv, self.proj = nn.Linear(shape.width, 3 * shape.width), nn.Linear(shape.width, shape.width)
-        self.up, self.down = nn.Linear(shape.width, 4 * shape.width), nn.Linear(4 * shape.width, shape.width)
+        self.qkv, self.proj = (
+            nn.Linear(shape.width, 3 * shape.width),
+            nn.Linear(shape.width, shape.width),
+        )
+        self.up, self.down = (
+            nn.Linear(shape.width, 4 * shape.width),
+            nn.Linear(4 * shape.width, shape.width),
+        )
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the block; shapes: (batch, time, width) in and out."""
         batch, time, width = x.shape
-        q, k, v = self.qkv(self.norm_1(x)).view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm_1(x)).view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        )
         seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.dropout(self.proj(seen.transpose(1, 2).reshape(batch, time, width)))
         expanded = functional.gelu(self.up(self.norm_2(x)))
@@ -85,7 +105,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder that returns its loss; the head is tied to the embedding, so one storage has two names."""
+    """A decoder that returns its loss; the head is tied to the embedding, so one storage has two
+    names."""
 
     def __init__(self, shape: Shape, dropout: float = 0.1) -> None:
         super().__init__()
@@ -101,7 +122,8 @@ class GPT(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The mean loss, in nats a token, of predicting ``tokens[:, 1:]`` (batch, time + 1) from the tokens before."""
+        """The mean loss, in nats a token, of predicting ``tokens[:, 1:]`` (batch, time + 1) from
+        the tokens before."""
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         x = self.dropout(self.embed(inputs) + self.position.weight[: inputs.shape[1]])
         for block in self.blocks:
@@ -119,15 +141,24 @@ class Text:
 
 @cache
 def read_text(context: int, *, train_bytes: int = 4_000_000, held_out_windows: int = 32) -> Text:
-    """The standard library's modules in order of name; the held-out windows are spread over what follows.
+    """The standard library's modules in order of name; the held-out windows are spread over what
+    follows.
 
     :raises NotFound: this Python came without its source.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     data = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
-    windows = torch.frombuffer(bytearray(data), dtype=torch.uint8)[: len(data) // (context + 1) * (context + 1)].view(-1, context + 1)
+    windows = torch.frombuffer(bytearray(data), dtype=torch.uint8)[
+        : len(data) // (context + 1) * (context + 1)
+    ].view(-1, context + 1)
     split = min(train_bytes // (context + 1), len(windows) * 9 // 10)
     if split < held_out_windows:
-        raise NotFound(f"{folder} holds {len(data)} bytes of Python source: the demo needs the standard library as *.py files")
+        raise NotFound(
+            f"{folder} holds {len(data)} bytes of Python source: the demo needs the standard"
+            " library as *.py files"
+        )
     rest = windows[split:]
-    return Text(windows[:split].long(), rest[:: max(1, len(rest) // held_out_windows)][:held_out_windows].long())
+    return Text(
+        windows[:split].long(),
+        rest[:: max(1, len(rest) // held_out_windows)][:held_out_windows].long(),
+    )

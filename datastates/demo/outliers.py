@@ -1,4 +1,5 @@
-"""The end of the main job: two runs on pictures, and from the states that they left, the pictures whose labels are wrong."""
+"""The end of the main job: two runs on pictures, and from the states that they left, the
+pictures whose labels are wrong."""
 
 from __future__ import annotations
 
@@ -26,30 +27,51 @@ if TYPE_CHECKING:
     from .model import Size
 
 FOLDER = Path("/usr/share/datasets/fashion-mnist")
-CLOTHES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
+CLOTHES = (
+    "T-shirt",
+    "trouser",
+    "pullover",
+    "dress",
+    "coat",
+    "sandal",
+    "shirt",
+    "sneaker",
+    "bag",
+    "ankle boot",
+)
 """The meanings of Fashion-MNIST's labels; those of the digits mean themselves."""
 
 
 def load(count: int, folder: Path = FOLDER) -> tuple[Tensor, Tensor, str]:
-    """The first ``count`` pictures as float32 ``[n, 1, height, width]`` from 0 to 1, their labels as int64 ``[n]``, and what they are.
+    """The first ``count`` pictures as float32 ``[n, 1, height, width]`` from 0 to 1, their labels
+    as int64 ``[n]``, and what they are.
 
-    Fashion-MNIST has 60,000 of 28 x 28, the digits 1,797 of 8 x 8; both have 10 classes and come in mixed order.
+    Fashion-MNIST has 60,000 of 28 x 28, the digits 1,797 of 8 x 8; both have 10 classes and come in
+    mixed order.
     """
     if (folder / "train-images-idx3-ubyte.gz").is_file():
-        pixels, labels = _idx(folder / "train-images-idx3-ubyte.gz"), _idx(folder / "train-labels-idx1-ubyte.gz")
+        pixels, labels = (
+            _idx(folder / "train-images-idx3-ubyte.gz"),
+            _idx(folder / "train-labels-idx1-ubyte.gz"),
+        )
         scaled, name = pixels[:count] / np.float32(255), "Fashion-MNIST"
     else:
         from sklearn.datasets import load_digits  # only if the other data set is not there
 
         digits = load_digits()
-        scaled, labels, name = digits.images[:count] / 16, digits.target, "the digits of scikit-learn"
+        scaled, labels, name = (
+            digits.images[:count] / 16,
+            digits.target,
+            "the digits of scikit-learn",
+        )
     images = torch.from_numpy(scaled.astype(np.float32)).unsqueeze(1)
     targets = torch.from_numpy(labels[:count].astype(np.int64))
     return images, targets, f"{len(images)} pictures of {name}"
 
 
 def _idx(path: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """An array of bytes in the format of MNIST: two zeros, the type, the number of dimensions, their sizes as big-endian int32."""
+    """An array of bytes in the format of MNIST: two zeros, the type, the number of dimensions,
+    their sizes as big-endian int32."""
     data = gzip.decompress(path.read_bytes())
     shape = np.frombuffer(data, ">i4", count=data[3], offset=4)
     return np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(tuple(shape))
@@ -65,7 +87,8 @@ SEEDS = (0, 1)
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
-    """Pictures; ``labels`` are ``truth`` except at ``wrong``, where they were changed to another class on purpose."""
+    """Pictures; ``labels`` are ``truth`` except at ``wrong``, where they were changed to another
+    class on purpose."""
 
     images: Tensor
     labels: Tensor
@@ -99,14 +122,20 @@ class Suspicion:
 
 
 def find_outliers(root: Path, size: Size) -> Suspicion:
-    """Train in a repository of its own at ``root``, capture each epoch, score every picture, write the page."""
+    """Train in a repository of its own at ``root``, capture each epoch, score every picture,
+    write the page."""
     pictures = spoil(size.pictures)
     with open_repository(root, config=Config(durable_every=1)) as repo:
         branches = [train(repo, pictures, size.epochs, seed) for seed in SEEDS]
-        report = outliers(repo, branches, model=build(pictures), loss=pictures.loss, count=len(pictures.images))
+        report = outliers(
+            repo, branches, model=build(pictures), loss=pictures.loss, count=len(pictures.images)
+        )
     show = pictures.images[:, 0].numpy()
     page = report.to_html(
-        root.parent / "outliers.html", title=f"Outliers in {pictures.name}", show=lambda index: show[index], describe=pictures.describe
+        root.parent / "outliers.html",
+        title=f"Outliers in {pictures.name}",
+        show=lambda index: show[index],
+        describe=pictures.describe,
     )
     return Suspicion(report, pictures, page)
 
@@ -123,7 +152,9 @@ def spoil(count: int) -> Pictures:
 
 def build(pictures: Pictures) -> nn.Module:
     """A small classifier."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(pictures.images[0].numel(), 128), nn.ReLU(), nn.Linear(128, 10))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(pictures.images[0].numel(), 128), nn.ReLU(), nn.Linear(128, 10)
+    )
 
 
 def train(repo: Repository, pictures: Pictures, epochs: int, seed: int) -> str:
@@ -142,10 +173,17 @@ def train(repo: Repository, pictures: Pictures, epochs: int, seed: int) -> str:
 
 
 def show_outliers(found: Suspicion, console: Console) -> None:
-    """Print the highest ranked pictures, how many of the planted ones were found, and where the page is."""
+    """Print the highest ranked pictures, how many of the planted ones were found, and where the
+    page is."""
     pictures = found.pictures
-    console.print(f"\n{pictures.name}; {len(pictures.wrong)} labels were made wrong on purpose, and {len(SEEDS)} runs trained on them")
+    console.print(
+        f"\n{pictures.name}; {len(pictures.wrong)} labels were made wrong on purpose, and"
+        f" {len(SEEDS)} runs trained on them"
+    )
     for part in tables(found.report, most=8, describe=pictures.describe):
         console.print(part)
-    console.print(f"{found.found} of {len(found.report.suspects())} suspects are among the {len(pictures.wrong)} that were made wrong")
+    console.print(
+        f"{found.found} of {len(found.report.suspects())} suspects are among the"
+        f" {len(pictures.wrong)} that were made wrong"
+    )
     console.print(f"page: {os.path.relpath(found.page)}", soft_wrap=True)

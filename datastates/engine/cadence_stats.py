@@ -1,4 +1,5 @@
-"""The facts with which the engine asks a line's policy: its captures, its writes, and what they cost."""
+"""The facts with which the engine asks a line's policy: its captures, its writes, and what they
+cost."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ _NOTHING: Mapping[str, float] = {}
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A capture, as its training saw it. ``at`` is when it began, ``held_s`` is for how long the one before it held the training up.
-    ``size`` is the number of its bytes; None: it is not known.
+    """A capture, as its training saw it. ``at`` is when it began, ``held_s`` is for how long the
+    one before it held the training up. ``size`` is the number of its bytes; None: it is not known.
     """
 
     at: float | None = None
@@ -28,8 +29,9 @@ class Taken:
 
 @dataclass(slots=True)
 class Pacing:
-    """The facts about one line of the engine. ``idle`` captures were made since its last write ended. A state adds ``size`` bytes to the
-    disk, as far as is known. Up to ``most_waiting`` states waited since ``costs`` were computed; see ``Costs.waiting``.
+    """The facts about one line of the engine. ``idle`` captures were made since its last write
+    ended. A state adds ``size`` bytes to the disk, as far as is known. Up to ``most_waiting``
+    states waited since ``costs`` were computed; see ``Costs.waiting``.
     """
 
     policy: Policy
@@ -51,14 +53,17 @@ class Pacing:
     _debt_at: float = 0.0
 
     def is_due_at_capture(self, taken: Taken, now: float, *, waiting: int) -> bool:
-        """Whether to write the capture that was just recorded, which is the newest; it is counted."""
+        """Whether to write the capture that was just recorded, which is the newest; it is
+        counted."""
         self.count += 1
         self.idle += 1
         self.most_waiting = max(self.most_waiting, waiting)
         self._step = taken.step
         if taken.at is not None:
             self._measures.captured(taken.at, taken.held_s)
-        is_due = self.policy.is_due(self._moment(now, index=self.count - 1, metrics=taken.metrics, waiting=waiting))
+        is_due = self.policy.is_due(
+            self._moment(now, index=self.count - 1, metrics=taken.metrics, waiting=waiting)
+        )
         for key, value in taken.metrics.items():
             if value == value:  # not NaN
                 least, greatest = self._extremes.get(key, (value, value))
@@ -85,7 +90,8 @@ class Pacing:
         self.last_write, self._last_index, self._last_step = now, self.count - 1, self._step
 
     def next_due(self, *, waiting: int) -> float | None:
-        """The time at which the newest capture becomes due without another event; None: never, or not before the next capture."""
+        """The time at which the newest capture becomes due without another event; None: never,
+        or not before the next capture."""
         return self.policy.next_due(self._moment(0.0, waiting=waiting))
 
     def wrote(
@@ -99,10 +105,12 @@ class Pacing:
         cpu_s: float | None = None,
         further_s: float | None = None,
     ) -> bool:
-        """Note that states were written together, by this line or another of the process; returns whether the policy made a new choice.
+        """Note that states were written together, by this line or another of the process; returns
+        whether the policy made a new choice.
 
-        ``size`` is how many bytes they added to the disk, and ``cpu_s`` how long that kept a processor busy. ``further_s`` is how long it
-        lately took to put a state onto the further tiers.
+        ``size`` is how many bytes they added to the disk, and ``cpu_s`` how long that kept a
+        processor busy. ``further_s`` is how long it lately took to put a state onto the further
+        tiers.
         """
         self._measures.wrote(began, ended, is_own=is_own, states=states, size=size, cpu_s=cpu_s)
         if not is_own:
@@ -112,7 +120,10 @@ class Pacing:
         costs = self._measures.costs()
         if costs is None or costs is self._reckoned:
             return False
-        self._reckoned, self.costs = costs, replace(costs, further_s=further_s, debt=self._debt, waiting=self.most_waiting)
+        self._reckoned, self.costs = (
+            costs,
+            replace(costs, further_s=further_s, debt=self._debt, waiting=self.most_waiting),
+        )
         self.most_waiting = 0
         chosen = self.policy.choose(self.costs, self.choice)
         has_changed = chosen is not self.choice
@@ -123,7 +134,14 @@ class Pacing:
         rate = self.policy.bytes_per_s
         return 0.0 if rate is None else max(0.0, self._debt - rate * max(0.0, now - self._debt_at))
 
-    def _moment(self, now: float, *, index: int | None = None, metrics: Mapping[str, float] = _NOTHING, waiting: int) -> Moment:
+    def _moment(
+        self,
+        now: float,
+        *,
+        index: int | None = None,
+        metrics: Mapping[str, float] = _NOTHING,
+        waiting: int,
+    ) -> Moment:
         return Moment(
             now=now,
             index=index,

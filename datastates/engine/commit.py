@@ -1,17 +1,22 @@
-"""The only place where a state becomes part of memory and lineage. Captures, merges and clones all go through it.
+"""The only place where a state becomes part of memory and lineage. Captures, merges and clones all
+go through it.
 
     enter      its slots become the memory tier's
     record     the lineage takes it, in one transaction; a round of captures in one
     announce   the engine knows that it is there
 
-Whatever is raised on the way, between any two instructions, in the end either all three have the state or none has.
+Whatever is raised on the way, between any two instructions, in the end either all three have the
+state or none has.
 
 Rules:
-- The lineage decides. A state that it has is announced, and then the error is raised (for a capture, by the next call that uses its
-  line). Any other state leaves memory again, and a capture's handle is told why.
-- If a transaction did not return, the lineage is asked whether it was committed. If the lineage does not answer, a capture waits in the
-  journal, which finds out later. Any other state leaves memory, and the lineage is told that it left, as for any eviction.
-- Slots that the memory tier did not take stay with the caller that acquired them: the tier removes those that it takes from the list.
+- The lineage decides. A state that it has is announced, and then the error is raised (for a
+  capture, by the next call that uses its line). Any other state leaves memory again, and a
+  capture's handle is told why.
+- If a transaction did not return, the lineage is asked whether it was committed. If the lineage
+  does not answer, a capture waits in the journal, which finds out later. Any other state leaves
+  memory, and the lineage is told that it left, as for any eviction.
+- Slots that the memory tier did not take stay with the caller that acquired them: the tier removes
+  those that it takes from the list.
 - Each step of the way back may be done twice: if the way back is interrupted too, it starts again.
 """
 
@@ -50,10 +55,19 @@ if TYPE_CHECKING:
 
 
 class Pipeline:
-    """The steps in order of priority. ``enter`` and ``leave`` belong to the engine thread, ``write`` to the writer thread."""
+    """The steps in order of priority.
+
+    ``enter`` and ``leave`` belong to the engine thread, ``write`` to the writer thread."""
 
     def __init__(
-        self, books: Books, register: Register, *, arena: Arena, memory: CaptureTier, local: DurableTier, recorder: Recorder
+        self,
+        books: Books,
+        register: Register,
+        *,
+        arena: Arena,
+        memory: CaptureTier,
+        local: DurableTier,
+        recorder: Recorder,
     ) -> None:
         self._recorder = recorder
         self._run, self._register, self._arena, self._memory = books.run, register, arena, memory
@@ -61,7 +75,8 @@ class Pipeline:
         self._write = Write(memory, local, register.journal, recorder)
 
     def enter(self, staged: Staged) -> None:
-        """Take a capture into memory, each step in turn; its line goes on from it. If this raises, ``leave`` undoes it.
+        """Take a capture into memory, each step in turn; its line goes on from it. If this raises,
+        ``leave`` undoes it.
 
         :raises Torn: or any other error of the copy.
         """
@@ -80,14 +95,17 @@ class Pipeline:
             snapshot.digest = work.digested().digest
         self._recorder.count("snapshots", bool(job.snapshots))
         self._let_go(job)
-        self._recorder.count("bytes_copied", sum(work.lengths) - sum(map(work.lengths.__getitem__, job.here)))
+        self._recorder.count(
+            "bytes_copied", sum(work.lengths) - sum(map(work.lengths.__getitem__, job.here))
+        )
         self._recorder.count("bytes_new", work.bytes_new)
         self._register.place(uid, staged.line)
         if staged.line.part is None:
             staged.line.tip = (uid, work.digested().digest)
 
     def leave(self, staged: Staged) -> None:
-        """Undo ``enter``, as far as it got: memory gives the capture back, and its line goes on from the state before it."""
+        """Undo ``enter``, as far as it got: memory gives the capture back, and its line goes on
+        from the state before it."""
         line, work, uid = staged.line, staged.work, staged.progress.uid
         if work is not None:
             self._memory.remove(uid)
@@ -98,10 +116,15 @@ class Pipeline:
             line.tip = work.before
 
     def write(self, uids: Sequence[str]) -> int:
-        """Make states of the memory tier durable: all of them, or none; returns how many bytes that added to the disk."""
+        """Make states of the memory tier durable: all of them, or none; returns how many bytes
+        that added to the disk."""
         lines = {uid: self._register.line_of(uid) for uid in uids}
         group = [
-            Writing(uid, None, is_of_base=False) if line is None else Writing(uid, line.related(), line.has_placed)
+            (
+                Writing(uid, None, is_of_base=False)
+                if line is None
+                else Writing(uid, line.related(), line.has_placed)
+            )
             for uid, line in lines.items()
         ]
         self._write.process(group)
@@ -112,7 +135,8 @@ class Pipeline:
         return sum(writing.size for writing in group)
 
     def _let_go(self, job: CopyJob) -> None:
-        """Release what was held for a state in flight, now that the memory tier has it or never will."""
+        """Release what was held for a state in flight, now that the memory tier has it or never
+        will."""
         job.snapshots.clear()
         if job.held:
             held, job.held = job.held, []
@@ -122,12 +146,27 @@ class Pipeline:
         """The work on a capture whose bytes are in its slots."""
         tip, part = staged.line.tip, staged.line.part
         run = staged.line.run or self._run
-        content, lengths = Content(staged.layout.skeleton, staged.values, staged.layout.tensors, ()), staged.layout.chunk_lengths
+        content, lengths = (
+            Content(staged.layout.skeleton, staged.values, staged.layout.tensors, ()),
+            staged.layout.chunk_lengths,
+        )
         if part is not None:
             facts = replace(staged.facts, run=run.uid, config=run.chosen)
-            work = Work(facts, (), content, lengths, job.slots, tip, rank=part.rank, reduce=staged.line.reduce, form=staged.form)
+            work = Work(
+                facts,
+                (),
+                content,
+                lengths,
+                job.slots,
+                tip,
+                rank=part.rank,
+                reduce=staged.line.reduce,
+                form=staged.form,
+            )
         else:
-            facts = replace(staged.facts, parent=None if tip is None else tip[0], run=run.uid, config=run.chosen)
+            facts = replace(
+                staged.facts, parent=None if tip is None else tip[0], run=run.uid, config=run.chosen
+            )
             work = Work(facts, () if tip is None else (tip[1],), content, lengths, job.slots, tip)
         work.known, work.is_from_device = job.digests, bool(job.plan.devices)
         return work
@@ -142,7 +181,8 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Coming:
-    """A state that no line captured: a merge or a clone, about to be taken in. ``enter`` makes its bytes the memory tier's, all or none.
+    """A state that no line captured: a merge or a clone, about to be taken in. ``enter`` makes its
+    bytes the memory tier's, all or none.
 
     ``base`` is the manifest of a related state on disk.
     """
@@ -156,11 +196,20 @@ class Coming:
     def told(self, placed: Placed, tier: CaptureTier, holder: str) -> NewState:
         """The record of it for the lineage."""
         total, new = self.bytes_total, placed.bytes_new
-        return NewState(self.facts, self.digest, tier.gives, bytes_total=total, bytes_new=new, tier=tier.name, node=holder)
+        return NewState(
+            self.facts,
+            self.digest,
+            tier.gives,
+            bytes_total=total,
+            bytes_new=new,
+            tier=tier.name,
+            node=holder,
+        )
 
 
 class Commits:
-    """Takes states in. ``adopt`` tells the engine of a merge or a clone, or raises Closed; ``post`` tells it of captures.
+    """Takes states in. ``adopt`` tells the engine of a merge or a clone, or raises Closed; ``post``
+    tells it of captures.
 
     Either may be called any number of times for one state.
     """
@@ -179,16 +228,23 @@ class Commits:
         self._recorder = recorder
         self._database: Database = books.database
         self.holder = books.holder
-        self._register, self._pipeline, self._memory, self._journal = register, pipeline, memory, register.journal
+        self._register, self._pipeline, self._memory, self._journal = (
+            register,
+            pipeline,
+            memory,
+            register.journal,
+        )
         self._record = Record(register.journal, memory, books.holder)
         self._adopt, self._post = adopt, post
         self._turn = Mutex()
-        """Takes in one state at a time: of two clones of one state, one could take back what the other relies on."""
+        """Takes in one state at a time: of two clones of one state, one could take back what the
+        other relies on."""
 
-    # --- merges and clones: any thread -----------------------------------------------------------------------------------------
+    # --- merges and clones: any thread ------------------------------------------------------------
 
     def take_in(self, coming: Coming, record: Callable[[Session, NewState], State]) -> State:
-        """Take in a merge or a clone: ``record`` tells the lineage of it, and its result is returned. An interrupt is raised at the end.
+        """Take in a merge or a clone: ``record`` tells the lineage of it, and its result is
+        returned. An interrupt is raised at the end.
 
         :raises Conflict: another state of this uid is here, or the branch has moved on.
         """
@@ -198,8 +254,10 @@ class Commits:
             try:
                 placed = coming.enter()
                 if self._journal.is_leaving(uid):
-                    self._journal.tell_evictions()  # it left and comes back: the lineage must be told in this order
-                with self._database.write(durable=True) as session:  # durable, because nothing would tell it again
+                    # it left and comes back: the lineage must be told in this order
+                    self._journal.tell_evictions()
+                with self._database.write(durable=True) as session:
+                    # durable, because nothing would tell it again
                     state = record(session, coming.told(placed, self._memory, self.holder))
                 self._adopt(uid, coming.base)
             except BaseException:
@@ -216,10 +274,12 @@ class Commits:
             self._memory.remove(uid)
             self._journal.evict([uid])
 
-    # --- captures: the engine thread -------------------------------------------------------------------------------------------
+    # --- captures: the engine thread --------------------------------------------------------------
 
     def take_round(self, captures: Sequence[Staged]) -> None:
-        """Take in captures that were copied. If one fails, its handle gets the error; an error that this raises is for ``settle``."""
+        """Take in captures that were copied.
+
+        If one fails, its handle gets the error; an error that this raises is for ``settle``."""
         entered: list[Staged] = []
         for staged in captures:
             try:
@@ -229,20 +289,32 @@ class Commits:
             except BaseException as exc:  # the handle raises it, whatever it is
                 self._refuse(staged, exc)
         began = time.monotonic()
-        errors = self._record.process_all([staged.work for staged in entered if staged.work is not None])
+        errors = self._record.process_all(
+            [staged.work for staged in entered if staged.work is not None]
+        )
         if entered:
             newest = entered[-1]
-            self._recorder.span("record", began, time.monotonic(), newest.progress.uid, newest.facts.step)
+            self._recorder.span(
+                "record", began, time.monotonic(), newest.progress.uid, newest.facts.step
+            )
         self._announce(self._concluded(entered, errors))
 
     def settle(self, captures: Sequence[Staged], error: BaseException) -> None:
-        """Settle a round that ``error`` broke off at any point: memory, lineage and engine all have each of its captures, or none has."""
-        self._announce(self._concluded(captures, {staged.progress.uid: error for staged in captures}))
+        """Settle a round that ``error`` broke off at any point: memory, lineage and engine all
+        have each of its captures, or none has."""
+        self._announce(
+            self._concluded(captures, {staged.progress.uid: error for staged in captures})
+        )
 
-    def _concluded(self, captures: Sequence[Staged], errors: Mapping[str, BaseException]) -> list[Staged]:
-        """The captures that are in memory and in the lineage, or will be. The others are in neither from now on; their handles are told."""
+    def _concluded(
+        self, captures: Sequence[Staged], errors: Mapping[str, BaseException]
+    ) -> list[Staged]:
+        """The captures that are in memory and in the lineage, or will be.
+
+        The others are in neither from now on; their handles are told."""
         wrong = [staged for staged in captures if staged.progress.uid in errors]
-        has_come = {staged.progress.uid: self._has_come(staged) for staged in wrong}  # parents first, as the journal tells them
+        # parents first, as the journal tells them
+        has_come = {staged.progress.uid: self._has_come(staged) for staged in wrong}
         for staged in reversed(wrong):  # the newest first: each restores its line's tip before it
             error = errors[staged.progress.uid]
             if has_come[staged.progress.uid]:
@@ -253,31 +325,45 @@ class Commits:
 
     def _has_come(self, staged: Staged) -> bool:
         entry = None if staged.work is None else staged.work.entry
-        return entry is not None and self._stays(entry.new.uid, partial(self._journal.conclude, entry))
+        return entry is not None and self._stays(
+            entry.new.uid, partial(self._journal.conclude, entry)
+        )
 
     def _refuse(self, staged: Staged, error: BaseException) -> None:
         self._pipeline.leave(staged)
         self._register.refuse(staged, error)
         if staged.line.part is not None:
             why = Why.TORN if isinstance(error, Torn) else Why.FAILED
-            self._journal.skip(Skip(staged.facts, staged.line.part.rank, why, str(error) or repr(error)))
+            self._journal.skip(
+                Skip(staged.facts, staged.line.part.rank, why, str(error) or repr(error))
+            )
 
     def _announce(self, captures: Sequence[Staged]) -> None:
-        whole = [staged for staged in captures if staged.line.part is None]  # the register announces parts, once their state is whole
+        # the register announces parts, once their state is whole
+        whole = [staged for staged in captures if staged.line.part is None]
         now = time.monotonic()
-        self._post(*(Recorded(each.progress.uid, each.line.name, now, each.taken(), each is whole[-1]) for each in whole))
+        self._post(
+            *(
+                Recorded(each.progress.uid, each.line.name, now, each.taken(), each is whole[-1])
+                for each in whole
+            )
+        )
 
-    # --- something was raised ----------------------------------------------------------------------------------------------------
+    # --- something was raised ---------------------------------------------------------------------
 
     def _stays(self, uid: str, is_told: Callable[[], bool]) -> bool:
-        """Whether memory and lineage have a state, or will. If not, the state is removed from memory."""
+        """Whether memory and lineage have a state, or will.
+
+        If not, the state is removed from memory."""
         if not self._memory.has(uid):
             return False  # the lineage was not told of it yet
         try:
             if is_told():
                 return True
         except DatastatesError:
-            _logger.warning("whether state %s was recorded is not known: it leaves memory", uid, exc_info=True)
+            _logger.warning(
+                "whether state %s was recorded is not known: it leaves memory", uid, exc_info=True
+            )
             self._journal.evict([uid])
         self._memory.remove(uid)
         return False
@@ -313,8 +399,8 @@ class Named:
         self._every_s = min(size / PER_S, MOST_S) if rank else 0.0
 
     def look(self, *, is_forced: bool = False) -> RefsChanged | None:
-        """What refs name now; None if nothing changed, if the database is away, or if it is not yet time. ``is_forced`` reads them in any
-        case."""
+        """What refs name now; None if nothing changed, if the database is away, or if it is not
+        yet time. ``is_forced`` reads them in any case."""
         if time.monotonic() < self._looks_at and not is_forced:
             return None
         self._looks_at = time.monotonic() + self._every_s
@@ -323,12 +409,17 @@ class Named:
                 with self._database.read() as session:
                     seen, newest = self._seen, names.last_event(session)
                     has_grown = newest != seen.id
-                    is_sure = seen.is_settled and not has_grown  # then it was, before this transaction began
+                    # then it was, before this transaction began
+                    is_sure = seen.is_settled and not has_grown
                     is_read = is_forced or not (is_sure and self._is_sure)
                     if is_read:
                         self._read(session, self._told if self._told <= newest else _NOTHING)
                         self._told = seen.id if seen.is_settled else self._told
-                    seen = detail.newest_events(session) if has_grown and seen.is_settled else detail.settle(session, seen)
+                    seen = (
+                        detail.newest_events(session)
+                        if has_grown and seen.is_settled
+                        else detail.settle(session, seen)
+                    )
                     is_known = self._journal.check(session)
                 self._seen, self._is_sure = seen, is_sure
                 changed = RefsChanged(self._tagged, dict(self._heads)) if is_read else None
@@ -344,7 +435,10 @@ class Named:
         moved = names.moved(session, after)
         if after == _NOTHING:
             self._tags, self._heads = {}, {}
-        is_tag_moved = any(name in self._tags or (ref is not None and ref.kind is RefKind.TAG) for name, ref in moved.items())
+        is_tag_moved = any(
+            name in self._tags or (ref is not None and ref.kind is RefKind.TAG)
+            for name, ref in moved.items()
+        )
         for name, ref in moved.items():
             for kept in (self._tags, self._heads):
                 kept.pop(name, None)

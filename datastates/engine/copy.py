@@ -1,4 +1,5 @@
-"""One state on its way into the slots of an arena, as the copying threads hand it on to each other."""
+"""One state on its way into the slots of an arena, as the copying threads hand it on to each
+other."""
 
 from __future__ import annotations
 
@@ -21,20 +22,33 @@ from datastates.system.devices import Mark, Stream, devices
 from datastates.system.interrupts import Mutex
 from datastates.system.threads import Latch
 
-from .device_copies import HOST, NOTHING, Digested, Look, Pairs, Snapshot, Snapshots, aside_of, beside, is_within, placed
+from .device_copies import (
+    HOST,
+    NOTHING,
+    Digested,
+    Look,
+    Pairs,
+    Snapshot,
+    Snapshots,
+    aside_of,
+    beside,
+    is_within,
+    placed,
+)
 from .plan import CopyPlan, Pieces
 from .tear_check import Armed, named
 
 
 @dataclass(slots=True)
 class Crossing:
-    """A job's copies from one device. The mark ``begun`` is behind everything that the copies must see. ``aside`` has what was put aside,
-    with its places in the state's stream of bytes.
+    """A job's copies from one device. The mark ``begun`` is behind everything that the copies must
+    see. ``aside`` has what was put aside, with its places in the state's stream of bytes.
 
-    ``held`` has the tensors that copies read, until they are done. ``arrived`` is the mark behind the last copy, once ``is_queued``.
-    ``look`` is what is known of still chunks, if there may be any; its ``lanes`` arrive with the rest, unless something waits for them
-    sooner. ``digested`` and its ``lanes`` are of chunks that the device digests as they cross. ``is_apart``: everything is put aside, and
-    the copies read nothing that the training changes.
+    ``held`` has the tensors that copies read, until they are done. ``arrived`` is the mark behind
+    the last copy, once ``is_queued``. ``look`` is what is known of still chunks, if there may be
+    any; its ``lanes`` arrive with the rest, unless something waits for them sooner. ``digested``
+    and its ``lanes`` are of chunks that the device digests as they cross. ``is_apart``: everything
+    is put aside, and the copies read nothing that the training changes.
     """
 
     device: torch.device
@@ -52,14 +66,17 @@ class Crossing:
 
 @dataclass(slots=True)
 class CopyJob:
-    """One state on its way into ``slots``. ``is_copied`` is set once nothing reads the sources any more.
+    """One state on its way into ``slots``. ``is_copied`` is set once nothing reads the sources any
+    more.
 
-    ``error`` is written before ``is_copied`` is set. ``on_done`` runs on the stage thread after that. ``versions`` are the tripwire's,
-    as of the first fence or of the end of the copy, whichever is earlier. ``began`` is when the stage thread took the job.
-    ``is_host_read`` is set once no host memory is read any more. ``numbers`` belong to the job; they lie on devices until it is copied,
-    then on the host. ``digests`` has the digests of chunks that their device digested. ``here`` has still ones that were not copied
-    because memory has them, which it does as long as they are ``held``; ``late`` are those that were copied after all. ``snapshots`` are
-    the copies of the state ``uid`` that stay on devices, until memory has the state.
+    ``error`` is written before ``is_copied`` is set. ``on_done`` runs on the stage thread after
+    that. ``versions`` are the tripwire's, as of the first fence or of the end of the copy,
+    whichever is earlier. ``began`` is when the stage thread took the job. ``is_host_read`` is set
+    once no host memory is read any more. ``numbers`` belong to the job; they lie on devices until
+    it is copied, then on the host. ``digests`` has the digests of chunks that their device
+    digested. ``here`` has still ones that were not copied because memory has them, which it does as
+    long as they are ``held``; ``late`` are those that were copied after all. ``snapshots`` are the
+    copies of the state ``uid`` that stay on devices, until memory has the state.
     """
 
     plan: CopyPlan
@@ -95,13 +112,20 @@ Hold = Callable[[Iterable[tuple[bytes, int]]], dict[tuple[bytes, int], Held]]
 
 
 class Crossings:
-    """The streams of an arena's captures, and the thread that queues on them. ``then`` takes each job once it is queued, in order.
+    """The streams of an arena's captures, and the thread that queues on them. ``then`` takes each
+    job once it is queued, in order.
 
-    ``hold`` finds still chunks in memory, so that they need no copy; without it everything is copied. What a snapshot has is copied from
-    the snapshot.
+    ``hold`` finds still chunks in memory, so that they need no copy; without it everything is
+    copied. What a snapshot has is copied from the snapshot.
     """
 
-    def __init__(self, arena: Arena, then: Callable[[CopyJob | None], None], hold: Hold | None, snapshots: Snapshots) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        then: Callable[[CopyJob | None], None],
+        hold: Hold | None,
+        snapshots: Snapshots,
+    ) -> None:
         self._arena, self._then, self._hold, self._snapshots = arena, then, hold, snapshots
         self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
         self._streams: dict[torch.device, Stream] = {}
@@ -110,36 +134,44 @@ class Crossings:
         self._is_pinned = False
 
     def begin(self, job: CopyJob, *, is_deferring: bool) -> None:
-        """Put aside what may change next, or copy it now; everything else may change only after a fence.
+        """Put aside what may change next, or copy it now; everything else may change only after a
+        fence.
 
-        Unless ``is_deferring``, no chunk is treated as still, since that would mean waiting for its digest.
+        Unless ``is_deferring``, no chunk is treated as still, since that would mean waiting for its
+        digest.
         """
         plan = job.plan
-        if not self._is_pinned and plan.devices:  # only now: registering creates a context on the device
+        if not self._is_pinned and plan.devices:
+            # only now: registering creates a context on the device
             self._is_pinned = True
             self._arena.pin(DeviceRegistrar(plan.devices[0]))
         for device in dict.fromkeys((*plan.devices, *map(devices().of, job.numbers))):
             self._begin_on(device, job, is_deferring=is_deferring)
 
     def put(self, job: CopyJob | None) -> None:
-        """Have a job's copies queued, and hand it on. Jobs without device copies pass through here too, so that all stay in order."""
+        """Have a job's copies queued, and hand it on.
+
+        Jobs without device copies pass through here too, so that all stay in order."""
         if self._thread is None and (job is None or not job.crossings):
             self._then(job)
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="datastates-crossing", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, name="datastates-crossing", daemon=True
+            )
             self._thread.start()
         self._jobs.put(job)
 
     def fence(self, job: CopyJob) -> None:
-        """Make the current streams wait for the copies, and the host until these are queued. Where everything was put aside on the device,
-        the streams wait for that alone."""
+        """Make the current streams wait for the copies, and the host until these are queued.
+        Where everything was put aside on the device, the streams wait for that alone."""
         for crossing in job.crossings:
             behind: Mark | None = crossing.begun
             if not crossing.is_apart:
                 crossing.is_queued.wait()
                 behind = crossing.arrived
-            # A graph that is being recorded waits for nothing outside of it: the caller fences before it replays the graph.
+            # A graph that is being recorded waits for nothing outside of it: the caller fences
+            # before it replays the graph.
             if behind is not None and not devices().is_recording(crossing.device):
                 devices().wait(devices().current(crossing.device), behind)
 
@@ -153,13 +185,17 @@ class Crossings:
                 crossing.look.try_out(functools.partial(self._digest_of, job))
 
     def learn(self, job: CopyJob) -> None:
-        """Take the digests that devices made of a job's chunks, once it is finished and known not to be torn."""
+        """Take the digests that devices made of a job's chunks, once it is finished and known
+        not to be torn."""
         for crossing in job.crossings:
             if crossing.digested is not None:
-                job.digests |= crossing.digested.learn(crossing.lanes[0], functools.partial(self._digest_of, job))
+                job.digests |= crossing.digested.learn(
+                    crossing.lanes[0], functools.partial(self._digest_of, job)
+                )
 
     def end(self, job: CopyJob) -> None:
-        """Release everything held for a job, whatever its outcome, once no copy reads or writes for it. Raises nothing."""
+        """Release everything held for a job, whatever its outcome, once no copy reads or writes
+        for it. Raises nothing."""
         try:
             self.finish(job)
         except BaseException as exc:  # the device may be lost: the handle raises it
@@ -185,16 +221,25 @@ class Crossings:
         snapshot = self._snapshots.take(job.uid, job.plan, device)
         if snapshot is not None:
             job.snapshots.append(snapshot)
-            job.crossings.append(Crossing(device, side, snapshot.written, snapshot.stretches, [], look, is_apart=True))
+            job.crossings.append(
+                Crossing(
+                    device, side, snapshot.written, snapshot.stretches, [], look, is_apart=True
+                )
+            )
             return
         aside, held = list[tuple[int, torch.Tensor]](), list[torch.Tensor]()
-        small = [source for source in route.small if not is_within(source, skipped)] if skipped else route.small
+        small = (
+            [source for source in route.small if not is_within(source, skipped)]
+            if skipped
+            else route.small
+        )
         large = [(source.start, source.flat) for source in route.large]
         if small:
             try:
                 with torch.no_grad():
                     aside = aside_of(small, () if skipped else route.runs)
-            except torch.OutOfMemoryError:  # copy to the host at once, which takes no room there; the training waits for it
+            except torch.OutOfMemoryError:
+                # copy to the host at once, which takes no room there; the training waits for it
                 large += [(source.start, source.flat) for source in small]
         if skipped:
             large = [*beside(large, skipped)]
@@ -206,7 +251,9 @@ class Crossings:
                 with devices().on(side):
                     copy(pairs, non_blocking=True)
             except BaseException:
-                devices().mark(side).synchronize()  # queued copies write to slots that are about to be given back
+                devices().mark(
+                    side
+                ).synchronize()  # queued copies write to slots that are about to be given back
                 raise
             devices().wait(current, devices().mark(side))
         job.crossings.append(Crossing(device, side, devices().mark(current), aside, held, look))
@@ -223,7 +270,8 @@ class Crossings:
             try:
                 if job.error is None:
                     self._cross(crossing, job)
-            except BaseException as exc:  # the handle raises it, whatever it is, and the thread goes on
+            except BaseException as exc:
+                # the handle raises it, whatever it is, and the thread goes on
                 job.error = exc
             finally:
                 crossing.aside = []
@@ -249,9 +297,15 @@ class Crossings:
         crossing.arrived = devices().mark(crossing.side)
 
     def _placed(self, crossing: Crossing, job: CopyJob) -> Pairs:
-        """The copies of what was put aside, and of what is deferred; of the latter the same as when these slots were used last."""
-        aside, skipped = crossing.aside, frozenset[int]() if crossing.look is None else crossing.look.skipped
-        deferred = () if crossing.is_apart else job.plan.routes.get(crossing.device, NOTHING).deferred
+        """The copies of what was put aside, and of what is deferred; of the latter the same as
+        when these slots were used last."""
+        aside, skipped = (
+            crossing.aside,
+            (frozenset[int]() if crossing.look is None else crossing.look.skipped),
+        )
+        deferred = (
+            () if crossing.is_apart else job.plan.routes.get(crossing.device, NOTHING).deferred
+        )
         stretches = [(source.start, source.flat) for source in deferred]
         if skipped:
             return placed(beside([*aside, *stretches], skipped), job.slots, self._arena)
@@ -265,7 +319,8 @@ class Crossings:
         return [*first[0], *later[0]], [*first[1], *later[1]]
 
     def _digest(self, crossing: Crossing, job: CopyJob) -> None:
-        """Have chunks digested beside the copies, on another stream; ``side`` goes on when both are done."""
+        """Have chunks digested beside the copies, on another stream; ``side`` goes on when both
+        are done."""
         device, plan = crossing.device, job.plan
         deferred = plan.routes.get(device, NOTHING).deferred
         if crossing.is_apart or not deferred:
@@ -273,8 +328,13 @@ class Crossings:
         digested = plan.digested.get(device)
         if digested is None:
             stills = plan.stills.get(device)
-            stretches, left_out = ((source.start, source.flat) for source in deferred), () if stills is None else stills.parts
-            digested = plan.digested[device] = Digested(stretches, plan.layout.chunk_lengths, left_out)
+            stretches, left_out = (
+                ((source.start, source.flat) for source in deferred),
+                (() if stills is None else stills.parts),
+            )
+            digested = plan.digested[device] = Digested(
+                stretches, plan.layout.chunk_lengths, left_out
+            )
         stream = self._digesting.get(device)
         if stream is None:
             stream = self._digesting[device] = devices().stream(device)
@@ -286,7 +346,9 @@ class Crossings:
             devices().wait(crossing.side, devices().mark(stream))
 
     def _digest_of(self, job: CopyJob, chunk: int) -> bytes:
-        return chunk_digest(self._arena.memory(job.slots[chunk], job.plan.layout.chunk_lengths[chunk]))
+        return chunk_digest(
+            self._arena.memory(job.slots[chunk], job.plan.layout.chunk_lengths[chunk])
+        )
 
     def _bring_lanes(self, crossing: Crossing, look: Look) -> Mark:
         with devices().on(crossing.side):
@@ -305,7 +367,8 @@ class Crossings:
         changed = look.skipped.difference(job.here)
         job.late |= changed
         stretches = look.stills.stretches(changed)
-        if crossing.is_apart:  # copy from the snapshot: the training may have changed the tensors since
+        if crossing.is_apart:
+            # copy from the snapshot: the training may have changed the tensors since
             stretches = [*beside(crossing.aside, frozenset(range(len(lengths))) - changed)]
         pairs = placed(stretches, job.slots, self._arena)
         crossing.held += pairs[1]
@@ -336,11 +399,16 @@ def _reached(crossing: Crossing) -> Mark | None:
 
 
 def _bring(found: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Replace the tensors on this device in ``found`` by copies on the host, which will arrive; returns the originals."""
+    """Replace the tensors on this device in ``found`` by copies on the host, which will arrive;
+    returns the originals."""
     there = [index for index, each in enumerate(found) if devices().of(each) == device]
     brought = [found[index] for index in there]
     for index in there:
-        found[index] = devices().pinned(found[index].shape, found[index].dtype).copy_(found[index], non_blocking=True)
+        found[index] = (
+            devices()
+            .pinned(found[index].shape, found[index].dtype)
+            .copy_(found[index], non_blocking=True)
+        )
     return brought
 
 
@@ -351,17 +419,21 @@ def _bring(found: list[torch.Tensor], device: torch.device) -> list[torch.Tensor
 _logger = logging.getLogger(__name__)
 
 _INLINE_BYTES = 1 << 20
-"""More eager bytes than this are copied by the stage thread, which is known to use one core, while the caller waits."""
+"""More eager bytes than this are copied by the stage thread, which is known to use one core,
+while the caller waits."""
 
 
 class Stager:
-    """Copies states into an arena. ``begin`` and ``fence`` run on the training thread, the rest on the stage thread.
+    """Copies states into an arena. ``begin`` and ``fence`` run on the training thread, the rest on
+    the stage thread.
 
-    ``hold`` finds chunks in memory, so that chunks that stay the same on a device are not copied from it. ``snapshots`` takes snapshots of
-    what lies on devices, if it is given.
+    ``hold`` finds chunks in memory, so that chunks that stay the same on a device are not copied
+    from it. ``snapshots`` takes snapshots of what lies on devices, if it is given.
     """
 
-    def __init__(self, arena: Arena, hold: Hold | None = None, snapshots: Snapshots | None = None) -> None:
+    def __init__(
+        self, arena: Arena, hold: Hold | None = None, snapshots: Snapshots | None = None
+    ) -> None:
         self._arena = arena
         self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
         self._crossings = Crossings(arena, self._take, hold, snapshots or Snapshots(0))
@@ -375,13 +447,18 @@ class Stager:
         """
         job.armed = job.plan.tripwire.arm()
         for chunk, first, last in job.plan.gaps:
-            self._arena.tensor(job.slots[chunk] + first, last - first).zero_()  # the slot may hold bytes of another state
+            self._arena.tensor(
+                job.slots[chunk] + first, last - first
+            ).zero_()  # the slot may hold bytes of another state
         if job.plan.devices or job.numbers:
             self._crossings.begin(job, is_deferring=is_deferring)
             copy(host_pairs(job, self._arena, is_deferred=False))
             if not job.plan.routes.get(HOST, NOTHING).deferred:
                 job.is_host_read.set()
-                if all(crossing.is_apart or not job.plan.routes.get(crossing.device, NOTHING).deferred for crossing in job.crossings):
+                if all(
+                    crossing.is_apart or not job.plan.routes.get(crossing.device, NOTHING).deferred
+                    for crossing in job.crossings
+                ):
                     _seal(job)  # no copy reads the training's tensors any more
             job.eager_done.set()
         elif job.plan.eager_bytes <= _INLINE_BYTES or torch.get_num_threads() == 1:
@@ -393,12 +470,15 @@ class Stager:
             self.fence(job)
 
     def abandon(self, job: CopyJob, error: BaseException) -> None:
-        """End a job whose ``begin`` was interrupted. Even if it was handed over by then, it is finished only once."""
+        """End a job whose ``begin`` was interrupted.
+
+        Even if it was handed over by then, it is finished only once."""
         job.error = job.error or error
         self._crossings.put(job)
 
     def fence(self, job: CopyJob) -> None:
-        """Wait until the job reads nothing any more: the host for host memory, the current stream for device memory."""
+        """Wait until the job reads nothing any more: the host for host memory, the current
+        stream for device memory."""
         if job.crossings:
             _seal(job)
             self._crossings.fence(job)
@@ -418,12 +498,16 @@ class Stager:
         self._jobs.put(job)
 
     def _run(self) -> None:
-        torch.get_num_threads()  # torch sets this thread's number of OpenMP threads at its first use; after that we can set it
+        # torch sets this thread's number of OpenMP threads at its first use; after that we can set
+        # it
+        torch.get_num_threads()
         with threadpoolctl.threadpool_limits(limits=1, user_api="openmp"):
             while (job := self._jobs.get()) is not None:
                 try:
                     self._finish(job)
-                except BaseException as exc:  # a training waits for this thread at its next fence: whatever it is, the thread goes on
+                except BaseException as exc:
+                    # a training waits for this thread at its next fence: whatever it is, the thread
+                    # goes on
                     _logger.exception("the end of a copy failed; the thread that copies goes on")
                     self._give_up(job, exc)
                 del job  # otherwise its tensors would live until the next job
@@ -458,7 +542,11 @@ class Stager:
             _copy_pieces(job.plan, job.plan.eager, job.slots, self._arena)
             job.eager_done.set()
         if not job.crossings:
-            self._arena.make_real(slot for slot, pieces in zip(job.slots, job.plan.eager, strict=True) if not pieces.sources)
+            self._arena.make_real(
+                slot
+                for slot, pieces in zip(job.slots, job.plan.eager, strict=True)
+                if not pieces.sources
+            )
         if job.crossings:
             copy(host_pairs(job, self._arena, is_deferred=True))
         else:  # the views are made here, to spare the training thread
@@ -470,34 +558,56 @@ class Stager:
 
     def _check(self, job: CopyJob) -> None:
         assert job.armed is not None
-        slots = job.slots if not job.here else [job.here[chunk].slot if chunk in job.here else slot for chunk, slot in enumerate(job.slots)]
+        slots = (
+            job.slots
+            if not job.here
+            else [
+                job.here[chunk].slot if chunk in job.here else slot
+                for chunk, slot in enumerate(job.slots)
+            ]
+        )
         torn = job.plan.tripwire.tripped(job.armed, _seal(job), slots, self._arena.flat)
         if job.late:
             torn += [path for path in self._changed(job) if path not in torn]
         if torn:
             raise Torn(
-                f"{named(torn)} changed between capture() and the end of its copy, outside a tracked optimizer's step: call run.fence() "
-                "before such an update; from now on these tensors are copied before capture() returns",
+                f"{named(torn)} changed between capture() and the end of its copy, outside a"
+                " tracked optimizer's step: call run.fence() before such an update; from now on"
+                " these tensors are copied before capture() returns",
                 paths=tuple(torn),
             )
 
     def _changed(self, job: CopyJob) -> list[str]:
-        """The paths of tensors in chunks that were copied late, and do not match what their device digested when ``capture`` was called."""
+        """The paths of tensors in chunks that were copied late, and do not match what their
+        device digested when ``capture`` was called."""
         lengths = job.plan.layout.chunk_lengths
-        wrong = {chunk for chunk in job.late if chunk_digest(self._arena.memory(job.slots[chunk], lengths[chunk])) != job.digests[chunk]}
-        return [source.path for source in job.plan.sources if wrong.intersection(chunk for chunk, _ in source.pieces)]
+        wrong = {
+            chunk
+            for chunk in job.late
+            if chunk_digest(self._arena.memory(job.slots[chunk], lengths[chunk]))
+            != job.digests[chunk]
+        }
+        return [
+            source.path
+            for source in job.plan.sources
+            if wrong.intersection(chunk for chunk, _ in source.pieces)
+        ]
 
 
 def _seal(job: CopyJob) -> list[int]:
-    """The versions before the fence opens: afterwards the optimizer rightly increases them, on a device long before the copy is done."""
+    """The versions before the fence opens: afterwards the optimizer rightly increases them, on a
+    device long before the copy is done."""
     with job.seal:
         if job.versions is None:
             job.versions = job.plan.tripwire.versions()
         return job.versions
 
 
-def _copy_pieces(plan: CopyPlan, chunks: Sequence[Pieces], slots: Sequence[int], arena: Arena) -> None:
-    """Copy these pieces of a state in host memory; a run of many small tensors takes one ``cat``, which needs no views."""
+def _copy_pieces(
+    plan: CopyPlan, chunks: Sequence[Pieces], slots: Sequence[int], arena: Arena
+) -> None:
+    """Copy these pieces of a state in host memory; a run of many small tensors takes one
+    ``cat``, which needs no views."""
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for chunk, pieces in enumerate(chunks):
@@ -505,7 +615,10 @@ def _copy_pieces(plan: CopyPlan, chunks: Sequence[Pieces], slots: Sequence[int],
             continue
         sizes, first, last = plan.sizes[chunk], pieces.places[0], pieces.places[-1]
         if 1 < len(pieces.sources) == last - first + 1:
-            torch.cat(pieces.sources, out=arena.tensor(slots[chunk] + sum(sizes[:first]), sum(sizes[first : last + 1])))
+            torch.cat(
+                pieces.sources,
+                out=arena.tensor(slots[chunk] + sum(sizes[:first]), sum(sizes[first : last + 1])),
+            )
         else:
             targets += map(arena.pieces(slots[chunk], sizes).__getitem__, pieces.places)
             sources += pieces.sources

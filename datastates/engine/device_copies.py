@@ -1,4 +1,5 @@
-"""Finds where the bytes of a state lie, on each device and on the host, and the stretches of the arena to which they go."""
+"""Finds where the bytes of a state lie, on each device and on the host, and the stretches of the
+arena to which they go."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Targets, and a source for each."""
 
 _SMALL_BYTES = 1 << 20
-"""Tensors up to this size that are copied at once are first put aside on their device: it takes one launch for all of them, and the
-training waits for no copy to the host."""
+"""Tensors up to this size that are copied at once are first put aside on their device: it takes
+one launch for all of them, and the training waits for no copy to the host."""
 
 _ASIDE_BYTES = 64 << 20
 """The most bytes that are put aside."""
@@ -44,9 +45,11 @@ class CopySource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The sources in one place, in the order of the stream: those put aside at once, those copied at once, and those copied later.
+    """The sources in one place, in the order of the stream: those put aside at once, those copied
+    at once, and those copied later.
 
-    ``runs`` are the contiguous runs of ``small``: the start of each in the stream, and its first and last byte in their concatenation.
+    ``runs`` are the contiguous runs of ``small``: the start of each in the stream, and its first
+    and last byte in their concatenation.
     """
 
     small: tuple[CopySource, ...] = ()
@@ -62,19 +65,26 @@ def routes_of(sources: Iterable[CopySource]) -> dict[torch.device, Route]:
     """The route of each place where something lies; the whole host is one place."""
     at: dict[torch.device, list[CopySource]] = {}
     for source in sorted(sources, key=_start):
-        at.setdefault(devices().of(source.flat) if devices().is_on(source.flat) else HOST, []).append(source)
+        at.setdefault(
+            devices().of(source.flat) if devices().is_on(source.flat) else HOST, []
+        ).append(source)
     return {place: _route(found, is_host=place == HOST) for place, found in at.items()}
 
 
-def aside_of(small: Sequence[CopySource], runs: Iterable[tuple[int, int, int]] = ()) -> list[tuple[int, torch.Tensor]]:
-    """One copy of all small sources, as stretches that are contiguous in the stream, each with its start there; ``runs`` if known."""
+def aside_of(
+    small: Sequence[CopySource], runs: Iterable[tuple[int, int, int]] = ()
+) -> list[tuple[int, torch.Tensor]]:
+    """One copy of all small sources, as stretches that are contiguous in the stream, each with
+    its start there; ``runs`` if known."""
     aside = torch.cat([source.flat for source in small])
     return [(start, aside[first:last]) for start, first, last in runs or _joined(small)]
 
 
-def placed(stretches: Iterable[tuple[int, torch.Tensor]], slots: Sequence[int], arena: Arena) -> Pairs:
-    """The targets of stretches of the stream. Each is split into as few pieces as the slots of the state, which may be scattered, and their
-    registrations allow."""
+def placed(
+    stretches: Iterable[tuple[int, torch.Tensor]], slots: Sequence[int], arena: Arena
+) -> Pairs:
+    """The targets of stretches of the stream. Each is split into as few pieces as the slots of
+    the state, which may be scattered, and their registrations allow."""
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for start, flat in stretches:
@@ -91,13 +101,18 @@ def placed(stretches: Iterable[tuple[int, torch.Tensor]], slots: Sequence[int], 
 
 def _together(chunk: int, offset: int, length: int, slots: Sequence[int], arena: Arena) -> int:
     first, count = chunk, min(length, CHUNK_BYTES - offset)
-    while count < length and slots[chunk + 1] == slots[chunk] + CHUNK_BYTES and arena.is_joint(slots[first], slots[chunk + 1]):
+    while (
+        count < length
+        and slots[chunk + 1] == slots[chunk] + CHUNK_BYTES
+        and arena.is_joint(slots[first], slots[chunk + 1])
+    ):
         chunk, count = chunk + 1, min(length, count + CHUNK_BYTES)
     return count
 
 
 def _joined(small: Sequence[CopySource]) -> Iterator[tuple[int, int, int]]:
-    """For each contiguous run of sources: its start in the stream, and its first and last byte in their concatenation."""
+    """For each contiguous run of sources: its start in the stream, and its first and last byte
+    in their concatenation."""
     start, first, last = small[0].start, 0, 0
     for source in small:
         if source.start != start + last - first:
@@ -119,7 +134,9 @@ def _route(sources: list[CopySource], *, is_host: bool) -> Route:
         left -= length * is_small
         (small if is_small else large).append(source)
     runs = tuple(_joined(small)) if small else ()
-    return Route(tuple(small), tuple(large), tuple(source for source in sources if source.is_deferred), runs)
+    return Route(
+        tuple(small), tuple(large), tuple(source for source in sources if source.is_deferred), runs
+    )
 
 
 def _start(source: CopySource) -> int:
@@ -139,11 +156,11 @@ _SPARED = 8
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The layout of a snapshot of a plan's tensors on one device. Each stretch of the stream is whole, and has the same offset from a whole
-    KiB as in the stream.
+    """The layout of a snapshot of a plan's tensors on one device. Each stretch of the stream is
+    whole, and has the same offset from a whole KiB as in the stream.
 
-    ``parts`` are in order, as words of one kind; a number stands for that many words of zeros. Each of ``stretches`` is its start in the
-    stream, its first byte here and the byte after its last.
+    ``parts`` are in order, as words of one kind; a number stands for that many words of zeros. Each
+    of ``stretches`` is its start in the stream, its first byte here and the byte after its last.
     """
 
     parts: tuple[torch.Tensor | int, ...]
@@ -153,7 +170,8 @@ class Packing:
 
 
 class Plan(Protocol):
-    """What is needed of a copy plan here: what lies where, the zeros between tensors, and the packings of devices so far."""
+    """What is needed of a copy plan here: what lies where, the zeros between tensors, and the
+    packings of devices so far."""
 
     routes: dict[torch.device, Route]
     gaps: list[tuple[int, int, int]]
@@ -162,10 +180,11 @@ class Plan(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Snapshot:
-    """A copy of a state's tensors on one device. ``memory`` belongs to ``stream``, and is valid from the mark ``written`` on.
+    """A copy of a state's tensors on one device. ``memory`` belongs to ``stream``, and is valid
+    from the mark ``written`` on.
 
-    ``digest`` is the state's, once memory has the state: by then the host has seen that ``written`` was reached. ``readers`` is the
-    number of restores that are reading it.
+    ``digest`` is the state's, once memory has the state: by then the host has seen that ``written``
+    was reached. ``readers`` is the number of restores that are reading it.
     """
 
     uid: str
@@ -194,7 +213,8 @@ class Snapshot:
 
 @dataclass(slots=True)
 class _Usage:
-    """What is known of a device: the most memory that the training has taken of it besides snapshots, and its allocator's failures."""
+    """What is known of a device: the most memory that the training has taken of it besides
+    snapshots, and its allocator's failures."""
 
     failures: int
     peak: int = 0
@@ -202,7 +222,8 @@ class _Usage:
 
 
 class Snapshots:
-    """The snapshots of one repository: at most ``budget`` bytes on each device; the oldest makes room for the next.
+    """The snapshots of one repository: at most ``budget`` bytes on each device; the oldest makes
+    room for the next.
 
     ``take`` belongs to training threads; any thread may call the rest.
     """
@@ -217,9 +238,11 @@ class Snapshots:
         self._lock = Mutex()
 
     def take(self, uid: str, plan: Plan, device: torch.device) -> Snapshot | None:
-        """A copy of a state's tensors on a device, made in the order of the current stream; None if there is no memory for it.
+        """A copy of a state's tensors on a device, made in the order of the current stream; None if
+        there is no memory for it.
 
-        The first capture of a plan gets none, because it is not known before how much memory a step with this plan takes.
+        The first capture of a plan gets none, because it is not known before how much memory a step
+        with this plan takes.
         """
         if self._is_given_up or device not in plan.routes:
             return None
@@ -241,15 +264,18 @@ class Snapshots:
                 return None
             words = memory.view(packing.word)
             zeros = words.new_zeros(ALIGNED_BYTES // words.itemsize)
-            torch.cat([zeros[:part] if isinstance(part, int) else part for part in packing.parts], out=words)
+            torch.cat(
+                [zeros[:part] if isinstance(part, int) else part for part in packing.parts],
+                out=words,
+            )
             snapshot = Snapshot(uid, packing, memory, current, devices().mark(current))
             self._held.append(snapshot)
         return snapshot
 
     @contextmanager
     def reading(self, uid: str, digest: str) -> Iterator[Sequence[Snapshot]]:
-        """The snapshots of a state, one for each device, for reading on the current streams; queue everything that reads them within the
-        block."""
+        """The snapshots of a state, one for each device, for reading on the current streams;
+        queue everything that reads them within the block."""
         with self._lock:
             found = [each for each in self._held if each.uid == uid and each.digest == digest]
             for each in found:
@@ -259,15 +285,17 @@ class Snapshots:
         finally:
             try:
                 for each in found:
-                    devices().wait(each.stream, devices().mark(devices().current(each.stream.device)))
+                    devices().wait(
+                        each.stream, devices().mark(devices().current(each.stream.device))
+                    )
             finally:
                 with self._lock:
                     for each in found:
                         each.readers -= 1
 
     def keep(self, branch: str, uid: str) -> None:
-        """Keep the snapshots of the state to which a training would go back: of those of its branch that are not the newest, they make room
-        last."""
+        """Keep the snapshots of the state to which a training would go back: of those of its
+        branch that are not the newest, they make room last."""
         with self._lock:
             self._kept[branch] = uid
 
@@ -282,7 +310,11 @@ class Snapshots:
     def _memory_for(self, packing: Packing, stream: Stream, room: int) -> torch.Tensor | None:
         """New memory within ``room``, or that of the oldest snapshot that may be dropped."""
         device, size, kept = stream.device, packing.size, frozenset(self._kept.values())
-        free = [each for each in self._on(device) if not each.is_crossing and not each.readers and each.uid not in kept]
+        free = [
+            each
+            for each in self._on(device)
+            if not each.is_crossing and not each.readers and each.uid not in kept
+        ]
         while self._held_on(device) + size > room:
             if not free:
                 return None
@@ -291,13 +323,16 @@ class Snapshots:
             if oldest.memory.numel() == size and oldest.stream == stream:
                 return oldest.memory
         try:
-            return next(part for part in packing.parts if not isinstance(part, int)).new_empty(size, dtype=torch.uint8)
+            return next(part for part in packing.parts if not isinstance(part, int)).new_empty(
+                size, dtype=torch.uint8
+            )
         except torch.OutOfMemoryError:
             self._give_up(device, "there is no memory for one more")
             return None
 
     def _room_on(self, device: torch.device) -> int:
-        """How much memory of a device all snapshots may take now; if the training is short of memory, all of them are given up."""
+        """How much memory of a device all snapshots may take now; if the training is short of
+        memory, all of them are given up."""
         try:
             memory, held = devices().memory(device), self._held_on(device)
         except RuntimeError as exc:  # the user's own allocator, which keeps no counts
@@ -316,16 +351,25 @@ class Snapshots:
     def _give_up(self, device: torch.device, why: str) -> None:
         self._is_given_up = True
         self._held.clear()
-        _logger.warning("no states are kept on %s any more, as %s: from now on updates wait for the copies to the host", device, why)
+        _logger.warning(
+            "no states are kept on %s any more, as %s: from now on updates wait for the copies to"
+            " the host",
+            device,
+            why,
+        )
 
     def _say_once(self, device: torch.device, size: int, room: int) -> None:
         if not self._has_said:
             self._has_said = True
             _logger.warning(
-                "no state is kept on %s: one takes %d bytes, and there is room for %d (device_bytes=%d, and an eighth of the device stays"
-                " free beside what the training takes)",
-                device, size, max(0, room), self._budget,
-            )  # fmt: skip
+                "no state is kept on %s: one takes %d bytes, and there is room for %d"
+                " (device_bytes=%d, and an eighth of the device stays free beside what the training"
+                " takes)",
+                device,
+                size,
+                max(0, room),
+                self._budget,
+            )
 
     def _on(self, device: torch.device) -> list[Snapshot]:
         return [each for each in self._held if each.stream.device == device]
@@ -340,7 +384,9 @@ def packing_of(route: Route, gaps: Collection[tuple[int, int, int]]) -> Packing:
     parts = list[CopySource | int]()
     stretches = list[tuple[int, int, int]]()
     size, end = 0, -1
-    for source in sorted((*route.small, *route.large, *route.deferred), key=lambda each: each.start):
+    for source in sorted(
+        (*route.small, *route.large, *route.deferred), key=lambda each: each.start
+    ):
         hole = holes.get(end, 0)
         is_joined = source.start == end + hole
         zeros = hole if is_joined else (source.start - size) % ALIGNED_BYTES
@@ -353,19 +399,26 @@ def packing_of(route: Route, gaps: Collection[tuple[int, int, int]]) -> Packing:
         end = source.start + source.flat.numel()
         stretches.append((begin, first, size))
     word = _widest(parts)
-    words = (part // word.itemsize if isinstance(part, int) else part.flat.view(word) for part in parts)
+    words = (
+        part // word.itemsize if isinstance(part, int) else part.flat.view(word) for part in parts
+    )
     return Packing(tuple(words), word, tuple(stretches), size)
 
 
 def _widest(parts: Sequence[CopySource | int]) -> torch.dtype:
-    """The widest words of which all parts consist. torch joins wide ones faster, and 2**31 or more only by a launch for each part."""
-    lengths = [part if isinstance(part, int) else part.flat.numel() | int(part.flat.storage_offset()) for part in parts]
+    """The widest words of which all parts consist. torch joins wide ones faster, and 2**31 or
+    more only by a launch for each part."""
+    lengths = [
+        part if isinstance(part, int) else part.flat.numel() | int(part.flat.storage_offset())
+        for part in parts
+    ]
     common = functools.reduce(operator.or_, lengths, 0)
     return next(word for word in _WORDS if not common % word.itemsize)
 
 
 def piece_of(near: Sequence[Snapshot], spec: TensorSpec) -> torch.Tensor | None:
-    """The stored bytes of a tensor that lies whole in one of these snapshots; None if it does not."""
+    """The stored bytes of a tensor that lies whole in one of these snapshots; None if it does
+    not."""
     if spec.alias is not None or not is_whole(spec) or not spec.shards or not spec.shards[0].length:
         return None
     found = (each.piece(spec.shards[0].start, spec.shards[0].length) for each in near)
@@ -373,9 +426,12 @@ def piece_of(near: Sequence[Snapshot], spec: TensorSpec) -> torch.Tensor | None:
 
 
 def tensors_of(near: Sequence[Snapshot], specs: Sequence[TensorSpec]) -> Mapping[int, torch.Tensor]:
-    """The tensors of a state that lie in these snapshots, by index; callers must not write to them."""
+    """The tensors of a state that lie in these snapshots, by index; callers must not write to
+    them."""
     pieces = {index: piece_of(near, spec) for index, spec in enumerate(specs)} if near else {}
-    return {index: rebuild(piece, specs[index]) for index, piece in pieces.items() if piece is not None}
+    return {
+        index: rebuild(piece, specs[index]) for index, piece in pieces.items() if piece is not None
+    }
 
 
 # Finds, by digests on the device, chunks that stay the same from capture to capture, which are
@@ -383,11 +439,13 @@ def tensors_of(near: Sequence[Snapshot], specs: Sequence[TensorSpec]) -> Mapping
 
 
 _MOST_LAUNCHES = 1000
-"""The most operators that are worth it on a training's stream: without Triton's kernels only short chunks are digested there."""
+"""The most operators that are worth it on a training's stream: without Triton's kernels only
+short chunks are digested there."""
 
 _PATIENCE = 3
 _LONGEST_PAUSE = 64
-"""After this many looks in a row that found nothing still, captures are left out between looks: 1, 2, 4, … up to the second number."""
+"""After this many looks in a row that found nothing still, captures are left out between looks:
+1, 2, 4, … up to the second number."""
 
 
 class FrozenSource(Protocol):
@@ -399,7 +457,8 @@ class FrozenSource(Protocol):
 
 @dataclass(slots=True)
 class Look:
-    """One capture's digests of chunks that may be still: ``skipped`` are the chunks that are copied only if they turn out to have changed.
+    """One capture's digests of chunks that may be still: ``skipped`` are the chunks that are copied
+    only if they turn out to have changed.
 
     ``lanes`` holds one tensor: it is on the device, until it is replaced by its copy on the host.
     """
@@ -410,7 +469,8 @@ class Look:
     _found: dict[int, bytes] = field(default_factory=dict)
 
     def learn(self) -> dict[int, bytes]:
-        """The digest of each chunk, now that the lanes have arrived; the next captures compare with it, too."""
+        """The digest of each chunk, now that the lanes have arrived; the next captures compare
+        with it, too."""
         if not self._found:
             self._found = self.stills._learn(self.lanes[0])
         return self._found
@@ -418,11 +478,14 @@ class Look:
     def try_out(self, digest_of: Callable[[int], bytes]) -> None:
         """For the first capture, compare each digest with the host's digest of the copied bytes."""
         if not self.stills.is_tried:
-            self.stills._try_out(all(digest == digest_of(chunk) for chunk, digest in self.learn().items()))
+            self.stills._try_out(
+                all(digest == digest_of(chunk) for chunk, digest in self.learn().items())
+            )
 
 
 class Stills:
-    """The chunks of one plan on one device that may be still. ``parts`` says where their tensors lie.
+    """The chunks of one plan on one device that may be still. ``parts`` says where their tensors
+    lie.
 
     ``is_tried``: the host has compared the digests of one capture.
     """
@@ -442,7 +505,8 @@ class Stills:
         return self._digester.launches
 
     def look(self) -> Look | None:
-        """Queue the digests on the current stream; None if the device does not compute them, or if everything changes between captures."""
+        """Queue the digests on the current stream; None if the device does not compute them, or
+        if everything changes between captures."""
         if self._is_given_up or not is_ready(self._digester.like):
             return None
         if self._left_out:
@@ -456,13 +520,25 @@ class Stills:
 
     def stretches(self, chunks: Iterable[int]) -> list[tuple[int, torch.Tensor]]:
         """The contents of these chunks: the start of each stretch in the stream, and its bytes."""
-        return [(chunk * CHUNK_BYTES + offset, data) for chunk in sorted(chunks) for offset, data in self.parts[chunk]]
+        return [
+            (chunk * CHUNK_BYTES + offset, data)
+            for chunk in sorted(chunks)
+            for offset, data in self.parts[chunk]
+        ]
 
     def _learn(self, lanes: torch.Tensor) -> dict[int, bytes]:
-        found = dict(zip(self.parts, digests_of(lanes.numpy(), self._digester.lengths), strict=True))
-        self._still = frozenset(chunk for chunk, digest in found.items() if self._last.get(chunk) == digest)
+        found = dict(
+            zip(self.parts, digests_of(lanes.numpy(), self._digester.lengths), strict=True)
+        )
+        self._still = frozenset(
+            chunk for chunk, digest in found.items() if self._last.get(chunk) == digest
+        )
         self._in_vain = 0 if self._still or not self._last else self._in_vain + 1
-        self._left_out = min(_LONGEST_PAUSE, 1 << (self._in_vain - _PATIENCE)) if self._in_vain >= _PATIENCE else 0
+        self._left_out = (
+            min(_LONGEST_PAUSE, 1 << (self._in_vain - _PATIENCE))
+            if self._in_vain >= _PATIENCE
+            else 0
+        )
         self._last = found
         return found
 
@@ -476,8 +552,11 @@ class Stills:
         _logger.warning("frozen parameters on a device %s: they are copied at each capture", why)
 
 
-def stills_of(sources: Iterable[FrozenSource], lengths: Sequence[int]) -> dict[torch.device, Stills]:
-    """For each device, the chunks that consist of these sources alone, and that the device can digest."""
+def stills_of(
+    sources: Iterable[FrozenSource], lengths: Sequence[int]
+) -> dict[torch.device, Stills]:
+    """For each device, the chunks that consist of these sources alone, and that the device can
+    digest."""
     parts: dict[int, list[Part]] = {}
     for source in sorted(sources, key=lambda each: each.start):
         if source.flat.numel() >= LARGE_BYTES and devices().is_on(source.flat):
@@ -491,11 +570,15 @@ def stills_of(sources: Iterable[FrozenSource], lengths: Sequence[int]) -> dict[t
     return {device: each for device, each in made.items() if each.launches <= _MOST_LAUNCHES}
 
 
-def beside(stretches: Iterable[tuple[int, torch.Tensor]], chunks: frozenset[int]) -> Iterator[tuple[int, torch.Tensor]]:
+def beside(
+    stretches: Iterable[tuple[int, torch.Tensor]], chunks: frozenset[int]
+) -> Iterator[tuple[int, torch.Tensor]]:
     """The parts of these stretches that lie outside ``chunks``, in as few pieces as possible."""
     for start, flat in stretches:
         first, end = start, start + flat.numel()
-        for chunk in sorted(chunks.intersection(range(start // CHUNK_BYTES, -(-end // CHUNK_BYTES)))):
+        for chunk in sorted(
+            chunks.intersection(range(start // CHUNK_BYTES, -(-end // CHUNK_BYTES)))
+        ):
             if first < chunk * CHUNK_BYTES:
                 yield first, flat[first - start : chunk * CHUNK_BYTES - start]
             first = (chunk + 1) * CHUNK_BYTES
@@ -505,7 +588,9 @@ def beside(stretches: Iterable[tuple[int, torch.Tensor]], chunks: frozenset[int]
 
 def is_within(source: FrozenSource, chunks: frozenset[int]) -> bool:
     """Whether all of a source lies in these chunks."""
-    return chunks.issuperset(range(source.start // CHUNK_BYTES, -(-(source.start + source.flat.numel()) // CHUNK_BYTES)))
+    return chunks.issuperset(
+        range(source.start // CHUNK_BYTES, -(-(source.start + source.flat.numel()) // CHUNK_BYTES))
+    )
 
 
 # Digests of chunks that cross, computed by the device that has them, beside the copies: the host
@@ -513,24 +598,41 @@ def is_within(source: FrozenSource, chunks: frozenset[int]) -> bool:
 
 
 class Digested:
-    """The chunks of one plan that one device digests: those that consist of these stretches alone, without those of ``left_out``.
+    """The chunks of one plan that one device digests: those that consist of these stretches alone,
+    without those of ``left_out``.
 
     ``lanes`` belongs to the crossing thread, the rest to the stage thread.
     """
 
-    def __init__(self, stretches: Iterable[tuple[int, torch.Tensor]], lengths: Sequence[int], left_out: Collection[int]) -> None:
+    def __init__(
+        self,
+        stretches: Iterable[tuple[int, torch.Tensor]],
+        lengths: Sequence[int],
+        left_out: Collection[int],
+    ) -> None:
         parts: dict[int, list[Part]] = {}
         for start, flat in stretches:
             for chunk, offset, data in split_by_chunk(start, flat):
                 parts.setdefault(chunk, []).append((offset, data))
-        fit = {chunk: each for chunk, each in parts.items() if chunk not in left_out and can_digest(lengths[chunk], each)}
+        fit = {
+            chunk: each
+            for chunk, each in parts.items()
+            if chunk not in left_out and can_digest(lengths[chunk], each)
+        }
         self._chunks = list(fit)
-        self._digester = Digester([(lengths[chunk], each) for chunk, each in fit.items()]) if fit else None
+        self._digester = (
+            Digester([(lengths[chunk], each) for chunk, each in fit.items()]) if fit else None
+        )
         self._is_tried = self._is_given_up = False
 
     def lanes(self) -> torch.Tensor | None:
         """Queue the digests on the current stream; None if there are none to be had yet."""
-        if self._digester is None or self._is_given_up or not is_worth(self._digester.like) or not is_ready(self._digester.like):
+        if (
+            self._digester is None
+            or self._is_given_up
+            or not is_worth(self._digester.like)
+            or not is_ready(self._digester.like)
+        ):
             return None
         try:
             return self._digester.lanes()
@@ -539,9 +641,12 @@ class Digested:
             return None
 
     def learn(self, lanes: torch.Tensor, digest_of: Callable[[int], bytes]) -> Mapping[int, bytes]:
-        """The digests by chunk, from lanes that have arrived on the host; none if the device computes others than ``digest_of``."""
+        """The digests by chunk, from lanes that have arrived on the host; none if the device
+        computes others than ``digest_of``."""
         assert self._digester is not None, "it gave the lanes"
-        found = dict(zip(self._chunks, digests_of(lanes.numpy(), self._digester.lengths), strict=True))
+        found = dict(
+            zip(self._chunks, digests_of(lanes.numpy(), self._digester.lengths), strict=True)
+        )
         if not self._is_tried:
             self._is_tried = True
             if any(digest_of(chunk) != digest for chunk, digest in found.items()):

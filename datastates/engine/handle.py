@@ -1,4 +1,5 @@
-"""The handle that ``run.capture`` returns at once, with which a caller waits for a status of its state, and how the engine advances it."""
+"""The handle that ``run.capture`` returns at once, with which a caller waits for a status of its
+state, and how the engine advances it."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ SAY_AGAIN_S = 1.0
 
 
 class Progress:
-    """How far a capture has come. The engine updates it, from any thread, and wakes callers that wait on the ``Capture``."""
+    """How far a capture has come.
+
+    The engine updates it, from any thread, and wakes callers that wait on the ``Capture``."""
 
     def __init__(self, uid: str) -> None:
         self.uid = uid
@@ -71,21 +74,28 @@ class Progress:
         self.changed.ring()
 
     def note(self, error: ModuleFailed) -> None:
-        """Note that a user's module failed, which does not hold the state up. The first such error is kept."""
+        """Note that a user's module failed, which does not hold the state up.
+
+        The first such error is kept."""
         self.module_error = self.module_error or error
 
     def hold_up(self, why: Unavailable) -> None:
-        """Note that the capture cannot go on for now: waiting callers get this error, and may wait again."""
+        """Note that the capture cannot go on for now: waiting callers get this error, and may
+        wait again."""
         self.held_up = why
         self.changed.ring()
 
     def skip(self, why: str | None = None) -> None:
-        """Note that there was no room, so the capture will have no state. ``why`` says why, unless the back-pressure was ``skip``."""
+        """Note that there was no room, so the capture will have no state.
+
+        ``why`` says why, unless the back-pressure was ``skip``."""
         self.is_skipped, self.why_skipped = True, why
         self.changed.ring()
 
     def give_up(self, why: str) -> None:
-        """Note that the state's bytes left memory before they were on disk. The first reason is kept, since it is the one that helps."""
+        """Note that the state's bytes left memory before they were on disk.
+
+        The first reason is kept, since it is the one that helps."""
         self.given_up = self.given_up or why
         self.changed.ring()
 
@@ -93,8 +103,9 @@ class Progress:
 class Capture:
     """A capture under way. Any thread may read it and wait on it; the engine advances it.
 
-    ``uid`` names the state from the start, and ``step`` is the step of the training. ``is_skipped`` is true when there was no
-    room and the back-pressure was ``skip``, or nothing could be written to make room: such a capture has no state.
+    ``uid`` names the state from the start, and ``step`` is the step of the training. ``is_skipped``
+    is true when there was no room and the back-pressure was ``skip``, or nothing could be written
+    to make room: such a capture has no state.
     """
 
     def __init__(
@@ -109,17 +120,25 @@ class Capture:
         check: Callable[[Status], None] = lambda goal: None,
     ) -> None:
         self.uid, self.step = progress.uid, step
-        self._progress, self._want, self._hurry, self._trouble, self._missing = progress, want, hurry, trouble, missing
+        self._progress, self._want, self._hurry, self._trouble, self._missing = (
+            progress,
+            want,
+            hurry,
+            trouble,
+            missing,
+        )
         self._check = check
 
     @property
     def is_skipped(self) -> bool:
-        """Whether the capture was skipped: there was no room (by ``skip``, or because nothing could be written), or a rank has no part."""
+        """Whether the capture was skipped: there was no room (by ``skip``, or because nothing
+        could be written), or a rank has no part."""
         return self._progress.is_skipped
 
     @property
     def status(self) -> Status | None:
-        """The status that the state has reached; None while it is being copied and digested, or after the capture failed."""
+        """The status that the state has reached; None while it is being copied and digested, or
+        after the capture failed."""
         state = self._progress.state
         return None if state is None else state.status
 
@@ -130,24 +149,28 @@ class Capture:
 
     @property
     def error(self) -> BaseException | None:
-        """The error of the background, as it was raised; else the ``ModuleFailed`` of a module of yours, which ``wait`` does not raise."""
+        """The error of the background, as it was raised; else the ``ModuleFailed`` of a module
+        of yours, which ``wait`` does not raise."""
         return self._progress.error or self._progress.module_error
 
     @takes(status=string, timeout_s=optional(seconds))
     def wait(self, status: str = "captured", timeout_s: float | None = None) -> State:
         """Block until the state has reached ``status`` (or a later one), and return it.
 
-        Waiting for ``durable`` requests it: the state is written even if no policy chose it. While the disk is full or away, the write is
-        retried for as long as you wait (unless ``on_failure="raise"``).
+        Waiting for ``durable`` requests it: the state is written even if no policy chose it. While
+        the disk is full or away, the write is retried for as long as you wait (unless
+        ``on_failure="raise"``).
 
             with repo.track(branch="waited-for", model=model, optimizer=optimizer) as run:
                 train_step(next(iter(loader)))
                 state = run.capture().wait("durable", timeout_s=60)
 
         :raises Torn: or any other error of the background, as it was raised.
-        :raises Unavailable: the capture was skipped, or its bytes were given up before they reached the status; or the lineage has been
-            away for a minute (the state is in memory: wait again when the lineage is back).
-        :raises TimeoutError: ``timeout_s`` seconds have passed; says why, if nothing can be written or parts of other ranks are missing.
+        :raises Unavailable: the capture was skipped, or its bytes were given up before they reached
+            the status; or the lineage has been away for a minute (the state is in memory: wait
+            again when the lineage is back).
+        :raises TimeoutError: ``timeout_s`` seconds have passed; says why, if nothing can be written
+            or parts of other ranks are missing.
         :raises InvalidInput: there is no such status, or no tier of the repository that gives it.
         :raises Closed: this is a forked child, where nothing is captured.
         """
@@ -159,20 +182,23 @@ class Capture:
         if not self._wait_for(goal, timeout_s):
             why = self._missing(self.uid) or (None if goal is Status.CAPTURED else self._trouble())
             raise TimeoutError(
-                f"state {self.uid} (step {self.step}) is not {goal} after {timeout_s} s; it is {self.status or 'being copied'}"
-                + ("" if why is None else f"; {why}")
+                f"state {self.uid} (step {self.step}) is not {goal} after {timeout_s} s; it is"
+                f" {self.status or 'being copied'}" + ("" if why is None else f"; {why}")
             )
         state = self._progress.state
         assert state is not None
         return state
 
     def _wait_for(self, goal: Status, timeout_s: float | None) -> bool:
-        """Wait until the state has reached ``goal``, repeating every second that a caller waits; False if ``timeout_s`` passes first."""
+        """Wait until the state has reached ``goal``, repeating every second that a caller waits;
+        False if ``timeout_s`` passes first."""
         ends_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
             self._hurry()
             left = ends_at - time.monotonic()
-            if self._progress.changed.wait_for(lambda: self._has_reached(goal), min(left, SAY_AGAIN_S)):
+            if self._progress.changed.wait_for(
+                lambda: self._has_reached(goal), min(left, SAY_AGAIN_S)
+            ):
                 return True
             if left <= SAY_AGAIN_S:
                 return False
@@ -194,7 +220,15 @@ class Capture:
         return False
 
     def __repr__(self) -> str:
-        what = "skipped" if self.is_skipped else type(self._progress.error).__name__ if self._progress.error else self.status or "in flight"
+        what = (
+            "skipped"
+            if self.is_skipped
+            else (
+                type(self._progress.error).__name__
+                if self._progress.error
+                else self.status or "in flight"
+            )
+        )
         return f"<Capture {self.uid[:10]} step {self.step}: {what}>"
 
 
@@ -216,7 +250,8 @@ _DIGITS = 24
 
 
 class Uids(Protocol):
-    """Gives uids: one for each capture, on the training thread, even if the capture is skipped afterwards."""
+    """Gives uids: one for each capture, on the training thread, even if the capture is skipped
+    afterwards."""
 
     def next(self, branch: str, step: int, micro_step: int) -> str:
         """The uid of the state that is captured at this step: 24 lower-case hex digits."""
@@ -231,10 +266,11 @@ class Drawn:
 
 
 class Agreed:
-    """The same uids on every rank that captures at the same steps in the same order. All trackers of a process share one.
+    """The same uids on every rank that captures at the same steps in the same order. All trackers
+    of a process share one.
 
-    ``run`` is the uid of the current job, which its ranks share and no other job ever has. A step that comes again on a branch, as
-    after a restore, counts as another turn and gets another uid.
+    ``run`` is the uid of the current job, which its ranks share and no other job ever has. A step
+    that comes again on a branch, as after a restore, counts as another turn and gets another uid.
     """
 
     def __init__(self, run: str) -> None:
@@ -257,12 +293,19 @@ class Agreed:
 
 def is_late(value: object) -> bool:
     """Whether this is one number, and reading it would wait for a device."""
-    return isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex() and devices().is_on(value)
+    return (
+        isinstance(value, torch.Tensor)
+        and value.numel() == 1
+        and not value.is_complex()
+        and devices().is_on(value)
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Arriving:
-    """The numbers of one capture that lie on devices. ``tensors`` has copies of those in the metrics, by name, then those in the values."""
+    """The numbers of one capture that lie on devices.
+
+    ``tensors`` has copies of those in the metrics, by name, then those in the values."""
 
     names: Sequence[str]
     flat: Flat
@@ -270,13 +313,19 @@ class Arriving:
 
     @classmethod
     def of(cls, metrics: Mapping[str, torch.Tensor], flat: Flat) -> Arriving | None:
-        """The late numbers of a capture; None if there are none. Runs on the training thread, which may change them once this returns."""
+        """The late numbers of a capture; None if there are none. Runs on the training thread,
+        which may change them once this returns."""
         if not metrics and not flat.has_numbers:
             return None
-        found = [*metrics.values(), *(value.tensor for value in flat.values if isinstance(value, Number))]
+        found = [
+            *metrics.values(),
+            *(value.tensor for value in flat.values if isinstance(value, Number)),
+        ]
         return cls([*metrics], flat, [each.detach().clone() for each in found])
 
-    def metrics_with(self, metrics: Mapping[str, float], found: Sequence[float]) -> dict[str, float]:
+    def metrics_with(
+        self, metrics: Mapping[str, float], found: Sequence[float]
+    ) -> dict[str, float]:
         """All metrics, including the numbers that have arrived."""
         return {**metrics, **dict(zip(self.names, map(float, found), strict=False))}
 
@@ -285,7 +334,10 @@ class Arriving:
         if not self.flat.has_numbers:
             return values
         numbers = iter(found[len(self.names) :])
-        whole = [value.kind(next(numbers)) if isinstance(value, Number) else value for value in self.flat.values]
+        whole = [
+            value.kind(next(numbers)) if isinstance(value, Number) else value
+            for value in self.flat.values
+        ]
         return msgspec.Raw(encode_values(whole))
 
 
@@ -296,12 +348,14 @@ class Arriving:
 class Work:
     """A state whose bytes are in ``slots``, one for each of ``lengths``.
 
-    ``parent_digests`` are those of ``facts.parents``. ``content`` lacks the chunks, which ``digest`` adds (``manifest``); ``before`` is the
-    tip of its line, on which the state depends. The maker of this object owns the slots until ``dedup`` takes them out of the list;
-    ``bytes_new`` of them were then new in memory. There is an ``entry`` once the lineage may have heard of the state. ``rank`` says whose
-    part of several it is, ``reduce`` how the metrics of all of them are combined, ``form`` what they have in common. ``known`` are chunks
-    that were digested before: those that the memory tier holds need not be in their slots. ``is_from_device``: a device computes, and cores
-    of the host are free.
+    ``parent_digests`` are those of ``facts.parents``. ``content`` lacks the chunks, which
+    ``digest`` adds (``manifest``); ``before`` is the tip of its line, on which the state depends.
+    The maker of this object owns the slots until ``dedup`` takes them out of the list;
+    ``bytes_new`` of them were then new in memory. There is an ``entry`` once the lineage may have
+    heard of the state. ``rank`` says whose part of several it is, ``reduce`` how the metrics of all
+    of them are combined, ``form`` what they have in common. ``known`` are chunks that were digested
+    before: those that the memory tier holds need not be in their slots. ``is_from_device``: a
+    device computes, and cores of the host are free.
     """
 
     facts: StateFacts
@@ -325,9 +379,18 @@ class Work:
         return self.manifest
 
     def be_told(self, tier: Tier, holder: str) -> Entry:
-        """The ``entry`` for the journal, now that the state is in a tier of which ``holder`` names the place."""
+        """The ``entry`` for the journal, now that the state is in a tier of which ``holder``
+        names the place."""
         digest, total = self.digested().digest, sum(self.lengths)
-        new = NewState(self.facts, digest, tier.gives, bytes_total=total, bytes_new=self.bytes_new, tier=tier.name, node=holder)
+        new = NewState(
+            self.facts,
+            digest,
+            tier.gives,
+            bytes_total=total,
+            bytes_new=self.bytes_new,
+            tier=tier.name,
+            node=holder,
+        )
         self.entry = Entry(new, self.before, self.rank, self.reduce, self.form)
         return self.entry
 
@@ -336,8 +399,9 @@ class Work:
 class Writing:
     """A state of the memory tier that has to be written.
 
-    ``base`` is a manifest on disk that shares as much as is known; ``is_of_base``: both are captures of one line of this process.
-    ``manifest`` is what was written, with its places, once it was, and ``size`` is how many bytes that added to the disk.
+    ``base`` is a manifest on disk that shares as much as is known; ``is_of_base``: both are
+    captures of one line of this process. ``manifest`` is what was written, with its places, once it
+    was, and ``size`` is how many bytes that added to the disk.
     """
 
     uid: str
@@ -353,7 +417,9 @@ class Writing:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The part of each state that one of several ranks captures: which rank, of how many. ``job`` is the uid that all ranks share."""
+    """The part of each state that one of several ranks captures: which rank, of how many.
+
+    ``job`` is the uid that all ranks share."""
 
     rank: int
     size: int
@@ -362,20 +428,24 @@ class Part:
 
 @dataclass(slots=True)
 class Line:
-    """One tracker on one branch. ``tip`` is the parent of the next capture; ``base`` is the last manifest on disk.
+    """One tracker on one branch. ``tip`` is the parent of the next capture; ``base`` is the last
+    manifest on disk.
 
-    ``has_placed`` says whether ``base`` is a capture of this line; any other state may hold other bytes under the same
-    digests. ``kin`` is the line from which this one started, if it started from a state that was in memory only:
-    whichever writes first, the other's first write refers to it. ``run`` is the training in the lineage.
-    ``is_patient``: the training goes on when its states cannot be written for now. ``uids`` gives its captures their
-    uids. ``costs`` are the costs of its captures and writes as far as they were measured, and ``choice`` is what its
-    policy chose by them. ``keeps_bests``: the best by each metric whose name has a direction becomes durable. ``bound``
-    is the bound on the disk, as the end of a sentence. ``listeners`` are told of each state once it is recorded, on any
-    thread; they return at once and raise nothing. The engine thread owns the line while captures are in flight.
+    ``has_placed`` says whether ``base`` is a capture of this line; any other state may hold other
+    bytes under the same digests. ``kin`` is the line from which this one started, if it started
+    from a state that was in memory only: whichever writes first, the other's first write refers to
+    it. ``run`` is the training in the lineage. ``is_patient``: the training goes on when its states
+    cannot be written for now. ``uids`` gives its captures their uids. ``costs`` are the costs of
+    its captures and writes as far as they were measured, and ``choice`` is what its policy chose by
+    them. ``keeps_bests``: the best by each metric whose name has a direction becomes durable.
+    ``bound`` is the bound on the disk, as the end of a sentence. ``listeners`` are told of each
+    state once it is recorded, on any thread; they return at once and raise nothing. The engine
+    thread owns the line while captures are in flight.
 
-    With ``part`` it captures one rank's part of each state, and ``reduce`` says how the metrics of all ranks are combined. Its ``tip`` is
-    then the newest whole state, and ``named`` is the state that it captured, or skipped, last, which the next part names as its parent.
-    ``arrived`` are the ranks whose parts came with a state that no line captured.
+    With ``part`` it captures one rank's part of each state, and ``reduce`` says how the metrics of
+    all ranks are combined. Its ``tip`` is then the newest whole state, and ``named`` is the state
+    that it captured, or skipped, last, which the next part names as its parent. ``arrived`` are the
+    ranks whose parts came with a state that no line captured.
     """
 
     name: str
@@ -413,7 +483,9 @@ class Line:
         return self.arrived if self.part is None else (self.part.rank,)
 
     def follow(self, uid: str) -> str | None:
-        """The uid that this part names as its parent; the next part will name ``uid``. None for whole states, whose parent is the tip."""
+        """The uid that this part names as its parent; the next part will name ``uid``.
+
+        None for whole states, whose parent is the tip."""
         if self.part is None:
             return None
         before, self.named = self.named, uid
@@ -440,11 +512,12 @@ class Line:
 
 @dataclass(slots=True)
 class Staged:
-    """A capture on its way: what is known of it before its bytes are digested, and ``work``, the result of the engine's steps.
+    """A capture on its way: what is known of it before its bytes are digested, and ``work``, the
+    result of the engine's steps.
 
-    Once there is ``work``, what memory has under its uid belongs to this capture. ``taken_at`` is when it began, and ``held_s`` is for how
-    long the capture before it held the training up. ``updates``: how many steps the optimizers had taken, if all ranks must have taken as
-    many.
+    Once there is ``work``, what memory has under its uid belongs to this capture. ``taken_at`` is
+    when it began, and ``held_s`` is for how long the capture before it held the training up.
+    ``updates``: how many steps the optimizers had taken, if all ranks must have taken as many.
     """
 
     line: Line
@@ -460,20 +533,27 @@ class Staged:
     updates: int | None = None
 
     def settle(self) -> None:
-        """Fill in, now that the bytes are there, the numbers that were still on a device when the capture was taken."""
+        """Fill in, now that the bytes are there, the numbers that were still on a device when
+        the capture was taken."""
         if self.arriving is not None and self.job is not None and self.job.error is None:
             found = [tensor.item() for tensor in self.job.numbers]
-            self.facts = replace(self.facts, metrics=self.arriving.metrics_with(self.facts.metrics, found))
+            self.facts = replace(
+                self.facts, metrics=self.arriving.metrics_with(self.facts.metrics, found)
+            )
             self.values = self.arriving.values_with(self.values, found)
 
     def taken(self) -> Taken:
         """The facts of this capture with which its training's policy is asked."""
-        return Taken(self.taken_at, self.held_s, self.facts.step, self.facts.metrics, self.layout.bytes_total)
+        return Taken(
+            self.taken_at, self.held_s, self.facts.step, self.facts.metrics, self.layout.bytes_total
+        )
 
     @property
     def form(self) -> str:
         """What all parts of its state must have alike; see ``lineage.change.parts.Telling``."""
-        return self.layout.form if self.updates is None else form_after(self.layout.form, self.updates)
+        return (
+            self.layout.form if self.updates is None else form_after(self.layout.form, self.updates)
+        )
 
     @property
     def held_bytes(self) -> int:

@@ -1,4 +1,5 @@
-"""Keeps which states of this process are on their way or in memory, on which lines, and which handles report on them."""
+"""Keeps which states of this process are on their way or in memory, on which lines, and which
+handles report on them."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Books:
-    """What it takes to report to the lineage: the database, this process's run and folder, and ``holder``, the name of its memory."""
+    """What it takes to report to the lineage: the database, this process's run and folder, and
+    ``holder``, the name of its memory."""
 
     database: Database
     run: Run
@@ -46,7 +48,8 @@ class Books:
 
 @dataclass(frozen=True, slots=True)
 class Locked:
-    """The engine, and the lock that guards it and the register; no I/O happens under the lock. ``changed`` rings after a change.
+    """The engine, and the lock that guards it and the register; no I/O happens under the lock.
+    ``changed`` rings after a change.
 
     ``post`` tells the engine of an event, under the lock.
     """
@@ -58,7 +61,8 @@ class Locked:
 
 
 class Register:
-    """Keeps, for each state, its line and the progress that its handle shows, and updates them as the lineage and the tiers report.
+    """Keeps, for each state, its line and the progress that its handle shows, and updates them as
+    the lineage and the tiers report.
 
     ``on_marked`` is called after a state was marked as durable, with the bytes that it added.
     """
@@ -81,19 +85,32 @@ class Register:
         self._memory, self._own, self._copies, self._on_marked = memory, own, copies, on_marked
         self._post = locked.post
         self._taken: dict[str, Taken] = {}
-        """For each part whose state is not whole yet, the facts with which its training's policy will be asked."""
+        """For each part whose state is not whole yet, the facts with which its training's policy
+        will be asked."""
         self._progress: dict[str, Progress] = {}
         self._lines: dict[str, Line] = {}
         self._failed: dict[str, Line] = {}
         self._left: dict[str, str] = {}
         self._near: dict[str, tuple[Sequence[int], weakref.ref[Progress] | None]] = {}
-        """For each durable state that stays off the further tiers, the ranks whose parts this process has."""
+        """For each durable state that stays off the further tiers, the ranks whose parts this
+        process has."""
         self._write_error: BaseException | None = None
         listener = Listener(
-            self._on_recorded, self._on_durable, self._on_untold, self._on_whole, self._on_given_up, self._on_wanted, self._on_lost
+            self._on_recorded,
+            self._on_durable,
+            self._on_untold,
+            self._on_whole,
+            self._on_given_up,
+            self._on_wanted,
+            self._on_lost,
         )
         self.journal = Journal(
-            database=books.database, local=local, run=books.run, folder=books.folder, holder=books.holder, listener=listener
+            database=books.database,
+            local=local,
+            run=books.run,
+            folder=books.folder,
+            holder=books.holder,
+            listener=listener,
         )
 
     @property
@@ -101,7 +118,7 @@ class Register:
         """How many states of this process wait for parts of other ranks, or to be told of them."""
         return len(self._taken)
 
-    # --- entering ------------------------------------------------------------------------------------------------------------
+    # --- entering ---------------------------------------------------------------------------------
 
     def begin(self, staged: Staged) -> None:
         """Register a capture that is on its way."""
@@ -118,7 +135,9 @@ class Register:
             self._lines[uid] = line
 
     def await_others(self, staged: Staged) -> None:
-        """Note that a part is in memory; its state is whole only once other ranks have told theirs. Does nothing for a whole state."""
+        """Note that a part is in memory; its state is whole only once other ranks have told theirs.
+
+        Does nothing for a whole state."""
         if staged.line.part is not None:
             with self._lock:
                 self._taken[staged.progress.uid] = staged.taken()
@@ -139,7 +158,7 @@ class Register:
         with self._lock:
             return self._lines.get(uid)
 
-    # --- failing -------------------------------------------------------------------------------------------------------------
+    # --- failing ----------------------------------------------------------------------------------
 
     def refuse(self, staged: Staged, error: BaseException) -> None:
         """Note that a capture failed, and is nowhere. A second call changes nothing."""
@@ -157,13 +176,16 @@ class Register:
 
     def note(self, line: Line, error: BaseException) -> None:
         """Keep an error of the background for the next caller that uses the line."""
-        # An interrupt was raised where it occurred. A torn capture is an error of its handle alone, and the next one should not tear.
+        # An interrupt was raised where it occurred. A torn capture is an error of its handle alone,
+        # and the next one should not tear.
         if isinstance(error, Exception) and not isinstance(error, Torn):
             with self._lock:
                 self._note(line, error)
 
     def break_off(self, staged: Staged, error: BaseException) -> None:
-        """Note that the engine failed after it took a capture. Nothing else would tell its handle, unless it is recorded or waits to be."""
+        """Note that the engine failed after it took a capture.
+
+        Nothing else would tell its handle, unless it is recorded or waits to be."""
         self.note(staged.line, error)
         if staged.progress.state is None and not self.journal.is_pending(staged.progress.uid):
             staged.progress.fail(staged.progress.error or error)
@@ -178,7 +200,9 @@ class Register:
         if progress is not None:
             progress.fail(error)
         elif line is not None and not line.branch:  # a clone: no caller will ask for its errors
-            _logger.warning("the cloned state %s was not written and is in memory only: %s", uid, error)
+            _logger.warning(
+                "the cloned state %s was not written and is in memory only: %s", uid, error
+            )
 
     def is_patient(self, uid: str) -> bool:
         """Whether the training of a state goes on when it cannot be written for now."""
@@ -191,12 +215,17 @@ class Register:
         with self._lock:
             found = [(uid, self._lines.get(uid), self._progress.get(uid)) for uid in uids]
         return [
-            f"{line.branch} step {progress.state.step} ({uid[:10]})" if line and progress and progress.state else uid[:10]
+            (
+                f"{line.branch} step {progress.state.step} ({uid[:10]})"
+                if line and progress and progress.state
+                else uid[:10]
+            )
             for uid, line, progress in found
         ]
 
     def take_write_error(self, line: Line | None) -> BaseException | None:
-        """The last error of writing, which the caller reports; the line will not report it again."""
+        """The last error of writing, which the caller reports; the line will not report it
+        again."""
         with self._lock:
             why = self._write_error
             if line is not None and line.error is why:
@@ -204,12 +233,19 @@ class Register:
             return why
 
     def errors(self) -> list[Exception]:
-        """The errors on lines of trackers that no tracker has raised. Failures of clones were logged, as no caller asks for them."""
+        """The errors on lines of trackers that no tracker has raised.
+
+        Failures of clones were logged, as no caller asks for them."""
         with self._lock:
-            return [line.error for line in self._failed.values() if line.branch and isinstance(line.error, Exception)]
+            return [
+                line.error
+                for line in self._failed.values()
+                if line.branch and isinstance(line.error, Exception)
+            ]
 
     def hold_up(self) -> None:
-        """Give an error to callers that wait for a state which cannot be recorded, once that has taken too long."""
+        """Give an error to callers that wait for a state which cannot be recorded, once that has
+        taken too long."""
         overdue = self.journal.overdue()
         if overdue is not None:
             with self._lock:
@@ -217,19 +253,24 @@ class Register:
                     if self.journal.is_pending(uid):
                         progress.hold_up(overdue)
 
-    # --- leaving -------------------------------------------------------------------------------------------------------------
+    # --- leaving ----------------------------------------------------------------------------------
 
     def leave(self, uid: str, why: str) -> int:
-        """Drop a state from memory and have the lineage told; returns the bytes freed. Runs under the lock."""
+        """Drop a state from memory and have the lineage told; returns the bytes freed.
+
+        Runs under the lock."""
         freed = self._memory.remove(uid)
         self.journal.evict([uid])
         self._forget(uid, why)
         return freed
 
     def give_up(self, uids: Iterable[str], why: str) -> None:
-        """Note that these states will not become durable; ``why`` is a text with a place for the uid."""
+        """Note that these states will not become durable; ``why`` is a text with a place for the
+        uid."""
         with self._lock:
-            progresses = [progress for uid in uids if (progress := self._progress.get(uid)) is not None]
+            progresses = [
+                progress for uid in uids if (progress := self._progress.get(uid)) is not None
+            ]
         for progress in progresses:
             progress.give_up(why.format(uid=progress.uid))
 
@@ -239,11 +280,15 @@ class Register:
             uids = [uid for uid in self._progress if not self._copies.is_pending(uid)]
         self.give_up(uids, why)
 
-    # --- what the lineage reports: on the thread that told it, which may be any ----------------------------------------------
+    # --- what the lineage reports: on the thread that told it, which may be any -------------------
 
     def hand_on(self, state: State, branch: str | None, progress: Progress | None = None) -> None:
         """Show the user's modules a state that was made here."""
-        current, on_failed = (partial(_current, progress), progress.note) if progress is not None else (lambda: state, _unheard)
+        current, on_failed = (
+            (partial(_current, progress), progress.note)
+            if progress is not None
+            else (lambda: state, _unheard)
+        )
         with self._lock:
             self._own.put(current, branch, on_failed)
 
@@ -265,7 +310,8 @@ class Register:
             self._forget_left(state.uid)
 
     def _on_whole(self, entry: Entry, outcome: Outcome) -> None:
-        """Note that a state is whole of which this process told a part: from now on it is in memory like any other."""
+        """Note that a state is whole of which this process told a part: from now on it is in
+        memory like any other."""
         uid, state = entry.new.uid, outcome.state
         assert state is not None, "it is whole"
         with self._lock:
@@ -274,7 +320,9 @@ class Register:
             with suppress(NotFound), self._memory.open(uid, verify=False) as reader:
                 self._memory.finish(finished(reader.manifest, state, outcome.parent_digests))
             line.tip = (uid, state.digest)
-            self._post(Recorded(uid, line.name, time.monotonic(), replace(taken, metrics=state.metrics)))
+            self._post(
+                Recorded(uid, line.name, time.monotonic(), replace(taken, metrics=state.metrics))
+            )
         is_here = state.status.is_restorable  # else another rank has dropped its part already
         self._on_recorded(entry, state if is_here else replace(state, status=Status.CAPTURED), None)
         if not is_here:
@@ -283,20 +331,29 @@ class Register:
             self._taken.pop(uid, None)
 
     def _on_lost(self, uid: str) -> None:
-        """Note that another rank dropped its part of a state before that was on its disk: the state will never be durable."""
+        """Note that another rank dropped its part of a state before that was on its disk: the
+        state will never be durable."""
         progress = self.progress_of(uid)
         if progress is not None:
-            progress.give_up(f"state {uid} left the memory of another rank before it became durable there: make more states durable")
+            progress.give_up(
+                f"state {uid} left the memory of another rank before it became durable there: make"
+                " more states durable"
+            )
         self._forget_left(uid)
 
     def _on_wanted(self, uid: str, is_near: bool) -> None:
-        """Do as another rank does: write this rank's part of a state that becomes durable there, or pass it on to the further tiers."""
+        """Do as another rank does: write this rank's part of a state that becomes durable there,
+        or pass it on to the further tiers."""
         self._post(Wanted(uid, is_near))
 
     def _on_given_up(self, entry: Entry, given_up: GivenUp) -> None:
-        """Drop this process's part of a state that will never be whole; its line goes on from the state before it."""
+        """Drop this process's part of a state that will never be whole; its line goes on from
+        the state before it."""
         uid, facts = entry.new.uid, entry.new.facts
-        said = f"state {uid} (branch {facts.branch}, step {facts.step}) was given up because of {given_up}"
+        said = (
+            f"state {uid} (branch {facts.branch}, step {facts.step}) was given up because of"
+            f" {given_up}"
+        )
         with self._lock:
             line, progress = self._lines.pop(uid, None), self._progress.pop(uid, None)
             self._taken.pop(uid, None)
@@ -309,7 +366,18 @@ class Register:
         if progress is not None:
             self._recorder.count("skipped")
             level = logging.DEBUG if given_up.why is Why.SKIPPED else logging.WARNING
-            _logger.log(level, "%s", said, extra=event("state.given_up", state=uid, step=facts.step, rank=given_up.rank, why=given_up.why))
+            _logger.log(
+                level,
+                "%s",
+                said,
+                extra=event(
+                    "state.given_up",
+                    state=uid,
+                    step=facts.step,
+                    rank=given_up.rank,
+                    why=given_up.why,
+                ),
+            )
             progress.skip(f"it was given up because of {given_up}")
         self._changed.ring()
 
@@ -320,7 +388,13 @@ class Register:
             progress = self._progress.get(uid)
         if progress is not None and progress.state is not None:
             is_part = progress.state.world_size > 1
-            progress.advance(replace(progress.state, status=Status.DURABLE, bytes_new=progress.state.bytes_new if is_part else added))
+            progress.advance(
+                replace(
+                    progress.state,
+                    status=Status.DURABLE,
+                    bytes_new=progress.state.bytes_new if is_part else added,
+                )
+            )
         with self._lock:
             line = self._lines.get(uid)
             ranks = (0,) if line is None else line.ranks
@@ -337,11 +411,13 @@ class Register:
         for uid in uids:
             self.journal.pass_on(uid)
             ranks, progress = self._near.pop(uid, ((0,), None))
-            self._copies.put(uid, ranks, self._progress.get(uid) if progress is None else progress())
+            self._copies.put(
+                uid, ranks, self._progress.get(uid) if progress is None else progress()
+            )
 
     def _on_untold(self, uid: str, error: Exception, entry: Entry | None) -> None:
-        """Note that the lineage refused, late, a state (which then leaves memory, and its line goes on from the one before) or its replica
-        on disk."""
+        """Note that the lineage refused, late, a state (which then leaves memory, and its line
+        goes on from the one before) or its replica on disk."""
         with self._lock:
             line, progress = self._lines.get(uid), self._progress.get(uid)
             if line is not None:

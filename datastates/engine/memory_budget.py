@@ -1,4 +1,5 @@
-"""Room in the arena for the next state: found, made by dropping what may leave, waited for, or refused."""
+"""Room in the arena for the next state: found, made by dropping what may leave, waited for, or
+refused."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ from functools import lru_cache, partial
 
 from datastates.config import BackPressure
 from datastates.errors import Closed, OverBudget
-from datastates.policy.contract import FEWEST, UNCOUNTED_BYTES, bytes_allowed, bytes_at_once, bytes_kept, is_tight
+from datastates.policy.contract import (
+    FEWEST,
+    UNCOUNTED_BYTES,
+    bytes_allowed,
+    bytes_at_once,
+    bytes_kept,
+    is_tight,
+)
 from datastates.state.manifest import CHUNK_BYTES
 from datastates.storage.arena import Arena, taken_by
 from datastates.storage.roles import STATE_BYTES, CaptureTier
@@ -29,11 +37,13 @@ from .threads import Rounds, Watch
 _logger = logging.getLogger(__name__)
 
 _REST = 19.0
-"""After it has touched a block, the thread rests for this many times as long as that took, so that it takes a twentieth of a core."""
+"""After it has touched a block, the thread rests for this many times as long as that took, so
+that it takes a twentieth of a core."""
 
 _MERGE_REST = 59.0
-"""The same after it has made a block's pages huge. Small pages cost a training that writes every state less than that work at a twentieth
-of a core would, so it takes its time: a sixtieth of a core."""
+"""The same after it has made a block's pages huge. Small pages cost a training that writes every
+state less than that work at a twentieth of a core would, so it takes its time: a sixtieth of a
+core."""
 
 _LOOK_S = 0.5
 """How often to check whether memory runs short, in seconds."""
@@ -42,18 +52,32 @@ _SHORT_S = 1.0
 """For how long no memory is touched once it has run short, in seconds."""
 
 _REFUSED_S = 1.0
-"""For how long to wait once the kernel refused to make pages huge, as it does while they are written to disk, in seconds."""
+"""For how long to wait once the kernel refused to make pages huge, as it does while they are
+written to disk, in seconds."""
 
 
 class Warmer:
-    """Knows how many bytes one state of each line takes, and warms the arena for as many states as are kept. Safe from any thread.
+    """Knows how many bytes one state of each line takes, and warms the arena for as many states as
+    are kept. Safe from any thread.
 
-    ``is_given``: the user chose the size of the arena, so all of it is used. ``latest`` is how many states each line should keep (None: as
+    ``is_given``: the user chose the size of the arena, so all of it is used. ``latest`` is how many
+      states each line should keep (None: as
     many as fit). ``available`` returns how much memory may still be taken.
     """
 
-    def __init__(self, arena: Arena, *, is_given: bool, latest: int | None = None, available: Callable[[], int] | None = None) -> None:
-        self._arena, self.is_given, self._available = arena, is_given, available or available_memory_bytes
+    def __init__(
+        self,
+        arena: Arena,
+        *,
+        is_given: bool,
+        latest: int | None = None,
+        available: Callable[[], int] | None = None,
+    ) -> None:
+        self._arena, self.is_given, self._available = (
+            arena,
+            is_given,
+            available or available_memory_bytes,
+        )
         self._latest = latest
         self._is_tight, self._looked_at = False, -math.inf
         self._sizes: dict[str, int] = {}
@@ -64,34 +88,40 @@ class Warmer:
         self._thread.start()
 
     def allowed(self, size: int) -> int:
-        """How many bytes may be warm, including a capture of ``size``, before states that may leave memory have to."""
+        """How many bytes may be warm, including a capture of ``size``, before states that may
+        leave memory have to."""
         with self._lock:
             if not self._sizes:
                 return 0
-            at_once = bytes_at_once(self._sizes.values(), self._arena.capacity, is_given=self.is_given)
+            at_once = bytes_at_once(
+                self._sizes.values(), self._arena.capacity, is_given=self.is_given
+            )
             return bytes_allowed(size, warm=self._arena.warm, at_once=at_once, kept=self._kept())
 
     @property
     def within(self) -> int | None:
-        """How many bytes may be warm, even to hold states that may not leave memory; None: all of them."""
+        """How many bytes may be warm, even to hold states that may not leave memory; None: all
+        of them."""
         with self._lock:
             return self._most() if self._is_tight else None
 
     def look(self) -> None:
-        """Check whether memory has run short, or is available again. It takes a millisecond, so it checks only now and then; never call it
-        on the training thread."""
+        """Check whether memory has run short, or is available again. It takes a millisecond, so
+        it checks only now and then; never call it on the training thread."""
         now = time.monotonic()
         if not self._sizes or now - self._looked_at < _LOOK_S:
             return
         self._looked_at = now
-        available = self._available() // (2 if self._is_tight else 1)  # to recover takes twice as much, or it would change all the time
+        # to recover takes twice as much, or it would change all the time
+        available = self._available() // (2 if self._is_tight else 1)
         is_tight_now = is_tight(available, self._arena.warm)
         if is_tight_now == self._is_tight:
             return
         self._is_tight = is_tight_now
         if is_tight_now:
             _logger.info(
-                "memory runs short: states take no more than the %d MiB that they have, and are written to disk where that is too little",
+                "memory runs short: states take no more than the %d MiB that they have, and are"
+                " written to disk where that is too little",
                 self._arena.warm >> 20,
                 extra=event("memory.short", bytes=self._arena.warm),
             )
@@ -99,7 +129,8 @@ class Warmer:
 
     @property
     def ahead(self) -> int:
-        """How many bytes will be warm in the end; what states take besides their slots is elsewhere."""
+        """How many bytes will be warm in the end; what states take besides their slots is
+        elsewhere."""
         with self._lock:
             size = sum(self._sizes.values())
             return self._kept() * size // max(1, size + STATE_BYTES * len(self._sizes))
@@ -119,16 +150,26 @@ class Warmer:
             self._sizes.pop(line, None)
 
     def say(self, size_bytes: int) -> None:
-        """Log how many states of this size are kept: once, and again if they turn out to be fewer."""
+        """Log how many states of this size are kept: once, and again if they turn out to be
+        fewer."""
         with self._lock:
             each = sum(self._sizes.values()) + len(self._sizes) * STATE_BYTES
-            fit = max(1, (self._kept() + UNCOUNTED_BYTES) // max(1, each) - 1)  # besides the one that is being captured
+            # besides the one that is being captured
+            fit = max(1, (self._kept() + UNCOUNTED_BYTES) // max(1, each) - 1)
             kept = fit if self._latest is None else min(fit, self._latest)
             if self._said is not None and kept >= self._said:
                 return
             self._said = kept
-        asked = "" if self._latest in (None, kept) else f" of the {self._latest} that memory_latest asks for"
-        more = "" if kept == self._latest else "; memory_bytes= of datastates.open, or DATASTATES_MEMORY, keeps more"
+        asked = (
+            ""
+            if self._latest in (None, kept)
+            else f" of the {self._latest} that memory_latest asks for"
+        )
+        more = (
+            ""
+            if kept == self._latest
+            else "; memory_bytes= of datastates.open, or DATASTATES_MEMORY, keeps more"
+        )
         _logger.log(
             logging.INFO if self._latest in (None, kept) else logging.WARNING,
             "the newest %d states (%.4g MiB each)%s are kept in memory%s",
@@ -146,11 +187,21 @@ class Warmer:
         self._thread.join()
 
     def _kept(self) -> int:
-        kept = bytes_kept(self._sizes.values(), self._arena.capacity, is_given=self.is_given, latest=self._latest) if self._sizes else 0
+        kept = (
+            bytes_kept(
+                self._sizes.values(),
+                self._arena.capacity,
+                is_given=self.is_given,
+                latest=self._latest,
+            )
+            if self._sizes
+            else 0
+        )
         return min(kept, self._most()) if self._is_tight else kept
 
     def _most(self) -> int:
-        """How many bytes may be warm while memory is short: those that are, and those that captures cannot do without."""
+        """How many bytes may be warm while memory is short: those that are, and those that
+        captures cannot do without."""
         return min(self._arena.capacity, max(self._arena.warm, FEWEST * sum(self._sizes.values())))
 
     def _run(self) -> None:
@@ -172,8 +223,11 @@ class Warmer:
             return  # a runner that gave up its captures does not wait for this thread
 
     def _wait_for_need(self) -> bool:
-        """Wait until more memory should be warm than is, or until warm memory has small pages; False at the end."""
-        self._changed.wait_for(lambda: self._is_closed or self._arena.warm < self.ahead or self._arena.has_small_pages)
+        """Wait until more memory should be warm than is, or until warm memory has small pages;
+        False at the end."""
+        self._changed.wait_for(
+            lambda: self._is_closed or self._arena.warm < self.ahead or self._arena.has_small_pages
+        )
         return not self._is_closed
 
     def _rest(self, seconds: float) -> None:
@@ -188,17 +242,21 @@ _ASK_AGAIN_S = 0.1
 """How often a caller that waits for room asks for it again, in seconds."""
 
 _RECALL_S = 5.0
-"""For how long, in seconds, a caller that waits for room counts on readers that were told to release theirs."""
+"""For how long, in seconds, a caller that waits for room counts on readers that were told to
+release theirs."""
 
 _MOST_IN_FLIGHT = 64
-"""The most captures whose second half is not done: captures without tensors take no slots, so nothing else would limit them."""
+"""The most captures whose second half is not done: captures without tensors take no slots, so
+nothing else would limit them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """What the runner answers when room is needed. ``post`` asks the engine. ``check_open`` raises when nothing more is captured.
-    ``backlog`` counts recorded states that users' modules have not seen; they keep their memory as captures in flight do. ``watch``
-    knows whether the lineage and the disk make progress. ``skipped`` is called for each capture that was not taken because they do not.
+    """What the runner answers when room is needed. ``post`` asks the engine. ``check_open`` raises
+    when nothing more is captured. ``backlog`` counts recorded states that users' modules have not
+    seen; they keep their memory as captures in flight do. ``watch`` knows whether the lineage and
+    the disk make progress. ``skipped`` is called for each capture that was not taken because they
+    do not.
     """
 
     post: Callable[[RoomNeeded], list[Action]]
@@ -224,13 +282,18 @@ class Room:
     ) -> None:
         self._arena, self._memory, self._warmer, self._rounds = arena, memory, warmer, rounds
         self._register, self._lock, self._changed = register, locked.lock, locked.changed
-        self._post, self._check_open, self._backlog = questions.post, questions.check_open, questions.backlog
+        self._post, self._check_open, self._backlog = (
+            questions.post,
+            questions.check_open,
+            questions.backlog,
+        )
         self._watch, self._skipped = questions.watch, questions.skipped
         self._next: tuple[int, ...] = ()
 
     @property
     def needed_bytes(self) -> int:
-        """The memory that captures need to go on: for a state that is kept, one that is written and one that is captured."""
+        """The memory that captures need to go on: for a state that is kept, one that is written
+        and one that is captured."""
         return min(3 * _size(self._next), self._arena.capacity)
 
     def expect(self, line: Line, size_bytes: int) -> None:
@@ -238,7 +301,12 @@ class Room:
         self._warmer.expect(line.name, _rounded(size_bytes))
 
     def acquire(
-        self, lengths: tuple[int, ...], back_pressure: BackPressure, *, line: Line | None = None, within_s: float | None = None
+        self,
+        lengths: tuple[int, ...],
+        back_pressure: BackPressure,
+        *,
+        line: Line | None = None,
+        within_s: float | None = None,
     ) -> list[int] | None:
         """Slots for the chunks of a state; see ``Host.acquire``."""
         size = _size(lengths)
@@ -250,15 +318,33 @@ class Room:
         while True:
             in_flight, backlog, refused, slots = self._rounds.in_flight, self._backlog(), None, None
             is_coming = False
-            if in_flight + backlog < _MOST_IN_FLIGHT and not self._is_overfull(self._arena.capacity):
+            if in_flight + backlog < _MOST_IN_FLIGHT and not self._is_overfull(
+                self._arena.capacity
+            ):
                 slots = self._use_again(lengths, back_pressure) if line is not None else None
                 if slots is None and (line is None or not in_flight or self._warmer.is_given):
                     slots = self._arena.acquire(lengths, within=self._warmer.within)
-            if slots is None and in_flight + backlog < _MOST_IN_FLIGHT and (line is None or not in_flight or self._warmer.is_given):
+            if (
+                slots is None
+                and in_flight + backlog < _MOST_IN_FLIGHT
+                and (line is None or not in_flight or self._warmer.is_given)
+            ):
                 refused = self._make(lengths, back_pressure, line, since)
-                slots = None if self._is_overfull(self._arena.capacity) else self._arena.acquire(lengths, within=self._warmer.within)
-                is_coming = slots is None and self._memory.recall(size) and time.monotonic() - since < _RECALL_S
-            if slots is not None or back_pressure is BackPressure.SKIP or (within_s is not None and time.monotonic() - since > within_s):
+                slots = (
+                    None
+                    if self._is_overfull(self._arena.capacity)
+                    else self._arena.acquire(lengths, within=self._warmer.within)
+                )
+                is_coming = (
+                    slots is None
+                    and self._memory.recall(size)
+                    and time.monotonic() - since < _RECALL_S
+                )
+            if (
+                slots is not None
+                or back_pressure is BackPressure.SKIP
+                or (within_s is not None and time.monotonic() - since > within_s)
+            ):
                 return slots
             is_hopeless = refused is not None and not is_coming
             if line is not None and line.is_patient and (is_hopeless or self._watch.is_stuck()):
@@ -266,13 +352,17 @@ class Room:
                 return None
             if refused is not None and not is_coming:
                 raise self._refusal(size, refused, line)
-            if self._arena.available == self._arena.capacity and not self._arena.fits(lengths, within=self._arena.capacity):
+            if self._arena.available == self._arena.capacity and not self._arena.fits(
+                lengths, within=self._arena.capacity
+            ):
                 raise self._excess(size)
             if line is None or not line.is_patient:
                 self._watch.raise_if_stuck()
             self._check_open()
             self._rounds.hurry()
-            self._changed.wait_for(partial(self._may_have, lengths, in_flight + backlog), _ASK_AGAIN_S)
+            self._changed.wait_for(
+                partial(self._may_have, lengths, in_flight + backlog), _ASK_AGAIN_S
+            )
             checkpoint()
 
     def release(self, slots: list[int]) -> None:
@@ -281,13 +371,15 @@ class Room:
         self._changed.ring()
 
     def has(self, lengths: tuple[int, ...]) -> bool:
-        """Whether chunks of these lengths find room now, within the memory that is meant for states."""
+        """Whether chunks of these lengths find room now, within the memory that is meant for
+        states."""
         allowed = self._warmer.allowed(_size(lengths))
         limit = self._arena.capacity if self._warmer.is_given else allowed
         return not self._is_overfull(limit) and self._arena.fits(lengths, within=allowed)
 
     def make_ahead(self, back_pressure: BackPressure) -> None:
-        """Make room for the next capture, of the size of the last, before the training waits for it."""
+        """Make room for the next capture, of the size of the last, before the training waits for
+        it."""
         if not self.has(self._next):
             self._post(RoomNeeded(self._next, is_blocked=False, back_pressure=back_pressure))
             if not self.has(self._next):
@@ -297,7 +389,8 @@ class Room:
         return in_flight > self._rounds.in_flight + self._backlog() or self.has(lengths)
 
     def _is_overfull(self, limit: int) -> bool:
-        """Whether states take more than ``limit`` bytes, counting what they take besides their slots beyond the first 4 MiB."""
+        """Whether states take more than ``limit`` bytes, counting what they take besides their
+        slots beyond the first 4 MiB."""
         beside = self._memory.bytes_beside - UNCOUNTED_BYTES
         return beside > 0 and self._arena.capacity - self._arena.available + beside > limit
 
@@ -305,8 +398,8 @@ class Room:
         size = _size(lengths)
         if size > _size(self._next) and 2 * size > self._arena.capacity:
             _logger.warning(
-                "memory holds one state of %d MiB and no second one: the newest leaves it whenever the next is captured; "
-                "give memory_bytes of %s",
+                "memory holds one state of %d MiB and no second one: the newest leaves it whenever"
+                " the next is captured; give memory_bytes of %s",
                 size >> 20,
                 _budget(size),
             )
@@ -316,34 +409,44 @@ class Room:
         self._rounds.room_bytes = self._warmer.allowed(size)
 
     def _use_again(self, lengths: tuple[int, ...], back_pressure: BackPressure) -> list[int] | None:
-        """Slots that are warm, or that may become warm next; else those of states that leave memory because they may."""
+        """Slots that are warm, or that may become warm next; else those of states that leave
+        memory because they may."""
         slots = self._arena.acquire(lengths, within=self._warmer.allowed(_size(lengths)))
         if slots is None:
             self._post(RoomNeeded(lengths, is_blocked=False, back_pressure=back_pressure))
             slots = self._arena.acquire(lengths, within=self._warmer.allowed(_size(lengths)))
         return slots
 
-    def _make(self, lengths: tuple[int, ...], back_pressure: BackPressure, line: Line | None, since: float) -> Refuse | None:
+    def _make(
+        self, lengths: tuple[int, ...], back_pressure: BackPressure, line: Line | None, since: float
+    ) -> Refuse | None:
         name = None if line is None else line.name
         with self._lock:  # no capture may begin between the count and the question
             in_flight = self._rounds.in_flight + self._backlog()
             is_patient = line is not None and line.is_patient
-            event = RoomNeeded(lengths, True, back_pressure, name, in_flight, since, time.monotonic(), is_patient)
-            return next((action for action in self._post(event) if isinstance(action, Refuse)), None)
+            event = RoomNeeded(
+                lengths, True, back_pressure, name, in_flight, since, time.monotonic(), is_patient
+            )
+            return next(
+                (action for action in self._post(event) if isinstance(action, Refuse)), None
+            )
 
     def _excess(self, size: int) -> OverBudget:
         return OverBudget(
-            f"a state takes {size} bytes of memory, the memory budget has {self._arena.capacity}: open the repository with memory_bytes "
-            f"of at least {_budget(size)}"
+            f"a state takes {size} bytes of memory, the memory budget has {self._arena.capacity}:"
+            f" open the repository with memory_bytes of at least {_budget(size)}"
         )
 
     def _refusal(self, size: int, refused: Refuse, line: Line | None) -> OverBudget:
-        """The error for a caller that waits for room that cannot be made, because writing failed."""
+        """The error for a caller that waits for room that cannot be made, because writing
+        failed."""
         why = self._register.take_write_error(line) or "the disk is in trouble"
         error = OverBudget(
-            f"there is no room for a state of {size >> 20} MiB: memory is full with {len(refused.uids)} states that are "
-            f"not to be lost and could not be written, {refused.uids[0]} for one ({why}); this capture was not taken, those after it "
-            f"will be when writing works again; or give more memory_bytes ({_budget(size)}), or delete tags that are not needed"
+            f"there is no room for a state of {size >> 20} MiB: memory is full with"
+            f" {len(refused.uids)} states that are not to be lost and could not be written,"
+            f" {refused.uids[0]} for one ({why}); this capture was not taken, those after it will"
+            f" be when writing works again; or give more memory_bytes ({_budget(size)}), or delete"
+            " tags that are not needed"
         )
         error.__cause__ = why if isinstance(why, BaseException) else None
         return error
@@ -360,4 +463,7 @@ def _rounded(size: int) -> int:
 
 
 def _budget(size: int) -> str:
-    return f"{3 * -(-size // CHUNK_BYTES) * CHUNK_BYTES} (three states: one that is kept, one that is written, one that is captured)"
+    return (
+        f"{3 * -(-size // CHUNK_BYTES) * CHUNK_BYTES} (three states: one that is kept, one that is"
+        " written, one that is captured)"
+    )

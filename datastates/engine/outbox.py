@@ -1,19 +1,24 @@
-"""What this process tells the lineage: in order, late if the database is away, and again if the database has forgotten.
+"""What this process tells the lineage: in order, late if the database is away, and again if the
+database has forgotten.
 
-Captures do not wait for the disk of a PostgreSQL server, so a server that is killed loses the commits of its last moments; a server that
-is restarted, or cut off, does not answer for a while. Neither must harm the training: states are in memory, and so is what has to be told
-of them.
+Captures do not wait for the disk of a PostgreSQL server, so a server that is killed loses the
+commits of its last moments; a server that is restarted, or cut off, does not answer for a while.
+Neither must harm the training: states are in memory, and so is what has to be told of them.
 
 Rules:
-- States are told in the order in which they were captured, so a parent is known before its child. News of a state's disk, and of its
-  leaving memory, comes after the state itself.
-- While the database is away (it is asked once a second), news waits. One line of the log says so, and another when the database is back.
-- News that was told is kept as long as the state is in memory, and until a later commit survives the server; and that of the last 10,000
-  states besides, as the database may be replaced by an older copy. If something turns out to be unknown, everything that is kept and
-  unknown is told again, in order. Ancestors that this process never told, or no longer keeps, are told as their manifests describe them.
-- A state whose branch another process moved meanwhile is told without its branch: it exists, under its uid.
-- A part of a state of several is told in the same way. This process hears the fate of that state with whatever it tells next, or when it
-  asks (``parts``); until then the part waits.
+- States are told in the order in which they were captured, so a parent is known before its child.
+  News of a state's disk, and of its leaving memory, comes after the state itself.
+- While the database is away (it is asked once a second), news waits. One line of the log says so,
+  and another when the database is back.
+- News that was told is kept as long as the state is in memory, and until a later commit survives
+  the server; and that of the last 10,000 states besides, as the database may be replaced by an
+  older copy. If something turns out to be unknown, everything that is kept and unknown is told
+  again, in order. Ancestors that this process never told, or no longer keeps, are told as their
+  manifests describe them.
+- A state whose branch another process moved meanwhile is told without its branch: it exists, under
+  its uid.
+- A part of a state of several is told in the same way. This process hears the fate of that state
+  with whatever it tells next, or when it asks (``parts``); until then the part waits.
 """
 
 from __future__ import annotations
@@ -61,11 +66,14 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
 _MOST_GONE = 1000
-"""The most states that left memory and are kept only because no later commit was durable; then the next commit is made durable."""
+"""The most states that left memory and are kept only because no later commit was durable; then
+the next commit is made durable."""
 
 
 class Leaving:
-    """The uids of states that left memory. ``add`` and ``in`` are safe from any thread and never wait; the rest runs in turn."""
+    """The uids of states that left memory.
+
+    ``add`` and ``in`` are safe from any thread and never wait; the rest runs in turn."""
 
     def __init__(self) -> None:
         self._untold: list[str] = []
@@ -94,7 +102,8 @@ class Leaving:
             self._gone += told
 
     def keep(self, is_kept: Callable[[str], bool]) -> bool:
-        """Keep only these of the states that have to be told; returns whether others were dropped."""
+        """Keep only these of the states that have to be told; returns whether others were
+        dropped."""
         with self._changing:
             kept = [uid for uid in self._untold if is_kept(uid)]
             is_less, self._untold = len(kept) < len(self._untold), kept
@@ -111,8 +120,8 @@ class Leaving:
         return len(self._gone) >= _MOST_GONE
 
     def settle(self) -> list[str]:
-        """Note that a commit survives the server, and with it everything told before; returns the uids that need not be remembered any
-        more.
+        """Note that a commit survives the server, and with it everything told before; returns the
+        uids that need not be remembered any more.
         """
         gone, self._gone = self._gone, []
         return gone
@@ -129,16 +138,19 @@ PATIENCE_S = 60.0
 """How long, in seconds, the database may be away before waiting callers get an error."""
 
 _MOST_WAITING = 10_000
-"""The most states that wait to be told, and that are remembered after they were told and left memory."""
+"""The most states that wait to be told, and that are remembered after they were told and left
+memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
     """The callbacks of a journal, on the thread that told the lineage, which may be any.
 
-    Called when the lineage knows of a state (with the reason why its branch did not move, if it was told late), when it knows of its
-    replica on disk and the bytes added there, and when it refuses either. For a part that was told, called when its state is whole or given
-    up, and when another rank makes the state durable (and whether that rank keeps it off further tiers), or has lost its part before.
+    Called when the lineage knows of a state (with the reason why its branch did not move, if it was
+    told late), when it knows of its replica on disk and the bytes added there, and when it refuses
+    either. For a part that was told, called when its state is whole or given up, and when another
+    rank makes the state durable (and whether that rank keeps it off further tiers), or has lost its
+    part before.
     """
 
     recorded: Callable[[Entry, State, Conflict | None], None]
@@ -151,13 +163,31 @@ class Listener:
 
 
 class Journal:
-    """Tells the lineage of states; one for each process and repository. Every method is safe from any thread, and ``evict`` never waits."""
+    """Tells the lineage of states; one for each process and repository.
 
-    def __init__(self, *, database: Database, local: DurableTier, run: Run, folder: str, holder: str, listener: Listener) -> None:
-        self._database, self._local, self._runs, self._folder, self._holder = database, local, [run], folder, holder
+    Every method is safe from any thread, and ``evict`` never waits."""
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        local: DurableTier,
+        run: Run,
+        folder: str,
+        holder: str,
+        listener: Listener,
+    ) -> None:
+        self._database, self._local, self._runs, self._folder, self._holder = (
+            database,
+            local,
+            [run],
+            folder,
+            holder,
+        )
         self._listener = listener
         self._turn = Mutex()
-        """Held during a transaction, so that news stays in order; never taken under another lock."""
+        """Held during a transaction, so that news stays in order; never taken under another
+        lock."""
         self._waiting: dict[str, Entry] = {}
         self._marks: dict[str, Sequence[Placed]] = {}
         self._told: dict[str, Entry] = {}
@@ -167,16 +197,24 @@ class Journal:
         self._away_since: float | None = None
         self._why = ""
         self.on_half: Callable[[], None] = lambda: None
-        """Called when a part of this process is on its disk, and those of other ranks are not on theirs yet; on any thread."""
+        """Called when a part of this process is on its disk, and those of other ranks are not on
+        theirs yet; on any thread."""
 
     @property
     def pending(self) -> int:
-        """States and replicas that wait to be told, and states that wait for parts of other ranks."""
+        """States and replicas that wait to be told, and states that wait for parts of other
+        ranks."""
         return len(self._waiting) + len(self._marks) + len(self._parts)
 
     def is_pending(self, uid: str) -> bool:
-        """Whether news of this state waits to be told, or the state waits for parts of other ranks."""
-        return uid in self._waiting or uid in self._marks or uid in self._parts or self._parts.is_half(uid)
+        """Whether news of this state waits to be told, or the state waits for parts of other
+        ranks."""
+        return (
+            uid in self._waiting
+            or uid in self._marks
+            or uid in self._parts
+            or self._parts.is_half(uid)
+        )
 
     def overdue(self) -> Unavailable | None:
         """The error for waiting callers, once the database has been away for too long."""
@@ -184,21 +222,29 @@ class Journal:
         if since is None or time.monotonic() - since < PATIENCE_S:
             return None
         waiting = [entry.new.facts for entry in list(self._waiting.values())]
-        steps = ", ".join(f"{facts.branch} step {facts.step} ({facts.uid[:10]})" for facts in waiting[-5:])
+        steps = ", ".join(
+            f"{facts.branch} step {facts.step} ({facts.uid[:10]})" for facts in waiting[-5:]
+        )
         what = (
-            f"{plural(len(waiting), 'state')} wait{'s' * (len(waiting) == 1)} to be recorded, the last of them {steps}"
+            f"{plural(len(waiting), 'state')} wait{'s' * (len(waiting) == 1)} to be recorded, the"
+            f" last of them {steps}"
             if waiting
             else "nothing waits to be recorded"
         )
-        return Unavailable(f"the lineage does not answer since {time.monotonic() - since:.0f} s ({self._why}); {what}", trouble="lineage")
+        return Unavailable(
+            f"the lineage does not answer since {time.monotonic() - since:.0f} s ({self._why});"
+            f" {what}",
+            trouble="lineage",
+        )
 
-    # --- what is told ------------------------------------------------------------------------------------------------------
+    # --- what is told -----------------------------------------------------------------------------
 
     def record(self, entries: Sequence[Entry]) -> dict[str, Exception]:
-        """Record states in one go, now or when the database answers; returns, by uid, why some of them were refused.
+        """Record states in one go, now or when the database answers; returns, by uid, why some of
+        them were refused.
 
-        States that depend on a refused one are refused with it. An absent database is no reason to refuse, unless it has been away for so
-        long that no more states can wait.
+        States that depend on a refused one are refused with it. An absent database is no reason to
+        refuse, unless it has been away for so long that no more states can wait.
         """
         with self._turn:
             told, refused = self._record(entries)
@@ -217,9 +263,11 @@ class Journal:
             return lookup.state(session, uid) if is_held else None
 
     def conclude(self, entry: Entry) -> bool:
-        """After an error while a state was recorded: whether the lineage has the state (then the listener hears of it), or it waits.
+        """After an error while a state was recorded: whether the lineage has the state (then the
+        listener hears of it), or it waits.
 
-        :raises DatastatesError: the lineage does not say, for another reason than that the database is away.
+        :raises DatastatesError: the lineage does not say, for another reason than that the database
+            is away.
         """
         uid = entry.new.uid
         if entry.rank is not None:
@@ -259,10 +307,11 @@ class Journal:
             return True
 
     def mark(self, placed: Mapping[str, Sequence[Placed]]) -> None:
-        """Note that states are on this node's disk: of each, the parts that this process had. They are told in one transaction.
+        """Note that states are on this node's disk: of each, the parts that this process had. They
+        are told in one transaction.
 
-        :raises NotFound: neither the lineage nor this process knows one of the states. Any other error of the lineage is raised too, except
-            that the database is away.
+        :raises NotFound: neither the lineage nor this process knows one of the states. Any other
+            error of the lineage is raised too, except that the database is away.
         """
         with self._turn:
             self._marks.update(placed)
@@ -280,15 +329,17 @@ class Journal:
         for uid, each in placed.items():
             self._tell_durable(uid, each)
 
-    # --- states of several parts ---------------------------------------------------------------------------------------------
+    # --- states of several parts ------------------------------------------------------------------
 
     def skip(self, skip: Skip) -> None:
-        """Note that this rank has no part of a state; told with whatever is told next, or by ``ask``. Never waits."""
+        """Note that this rank has no part of a state; told with whatever is told next, or by
+        ``ask``. Never waits."""
         self._parts.skip(skip)
 
     @property
     def is_waiting_for_others(self) -> bool:
-        """Whether a part that was told waits for those of other ranks, or a missing part of this rank is still to be told."""
+        """Whether a part that was told waits for those of other ranks, or a missing part of this
+        rank is still to be told."""
         return not self._parts.is_idle
 
     @property
@@ -298,11 +349,13 @@ class Journal:
 
     @property
     def has_news(self) -> bool:
-        """Whether other ranks have to be told of states of which this rank has no part, or of which it writes its part."""
+        """Whether other ranks have to be told of states of which this rank has no part, or of
+        which it writes its part."""
         return self._parts.is_to_tell
 
     def missing(self, uid: str) -> str | None:
-        """What a state still waits for from other ranks, in words; None if it does not wait, or nothing is known."""
+        """What a state still waits for from other ranks, in words; None if it does not wait, or
+        nothing is known."""
         if self._away_since is not None or not (uid in self._parts or self._parts.is_half(uid)):
             return None
         try:
@@ -317,19 +370,21 @@ class Journal:
         return self._parts.may_be_wanted
 
     def want(self, uid: str, *, is_near: bool = False) -> None:
-        """Make a state durable: if it has several parts, the other ranks are told and write theirs. Never waits.
+        """Make a state durable: if it has several parts, the other ranks are told and write theirs.
+        Never waits.
 
         ``is_near``: keep it off further tiers, on the other ranks too.
         """
         self._parts.want(uid, is_near=is_near)
 
     def pass_on(self, uid: str) -> None:
-        """Let a state that was kept off further tiers go on; if it has several parts, the other ranks are told. Never waits."""
+        """Let a state that was kept off further tiers go on; if it has several parts, the other
+        ranks are told. Never waits."""
         self._parts.pass_on(uid)
 
     def ask(self, patience_s: float | None = None) -> None:
-        """Hear the fate of the parts that wait, and tell of parts that this rank lacks. Parts that have waited longer than ``patience_s``
-        are given up.
+        """Hear the fate of the parts that wait, and tell of parts that this rank lacks. Parts that
+        have waited longer than ``patience_s`` are given up.
         """
         if (self._parts.is_idle and not self._parts.may_be_wanted) or self._away_since is not None:
             return
@@ -344,11 +399,13 @@ class Journal:
             self._heed(said, heard)
 
     def begin(self, run: Run) -> None:
-        """Note that a training of this process begins; the database may forget it as it may forget states."""
+        """Note that a training of this process begins; the database may forget it as it may
+        forget states."""
         self._runs.append(run)
 
     def evict(self, uids: Iterable[str]) -> None:
-        """Note that states left this process's memory; told with the next state, or by ``tell_evictions``."""
+        """Note that states left this process's memory; told with the next state, or by
+        ``tell_evictions``."""
         left = list(uids)
         self._evicted.add(left)
         self._parts.leave(left)
@@ -367,7 +424,7 @@ class Journal:
             self._evicted.note(self._or_recall(self._tell_evictions))
             self._forget_gone()
 
-    # --- the database is away, or has forgotten --------------------------------------------------------------------------------
+    # --- the database is away, or has forgotten ---------------------------------------------------
 
     def settle(self) -> None:
         """Tell what waits, if the database answers again; does nothing if it was not away."""
@@ -389,7 +446,11 @@ class Journal:
                 self._note_away(error)
             else:
                 after = time.monotonic() - self._away_since
-                _logger.warning("the lineage answers again after %.0f s", after, extra=event("lineage.back", seconds=after))
+                _logger.warning(
+                    "the lineage answers again after %.0f s",
+                    after,
+                    extra=event("lineage.back", seconds=after),
+                )
                 self._away_since = None
 
     def note_away(self, error: Unavailable) -> None:
@@ -398,7 +459,8 @@ class Journal:
             self._note_away(error)
 
     def check(self, session: Session) -> bool:
-        """Whether the newest state told of each branch is known: if commits are lost, those are among them."""
+        """Whether the newest state told of each branch is known: if commits are lost, those are
+        among them."""
         newest = {entry.new.facts.branch: uid for uid, entry in list(self._told.items())}
         return len(clones.known(session, newest.values())) == len(newest)
 
@@ -409,7 +471,9 @@ class Journal:
 
     # All below runs in turn
 
-    def _record(self, entries: Sequence[Entry]) -> tuple[dict[str, State | None], dict[str, Exception]]:
+    def _record(
+        self, entries: Sequence[Entry]
+    ) -> tuple[dict[str, State | None], dict[str, Exception]]:
         told: dict[str, State | None] = {}
         refused: dict[str, Exception] = {}
         try:
@@ -425,8 +489,11 @@ class Journal:
                     refused[entry.new.uid] = error
         return told, refused
 
-    def _tell_each(self, entries: Sequence[Entry], told: dict[str, State | None], refused: dict[str, Exception]) -> None:
-        """Record all entries in one transaction; if that fails, record them one by one, to find those that cannot be recorded."""
+    def _tell_each(
+        self, entries: Sequence[Entry], told: dict[str, State | None], refused: dict[str, Exception]
+    ) -> None:
+        """Record all entries in one transaction; if that fails, record them one by one, to find
+        those that cannot be recorded."""
         if len(entries) > 1:
             try:
                 told.update(self._or_recall(partial(self._tell, entries), entries))
@@ -444,12 +511,16 @@ class Journal:
                 told.update(self._or_recall(partial(self._tell, [entry]), [entry]))
             except Unavailable:
                 raise
-            except Exception as error:  # whatever refuses this state: its handle raises it, and the others are recorded
+            except Exception as error:
+                # whatever refuses this state: its handle raises it, and the others are recorded
                 refused[entry.new.uid] = error
 
     def _wait(self, entry: Entry) -> None:
         if len(self._waiting) >= _MOST_WAITING:
-            raise Unavailable(f"{_MOST_WAITING} states wait to be recorded, and the lineage does not answer ({self._why}): bring it back")
+            raise Unavailable(
+                f"{_MOST_WAITING} states wait to be recorded, and the lineage does not answer"
+                f" ({self._why}): bring it back"
+            )
         self._waiting[entry.new.uid] = entry
 
     def _note_away(self, error: Unavailable) -> None:
@@ -457,7 +528,8 @@ class Journal:
         if self._away_since is None:
             self._away_since = time.monotonic()
             _logger.warning(
-                "the lineage does not answer: captures go on in memory, and are recorded when it does (%s)",
+                "the lineage does not answer: captures go on in memory, and are recorded when it"
+                " does (%s)",
                 self._why,
                 extra=event("lineage.away", reason=self._why),
             )
@@ -472,10 +544,20 @@ class Journal:
             return do()
 
     def _tell(self, entries: Sequence[Entry]) -> dict[str, State | None]:
-        """The recorded states; None for a part that was told, whose state may or may not be whole now."""
-        whole, told = [entry for entry in entries if entry.rank is None], [entry for entry in entries if entry.rank is not None]
+        """The recorded states; None for a part that was told, whose state may or may not be
+        whole now."""
+        whole, told = (
+            [entry for entry in entries if entry.rank is None],
+            [entry for entry in entries if entry.rank is not None],
+        )
         is_durable, evicted = self._evicted.is_crowded, self._leaving()
-        said = replace(self._parts.said(told), evicted=tuple(evicted), tier=CAPTURED, holder=self._holder, is_durable=is_durable)
+        said = replace(
+            self._parts.said(told),
+            evicted=tuple(evicted),
+            tier=CAPTURED,
+            holder=self._holder,
+            is_durable=is_durable,
+        )
         states: list[State] = []
         if whole:
             states, heard = self._tell_whole(whole, said)
@@ -487,7 +569,10 @@ class Journal:
             self._forget_gone()
         self._parts.begin(told)
         self._heed(said, heard)
-        return {**{state.uid: state for state in states}, **dict.fromkeys((entry.new.uid for entry in told), None)}
+        return {
+            **{state.uid: state for state in states},
+            **dict.fromkeys((entry.new.uid for entry in told), None),
+        }
 
     @undeterred
     def _tell_whole(self, entries: Sequence[Entry], said: Said) -> tuple[list[State], Heard]:
@@ -497,9 +582,14 @@ class Journal:
         return states, heard
 
     def _heed(self, said: Said, heard: Heard) -> None:
-        """Act on what was heard of parts; each part waits until its listener knows. Parts that the lineage does not know are told again."""
+        """Act on what was heard of parts; each part waits until its listener knows.
+
+        Parts that the lineage does not know are told again."""
         if heard.forgotten:
-            again = replace(said, parts=self._parts.said([self._parts.entry(uid) for uid in heard.forgotten]).parts)
+            again = replace(
+                said,
+                parts=self._parts.said([self._parts.entry(uid) for uid in heard.forgotten]).parts,
+            )
             with suppress(Unavailable):  # the next question finds out
                 heard = report(self._database, again)
         wanted = self._parts.heed(said, heard)
@@ -524,7 +614,8 @@ class Journal:
         new, moved, kept = entry.new, None, entry
         try:
             with self._database.read() as session:
-                is_known = bool(clones.known(session, [new.uid]))  # the commit got through, its answer did not
+                # the commit got through, its answer did not
+                is_known = bool(clones.known(session, [new.uid]))
                 state = lookup.state(session, new.uid) if is_known else None
             if state is None:
                 try:
@@ -557,14 +648,22 @@ class Journal:
         marks = tuple(self._mark_of(uid, part) for uid, each in placed.items() for part in each)
         marked = report(self._database, Said(marks=marks, is_durable=True)).marked
         for uid, each in placed.items():
-            if marked[uid] is Status.CAPTURED:  # it has parts that are not on the disks of their ranks
+            if marked[uid] is Status.CAPTURED:
+                # it has parts that are not on the disks of their ranks
                 self._parts.await_durable(uid, _added(each))
             del self._marks[uid]
         self._forget_gone()
 
     def _mark_of(self, uid: str, placed: Placed) -> Mark:
         tier = self._local
-        return Mark(uid, tier.gives, tier.name, self._folder, placed.manifest.origin.rank, placed.manifest.bytes_new)
+        return Mark(
+            uid,
+            tier.gives,
+            tier.name,
+            self._folder,
+            placed.manifest.origin.rank,
+            placed.manifest.bytes_new,
+        )
 
     def _mark_late(self, uid: str, placed: Sequence[Placed]) -> None:
         try:
@@ -599,83 +698,147 @@ class Journal:
 
     @undeterred
     def _recall(self, coming: Iterable[Entry] = ()) -> bool:
-        """Tell again what the database has forgotten, runs and ancestors included; returns whether there was anything. ``coming`` is told
-        next.
+        """Tell again what the database has forgotten, runs and ancestors included; returns whether
+        there was anything. ``coming`` is told next.
         """
         told = {**{entry.new.uid: entry for entry in self._past}, **self._told}
         with self._database.read() as session:
             unknown = [run for run in list(self._runs) if not _has_run(session, run.uid)]
             known = clones.known(session, {**told, **dict.fromkeys(self._evicted.untold())})
             ahead = {*self._waiting, *(entry.new.uid for entry in coming)}
-            lost = self._lost(session, told, ahead, [parent for entry in coming for parent in entry.new.facts.parents])
+            lost = self._lost(
+                session,
+                told,
+                ahead,
+                [parent for entry in coming for parent in entry.new.facts.parents],
+            )
         # evicted states that nobody knows any more would block all later news
-        was_in_the_way = self._evicted.keep(lambda uid: uid in known or uid in told or uid in self._waiting or uid in self._parts)
+        was_in_the_way = self._evicted.keep(
+            lambda uid: uid in known or uid in told or uid in self._waiting or uid in self._parts
+        )
         if not unknown and not lost:
             return was_in_the_way
-        wanted = [(entry, range(entry.new.facts.world_size) if entry.rank is None else [entry.rank]) for entry in lost]
-        whole = self._local.whole_parts((entry.new.uid, rank) for entry, ranks in wanted for rank in ranks)
+        wanted = [
+            (entry, range(entry.new.facts.world_size) if entry.rank is None else [entry.rank])
+            for entry in lost
+        ]
+        whole = self._local.whole_parts(
+            (entry.new.uid, rank) for entry, ranks in wanted for rank in ranks
+        )
         with self._database.write(durable=True) as session:
             for run in unknown:
                 runs.start(session, run)
             for entry in lost:
                 self._tell_again(session, entry)
-            tell(session, Said(marks=tuple(self._mark_of(uid, placed) for (uid, _), placed in whole.items())))
-            gone = clones.known(session, {*self._evicted.gone, *(entry.new.uid for entry in lost if entry.new.uid not in self._told)})
+            tell(
+                session,
+                Said(marks=tuple(self._mark_of(uid, placed) for (uid, _), placed in whole.items())),
+            )
+            gone = clones.known(
+                session,
+                {
+                    *self._evicted.gone,
+                    *(entry.new.uid for entry in lost if entry.new.uid not in self._told),
+                },
+            )
             replicas.evict(session, gone, tier=CAPTURED, node=self._holder)
+        # others tell theirs again, too
         self._parts.begin(
             entry for entry in lost if entry.rank is not None and entry.new.uid in self._told
-        )  # others tell theirs again, too
+        )
         # parts of memory that is gone are told once: their states may never be whole
-        self._past = deque((entry for entry in self._past if entry.rank is None), maxlen=_MOST_WAITING)
+        self._past = deque(
+            (entry for entry in self._past if entry.rank is None), maxlen=_MOST_WAITING
+        )
         self._forget_gone()
         _logger.warning(
-            "the lineage had forgotten the run of this process, %s and their ancestors: they are recorded again",
+            "the lineage had forgotten the run of this process, %s and their ancestors: they are"
+            " recorded again",
             plural(len(lost), "state"),
             extra=event("lineage.forgot", states=len(lost)),
         )
         return True
 
-    def _lost(self, session: Session, told: dict[str, Entry], ahead: set[str], further: Iterable[str]) -> list[Entry]:
-        """What the database lacks of these states, of ``further`` ones and of their ancestors, parents first; what is ``ahead`` is told
-        later.
+    def _lost(
+        self, session: Session, told: dict[str, Entry], ahead: set[str], further: Iterable[str]
+    ) -> list[Entry]:
+        """What the database lacks of these states, of ``further`` ones and of their ancestors,
+        parents first; what is ``ahead`` is told later.
         """
         lost: dict[str, Entry] = {}
         found: dict[str, Entry | None] = dict.fromkeys([*clones.known(session, told), *ahead])
         stack = [*further, *reversed(told)]
         while stack:
             uid = stack[-1]
-            if uid not in found:  # of a part, other ranks have the rest, unless all are in the folder
+            if uid not in found:
+                # of a part, other ranks have the rest, unless all are in the folder
                 own = told.get(uid)
-                found[uid] = own if own is not None and own.rank is None else self._in_folder(session, uid) or own
+                found[uid] = (
+                    own
+                    if own is not None and own.rank is None
+                    else self._in_folder(session, uid) or own
+                )
             entry = found[uid]
-            above = [] if entry is None else [parent for parent in entry.new.facts.parents if parent not in found]
+            above = (
+                []
+                if entry is None
+                else [parent for parent in entry.new.facts.parents if parent not in found]
+            )
             stack += above
             if not above:
                 stack.pop()
                 if entry is not None:
                     lost[uid] = entry
-        beyond = {parent for entry in lost.values() for parent in entry.new.facts.parents} - lost.keys()
-        of_runs = self._of_runs(session, lost, ahead) if beyond - clones.known(session, beyond).keys() else {}
+        beyond = {
+            parent for entry in lost.values() for parent in entry.new.facts.parents
+        } - lost.keys()
+        of_runs = (
+            self._of_runs(session, lost, ahead)
+            if beyond - clones.known(session, beyond).keys()
+            else {}
+        )
         if not of_runs:
             return list(lost.values())
-        told = dict(sorted({**told, **of_runs}.items(), key=lambda item: to_us(item[1].new.facts.created_at)))
+        told = dict(
+            sorted(
+                {**told, **of_runs}.items(), key=lambda item: to_us(item[1].new.facts.created_at)
+            )
+        )
         return self._lost(session, told, ahead, further)
 
-    def _of_runs(self, session: Session, lost: Mapping[str, Entry], ahead: set[str]) -> dict[str, Entry]:
-        """Further forgotten states of the runs of ``lost`` ones. They are no known ancestors, as states between them were never on disk."""
+    def _of_runs(
+        self, session: Session, lost: Mapping[str, Entry], ahead: set[str]
+    ) -> dict[str, Entry]:
+        """Further forgotten states of the runs of ``lost`` ones.
+
+        They are no known ancestors, as states between them were never on disk."""
         runs_ = {entry.new.facts.run for entry in lost.values()}
         here = {uid for uid, _ in self._local.parts()} - lost.keys() - ahead
-        found = filter(None, (self._in_folder(session, uid) for uid in here - clones.known(session, here).keys()))
+        found = filter(
+            None,
+            (self._in_folder(session, uid) for uid in here - clones.known(session, here).keys()),
+        )
         return {entry.new.uid: entry for entry in found if entry.new.facts.run in runs_}
 
     def _in_folder(self, session: Session, uid: str) -> Entry | None:
-        """A state that the database lacks, from its manifests; None if it is known, or not all of them are here."""
+        """A state that the database lacks, from its manifests; None if it is known, or not all
+        of them are here."""
         manifests = {}
         with suppress(DatastatesError):
-            size = 0 if clones.known(session, [uid]) else self._local.part_manifest(uid, 0).origin.world_size
+            size = (
+                0
+                if clones.known(session, [uid])
+                else self._local.part_manifest(uid, 0).origin.world_size
+            )
             manifests = {(uid, rank): self._local.part_manifest(uid, rank) for rank in range(size)}
         news = [(clones.new_state(line), branch) for line, branch in lines_of(manifests)]
-        return next((Entry(replace(new, facts=replace(new.facts, branch=branch)), None) for new, branch in news), None)
+        return next(
+            (
+                Entry(replace(new, facts=replace(new.facts, branch=branch)), None)
+                for new, branch in news
+            ),
+            None,
+        )
 
     def _tell_again(self, session: Session, entry: Entry) -> None:
         new, facts = entry.new, entry.new.facts
@@ -684,24 +847,61 @@ class Journal:
         if entry.rank is not None:
             parts.record_parts(session, [parts.Telling(new, entry.rank, entry.reduce, entry.form)])
             return
-        if facts.run is not None and not _has_run(session, facts.run):  # of a process that has ended, about which nothing else is known
-            clones.put_runs(session, [RunLine(facts.run, None, None, "", "", 0, (), None, None, {}, {}, to_us(facts.created_at), None)], {})
+        if facts.run is not None and not _has_run(session, facts.run):
+            # of a process that has ended, about which nothing else is known
+            clones.put_runs(
+                session,
+                [
+                    RunLine(
+                        facts.run,
+                        None,
+                        None,
+                        "",
+                        "",
+                        0,
+                        (),
+                        None,
+                        None,
+                        {},
+                        {},
+                        to_us(facts.created_at),
+                        None,
+                    )
+                ],
+                {},
+            )
         here = clones.known(session, facts.parents)
-        if len(here) < len(facts.parents):  # a parent that was only in memory: the state follows the newest one of its branch
+        if len(here) < len(facts.parents):
+            # a parent that was only in memory: the state follows the newest one of its branch
             head = next((ref.state for ref in refs(session) if ref.name == facts.branch), None)
             edges = tuple(edge for edge in facts.edges if edge.parent in here)
-            new = replace(new, facts=replace(facts, parent=facts.parent if facts.parent in here else head, edges=edges))
+            new = replace(
+                new,
+                facts=replace(
+                    facts, parent=facts.parent if facts.parent in here else head, edges=edges
+                ),
+            )
         try:
             with session.begin_nested():
                 lineage_record.record(session, new)
         except Conflict as error:
             moved = [ref for ref in refs(session) if ref.name == facts.branch and new.facts.parent]
-            is_older = bool(moved) and to_us(reflog(session, moved[0].name, limit=1)[0].created_at) < to_us(facts.created_at)
+            is_older = bool(moved) and to_us(
+                reflog(session, moved[0].name, limit=1)[0].created_at
+            ) < to_us(facts.created_at)
             if not is_older:
-                _logger.warning("state %s is recorded again, without its branch: %s", new.uid, error)
+                _logger.warning(
+                    "state %s is recorded again, without its branch: %s", new.uid, error
+                )
             with session.begin_nested():
                 if is_older:  # the copy is from before the branch moved back, as by a guard
-                    lineage_refs.move(session, moved[0].name, str(new.facts.parent), expected=moved[0].state, reason="recorded again")
+                    lineage_refs.move(
+                        session,
+                        moved[0].name,
+                        str(new.facts.parent),
+                        expected=moved[0].state,
+                        reason="recorded again",
+                    )
                 lineage_record.record(session, new if is_older else new.without_branch())
 
 
@@ -729,7 +929,9 @@ class Closable(Protocol):
     """An object that is closed at exit."""
 
     def close(self, error: BaseException | None = None) -> None:
-        """Make durable what must be, and release everything. ``error`` is the one that ended the process, if any."""
+        """Make durable what must be, and release everything.
+
+        ``error`` is the one that ended the process, if any."""
 
 
 class _Ender:
@@ -740,7 +942,8 @@ class _Ender:
         threading.Thread(target=self._run, name="datastates-end", daemon=True).start()
 
     def put(self, end: Callable[[], None]) -> None:
-        """Queue one call, without taking a Python lock: this may run while any lock is held, and an interrupt comes before or after it."""
+        """Queue one call, without taking a Python lock: this may run while any lock is held, and
+        an interrupt comes before or after it."""
         self._ends.put(end)
 
     def settle(self) -> None:
@@ -754,7 +957,8 @@ class _Ender:
             try:
                 end()
                 closed(end)
-            except BaseException:  # no caller is left to be told, and the next one must be ended too
+            except BaseException:
+                # no caller is left to be told, and the next one must be ended too
                 _logger.exception("ending what was dropped without a close failed")
             del end
 
@@ -767,11 +971,11 @@ _exit_code = 0  # the exit code of a signal that ends the process
 
 
 def close_at_exit(closable: Closable, end: Callable[[], None]) -> None:
-    """Close an object when the process ends. If it is collected without a close, a thread calls ``end``. A forked child does neither for
-    its parent.
+    """Close an object when the process ends. If it is collected without a close, a thread calls
+    ``end``. A forked child does neither for its parent.
 
-    ``end`` must not be the object's own ``close``, which would keep it alive. Call ``closed`` once it was closed. What a finalizer could
-    not hand over is ended at exit.
+    ``end`` must not be the object's own ``close``, which would keep it alive. Call ``closed`` once
+    it was closed. What a finalizer could not hand over is ended at exit.
     """
     global _owner, _ender
     if _owner != os.getpid():
@@ -791,8 +995,8 @@ def closed(end: Callable[[], None]) -> None:
 
 
 def end_later(end: Callable[[], None], pid: int) -> None:
-    """Have a thread call ``end`` later, if this is the process ``pid``; the exit waits for it. For finalizers: callable on any thread at
-    any time."""
+    """Have a thread call ``end`` later, if this is the process ``pid``; the exit waits for it.
+    For finalizers: callable on any thread at any time."""
     if pid == os.getpid() and _ender is not None:
         _ender.put(end)
 
@@ -809,7 +1013,8 @@ def _close_all() -> None:
     if threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:
             if signal.getsignal(number) is _on_signal:
-                signal.signal(number, signal.SIG_IGN)  # the end is under way: a second signal must not break it off
+                # the end is under way: a second signal must not break it off
+                signal.signal(number, signal.SIG_IGN)
     for closable in list(_open):
         try:
             closable.close(_uncaught())
@@ -824,14 +1029,17 @@ def _close_all() -> None:
 
 
 def _uncaught() -> BaseException | None:
-    """The uncaught error that ends the process, if any. In an interactive session an error ends only the current line, so there is none."""
+    """The uncaught error that ends the process, if any.
+
+    In an interactive session an error ends only the current line, so there is none."""
     if _exit_code:
         return SystemExit(_exit_code)
     return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
 
 
 def take_signals() -> None:
-    """Turn SIGTERM and SIGHUP into ``SystemExit`` from now on, if this is the main thread and nothing else handles them."""
+    """Turn SIGTERM and SIGHUP into ``SystemExit`` from now on, if this is the main thread and
+    nothing else handles them."""
     if threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:
             if signal.getsignal(number) is signal.SIG_DFL:

@@ -1,8 +1,9 @@
-"""The copy plan: where each byte of a state goes, compiled once and reused until the layout changes.
+"""The copy plan: where each byte of a state goes, compiled once and reused until the layout
+changes.
 
-A plan knows, for each chunk, which pieces of which tensors make it up. To copy a state takes one slot for each chunk, one
-look-up of each slot's destination views, and one ``_foreach_copy_`` for all pieces. Everything is copied as bytes, so
-that pieces of all dtypes go through the same call.
+A plan knows, for each chunk, which pieces of which tensors make it up. To copy a state takes one
+slot for each chunk, one look-up of each slot's destination views, and one ``_foreach_copy_`` for
+all pieces. Everything is copied as bytes, so that pieces of all dtypes go through the same call.
 """
 
 from __future__ import annotations
@@ -40,21 +41,40 @@ from datastates.state.skeleton import encode_skeleton
 from datastates.state.tree import Flat, Leaf
 from datastates.system.devices import devices
 
-from .device_copies import HOST, Digested, Packing, Pairs, Route, Stills, packing_of, routes_of, stills_of
+from .device_copies import (
+    HOST,
+    Digested,
+    Packing,
+    Pairs,
+    Route,
+    Stills,
+    packing_of,
+    routes_of,
+    stills_of,
+)
 from .tear_check import SAMPLES, STATE_SAMPLES, Tripwire, Watched
 
 _Sign = tuple[torch.Size, tuple[int, ...], torch.dtype, bool]
 
 
 class Shares:
-    """The shares of ``rank`` of ``size``. ``specs`` are the whole tensors, without a shard; ``boxes`` are this rank's boxes of each.
+    """The shares of ``rank`` of ``size``. ``specs`` are the whole tensors, without a shard;
+    ``boxes`` are this rank's boxes of each.
 
-    ``ties`` are equal for tensors that are the same memory on every rank; of such tensors the first is divided. ``digest`` is the same
-    on all ranks if they divide alike. ``apart`` are ids of tensors that may differ between ranks. These are not pieced together from
-    several ranks; the first rank that holds one stores it.
+    ``ties`` are equal for tensors that are the same memory on every rank; of such tensors the first
+    is divided. ``digest`` is the same on all ranks if they divide alike. ``apart`` are ids of
+    tensors that may differ between ranks. These are not pieced together from several ranks; the
+    first rank that holds one stores it.
     """
 
-    def __init__(self, leaves: Sequence[Leaf], rank: int, size: int, apart: Collection[int], members: Sequence[int] | None) -> None:
+    def __init__(
+        self,
+        leaves: Sequence[Leaf],
+        rank: int,
+        size: int,
+        apart: Collection[int],
+        members: Sequence[int] | None,
+    ) -> None:
         self._size, self._members = size, members
         self._known = [leaf.tensor for leaf in leaves]
         self._signs = [*map(_sign, self._known)]
@@ -63,8 +83,16 @@ class Shares:
         self.specs = [_spec(leaf, held[0]) for leaf, held in zip(leaves, self._held, strict=True)]
         first: dict[Hashable, int] = {}
         divided = [
-            () if tie is not None and first.setdefault(tie, index) != index else _by_the_first(held) if id(leaf.tensor) in apart else held
-            for index, (leaf, tie, held) in enumerate(zip(leaves, self.ties, self._held, strict=True))
+            (
+                ()
+                if tie is not None and first.setdefault(tie, index) != index
+                else _by_the_first(held)
+                if id(leaf.tensor) in apart
+                else held
+            )
+            for index, (leaf, tie, held) in enumerate(
+                zip(leaves, self.ties, self._held, strict=True)
+            )
         ]
         self.boxes = divide(divided, size)[rank]
         self.digest = digest_of(divided)
@@ -83,29 +111,39 @@ class Shares:
 
 
 def shares_of(
-    leaves: Sequence[Leaf], rank: int, size: int, apart: Collection[int] = (), members: Sequence[int] | None = None
+    leaves: Sequence[Leaf],
+    rank: int,
+    size: int,
+    apart: Collection[int] = (),
+    members: Sequence[int] | None = None,
 ) -> Shares | None:
-    """What ``rank`` of ``size`` copies; None if that is every whole tensor. ``apart`` is as for ``Shares``, ``members`` as for
-    ``holdings_of``.
+    """What ``rank`` of ``size`` copies; None if that is every whole tensor. ``apart`` is as for
+    ``Shares``, ``members`` as for ``holdings_of``.
 
-    :raises Unsupported: a rank outside the group holds something of a tensor, or a tensor has no value; names it.
+    :raises Unsupported: a rank outside the group holds something of a tensor, or a tensor has no
+        value; names it.
     """
     is_divided = size > 1 or any(is_spread(leaf.tensor) or leaf.tensor.is_meta for leaf in leaves)
     return Shares(leaves, rank, size, apart, members) if is_divided else None
 
 
 def bytes_at(tensor: torch.Tensor, box: Box, strides: Sequence[int]) -> tuple[torch.Tensor, bool]:
-    """The stored bytes of a share, flat, and whether they are a view of the tensor and not a copy. ``strides`` are those of the whole
-    tensor."""
+    """The stored bytes of a share, flat, and whether they are a view of the tensor and not a
+    copy. ``strides`` are those of the whole tensor."""
     found = local_of(tensor)
     assert found is not None
     local = found.detach()
     if 0 in box.shape:
         return torch.empty(0, dtype=torch.uint8, device=local.device), True
     sizes = [side if stride else 1 for side, stride in zip(box.shape, strides, strict=True)]
-    view = local[tuple([slice(start, start + side) for start, side in zip(box.place, sizes, strict=True)])]
+    view = local[
+        tuple([slice(start, start + side) for start, side in zip(box.place, sizes, strict=True)])
+    ]
     packed = dense_strides(box.shape, strides)
-    lies_so = all(side == 1 or stride == wanted for side, stride, wanted in zip(sizes, view.stride(), packed, strict=True))
+    lies_so = all(
+        side == 1 or stride == wanted
+        for side, stride, wanted in zip(sizes, view.stride(), packed, strict=True)
+    )
     if lies_so and not view.is_conj() and not view.is_neg():
         return view.as_strided((view.numel(),), (1,)).view(torch.uint8), True
     dense = torch.empty(view.numel() * view.element_size(), dtype=torch.uint8, device=view.device)
@@ -114,8 +152,8 @@ def bytes_at(tensor: torch.Tensor, box: Box, strides: Sequence[int]) -> tuple[to
 
 
 def tie_of(tensor: torch.Tensor) -> Hashable | None:
-    """A key that is equal for two tensors that are the same memory. For a DTensor it does not use the local tensors, since these may be
-    empty on a rank."""
+    """A key that is equal for two tensors that are the same memory. For a DTensor it does not
+    use the local tensors, since these may be empty on a rank."""
     return id(tensor) if is_spread(tensor) else memory_key(tensor)
 
 
@@ -127,8 +165,9 @@ def _holdings(leaf: Leaf, size: int, members: Sequence[int] | None) -> Sequence[
     beyond = max(owner for holding in held for owner in holding.owners)
     if beyond >= size:
         raise Unsupported(
-            f"{leaf.path} is held by rank {beyond}, and states of this training have {size} part{'s' if size > 1 else ''}: "
-            "track it with the group of all its ranks, repo.track(..., group=…)"
+            f"{leaf.path} is held by rank {beyond}, and states of this training have {size}"
+            f" part{'s' if size > 1 else ''}: track it with the group of all its ranks,"
+            " repo.track(..., group=…)"
         )
     return held
 
@@ -142,7 +181,15 @@ def _sign(tensor: torch.Tensor) -> _Sign:
 
 
 def _spec(leaf: Leaf, held: Holding) -> TensorSpec:
-    return TensorSpec(leaf.path, dtype_name(leaf.tensor.dtype), held.shape, held.strides, None, leaf.tensor.requires_grad, ())
+    return TensorSpec(
+        leaf.path,
+        dtype_name(leaf.tensor.dtype),
+        held.shape,
+        held.strides,
+        None,
+        leaf.tensor.requires_grad,
+        (),
+    )
 
 
 # The copy plan: where each byte of a state goes, compiled once and reused until the layout
@@ -157,7 +204,8 @@ DEFER_BYTES = LARGE_BYTES
 class Layout:
     """What all captures of a plan have in common, encoded for the manifest once.
 
-    ``form`` is equal on all ranks whose parts make one state together; empty where one process has all of it.
+    ``form`` is equal on all ranks whose parts make one state together; empty where one process has
+    all of it.
     """
 
     skeleton: msgspec.Raw
@@ -169,7 +217,8 @@ class Layout:
 
 @dataclass(slots=True)
 class Pieces:
-    """The copies into one chunk that are made together: the bytes ``sources[i]`` are the piece ``places[i]`` of the chunk."""
+    """The copies into one chunk that are made together: the bytes ``sources[i]`` are the piece
+    ``places[i]`` of the chunk."""
 
     places: list[int] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
@@ -177,9 +226,11 @@ class Pieces:
 
 @dataclass(slots=True)
 class _Source:
-    """One leaf that is stored, or a share of one: its tensor as last seen, and its bytes as a flat view.
+    """One leaf that is stored, or a share of one: its tensor as last seen, and its bytes as a flat
+    view.
 
-    The facts about its memory are those of this rank's local tensor, ``local``; for most tensors that is the tensor itself.
+    The facts about its memory are those of this rank's local tensor, ``local``; for most tensors
+    that is the tensor itself.
     """
 
     leaf: int
@@ -200,7 +251,8 @@ class _Source:
     pieces: list[tuple[int, int]] = field(default_factory=list)
 
     def is_as_it_was(self, tensor: torch.Tensor) -> bool:
-        """Whether ``flat`` is still the bytes of ``tensor``: the same object may have other memory or another layout (``.data = …``)."""
+        """Whether ``flat`` is still the bytes of ``tensor``: the same object may have other
+        memory or another layout (``.data = …``)."""
         local = tensor if self.box is None else local_of(tensor)
         return (
             tensor is self.tensor
@@ -223,12 +275,14 @@ _Alias = tuple[int, torch.Tensor, Hashable]
 class CopyPlan:
     """A compiled plan. Belongs to one tracker; built and refreshed on the training thread only.
 
-    ``sizes[c]`` are the lengths of the pieces of chunk ``c``; ``eager[c]`` and ``deferred[c]`` say which of them are copied when. ``gaps``
-    are zeros that belong to no tensor: the chunk, the first byte, and the byte after the last. ``shares`` are this rank's if several
-    hold the state. ``routes`` says what lies where, ``stills`` which chunks may stay the same on a device, and ``packings`` how a device's
-    tensors are packed in a snapshot, once a capture was taken; ``digested`` are the chunks that a device digests as they cross, likewise,
-    and ``placed`` the copies of what is deferred, by the device and the slots.
-    ``is_taught``: some tensors are copied at once because they tore before.
+    ``sizes[c]`` are the lengths of the pieces of chunk ``c``; ``eager[c]`` and ``deferred[c]`` say
+    which of them are copied when. ``gaps`` are zeros that belong to no tensor: the chunk, the first
+    byte, and the byte after the last. ``shares`` are this rank's if several hold the state.
+    ``routes`` says what lies where, ``stills`` which chunks may stay the same on a device, and
+    ``packings`` how a device's tensors are packed in a snapshot, once a capture was taken;
+    ``digested`` are the chunks that a device digests as they cross, likewise, and ``placed`` the
+    copies of what is deferred, by the device and the slots. ``is_taught``: some tensors are copied
+    at once because they tore before.
     """
 
     layout: Layout
@@ -257,14 +311,18 @@ class CopyPlan:
         return tuple(device for device in self.routes if device != HOST)
 
     def refresh(self, flat: Flat) -> bool:
-        """Point the plan at this capture's tensors; False when the layout changed and the plan must be compiled anew.
+        """Point the plan at this capture's tensors; False when the layout changed and the plan must
+        be compiled anew.
 
-        A tensor that is a new object of the same geometry (an RNG state, say) is taken over if it is copied eagerly.
+        A tensor that is a new object of the same geometry (an RNG state, say) is taken over if it
+        is copied eagerly.
         """
         leaves = flat.tensors
-        if flat.skeleton is not self.flat.skeleton:  # ``flatten`` returns the same object as long as it is equal
+        if flat.skeleton is not self.flat.skeleton:
+            # ``flatten`` returns the same object as long as it is equal
             return False
-        if leaves is self.flat.tensors and self._marks is not None and self._marks.are_right():  # the common case: none has moved
+        if leaves is self.flat.tensors and self._marks is not None and self._marks.are_right():
+            # the common case: none has moved
             self.flat = flat
             return True
         self.flat = flat
@@ -279,16 +337,30 @@ class CopyPlan:
                 moved.append(source)
         if not all(self._is_tied_still(leaves, *alias) for alias in self.aliases):
             return False
-        for device in {devices().of(source.flat) for source in moved if self.packings} & self.packings.keys():
+        for device in {
+            devices().of(source.flat) for source in moved if self.packings
+        } & self.packings.keys():
             self.packings[device] = packing_of(self.routes[device], self.gaps)
         are_dense = all(source.is_dense for source in self.sources)
-        self._marks = _Marks([leaf.tensor for leaf in leaves], are_whole=self.shares is None) if are_dense else None
+        self._marks = (
+            _Marks([leaf.tensor for leaf in leaves], are_whole=self.shares is None)
+            if are_dense
+            else None
+        )
         return True
 
-    def _is_tied_still(self, leaves: Sequence[Leaf], index: int, tensor: torch.Tensor, key: Hashable) -> bool:
-        """Whether a tensor is still the one that was left out, and lies where that lies which is stored for both."""
+    def _is_tied_still(
+        self, leaves: Sequence[Leaf], index: int, tensor: torch.Tensor, key: Hashable
+    ) -> bool:
+        """Whether a tensor is still the one that was left out, and lies where that lies which is
+        stored for both."""
         first = self.specs[index].alias
-        return leaves[index].tensor is tensor and tie_of(tensor) == key and first is not None and tie_of(leaves[first].tensor) == key
+        return (
+            leaves[index].tensor is tensor
+            and tie_of(tensor) == key
+            and first is not None
+            and tie_of(leaves[first].tensor) == key
+        )
 
     def refuse_recording(self) -> None:
         """Raise if a graph is being recorded, since nothing that it copies happens now.
@@ -296,7 +368,10 @@ class CopyPlan:
         :raises InvalidInput: this thread records a graph on a device of the state.
         """
         if any(map(devices().is_recording, self.devices)):
-            raise InvalidInput("a graph is being recorded, and nothing of it happens now: capture after it, or after a replay")
+            raise InvalidInput(
+                "a graph is being recorded, and nothing of it happens now: capture after it, or"
+                " after a replay"
+            )
 
     def _take_over(self, source: _Source, leaf: Leaf) -> bool:
         tensor, spec = leaf.tensor, self.specs[source.leaf]
@@ -313,7 +388,13 @@ class CopyPlan:
             flat, is_dense = bytes_at(tensor, source.box, spec.strides)
         if devices().of(flat) != devices().of(source.flat):
             return False
-        source.tensor, source.local, source.pointer, source.flat, source.is_dense = tensor, local, local.data_ptr(), flat, is_dense
+        source.tensor, source.local, source.pointer, source.flat, source.is_dense = (
+            tensor,
+            local,
+            local.data_ptr(),
+            flat,
+            is_dense,
+        )
         source.shape, source.strides = local.shape, local.stride()
         for chunk, index in source.pieces:
             pieces = self.eager[chunk].sources
@@ -333,14 +414,17 @@ def compile_plan(
     apart: Collection[int] = (),
     members: Sequence[int] | None = None,
 ) -> CopyPlan:
-    """A plan that lays a state's tensors out over chunks: all of them, or what ``rank`` stores if ``size`` ranks hold them.
+    """A plan that lays a state's tensors out over chunks: all of them, or what ``rank`` stores if
+    ``size`` ranks hold them.
 
-    ``fenced`` and ``frozen`` are ids of tensors: those that only a tracked optimizer changes (deferred if they are large
-    enough), and those that stay the same (grouped apart, so that their chunks keep their digests). ``eager_paths`` are
-    never deferred, because the tripwire saw them change outside the fence. ``apart`` are ids of tensors that may differ between ranks.
+    ``fenced`` and ``frozen`` are ids of tensors: those that only a tracked optimizer changes
+    (deferred if they are large enough), and those that stay the same (grouped apart, so that their
+    chunks keep their digests). ``eager_paths`` are never deferred, because the tripwire saw them
+    change outside the fence. ``apart`` are ids of tensors that may differ between ranks.
     ``members`` are the numbers of all ranks in torch.distributed, if these are different.
 
-    :raises Unsupported: a rank outside the group holds something of a tensor, or a tensor has no value; names it.
+    :raises Unsupported: a rank outside the group holds something of a tensor, or a tensor has no
+        value; names it.
     """
     shares = shares_of(flat.tensors, rank, size, apart, members)
     specs: list[TensorSpec] = []
@@ -363,12 +447,26 @@ def compile_plan(
             is_dense = dense is not None
             packed = tensor if is_dense else _dense(tensor)
             specs.append(spec_of(leaf.path, packed))
-            sources.append(_source(index, leaf, tensor, _bytes_of(packed), is_dense=is_dense, may_wait=may_wait))
+            sources.append(
+                _source(
+                    index, leaf, tensor, _bytes_of(packed), is_dense=is_dense, may_wait=may_wait
+                )
+            )
             continue
         specs.append(shares.specs[index])
         for box in shares.boxes[index]:
             data, is_dense = bytes_at(tensor, box, specs[index].strides)
-            sources.append(_source(index, leaf, _present(tensor), data, is_dense=is_dense, may_wait=may_wait, box=box))
+            sources.append(
+                _source(
+                    index,
+                    leaf,
+                    _present(tensor),
+                    data,
+                    is_dense=is_dense,
+                    may_wait=may_wait,
+                    box=box,
+                )
+            )
     for source in sources:
         may_be = id(source.tensor) in frozen and source.path not in eager_paths
         source.is_still = may_be and source.is_dense and devices().is_on(source.flat)
@@ -378,12 +476,32 @@ def compile_plan(
 
 
 def _source(
-    index: int, leaf: Leaf, local: torch.Tensor, data: torch.Tensor, *, is_dense: bool, may_wait: bool, box: Box | None = None
+    index: int,
+    leaf: Leaf,
+    local: torch.Tensor,
+    data: torch.Tensor,
+    *,
+    is_dense: bool,
+    may_wait: bool,
+    box: Box | None = None,
 ) -> _Source:
     is_deferred = is_dense and may_wait and data.numel() >= DEFER_BYTES
-    is_deferred = is_deferred and not local.is_inference()  # inference tensors have no version that a tripwire could compare
+    # inference tensors have no version that a tripwire could compare
+    is_deferred = is_deferred and not local.is_inference()
     geometry = (local.shape, local.stride(), local.dtype, leaf.tensor.requires_grad)
-    return _Source(index, leaf.path, leaf.tensor, local.data_ptr(), data, 0, is_deferred, is_dense, *geometry, local, box)
+    return _Source(
+        index,
+        leaf.path,
+        leaf.tensor,
+        local.data_ptr(),
+        data,
+        0,
+        is_deferred,
+        is_dense,
+        *geometry,
+        local,
+        box,
+    )
 
 
 def _lay_out(
@@ -396,10 +514,14 @@ def _lay_out(
 ) -> CopyPlan:
     skeleton = encode_skeleton(flat.skeleton)
     form = "" if shares is None else _form_of(skeleton, specs, shares)
-    # Large tensors stay in the order of the leaves, whether still or not. So tensors that a prefix trained and a variant freezes fill the
-    # same chunks, up to the first tensor that the variant trains.
-    still_small, still_large = _by_size([source for source in sources if id(source.tensor) in frozen])
-    # Small tensors lie together, so that what is copied before ``capture`` returns takes one ``split`` of one or two chunks.
+    # Large tensors stay in the order of the leaves, whether still or not. So tensors that a prefix
+    # trained and a variant freezes fill the same chunks, up to the first tensor that the variant
+    # trains.
+    still_small, still_large = _by_size(
+        [source for source in sources if id(source.tensor) in frozen]
+    )
+    # Small tensors lie together, so that what is copied before ``capture`` returns takes one
+    # ``split`` of one or two chunks.
     small, large = _by_size([source for source in sources if id(source.tensor) not in frozen])
     sizes: list[list[int]] = []
     eager: list[Pieces] = []
@@ -415,11 +537,21 @@ def _lay_out(
             position = _place(source, position, sizes, eager, deferred)
     for source in sources:
         spec = specs[source.leaf]
-        offset, shape = ((0,) * len(spec.shape), spec.shape) if source.box is None else (source.box.offset, source.box.shape)
+        offset, shape = (
+            ((0,) * len(spec.shape), spec.shape)
+            if source.box is None
+            else (source.box.offset, source.box.shape)
+        )
         shard = Shard(offset, shape, source.start, source.flat.numel())
         specs[source.leaf] = msgspec.structs.replace(spec, shards=(*spec.shards, shard))
     watched = [
-        Watched(source.path, source.local, source.flat, source.start, SAMPLES if source.requires_grad else STATE_SAMPLES)
+        Watched(
+            source.path,
+            source.local,
+            source.flat,
+            source.start,
+            SAMPLES if source.requires_grad else STATE_SAMPLES,
+        )
         for source in sources
         if source.is_deferred
     ]
@@ -450,7 +582,8 @@ def _lay_out(
 
 
 def _form_of(skeleton: bytes, specs: Sequence[TensorSpec], shares: Shares) -> str:
-    """A digest of what must be equal in every part: the tree, each whole tensor (no shard is known yet), and which rank stores what."""
+    """A digest of what must be equal in every part: the tree, each whole tensor (no shard is
+    known yet), and which rank stores what."""
     return blake3(skeleton).update(msgspec.msgpack.encode(specs)).update(shares.digest).hexdigest(8)
 
 
@@ -461,7 +594,8 @@ def _by_size(sources: list[_Source]) -> tuple[list[_Source], list[_Source]]:
 
 
 def _align(position: int, sizes: list[list[int]], gaps: list[tuple[int, int, int]]) -> int:
-    """Where the next large tensor begins after ``position``: less than one block further, so in the same chunk."""
+    """Where the next large tensor begins after ``position``: less than one block further, so in
+    the same chunk."""
     chunk, offset = divmod(position, CHUNK_BYTES)
     gap = -offset % ALIGNED_BYTES
     if gap:
@@ -498,24 +632,41 @@ def _place(
 
 
 class _Marks:
-    """Marks that show whether tensors are still where and as they were; checking one takes about 0.2 µs."""
+    """Marks that show whether tensors are still where and as they were; checking one takes about
+    0.2 µs."""
 
     __slots__ = ("_aliases", "_complex", "_kinds", "_spread", "_tensors")
 
     def __init__(self, tensors: list[torch.Tensor], *, are_whole: bool) -> None:
         self._spread = [] if are_whole else [tensor for tensor in tensors if is_spread(tensor)]
-        self._tensors = tensors if are_whole else [local for tensor in tensors if (local := local_of(tensor)) is not None]
+        self._tensors = (
+            tensors
+            if are_whole
+            else [local for tensor in tensors if (local := local_of(tensor)) is not None]
+        )
         self._aliases = [tensor.detach() for tensor in self._tensors]
         self._complex = [tensor for tensor in self._tensors if tensor.dtype.is_complex]
         self._kinds = self._look()
 
     def are_right(self) -> bool:
-        """Whether every tensor has the memory, offset, shape, strides, dtype and flags that it had."""
-        return all(map(torch.Tensor.is_set_to, self._tensors, self._aliases)) and self._look() == self._kinds
+        """Whether every tensor has the memory, offset, shape, strides, dtype and flags that it
+        had."""
+        return (
+            all(map(torch.Tensor.is_set_to, self._tensors, self._aliases))
+            and self._look() == self._kinds
+        )
 
     def _look(self) -> list[object]:
-        kinds = [*map(_DTYPE, self._tensors), *map(_REQUIRES_GRAD, self._tensors), *map(torch.Tensor.is_conj, self._complex)]
-        return [*kinds, *map(_REQUIRES_GRAD, self._spread), *map(id, map(_LOCAL, self._spread))] if self._spread else kinds
+        kinds = [
+            *map(_DTYPE, self._tensors),
+            *map(_REQUIRES_GRAD, self._tensors),
+            *map(torch.Tensor.is_conj, self._complex),
+        ]
+        return (
+            [*kinds, *map(_REQUIRES_GRAD, self._spread), *map(id, map(_LOCAL, self._spread))]
+            if self._spread
+            else kinds
+        )
 
 
 _DTYPE = operator.attrgetter("dtype")
@@ -553,16 +704,23 @@ class Copy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """A tensor whose copies are not equal: ``ranks`` are those that differ from the most common copy; of equally common ones, the first."""
+    """A tensor whose copies are not equal: ``ranks`` are those that differ from the most common
+    copy; of equally common ones, the first."""
 
     path: str
     ranks: tuple[int, ...]
 
 
 def copies_of(
-    leaves: Sequence[Leaf], rank: int, size: int, *, apart: Collection[int] = (), members: Sequence[int] | None = None
+    leaves: Sequence[Leaf],
+    rank: int,
+    size: int,
+    *,
+    apart: Collection[int] = (),
+    members: Sequence[int] | None = None,
 ) -> list[Copy]:
-    """A digest of this rank's copy of each tensor that should be equal on several ranks, all of it read once. No capture may be in flight.
+    """A digest of this rank's copy of each tensor that should be equal on several ranks, all of it
+    read once. No capture may be in flight.
 
     ``apart`` are ids of tensors that may differ; ``members`` is as for ``holdings_of``.
     """
@@ -574,13 +732,14 @@ def copies_of(
             if len(box.owners) > 1 and box.length:
                 share = Box(box.offset, box.local_shape, box.place or (0,) * len(box.shape))
                 data, _ = bytes_at(leaf.tensor, share, box.strides)
-                found.append(Copy(leaf.path, box.offset, chunk_digest(data.cpu().numpy().data)))  # waits for a device
+                # waits for a device
+                found.append(Copy(leaf.path, box.offset, chunk_digest(data.cpu().numpy().data)))
     return found
 
 
 def differences(copies: Sequence[Sequence[Copy]]) -> list[Difference]:
-    """The differences between the copies of all ranks, which are given by rank; in order of path. What a rank does not have is not
-    compared."""
+    """The differences between the copies of all ranks, which are given by rank; in order of
+    path. What a rank does not have is not compared."""
     by_box: dict[tuple[str, tuple[int, ...]], dict[int, bytes]] = {}
     for rank, of_rank in enumerate(copies):
         for copy in of_rank:
@@ -589,5 +748,7 @@ def differences(copies: Sequence[Sequence[Copy]]) -> list[Difference]:
     for (path, _), digests in by_box.items():
         common, count = Counter(digests.values()).most_common(1)[0]
         if count < len(digests):
-            odd.setdefault(path, set()).update(rank for rank, digest in digests.items() if digest != common)
+            odd.setdefault(path, set()).update(
+                rank for rank, digest in digests.items() if digest != common
+            )
     return [Difference(path, tuple(sorted(ranks))) for path, ranks in sorted(odd.items())]

@@ -1,4 +1,5 @@
-"""What this process has told of states of several parts: the states of which it waits to hear, and those of which it has no part."""
+"""What this process has told of states of several parts: the states of which it waits to hear,
+and those of which it has no part."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from datastates.lineage.lookup import state
 from datastates.lineage.query.incomplete import Outcome, outcomes, ranks_text, statuses_of, waiting
 from datastates.lineage.query.names import replicas_of
 from datastates.lineage.states import EdgeKind, NewState, StateFacts, Status, Why
-from datastates.lineage.write.parts import Telling, give_up, record_parts, skip_part, want_parts, wanted_parts
+from datastates.lineage.write.parts import (
+    Telling,
+    give_up,
+    record_parts,
+    skip_part,
+    want_parts,
+    wanted_parts,
+)
 from datastates.lineage.write.record import FIRST, Reduce
 from datastates.lineage.write.replicas import Mark, evict, mark_all
 from datastates.state.manifest import Manifest, root_digest
@@ -37,10 +45,11 @@ class Skip:
 class Said:
     """What one process has to tell and to ask.
 
-    It tells its parts, the parts that it lacks, what waited longer than ``patience_s``, which states it makes durable (by uid, as which
-    rank; those that are ``near`` stay off further tiers), what a tier holds, and what left the memory of ``holder`` in ``tier``. It asks
-    for the fate of states (by uid, of its part of that rank), which of them others make ``wanted``, and how safe others are.
-    ``is_durable``: it has to survive the database's own end.
+    It tells its parts, the parts that it lacks, what waited longer than ``patience_s``, which
+    states it makes durable (by uid, as which rank; those that are ``near`` stay off further tiers),
+    what a tier holds, and what left the memory of ``holder`` in ``tier``. It asks for the fate of
+    states (by uid, of its part of that rank), which of them others make ``wanted``, and how safe
+    others are. ``is_durable``: it has to survive the database's own end.
     """
 
     parts: tuple[Telling, ...] = ()
@@ -61,14 +70,16 @@ class Said:
     @property
     def is_question(self) -> bool:
         """Whether it only asks, and tells nothing."""
-        return not (self.parts or self.skips or self.late or self.wishes or self.marks or self.evicted)
+        return not (
+            self.parts or self.skips or self.late or self.wishes or self.marks or self.evicted
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What a transaction said to one process: the fate of states, which of its parts the lineage does not know, which states others
-    make durable (and whether they keep them off further tiers), how safe states are, and those that were marked. Acted on once it is
-    committed.
+    """What a transaction said to one process: the fate of states, which of its parts the lineage
+    does not know, which states others make durable (and whether they keep them off further tiers),
+    how safe states are, and those that were marked. Acted on once it is committed.
     """
 
     outcomes: dict[str, Outcome] = field(default_factory=dict)
@@ -85,10 +96,17 @@ def tell(session: Session, said: Said) -> Heard:
     for skip in said.skips:
         skip_part(session, skip.facts, rank=skip.rank, why=skip.why, reason=skip.reason)
     if said.late:
-        give_up(session, said.late, why=Why.LATE, reason=f"it told no part within {said.patience_s:g} s")
+        give_up(
+            session, said.late, why=Why.LATE, reason=f"it told no part within {said.patience_s:g} s"
+        )
     wishes = [(rank, uid in said.near, uid) for uid, rank in said.wishes.items()]
     for rank, is_near in sorted({(rank, is_near) for rank, is_near, _ in wishes}):
-        want_parts(session, [uid for of, near, uid in wishes if (of, near) == (rank, is_near)], rank=rank, is_near=is_near)
+        want_parts(
+            session,
+            [uid for of, near, uid in wishes if (of, near) == (rank, is_near)],
+            rank=rank,
+            is_near=is_near,
+        )
     marked = mark_all(session, said.marks)
     if said.evicted:
         evict(session, said.evicted, tier=said.tier, node=said.holder)
@@ -127,8 +145,8 @@ _UID = re.compile("[0-9a-f]{24}")
 class Entry:
     """A state to be recorded, and the tip of its line before it: its uid and digest.
 
-    ``rank`` says whose part of several it is, ``reduce`` how the metrics of all parts are combined, ``form`` what all parts have in common;
-    None: it is the whole state.
+    ``rank`` says whose part of several it is, ``reduce`` how the metrics of all parts are combined,
+    ``form`` what all parts have in common; None: it is the whole state.
     """
 
     new: NewState
@@ -138,11 +156,17 @@ class Entry:
     form: str = ""
 
 
-def lines_of(manifests: Mapping[tuple[str, int], Manifest]) -> Iterable[tuple[StateLine, str | None]]:
+def lines_of(
+    manifests: Mapping[tuple[str, int], Manifest],
+) -> Iterable[tuple[StateLine, str | None]]:
     """Every state of which all parts are here, and its branch."""
     for (uid, rank), first in manifests.items():
         size = first.origin.world_size
-        parts = [manifests[uid, each] for each in range(size) if (uid, each) in manifests] if rank == 0 else []
+        parts = (
+            [manifests[uid, each] for each in range(size) if (uid, each) in manifests]
+            if rank == 0
+            else []
+        )
         if len(parts) != size or not _UID.fullmatch(uid):
             continue
         origin = first.origin
@@ -176,7 +200,8 @@ _MOST_ASKED = 100
 
 
 class Parts:
-    """The parts of a journal, which calls this in its turn; only ``skip`` may be called at any time, and never waits."""
+    """The parts of a journal, which calls this in its turn; only ``skip`` may be called at any
+    time, and never waits."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, tuple[Entry, float]] = {}
@@ -184,9 +209,11 @@ class Parts:
         self._unwritten: dict[str, int] = {}
         self._wishes: dict[str, int] = {}
         self._near: dict[str, int] = {}
-        """The states that stay off further tiers, here and on all other ranks, until a rank has them go on."""
+        """The states that stay off further tiers, here and on all other ranks, until a rank has
+        them go on."""
         self._half: dict[str, int] = {}
-        """The states of which this rank's part is on disk, and those of others are not yet; with the bytes that this part added."""
+        """The states of which this rank's part is on disk, and those of others are not yet; with
+        the bytes that this part added."""
 
     @property
     def is_idle(self) -> bool:
@@ -205,11 +232,13 @@ class Parts:
 
     @property
     def may_be_wanted(self) -> bool:
-        """Whether another rank may yet make durable a state that this rank has in memory only, has alone on disk, or keeps near."""
+        """Whether another rank may yet make durable a state that this rank has in memory only,
+        has alone on disk, or keeps near."""
         return bool(self._unwritten or self._half or self._near)
 
     def is_half(self, uid: str) -> bool:
-        """Whether this rank's part of a state is on disk, and that of another is not, as far as is known."""
+        """Whether this rank's part of a state is on disk, and that of another is not, as far as
+        is known."""
         return uid in self._half
 
     def await_durable(self, uid: str, added: int) -> None:
@@ -229,7 +258,8 @@ class Parts:
         self._skips[skip.facts.uid] = skip
 
     def want(self, uid: str, *, is_near: bool = False) -> None:
-        """Note that this rank makes its part of a state durable. The other ranks must do the same, and are told with the next transaction.
+        """Note that this rank makes its part of a state durable. The other ranks must do the same,
+        and are told with the next transaction.
 
         ``is_near``: it also keeps the part off further tiers.
         """
@@ -240,7 +270,8 @@ class Parts:
                 self._near[uid] = rank
 
     def pass_on(self, uid: str) -> None:
-        """Note that a state that was kept near goes on to further tiers; so must the parts of the others."""
+        """Note that a state that was kept near goes on to further tiers; so must the parts of
+        the others."""
         rank = self._near.pop(uid, None)
         if rank is not None:
             self._wishes[uid] = rank
@@ -255,22 +286,41 @@ class Parts:
         return self._waiting[uid][0]
 
     def missing(self, session: Session, uid: str, tier: str) -> str | None:
-        """What a state still waits for from other ranks, in words: their parts, or that these reach the ``tier``, the ranks' disks."""
+        """What a state still waits for from other ranks, in words: their parts, or that these
+        reach the ``tier``, the ranks' disks."""
         if uid in self._waiting:
             return next((str(each) for each in waiting(session, [uid])), None)
         if uid not in self._half:
             return None
-        size, there = state(session, uid).world_size, {one.rank for one in replicas_of(session, uid) if one.tier == tier}
+        size, there = (
+            state(session, uid).world_size,
+            {one.rank for one in replicas_of(session, uid) if one.tier == tier},
+        )
         late = ranks_text(sorted(set(range(size)) - there))
-        return f"the parts of rank {late} of {size} are not on the disks of their ranks, whose logs may say why" if late else None
+        return (
+            f"the parts of rank {late} of {size} are not on the disks of their ranks, whose logs"
+            " may say why"
+            if late
+            else None
+        )
 
-    # --- what is said -------------------------------------------------------------------------------------------------------
+    # --- what is said -----------------------------------------------------------------------------
 
-    def said(self, entries: Sequence[Entry] = (), *, late: Sequence[str] = (), patience_s: float | None = None) -> Said:
+    def said(
+        self,
+        entries: Sequence[Entry] = (),
+        *,
+        late: Sequence[str] = (),
+        patience_s: float | None = None,
+    ) -> Said:
         """What has to be told besides these parts, and what is asked."""
-        told = {entry.new.uid: entry for entry, _ in self._waiting.values()} | {entry.new.uid: entry for entry in entries}
+        told = {entry.new.uid: entry for entry, _ in self._waiting.values()} | {
+            entry.new.uid: entry for entry in entries
+        }
         return Said(
-            parts=tuple(Telling(entry.new, _rank(entry), entry.reduce, entry.form) for entry in entries),
+            parts=tuple(
+                Telling(entry.new, _rank(entry), entry.reduce, entry.form) for entry in entries
+            ),
             skips=tuple(self._skips.values()),
             late=tuple(late),
             patience_s=patience_s or 0.0,
@@ -286,7 +336,7 @@ class Parts:
         before = time.monotonic() - patience_s
         return [uid for uid, (_, since) in self._waiting.items() if since <= before]
 
-    # --- once it is committed -----------------------------------------------------------------------------------------------
+    # --- once it is committed ---------------------------------------------------------------------
 
     def begin(self, entries: Iterable[Entry]) -> None:
         """Note that these parts were told: they wait now."""
@@ -303,13 +353,14 @@ class Parts:
         self._waiting.pop(uid, None)
 
     def heed(self, said: Said, heard: Heard) -> dict[str, bool]:
-        """Act on what was told and what was heard. Returns the states that others make durable, or have go on, and this rank does not yet;
-        and whether they must stay near.
+        """Act on what was told and what was heard. Returns the states that others make durable, or
+        have go on, and this rank does not yet; and whether they must stay near.
         """
         for skip in said.skips:
             self._skips.pop(skip.facts.uid, None)
         for uid in said.wishes:
-            if (uid in said.near) == (uid in self._near):  # else it was passed on meanwhile, which has to be told
+            if (uid in said.near) == (uid in self._near):
+                # else it was passed on meanwhile, which has to be told
                 self._wishes.pop(uid, None)
         wanted: dict[str, bool] = {}
         for uid, is_near in heard.wanted.items():
@@ -321,7 +372,8 @@ class Parts:
         return wanted
 
     def settled(self, heard: Heard) -> list[tuple[str, int, bool]]:
-        """The states that no longer wait for the disks of others, with the bytes that this rank added, and whether they are durable."""
+        """The states that no longer wait for the disks of others, with the bytes that this rank
+        added, and whether they are durable."""
         found = []
         for uid, status in heard.statuses.items():
             if status is not Status.CAPTURED and uid in self._half:

@@ -2,13 +2,14 @@
 
     crossing thread (crossing.py) queues copies from devices, if there are any
     stage thread    (stage.py)    copies; hands each capture on, in order
-    engine thread   (rounds.py)   each round of captures into memory and into the lineage (commit.py); then room is made ahead
-    writer thread   (writer.py)   to disk; marked as durable
-    arena thread    (warming.py)  memory made warm ahead of need
-    modules thread  (modules/own.py) the user's modules, if there are any
-    copies thread   (modules/copies.py) onto the user's tiers, if there are any
+    engine thread   (rounds.py)   each round of captures into memory and into the lineage
+    (commit.py); then room is made ahead writer thread   (writer.py)   to disk; marked as durable
+    arena thread    (warming.py)  memory made warm ahead of need modules thread  (modules/own.py)
+    the user's modules, if there are any copies thread   (modules/copies.py) onto the user's tiers,
+    if there are any
 
-One ``Runner`` belongs to a repository that tracks. Its lock guards the ``Engine`` and the ``Register``; no I/O happens under it.
+One ``Runner`` belongs to a repository that tracks. Its lock guards the ``Engine`` and the
+``Register``; no I/O happens under it.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ _FAILING_S = 3.0
 
 
 class Runner:
-    """Owns the stage, engine and writer threads of one repository; a ``Host`` in this process. ``close`` is idempotent."""
+    """Owns the stage, engine and writer threads of one repository; a ``Host`` in this process.
+
+    ``close`` is idempotent."""
 
     def __init__(
         self,
@@ -103,7 +106,9 @@ class Runner:
         self._engine = Engine(config.memory_latest)
         self._paces = Paces(books.database)
         self._own = Own(config.modules, memory, self._changed.ring)
-        self._copies = Copies(local, further, books.database, self._changed.ring, config.group_patience_s)
+        self._copies = Copies(
+            local, further, books.database, self._changed.ring, config.group_patience_s
+        )
         locked = Locked(self._engine, self._lock, self._changed, self._post)
         self._register = Register(
             books,
@@ -115,17 +120,39 @@ class Runner:
             on_marked=self._on_marked,
             recorder=self.recorder,
         )
-        self._pipeline = Pipeline(books, self._register, arena=arena, memory=memory, local=local, recorder=self.recorder)
-        self._commits = Commits(books, self._register, self._pipeline, memory, adopt=self._adopt, post=self._post, recorder=self.recorder)
+        self._pipeline = Pipeline(
+            books, self._register, arena=arena, memory=memory, local=local, recorder=self.recorder
+        )
+        self._commits = Commits(
+            books,
+            self._register,
+            self._pipeline,
+            memory,
+            adopt=self._adopt,
+            post=self._post,
+            recorder=self.recorder,
+        )
         self.snapshots = Snapshots(config.device_bytes)
         self.stager = Stager(arena, memory.hold, self.snapshots)
         self._rounds = Rounds()
         self._polling = Polling(self._register.journal, self._rounds, config.group_patience_s)
-        self._engine_thread = threading.Thread(target=self._run_engine, name="datastates-engine", daemon=True)
-        self._writer = Writer(self._pipeline, self._register, locked, self._trouble, self._copies, self.recorder)
+        self._engine_thread = threading.Thread(
+            target=self._run_engine, name="datastates-engine", daemon=True
+        )
+        self._writer = Writer(
+            self._pipeline, self._register, locked, self._trouble, self._copies, self.recorder
+        )
         self._threads = [self._engine_thread, self._writer.thread]
-        self._watch = Watch(self._trouble, self._register, locked, recording=self._engine_thread, writing=self._writer.thread)
-        self._warmer = Warmer(arena, is_given=config.memory_bytes is not None, latest=config.memory_latest)
+        self._watch = Watch(
+            self._trouble,
+            self._register,
+            locked,
+            recording=self._engine_thread,
+            writing=self._writer.thread,
+        )
+        self._warmer = Warmer(
+            arena, is_given=config.memory_bytes is not None, latest=config.memory_latest
+        )
         self._room = Room(
             arena,
             memory,
@@ -133,7 +160,13 @@ class Runner:
             rounds=self._rounds,
             register=self._register,
             locked=locked,
-            questions=Questions(self._post, self._raise_if_closed, self._backlog, self._watch, self._trouble.note_skipped),
+            questions=Questions(
+                self._post,
+                self._raise_if_closed,
+                self._backlog,
+                self._watch,
+                self._trouble.note_skipped,
+            ),
         )
         self._memory = memory
         memory.on_let_go = self._changed.ring
@@ -141,7 +174,12 @@ class Runner:
         self._on_durable: Callable[[int], None] = lambda added: None
         self._named = Named(books.database, self._register.journal)
         self._lookout = Lookout(
-            (self._pulse.beat, self._watch.look, self._warmer.look, lambda: self._trouble.remind(self._engine.pending_writes)),
+            (
+                self._pulse.beat,
+                self._watch.look,
+                self._warmer.look,
+                lambda: self._trouble.remind(self._engine.pending_writes),
+            ),
             (self._register.journal.settle, self._look_at_refs, self._paces.note),
         )
         self._is_closed = self._is_closing = False
@@ -149,7 +187,7 @@ class Runner:
         for thread in self._threads:
             thread.start()
 
-    # --- the training thread -------------------------------------------------------------------------------------------
+    # --- the training thread ----------------------------------------------------------------------
 
     def open_line(self, line: Line, cadence: Policy, size_bytes: int) -> None:
         """Begin a tracker; memory for captures of about this size is made warm meanwhile."""
@@ -158,7 +196,9 @@ class Runner:
         if line.part is not None:
             self._named.join(line.part.rank, line.part.size)
             self._polling.join(line.part.size)
-            if line.part.rank:  # rank 0 decides which states become durable, except where each rank can decide by itself
+            if line.part.rank:
+                # rank 0 decides which states become durable, except where each rank can decide by
+                # itself
                 cadence = cadence.counted() or Cadence(every=None, interval_s=None)
         self._post(LineOpened(line.name, cadence, line.branch, size_bytes, line.keeps_bests))
 
@@ -173,7 +213,11 @@ class Runner:
 
     def close_line(self, line: Line, *, is_failing: bool = False) -> None:
         """End a tracker: its head becomes durable (``drain`` waits for that)."""
-        self._polling.patience_s = min(self._config.group_patience_s, _FAILING_S) if is_failing else self._config.group_patience_s
+        self._polling.patience_s = (
+            min(self._config.group_patience_s, _FAILING_S)
+            if is_failing
+            else self._config.group_patience_s
+        )
         try:
             self.settle(line)
         finally:
@@ -184,12 +228,19 @@ class Runner:
         self.snapshots.let_go()
 
     def acquire(
-        self, lengths: Sequence[int], back_pressure: BackPressure, *, line: Line | None = None, within_s: float | None = None
+        self,
+        lengths: Sequence[int],
+        back_pressure: BackPressure,
+        *,
+        line: Line | None = None,
+        within_s: float | None = None,
     ) -> list[int] | None:
-        """Slots for the chunks of a state; None if there is no room and the back-pressure is ``skip``.
+        """Slots for the chunks of a state; None if there is no room and the back-pressure is
+        ``skip``.
 
-        Blocks under ``wait`` and ``drop-oldest`` until memory is freed, but not longer than ``within_s``: then the result is None. After a
-        capture, which names its ``line``, room for the next one of its size is made ahead.
+        Blocks under ``wait`` and ``drop-oldest`` until memory is freed, but not longer than
+        ``within_s``: then the result is None. After a capture, which names its ``line``, room for
+        the next one of its size is made ahead.
 
         :raises OverBudget: the state could never fit, or nothing that is in its way can be written.
         """
@@ -229,13 +280,16 @@ class Runner:
             if isinstance(job.error, Torn):
                 staged.line.edits.note(staged.facts.step, job.error, is_taught=job.plan.is_taught)
             if job.began is not None:
-                self.recorder.span("copy", job.began, time.monotonic(), staged.progress.uid, staged.facts.step)
+                self.recorder.span(
+                    "copy", job.began, time.monotonic(), staged.progress.uid, staged.facts.step
+                )
         except BaseException as exc:  # the handle raises it, whatever it is, and the thread goes on
             job.error = job.error or exc
         self._rounds.put(staged)
 
     def fence(self, job: CopyJob) -> None:
-        """Wait until a copy reads nothing any more: the host for host memory, the current stream for device memory."""
+        """Wait until a copy reads nothing any more: the host for host memory, the current stream
+        for device memory."""
         self.stager.fence(job)
 
     def hurry(self) -> None:
@@ -271,10 +325,11 @@ class Runner:
         self._writer.on_full = listener
 
     def _adopt(self, uid: str, base: Manifest | None = None) -> None:
-        """Tell the engine of a state that no line captured, which is in the memory tier and in the lineage. ``base`` is the manifest of a
-        related state on disk.
+        """Tell the engine of a state that no line captured, which is in the memory tier and in the
+        lineage. ``base`` is the manifest of a related state on disk.
 
-        The state stays in memory until it is durable. It becomes durable when memory runs short, or when a ref names it.
+        The state stays in memory until it is durable. It becomes durable when memory runs short, or
+        when a ref names it.
         """
         with self._lock:
             self._raise_if_closed()
@@ -286,7 +341,9 @@ class Runner:
         return self._commits.take_in(coming, record)
 
     def hand_on(self, state: State, branch: str | None) -> None:
-        """Show the user's modules a state that was made here and adopted: a merge. Captures are handed on without this."""
+        """Show the user's modules a state that was made here and adopted: a merge.
+
+        Captures are handed on without this."""
         self._register.hand_on(state, branch)
 
     def check_withdrawal(self, uid: str) -> None:
@@ -302,7 +359,8 @@ class Runner:
     def withdraw(self, uid: str) -> int:
         """Drop a state from memory on which the lineage no longer relies; returns the bytes freed.
 
-        It stays like any other state in memory if something has come to rely on it since ``check_withdrawal``.
+        It stays like any other state in memory if something has come to rely on it since
+        ``check_withdrawal``.
         """
         with self._lock:
             if self._engine.hold_of(uid, is_captured=self._register.has_begun(uid)) is not None:
@@ -316,7 +374,8 @@ class Runner:
         return self._register.line_of(uid)
 
     def flush(self) -> None:
-        """Wait until every capture so far is recorded or has failed, or waits in memory because the database is away.
+        """Wait until every capture so far is recorded or has failed, or waits in memory because the
+        database is away.
 
         :raises Unavailable: the database does not answer at all, not even with an error.
         """
@@ -335,13 +394,19 @@ class Runner:
             self._settle_parts()
 
     def _settle_parts(self) -> None:
-        """Wait until the outcome of every part so far is known; this process's patience ends the wait."""
+        """Wait until the outcome of every part so far is known; this process's patience ends the
+        wait."""
         while self._register.awaited or self._register.journal.is_waiting_for_others:
             overdue = self._register.journal.overdue()
             if overdue is not None:
                 raise overdue
             self._rounds.hurry()
-            self._changed.wait_for(lambda: not self._register.awaited and not self._register.journal.is_waiting_for_others, _SAY_AGAIN_S)
+            self._changed.wait_for(
+                lambda: (
+                    not self._register.awaited and not self._register.journal.is_waiting_for_others
+                ),
+                _SAY_AGAIN_S,
+            )
 
     def skip(self, line: Line, facts: StateFacts, why: Why, reason: str) -> None:
         """See ``Host.skip``."""
@@ -360,7 +425,8 @@ class Runner:
 
     @property
     def needed_bytes(self) -> int:
-        """The memory that captures need to go on: for a state that is kept, one that is written and one that is captured."""
+        """The memory that captures need to go on: for a state that is kept, one that is written
+        and one that is captured."""
         return self._room.needed_bytes
 
     def unwritten_clones(self) -> list[str]:
@@ -370,17 +436,24 @@ class Runner:
 
     @property
     def pending_writes(self) -> int:
-        """The number at the moment of captures not yet recorded, and of states not yet written, copied or seen by modules."""
+        """The number at the moment of captures not yet recorded, and of states not yet written,
+        copied or seen by modules."""
         with self._lock:
-            unwritten = self._rounds.in_flight + self._engine.pending_writes + self._register.journal.pending
+            unwritten = (
+                self._rounds.in_flight
+                + self._engine.pending_writes
+                + self._register.journal.pending
+            )
             return unwritten + self._copies.pending + self._own.backlog
 
     def drain(self, on_wait: Callable[[int], None] | None = None) -> None:
         """Wait until all captures are recorded and every wanted state is durable (or has failed).
 
-        Ctrl-C while waiting gives up what is not durable yet: no later call waits for it, until something else is captured or named.
+        Ctrl-C while waiting gives up what is not durable yet: no later call waits for it, until
+        something else is captured or named.
 
-        :raises Unavailable: the database has been away for a minute, or the disk for some seconds; says what is not durable.
+        :raises Unavailable: the database has been away for a minute, or the disk for some seconds;
+            says what is not durable.
         """
         failures = self._trouble.failures
         try:
@@ -398,18 +471,22 @@ class Runner:
 
     @property
     def has_given_up(self) -> bool:
-        """Whether the last wait for states to become durable was ended by Ctrl-C, or because the disk did not take them in time."""
+        """Whether the last wait for states to become durable was ended by Ctrl-C, or because the
+        disk did not take them in time."""
         return self._is_abandoned or self._has_lost
 
     def errors(self) -> list[Exception]:
-        """The errors on lines of trackers that no tracker has raised. Failures of clones were logged, as no caller asks for them."""
+        """The errors on lines of trackers that no tracker has raised.
+
+        Failures of clones were logged, as no caller asks for them."""
         return self._register.errors()
 
     def close(self) -> None:
-        """Make the heads durable, wait, and end the threads; idempotent, and a call after an interrupt goes on where it was. These threads
-        must not call it.
+        """Make the heads durable, wait, and end the threads; idempotent, and a call after an
+        interrupt goes on where it was. These threads must not call it.
 
-        :raises Unavailable: the database has been away for a minute, or the disk for some seconds; says what is lost.
+        :raises Unavailable: the database has been away for a minute, or the disk for some seconds;
+            says what is lost.
         """
         try:
             if not self._is_closed:
@@ -425,19 +502,22 @@ class Runner:
                     self._end()
         except Unavailable:
             with undisturbed():
-                self._is_abandoned = self._is_abandoned or self.is_held_up  # do not wait for a thread that may never come back
+                # do not wait for a thread that may never come back
+                self._is_abandoned = self._is_abandoned or self.is_held_up
                 self._has_lost = self._trouble.why is not None and not self.is_held_up
                 self._end()
             raise
         finally:
-            if self._is_closed and not self._is_abandoned:  # else daemon threads may still be in a write that is not waited for
+            if self._is_closed and not self._is_abandoned:
+                # else daemon threads may still be in a write that is not waited for
                 for thread in self._threads:
                     thread.join()
                 self._own.join()
                 self._copies.join()
 
     def _end(self) -> None:
-        self._register.journal.evict(self._memory.uids())  # they end with this process; durable states stay durable
+        # they end with this process; durable states stay durable
+        self._register.journal.evict(self._memory.uids())
         if not self.is_held_up:
             with suppress(Unavailable):  # the next process that opens the repository finds out
                 self._register.journal.tell_evictions()
@@ -445,14 +525,17 @@ class Runner:
             self._is_closed = True
         self.snapshots.let_go()
         self._writer.close()
-        self._register.give_up_all("state {uid} was in memory only when its repository was closed: wait for it before that, or tag it")
+        self._register.give_up_all(
+            "state {uid} was in memory only when its repository was closed: wait for it before"
+            " that, or tag it"
+        )
         self._rounds.close()
         self._own.close(is_giving_up=self._is_abandoned)
         self._copies.close()
         self._warmer.close()
         self._pulse.close()
 
-    # --- nothing can be written, or recorded ---------------------------------------------------------------------------
+    # --- nothing can be written, or recorded ------------------------------------------------------
 
     @property
     def trouble(self) -> str | None:
@@ -466,7 +549,7 @@ class Runner:
         """Whether a thread is in the middle of a system call that may never return."""
         return self._watch.is_held_up
 
-    # --- the engine thread ---------------------------------------------------------------------------------------------
+    # --- the engine thread ------------------------------------------------------------------------
 
     def _run_engine(self) -> None:
         while (captures := self._rounds.take(self._tick_delay())) is not None:
@@ -476,7 +559,8 @@ class Runner:
                 else:
                     self._tick()
                 self._polling.look(has_told=bool(captures))
-            except BaseException as exc:  # the log shows it and the lines raise it, whatever it is, and the thread goes on
+            except BaseException as exc:
+                # the log shows it and the lines raise it, whatever it is, and the thread goes on
                 _logger.exception("the engine failed; it goes on")
                 for staged in captures:
                     self._register.break_off(staged, exc)
@@ -505,8 +589,8 @@ class Runner:
         return delay if due is None else min(delay, max(0.01, due - time.monotonic()))
 
     def _backlog(self) -> int:
-        """The number of states that keep their memory whatever the engine decides: modules have not seen them, or they wait for parts of
-        other ranks."""
+        """The number of states that keep their memory whatever the engine decides: modules have
+        not seen them, or they wait for parts of other ranks."""
         return self._own.backlog + self._register.awaited
 
     def _tick(self) -> None:
@@ -523,7 +607,7 @@ class Runner:
         if changed is not None:
             self._post(changed)
 
-    # --- carrying out decisions, any thread ------------------------------------------------------------------------------
+    # --- carrying out decisions, any thread -------------------------------------------------------
 
     def _on_marked(self, added: int) -> None:
         self._on_durable(added)
@@ -538,9 +622,21 @@ class Runner:
                 for action in actions:
                     self._act(action)
                 done += actions
-                full = next((action for action in actions if isinstance(action, Evict | GiveWay) and len(action.uids) == AT_A_TIME), None)
-                if full is not None and isinstance(event, RoomNeeded) and not self._room.has(event.lengths):
-                    left.append(replace(event, is_blocked=isinstance(full, GiveWay)))  # more states may leave than were named
+                full = next(
+                    (
+                        action
+                        for action in actions
+                        if isinstance(action, Evict | GiveWay) and len(action.uids) == AT_A_TIME
+                    ),
+                    None,
+                )
+                if (
+                    full is not None
+                    and isinstance(event, RoomNeeded)
+                    and not self._room.has(event.lengths)
+                ):
+                    # more states may leave than were named
+                    left.append(replace(event, is_blocked=isinstance(full, GiveWay)))
         self._paces.say()
         self._changed.ring()
         return done
@@ -560,7 +656,11 @@ class Runner:
                 self._register.pass_on(uids)
                 self._tell_others()
             case GiveUp(uids):
-                self._register.give_up(uids, "state {uid} gave way to newer ones before it was written (back_pressure='drop-oldest')")
+                self._register.give_up(
+                    uids,
+                    "state {uid} gave way to newer ones before it was written"
+                    " (back_pressure='drop-oldest')",
+                )
 
             case GiveWay(uids, until):
                 self._give_way(uids, until)
@@ -575,13 +675,20 @@ class Runner:
                 return
             self._trouble.note_left(1)
             self.recorder.count("evicted")
-            self._register.leave(uid, f"state {uid} left memory, which was full, before it could be written: {self._trouble.why}")
+            self._register.leave(
+                uid,
+                f"state {uid} left memory, which was full, before it could be written:"
+                f" {self._trouble.why}",
+            )
 
     def _evict(self, uids: tuple[str, ...], until: tuple[int, ...] | None) -> None:
         for uid in uids:
             if until is not None and self._room.has(until):
                 return
-            why = f"state {uid} left memory before it became durable: make more states durable, or give more memory_bytes"
+            why = (
+                f"state {uid} left memory before it became durable: make more states durable, or"
+                " give more memory_bytes"
+            )
             self._register.leave(uid, why)
             self.recorder.count("evicted")
 

@@ -1,38 +1,50 @@
-"""The engine decides which state is written next, and which states leave memory. It takes events and returns actions (``events``).
+"""The engine decides which state is written next, and which states leave memory. It takes events
+and returns actions (``events``).
 
-It touches no thread, clock, file or database, so every rule is tested by calling ``handle``. ``runner`` carries the actions out.
+It touches no thread, clock, file or database, so every rule is tested by calling ``handle``.
+``runner`` carries the actions out.
 
 Rules:
 - A line is one tracker on one branch. Its newest recorded state is its head.
-- ``pacing`` has the facts with which a line's policy is asked. It is asked at each capture, when time has passed, and when a write ended.
-- A state is *wanted* when it must become durable: its cadence says so, a tag names it, a caller waits for it, or it is a head when
-  the line closes. Wanted states are written in the order in which they were wanted. Small ones are written in groups: as many as
-  are wanted when the writer is free, up to ``GROUP_BYTES`` and ``MOST_TOGETHER``. A state whose write failed is written alone.
-- A policy may keep what it picks near: such a state stays off the user's further tiers, until something else wants it.
-- The best so far stays in memory until it is durable, and is written before any other state of its line: by each metric that a
-  training is told to keep, or whose name has a direction. So wherever a crash puts the branch back to, its best is on disk. A state
-  that is no longer the best is not written for this reason.
-- A state that was cloned from a peer counts as the head of a line of its own, until it leaves memory. At closing it is written
-  only if a ref names it.
-- A state may leave memory when it is durable, or when it is neither wanted, nor a head, nor named by a ref.
-- A capture that waits for room waits for captures in flight (the heads that they follow may leave then) and for writes under way.
-  When neither is left, memory holds less than two states for each line. Then clones are written, whose room is free for
-  good afterwards. After that the head of the capturing line gives way unwritten, if its cadence would not write it
-  now and what the line wrote last is durable. Otherwise what is not durable is written, oldest first.
-- At most ``AT_A_TIME`` states are named to leave memory at a time, so that the work for a capture does not grow with the states held. If
-  these make too little room, the same event is handled again.
-- With ``memory_latest`` a state that may leave memory does so once that many newer ones of its line are recorded. When room is needed,
-  the newest of each line leave after all others that may.
-- Waiting always ends: when writing has failed for everything that is held, the waiting capture is refused. A failed state is tried
-  again for the sake of room ``RETRY_S`` later.
+- ``pacing`` has the facts with which a line's policy is asked. It is asked at each capture, when
+  time has passed, and when a write ended.
+- A state is *wanted* when it must become durable: its cadence says so, a tag names it, a caller
+  waits for it, or it is a head when the line closes. Wanted states are written in the order in
+  which they were wanted. Small ones are written in groups: as many as are wanted when the writer is
+  free, up to ``GROUP_BYTES`` and ``MOST_TOGETHER``. A state whose write failed is written alone.
+- A policy may keep what it picks near: such a state stays off the user's further tiers, until
+  something else wants it.
+- The best so far stays in memory until it is durable, and is written before any other state of its
+  line: by each metric that a training is told to keep, or whose name has a direction. So wherever a
+  crash puts the branch back to, its best is on disk. A state that is no longer the best is not
+  written for this reason.
+- A state that was cloned from a peer counts as the head of a line of its own, until it leaves
+  memory. At closing it is written only if a ref names it.
+- A state may leave memory when it is durable, or when it is neither wanted, nor a head, nor named
+  by a ref.
+- A capture that waits for room waits for captures in flight (the heads that they follow may leave
+  then) and for writes under way. When neither is left, memory holds less than two states for each
+  line. Then clones are written, whose room is free for good afterwards. After that the head of the
+  capturing line gives way unwritten, if its cadence would not write it now and what the line wrote
+  last is durable. Otherwise what is not durable is written, oldest first.
+- At most ``AT_A_TIME`` states are named to leave memory at a time, so that the work for a capture
+  does not grow with the states held. If these make too little room, the same event is handled
+  again.
+- With ``memory_latest`` a state that may leave memory does so once that many newer ones of its line
+  are recorded. When room is needed, the newest of each line leave after all others that may.
+- Waiting always ends: when writing has failed for everything that is held, the waiting capture is
+  refused. A failed state is tried again for the sake of room ``RETRY_S`` later.
 
-A disk that is full, away or stalled is a *trouble* that passes, unless the training wants its errors (``on_failure="raise"``):
-- A state whose write failed stays wanted. Nothing is tried until the time that ``next_tick`` gives, which is twice as far away after each
-  failure. Then heads come first, next what tags name, then what callers wait for, and then the rest in the order in which they were wanted.
-  While every write fails, they take turns.
-- A capture that finds memory full meanwhile makes unwritten states give way: the oldest first, then those that callers wait for, then its
-  own head, which it follows, then the best so far, and last of all what tags name. The heads of other branches stay. If nothing else is
-  left, the capture is refused.
+A disk that is full, away or stalled is a *trouble* that passes, unless the training wants its
+errors (``on_failure="raise"``):
+- A state whose write failed stays wanted. Nothing is tried until the time that ``next_tick`` gives,
+  which is twice as far away after each failure. Then heads come first, next what tags name, then
+  what callers wait for, and then the rest in the order in which they were wanted. While every write
+  fails, they take turns.
+- A capture that finds memory full meanwhile makes unwritten states give way: the oldest first, then
+  those that callers wait for, then its own head, which it follows, then the best so far, and last
+  of all what tags name. The heads of other branches stay. If nothing else is left, the capture is
+  refused.
 """
 
 from __future__ import annotations
@@ -58,7 +70,8 @@ _UNTOLD = Taken()
 class LineOpened:
     """A tracker begins on a branch. Its states have about ``size`` bytes.
 
-    ``keeps_bests``: the best so far by each metric whose name has a direction becomes durable like those of ``BestKnown``.
+    ``keeps_bests``: the best so far by each metric whose name has a direction becomes durable like
+      those of ``BestKnown``.
     """
 
     line: str
@@ -70,8 +83,8 @@ class LineOpened:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A state of a line is in memory, digested and in the lineage; it is the line's head now. ``is_last``: no other state of its round
-    follows, so writing may begin.
+    """A state of a line is in memory, digested and in the lineage; it is the line's head now.
+    ``is_last``: no other state of its round follows, so writing may begin.
     """
 
     uid: str
@@ -83,9 +96,11 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class BestKnown:
-    """The best state by each of these rules up to where a line stands now: its value and uid; None if there is none.
+    """The best state by each of these rules up to where a line stands now: its value and uid; None
+    if there is none.
 
-    The best so far by a rule stays in memory until it is durable, and becomes durable before any other state of its line does.
+    The best so far by a rule stays in memory until it is durable, and becomes durable before any
+    other state of its line does.
     """
 
     line: str
@@ -101,7 +116,8 @@ class Adopted:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A state must become durable because it was asked for; ``is_near``: and stay off further tiers."""
+    """A state must become durable because it was asked for; ``is_near``: and stay off further
+    tiers."""
 
     uid: str
     is_near: bool = False
@@ -117,9 +133,10 @@ class RefsChanged:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """States that were written together are durable. ``began`` and ``ended`` are the times of the write, if policies should learn from it.
-    ``further_s`` is how long it lately took to put a state onto the further tiers. ``size`` is how many bytes the write added to the disk,
-    and ``cpu_s`` for how long it kept a processor busy.
+    """States that were written together are durable. ``began`` and ``ended`` are the times of the
+    write, if policies should learn from it. ``further_s`` is how long it lately took to put a state
+    onto the further tiers. ``size`` is how many bytes the write added to the disk, and ``cpu_s``
+    for how long it kept a processor busy.
     """
 
     uids: tuple[str, ...]
@@ -160,10 +177,11 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class RoomNeeded:
-    """Room is needed for chunks of these ``lengths``. ``is_blocked``: a caller has waited for it ``since`` then, for a capture of ``line``
-    if that is given.
+    """Room is needed for chunks of these ``lengths``. ``is_blocked``: a caller has waited for it
+    ``since`` then, for a capture of ``line`` if that is given.
 
-    ``in_flight`` captures are not recorded yet. ``is_patient``: the training goes on when nothing can be written.
+    ``in_flight`` captures are not recorded yet. ``is_patient``: the training goes on when nothing
+    can be written.
     """
 
     lengths: tuple[int, ...]
@@ -185,7 +203,9 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Closing:
-    """A line ends: its head is wanted. None: all lines end, and whatever a branch names is wanted."""
+    """A line ends: its head is wanted.
+
+    None: all lines end, and whatever a branch names is wanted."""
 
     line: str | None
 
@@ -210,7 +230,8 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Write these states to the local tier together; those that are ``near`` stay off further tiers for now."""
+    """Write these states to the local tier together; those that are ``near`` stay off further
+    tiers for now."""
 
     uids: tuple[str, ...]
     near: frozenset[str] = frozenset()
@@ -218,7 +239,8 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Drop these states from memory, in this order, until chunks of the lengths ``until`` fit; None: all of them."""
+    """Drop these states from memory, in this order, until chunks of the lengths ``until`` fit;
+    None: all of them."""
 
     uids: tuple[str, ...]
     until: tuple[int, ...] | None
@@ -233,8 +255,8 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True)
 class GiveWay:
-    """Drop these states unwritten, in this order, until chunks of the lengths ``until`` fit: they cannot be written, and the training must
-    go on."""
+    """Drop these states unwritten, in this order, until chunks of the lengths ``until`` fit:
+    they cannot be written, and the training must go on."""
 
     uids: tuple[str, ...]
     until: tuple[int, ...]
@@ -242,14 +264,16 @@ class GiveWay:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Refuse the capture that waits for room: these states must be kept, and none of them could be written."""
+    """Refuse the capture that waits for room: these states must be kept, and none of them could
+    be written."""
 
     uids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Paced:
-    """The costs so far of a line's captures and writes, and what its policy chose; ``has_changed``: the choice is new."""
+    """The costs so far of a line's captures and writes, and what its policy chose;
+    ``has_changed``: the choice is new."""
 
     line: str
     costs: Costs
@@ -259,7 +283,8 @@ class Paced:
 
 @dataclass(frozen=True, slots=True)
 class PassOn:
-    """Put these durable states, which were kept near until now, onto the further tiers after all."""
+    """Put these durable states, which were kept near until now, onto the further tiers after
+    all."""
 
     uids: tuple[str, ...]
 
@@ -275,7 +300,8 @@ AT_A_TIME = 8
 """The most states that one action names to leave memory for room."""
 
 RETRY_S = 5.0
-"""For how long, in seconds, a state that could not be written is not tried again only because room is needed."""
+"""For how long, in seconds, a state that could not be written is not tried again only because
+room is needed."""
 
 GROUP_BYTES = 16 << 20
 """The most bytes that states have that are written together."""
@@ -284,14 +310,18 @@ MOST_TOGETHER = 256
 """The most states that are written together."""
 
 FIRST_RETRY_S = 0.5
-"""For how long nothing is tried after a failure that may pass; doubled after each further failure, up to ``LAST_RETRY_S``."""
+"""For how long nothing is tried after a failure that may pass; doubled after each further
+failure, up to ``LAST_RETRY_S``."""
 
 LAST_RETRY_S = 15.0
 
 
 @dataclass(slots=True)
 class _Line:
-    """One line. ``keeps_bests``: by each metric whose name has a direction. ``is_safe``: the last write of one of its states succeeded."""
+    """One line.
+
+    ``keeps_bests``: by each metric whose name has a direction. ``is_safe``: the last write of
+    one of its states succeeded."""
 
     pacing: Pacing
     branch: str
@@ -307,8 +337,8 @@ def _bests_of(line: _Line) -> list[str]:
 
 @dataclass(slots=True)
 class _Entry:
-    """A state in memory. ``number`` tells which came first. ``size`` None: it is written alone. ``is_near``: only a policy wants it,
-    and that policy keeps it near.
+    """A state in memory. ``number`` tells which came first. ``size`` None: it is written alone.
+    ``is_near``: only a policy wants it, and that policy keeps it near.
     """
 
     line: str
@@ -327,7 +357,8 @@ class Engine:
     _entries: dict[str, _Entry] = field(default_factory=dict)
     _began: int = 0
     _loose: list[tuple[bool, int, str]] = field(default_factory=list)
-    """A heap of what may have become free to leave memory (``_rank``); what may not leave when it comes up is put in again later."""
+    """A heap of what may have become free to leave memory (``_rank``); what may not leave when
+    it comes up is put in again later."""
     _newest: dict[str, dict[str, None]] = field(default_factory=dict)
     """With ``memory_latest``, the newest states of each line, as many as it should keep."""
     _queue: dict[str, None] = field(default_factory=dict)
@@ -343,11 +374,13 @@ class Engine:
     _retry_at: float | None = None
     _retry_s: float = 0.0
     _tries: dict[str, int] = field(default_factory=dict)
-    """How often writing each state has failed, in a way that may pass, since a write last succeeded."""
+    """How often writing each state has failed, in a way that may pass, since a write last
+    succeeded."""
     _is_resting: bool = False
     _is_stalled: bool = False
     _is_behind: bool = False
-    """Whether wanted states had to wait for a disk: then those that matter most are written first."""
+    """Whether wanted states had to wait for a disk: then those that matter most are written
+    first."""
     _near: dict[str, None] = field(default_factory=dict)
     _onward: list[str] = field(default_factory=list)
 
@@ -372,7 +405,10 @@ class Engine:
             case LineOpened(line, cadence, branch, size, keeps_bests):
                 self._lines[line] = _Line(Pacing(cadence, size), branch, keeps_bests)
             case BestKnown(line_name, bests):
-                before, self._lines[line_name].bests = _bests_of(self._lines[line_name]), dict(bests)
+                before, self._lines[line_name].bests = (
+                    _bests_of(self._lines[line_name]),
+                    dict(bests),
+                )
                 self._loosen(*before)
             case Recorded():
                 self._on_recorded(event)
@@ -387,7 +423,9 @@ class Engine:
                 else:
                     self._asked.add(uid)  # not recorded yet
             case RefsChanged(tagged, branches):
-                left = {*self._tagged, *self._branches.values()}.difference(tagged, branches.values())
+                left = {*self._tagged, *self._branches.values()}.difference(
+                    tagged, branches.values()
+                )
                 self._tagged, self._branches = tagged, dict(branches)
                 self._loosen(*left)
                 for uid in tagged:
@@ -413,7 +451,9 @@ class Engine:
             case RoomNeeded():
                 return [*self._make_room(event), *self._next_write()]
             case Tick(now):
-                self._is_resting = self._is_resting and self._retry_at is not None and now < self._retry_at
+                self._is_resting = (
+                    self._is_resting and self._retry_at is not None and now < self._retry_at
+                )
                 for each in self._lines.values():
                     self._want_if_due(each, now)
             case Closing(line_name):
@@ -435,7 +475,8 @@ class Engine:
         self._failed.pop(uid, None)
 
     def hold_of(self, uid: str, *, is_captured: bool) -> str | None:
-        """Why a state must stay in memory for now; None if it need not. ``is_captured``: a capture of this process made it."""
+        """Why a state must stay in memory for now; None if it need not. ``is_captured``: a
+        capture of this process made it."""
         if is_captured and uid not in self._entries:
             return "it is being recorded: try again in a moment"
         if uid in self._writing or uid in self._queue or uid in self._asked:
@@ -468,11 +509,14 @@ class Engine:
         return self._retry_at is not None or self._is_stalled
 
     def next_tick(self) -> float | None:
-        """The time at which a ``Tick`` would do something; None: never, unless another event comes."""
+        """The time at which a ``Tick`` would do something; None: never, unless another event
+        comes."""
         due = [
             at
             for line in self._lines.values()
-            if line.head is not None and self._is_in_memory_only(line.head) and (at := self._next_due(line)) is not None
+            if line.head is not None
+            and self._is_in_memory_only(line.head)
+            and (at := self._next_due(line)) is not None
         ]
         if self._is_resting and self._retry_at is not None:
             due.append(self._retry_at)
@@ -492,12 +536,20 @@ class Engine:
         line.head = uid
         if line.keeps_bests:
             known = {rule.key for rule in line.bests}
-            line.bests |= {Best(key): None for key in event.taken.metrics if key not in known and named_direction(key) is not None}
+            line.bests |= {
+                Best(key): None
+                for key in event.taken.metrics
+                if key not in known and named_direction(key) is not None
+            }
         for rule, best in line.bests.items():
-            if rule.is_better(event.taken.metrics.get(rule.key, math.nan), None if best is None else best[0]):
+            if rule.is_better(
+                event.taken.metrics.get(rule.key, math.nan), None if best is None else best[0]
+            ):
                 line.bests[rule] = event.taken.metrics[rule.key], uid
         if line.branch in self._branches:
-            self._branches[line.branch] = uid  # its former head is free now, before the refs are next read
+            self._branches[line.branch] = (
+                uid  # its former head is free now, before the refs are next read
+            )
         if line.pacing.is_due_at_capture(event.taken, event.now, waiting=self.pending_writes):
             self._want(uid, is_near=line.pacing.keeps_near)
         self._loosen(*before)
@@ -515,7 +567,10 @@ class Engine:
             self._want(uid)
 
     def _on_write_ended(self, uid: str, *, failed_at: float | None) -> None:
-        self._writing, self._is_stalled = tuple(each for each in self._writing if each != uid), False
+        self._writing, self._is_stalled = (
+            tuple(each for each in self._writing if each != uid),
+            False,
+        )
         if failed_at is None:
             self._retry_at, self._is_resting = None, False
             self._tries.clear()
@@ -547,15 +602,20 @@ class Engine:
         left = [uid for uid in uids if uid in self._entries]
         self._queue = {**dict.fromkeys(left), **self._queue}
         self._tries.update((uid, self._tries.get(uid, 0) + 1) for uid in left)
-        self._retry_s = FIRST_RETRY_S if self._retry_at is None else min(2 * self._retry_s, LAST_RETRY_S)
+        self._retry_s = (
+            FIRST_RETRY_S if self._retry_at is None else min(2 * self._retry_s, LAST_RETRY_S)
+        )
         self._retry_at, self._is_resting, self._is_behind = now + self._retry_s, True, True
 
     def _heads(self) -> set[str | None]:
         return {*(line.head for line in self._lines.values()), *self._adopted}
 
     def _learn(self, write: Written, began: float, ended: float) -> list[Action]:
-        """Tell the lines what a write cost the trainings meanwhile, and want the states that are due now that it has ended."""
-        own = Counter(entry.line for uid in write.uids if (entry := self._entries.get(uid)) is not None)
+        """Tell the lines what a write cost the trainings meanwhile, and want the states that are
+        due now that it has ended."""
+        own = Counter(
+            entry.line for uid in write.uids if (entry := self._entries.get(uid)) is not None
+        )
         paced: list[Action] = []
         for name, line in self._lines.items():
             has_changed = line.pacing.wrote(
@@ -579,7 +639,11 @@ class Engine:
     def _want_if_due(self, line: _Line, now: float) -> None:
         """Want the head of a line if it is due, after time has passed or a write ended."""
         head = line.head
-        if head is not None and self._is_in_memory_only(head) and line.pacing.is_due_now(now, waiting=self.pending_writes):
+        if (
+            head is not None
+            and self._is_in_memory_only(head)
+            and line.pacing.is_due_now(now, waiting=self.pending_writes)
+        ):
             self._want(head, is_near=line.pacing.keeps_near)
 
     def _next_due(self, line: _Line) -> float | None:
@@ -593,7 +657,8 @@ class Engine:
         entry = self._entries.get(uid)
         line = None if entry is None else self._lines.get(entry.line)
         if line is not None and self._is_in_memory_only(uid) and uid not in self._writing:
-            for best in _bests_of(line):  # a crash may put the branch back to this state: its best must be on disk by then
+            for best in _bests_of(line):
+                # a crash may put the branch back to this state: its best must be on disk by then
                 self._want_alone(best, is_near=is_near)
         self._want_alone(uid, is_near=is_near)
 
@@ -626,10 +691,18 @@ class Engine:
             return []
         urgency = self._urgency()
         # One state that cannot be written must not block the others.
-        ready = sorted(self._queue, key=lambda uid: (self._tries.get(uid, 0), urgency(uid))) if self._is_behind else self._queue
+        ready = (
+            sorted(self._queue, key=lambda uid: (self._tries.get(uid, 0), urgency(uid)))
+            if self._is_behind
+            else self._queue
+        )
         group, total = list[str](), 0
         for uid in ready:
-            size = None if self._tries.get(uid) or uid not in self._entries else self._entries[uid].size
+            size = (
+                None
+                if self._tries.get(uid) or uid not in self._entries
+                else self._entries[uid].size
+            )
             total += GROUP_BYTES if size is None else size
             if group and (total > GROUP_BYTES or len(group) == MOST_TOGETHER):
                 break
@@ -637,17 +710,30 @@ class Engine:
         for uid in group:
             del self._queue[uid]
         self._writing = tuple(group)
-        return [Write(self._writing, frozenset(uid for uid in group if uid in self._entries and self._entries[uid].is_near))]
+        return [
+            Write(
+                self._writing,
+                frozenset(
+                    uid for uid in group if uid in self._entries and self._entries[uid].is_near
+                ),
+            )
+        ]
 
     def _urgency(self) -> Callable[[str], int]:
         """A sort key for the urgency of writing a state; the lowest is the most urgent."""
         heads = {*self._heads(), *self._ended, *self._branches.values(), *self._bests()}
         kinds = (heads, self._tagged, self._awaited)
-        return lambda uid: next((rank for rank, kind in enumerate(kinds) if uid in kind), len(kinds))
+        return lambda uid: next(
+            (rank for rank, kind in enumerate(kinds) if uid in kind), len(kinds)
+        )
 
     def _held(self) -> set[str | None]:
         """What lines and branches keep in memory; see ``_is_held``."""
-        return {*(line.head for line in self._lines.values()), *self._branches.values(), *self._bests()}
+        return {
+            *(line.head for line in self._lines.values()),
+            *self._branches.values(),
+            *self._bests(),
+        }
 
     def _is_held(self, uid: str, held: set[str | None]) -> bool:
         return uid in held or uid in self._tagged or uid in self._adopted
@@ -667,9 +753,12 @@ class Engine:
                 self._loosen(oldest)
 
     def _rank(self, uid: str) -> tuple[bool, int, str] | None:
-        """The order in which states should leave memory: oldest first, and last of all those that lines keep; None: it has left."""
+        """The order in which states should leave memory: oldest first, and last of all those
+        that lines keep; None: it has left."""
         entry = self._entries.get(uid)
-        return None if entry is None else (uid in self._newest.get(entry.line, ()), entry.number, uid)
+        return (
+            None if entry is None else (uid in self._newest.get(entry.line, ()), entry.number, uid)
+        )
 
     def _loosen(self, *uids: str | None) -> None:
         """Note that something no longer keeps these states in memory."""
@@ -696,7 +785,11 @@ class Engine:
     def _drop_surplus(self) -> list[Action]:
         if self.memory_latest is None:
             return []
-        surplus = tuple(uid for uid in self._free(self._held()) if uid not in self._newest.get(self._entries[uid].line, ()))
+        surplus = tuple(
+            uid
+            for uid in self._free(self._held())
+            if uid not in self._newest.get(self._entries[uid].line, ())
+        )
         return [Evict(surplus, None)] if surplus else []
 
     def _make_room(self, event: RoomNeeded) -> list[Action]:
@@ -717,7 +810,11 @@ class Engine:
         if actions or event.in_flight:
             return actions
         is_to_be_tried = not (self._is_writing or self._is_resting)  # nothing else will try again
-        if self.is_in_trouble and not is_to_be_tried and event.back_pressure is not BackPressure.SKIP:
+        if (
+            self.is_in_trouble
+            and not is_to_be_tried
+            and event.back_pressure is not BackPressure.SKIP
+        ):
             is_being_tried = bool(self._writing) and not self._is_stalled
             return [] if is_being_tried else self._give_way(event)
         return [] if self._is_writing_since(event.since) else self._squeeze(event)
@@ -730,7 +827,8 @@ class Engine:
         return uid not in self._queue and not self._is_held(uid, held)
 
     def _is_writing_since(self, since: float) -> bool:
-        """Whether a write is wanted or under way that has not failed as far as a caller that has waited since then is concerned."""
+        """Whether a write is wanted or under way that has not failed as far as a caller that has
+        waited since then is concerned."""
         return any(not self._has_failed(uid, since) for uid in (*self._writing, *self._queue))
 
     def _has_failed(self, uid: str, since: float) -> bool:
@@ -738,13 +836,25 @@ class Engine:
         return failed_at is not None and failed_at >= since - RETRY_S
 
     def _squeeze(self, event: RoomNeeded) -> list[Action]:
-        """Make room when no state may leave: write a clone, or else drop a head, or write what is not durable."""
-        clone = next((uid for uid in self._adopted if self._is_in_memory_only(uid) and not self._has_failed(uid, event.since)), None)
+        """Make room when no state may leave: write a clone, or else drop a head, or write what
+        is not durable."""
+        clone = next(
+            (
+                uid
+                for uid in self._adopted
+                if self._is_in_memory_only(uid) and not self._has_failed(uid, event.since)
+            ),
+            None,
+        )
         if clone is not None:
             self._want(clone)
             return []
         line = None if event.line is None else self._lines.get(event.line)
-        if line is not None and line.head is not None and self._may_give_way(line, line.head, event.now):
+        if (
+            line is not None
+            and line.head is not None
+            and self._may_give_way(line, line.head, event.now)
+        ):
             return [Evict((line.head,), event.lengths)]
         kept = [uid for uid, entry in self._entries.items() if not entry.is_durable]
         for uid in kept:
@@ -757,20 +867,36 @@ class Engine:
         return [Refuse(tuple(kept))] if kept else []
 
     def _give_way(self, event: RoomNeeded) -> list[Action]:
-        """Drop states unwritten when nothing can be written, if the capture is patient; else refuse it."""
+        """Drop states unwritten when nothing can be written, if the capture is patient; else
+        refuse it."""
         line = None if event.line is None else self._lines.get(event.line)
         heads, bests = {*self._heads(), *self._ended, *self._branches.values()}, set(self._bests())
         special = {*heads, *bests, *self._tagged, *self._awaited, *self._writing}
-        plain = (uid for uid, entry in self._entries.items() if not entry.is_durable and uid not in special)
+        plain = (
+            uid
+            for uid, entry in self._entries.items()
+            if not entry.is_durable and uid not in special
+        )
         first = tuple(islice(plain, AT_A_TIME))
         if event.is_patient and len(first) == AT_A_TIME:
             return [GiveWay(first, event.lengths)]
-        kept = [uid for uid, entry in self._entries.items() if not entry.is_durable and uid not in self._writing]
+        kept = [
+            uid
+            for uid, entry in self._entries.items()
+            if not entry.is_durable and uid not in self._writing
+        ]
         older = [uid for uid in kept if uid not in heads]
-        own = [uid for uid in kept if line is not None and uid == line.head and not self._is_named_beside(uid, line)]
+        own = [
+            uid
+            for uid in kept
+            if line is not None and uid == line.head and not self._is_named_beside(uid, line)
+        ]
         named = [uid for uid in older if uid in self._tagged]
         best = [uid for uid in older if uid in bests and uid not in self._tagged]
-        others = sorted((uid for uid in older if uid not in self._tagged and uid not in bests), key=self._awaited.__contains__)
+        others = sorted(
+            (uid for uid in older if uid not in self._tagged and uid not in bests),
+            key=self._awaited.__contains__,
+        )
         leaving = (*others, *own, *best, *named)
         if leaving and event.is_patient:
             return [GiveWay(leaving, event.lengths)]
@@ -778,11 +904,19 @@ class Engine:
 
     def _is_named_beside(self, head: str, line: _Line) -> bool:
         """Whether a tag, or a branch other than the line's own, names the head of a line."""
-        return head in self._tagged or any(uid == head and branch != line.branch for branch, uid in self._branches.items())
+        return head in self._tagged or any(
+            uid == head and branch != line.branch for branch, uid in self._branches.items()
+        )
 
     def _may_give_way(self, line: _Line, head: str, now: float) -> bool:
-        """Whether the capture that replaces a head may take its room, because no more is lost than a crash would cost."""
-        if not self._is_in_memory_only(head) or not line.is_safe or head in self._queue or head in self._writing:
+        """Whether the capture that replaces a head may take its room, because no more is lost
+        than a crash would cost."""
+        if (
+            not self._is_in_memory_only(head)
+            or not line.is_safe
+            or head in self._queue
+            or head in self._writing
+        ):
             return False
         if head in _bests_of(line) or self._is_named_beside(head, line):
             return False

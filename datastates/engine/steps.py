@@ -14,7 +14,14 @@ from typing import Protocol
 
 import msgspec
 
-from datastates.errors import Corrupt, DatastatesError, InvalidInput, NotFound, Unavailable, Unsupported
+from datastates.errors import (
+    Corrupt,
+    DatastatesError,
+    InvalidInput,
+    NotFound,
+    Unavailable,
+    Unsupported,
+)
 from datastates.lineage import lookup
 from datastates.lineage.database import Database
 from datastates.lineage.schema import to_us
@@ -38,7 +45,8 @@ from .processors import Priority
 
 
 class Digest:
-    """Computes xxh3_128 of each chunk that its device did not digest, and BLAKE3 of the content and the parents' digests."""
+    """Computes xxh3_128 of each chunk that its device did not digest, and BLAKE3 of the content
+    and the parents' digests."""
 
     name, priority = "digest", int(Priority.DIGEST)
 
@@ -63,8 +71,11 @@ class Digest:
         work.manifest = manifest_of(work.facts, content, work.parent_digests, rank=work.rank or 0)
 
 
-def manifest_of(facts: StateFacts, content: Content, parent_digests: tuple[str, ...], *, rank: int = 0) -> Manifest:
-    """The manifest that is kept beside the bytes of a state made here; ``parent_digests`` are those of ``facts.parents``, in order.
+def manifest_of(
+    facts: StateFacts, content: Content, parent_digests: tuple[str, ...], *, rank: int = 0
+) -> Manifest:
+    """The manifest that is kept beside the bytes of a state made here; ``parent_digests`` are those
+    of ``facts.parents``, in order.
 
     A part of several names no parents yet, because it cannot know them: see ``finished``.
     """
@@ -88,7 +99,8 @@ def manifest_of(facts: StateFacts, content: Content, parent_digests: tuple[str, 
 
 
 def finished(part: Manifest, state: State, parent_digests: tuple[str, ...]) -> Manifest:
-    """The manifest of a part once its state is whole: it has the lineage's facts of the state, so that any part can tell them."""
+    """The manifest of a part once its state is whole: it has the lineage's facts of the state,
+    so that any part can tell them."""
     origin = msgspec.structs.replace(
         part.origin,
         parents=state.parents,
@@ -105,7 +117,8 @@ def finished(part: Manifest, state: State, parent_digests: tuple[str, ...]) -> M
 
 
 class Dedup:
-    """Hands a state's slots over to the memory tier; slots of chunks that other states hold already are returned."""
+    """Hands a state's slots over to the memory tier; slots of chunks that other states hold
+    already are returned."""
 
     name, priority = "dedup", int(Priority.DEDUP)
 
@@ -113,7 +126,8 @@ class Dedup:
         self._memory = memory
 
     def process(self, work: Work) -> None:
-        """Hand the slots over to the tier, and empty the list; if the tier refuses, the caller keeps them."""
+        """Hand the slots over to the tier, and empty the list; if the tier refuses, the caller
+        keeps them."""
         work.bytes_new = self._memory.adopt(work.digested(), work.slots).bytes_new
 
 
@@ -121,7 +135,9 @@ class Dedup:
 
 
 class Record:
-    """Records states in the lineage, now or when it answers again. A transaction costs about as much for ten states as for one."""
+    """Records states in the lineage, now or when it answers again.
+
+    A transaction costs about as much for ten states as for one."""
 
     name, priority = "record", int(Priority.RECORD)
 
@@ -134,7 +150,8 @@ class Record:
             raise error
 
     def process_all(self, works: Sequence[Work]) -> dict[str, Exception]:
-        """Record the states of a round in one go; returns, by uid, why some of them were refused."""
+        """Record the states of a round in one go; returns, by uid, why some of them were
+        refused."""
         entries = [work.be_told(self._tier, self._holder) for work in works]
         return self._journal.record(entries) if entries else {}
 
@@ -146,15 +163,19 @@ _logger = logging.getLogger(__name__)
 
 
 class Write:
-    """Copies states from memory to this node's disk, and tells the lineage that they are there; those of one group together."""
+    """Copies states from memory to this node's disk, and tells the lineage that they are there;
+    those of one group together."""
 
     name, priority = "write", int(Priority.WRITE)
 
-    def __init__(self, memory: CaptureTier, local: DurableTier, journal: Journal, recorder: Recorder) -> None:
+    def __init__(
+        self, memory: CaptureTier, local: DurableTier, journal: Journal, recorder: Recorder
+    ) -> None:
         self._memory, self._local, self._journal, self._recorder = memory, local, journal, recorder
 
     def process(self, group: Sequence[Writing]) -> None:
-        """Write states without verifying them: their digests were made from this very memory, and reading verifies them."""
+        """Write states without verifying them: their digests were made from this very memory,
+        and reading verifies them."""
         began = time.monotonic()
         with ExitStack() as stack:
             puts = [put for writing in group for put in self._puts(writing, stack)]
@@ -175,8 +196,20 @@ class Write:
         self._recorder.span("write", began, ended, newest.uid, newest.step)
         for each in of_each.values() if _logger.isEnabledFor(logging.DEBUG) else ():
             origin, added = each[0].manifest.origin, sum(part.bytes_new for part in each)
-            durable = event("state.durable", state=origin.uid, step=origin.step, bytes=added, seconds=ended - began)
-            _logger.debug("state %s, step %d, is durable after %.3f s", origin.uid, origin.step, ended - began, extra=durable)
+            durable = event(
+                "state.durable",
+                state=origin.uid,
+                step=origin.step,
+                bytes=added,
+                seconds=ended - began,
+            )
+            _logger.debug(
+                "state %s, step %d, is durable after %.3f s",
+                origin.uid,
+                origin.step,
+                ended - began,
+                extra=durable,
+            )
 
     def _puts(self, writing: Writing, stack: ExitStack) -> Iterator[Put]:
         for rank in self._memory.ranks(writing.uid):
@@ -189,7 +222,10 @@ class Write:
         for placed in each:
             manifest = placed.manifest
             self._recorder.count("bytes_written", placed.bytes_new)
-            self._recorder.count("chunks_shared", sum(ref.pack >= bool(placed.bytes_new) for ref in manifest.refs))  # its own pack is first
+            # its own pack is first
+            self._recorder.count(
+                "chunks_shared", sum(ref.pack >= bool(placed.bytes_new) for ref in manifest.refs)
+            )
 
 
 # Copies of durable states on the further tiers, made on a separate thread: a slow bucket holds up
@@ -232,12 +268,25 @@ class _Turn:
 
 
 class Copies:
-    """Copies durable states onto the further tiers. Without such tiers it has no thread and costs nothing. ``on_done`` is called after each
-    attempt. It waits ``patience_s`` for the parts of other ranks.
+    """Copies durable states onto the further tiers. Without such tiers it has no thread and costs
+    nothing. ``on_done`` is called after each attempt. It waits ``patience_s`` for the parts of
+    other ranks.
     """
 
-    def __init__(self, durable: Tier, further: Sequence[Tier], database: Database, on_done: Callable[[], None], patience_s: float) -> None:
-        self._durable, self._further, self._database, self._on_done = durable, further, database, on_done
+    def __init__(
+        self,
+        durable: Tier,
+        further: Sequence[Tier],
+        database: Database,
+        on_done: Callable[[], None],
+        patience_s: float,
+    ) -> None:
+        self._durable, self._further, self._database, self._on_done = (
+            durable,
+            further,
+            database,
+            on_done,
+        )
         self._patience_s = patience_s
         self._halves: list[tuple[_Turn, float]] = []
         """The copies that wait for the parts of other ranks, and since when."""
@@ -260,7 +309,8 @@ class Copies:
 
     @property
     def took_s(self) -> float | None:
-        """How long it took to put the newest state onto all further tiers together, in seconds; None: none was put onto any."""
+        """How long it took to put the newest state onto all further tiers together, in seconds;
+        None: none was put onto any."""
         return sum(self._took_s.copy().values()) if self._took_s else None
 
     def check_goal(self, goal: Status) -> None:
@@ -269,15 +319,21 @@ class Copies:
         :raises InvalidInput: none does.
         """
         if all(SAFETY[tier.gives] < SAFETY[goal] for tier in (self._durable, *self._further)):
-            raise InvalidInput(f"no tier of this repository makes states {goal}: open it with Config(tiers=[…]), or wait for 'durable'")
+            raise InvalidInput(
+                f"no tier of this repository makes states {goal}: open it with Config(tiers=[…]),"
+                " or wait for 'durable'"
+            )
 
     def is_pending(self, uid: str) -> bool:
-        """Whether a state is still to be put onto a tier, so that this object will tell callers that wait for it."""
+        """Whether a state is still to be put onto a tier, so that this object will tell callers
+        that wait for it."""
         with self._lock:
             return uid in self._waiting
 
     def put(self, uid: str, ranks: Sequence[int], told: Told | None) -> None:
-        """Note that a state became durable, of which this process has the parts of these ranks. Any thread; never waits."""
+        """Note that a state became durable, of which this process has the parts of these ranks.
+
+        Any thread; never waits."""
         with self._lock:
             for tier in self._further:
                 self._waiting[uid] += 1
@@ -308,7 +364,8 @@ class Copies:
         self._look()
         for turn, _ in self._halves:
             turn.give_up(
-                f"state {turn.uid} is durable, and not all of its parts were on the {turn.tier.name} tier when its repository was closed"
+                f"state {turn.uid} is durable, and not all of its parts were on the"
+                f" {turn.tier.name} tier when its repository was closed"
             )
             self._forget(turn)
 
@@ -331,17 +388,28 @@ class Copies:
             try:
                 is_whole = self._copy(turn)
             except (Corrupt, Unsupported) as exc:
-                _logger.warning("state %s is not put onto the %s tier: %s", turn.uid, turn.tier.name, exc)
+                _logger.warning(
+                    "state %s is not put onto the %s tier: %s", turn.uid, turn.tier.name, exc
+                )
                 turn.give_up(f"state {turn.uid} is not put onto the {turn.tier.name} tier: {exc}")
                 is_whole = True  # as far as it goes
-            except BaseException as exc:  # a tier of the user's may raise anything; it is tried again
+            except BaseException as exc:
+                # a tier of the user's may raise anything; it is tried again
                 newest = late[-1]  # those before it were told when they came
                 why = reason_of(exc)
-                said = f"state {newest.uid} is durable and not on the {turn.tier.name} tier: {why}; it is tried again with the next"
+                said = (
+                    f"state {newest.uid} is durable and not on the {turn.tier.name} tier: {why}; it"
+                    " is tried again with the next"
+                )
                 if newest.told is not None:
                     newest.told.hold_up(Unavailable(said))
                 if not was_late:
-                    _logger.warning("%s", said, exc_info=exc, extra=event("tier.away", tier=turn.tier.name, state=newest.uid, reason=why))
+                    _logger.warning(
+                        "%s",
+                        said,
+                        exc_info=exc,
+                        extra=event("tier.away", tier=turn.tier.name, state=newest.uid, reason=why),
+                    )
                 return
             late.popleft()
             if is_whole:
@@ -349,11 +417,16 @@ class Copies:
             else:
                 self._await_others(turn)
             if was_late:
-                _logger.warning("the %s tier takes states again", turn.tier.name, extra=event("tier.back", tier=turn.tier.name))
+                _logger.warning(
+                    "the %s tier takes states again",
+                    turn.tier.name,
+                    extra=event("tier.back", tier=turn.tier.name),
+                )
                 was_late = False
 
     def _copy(self, turn: _Turn) -> bool:
-        """Put what this process has of a state; returns whether the whole state is on the tier now, or never will be."""
+        """Put what this process has of a state; returns whether the whole state is on the tier
+        now, or never will be."""
         tier, began, now = turn.tier, time.monotonic(), None
         for rank in turn.ranks:
             try:
@@ -363,10 +436,21 @@ class Copies:
             with reader:
                 size = reader.manifest.origin.world_size
                 if size > 1 and not tier.holds_parts:
-                    raise Unsupported(f"it has {size} parts, and that tier holds states of one: load it, and capture that")
+                    raise Unsupported(
+                        f"it has {size} parts, and that tier holds states of one: load it, and"
+                        " capture that"
+                    )
                 placed = tier.put(payload_of(reader), base=_relative(tier, reader.manifest))
             with self._database.write(durable=True) as session:
-                now = mark(session, turn.uid, tier.gives, tier=tier.name, node=tier.node, rank=rank, bytes=placed.bytes_new)
+                now = mark(
+                    session,
+                    turn.uid,
+                    tier.gives,
+                    tier=tier.name,
+                    node=tier.node,
+                    rank=rank,
+                    bytes=placed.bytes_new,
+                )
         self._took_s[tier.name] = time.monotonic() - began
         if now is None or not _is_as_safe(now, tier):
             return False
@@ -387,9 +471,15 @@ class Copies:
             if now is not None and _is_as_safe(now, turn.tier):
                 turn.tell(now)
             elif now is not None and not now.is_restorable:
-                turn.give_up(f"state {turn.uid} was dropped before all of its parts were on the {turn.tier.name} tier")
+                turn.give_up(
+                    f"state {turn.uid} was dropped before all of its parts were on the"
+                    f" {turn.tier.name} tier"
+                )
             elif waited_s > self._patience_s:
-                said = f"state {turn.uid} is durable, and parts of other ranks are not on the {turn.tier.name} tier after {waited_s:.0f} s"
+                said = (
+                    f"state {turn.uid} is durable, and parts of other ranks are not on the"
+                    f" {turn.tier.name} tier after {waited_s:.0f} s"
+                )
                 turn.give_up(f"{said}: the logs of those ranks may say why")
             else:
                 self._halves.append((turn, since))
@@ -411,11 +501,17 @@ class Copies:
         self._work_off(late)
         if late:
             _logger.warning(
-                "not on the %s tier: %s that became durable, the last of them %s", tier.name, plural(len(late), "state"), late[-1].uid
+                "not on the %s tier: %s that became durable, the last of them %s",
+                tier.name,
+                plural(len(late), "state"),
+                late[-1].uid,
             )
         for turn in late:
             self._forget(turn)
-            turn.give_up(f"state {turn.uid} is durable, and not on the {tier.name} tier, as its repository was closed")
+            turn.give_up(
+                f"state {turn.uid} is durable, and not on the {tier.name} tier, as its repository"
+                " was closed"
+            )
 
     def _forget(self, turn: _Turn) -> None:
         with self._lock:

@@ -1,11 +1,14 @@
-"""The tripwire finds tensors that were changed between the call of ``capture`` and the end of their deferred copy.
+"""The tripwire finds tensors that were changed between the call of ``capture`` and the end of their
+deferred copy.
 
-It checks two signs. ``Tensor._version`` counts ordinary in-place changes. Edits through ``.data``, and fused kernels, do
-not change it; so a spread sample of each tensor's elements is taken when ``capture`` is called and compared with the same
-elements of the copy. Because the copy is compared, not the source as it is afterwards, a swap there and back is seen.
+It checks two signs. ``Tensor._version`` counts ordinary in-place changes. Edits through ``.data``,
+and fused kernels, do not change it; so a spread sample of each tensor's elements is taken when
+``capture`` is called and compared with the same elements of the copy. Because the copy is compared,
+not the source as it is afterwards, a swap there and back is seen.
 
-Neither sign shows an edit through ``.data`` (or by foreign code) of so few elements that the sample misses them, after
-``capture`` and before the copy of that tensor. Call ``run.fence()`` before such edits, or ``repo.track(..., defer=False)``.
+Neither sign shows an edit through ``.data`` (or by foreign code) of so few elements that the sample
+misses them, after ``capture`` and before the copy of that tensor. Call ``run.fence()`` before such
+edits, or ``repo.track(..., defer=False)``.
 """
 
 from __future__ import annotations
@@ -30,14 +33,22 @@ SAMPLES = 32
 """The number of elements of each deferred parameter that are sampled."""
 
 STATE_SAMPLES = 8
-"""The same for other deferred tensors: the state of an optimizer, which is hardly ever edited by hand."""
+"""The same for other deferred tensors: the state of an optimizer, which is hardly ever edited by
+hand."""
 
-_WORDS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+_WORDS: dict[int, torch.dtype] = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.int64,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A deferred tensor: its path, the tensor, its bytes as a flat view, their start in the stream, and the number of elements sampled."""
+    """A deferred tensor: its path, the tensor, its bytes as a flat view, their start in the
+    stream, and the number of elements sampled."""
 
     path: str
     tensor: torch.Tensor
@@ -56,12 +67,15 @@ class Armed:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """The watched tensors of one item size on one device: one call samples them, and one more looks the samples up in the arena.
+    """The watched tensors of one item size on one device: one call samples them, and one more looks
+    the samples up in the arena.
 
-    ``members`` says for each sampled element to which tensor it belongs. NumPy joins strided pieces of host memory in half the time that
-    ``torch.cat`` takes. It also keeps the interpreter's lock for short pieces, where torch would hand it to the training and then wait to
-    get it back. ``arrays`` are valid as long as the ``tensors`` lie at the same ``pointers``; ``views`` follow a storage that was resized.
-    ``copies`` says where the samples lie once they are copied: the chunk, and the words in it.
+    ``members`` says for each sampled element to which tensor it belongs. NumPy joins strided pieces
+    of host memory in half the time that ``torch.cat`` takes. It also keeps the interpreter's lock
+    for short pieces, where torch would hand it to the training and then wait to get it back.
+    ``arrays`` are valid as long as the ``tensors`` lie at the same ``pointers``; ``views`` follow a
+    storage that was resized. ``copies`` says where the samples lie once they are copied: the chunk,
+    and the words in it.
     """
 
     members: npt.NDArray[np.int64]
@@ -79,7 +93,9 @@ class _Group:
 
 
 class Tripwire:
-    """Compiled with a plan. ``arm`` runs on the training thread, ``tripped`` on the stage thread."""
+    """Compiled with a plan.
+
+    ``arm`` runs on the training thread, ``tripped`` on the stage thread."""
 
     def __init__(self, watched: Sequence[Watched]) -> None:
         self._paths = [item.path for item in watched]
@@ -92,15 +108,24 @@ class Tripwire:
         return Armed(self.versions(), [group.sample() for group in self._groups])
 
     def versions(self) -> list[int]:
-        """The current versions of the watched tensors; read them before a fence lets the next change happen."""
+        """The current versions of the watched tensors; read them before a fence lets the next
+        change happen."""
         return [*map(_VERSION, self._tensors)]
 
-    def tripped(self, armed: Armed, versions: Sequence[int], slots: Sequence[int], arena: torch.Tensor) -> list[str]:
-        """The paths of tensors that changed before they were copied into ``slots`` of ``arena`` (all of it, uint8).
+    def tripped(
+        self, armed: Armed, versions: Sequence[int], slots: Sequence[int], arena: torch.Tensor
+    ) -> list[str]:
+        """The paths of tensors that changed before they were copied into ``slots`` of ``arena``
+        (all of it, uint8).
 
-        ``versions`` are those at the first fence after ``capture``, or at the end of the copy, whichever is earlier.
+        ``versions`` are those at the first fence after ``capture``, or at the end of the copy,
+        whichever is earlier.
         """
-        hit = {i for i, (old, new) in enumerate(zip(armed.versions, versions, strict=True)) if new != old}
+        hit = {
+            i
+            for i, (old, new) in enumerate(zip(armed.versions, versions, strict=True))
+            if new != old
+        }
         for group, sample in zip(self._groups, armed.samples, strict=True):
             before = (sample.cpu() if sample.device.type != "cpu" else sample).numpy()
             words = arena.numpy().view(before.dtype)
@@ -112,7 +137,11 @@ class Tripwire:
 
 
 def _group(watched: Sequence[Watched], size: int, device: torch.device) -> _Group:
-    members = [i for i, item in enumerate(watched) if (_word_size(item), devices().of(item.flat)) == (size, device)]
+    members = [
+        i
+        for i, item in enumerate(watched)
+        if (_word_size(item), devices().of(item.flat)) == (size, device)
+    ]
     tensors = [watched[i].tensor for i in members]
     counts = [watched[i].samples for i in members]
     views, copies = [], []
@@ -124,11 +153,14 @@ def _group(watched: Sequence[Watched], size: int, device: torch.device) -> _Grou
     # Through DLPack: ``Tensor.numpy`` would forbid the owner to resize the storage.
     arrays = [np.from_dlpack(view) for view in views] if device.type == "cpu" else []
     pointers = [*map(torch.Tensor.data_ptr, tensors)]
-    return _Group(np.repeat(members, counts), tensors, pointers, arrays, views, _WORDS[size], copies)
+    return _Group(
+        np.repeat(members, counts), tensors, pointers, arrays, views, _WORDS[size], copies
+    )
 
 
 def _parts(start: int, step: int, count: int, length: int) -> list[tuple[int, slice]]:
-    """Every ``step``-th word of a stream from ``start`` on, ``count`` of them, in chunks of ``length`` words."""
+    """Every ``step``-th word of a stream from ``start`` on, ``count`` of them, in chunks of
+    ``length`` words."""
     parts = []
     while count:
         chunk, first = divmod(start, length)
@@ -160,10 +192,12 @@ class _Tear:
 
 
 class Edits:
-    """The torn captures of one tracker: the stage thread notes them, the training thread learns from them.
+    """The torn captures of one tracker: the stage thread notes them, the training thread learns
+    from them.
 
-    ``paths`` are the tensors that tore. From then on they are copied before ``capture`` returns; if others tear after that, everything is
-    (``are_anywhere``). So at most two edits cost a state, whatever a training does by hand.
+    ``paths`` are the tensors that tore. From then on they are copied before ``capture`` returns; if
+    others tear after that, everything is (``are_anywhere``). So at most two edits cost a state,
+    whatever a training does by hand.
     """
 
     def __init__(self) -> None:
@@ -172,27 +206,45 @@ class Edits:
         self._noted: deque[_Tear] = deque()
 
     def note(self, step: int, error: Torn, *, is_taught: bool) -> None:
-        """Note that the capture of ``step`` tore. ``is_taught``: it tore although what had torn before was copied at once."""
+        """Note that the capture of ``step`` tore.
+
+        ``is_taught``: it tore although what had torn before was copied at once."""
         self._noted.append(_Tear(step, error, is_taught))
 
     def learn(self, branch: str) -> bool:
-        """Whether anything must be copied differently from now on. Logs which steps have no state, and the first time why."""
+        """Whether anything must be copied differently from now on.
+
+        Logs which steps have no state, and the first time why."""
         if not self._noted:
             return False
         tears = [self._noted.popleft() for _ in range(len(self._noted))]
         torn = {path for tear in tears for path in tear.error.paths}
         steps = f"step{'s' * (len(tears) > 1)} {', '.join(str(tear.step) for tear in tears)}"
         if self.are_anywhere or torn <= self.paths:
-            _logger.warning("branch %s has no state of %s either, for the same reason", branch, steps)  # begun before it was known
+            # begun before it was known
+            _logger.warning(
+                "branch %s has no state of %s either, for the same reason", branch, steps
+            )
             return False
         self.paths |= torn
         self.are_anywhere = any(tear.is_taught for tear in tears)
         _logger.warning(
-            "branch %s has no state of %s: %s changed between capture() and the end of its copy, outside a tracked optimizer's step. "
-            "From now on %s copied before capture() returns, so that no further state is lost; run.fence() before the edit, or "
-            "track(defer=False), would have kept this one",
-            *(branch, steps, named(sorted(torn)), "everything is" if self.are_anywhere else "these tensors are"),
-            extra=event("capture.torn", branch=branch, steps=[tear.step for tear in tears], tensors=sorted(torn)),
+            "branch %s has no state of %s: %s changed between capture() and the end of its copy,"
+            " outside a tracked optimizer's step. From now on %s copied before capture() returns,"
+            " so that no further state is lost; run.fence() before the edit, or track(defer=False),"
+            " would have kept this one",
+            *(
+                branch,
+                steps,
+                named(sorted(torn)),
+                "everything is" if self.are_anywhere else "these tensors are",
+            ),
+            extra=event(
+                "capture.torn",
+                branch=branch,
+                steps=[tear.step for tear in tears],
+                tensors=sorted(torn),
+            ),
         )
         return True
 

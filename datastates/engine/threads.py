@@ -34,7 +34,8 @@ from .steps import Copies
 _logger = logging.getLogger(__name__)
 
 CLOSING_S = 5.0
-"""How long closing a training or a repository waits for a disk in trouble: many schedulers give ten seconds for the whole end."""
+"""How long closing a training or a repository waits for a disk in trouble: many schedulers give
+ten seconds for the whole end."""
 
 _SAY_AGAIN_S = 600.0
 
@@ -47,7 +48,9 @@ def is_full(error: BaseException) -> bool:
 
 @dataclass(slots=True)
 class Trouble:
-    """The trouble of one runner, used under its lock. ``failures`` counts all so far; ``why`` is None while there is no trouble."""
+    """The trouble of one runner, used under its lock.
+
+    ``failures`` counts all so far; ``why`` is None while there is no trouble."""
 
     clock: Callable[[], float] = time.monotonic
     failures: int = 0
@@ -65,7 +68,8 @@ class Trouble:
         if is_new:
             self.since = self._said_at = self.clock()
             _logger.warning(
-                "states cannot be written for now; the training goes on, and they wait in memory: %s",
+                "states cannot be written for now; the training goes on, and they wait in"
+                " memory: %s",
                 why,
                 extra=event("writes.paused", reason=why),
             )
@@ -82,16 +86,34 @@ class Trouble:
         """Log that the trouble lasts, if that was not logged for a while."""
         if self.why is not None and self.clock() - self._said_at >= _SAY_AGAIN_S:
             self._said_at = self.clock()
-            lasting = event("writes.still_paused", seconds=self._said_at - self.since, waiting=waiting, reason=self.why)
+            lasting = event(
+                "writes.still_paused",
+                seconds=self._said_at - self.since,
+                waiting=waiting,
+                reason=self.why,
+            )
             _logger.warning("still %s", self.describe(waiting), extra=lasting)
 
     def end(self, waiting: int) -> None:
-        """Note that a state was written, which ends the trouble; ``waiting`` states are still to be written."""
+        """Note that a state was written, which ends the trouble; ``waiting`` states are still to
+        be written."""
         if self.why is None:
             return
         after = self.clock() - self.since
-        over = event("writes.resumed", seconds=after, waiting=waiting, left=self._given_way, skipped=self._skipped)
-        _logger.warning("states are written again, after %.0f s; %d more to write%s", after, waiting, self._cost(), extra=over)
+        over = event(
+            "writes.resumed",
+            seconds=after,
+            waiting=waiting,
+            left=self._given_way,
+            skipped=self._skipped,
+        )
+        _logger.warning(
+            "states are written again, after %.0f s; %d more to write%s",
+            after,
+            waiting,
+            self._cost(),
+            extra=over,
+        )
         self.why = self.closing_since = None
         self._given_way = self._skipped = 0
 
@@ -100,14 +122,20 @@ class Trouble:
         if self.why is None:
             return None
         states = "1 state waits" if waiting == 1 else f"{waiting} states wait"
-        return f"nothing can be written since {self.clock() - self.since:.0f} s, and {states} in memory{self._cost()}: {self.why}"
+        return (
+            f"nothing can be written since {self.clock() - self.since:.0f} s, and {states} in"
+            f" memory{self._cost()}: {self.why}"
+        )
 
     def describe_lost(self, names: Sequence[str]) -> str:
         """What is lost with this process, and why: names of at least one state."""
         said = f"{names[0]} is in memory only, and is lost with this process"
         if len(names) > 1:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            said = f"{len(names)} states are in memory only, and are lost with this process: {', '.join(names[:5])}{more}"
+            said = (
+                f"{len(names)} states are in memory only, and are lost with this process:"
+                f" {', '.join(names[:5])}{more}"
+            )
         return f"{said}; {self.why}"
 
     def _cost(self) -> str:
@@ -119,12 +147,25 @@ class Trouble:
 
 
 class Writer:
-    """Writes states to disk; any thread may call ``put``. It reports each outcome to the register or to ``trouble``, and to the engine."""
+    """Writes states to disk; any thread may call ``put``.
+
+    It reports each outcome to the register or to ``trouble``, and to the engine."""
 
     def __init__(
-        self, pipeline: Pipeline, register: Register, locked: Locked, trouble: Trouble, copies: Copies, recorder: Recorder
+        self,
+        pipeline: Pipeline,
+        register: Register,
+        locked: Locked,
+        trouble: Trouble,
+        copies: Copies,
+        recorder: Recorder,
     ) -> None:
-        self._pipeline, self._register, self._engine, self._post = pipeline, register, locked.engine, locked.post
+        self._pipeline, self._register, self._engine, self._post = (
+            pipeline,
+            register,
+            locked.engine,
+            locked.post,
+        )
         self._trouble, self._copies, self._recorder = trouble, copies, recorder
         self.on_full: Callable[[], None] = lambda: None
         """Called when the disk is full."""
@@ -137,7 +178,10 @@ class Writer:
         self._groups.put(uids)
 
     def close(self) -> None:
-        """Let the thread end. Failures from now on are not reported: no caller waited for the writes, and the tier may be closed by now."""
+        """Let the thread end.
+
+        Failures from now on are not reported: no caller waited for the writes, and the tier may
+        be closed by now."""
         self._is_closed = True
         self._groups.put(None)
 
@@ -149,7 +193,9 @@ class Writer:
     def _write(self, uids: tuple[str, ...]) -> None:
         began, used = time.monotonic(), time.thread_time()
         try:
-            with deed(f"writing state {uids[0]}" + (f" and {len(uids) - 1} more" if len(uids) > 1 else "")):
+            with deed(
+                f"writing state {uids[0]}" + (f" and {len(uids) - 1} more" if len(uids) > 1 else "")
+            ):
                 size = self._pipeline.write(uids)
         except BaseException as exc:  # the handle raises it, whatever it is, and the thread goes on
             _logger.debug("writing %s failed", uids, exc_info=exc)
@@ -159,11 +205,22 @@ class Writer:
             elif not self._is_closed:
                 self._on_failed(uids, exc)
         else:
-            self._post(Written(uids, began, time.monotonic(), self._copies.took_s, size, time.thread_time() - used))
+            self._post(
+                Written(
+                    uids,
+                    began,
+                    time.monotonic(),
+                    self._copies.took_s,
+                    size,
+                    time.thread_time() - used,
+                )
+            )
             self._trouble.end(self._engine.pending_writes)
 
     def _on_failed(self, uids: tuple[str, ...], error: BaseException) -> None:
-        patient = [uid for uid in uids if isinstance(error, Unavailable) and self._register.is_patient(uid)]
+        patient = [
+            uid for uid in uids if isinstance(error, Unavailable) and self._register.is_patient(uid)
+        ]
         if patient:
             self._trouble.failures += 1
             self._recorder.count("retries")
@@ -174,7 +231,13 @@ class Writer:
         for uid in others:
             self._register.fail_write(uid, error)
         now = time.monotonic()
-        self._post(*(WriteFailed(each, now, is_passing) for each, is_passing in ((others, False), (tuple(patient), True)) if each))
+        self._post(
+            *(
+                WriteFailed(each, now, is_passing)
+                for each, is_passing in ((others, False), (tuple(patient), True))
+                if each
+            )
+        )
 
 
 # Decides when the engine thread works: at once if a caller waits, otherwise on several captures
@@ -189,7 +252,9 @@ MOST_READY = 32
 
 
 class Rounds:
-    """Captures on their way to the engine thread, in order. ``take`` and ``end`` belong to that thread, ``put`` to the stage thread."""
+    """Captures on their way to the engine thread, in order.
+
+    ``take`` and ``end`` belong to that thread, ``put`` to the stage thread."""
 
     def __init__(self) -> None:
         self._ready: deque[Staged] = deque()
@@ -218,7 +283,9 @@ class Rounds:
         return self._ended >= count
 
     def begin(self) -> None:
-        """Count a capture that begins and that ``put`` will bring. One thread at a time: under the caller's lock."""
+        """Count a capture that begins and that ``put`` will bring.
+
+        One thread at a time: under the caller's lock."""
         self._begun += 1
 
     def put(self, staged: Staged) -> None:
@@ -231,21 +298,23 @@ class Rounds:
             self._bell.ring()
 
     def hurry(self) -> None:
-        """Start a round soon, because a caller waits for what has begun. Callable from any thread. If two call at once, one of them may
-        wait for the next round."""
+        """Start a round soon, because a caller waits for what has begun. Callable from any
+        thread. If two call at once, one of them may wait for the next round."""
         if self._hurried < self._begun:
             self._hurried = self._begun
             self._bell.ring()
         self.on_hurry()
 
     def wake(self) -> None:
-        """Let ``take`` return, even without captures, so that the engine thread can run its checks. Callable from any thread."""
+        """Let ``take`` return, even without captures, so that the engine thread can run its checks.
+
+        Callable from any thread."""
         self._is_woken = True
         self._bell.ring()
 
     def take(self, timeout_s: float) -> list[Staged] | None:
-        """The captures of a round, which begins now; an empty list if none is due within ``timeout_s``, or after ``wake``. None at the
-        end."""
+        """The captures of a round, which begins now; an empty list if none is due within
+        ``timeout_s``, or after ``wake``. None at the end."""
         deadline = time.monotonic() + timeout_s
         while not self._is_due() and not self._is_closed:
             if self._is_woken:
@@ -256,7 +325,8 @@ class Rounds:
                 return []
             pause = self._last + ROUND_S - now
             self._bell.wait_for(
-                lambda: self._is_due() or self._is_closed or self._is_woken, min(deadline - now, pause if pause > 0 else math.inf)
+                lambda: self._is_due() or self._is_closed or self._is_woken,
+                min(deadline - now, pause if pause > 0 else math.inf),
             )
         if not self._ready:
             return None
@@ -277,9 +347,15 @@ class Rounds:
     def _is_due(self) -> bool:
         if not self._ready:
             return False
-        if self._hurried > self._ended or len(self._ready) >= MOST_READY or time.monotonic() - self._last >= ROUND_S:
+        if (
+            self._hurried > self._ended
+            or len(self._ready) >= MOST_READY
+            or time.monotonic() - self._last >= ROUND_S
+        ):
             return True
-        return self._put_bytes - self._taken_bytes + 3 * self._ready[-1].held_bytes > self.room_bytes
+        return (
+            self._put_bytes - self._taken_bytes + 3 * self._ready[-1].held_bytes > self.room_bytes
+        )
 
 
 # The engine's checks about once a second: signs of life, stalled writes, memory, the lineage, and
@@ -287,13 +363,18 @@ class Rounds:
 
 
 EVERY_S = 1.0
-"""The time between two checks, in seconds: for so long a ref that another process made may be unknown here."""
+"""The time between two checks, in seconds: for so long a ref that another process made may be
+unknown here."""
 
 
 class Lookout:
-    """Runs the checks on the engine thread. Those in ``asking`` may fail, as they ask the lineage; those in ``seeing`` never do."""
+    """Runs the checks on the engine thread.
 
-    def __init__(self, seeing: Sequence[Callable[[], None]], asking: Sequence[Callable[[], None]]) -> None:
+    Those in ``asking`` may fail, as they ask the lineage; those in ``seeing`` never do."""
+
+    def __init__(
+        self, seeing: Sequence[Callable[[], None]], asking: Sequence[Callable[[], None]]
+    ) -> None:
         self._seeing, self._asking = seeing, asking
         self._looked_at = 0.0
         self._failed: str | None = None
@@ -359,26 +440,42 @@ STALL_S = 30.0
 """A write that has made no progress for this long, in seconds, counts as stalled."""
 
 STUCK_S = 90.0
-"""How long a caller that must wait for the lineage gives it to answer, in seconds: longer than it waits for another process's lock."""
+"""How long a caller that must wait for the lineage gives it to answer, in seconds: longer than
+it waits for another process's lock."""
 
 _RETRY_S = 1.0
 """How often writing is tried again while a caller that closes waits for it, in seconds."""
 
 
 class Watch:
-    """Watches the thread that records and the one that writes, from any thread. A stalled write begins a trouble."""
+    """Watches the thread that records and the one that writes, from any thread.
+
+    A stalled write begins a trouble."""
 
     def __init__(
-        self, trouble: Trouble, register: Register, locked: Locked, *, recording: threading.Thread, writing: threading.Thread
+        self,
+        trouble: Trouble,
+        register: Register,
+        locked: Locked,
+        *,
+        recording: threading.Thread,
+        writing: threading.Thread,
     ) -> None:
         self._trouble, self._recording, self._writing = trouble, recording, writing
-        self._register, self._engine, self._lock, self._post = register, locked.engine, locked.lock, locked.post
+        self._register, self._engine, self._lock, self._post = (
+            register,
+            locked.engine,
+            locked.lock,
+            locked.post,
+        )
         self._retried_at = 0.0
 
     @property
     def is_held_up(self) -> bool:
         """Whether one of the threads is in the middle of a system call that may never return."""
-        return any(_stalled(thread, STALL_S) is not None for thread in (self._recording, self._writing))
+        return any(
+            _stalled(thread, STALL_S) is not None for thread in (self._recording, self._writing)
+        )
 
     def look(self) -> None:
         """Check whether the write that is under way makes progress."""
@@ -400,7 +497,8 @@ class Watch:
             raise Unavailable(f"captures are not recorded: {self._trouble.why}", trouble="lineage")
 
     def hopeless(self, failures: int) -> Unavailable | None:
-        """The error for callers that wait for states to become durable, once the disk has been in trouble for too long.
+        """The error for callers that wait for states to become durable, once the disk has been in
+        trouble for too long.
 
         Each caller sees at least one more try: ``failures`` is the count when it began to wait.
         """
@@ -410,7 +508,9 @@ class Watch:
             return None
         if trouble.closing_since is None:
             trouble.closing_since = now
-        if now - trouble.closing_since < CLOSING_S or (trouble.failures == failures and not self._engine.is_stalled):
+        if now - trouble.closing_since < CLOSING_S or (
+            trouble.failures == failures and not self._engine.is_stalled
+        ):
             if now - self._retried_at >= _RETRY_S:
                 self._retried_at = now
                 self._post(Retry())
@@ -419,7 +519,9 @@ class Watch:
             names = self._register.named(self._engine.unwritten())
         if not names:
             return None
-        return Unavailable(trouble.describe_lost(names), trouble=f"unwritten: {self._register.folder}")
+        return Unavailable(
+            trouble.describe_lost(names), trouble=f"unwritten: {self._register.folder}"
+        )
 
     def _begins_trouble(self, stalled: Deed | None) -> bool:
         if stalled is not None:
@@ -438,29 +540,33 @@ def _stalled(thread: threading.Thread, limit_s: float) -> Deed | None:
 SOON_S = 0.025
 HURRIED_S = 0.005
 SELDOM_S = 0.25
-"""The time to the first question: after something that the others do too; while a caller waits for it; and if others may only want
-something."""
+"""The time to the first question: after something that the others do too; while a caller waits
+for it; and if others may only want something."""
 
 MOST_HURRIED_S = 0.5
 MOST_S = 1.0
 LAST_S = 4.0
-"""The longest pause between two questions; each is twice as long as the one before. The first while a caller waits; the second, for few
-processes, if others may only want something; the last in all other cases."""
+"""The longest pause between two questions; each is twice as long as the one before. The first
+while a caller waits; the second, for few processes, if others may only want something; the last
+in all other cases."""
 
 PER_S = 500
 SELDOM_PER_S = 100
-"""The most questions per second of all processes together: of first questions, and of those that come at the longest pauses."""
+"""The most questions per second of all processes together: of first questions, and of those that
+come at the longest pauses."""
 
 _LASTS_S = 2.0
-"""For how long a caller that said so counts as waiting, in seconds; one that waits longer says it again."""
+"""For how long a caller that said so counts as waiting, in seconds; one that waits longer says
+it again."""
 
 
 @dataclass(slots=True)
 class Polls:
-    """The times of the questions of one engine thread; any thread may call ``hurry``. ``askers`` is the number of processes that ask the
-    database.
+    """The times of the questions of one engine thread; any thread may call ``hurry``. ``askers`` is
+    the number of processes that ask the database.
 
-    ``is_awaiting`` says whether the others have something to deliver: a part, or the news that it is on their disk.
+    ``is_awaiting`` says whether the others have something to deliver: a part, or the news that it
+    is on their disk.
     """
 
     askers: int = 1
@@ -509,8 +615,9 @@ class Polls:
 
 
 class Polling:
-    """Asks the lineage when it is time. ``look`` and ``delay`` belong to the engine thread. Parts that wait for those of other ranks for
-    longer than ``patience_s`` are given up; it may be set at any time.
+    """Asks the lineage when it is time. ``look`` and ``delay`` belong to the engine thread. Parts
+    that wait for those of other ranks for longer than ``patience_s`` are given up; it may be set at
+    any time.
     """
 
     def __init__(self, journal: Journal, rounds: Rounds, patience_s: float) -> None:
@@ -529,7 +636,8 @@ class Polling:
         return self._polls.delay(time.monotonic())
 
     def look(self, *, has_told: bool) -> None:
-        """Ask, if it is time, what became of the parts that wait for those of other ranks; ``has_told``: a round was told just now."""
+        """Ask, if it is time, what became of the parts that wait for those of other ranks;
+        ``has_told``: a round was told just now."""
         has_told, self._has_half = has_told or self._has_half, False
         now, journal = time.monotonic(), self._journal
         if not self._is_wanted:
@@ -561,7 +669,8 @@ _LASTING_S = 30.0  # a choice that is not the first is logged once it has lasted
 
 
 class Paces:
-    """``take`` runs under the runner's lock, ``say`` and ``note`` without it; ``begin`` and ``end`` belong to the training thread."""
+    """``take`` runs under the runner's lock, ``say`` and ``note`` without it; ``begin`` and
+    ``end`` belong to the training thread."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -595,7 +704,11 @@ class Paces:
     def say(self) -> None:
         """Log each choice that has lasted, in one line."""
         for name, (line, why, since) in list(self._unsaid.items()) if self._unsaid else ():
-            if time.monotonic() - since < _LASTING_S or self._unsaid.pop(name, None) is None or self._said.get(name) == why:
+            if (
+                time.monotonic() - since < _LASTING_S
+                or self._unsaid.pop(name, None) is None
+                or self._said.get(name) == why
+            ):
                 continue
             self._said[name] = why
             with undisturbed():  # an interrupt could leave the locks of logging taken
@@ -604,7 +717,8 @@ class Paces:
                 _logger.info("branch %s: %s", line.branch, what, extra=chosen)
 
     def note(self) -> None:
-        """Tell the lineage what was chosen since the last call, and at what costs. What it does not take now is told later.
+        """Tell the lineage what was chosen since the last call, and at what costs. What it does not
+        take now is told later.
 
         :raises Unavailable: the database does not answer.
         """

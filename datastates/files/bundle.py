@@ -1,8 +1,11 @@
-"""States as a folder that can be carried elsewhere: their bytes, their lineage and their tags (``bundle_files`` lists the files).
+"""States as a folder that can be carried elsewhere: their bytes, their lineage and their tags
+(``bundle_files`` lists the files).
 
-Nothing in it is executed or unpickled. A bundle is treated as a stranger's. Everything is checked before anything of it becomes visible in
-the repository: manifests against the lineage, and chunks against digests that cannot be forged and that the bundle's own digest binds.
-What is written is what was checked, whatever happens to the folder meanwhile. Nothing is left of a bundle that is refused.
+Nothing in it is executed or unpickled. A bundle is treated as a stranger's. Everything is checked
+before anything of it becomes visible in the repository: manifests against the lineage, and chunks
+against digests that cannot be forged and that the bundle's own digest binds. What is written is
+what was checked, whatever happens to the folder meanwhile. Nothing is left of a bundle that is
+refused.
 """
 
 from __future__ import annotations
@@ -46,7 +49,14 @@ from datastates.storage.tiers import packs_in
 from datastates.system.files import make_regular, read_regular
 from datastates.transport.protocol import RefRecord, RunRecord, StateRecord
 from datastates.transport.receive_states import make_tags
-from datastates.transport.untrusted import check_manifest, record_of_ref, records_of, ref_of, runs_of, states_of
+from datastates.transport.untrusted import (
+    check_manifest,
+    record_of_ref,
+    records_of,
+    ref_of,
+    runs_of,
+    states_of,
+)
 
 __all__ = ["Bundle", "export_bundle", "import_bundle"]
 
@@ -61,7 +71,9 @@ _UID = re.compile(r"[0-9a-f]{24}")
 
 
 class Lineage(msgspec.Struct, frozen=True):
-    """The file ``lineage.json``. ``held`` are the uids of states with bytes, each with its seal in ``seals``."""
+    """The file ``lineage.json``.
+
+    ``held`` are the uids of states with bytes, each with its seal in ``seals``."""
 
     version: int
     repository: str
@@ -96,8 +108,9 @@ def write_lineage(lineage: Lineage, root: Path) -> str:
     body = json.dumps(plain, separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode()
     if len(body) > _MOST_BYTES:
         raise InvalidInput(
-            f"these states have {len(lineage.states) - len(lineage.held)} ancestors, whose lineage takes {len(body)} bytes, and a bundle"
-            f" holds at most {_MOST_BYTES}: name states with fewer ancestors, or write files without lineage (export --into)"
+            f"these states have {len(lineage.states) - len(lineage.held)} ancestors, whose lineage"
+            f" takes {len(body)} bytes, and a bundle holds at most {_MOST_BYTES}: name states with"
+            " fewer ancestors, or write files without lineage (export --into)"
         )
     digest = blake3(body).hexdigest()
     if lineage.held:
@@ -122,7 +135,9 @@ def _finite(value: Any) -> Any:
 
 
 def _numbers(said: dict[str, Any]) -> dict[str, Any]:
-    return {key: float(value[0]) if isinstance(value, list) else value for key, value in said.items()}
+    return {
+        key: float(value[0]) if isinstance(value, list) else value for key, value in said.items()
+    }
 
 
 # In
@@ -133,18 +148,27 @@ def read_lineage(root: Path) -> tuple[Lineage, str]:
 
     :raises NotFound: there is none.
     """
-    body = _read(root / _LINEAGE, _MOST_BYTES, lambda path: f"{root} holds no bundle, or one that was not written to its end: no {path}")
+    body = _read(
+        root / _LINEAGE,
+        _MOST_BYTES,
+        lambda path: f"{root} holds no bundle, or one that was not written to its end: no {path}",
+    )
     said = _read(
-        root / _BUNDLE_FILES_DIGEST, PAGE, lambda path: f"{root} holds no bundle, or one that was not written to its end: no {path}"
+        root / _BUNDLE_FILES_DIGEST,
+        PAGE,
+        lambda path: f"{root} holds no bundle, or one that was not written to its end: no {path}",
     )
     digest = blake3(body).hexdigest()
     if digest.encode() != said.strip():
-        raise Corrupt(f"{root / _LINEAGE} fails its digest in {_BUNDLE_FILES_DIGEST}: it was changed or cut")
+        raise Corrupt(
+            f"{root / _LINEAGE} fails its digest in {_BUNDLE_FILES_DIGEST}: it was changed or cut"
+        )
     try:
         plain = json.loads(body)
         if plain["version"] != VERSION:
             raise Unavailable(
-                f"{root} is a bundle of version {plain['version']}, and this datastates reads version {VERSION}: upgrade, or export again"
+                f"{root} is a bundle of version {plain['version']}, and this datastates reads"
+                f" version {VERSION}: upgrade, or export again"
             )
         for state in plain["states"]:
             for name in ("metrics", "attributes"):
@@ -152,7 +176,15 @@ def read_lineage(root: Path) -> tuple[Lineage, str]:
         for run in plain["runs"]:
             run["config"] = _numbers(run["config"])
         return msgspec.convert(plain, Lineage), digest
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as exc:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as exc:
         raise Corrupt(f"{root / _LINEAGE} is no lineage: {exc}") from exc
 
 
@@ -165,24 +197,36 @@ def read_chunks(root: Path, manifest: Manifest, seals: Mapping[str, str]) -> lis
     if _UID.fullmatch(uid) is None or uid not in seals:
         raise Corrupt(f"{root / _LINEAGE} has no seal of state {uid!r}, whose bytes it says it has")
     path = root / _CHUNKS / uid
-    data = _read(path, DIGEST_BYTES * count, lambda path: f"the bundle has the bytes of state {uid} and not their digests: no {path}")
+    data = _read(
+        path,
+        DIGEST_BYTES * count,
+        lambda path: f"the bundle has the bytes of state {uid} and not their digests: no {path}",
+    )
     digests = [data[start : start + DIGEST_BYTES] for start in range(0, len(data), DIGEST_BYTES)]
     if len(data) != DIGEST_BYTES * count or seal_of(manifest.digest, digests) != seals[uid]:
-        raise Corrupt(f"{path} has other digests of the {count} chunks of state {uid} than its seal in {_LINEAGE}: it was changed or cut")
+        raise Corrupt(
+            f"{path} has other digests of the {count} chunks of state {uid} than its seal in"
+            f" {_LINEAGE}: it was changed or cut"
+        )
     return digests
 
 
 def check_places(manifest: Manifest) -> None:
-    """Raise unless no chunk overlaps another, so that reading costs no more than the bytes there are.
+    """Raise unless no chunk overlaps another, so that reading costs no more than the bytes there
+    are.
 
     :raises Corrupt: two overlap.
     """
-    places = {(ref.pack, ref.offset, chunk.length) for ref, chunk in zip(manifest.refs, manifest.content.chunks, strict=True)}
+    places = {
+        (ref.pack, ref.offset, chunk.length)
+        for ref, chunk in zip(manifest.refs, manifest.content.chunks, strict=True)
+    }
     before, end = -1, 0
     for pack, offset, length in sorted(places):
         if offset % alignment(length) or (pack == before and offset < end):
             raise Corrupt(
-                f"state {manifest.origin.uid} has a chunk at {offset} of {manifest.packs[pack].name}, over another or not aligned"
+                f"state {manifest.origin.uid} has a chunk at {offset} of"
+                f" {manifest.packs[pack].name}, over another or not aligned"
             )
         before, end = pack, offset + padded(length)
 
@@ -206,10 +250,12 @@ _NOTE = re.compile(r"[0-9a-f]{24}")
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """What a bundle holds: states with their bytes, those asked for first; how many ancestors without bytes; tags.
+    """What a bundle holds: states with their bytes, those asked for first; how many ancestors
+    without bytes; tags.
 
-    ``bytes_new`` is what was written for it. ``digest`` binds everything that it holds: a recipient who gets it by another way than the
-    bundle can be sure that the bundle is the one that was written.
+    ``bytes_new`` is what was written for it. ``digest`` binds everything that it holds: a recipient
+    who gets it by another way than the bundle can be sure that the bundle is the one that was
+    written.
     """
 
     states: tuple[State, ...]
@@ -219,10 +265,17 @@ class Bundle:
     digest: str
 
 
-def export_bundle(repository: Opened, revs: Sequence[str | State], folder: str | os.PathLike[str], *, with_parents: bool = False) -> Bundle:
+def export_bundle(
+    repository: Opened,
+    revs: Sequence[str | State],
+    folder: str | os.PathLike[str],
+    *,
+    with_parents: bool = False,
+) -> Bundle:
     """Write states to a new folder, with the lineage and the tags of all their ancestors.
 
-    ``with_parents`` also takes the bytes of the states from which merged states were made, so that they can be made again elsewhere.
+    ``with_parents`` also takes the bytes of the states from which merged states were made, so that
+    they can be made again elsewhere.
 
     :raises Conflict: the folder is not empty.
     :raises InvalidInput: no state is named, or they have more ancestors than a bundle holds.
@@ -248,14 +301,24 @@ def export_bundle(repository: Opened, revs: Sequence[str | State], folder: str |
             else:
                 path.unlink(missing_ok=True)
         raise
-    return Bundle(tuple(states), len(lineage.states) - len(states), tuple(map(ref_of, lineage.tags)), bytes_new, digest)
+    return Bundle(
+        tuple(states),
+        len(lineage.states) - len(states),
+        tuple(map(ref_of, lineage.tags)),
+        bytes_new,
+        digest,
+    )
 
 
-def import_bundle(repository: Opened, folder: str | os.PathLike[str], *, digest: str | None = None) -> Bundle:
-    """Bring the states of a bundle into a repository: durable, with their ancestry, edges, metrics, attributes and tags.
+def import_bundle(
+    repository: Opened, folder: str | os.PathLike[str], *, digest: str | None = None
+) -> Bundle:
+    """Bring the states of a bundle into a repository: durable, with their ancestry, edges, metrics,
+    attributes and tags.
 
-    States that are here already stay as they are. The import is all or nothing: everything is checked first, then written beside what is
-    here, then becomes visible with the lineage. ``digest`` is what ``export_bundle`` returned, if it came by another way than the bundle.
+    States that are here already stay as they are. The import is all or nothing: everything is
+    checked first, then written beside what is here, then becomes visible with the lineage.
+    ``digest`` is what ``export_bundle`` returned, if it came by another way than the bundle.
 
     :raises NotFound: there is no bundle in the folder.
     :raises Corrupt: a byte of it is wrong, or it is not the bundle of that digest; names the file.
@@ -264,7 +327,10 @@ def import_bundle(repository: Opened, folder: str | os.PathLike[str], *, digest:
     core, root = core_of(repository, "repository"), Path(folder)
     lineage, found = read_lineage(root)
     if digest is not None and digest != found:
-        raise Corrupt(f"{root} is the bundle of digest {found}, not {digest[:64]}: it is another one, or was changed on the way")
+        raise Corrupt(
+            f"{root} is the bundle of digest {found}, not {digest[:64]}: it is another one, or was"
+            " changed on the way"
+        )
     states, made_by = _checked_lineage(lineage)
     with core.database.read() as session:
         clones.check_ancestry(session, list(states.values()), made_by)
@@ -273,11 +339,25 @@ def import_bundle(repository: Opened, folder: str | os.PathLike[str], *, digest:
     folder_uid = core.home.check_writable()
     with ExitStack() as stack:
         staged = _stage(core, root, lineage, states, sealed, stack)
-        placed = _commit(core, staged, states, made_by, lineage.notes, source=f"bundle {found[:16]}", folder_uid=folder_uid)
+        placed = _commit(
+            core,
+            staged,
+            states,
+            made_by,
+            lineage.notes,
+            source=f"bundle {found[:16]}",
+            folder_uid=folder_uid,
+        )
     tags = [ref_of(record) for record in lineage.tags]
     make_tags(core, tags)
     held = tuple(core.state(uid) for uid in lineage.held)
-    return Bundle(held, len(states) - len(held), tuple(tags), sum(each.bytes_new for each in placed.values()), found)
+    return Bundle(
+        held,
+        len(states) - len(held),
+        tuple(tags),
+        sum(each.bytes_new for each in placed.values()),
+        found,
+    )
 
 
 # Out
@@ -292,7 +372,8 @@ def _chosen(core: Core, revs: Sequence[str], *, with_parents: bool) -> list[Stat
 
 
 def _write_packs(core: Core, states: Sequence[State], root: Path) -> tuple[dict[str, str], int]:
-    """The seal of each state, which the state has from now on here too, and how many bytes were written."""
+    """The seal of each state, which the state has from now on here too, and how many bytes were
+    written."""
     tier, base, written = packs_in(root / PACKS, direct=core.config.direct_io), None, 0
     found: dict[str, str] = {}
     for state in states:
@@ -314,13 +395,23 @@ def _lineage_of(core: Core, states: Sequence[State], found: dict[str, str]) -> L
     uids = [state.uid for state in states]
     with core.reading() as session:
         above = {id_ for uid in uids for id_ in walk.ancestor_ids(session, uid)}
-        everything = lookup.states(session, sorted({*above, *ids_of(session, uids)}))  # parents have lower ids than their children
+        # parents have lower ids than their children
+        everything = lookup.states(session, sorted({*above, *ids_of(session, uids)}))
         names = {state.uid for state in everything}
         tags = [ref for ref in names_query.refs(session, RefKind.TAG) if ref.state in names]
         where = clones.repository_uid(session)
         written = names_query.of_states(session, names)
         records, made_by = records_of(session, everything)
-    return Lineage(VERSION, where, tuple(uids), records, tuple(map(record_of_ref, tags)), found, made_by, tuple(written))
+    return Lineage(
+        VERSION,
+        where,
+        tuple(uids),
+        records,
+        tuple(map(record_of_ref, tags)),
+        found,
+        made_by,
+        tuple(written),
+    )
 
 
 # In
@@ -338,10 +429,16 @@ def _checked_lineage(lineage: Lineage) -> tuple[dict[str, State], dict[str, Run]
             raise Corrupt(f"the bundle has state {state.uid} twice, or of a digest that is none")
         lacking = [uid for uid in state.parents if uid not in states]
         if lacking:
-            raise Corrupt(f"the bundle has state {state.uid} without its parent {lacking[0]}, or before it")
+            raise Corrupt(
+                f"the bundle has state {state.uid} without its parent {lacking[0]}, or before it"
+            )
         states[state.uid] = state
     strangers = [uid for uid in lineage.held if uid not in states]
-    if lost := [note.uid for note in lineage.notes if note.state not in states or _NOTE.fullmatch(note.uid) is None]:
+    if lost := [
+        note.uid
+        for note in lineage.notes
+        if note.state not in states or _NOTE.fullmatch(note.uid) is None
+    ]:
         raise Corrupt(f"the bundle has the note {lost[0][:24]!r}, which is on none of its states")
     if len(set(lineage.held)) < len(lineage.held):
         raise Corrupt("the bundle claims the bytes of a state twice")
@@ -351,7 +448,12 @@ def _checked_lineage(lineage: Lineage) -> tuple[dict[str, State], dict[str, Run]
 
 
 def _stage(
-    core: Core, root: Path, lineage: Lineage, states: dict[str, State], sealed: dict[str, str], stack: ExitStack
+    core: Core,
+    root: Path,
+    lineage: Lineage,
+    states: dict[str, State],
+    sealed: dict[str, str],
+    stack: ExitStack,
 ) -> dict[str, tuple[Staged, Manifest, str]]:
     """Check every state with bytes and write it where nobody sees it yet, with its seal."""
     folder = root / PACKS
@@ -363,12 +465,15 @@ def _stage(
         try:
             sound = source.sound(uid)
         except NotFound as exc:
-            raise Corrupt(f"the bundle says that it has the bytes of state {uid}, and has not: {exc}") from exc
+            raise Corrupt(
+                f"the bundle says that it has the bytes of state {uid}, and has not: {exc}"
+            ) from exc
         manifest = _checked(sound, states[uid], states)
         check_places(manifest)
         digests = read_chunks(root, manifest, lineage.seals)
         try:
-            with MappedReader(folder, manifest, verify=True) as reader:  # without a lock, which others could hold for ever
+            with MappedReader(folder, manifest, verify=True) as reader:
+                # without a lock, which others could hold for ever
                 reader.verify_headers()
                 chunks = SealedChunks(reader, digests)
                 chunks.check()
@@ -376,20 +481,32 @@ def _stage(
                 _check_same(core, manifest, chunks)
                 shared = {key[:2]: known[key] for key in _keys(manifest, chunks) if key in known}
                 bare = msgspec.structs.replace(manifest, packs=(), refs=(), bytes_new=0)
-                made = stack.enter_context(core.tiers.durable.stage(Payload(bare, chunks, is_on_demand=True), known=shared))
+                made = stack.enter_context(
+                    core.tiers.durable.stage(Payload(bare, chunks, is_on_demand=True), known=shared)
+                )
         except OSError as exc:
-            raise Unavailable(f"state {uid} of the bundle cannot be taken in ({exc}): {next_step(exc)}") from exc
-        known |= {key: place for key, place in zip(_keys(manifest, chunks), made.places(), strict=False) if key not in known}
+            raise Unavailable(
+                f"state {uid} of the bundle cannot be taken in ({exc}): {next_step(exc)}"
+            ) from exc
+        known |= {
+            key: place
+            for key, place in zip(_keys(manifest, chunks), made.places(), strict=False)
+            if key not in known
+        }
         staged[uid] = made, manifest, chunks.seal
     return staged
 
 
 def _keys(manifest: Manifest, chunks: SealedChunks) -> list[tuple[bytes, int, bytes]]:
-    return [(chunk.digest, chunk.length, digest) for chunk, digest in zip(manifest.content.chunks, chunks.digests, strict=True)]
+    return [
+        (chunk.digest, chunk.length, digest)
+        for chunk, digest in zip(manifest.content.chunks, chunks.digests, strict=True)
+    ]
 
 
 def _check_same(core: Core, manifest: Manifest, chunks: SealedChunks) -> None:
-    """Raise if the state in memory here has other bytes than the bundle's. (A state on disk is compared when it is staged.)"""
+    """Raise if the state in memory here has other bytes than the bundle's. (A state on disk is
+    compared when it is staged.)"""
     if core.tiers.captured is None:
         return
     uid = manifest.origin.uid
@@ -399,14 +516,22 @@ def _check_same(core: Core, manifest: Manifest, chunks: SealedChunks) -> None:
         return
     with reader:
         are_same = reader.manifest.digest == manifest.digest
-        if not are_same or not all(are_equal(reader.chunk(index), chunk) for index, chunk in enumerate(chunks)):
-            raise Conflict(f"state {uid} is in memory here, with other bytes than the bundle's: one of them is forged")
+        if not are_same or not all(
+            are_equal(reader.chunk(index), chunk) for index, chunk in enumerate(chunks)
+        ):
+            raise Conflict(
+                f"state {uid} is in memory here, with other bytes than the bundle's: one of them is"
+                " forged"
+            )
 
 
 def _committed(staged: Staged, uid: str) -> Placed:
     placed = staged.commit()
     if placed is None:
-        raise Unavailable(f"a pack that state {uid} shares was removed while the bundle was imported: import it again")
+        raise Unavailable(
+            f"a pack that state {uid} shares was removed while the bundle was imported: import it"
+            " again"
+        )
     return placed
 
 
@@ -420,22 +545,34 @@ def _commit(
     source: str,
     folder_uid: str,
 ) -> dict[str, Placed]:
-    """Make lineage and files visible together: files first, and they are removed again if the lineage refuses the states."""
+    """Make lineage and files visible together: files first, and they are removed again if the
+    lineage refuses the states."""
     placed: dict[str, Placed] = {}
     done: list[Staged] = []
     tier = core.tiers.durable
     try:
         with core.writing() as session:
-            take_turns(session)  # or a collection would delete the files of states that were evicted here, before they are recorded
+            # or a collection would delete the files of states that were evicted here, before they
+            # are recorded
+            take_turns(session)
             clones.import_ancestry(session, list(states.values())[::-1], made_by)
             refs.bring(session, written)
             for uid, (each, _, seal) in staged.items():
                 placed[uid] = found = _committed(each, uid)
                 done.append(each)
-                mark(session, uid, tier.gives, tier=tier.name, node=folder_uid, bytes=found.manifest.bytes_new)
+                mark(
+                    session,
+                    uid,
+                    tier.gives,
+                    tier=tier.name,
+                    node=folder_uid,
+                    bytes=found.manifest.bytes_new,
+                )
                 attachments.seal(session, uid, seal)
                 if not each.was_here:
-                    clones.note(session, uid, node=folder_uid, source=source, bytes_moved=found.bytes_new)
+                    clones.note(
+                        session, uid, node=folder_uid, source=source, bytes_moved=found.bytes_new
+                    )
     except BaseException:
         for each in reversed(done):
             each.undo()
@@ -444,13 +581,25 @@ def _commit(
 
 
 def _checked(sound: Sound, state: State, states: dict[str, State]) -> Manifest:
-    """The manifest of a state, checked so that it can be relied on; it names the parents as the lineage does, because its digest covers
-    theirs.
+    """The manifest of a state, checked so that it can be relied on; it names the parents as the
+    lineage does, because its digest covers theirs.
     """
     manifest = check_manifest(sound).manifest
-    parents = {uid: digest for uid, digest in zip(manifest.origin.parents, manifest.origin.parent_digests, strict=True) if uid in states}
-    if manifest.digest != state.digest or parents != {uid: states[uid].digest for uid in state.parents}:
-        raise Corrupt(f"state {state.uid} has another digest, or other parents, in its manifest than in the lineage of the bundle")
+    parents = {
+        uid: digest
+        for uid, digest in zip(manifest.origin.parents, manifest.origin.parent_digests, strict=True)
+        if uid in states
+    }
+    if manifest.digest != state.digest or parents != {
+        uid: states[uid].digest for uid in state.parents
+    }:
+        raise Corrupt(
+            f"state {state.uid} has another digest, or other parents, in its manifest than in the"
+            " lineage of the bundle"
+        )
     if (parts := max(manifest.origin.world_size, state.world_size)) > 1:
-        raise Corrupt(f"the bundle claims the bytes of state {state.uid} of {parts} parts: bundles carry the bytes of states of one part")
+        raise Corrupt(
+            f"the bundle claims the bytes of state {state.uid} of {parts} parts: bundles carry the"
+            " bytes of states of one part"
+        )
     return manifest

@@ -1,9 +1,10 @@
-"""Checkpoint files of other tools, in and out: ``torch.save``, safetensors, folders of Hugging Face, folders of
-torch.distributed.checkpoint.
+"""Checkpoint files of other tools, in and out: ``torch.save``, safetensors, folders of Hugging
+Face, folders of torch.distributed.checkpoint.
 
-Files that are read are never executed: ``torch.load`` is called with ``weights_only``, and tensors are plain. A file becomes a tree of the
-same containers and tensors, bit for bit, and is written back as such. A file that is only tensors by name is put under one name
-(``model``), as a training would track it; the state remembers that, and the name is left out again on the way out.
+Files that are read are never executed: ``torch.load`` is called with ``weights_only``, and tensors
+are plain. A file becomes a tree of the same containers and tensors, bit for bit, and is written
+back as such. A file that is only tensors by name is put under one name (``model``), as a training
+would track it; the state remembers that, and the name is left out again on the way out.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from datastates.storage.durable_files import sync_folder
 from datastates.system.files import check_archive, make_regular, open_regular
 
 DTYPES = "datastates.dtypes"
-"""The text in a file's header with the dtype, in JSON by name, of each tensor that stands there as bytes."""
+"""The text in a file's header with the dtype, in JSON by name, of each tensor that stands there
+as bytes."""
 
 _PIECE_BYTES = 16 << 20
 _CODES = {
@@ -53,7 +55,8 @@ _CODES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""The dtypes that readers have long known; tensors of other dtypes are written as bytes, and ``DTYPES`` names theirs."""
+"""The dtypes that readers have long known; tensors of other dtypes are written as bytes, and
+``DTYPES`` names theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,30 +89,45 @@ class ExportFile:
 def plan_export(tree: object, state: State, into: Path) -> dict[Path, ExportFile]:
     """Decide which tensor of ``tree`` goes into which file.
 
-    A path that ends in ``.safetensors`` is one file, with the tensors under their whole paths (``model/layers.0.weight``).
-    Any other is a folder with a file for each object, with the names that the object knows (``layers.0.weight``).
+    A path that ends in ``.safetensors`` is one file, with the tensors under their whole paths
+    (``model/layers.0.weight``). Any other is a folder with a file for each object, with the names
+    that the object knows (``layers.0.weight``).
 
     :raises InvalidInput: the tree has no tensor.
     """
     groups: dict[Path, dict[str, torch.Tensor]] = {}
     for leaf in flatten(tree).tensors:
         top, _, rest = leaf.path.partition("/")
-        path, name = (into, leaf.path) if into.suffix == ".safetensors" else (into / f"{_file_name(top)}.safetensors", rest or top)
+        path, name = (
+            (into, leaf.path)
+            if into.suffix == ".safetensors"
+            else (into / f"{_file_name(top)}.safetensors", rest or top)
+        )
         groups.setdefault(path, {})[name] = leaf.tensor
     if not groups:
-        raise InvalidInput(f"state {state.uid} has no such tensors: name others with --only, or leave it out")
+        raise InvalidInput(
+            f"state {state.uid} has no such tensors: name others with --only, or leave it out"
+        )
     return {path: ExportFile(tensors, words_about(state)) for path, tensors in groups.items()}
 
 
 def words_about(state: State) -> dict[str, str]:
     """The text in a file about the state from which its tensors come."""
-    return {"format": "pt", "datastates.state": state.uid, "datastates.digest": state.digest, "datastates.step": str(state.step)}
+    return {
+        "format": "pt",
+        "datastates.state": state.uid,
+        "datastates.digest": state.digest,
+        "datastates.step": str(state.step),
+    }
 
 
-def export(plan: Mapping[Path, ExportFile], *, on_progress: Callable[[int], object] = lambda count: None) -> None:
+def export(
+    plan: Mapping[Path, ExportFile], *, on_progress: Callable[[int], object] = lambda count: None
+) -> None:
     """Write the files, each complete or not at all, and read each back before it gets its name.
 
-    ``on_progress`` is called with bytes as they are written and as they are read back: twice the bytes of the plan in all.
+    ``on_progress`` is called with bytes as they are written and as they are read back: twice the
+    bytes of the plan in all.
 
     :raises Corrupt: what was read back is not what was written; names the file and the tensor.
     """
@@ -126,11 +144,14 @@ def export(plan: Mapping[Path, ExportFile], *, on_progress: Callable[[int], obje
 
 
 def _file_name(top: str) -> str:
-    """The name of an object as a file name: never hidden, never a path out of the folder, and no two alike."""
+    """The name of an object as a file name: never hidden, never a path out of the folder, and no
+    two alike."""
     return f"_{top}" if top.startswith((".", "_")) else top
 
 
-def _write_tensors(path: Path, file: ExportFile, on_progress: Callable[[int], object]) -> dict[str, list[bytes]]:
+def _write_tensors(
+    path: Path, file: ExportFile, on_progress: Callable[[int], object]
+) -> dict[str, list[bytes]]:
     digests: dict[str, list[bytes]] = {}
     with os.fdopen(make_regular(path), "wb") as out:
         out.write(header_of(in_order(_entries(file.tensors)), file.metadata))
@@ -145,9 +166,15 @@ def _write_tensors(path: Path, file: ExportFile, on_progress: Callable[[int], ob
     return digests
 
 
-def _read_back(path: Path, file: ExportFile, digests: Mapping[str, list[bytes]], on_progress: Callable[[int], object]) -> None:
+def _read_back(
+    path: Path,
+    file: ExportFile,
+    digests: Mapping[str, list[bytes]],
+    on_progress: Callable[[int], object],
+) -> None:
     with os.fdopen(open_regular(path), "rb") as source:
-        os.posix_fadvise(source.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # read from the disk, not from what was just written
+        # read from the disk, not from what was just written
+        os.posix_fadvise(source.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         source.seek(8 + int.from_bytes(source.read(8), "little"))
         for name, tensor in _in_order(file.tensors):
             left = tensor.nbytes
@@ -155,17 +182,22 @@ def _read_back(path: Path, file: ExportFile, digests: Mapping[str, list[bytes]],
                 piece = source.read(min(left, _PIECE_BYTES))
                 left -= len(piece)
                 if chunk_digest(piece) != wanted:
-                    raise Corrupt(f"{path}: what was read back of {name!r} is not what was written: check the disk, then try again")
+                    raise Corrupt(
+                        f"{path}: what was read back of {name!r} is not what was written: check the"
+                        " disk, then try again"
+                    )
                 on_progress(len(piece))
 
 
 def in_order(entries: Iterable[Entry]) -> list[Entry]:
-    """Sort by falling item size, so that each tensor is aligned without holes, which the format does not allow."""
+    """Sort by falling item size, so that each tensor is aligned without holes, which the format
+    does not allow."""
     return sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
 
 
 def header_of(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
-    """The beginning of a safetensors file whose tensors follow each other in this order, including the length of its header."""
+    """The beginning of a safetensors file whose tensors follow each other in this order,
+    including the length of its header."""
     described: dict[str, object] = {}
     others: dict[str, str] = {}
     end = 0
@@ -174,7 +206,11 @@ def header_of(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
         if code is None:
             code, shape = "U8", [*shape, entry.dtype.itemsize]
             others[entry.name] = str(entry.dtype).removeprefix("torch.")
-        described[entry.name] = {"dtype": code, "shape": shape, "data_offsets": [end, end + entry.bytes]}
+        described[entry.name] = {
+            "dtype": code,
+            "shape": shape,
+            "data_offsets": [end, end + entry.bytes],
+        }
         end += entry.bytes
     about = dict(metadata)
     if others:
@@ -208,7 +244,8 @@ WRAPPED = "import.wrapped"
 """The attribute of a state with the name under which all of it stands."""
 
 TAKEN = ("rng", LOOPS, MODES)
-"""The names under which a training's own parts stand, which are therefore none to track anything else by."""
+"""The names under which a training's own parts stand, which are therefore none to track anything
+else by."""
 
 _MODEL = "model"
 _CHECKPOINT = "checkpoint"
@@ -218,11 +255,16 @@ _NOT_READ = torch.empty(0, device="meta")
 
 def is_flat(tree: object) -> TypeGuard[dict[str, torch.Tensor]]:
     """Whether a tree is only tensors by name."""
-    return isinstance(tree, dict) and bool(tree) and all(type(key) is str and isinstance(leaf, torch.Tensor) for key, leaf in tree.items())
+    return (
+        isinstance(tree, dict)
+        and bool(tree)
+        and all(type(key) is str and isinstance(leaf, torch.Tensor) for key, leaf in tree.items())
+    )
 
 
 def wrapped(found: object, taken: Collection[str] = ()) -> tuple[dict[str, object], str | None]:
-    """What to capture, and the name under which it stands if it has none of its own, or one of ``taken``.
+    """What to capture, and the name under which it stands if it has none of its own, or one of
+    ``taken``.
 
     Tensors by name become a ``model``, anything else becomes a ``checkpoint``.
     """
@@ -234,24 +276,34 @@ def wrapped(found: object, taken: Collection[str] = ()) -> tuple[dict[str, objec
 
 
 def unwrapped(tree: object, attributes: Mapping[str, object]) -> object:
-    """The object that ``wrapped`` was given, from a state's tree and its attributes; tensors that were not read are None in it.
+    """The object that ``wrapped`` was given, from a state's tree and its attributes; tensors that
+    were not read are None in it.
 
-    The attribute alone is not believed, because there are imported states whose attribute names a part of a tree that has names.
+    The attribute alone is not believed, because there are imported states whose attribute names a
+    part of a tree that has names.
     """
     name = attributes.get(WRAPPED)
     if not isinstance(tree, dict) or list(tree) != [name]:
         return tree
     found = tree[name]
     if name == _MODEL:
-        is_wrapped = isinstance(found, dict) and is_flat({key: _NOT_READ if leaf is None else leaf for key, leaf in found.items()})
+        is_wrapped = isinstance(found, dict) and is_flat(
+            {key: _NOT_READ if leaf is None else leaf for key, leaf in found.items()}
+        )
     else:
-        is_wrapped = name == _CHECKPOINT and (not _has_names(found) or any(each in found for each in TAKEN))
+        is_wrapped = name == _CHECKPOINT and (
+            not _has_names(found) or any(each in found for each in TAKEN)
+        )
     return found if is_wrapped else tree
 
 
 def _has_names(found: object) -> TypeGuard[dict[str, object]]:
     """Whether a tree has names by which its parts can be tracked."""
-    return isinstance(found, dict) and bool(found) and all(type(key) is str and 0 < len(key) <= _LONGEST for key in found)
+    return (
+        isinstance(found, dict)
+        and bool(found)
+        and all(type(key) is str and 0 < len(key) <= _LONGEST for key in found)
+    )
 
 
 # Checkpoint files of other tools, in and out: ``torch.save``, safetensors, folders of Hugging
@@ -260,7 +312,8 @@ def _has_names(found: object) -> TypeGuard[dict[str, object]]:
 
 _TEXT_BYTES = 256 << 20
 _OBJECT_BYTES = 64
-_SPARE_TIMES = 64  # how many times the bytes of a file its tensors may have: views of one storage are stored apart
+# how many times the bytes of a file its tensors may have: views of one storage are stored apart
+_SPARE_TIMES = 64
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
@@ -283,24 +336,35 @@ def format_of(path: Path, root: Path | None = None) -> Format:
     :raises InvalidInput: it is none of those, or is outside of ``root``.
     """
     if root is not None and not path.resolve().is_relative_to(root.resolve()):
-        raise InvalidInput(f"{path} is a link to {path.resolve()}, outside of {root}: put a copy in its place, or leave it out")
+        raise InvalidInput(
+            f"{path} is a link to {path.resolve()}, outside of {root}: put a copy in its place, or"
+            " leave it out"
+        )
     if path.is_dir():
         try:
             names = set(os.listdir(path))
         except OSError as exc:
-            raise InvalidInput(f"{path} cannot be read ({exc.strerror}): mend it, or leave it out") from exc
+            raise InvalidInput(
+                f"{path} cannot be read ({exc.strerror}): mend it, or leave it out"
+            ) from exc
         if METADATA in names:
             return Format.DCP
         if INDEX in names or WEIGHTS in names:
             return Format.HUGGING_FACE
         if any(name.endswith(".safetensors") for name in names):
             return Format.SAFETENSORS
-        raise InvalidInput(f"{path} is a folder without safetensors files, and none of torch.distributed.checkpoint: name another one")
+        raise InvalidInput(
+            f"{path} is a folder without safetensors files, and none of"
+            " torch.distributed.checkpoint: name another one"
+        )
     if path.suffix == ".safetensors":
         return Format.SAFETENSORS
     if path.suffix in (".pt", ".pth", ".bin", ".ckpt", ".tar"):
         return Format.TORCH
-    raise InvalidInput(f"{path} has an ending that says nothing: checkpoints end in .pt, .pth, .bin, .ckpt or .safetensors, or are folders")
+    raise InvalidInput(
+        f"{path} has an ending that says nothing: checkpoints end in .pt, .pth, .bin, .ckpt or"
+        " .safetensors, or are folders"
+    )
 
 
 def read(path: Path) -> object:
@@ -315,27 +379,54 @@ def read(path: Path) -> object:
         found = _LOADERS[kind](path)
         size = sum(each.stat().st_size for each in (path.iterdir() if path.is_dir() else [path]))
         is_trap = (
-            expanded(found, lambda leaf: 1 + (leaf.nbytes // _OBJECT_BYTES if isinstance(leaf, torch.Tensor) and is_plain(leaf) else 0), {})
+            expanded(
+                found,
+                lambda leaf: (
+                    1
+                    + (
+                        leaf.nbytes // _OBJECT_BYTES
+                        if isinstance(leaf, torch.Tensor) and is_plain(leaf)
+                        else 0
+                    )
+                ),
+                {},
+            )
             > MOST_OBJECTS + size // _OBJECT_BYTES * _SPARE_TIMES
         )
     except (Unsupported, InvalidInput):
         raise
-    except Exception as exc:  # readers of other tools raise anything: RuntimeError, SafetensorError, KeyError, EOFError
-        raise InvalidInput(f"{path} cannot be read ({type(exc).__name__}: {str(exc)[:200]}): mend it, or leave it out") from exc
+    except Exception as exc:
+        # readers of other tools raise anything: RuntimeError, SafetensorError, KeyError, EOFError
+        raise InvalidInput(
+            f"{path} cannot be read ({type(exc).__name__}: {str(exc)[:200]}): mend it, or leave"
+            " it out"
+        ) from exc
     if is_trap:
-        raise InvalidInput(f"{path} makes far more parts or bytes than it has, by using some again and again: leave it out")
+        raise InvalidInput(
+            f"{path} makes far more parts or bytes than it has, by using some again and again:"
+            " leave it out"
+        )
     return found
 
 
 def _check_files(path: Path, kind: Format) -> None:
-    """Raise if what is read would be no regular file, or lie outside of the folder, or if a text is too long."""
+    """Raise if what is read would be no regular file, or lie outside of the folder, or if a text
+    is too long."""
     for each in path.iterdir() if path.is_dir() else [path]:
-        if each != path and (each.is_dir() or (kind is not Format.DCP and each.suffix not in (".json", ".safetensors"))):
+        if each != path and (
+            each.is_dir()
+            or (kind is not Format.DCP and each.suffix not in (".json", ".safetensors"))
+        ):
             continue  # it is not read
         if not each.is_file() or (each != path and each.resolve().parent != path.resolve()):
-            raise InvalidInput(f"{each} is no regular file of its folder: put a copy in its place, or leave it out")
+            raise InvalidInput(
+                f"{each} is no regular file of its folder: put a copy in its place, or leave it out"
+            )
         if (each.suffix == ".json" or each.name == METADATA) and each.stat().st_size > _TEXT_BYTES:
-            raise InvalidInput(f"{each} has {each.stat().st_size} bytes, and at most {_TEXT_BYTES} of such a file are read: leave it out")
+            raise InvalidInput(
+                f"{each} has {each.stat().st_size} bytes, and at most {_TEXT_BYTES} of such a file"
+                " are read: leave it out"
+            )
 
 
 def _load_torch(path: Path) -> object:
@@ -344,11 +435,14 @@ def _load_torch(path: Path) -> object:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as exc:
         why = str(exc).strip().splitlines()
-        said = next((line for line in why if "GLOBAL" in line or "Unsupported" in line), why[0] if why else "")
+        said = next(
+            (line for line in why if "GLOBAL" in line or "Unsupported" in line),
+            why[0] if why else "",
+        )
         raise Unsupported(
-            f"{path} holds objects that torch.load(weights_only=True) refuses, since to read them would execute what the file says"
-            f" ({said.strip()[:200]}). If you trust it, load it yourself and save its state_dicts, as plain containers and tensors, to"
-            " another file"
+            f"{path} holds objects that torch.load(weights_only=True) refuses, since to read them"
+            f" would execute what the file says ({said.strip()[:200]}). If you trust it, load it"
+            " yourself and save its state_dicts, as plain containers and tensors, to another file"
         ) from exc
 
 
@@ -362,7 +456,10 @@ def _load_safetensors(path: Path) -> dict[str, torch.Tensor]:
     for name, said in msgspec.json.decode(about.get(DTYPES, "{}"), type=dict[str, str]).items():
         data, dtype = tensors[name], dtype_of(said)
         if data.dtype != torch.uint8 or data.shape[-1:] != (dtype.itemsize,):
-            raise InvalidInput(f"{path} says that {name!r} is {said}, and holds {data.dtype} of shape {tuple(data.shape)}: leave it out")
+            raise InvalidInput(
+                f"{path} says that {name!r} is {said}, and holds {data.dtype} of shape"
+                f" {tuple(data.shape)}: leave it out"
+            )
         tensors[name] = data.clone().view(dtype).squeeze(-1)  # a clone is aligned
     return tensors
 
@@ -378,18 +475,25 @@ def _load_hugging_face(path: Path) -> dict[str, object]:
         index = msgspec.json.decode((path / INDEX).read_bytes())
         names = sorted(set(index["weight_map"].values()))
         if any(Path(name).name != name for name in names):
-            raise InvalidInput(f"{path / INDEX} names files of other folders: it is no folder of Hugging Face")
+            raise InvalidInput(
+                f"{path / INDEX} names files of other folders: it is no folder of Hugging Face"
+            )
         parts = [_load_safetensors(path / name) for name in names]
         weights = {name: tensor for part in parts for name, tensor in part.items()}
         weights = {name: weights[name] for name in index["weight_map"]}
     else:
         weights = _load_safetensors(path / WEIGHTS)
-    texts = {each.name: each.read_text(encoding="utf-8") for each in sorted(path.glob("*.json")) if each.name != INDEX}
+    texts = {
+        each.name: each.read_text(encoding="utf-8")
+        for each in sorted(path.glob("*.json"))
+        if each.name != INDEX
+    }
     return {"model": weights, **({"files": texts} if texts else {})}
 
 
 def _load_dcp(path: Path) -> object:
-    """A folder of torch.distributed.checkpoint, whole; neither its metadata nor its values are unpickled freely."""
+    """A folder of torch.distributed.checkpoint, whole; neither its metadata nor its values are
+    unpickled freely."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
@@ -397,18 +501,23 @@ def _load_dcp(path: Path) -> object:
 
     tree: dict[str, Any] = {}
     try:
-        _load_state_dict(tree, storage_reader=SafeReader(path), planner=SafePlanner(), no_dist=True)  # type: ignore[no-untyped-call]  # torch says no types there
+        # torch says no types there
+        _load_state_dict(tree, storage_reader=SafeReader(path), planner=SafePlanner(), no_dist=True)  # type: ignore[no-untyped-call]
     except CheckpointException as exc:  # not an Exception; it holds what was raised
         if not isinstance(why := cause_of(exc), Exception):
             raise why from exc
         said = (str(why).strip().splitlines() or [type(why).__name__])[0][:300]
-        raise Unsupported(f"{path} cannot be read without executing what it says, or is damaged: {said}") from exc
+        raise Unsupported(
+            f"{path} cannot be read without executing what it says, or is damaged: {said}"
+        ) from exc
     return numbered(tree)
 
 
 _LOADERS: dict[Format, Callable[[Path], object]] = {
     Format.TORCH: _load_torch,
-    Format.SAFETENSORS: lambda path: _load_safetensors(path) if path.is_file() else _load_folder(path),
+    Format.SAFETENSORS: lambda path: (
+        _load_safetensors(path) if path.is_file() else _load_folder(path)
+    ),
     Format.HUGGING_FACE: _load_hugging_face,
     Format.DCP: _load_dcp,
 }
@@ -418,7 +527,8 @@ _LOADERS: dict[Format, Callable[[Path], object]] = {
 
 
 def write(tree: object, kind: Format, into: Path, words: Mapping[str, str]) -> None:
-    """Write a tree to a new file or folder, whole or not at all; ``words`` go into the header of safetensors.
+    """Write a tree to a new file or folder, whole or not at all; ``words`` go into the header of
+    safetensors.
 
     :raises InvalidInput: the tree holds what this format cannot.
     """
@@ -458,11 +568,19 @@ def _write_files(tree: object, kind: Format, part: Path, words: Mapping[str, str
 
 def _write_hugging_face(tree: object, part: Path, words: Mapping[str, str]) -> None:
     if not isinstance(tree, dict) or not is_flat(weights := tree.get("model", tree)):
-        raise InvalidInput("a folder of Hugging Face holds one model, tensors by name: this state has none called 'model'; try torch")
+        raise InvalidInput(
+            "a folder of Hugging Face holds one model, tensors by name: this state has none called"
+            " 'model'; try torch"
+        )
     part.mkdir()
     files = tree.get("files", {})
     for name, text in files.items() if isinstance(files, dict) else ():
-        if isinstance(name, str) and isinstance(text, str) and Path(name).name == name and name.endswith(".json"):
+        if (
+            isinstance(name, str)
+            and isinstance(text, str)
+            and Path(name).name == name
+            and name.endswith(".json")
+        ):
             (part / name).write_text(text, encoding="utf-8")
     export({part / WEIGHTS: ExportFile(tensors_in(weights), words)})
 
@@ -475,7 +593,9 @@ def _write_dcp(tree: object, part: Path) -> None:
     from .dcp import WholePlanner, cause_of
 
     if not isinstance(tree, dict):
-        raise InvalidInput("torch.distributed.checkpoint writes what has names: this state is one value; try torch")
+        raise InvalidInput(
+            "torch.distributed.checkpoint writes what has names: this state is one value; try torch"
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that it saves from one process
         try:
@@ -485,13 +605,17 @@ def _write_dcp(tree: object, part: Path) -> None:
 
 
 def tensors_in(tree: object) -> Mapping[str, torch.Tensor]:
-    """Tensors by the names for a file of tensors: those of the tree, or their paths if it is nested.
+    """Tensors by the names for a file of tensors: those of the tree, or their paths if it is
+    nested.
 
     :raises InvalidInput: there is no tensor, or one of those in the tree is sparse or quantized.
     """
     if is_flat(tree):
         if odd := [name for name, tensor in tree.items() if not is_plain(tensor)]:
-            raise InvalidInput(f"a safetensors file holds no sparse or quantized tensors, and {odd[0]!r} is one: try torch")
+            raise InvalidInput(
+                f"a safetensors file holds no sparse or quantized tensors, and {odd[0]!r} is one:"
+                " try torch"
+            )
         return dict(tree)
     found = {leaf.path: leaf.tensor for leaf in flatten(tree).tensors}
     if not found:

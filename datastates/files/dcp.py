@@ -1,5 +1,5 @@
-"""Folders of torch.distributed.checkpoint: read without free unpickling, while torch itself executes what their metadata say; and written
-with the empty mappings that torch leaves out.
+"""Folders of torch.distributed.checkpoint: read without free unpickling, while torch itself
+executes what their metadata say; and written with the empty mappings that torch leaves out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint import metadata as of_metadata
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    _EmptyStateDictLoadPlanner,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from datastates.errors import InvalidInput, Unsupported
@@ -28,7 +31,10 @@ __all__ = ["SafePlanner", "SafeReader", "WholePlanner", "cause_of", "numbered"]
 
 _ALLOWED = {
     *((of_metadata.__name__, name) for name in of_metadata.__all__),
-    *((of_metadata.__name__, name) for name in ("_MEM_FORMAT_ENCODING", "TensorProperties", "StorageMeta")),
+    *(
+        (of_metadata.__name__, name)
+        for name in ("_MEM_FORMAT_ENCODING", "TensorProperties", "StorageMeta")
+    ),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
@@ -49,11 +55,15 @@ class _Unpickler(pickle.Unpickler):
             return dtype
         if (module, name) in _ALLOWED:
             return _stand_in(super().find_class(module, name))
-        raise Unsupported(f"its metadata name {module}.{name}, which no checkpoint needs: to read them would execute what they say")
+        raise Unsupported(
+            f"its metadata name {module}.{name}, which no checkpoint needs: to read them would"
+            " execute what they say"
+        )
 
 
 def _stand_in(found: Any) -> type:
-    """A new class that makes what another one makes, since a pickle may also set attributes of the classes themselves."""
+    """A new class that makes what another one makes, since a pickle may also set attributes of
+    the classes themselves."""
     gets_fields_later = is_dataclass(found)
 
     def make(_: type, *args: Any) -> Any:
@@ -63,7 +73,8 @@ def _stand_in(found: Any) -> type:
 
 
 class SafeReader(FileSystemReader):
-    """Reads a folder whose metadata contain only classes of metadata, and name only files of that folder."""
+    """Reads a folder whose metadata contain only classes of metadata, and name only files of
+    that folder."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> of_metadata.Metadata:
         """The metadata, unpickled with a list of the classes that may be in them."""
@@ -73,7 +84,10 @@ class SafeReader(FileSystemReader):
             raise Unsupported("its metadata are none")
         for name in {str(info.relative_path) for info in found.storage_data.values()}:
             if Path(name).name != name:
-                raise Unsupported(f"its metadata name {name!r}, a file of another folder, which no checkpoint needs")
+                raise Unsupported(
+                    f"its metadata name {name!r}, a file of another folder, which no checkpoint"
+                    " needs"
+                )
         found.storage_meta = getattr(found, "storage_meta", None) or of_metadata.StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found
@@ -87,13 +101,15 @@ class SafePlanner(_EmptyStateDictLoadPlanner):
         check_archive(value, len(value.getbuffer()))
         value.seek(0)
         plain = io.BytesIO()
-        torch.save(torch.load(value, weights_only=True), plain)  # what torch then reads again, freely, is what was read safely
+        # what torch then reads again, freely, is what was read safely
+        torch.save(torch.load(value, weights_only=True), plain)
         plain.seek(0)
         super().load_bytes(read_item, plain)
 
 
 def numbered(tree: Any) -> Any:
-    """The tree, with the parameters in the ``state`` of optimizers under their numbers in ``param_groups``: torch makes all keys text."""
+    """The tree, with the parameters in the ``state`` of optimizers under their numbers in
+    ``param_groups``: torch makes all keys text."""
     if isinstance(tree, list):
         return [numbered(each) for each in tree]
     if not isinstance(tree, dict):
@@ -101,16 +117,25 @@ def numbered(tree: Any) -> Any:
     found = {key: numbered(each) for key, each in tree.items()}
     state, groups = found.get("state"), found.get("param_groups")
     if isinstance(state, dict) and isinstance(groups, list):
-        listed = [group["params"] for group in groups if isinstance(group, dict) and isinstance(group.get("params"), list)]
-        numbers = {str(number): number for params in listed for number in params if type(number) is int}
+        listed = [
+            group["params"]
+            for group in groups
+            if isinstance(group, dict) and isinstance(group.get("params"), list)
+        ]
+        numbers = {
+            str(number): number for params in listed for number in params if type(number) is int
+        }
         found["state"] = {numbers.get(key, key): each for key, each in state.items()}
     return found
 
 
 class WholePlanner(DefaultSavePlanner):
-    """Plans as torch does, under the same names, but keeps empty mappings: each is a value, which torch puts back like any other."""
+    """Plans as torch does, under the same names, but keeps empty mappings: each is a value,
+    which torch puts back like any other."""
 
-    def set_up_planner(self, state_dict: dict[str, Any], storage_meta: object = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: object = None, is_coordinator: bool = False
+    ) -> None:
         """Name everything that is to be saved by its path.
 
         :raises InvalidInput: two paths have the same name, or a tensor is sparse or quantized.
@@ -119,14 +144,23 @@ class WholePlanner(DefaultSavePlanner):
         for path, value in _leaves(state_dict, ()):
             name = ".".join(map(str, path))
             if name in self.state_dict:
-                raise InvalidInput(f"torch.distributed.checkpoint joins names with dots, and two would be {name!r}: try torch")
+                raise InvalidInput(
+                    "torch.distributed.checkpoint joins names with dots, and two would be"
+                    f" {name!r}: try torch"
+                )
             if isinstance(value, torch.Tensor) and not is_plain(value):
-                raise InvalidInput(f"torch.distributed.checkpoint writes no sparse or quantized tensors, and {name!r} is one: try torch")
+                raise InvalidInput(
+                    "torch.distributed.checkpoint writes no sparse or quantized tensors, and"
+                    f" {name!r} is one: try torch"
+                )
             self.state_dict[name], self.mappings[name] = value, path
 
 
-def _leaves(value: object, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], object]]:
-    """What torch saves for itself, with its path: what is neither a mapping nor a list that is taken apart; and empty mappings."""
+def _leaves(
+    value: object, path: tuple[str | int, ...]
+) -> Iterator[tuple[tuple[str | int, ...], object]]:
+    """What torch saves for itself, with its path: what is neither a mapping nor a list that is
+    taken apart; and empty mappings."""
     if isinstance(value, Mapping) and (value or not path):
         for key, each in value.items():
             yield from _leaves(each, (*path, str(key)))
@@ -138,7 +172,8 @@ def _leaves(value: object, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[
 
 
 def _is_taken_apart(value: object) -> bool:
-    """Whether torch looks for tensors in it, when it saves and also when it loads, with anything else in their place."""
+    """Whether torch looks for tensors in it, when it saves and also when it loads, with anything
+    else in their place."""
     if isinstance(value, list):
         return any(map(_is_taken_apart, value))
     return isinstance(value, torch.Tensor) or (isinstance(value, Mapping) and bool(value))

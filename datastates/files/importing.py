@@ -1,7 +1,9 @@
-"""A folder of checkpoint files as a branch of states, in the order of their steps; and states as such files again.
+"""A folder of checkpoint files as a branch of states, in the order of their steps; and states as
+such files again.
 
-Imported states say so in their attributes: ``import.file``, ``import.format``, and ``import.wrapped``, the name under which a file that is
-only tensors stands. An import that was interrupted continues with the next file.
+Imported states say so in their attributes: ``import.file``, ``import.format``, and
+``import.wrapped``, the name under which a file that is only tensors stands. An import that was
+interrupted continues with the next file.
 """
 
 from __future__ import annotations
@@ -20,14 +22,29 @@ from datastates.errors import Conflict, InvalidInput, NotFound
 from datastates.lineage.states import Ref, State
 from datastates.maintenance.core import Opened, core_of
 
-from .checkpoints import TAKEN, WRAPPED, Format, format_of, read, unwrapped, words_about, wrapped, write
+from .checkpoints import (
+    TAKEN,
+    WRAPPED,
+    Format,
+    format_of,
+    read,
+    unwrapped,
+    words_about,
+    wrapped,
+    write,
+)
 
 __all__ = ["Exported", "Imported", "Source", "export_files", "find_files", "import_files"]
 
 FILE = "import.file"
 FORMAT = "import.format"
 _STEP = "{step}"
-_ENDINGS = {Format.TORCH: ".pt", Format.SAFETENSORS: ".safetensors", Format.HUGGING_FACE: "", Format.DCP: ""}
+_ENDINGS = {
+    Format.TORCH: ".pt",
+    Format.SAFETENSORS: ".safetensors",
+    Format.HUGGING_FACE: "",
+    Format.DCP: "",
+}
 
 
 class _Door(Opened, Protocol):
@@ -45,7 +62,15 @@ class _Door(Opened, Protocol):
     def load(self, rev: str | State) -> Any:
         """A state's containers."""
 
-    def track(self, *, branch: str, objects: Mapping[str, object], rng: Literal[False], strict: bool, group: SoloGroup) -> Any:
+    def track(
+        self,
+        *,
+        branch: str,
+        objects: Mapping[str, object],
+        rng: Literal[False],
+        strict: bool,
+        group: SoloGroup,
+    ) -> Any:
         """Follow a branch."""
 
 
@@ -61,8 +86,9 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """``states`` are those of this import, oldest first. ``known`` are files that an earlier import brought, ``waiting`` are those that a
-    dry run leaves; ``refused`` says by name why a file was left out.
+    """``states`` are those of this import, oldest first. ``known`` are files that an earlier import
+    brought, ``waiting`` are those that a dry run leaves; ``refused`` says by name why a file was
+    left out.
     """
 
     branch: str
@@ -80,11 +106,15 @@ class Exported:
     path: Path
 
 
-def find_files(folder: str | os.PathLike[str], pattern: str, refused: dict[str, str] | None = None) -> list[Source]:
-    """The checkpoints of a folder by their steps; ``{step}`` in the pattern stands for digits, ``*`` for anything within a name.
+def find_files(
+    folder: str | os.PathLike[str], pattern: str, refused: dict[str, str] | None = None
+) -> list[Source]:
+    """The checkpoints of a folder by their steps; ``{step}`` in the pattern stands for digits,
+    ``*`` for anything within a name.
 
     :param refused: takes by name what is no checkpoint, and why. Without it, that is an error.
-    :raises InvalidInput: the pattern does not say where the step is, two files have the same step, or one is no checkpoint.
+    :raises InvalidInput: the pattern does not say where the step is, two files have the same step,
+        or one is no checkpoint.
     :raises NotFound: nothing matches.
     """
     sources = []
@@ -102,14 +132,20 @@ def _matching(folder: str | os.PathLike[str], pattern: str) -> dict[int, tuple[s
     """The name and the path of each thing that is called like the pattern, by its step."""
     root, pattern = Path(values.path(folder, "folder")), values.string(pattern, "pattern")
     if pattern.count(_STEP) != 1 or pattern.startswith("/") or ".." in pattern.split("/"):
-        raise InvalidInput(f"the pattern {pattern!r} is to name files within the folder, with {{step}} once: such as 'step_{{step}}.pt'")
+        raise InvalidInput(
+            f"the pattern {pattern!r} is to name files within the folder, with {{step}} once: such"
+            " as 'step_{step}.pt'"
+        )
     if f"*{_STEP}" in pattern or f"{_STEP}*" in pattern:
         raise InvalidInput(
-            f"the pattern {pattern!r} leaves open which digits are the step: give what separates * and {{step}}, as in '*_{{step}}.pt'"
+            f"the pattern {pattern!r} leaves open which digits are the step: give what separates *"
+            " and {step}, as in '*_{step}.pt'"
         )
     if not root.is_dir():
         raise NotFound(f"{root} is no folder: name the one that the checkpoints are in")
-    shape = re.compile(re.escape(pattern).replace(re.escape(_STEP), r"(\d{1,18})").replace(r"\*", "[^/]*"))
+    shape = re.compile(
+        re.escape(pattern).replace(re.escape(_STEP), r"(\d{1,18})").replace(r"\*", "[^/]*")
+    )
     found: dict[int, tuple[str, Path]] = {}
     for path in root.glob("*".join(map(escape, re.split(r"\*+", pattern.replace(_STEP, "*"))))):
         name = path.relative_to(root).as_posix()
@@ -118,10 +154,16 @@ def _matching(folder: str | os.PathLike[str], pattern: str) -> dict[int, tuple[s
             continue
         step = int(match[1])
         if step in found:
-            raise InvalidInput(f"{found[step][0]} and {name} are both of step {step}: give a pattern that fits one of them")
+            raise InvalidInput(
+                f"{found[step][0]} and {name} are both of step {step}: give a pattern that fits one"
+                " of them"
+            )
         found[step] = name, path
     if not found:
-        raise NotFound(f"nothing in {root} is called like {pattern!r}: see what is there, and give another pattern")
+        raise NotFound(
+            f"nothing in {root} is called like {pattern!r}: see what is there, and give another"
+            " pattern"
+        )
     return found
 
 
@@ -137,18 +179,20 @@ def import_files(
 ) -> Imported:
     """Make each checkpoint of a folder a durable state of a branch, in the order of their steps.
 
-    Files are never unpickled freely (``weights_only``). The same call continues an interrupted import, and takes files that were added
-    since.
+    Files are never unpickled freely (``weights_only``). The same call continues an interrupted
+    import, and takes files that were added since.
 
     :param folder: the folder of the checkpoints.
-    :param pattern: their names, with ``{step}`` for the step: ``step_{step}.pt``, ``checkpoint-{step}``.
+    :param pattern: their names, with ``{step}`` for the step: ``step_{step}.pt``,
+        ``checkpoint-{step}``.
     :param branch: a new branch, or that of an earlier import.
     :param skip_bad: leave out files that are refused, instead of ending at the first.
     :param dry_run: read nothing, and only say which files there are.
     :param on_progress: called with how many files are done, and how many there are.
     :raises InvalidInput: a file is damaged, or its format is not known; names it.
     :raises Unsupported: reading a file would execute what it says; names it.
-    :raises Conflict: the branch is not of an import, or a file is of a step that the branch has passed.
+    :raises Conflict: the branch is not of an import, or a file is of a step that the branch has
+        passed.
     """
     core_of(repository, "repository")
     skip_bad, dry_run = values.flag(skip_bad, "skip_bad"), values.flag(dry_run, "dry_run")
@@ -157,8 +201,13 @@ def import_files(
     sources = find_files(folder, pattern, refused if skip_bad else None)
     head, known = _known(repository, values.text(branch, "branch"))
     waiting = [source for source in sources if source.name not in known]
-    if (late := [source.name for source in waiting if head is not None and source.step <= head]) and not skip_bad:
-        raise Conflict(f"{late[0]} is not beyond step {head}, where branch {branch} stands: import it to another branch")
+    if (
+        late := [source.name for source in waiting if head is not None and source.step <= head]
+    ) and not skip_bad:
+        raise Conflict(
+            f"{late[0]} is not beyond step {head}, where branch {branch} stands: import it to"
+            " another branch"
+        )
     done = [source for source in sources if source.name in known]
     if dry_run:
         return Imported(branch, (), tuple(done), tuple(waiting), refused)
@@ -184,12 +233,17 @@ def _known(repository: _Door, branch: str) -> tuple[int | None, set[str]]:
         return None, set()
     states = repository.log(branch)
     if FILE not in states[0].attributes:
-        raise Conflict(f"branch {branch} is there, and its newest state was not imported: name another one")
-    return states[0].step, {str(state.attributes[FILE]) for state in states if FILE in state.attributes}
+        raise Conflict(
+            f"branch {branch} is there, and its newest state was not imported: name another one"
+        )
+    return states[0].step, {
+        str(state.attributes[FILE]) for state in states if FILE in state.attributes
+    }
 
 
 class _Part:
-    """One part of a checkpoint, tracked as it is; what a resumed branch would restore into it is ignored."""
+    """One part of a checkpoint, tracked as it is; what a resumed branch would restore into it is
+    ignored."""
 
     value: object = None
 
@@ -223,7 +277,9 @@ class _Line:
             self._follow(tree)
         for name, value in tree.items():
             self._parts[name].value = value
-        about = {FILE: source.name, FORMAT: str(source.format)} | ({} if under is None else {WRAPPED: under})
+        about = {FILE: source.name, FORMAT: str(source.format)} | (
+            {} if under is None else {WRAPPED: under}
+        )
         try:
             state: State = self._run.capture(step=source.step, attributes=about).wait("durable")
         except InvalidInput as exc:
@@ -236,7 +292,9 @@ class _Line:
         self._parts = {name: _Part() for name in tree}
         for name, value in tree.items():
             self._parts[name].value = value
-        self._run = self._repository.track(branch=self._branch, objects=self._parts, rng=False, strict=False, group=SoloGroup())
+        self._run = self._repository.track(
+            branch=self._branch, objects=self._parts, rng=False, strict=False, group=SoloGroup()
+        )
 
 
 # Out
@@ -251,12 +309,15 @@ def export_files(
     pattern: str | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Exported]:
-    """Write each state to a file or a folder of its own, as other tools read it; imported states come out as they came in.
+    """Write each state to a file or a folder of its own, as other tools read it; imported states
+    come out as they came in.
 
     :param revs: the states.
     :param folder: the folder for the files.
-    :param format: ``torch`` (``torch.save``), ``safetensors`` (only tensors, one file), ``hf`` or ``dcp`` (a folder each).
-    :param pattern: their names, with ``{step}`` or ``{uid}``; None: ``step_{step}`` and the ending of the format.
+    :param format: ``torch`` (``torch.save``), ``safetensors`` (only tensors, one file), ``hf`` or
+        ``dcp`` (a folder each).
+    :param pattern: their names, with ``{step}`` or ``{uid}``; None: ``step_{step}`` and the ending
+        of the format.
     :param on_progress: called with how many states are written, and how many there are.
     :raises Conflict: a file exists already.
     :raises InvalidInput: two states would have the same name, or one holds what the format cannot.
@@ -272,13 +333,21 @@ def export_files(
     for state in states:
         path = root / name.replace(_STEP, str(state.step)).replace("{uid}", state.uid)
         if path in places:
-            raise InvalidInput(f"{places[path].uid} and {state.uid} would both be {path.name}: give a pattern with {{uid}}")
+            raise InvalidInput(
+                f"{places[path].uid} and {state.uid} would both be {path.name}: give a pattern with"
+                " {uid}"
+            )
         if path.exists():
             raise Conflict(f"{path} is there already: name another folder, or remove it")
         places[path] = state
     for number, (path, state) in enumerate(places.items(), 1):
         tree = repository.load(state)
-        write(tree if kind is Format.HUGGING_FACE else unwrapped(tree, state.attributes), kind, path, words_about(state))
+        write(
+            tree if kind is Format.HUGGING_FACE else unwrapped(tree, state.attributes),
+            kind,
+            path,
+            words_about(state),
+        )
         if on_progress is not None:
             on_progress(number, len(places))
     return [Exported(state, path) for path, state in places.items()]

@@ -1,1 +1,2 @@
-"""Integrations with existing training loops: one module for each framework, which imports its framework only when it is used."""
+"""Integrations with existing training loops: one module for each framework, which imports its
+framework only when it is used."""

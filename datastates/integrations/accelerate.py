@@ -10,7 +10,8 @@
                     loss = train_step(batch)
                 run.capture(metrics={"loss": loss})
 
-Names, and the bytes under them, are those of a training without Accelerate: a state of either goes on in the other.
+Names, and the bytes under them, are those of a training without Accelerate: a state of either goes
+on in the other.
 """
 
 from __future__ import annotations
@@ -32,22 +33,30 @@ try:
     from accelerate import Accelerator
     from accelerate.utils import DistributedType
 except ImportError as exc:
-    raise ImportError("datastates.integrations.accelerate needs Accelerate: pip install 'datastates[accelerate]'") from exc
+    raise ImportError(
+        "datastates.integrations.accelerate needs Accelerate: pip install 'datastates[accelerate]'"
+    ) from exc
 
 __all__ = ["track"]
 
 _logger = logging.getLogger(__name__)
 
-_PREPARED = {"model": "_models", "optimizer": "_optimizers", "scheduler": "_schedulers", "loader": "_dataloaders"}
-"""The attributes in which an accelerator keeps what it prepared, by the name under which that is tracked. ``save_state`` reads the same
-attributes; there is no other way to the objects.
+_PREPARED = {
+    "model": "_models",
+    "optimizer": "_optimizers",
+    "scheduler": "_schedulers",
+    "loader": "_dataloaders",
+}
+"""The attributes in which an accelerator keeps what it prepared, by the name under which that is
+tracked. ``save_state`` reads the same attributes; there is no other way to the objects.
 """
 
 _REGISTERED = "_custom_objects"
 _OWN = "accelerator"
 
 _ALIKE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-"""Types in which each process has the whole model: it trains alone, or under DistributedDataParallel."""
+"""Types in which each process has the whole model: it trains alone, or under
+DistributedDataParallel."""
 
 
 def track(
@@ -58,23 +67,29 @@ def track(
     objects: Mapping[str, object] | None = None,
     **options: Any,
 ) -> Tracker:
-    """``repo.track`` of everything that the accelerator prepared, and of the accelerator's own count.
+    """``repo.track`` of everything that the accelerator prepared, and of the accelerator's own
+    count.
 
-    Each kind of object is named ``model``, ``optimizer``, ``scheduler`` or ``loader``; a second one is ``model_1`` and so on, in the order
-    in which they were prepared. Objects that were given to ``register_for_checkpointing`` are in the list ``registered``; a scaler is
-    ``scaler``.
-    Loaders are tracked if they keep their place themselves (``use_stateful_dataloader``). Loop over ``run.steps(loader)``, which finds the
-    place in every other loader. ``run.step`` counts the updates that ``accelerator.accumulate`` completes.
+    Each kind of object is named ``model``, ``optimizer``, ``scheduler`` or ``loader``; a second one
+    is ``model_1`` and so on, in the order in which they were prepared. Objects that were given to
+    ``register_for_checkpointing`` are in the list ``registered``; a scaler is ``scaler``. Loaders
+    are tracked if they keep their place themselves (``use_stateful_dataloader``). Loop over
+    ``run.steps(loader)``, which finds the place in every other loader. ``run.step`` counts the
+    updates that ``accelerator.accumulate`` completes.
 
-    Several processes under DistributedDataParallel capture each state together; ``track`` is then collective. Within an accumulation each
-    process has gradients of its own, which no state has: capture where ``accelerator.sync_gradients`` is true.
+    Several processes under DistributedDataParallel capture each state together; ``track`` is then
+    collective. Within an accumulation each process has gradients of its own, which no state has:
+    capture where ``accelerator.sync_gradients`` is true.
 
     :param accelerator: the accelerator, after its ``prepare`` and ``register_for_checkpointing``.
     :param repo: the repository that gets the states.
-    :param gradients: whether gradients are captured; None: if the accelerator accumulates in one process, so that a state within an
-        accumulation goes on exactly. If ``optimizer.zero_grad()`` follows each update, states between two accumulations capture none.
+    :param gradients: whether gradients are captured; None: if the accelerator accumulates in one
+        process, so that a state within an accumulation goes on exactly. If
+        ``optimizer.zero_grad()`` follows each update, states between two accumulations capture
+        none.
     :param objects: further objects to track, by name.
-    :param options: as for ``repo.track``: ``branch``, ``start``, ``config``, …, and further objects.
+    :param options: as for ``repo.track``: ``branch``, ``start``, ``config``, …, and further
+        objects.
     :raises InvalidInput: nothing was prepared, or a name is taken.
     :raises Unsupported: DeepSpeed, FSDP, Megatron-LM or XLA divides the training among processes.
     """
@@ -82,28 +97,40 @@ def track(
     _refuse_what_is_divided(accelerator)
     prepared, besides = _prepared(accelerator), values.named(objects or {}, "objects")
     if not prepared:
-        raise InvalidInput("the accelerator has prepared nothing yet: call accelerator.prepare(...) before track")
+        raise InvalidInput(
+            "the accelerator has prepared nothing yet: call accelerator.prepare(...) before track"
+        )
     more = {**prepared, **besides}
     if taken := sorted(prepared.keys() & (besides.keys() | options.keys())):
-        raise InvalidInput(f"{', '.join(taken)}: the name of what the accelerator prepared: rename what you track besides")
+        raise InvalidInput(
+            f"{', '.join(taken)}: the name of what the accelerator prepared: rename what you track"
+            " besides"
+        )
     steps = accelerator.gradient_accumulation_steps
-    own = more[_OWN] = _Own(accelerator, is_whole=gradients is None and accelerator.num_processes > 1)
+    own = more[_OWN] = _Own(
+        accelerator, is_whole=gradients is None and accelerator.num_processes > 1
+    )
     is_accumulating = steps > 1 and accelerator.num_processes == 1
-    run = repo.track(objects=more, gradients=is_accumulating if gradients is None else gradients, **options)
+    run = repo.track(
+        objects=more, gradients=is_accumulating if gradients is None else gradients, **options
+    )
     if steps > 1 and gradients is False:
         _logger.warning(
-            "branch %s: gradients are not tracked, and %d batches make a step: a state of fewer goes on without theirs; capture where"
-            " accelerator.sync_gradients is true, or leave gradients=False out",
-            run.branch, steps,
-        )  # fmt: skip
+            "branch %s: gradients are not tracked, and %d batches make a step: a state of fewer"
+            " goes on without theirs; capture where accelerator.sync_gradients is true, or leave"
+            " gradients=False out",
+            run.branch,
+            steps,
+        )
     run.training.completes = partial(_completes, accelerator)
     own.run = run
     return run
 
 
 class _Own:
-    """The accelerator's and its loaders' own counts: the batches since the accumulation began, the passes over each loader, the seeds of
-    samplers. ``is_whole``: a state within an accumulation is refused.
+    """The accelerator's and its loaders' own counts: the batches since the accumulation began, the
+    passes over each loader, the seeds of samplers. ``is_whole``: a state within an accumulation is
+    refused.
     """
 
     is_optional = True  # for a restore: states of a training without Accelerate do not have it
@@ -118,17 +145,23 @@ class _Own:
         """Plain values."""
         if self._is_whole and self.run is not None and not self._accelerator.sync_gradients:
             raise Unsupported(
-                f"{self._accelerator.num_processes} processes accumulate gradients, each its own, which no state has: capture where"
-                " accelerator.sync_gradients is true, or say gradients=False"
+                f"{self._accelerator.num_processes} processes accumulate gradients, each its own,"
+                " which no state has: capture where accelerator.sync_gradients is true, or say"
+                " gradients=False"
             )
         self._look()
-        marks = [[mark_of(part) for part in _of_loader(loader)] for loader in getattr(self._accelerator, _PREPARED["loader"])]
+        marks = [
+            [mark_of(part) for part in _of_loader(loader)]
+            for loader in getattr(self._accelerator, _PREPARED["loader"])
+        ]
         return {"step": self._accelerator.step, "loaders": marks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where ``state`` was taken."""
         self._accelerator.step = state["step"]
-        for loader, marks in zip(getattr(self._accelerator, _PREPARED["loader"]), state["loaders"], strict=False):
+        for loader, marks in zip(
+            getattr(self._accelerator, _PREPARED["loader"]), state["loaders"], strict=False
+        ):
             for part, mark in zip(_of_loader(loader), marks, strict=False):
                 if mark is not None:
                     put_mark(part, mark)
@@ -138,33 +171,54 @@ class _Own:
         if self.run is None or self._has_warned:
             return
         self._captures += 1
-        if new := [kind for kind, count in _found(self._accelerator).items() if count > self._known[kind]]:
+        if new := [
+            kind for kind, count in _found(self._accelerator).items() if count > self._known[kind]
+        ]:
             self._has_warned = True
-            _logger.warning("a %s was prepared after track: no state has it; prepare everything before", " and a ".join(new))
-        elif self._captures > 1 and not self.run.training.loops.is_used and getattr(self._accelerator, _PREPARED["loader"]):
+            _logger.warning(
+                "a %s was prepared after track: no state has it; prepare everything before",
+                " and a ".join(new),
+            )
+        elif (
+            self._captures > 1
+            and not self.run.training.loops.is_used
+            and getattr(self._accelerator, _PREPARED["loader"])
+        ):
             self._has_warned = True
-            _logger.warning("no loader is looped over by run.steps: a training that goes on begins its data again; use run.steps(loader)")
+            _logger.warning(
+                "no loader is looped over by run.steps: a training that goes on begins its data"
+                " again; use run.steps(loader)"
+            )
 
 
 def _check(accelerator: object, repo: object) -> None:
     if not isinstance(accelerator, Accelerator):
-        raise InvalidInput(f"accelerator is {values.shown(accelerator)}: give the Accelerator, and the repository after it")
+        raise InvalidInput(
+            f"accelerator is {values.shown(accelerator)}: give the Accelerator, and the repository"
+            " after it"
+        )
     if not isinstance(repo, Repository):
         raise InvalidInput(f"repo is {values.shown(repo)}: give what datastates.open returned")
-    if missing := [name for name in (*_PREPARED.values(), _REGISTERED) if not hasattr(accelerator, name)]:
+    if missing := [
+        name for name in (*_PREPARED.values(), _REGISTERED) if not hasattr(accelerator, name)
+    ]:
         raise Unsupported(
-            f"the Accelerator of Accelerate {installed.__version__} has no {missing[0]}: datastates was tested with 1.15; install that"
+            f"the Accelerator of Accelerate {installed.__version__} has no {missing[0]}: datastates"
+            " was tested with 1.15; install that"
         )
 
 
 def _refuse_what_is_divided(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise Unsupported(f"{kind.value} keeps the states of models and optimizers itself: train without it")
+        raise Unsupported(
+            f"{kind.value} keeps the states of models and optimizers itself: train without it"
+        )
     if kind not in _ALIKE:
         raise Unsupported(
-            f"{accelerator.num_processes} processes train together by {kind.value}, of which states are not captured: launch them with"
-            " --multi_gpu or --cpu, so that each has the whole model, or launch one"
+            f"{accelerator.num_processes} processes train together by {kind.value}, of which states"
+            " are not captured: launch them with --multi_gpu or --cpu, so that each has the whole"
+            " model, or launch one"
         )
 
 
@@ -183,7 +237,10 @@ def _prepared(accelerator: Accelerator) -> dict[str, object]:
 
 
 def _found(accelerator: Accelerator) -> dict[str, int]:
-    return {kind: len(getattr(accelerator, where)) for kind, where in {**_PREPARED, "registered object": _REGISTERED}.items()}
+    return {
+        kind: len(getattr(accelerator, where))
+        for kind, where in {**_PREPARED, "registered object": _REGISTERED}.items()
+    }
 
 
 def _of_loader(loader: Any) -> Iterator[object]:
@@ -192,7 +249,8 @@ def _of_loader(loader: Any) -> Iterator[object]:
 
 
 def _completes(accelerator: Accelerator) -> bool:
-    """Whether the next ``accelerator.accumulate`` makes an update: after so many batches, and with the last batch of a loader."""
+    """Whether the next ``accelerator.accumulate`` makes an update: after so many batches, and
+    with the last batch of a loader."""
     gradients = accelerator.gradient_state
     if gradients.sync_with_dataloader and gradients.end_of_dataloader:
         return True

@@ -1,11 +1,14 @@
-"""A run in another log beside one of our trainings: what MLflow, W&B and TensorBoard have in common.
+"""A run in another log beside one of our trainings: what MLflow, W&B and TensorBoard have in
+common.
 
-Each state of the training names the log's run (the attribute ``mlflow.run``, ``wandb.run``, ``tensorboard.run``), and that run names our
-repository, branch and training. So a resumed training finds the run that it had, and a fork finds its parent's run. Metrics that are given
-to ``Tracker.capture`` go to the log once their state is recorded, on a thread of their own, because the log may be at the other end of a
-network.
+Each state of the training names the log's run (the attribute ``mlflow.run``, ``wandb.run``,
+``tensorboard.run``), and that run names our repository, branch and training. So a resumed training
+finds the run that it had, and a fork finds its parent's run. Metrics that are given to
+``Tracker.capture`` go to the log once their state is recorded, on a thread of their own, because
+the log may be at the other end of a network.
 
-    recorded -> queue -> datastates-mlflow: ``_send``, several points at once; what fails is tried again with the next
+    recorded -> queue -> datastates-mlflow: ``_send``, several points at once; what fails is tried
+    again with the next
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ PATIENCE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """What the log's run is told of a training. ``start`` is the state from which it set out; ``is_resumed``: on this very branch."""
+    """What the log's run is told of a training.
+
+    ``start`` is the state from which it set out; ``is_resumed``: on this very branch."""
 
     repository: str
     branch: str
@@ -52,18 +57,32 @@ class Ours:
         """What there is to tell of this training."""
         training = tracker.training
         run, start = training.run, tracker.resumed_from
-        return cls(str(training.core.location), tracker.branch, run.uid, run.git_commit, tracker.config, start, training.is_resumed)
+        return cls(
+            str(training.core.location),
+            tracker.branch,
+            run.uid,
+            run.git_commit,
+            tracker.config,
+            start,
+            training.is_resumed,
+        )
 
     def named(self) -> dict[str, str]:
         """The values by the names that the log's run has for them."""
-        found = {"datastates.repository": self.repository, "datastates.branch": self.branch, "datastates.run": self.run}
+        found = {
+            "datastates.repository": self.repository,
+            "datastates.branch": self.branch,
+            "datastates.run": self.run,
+        }
         return found if self.start is None else {**found, "datastates.start": self.start.uid}
 
 
 class Beside(ABC):
-    """A run of another log beside one training; each log is a subclass. ``id`` is the log's own name for the run.
+    """A run of another log beside one training; each log is a subclass. ``id`` is the log's own
+    name for the run.
 
-    ``kind`` names the log in attributes and threads. The training's end also ends the run, unless the run is the caller's own.
+    ``kind`` names the log in attributes and threads. The training's end also ends the run, unless
+    the run is the caller's own.
     """
 
     kind: ClassVar[str]
@@ -86,18 +105,27 @@ class Beside(ABC):
         else:
             if known is not None and ours.is_resumed:
                 _logger.warning(
-                    "branch %s: %s has no run %s any more, which it went on in: it gets a new one", ours.branch, self.kind, known
+                    "branch %s: %s has no run %s any more, which it went on in: it gets a new one",
+                    ours.branch,
+                    self.kind,
+                    known,
                 )
             self.id = self._begin(ours)
             self._tell(ours, known)
         tracker.attributes[key] = self.id
         self._queue: queue.SimpleQueue[State | None] = queue.SimpleQueue()
-        self._head, self._untold, self._has_failed = None if ours.start is None else ours.start.uid, 0, False
-        self._thread = threading.Thread(target=self._run, name=f"datastates-{self.kind}", daemon=True)
+        self._head, self._untold, self._has_failed = (
+            None if ours.start is None else ours.start.uid,
+            0,
+            False,
+        )
+        self._thread = threading.Thread(
+            target=self._run, name=f"datastates-{self.kind}", daemon=True
+        )
         self._thread.start()
         tracker.training.accompany(self)
 
-    # --- what a log does -----------------------------------------------------------------------------------------------------
+    # --- what a log does --------------------------------------------------------------------------
 
     @abstractmethod
     def _go_on(self, id: str, ours: Ours) -> bool:
@@ -113,13 +141,15 @@ class Beside(ABC):
 
     @abstractmethod
     def _send(self, states: Sequence[State]) -> None:
-        """Log the metrics of these states at their steps. Runs on a thread of its own, and raises if it fails."""
+        """Log the metrics of these states at their steps.
+
+        Runs on a thread of its own, and raises if it fails."""
 
     @abstractmethod
     def _end(self, head: str | None, error: BaseException | None) -> None:
         """Note the newest state, and end the run unless it is the caller's own."""
 
-    # --- a companion ---------------------------------------------------------------------------------------------------------
+    # --- a companion ------------------------------------------------------------------------------
 
     def recorded(self, state: State, /) -> None:
         """See ``Companion``."""
@@ -131,13 +161,18 @@ class Beside(ABC):
         self._thread.join(PATIENCE_S)
         if self._thread.is_alive():
             _logger.warning(
-                "%s does not answer for %.0f s and is not waited for: its run stays open; all metrics are in the lineage",
+                "%s does not answer for %.0f s and is not waited for: its run stays open; all"
+                " metrics are in the lineage",
                 self.kind,
                 PATIENCE_S,
             )
             return
         if self._untold:
-            _logger.warning("%s did not take the metrics of %d states; they are in the lineage", self.kind, self._untold)
+            _logger.warning(
+                "%s did not take the metrics of %d states; they are in the lineage",
+                self.kind,
+                self._untold,
+            )
         self._end(self._head, error)
 
     def _run(self) -> None:
@@ -160,7 +195,11 @@ class Beside(ABC):
             self._send([state for state in states if state.metrics])
         except Exception:  # whatever the log's client raises: the training and its captures go on
             if not self._has_failed:
-                _logger.warning("%s does not take metrics for now; they are sent again with the next", self.kind, exc_info=True)
+                _logger.warning(
+                    "%s does not take metrics for now; they are sent again with the next",
+                    self.kind,
+                    exc_info=True,
+                )
             self._has_failed = True
             self._untold += max(0, len(states) - _MOST)
             return states[-_MOST:]

@@ -1,14 +1,16 @@
-"""torch.distributed.checkpoint on a repository: ``dcp.save`` makes the next state of a branch, ``dcp.load`` reads any state.
+"""torch.distributed.checkpoint on a repository: ``dcp.save`` makes the next state of a branch,
+``dcp.load`` reads any state.
 
     dcp.save(state, storage_writer=Writer(repo, branch="main"))
     dcp.load(state, storage_reader=Reader(repo, "main~2"))
 
-A state holds what the plan of the save names, under the names of the state dict: nested as it was, tensors as tensors, everything else as
-plain values. Nothing is pickled on the way in. On the way out, DCP takes values as pickles; these are pickles of values that were decoded
-here, and never bytes of the repository.
+A state holds what the plan of the save names, under the names of the state dict: nested as it was,
+tensors as tensors, everything else as plain values. Nothing is pickled on the way in. On the way
+out, DCP takes values as pickles; these are pickles of values that were decoded here, and never
+bytes of the repository.
 
-One process saves at a time; states that several ranks save together are refused. Any number of processes may load, each what its own plan
-asks for.
+One process saves at a time; states that several ranks save together are refused. Any number of
+processes may load, each what its own plan asks for.
 """
 
 from __future__ import annotations
@@ -54,7 +56,14 @@ from datastates.values import Value
 from .saved import Address, address_of, is_address, opened, step_in
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+    from torch.distributed.checkpoint.planner import (
+        LoadPlan,
+        LoadPlanner,
+        ReadItem,
+        SavePlan,
+        SavePlanner,
+        WriteItem,
+    )
 
     from datastates.repository import Repository
 
@@ -69,10 +78,11 @@ class Plans(Protocol):
 
 
 class Tree(dict[str, Any]):
-    """The tree of a ``Stateful``. ``found`` is what ``Reader`` read in its place: the whole tree, including what the objects do not have
-    yet.
+    """The tree of a ``Stateful``. ``found`` is what ``Reader`` read in its place: the whole tree,
+    including what the objects do not have yet.
 
-    While ``Reader`` has a load planned, the tree shows no items: torch would ask for the names and sizes that are there now.
+    While ``Reader`` has a load planned, the tree shows no items: torch would ask for the names and
+    sizes that are there now.
     """
 
     def __init__(self, found: Mapping[str, Any]) -> None:
@@ -87,7 +97,8 @@ class Tree(dict[str, Any]):
         reader = None if self._reader is None else self._reader()
         return {}.items() if reader is not None and reader.is_planning else super().items()
 
-    def __hash__(self) -> int:  # type: ignore[override]  # it is one of a set of objects, and never a key
+    # it is one of a set of objects, and never a key
+    def __hash__(self) -> int:  # type: ignore[override]
         return id(self)
 
     def __eq__(self, other: object) -> bool:
@@ -102,14 +113,16 @@ _made: weakref.WeakSet[Tree] = weakref.WeakSet()
 
 
 def leave_to(reader: Plans) -> None:
-    """Leave the trees that torch has asked for, on this thread, to this reader for as long as it has a load planned."""
+    """Leave the trees that torch has asked for, on this thread, to this reader for as long as it
+    has a load planned."""
     for tree in list(_made):
         if tree._thread == threading.get_ident():  # another thread may be saving
             tree._reader = weakref.ref(reader)
 
 
 class Stateful:
-    """Objects that ``dcp.save`` and ``dcp.load`` take as one, instead of your own class with ``get_state_dict`` and the like.
+    """Objects that ``dcp.save`` and ``dcp.load`` take as one, instead of your own class with
+    ``get_state_dict`` and the like.
 
         from datastates.integrations.dcp import Reader, Stateful, Writer
 
@@ -117,9 +130,11 @@ class Stateful:
         dcp.save({"app": app}, storage_writer=Writer(repo, branch="saved"))
         dcp.load({"app": app}, storage_reader=Reader(repo, "saved"))
 
-    Parameters of optimizers are keyed by their names, and the global random number generators are saved too, unless ``rng=False``. Loading
-    by ``Reader`` makes the state of an optimizer that has not stepped yet, and changes nothing unless everything fits. ``report`` says what
-    was restored. Torch's own readers load tensor by tensor into what is there already, and refuse an optimizer that has not stepped.
+    Parameters of optimizers are keyed by their names, and the global random number generators are
+    saved too, unless ``rng=False``. Loading by ``Reader`` makes the state of an optimizer that has
+    not stepped yet, and changes nothing unless everything fits. ``report`` says what was restored.
+    Torch's own readers load tensor by tensor into what is there already, and refuse an optimizer
+    that has not stepped.
 
     :param rng: whether the global random number generators are included.
     :param objects: anything that ``Repository.track`` takes.
@@ -128,7 +143,10 @@ class Stateful:
 
     def __init__(self, *, rng: bool = True, **objects: object) -> None:
         if not isinstance(rng, bool):
-            raise InvalidInput("the name 'rng' is taken by the random number generators, True or False: rename that object")
+            raise InvalidInput(
+                "the name 'rng' is taken by the random number generators, True or False: rename"
+                " that object"
+            )
         self._objects = {**objects, **({"rng": RngState()} if rng else {})}
         self._adapted = Adapted(self._objects)
         self.report: RestoreReport | None = None
@@ -165,14 +183,17 @@ def _unmarked(tree: Any) -> Any:
 Path = tuple[str | int, ...]
 
 FLAT = "dcp.flat"
-"""The attribute of a state whose plan did not look into containers: each name of the state dict is one value."""
+"""The attribute of a state whose plan did not look into containers: each name of the state dict
+is one value."""
 
 STREAMS = "dcp.streams"
-"""The attribute that lists, one a line, the names of values that were streams of bytes (``io.BytesIO``)."""
+"""The attribute that lists, one a line, the names of values that were streams of bytes
+(``io.BytesIO``)."""
 
 
 class _Place:
-    """Where a reader or a writer works: an open repository or an address, and a branch or a revision there."""
+    """Where a reader or a writer works: an open repository or an address, and a branch or a
+    revision there."""
 
     def __init__(self, repo: Repository | str | os.PathLike[str] | None, name: str | State) -> None:
         self._core: Core | None = None
@@ -193,7 +214,9 @@ class _Place:
     def move(self, address: Address) -> None:
         """Move to another address."""
         if self._core is not None:
-            raise InvalidInput(f"{address} names another repository than the one that was given: give one of them")
+            raise InvalidInput(
+                f"{address} names another repository than the one that was given: give one of them"
+            )
         self._folder, self.name = address.folder, address.revision
 
     @contextmanager
@@ -202,37 +225,48 @@ class _Place:
         if self._core is not None:
             yield self._core
         elif self._folder is None:
-            raise InvalidInput("no repository was named: give one, or checkpoint_id='datastates://runs/main'")
+            raise InvalidInput(
+                "no repository was named: give one, or checkpoint_id='datastates://runs/main'"
+            )
         else:
             with opened(self._folder, must_exist=must_exist) as repo:
                 yield repo.core
 
     def __getstate__(self) -> dict[str, object]:
         if self._core is not None:
-            raise Unsupported("an open repository does not go to another process: name its folder, as in Writer('runs', 'main')")
+            raise Unsupported(
+                "an open repository does not go to another process: name its folder, as in"
+                " Writer('runs', 'main')"
+            )
         return self.__dict__
 
 
 class Writer(StorageWriter):
-    """A storage writer for ``dcp.save`` and ``dcp.async_save`` that makes the next state of a branch.
+    """A storage writer for ``dcp.save`` and ``dcp.async_save`` that makes the next state of a
+    branch.
 
         from datastates.integrations.dcp import Writer
 
-        dcp.save({"model": model}, storage_writer=Writer(repo, branch="saved", metrics={"loss": 0.5}))
+        dcp.save({"model": model}, storage_writer=Writer(repo, branch="saved", metrics={"loss":
+        0.5}))
 
-    ``dcp.save`` returns once the state has reached ``until``. Its uid is then in ``state``, and in what ``dcp.save`` returns (also as the
-    result of ``dcp.async_save``): ``metadata.storage_meta.save_id``. With a ``checkpoint_id`` the state gets a tag of that
-    name, which moves if it exists; a ``checkpoint_id`` that begins with ``datastates://`` names repository and branch instead.
+    ``dcp.save`` returns once the state has reached ``until``. Its uid is then in ``state``, and in
+    what ``dcp.save`` returns (also as the result of ``dcp.async_save``):
+    ``metadata.storage_meta.save_id``. With a ``checkpoint_id`` the state gets a tag of that name,
+    which moves if it exists; a ``checkpoint_id`` that begins with ``datastates://`` names
+    repository and branch instead.
 
-    :param repo: a repository that is open, or its folder, or an address such as ``datastates://runs/main``.
+    :param repo: a repository that is open, or its folder, or an address such as
+        ``datastates://runs/main``.
     :param branch: the branch that gets the next state.
     :param start: the state that the branch forks from, if it is new.
-    :param step: None: the number under ``"step"`` or ``"global_step"`` in the state dict; without one, the branch's step plus one.
+    :param step: None: the number under ``"step"`` or ``"global_step"`` in the state dict; without
+        one, the branch's step plus one.
     :param metrics: numbers to find the state by.
     :param message: a text for people.
     :param attributes: plain values to find the state by.
-    :param until: the status to wait for: ``durable``, or ``captured``, after which the repository's policy decides when the state is
-        written.
+    :param until: the status to wait for: ``durable``, or ``captured``, after which the repository's
+        policy decides when the state is written.
     """
 
     def __init__(
@@ -276,7 +310,11 @@ class Writer(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Refuse ranks that do not communicate; there is nothing to set up."""
-        if not kwargs.get("use_collectives", True) and dist.is_initialized() and dist.get_world_size() > 1:
+        if (
+            not kwargs.get("use_collectives", True)
+            and dist.is_initialized()
+            and dist.get_world_size() > 1
+        ):
             raise Unsupported(_SEVERAL.format(count=dist.get_world_size()))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -305,8 +343,14 @@ class Writer(StorageWriter):
             elif isinstance(found, str) and found == EMPTY:
                 found = {}
             _put(self._tree, mappings.get(name, (name,)), found)
-            results.append(WriteResult(item.index, found.nbytes if isinstance(found, torch.Tensor) else 0, None))
-        self._about = ({} if mappings else {FLAT: True}) | ({STREAMS: "\n".join(streams)} if streams else {})
+            results.append(
+                WriteResult(
+                    item.index, found.nbytes if isinstance(found, torch.Tensor) else 0, None
+                )
+            )
+        self._about = ({} if mappings else {FLAT: True}) | (
+            {STREAMS: "\n".join(streams)} if streams else {}
+        )
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -319,11 +363,17 @@ class Writer(StorageWriter):
             step=step_in(found) if self._step is None else self._step,
             metrics=self._metrics,
             message=self._message,
-            attributes={**self._attributes, **self._about, **({} if name is None else {WRAPPED: name})},
+            attributes={
+                **self._attributes,
+                **self._about,
+                **({} if name is None else {WRAPPED: name}),
+            },
         )
         with self._place.core() as core:
             branch = values.text(self._place.name, "branch")
-            self.state = save_tree(core, tree, about, branch=branch, start=self._start, until=self._until)
+            self.state = save_tree(
+                core, tree, about, branch=branch, start=self._start, until=self._until
+            )
             if self._tag is not None:
                 _tag(core, self._tag, self.state)
         metadata.storage_data = self.state.uid
@@ -336,22 +386,26 @@ class Writer(StorageWriter):
 
 
 class Reader(StorageReader):
-    """A storage reader for ``dcp.load`` that reads any state, whether ``dcp.save``, a tracker or an import made it.
+    """A storage reader for ``dcp.load`` that reads any state, whether ``dcp.save``, a tracker or an
+    import made it.
 
         from datastates.integrations.dcp import Reader
 
         found = {"model": model.state_dict()}
         dcp.load(found, storage_reader=Reader(repo, "main~2"))
 
-    Everything that is asked for is read and checked before the first tensor is written to: a damaged state changes nothing. A
-    ``checkpoint_id`` selects another revision; one that begins with ``datastates://`` names the repository too. ``state`` is the last one
-    read.
+    Everything that is asked for is read and checked before the first tensor is written to: a
+    damaged state changes nothing. A ``checkpoint_id`` selects another revision; one that begins
+    with ``datastates://`` names the repository too. ``state`` is the last one read.
 
-    :param repo: a repository that is open, or its folder, or an address such as ``datastates://runs/main~2``.
+    :param repo: a repository that is open, or its folder, or an address such as
+        ``datastates://runs/main~2``.
     :param rev: the state to read.
     """
 
-    def __init__(self, repo: Repository | str | os.PathLike[str] | None = None, rev: str | State = "main") -> None:
+    def __init__(
+        self, repo: Repository | str | os.PathLike[str] | None = None, rev: str | State = "main"
+    ) -> None:
         self._place = _Place(repo, rev if isinstance(rev, State) else values.revision(rev))
         self._asked: str | State | None = None
         self.is_planning = False
@@ -372,17 +426,22 @@ class Reader(StorageReader):
 
     def read_metadata(self) -> Metadata:
         """The contents of the state, as a save of it would plan them; no tensor is read."""
-        # Takes no keywords: otherwise torch would ask again for a rank's own metadata, and report that error instead.
+        # Takes no keywords: otherwise torch would ask again for a rank's own metadata, and report
+        # that error instead.
         with self._place.core(must_exist=True) as core:
             self.state = core.state(self._place.name if self._asked is None else self._asked)
             sketch = unwrapped(_sketch(core, self.state), self.state.attributes)
         metadata = _planned(sketch, is_flat=FLAT in self.state.attributes)[1]
         self.is_planning = True
         leave_to(self)
-        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.state.uid)
+        metadata.storage_meta = StorageMeta(
+            checkpoint_id=self.checkpoint_id, save_id=self.state.uid
+        )
         return metadata
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         """There is nothing to set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -409,21 +468,34 @@ class Reader(StorageReader):
         return done
 
     def _read(self, core: Core, state: State, plan: LoadPlan, planner: LoadPlanner) -> None:
-        is_flat, streams = FLAT in state.attributes, str(state.attributes.get(STREAMS, "")).split("\n")
+        is_flat, streams = (
+            FLAT in state.attributes,
+            str(state.attributes.get(STREAMS, "")).split("\n"),
+        )
         whole = _whole(planner)
         items = [item for item in plan.items if not _is_of(item.dest_index.fqn, whole, planner)]
         wanted = {item.storage_index.fqn for item in items}
         sketch = _sketch(core, state)
         plain = unwrapped(sketch, state.attributes)
-        under = state.attributes[WRAPPED] if plain is not sketch and isinstance(plain, dict) else None  # a value alone gets its name back
+        # a value alone gets its name back
+        under = (
+            state.attributes[WRAPPED] if plain is not sketch and isinstance(plain, dict) else None
+        )
         paths = _paths(plain, wanted, is_flat=is_flat, under=under)
         paths |= {join("", name) for name in whole}
         with undisturbed(), naming_a_way_on(core, state), core.open_payload(state) as reader:
-            tree: Any = unwrapped(read_tree(reader, wants=lambda path: _is_under(path, paths), is_borrowing=not whole), state.attributes)
+            tree: Any = unwrapped(
+                read_tree(
+                    reader, wants=lambda path: _is_under(path, paths), is_borrowing=not whole
+                ),
+                state.attributes,
+            )
             found = _planned(tree, is_flat=is_flat)[0].state_dict
             for item in items:
                 name = item.storage_index.fqn
-                _hand_over(item, io.BytesIO(found[name]) if name in streams else found[name], planner)
+                _hand_over(
+                    item, io.BytesIO(found[name]) if name in streams else found[name], planner
+                )
             for name, part in whole.items():
                 part.found = _of(tree, name, planner)
 
@@ -434,8 +506,9 @@ class Reader(StorageReader):
 
 
 _SEVERAL = (
-    "{count} ranks save together, and states of several ranks cannot be written this way yet: gather the state dict on one rank"
-    " (get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))), and save it there with no_dist=True"
+    "{count} ranks save together, and states of several ranks cannot be written this way yet:"
+    " gather the state dict on one rank (get_model_state_dict(model,"
+    " options=StateDictOptions(full_state_dict=True))), and save it there with no_dist=True"
 )
 
 
@@ -450,26 +523,30 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> Any:
     data = item.tensor_data
     if item.type is WriteItemType.SHARD and (data is None or data.chunk.sizes != data.size):
         raise Unsupported(
-            f"{name} is a shard of a tensor, and shards cannot be written this way yet: save full tensors"
-            " (get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))"
+            f"{name} is a shard of a tensor, and shards cannot be written this way yet: save full"
+            " tensors (get_model_state_dict(model,"
+            " options=StateDictOptions(full_state_dict=True)))"
         )
     return planner.resolve_data(item).detach()
 
 
 def _value(item: WriteItem, planner: SavePlanner) -> object:
-    """A value that is not a tensor, as it is. A planner that looks up as torch's does returns it; what any other planner wrote is read
-    safely.
+    """A value that is not a tensor, as it is. A planner that looks up as torch's does returns it;
+    what any other planner wrote is read safely.
     """
     kind = type(planner)
-    if isinstance(planner, DefaultSavePlanner) and all(getattr(kind, name) is getattr(DefaultSavePlanner, name) for name in _LOOKING_UP):
+    if isinstance(planner, DefaultSavePlanner) and all(
+        getattr(kind, name) is getattr(DefaultSavePlanner, name) for name in _LOOKING_UP
+    ):
         return planner.lookup_object(item.index)
     written = planner.resolve_data(item)
     try:
-        return torch.load(io.BytesIO(written.getvalue()), weights_only=True)  # type: ignore[union-attr]  # a tensor is refused as well
+        # a tensor is refused as well
+        return torch.load(io.BytesIO(written.getvalue()), weights_only=True)  # type: ignore[union-attr]
     except Exception as exc:  # whatever it is, a user's planner wrote it
         raise Unsupported(
-            f"{item.index.fqn}: {kind.__name__} writes it in a way that only unpickling it would tell ({type(exc).__name__}): save it as"
-            " plain containers, numbers and tensors"
+            f"{item.index.fqn}: {kind.__name__} writes it in a way that only unpickling it would"
+            f" tell ({type(exc).__name__}): save it as plain containers, numbers and tensors"
         ) from exc
 
 
@@ -498,7 +575,10 @@ def _tag(core: Core, name: str, state: State) -> None:
             refs.keep_tag(session, name, state.uid, message=None)
             return
         if found.kind is not RefKind.TAG:
-            raise Conflict(f"checkpoint_id is {name!r}, which is a branch: the state was saved as {state.uid[:10]}, and has no tag")
+            raise Conflict(
+                f"checkpoint_id is {name!r}, which is a branch: the state was saved as"
+                f" {state.uid[:10]}, and has no tag"
+            )
         refs.move(session, name, state.uid, expected=found.state)
 
 
@@ -506,24 +586,37 @@ def _tag(core: Core, name: str, state: State) -> None:
 
 
 def _sketch(core: Core, state: State) -> Any:
-    """A state's tree with tensors that have no bytes: which tensor is where, and its shape and type."""
+    """A state's tree with tensors that have no bytes: which tensor is where, and its shape and
+    type."""
     with core.open_payload(state) as reader:
         content = reader.manifest.content
-        tensors = [torch.empty(spec.shape, dtype=dtype_of(spec.dtype), device="meta") for spec in specs_of(reader)]
-        return unflatten(decode_skeleton(content.skeleton), decode_values(content.values), tensors, is_sketch=True)
+        tensors = [
+            torch.empty(spec.shape, dtype=dtype_of(spec.dtype), device="meta")
+            for spec in specs_of(reader)
+        ]
+        return unflatten(
+            decode_skeleton(content.skeleton),
+            decode_values(content.values),
+            tensors,
+            is_sketch=True,
+        )
 
 
 def _planned(tree: Any, *, is_flat: bool) -> tuple[DefaultSavePlanner, Metadata]:
     """The planner that has looked at a tree as a save of it would, and its plan."""
     planner = DefaultSavePlanner(flatten_state_dict=not is_flat)
-    planner.set_up_planner(tree if isinstance(tree, dict) else {"checkpoint": tree}, is_coordinator=True)
+    planner.set_up_planner(
+        tree if isinstance(tree, dict) else {"checkpoint": tree}, is_coordinator=True
+    )
     metadata = planner.create_global_plan([planner.create_local_plan()])[1]
     return planner, metadata
 
 
 def _paths(tree: Any, wanted: set[str], *, is_flat: bool, under: object) -> set[str]:
     """The paths in the state of the names of a plan."""
-    mappings = {name: (name,) for name in wanted} if is_flat else _planned(tree, is_flat=False)[0].mappings
+    mappings = (
+        {name: (name,) for name in wanted} if is_flat else _planned(tree, is_flat=False)[0].mappings
+    )
     top = join("", under) if under is not None else ""
     found = set()
     for name in wanted:
@@ -545,7 +638,11 @@ def _is_under(path: str, wanted: set[str]) -> bool:
 def _whole(planner: LoadPlanner) -> dict[str, Tree]:
     """The parts that a ``Stateful`` loads by itself, by their names in the state dict."""
     given = getattr(planner, "original_state_dict", None)
-    return {name: part for name, part in given.items() if isinstance(part, Tree)} if isinstance(given, dict) else {}
+    return (
+        {name: part for name, part in given.items() if isinstance(part, Tree)}
+        if isinstance(given, dict)
+        else {}
+    )
 
 
 def _of(tree: Any, name: str, planner: LoadPlanner) -> Any:
@@ -553,7 +650,10 @@ def _of(tree: Any, name: str, planner: LoadPlanner) -> Any:
         return tree[name]
     if getattr(planner, "allow_partial_load", False):
         return None
-    raise InvalidInput(f"the state has no {name!r}: it has {', '.join(map(str, tree)) if isinstance(tree, dict) else 'no names'}")
+    raise InvalidInput(
+        f"the state has no {name!r}: it has"
+        f" {', '.join(map(str, tree)) if isinstance(tree, dict) else 'no names'}"
+    )
 
 
 def _is_of(fqn: str, whole: Mapping[str, Tree], planner: LoadPlanner) -> bool:
@@ -572,7 +672,8 @@ def _hand_over(item: ReadItem, found: Any, planner: LoadPlanner) -> None:
     source = _narrowed(found, item.storage_offsets, item.lengths)
     if target.shape != source.shape:
         raise InvalidInput(
-            f"{item.dest_index.fqn} is {tuple(source.shape)} in the state and {tuple(target.shape)} here: give one that fits"
+            f"{item.dest_index.fqn} is {tuple(source.shape)} in the state and {tuple(target.shape)}"
+            " here: give one that fits"
         )
     target.copy_(source)
     planner.commit_tensor(item, target)

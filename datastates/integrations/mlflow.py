@@ -24,9 +24,15 @@ try:
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Param, RunTag
     from mlflow.exceptions import MlflowException
-    from mlflow.tracking.fluent import _get_experiment_id  # as `start_run` finds it: set_experiment, then the environment
+
+    # as `start_run` finds it: set_experiment, then the environment
+    from mlflow.tracking.fluent import (
+        _get_experiment_id,
+    )
 except ImportError as exc:
-    raise ImportError("datastates.integrations.mlflow needs MLflow: pip install 'datastates[mlflow]'") from exc
+    raise ImportError(
+        "datastates.integrations.mlflow needs MLflow: pip install 'datastates[mlflow]'"
+    ) from exc
 
 __all__ = ["MlflowLog"]
 
@@ -42,19 +48,27 @@ _ODD = re.compile(r"[^\w\-. /:]")
 class MlflowLog(Beside):
     """A run of MLflow beside one training; ``id`` is its run id.
 
-    A resumed training continues in the run that it had. A fork has a run of its own, whose parent is the run of the branch that it left.
-    The run has the configuration as params, and our repository, branch, training and newest state as tags. It ends with the training.
+    A resumed training continues in the run that it had. A fork has a run of its own, whose parent
+    is the run of the branch that it left. The run has the configuration as params, and our
+    repository, branch, training and newest state as tags. It ends with the training.
 
     :param tracker: the training.
-    :param experiment: the name of the experiment, which is made if it does not exist; None: the experiment that MLflow is set to.
-    :param into: the id of a run of yours to log to, such as ``mlflow.active_run().info.run_id``; you end it.
+    :param experiment: the name of the experiment, which is made if it does not exist; None: the
+        experiment that MLflow is set to.
+    :param into: the id of a run of yours to log to, such as ``mlflow.active_run().info.run_id``;
+        you end it.
     :param client: the client of the server that has the runs; None: that of MLflow's tracking URI.
     """
 
     kind = "mlflow"
 
     def __init__(
-        self, tracker: Tracker, *, experiment: str | None = None, into: str | None = None, client: MlflowClient | None = None
+        self,
+        tracker: Tracker,
+        *,
+        experiment: str | None = None,
+        into: str | None = None,
+        client: MlflowClient | None = None,
     ) -> None:
         self._experiment = values.optional(values.text)(experiment, "experiment")
         self._client = client or MlflowClient()
@@ -78,7 +92,11 @@ class MlflowLog(Beside):
         if self._experiment is None:
             return str(_get_experiment_id())
         found = self._client.get_experiment_by_name(self._experiment)
-        return str(self._client.create_experiment(self._experiment) if found is None else found.experiment_id)
+        return str(
+            self._client.create_experiment(self._experiment)
+            if found is None
+            else found.experiment_id
+        )
 
     def _tell(self, ours: Ours, parent: str | None) -> None:
         tags = ours.named()
@@ -89,7 +107,9 @@ class MlflowLog(Beside):
         known = self._client.get_run(self.id).data.params  # a param cannot be changed
         named = {_key(key): str(value)[:_LONGEST] for key, value in ours.config.items()}
         params = [Param(key, value) for key, value in named.items() if key not in known]
-        self._client.log_batch(self.id, tags=[RunTag(key, value[:_LONGEST]) for key, value in tags.items()])
+        self._client.log_batch(
+            self.id, tags=[RunTag(key, value[:_LONGEST]) for key, value in tags.items()]
+        )
         for start in range(0, len(params), _PARAMS):
             self._client.log_batch(self.id, params=params[start : start + _PARAMS])
 
@@ -103,11 +123,15 @@ class MlflowLog(Beside):
             self._log(metrics[start : start + _AT_ONCE])
 
     def _log(self, metrics: Sequence[Metric]) -> None:
-        """Log these metrics, without those that MLflow refuses: it refuses all that come with one."""
+        """Log these metrics, without those that MLflow refuses: it refuses all that come with
+        one."""
         try:
             self._client.log_batch(self.id, metrics=metrics)
         except MlflowException as exc:
-            if exc.error_code != "INVALID_PARAMETER_VALUE" or self._client.get_run(self.id).info.lifecycle_stage != "active":
+            if (
+                exc.error_code != "INVALID_PARAMETER_VALUE"
+                or self._client.get_run(self.id).info.lifecycle_stage != "active"
+            ):
                 raise  # not because of a metric
             if len(metrics) > 1:
                 half = len(metrics) // 2
@@ -115,7 +139,11 @@ class MlflowLog(Beside):
                 self._log(metrics[half:])
             elif metrics[0].key not in self._refused:
                 self._refused.add(metrics[0].key)
-                _logger.warning("mlflow refuses the metric %s, which is in the lineage alone: %s", metrics[0].key, exc)
+                _logger.warning(
+                    "mlflow refuses the metric %s, which is in the lineage alone: %s",
+                    metrics[0].key,
+                    exc,
+                )
 
     def _end(self, head: str | None, error: BaseException | None) -> None:
         if head is not None:
@@ -125,6 +153,7 @@ class MlflowLog(Beside):
 
 
 def _key(name: str) -> str:
-    """A name that MLflow accepts: in its characters, not too long, and in the plain form of a path."""
+    """A name that MLflow accepts: in its characters, not too long, and in the plain form of a
+    path."""
     parts = _ODD.sub("_", name)[:_LONGEST_KEY].split("/")
     return "/".join(part for part in parts if part not in ("", ".", "..")) or "_"

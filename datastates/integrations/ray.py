@@ -1,4 +1,5 @@
-"""Checkpoints of Ray Train and Ray Tune that only name a state, and the calls with which a training function makes them.
+"""Checkpoints of Ray Train and Ray Tune that only name a state, and the calls with which a training
+function makes them.
 
     def train(config):  # given to a Tuner, or to a TorchTrainer
         model, optimizer = build(config)
@@ -6,13 +7,15 @@
             while run.step < 100:
                 report(run, {"loss": train_step(model, optimizer)})
 
-A trial of Tune is a branch, and so is each worker of Train. Ray carries only a folder with a file of a few lines:
+A trial of Tune is a branch, and so is each worker of Train. Ray carries only a folder with a file
+of a few lines:
 
-    datastates.json      {"repository": …, "state": uid, "branch": …, "owner": whose branch that is}; datastates.1.json for the worker of
-    rank 1
+    datastates.json      {"repository": …, "state": uid, "branch": …, "owner": whose branch that
+    is}; datastates.1.json for the worker of rank 1
 
-A trial that is restarted goes on from the state that its newest checkpoint names. A trial that takes over another's checkpoint, as
-population based training does, goes on in a new branch that forks from the other's state.
+A trial that is restarted goes on from the state that its newest checkpoint names. A trial that
+takes over another's checkpoint, as population based training does, goes on in a new branch that
+forks from the other's state.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ try:
     import ray.train
     import ray.tune
 except ImportError as exc:
-    raise ImportError("datastates.integrations.ray needs Ray Train and Tune: pip install 'datastates[ray]'") from exc
+    raise ImportError(
+        "datastates.integrations.ray needs Ray Train and Tune: pip install 'datastates[ray]'"
+    ) from exc
 
 __all__ = ["Named", "checkpoint", "named", "report", "track"]
 
@@ -49,7 +54,9 @@ _TRIAL = "ray.trial"
 
 
 class Named(msgspec.Struct, frozen=True):
-    """What a checkpoint of Ray names: a state, and its repository. ``owner`` is the trial or worker that owns ``branch``."""
+    """What a checkpoint of Ray names: a state, and its repository.
+
+    ``owner`` is the trial or worker that owns ``branch``."""
 
     repository: str
     state: str
@@ -67,12 +74,14 @@ class _Worker:
 
     @property
     def owner(self) -> str:
-        """Its name, unique among all that share a repository, which is also the name of its first branch."""
+        """Its name, unique among all that share a repository, which is also the name of its
+        first branch."""
         return self.name if self.rank == 0 else f"{self.name}/rank-{self.rank}"
 
     @property
     def ray(self) -> Any:
-        """The half of Ray that runs it: both have ``report``, ``get_checkpoint`` and ``Checkpoint``."""
+        """The half of Ray that runs it: both have ``report``, ``get_checkpoint`` and
+        ``Checkpoint``."""
         return ray.tune if self.is_trial else ray.train
 
     @classmethod
@@ -90,19 +99,28 @@ class _Worker:
             context = ray.train.get_context()
             return cls(context.get_experiment_name(), context.get_world_rank(), is_trial=False)
         except RuntimeError as exc:
-            raise InvalidInput("Ray runs no training function here: call this in one, or use repo.track") from exc
+            raise InvalidInput(
+                "Ray runs no training function here: call this in one, or use repo.track"
+            ) from exc
 
 
 @contextmanager
-def track(repository: str | os.PathLike[str] | Repository, *, branch: str | None = None, **options: Any) -> Iterator[Tracker]:
-    """Track the training that Ray runs here, from the state that Ray's checkpoint names, if there is one.
+def track(
+    repository: str | os.PathLike[str] | Repository, *, branch: str | None = None, **options: Any
+) -> Iterator[Tracker]:
+    """Track the training that Ray runs here, from the state that Ray's checkpoint names, if there
+    is one.
 
-    Without a checkpoint, a branch that exists goes on from its newest state, as in ``Repository.track``.
+    Without a checkpoint, a branch that exists goes on from its newest state, as in
+    ``Repository.track``.
 
-    :param repository: a folder that all workers share, or the URL of a database that all reach, or an open repository.
-    :param branch: the name of the branch; None: experiment and trial, or the name of the run of Train.
-    :param options: what ``Repository.track`` takes: the objects, ``cadence``, ``config`` … Give ``config=config``, and build the optimizer
-        with the trial's configuration: a fork trains with it. A branch that is resumed continues with the options of its state.
+    :param repository: a folder that all workers share, or the URL of a database that all reach, or
+        an open repository.
+    :param branch: the name of the branch; None: experiment and trial, or the name of the run of
+        Train.
+    :param options: what ``Repository.track`` takes: the objects, ``cadence``, ``config`` … Give
+        ``config=config``, and build the optimizer with the trial's configuration: a fork trains
+        with it. A branch that is resumed continues with the options of its state.
     :raises InvalidInput: Ray runs no training function here.
     :raises NotFound: Ray's checkpoint names a state of another repository.
     """
@@ -111,7 +129,10 @@ def track(repository: str | os.PathLike[str] | Repository, *, branch: str | None
         with _tracked(repository, worker, branch or worker.owner, options) as run:
             yield run
         return
-    with datastates.open(repository) as repo, _tracked(repo, worker, branch or worker.owner, options) as run:
+    with (
+        datastates.open(repository) as repo,
+        _tracked(repo, worker, branch or worker.owner, options) as run,
+    ):
         yield run
 
 
@@ -121,24 +142,29 @@ def _tracked(repo: Repository, worker: _Worker, branch: str, options: Mapping[st
     start = None
     if found is not None:
         branch, start = _onwards(repo, worker, branch, found)
-    run = repo.track(branch=branch, start=start, **{"group": SoloGroup(), **options})  # each worker has a branch of its own
+    # each worker has a branch of its own
+    run = repo.track(branch=branch, start=start, **{"group": SoloGroup(), **options})
     run.attributes[_TRIAL] = worker.owner
     return run
 
 
-def _onwards(repo: Repository, worker: _Worker, branch: str, found: Named) -> tuple[str, str | None]:
-    """The branch on which a worker goes on from a checkpoint, and the state from which a new branch forks."""
+def _onwards(
+    repo: Repository, worker: _Worker, branch: str, found: Named
+) -> tuple[str, str | None]:
+    """The branch on which a worker goes on from a checkpoint, and the state from which a new
+    branch forks."""
     try:
         state = repo.state(found.state)
     except NotFound as exc:
         raise NotFound(
-            f"Ray's checkpoint names state {found.state} of {found.repository}, and {repo.core.location} has no such state: "
-            "open the repository that it names"
+            f"Ray's checkpoint names state {found.state} of {found.repository}, and"
+            f" {repo.core.location} has no such state: open the repository that it names"
         ) from exc
     heads = {ref.name: ref.state for ref in repo.refs() if ref.kind is RefKind.BRANCH}
     if found.owner != worker.owner or found.branch not in heads:
         return _free(branch, heads), state.uid
-    if heads[found.branch] != state.uid:  # states that were captured since then and never reported are trained again
+    if heads[found.branch] != state.uid:
+        # states that were captured since then and never reported are trained again
         repo.move(found.branch, state.uid, expected=heads[found.branch])
     return found.branch, None
 
@@ -152,8 +178,11 @@ def _free(branch: str, heads: Mapping[str, str]) -> str:
     return name
 
 
-def report(run: Tracker, metrics: Mapping[str, Any], *, capture: Capture | None = None, **options: Any) -> None:
-    """Capture, wait until the state is on disk, and report the metrics to Ray with a checkpoint that names it.
+def report(
+    run: Tracker, metrics: Mapping[str, Any], *, capture: Capture | None = None, **options: Any
+) -> None:
+    """Capture, wait until the state is on disk, and report the metrics to Ray with a checkpoint
+    that names it.
 
     :param run: what ``track`` returned.
     :param metrics: what Ray's ``report`` takes; the state has those of them that are numbers.
@@ -163,7 +192,9 @@ def report(run: Tracker, metrics: Mapping[str, Any], *, capture: Capture | None 
     _check(run, capture)
     said = values.named(metrics, "metrics")
     if capture is None:
-        capture = run.capture(metrics={key: value for key, value in said.items() if _is_number(value)})
+        capture = run.capture(
+            metrics={key: value for key, value in said.items() if _is_number(value)}
+        )
     with checkpoint(run, capture) as made:
         _Worker.here().ray.report(said, checkpoint=made, **options)
 
@@ -181,7 +212,8 @@ def _is_number(value: Any) -> TypeGuard[SupportsFloat]:
 
 @contextmanager
 def checkpoint(run: Tracker, capture: Capture) -> Iterator[Any]:
-    """A checkpoint of Ray that names a state, once the state is on disk; its folder exists until the block ends."""
+    """A checkpoint of Ray that names a state, once the state is on disk; its folder exists until
+    the block ends."""
     _check(run, capture)
     worker = _Worker.here()
     state = capture.wait("durable")
@@ -192,7 +224,8 @@ def checkpoint(run: Tracker, capture: Capture) -> Iterator[Any]:
 
 
 def named(checkpoint: Any, rank: int = 0) -> Named:
-    """What a checkpoint of Ray such as ``result.checkpoint`` names for a rank; for a rank that it does not know, what it names for rank 0.
+    """What a checkpoint of Ray such as ``result.checkpoint`` names for a rank; for a rank that it
+    does not know, what it names for rank 0.
 
         found = named(result.checkpoint)
         weights = datastates.open(found.repository).load(found.state, only="model")["model"]
@@ -200,7 +233,10 @@ def named(checkpoint: Any, rank: int = 0) -> Named:
     :raises InvalidInput: it is not a checkpoint that names a state.
     """
     if not callable(values.attribute(checkpoint, "as_directory")):
-        raise InvalidInput(f"checkpoint is {values.shown(checkpoint)}: give a checkpoint of Ray, such as result.checkpoint")
+        raise InvalidInput(
+            f"checkpoint is {values.shown(checkpoint)}: give a checkpoint of Ray, such as"
+            " result.checkpoint"
+        )
     with checkpoint.as_directory() as folder:
         for file in (_file(rank), _file(0)):
             path = Path(folder) / file
@@ -208,8 +244,13 @@ def named(checkpoint: Any, rank: int = 0) -> Named:
                 try:
                     return msgspec.json.decode(path.read_bytes(), type=Named)
                 except msgspec.MsgspecError as exc:
-                    raise InvalidInput(f"{checkpoint} names no state ({exc}): it is damaged, or of a newer version") from exc
-    raise InvalidInput(f"{checkpoint} names no state: it was not made by datastates.integrations.ray; start without it")
+                    raise InvalidInput(
+                        f"{checkpoint} names no state ({exc}): it is damaged, or of a newer version"
+                    ) from exc
+    raise InvalidInput(
+        f"{checkpoint} names no state: it was not made by datastates.integrations.ray; start"
+        " without it"
+    )
 
 
 def _file(rank: int) -> str:

@@ -1,4 +1,5 @@
-"""``save`` and ``load``, shaped like ``torch.save`` and ``torch.load``: a file becomes a state of a branch."""
+"""``save`` and ``load``, shaped like ``torch.save`` and ``torch.load``: a file becomes a state
+of a branch."""
 
 from __future__ import annotations
 
@@ -45,22 +46,24 @@ class Address:
 
 
 def is_address(value: object) -> bool:
-    """Whether a value can only be meant as an address: a text or a path that begins with ``datastates://``."""
+    """Whether a value can only be meant as an address: a text or a path that begins with
+    ``datastates://``."""
     return isinstance(value, str | os.PathLike) and os.fsdecode(value).startswith(SCHEME)
 
 
 def address_of(value: object, what: str = "the address") -> Address:
     """The address that a text or a path means, with or without ``datastates://``.
 
-    The folder ends where a repository lies; if there is none yet, it ends before the last slash. The folder of a repository by itself
-    means its branch ``main``.
+    The folder ends where a repository lies; if there is none yet, it ends before the last slash.
+    The folder of a repository by itself means its branch ``main``.
 
     :raises InvalidInput: the value is not an address.
     """
     text = values.path(value, what).removeprefix(SCHEME)
     if "://" in text:
         raise InvalidInput(
-            f"{what} is {text!r}: name a folder and a revision, such as 'runs/main'; open other repositories by datastates.open"
+            f"{what} is {text!r}: name a folder and a revision, such as 'runs/main'; open other"
+            " repositories by datastates.open"
         )
     parts = text.split("/")
     for end in range(1, len(parts)):
@@ -71,7 +74,10 @@ def address_of(value: object, what: str = "the address") -> Address:
         return Address(text.rstrip("/"), _BRANCH)
     folder, _, revision = text.rpartition("/")
     if not folder or not revision:
-        raise InvalidInput(f"{what} is {text!r}: name the folder of a repository and a revision in it, such as 'runs/main'")
+        raise InvalidInput(
+            f"{what} is {text!r}: name the folder of a repository and a revision in it, such as"
+            " 'runs/main'"
+        )
     return Address(folder, revision)
 
 
@@ -151,7 +157,8 @@ def _take(root: Path) -> _Kept:
 
 
 def _key(root: Path) -> _Key | None:
-    """The identity of a repository, so that another one that took its place is not mistaken for it."""
+    """The identity of a repository, so that another one that took its place is not mistaken for
+    it."""
     try:
         found = (root / DATABASE).stat()
     except OSError:
@@ -198,18 +205,22 @@ def save(
     message: str | None = None,
     attributes: Mapping[str, Value] | None = None,
 ) -> str:
-    """Make an object the next state of a branch, as ``torch.save`` writes it to a file; returns its uid once the state is on disk.
+    """Make an object the next state of a branch, as ``torch.save`` writes it to a file; returns its
+    uid once the state is on disk.
 
         uid = datastates.save({"model": model.state_dict(), "epoch": 3}, "runs/main")
 
-    The object is of the kind that ``torch.save`` usually gets: containers, tensors, arrays, numbers, texts. Nothing is pickled. The
-    repository is opened (and made if it does not exist), and closed some seconds after the last call.
+    The object is of the kind that ``torch.save`` usually gets: containers, tensors, arrays,
+    numbers, texts. Nothing is pickled. The repository is opened (and made if it does not exist),
+    and closed some seconds after the last call.
 
     :param obj: the object; pass a module, an optimizer or the like as its ``state_dict()``.
-    :param to: the repository's folder and the branch, such as ``"runs/main"``; with ``repo`` the branch alone.
+    :param to: the repository's folder and the branch, such as ``"runs/main"``; with ``repo`` the
+        branch alone.
     :param repo: a repository that is open.
     :param start: the state that the branch forks from, if it is new.
-    :param step: None: the number under ``"step"`` or ``"global_step"`` in the object; without one, the branch's step plus one.
+    :param step: None: the number under ``"step"`` or ``"global_step"`` in the object; without one,
+        the branch's step plus one.
     :param metrics: numbers to find the state by.
     :param message: a text for people.
     :param attributes: plain values to find the state by.
@@ -223,10 +234,15 @@ def save(
             step=step_in(obj) if step is None else step,
             metrics=values.metrics(metrics),
             message=message,
-            attributes={**values.attributes(attributes), **({} if name is None else {WRAPPED: name})},
+            attributes={
+                **values.attributes(attributes),
+                **({} if name is None else {WRAPPED: name}),
+            },
         )
         begin = None if start is None else values.revision(start)
-        state = save_tree(core_of(found), tree, about, branch=values.text(branch, "the branch"), start=begin)
+        state = save_tree(
+            core_of(found), tree, about, branch=values.text(branch, "the branch"), start=begin
+        )
     return state.uid
 
 
@@ -236,17 +252,20 @@ def load(
     map_location: torch.device | str | None = None,
     repo: Repository | None = None,
 ) -> Any:
-    """The object that was saved, or the tree of any other state, as ``torch.load`` reads it from a file. Each byte is checked.
+    """The object that was saved, or the tree of any other state, as ``torch.load`` reads it from a
+    file. Each byte is checked.
 
         datastates.save({"model": model.state_dict()}, "saved/main")
         model.load_state_dict(datastates.load("saved/main")["model"])
 
-    Nothing is unpickled, whatever the repository holds. Containers have the types that they had. Tensors are plain ones that require no
-    gradient, on the CPU unless ``map_location`` says otherwise, with the dtype and the strides that they had; two names that shared one
-    memory are one tensor again.
+    Nothing is unpickled, whatever the repository holds. Containers have the types that they had.
+    Tensors are plain ones that require no gradient, on the CPU unless ``map_location`` says
+    otherwise, with the dtype and the strides that they had; two names that shared one memory are
+    one tensor again.
 
     :raises NotFound: there is no such repository, or no such revision in it.
-    :raises Corrupt: a stored byte is wrong; names the tensor or value that it belongs to, and the nearest state that verifies.
+    :raises Corrupt: a stored byte is wrong; names the tensor or value that it belongs to, and the
+        nearest state that verifies.
     :raises Unavailable: the state's bytes are gone; names the nearest ancestor that has its bytes.
     """
     device = values.optional(device_of)(map_location, "map_location")
@@ -257,7 +276,8 @@ def load(
 
 
 def step_in(obj: object) -> int | None:
-    """The step that an object records: a whole number under a usual name, which may be NumPy's or a tensor."""
+    """The step that an object records: a whole number under a usual name, which may be NumPy's
+    or a tensor."""
     if not isinstance(obj, dict):
         return None
     for name in _STEPS:
@@ -271,9 +291,18 @@ def _at(where: object, repo: object, *, must_exist: bool = False) -> Iterator[tu
     """The repository and the name in it, given together or separately."""
     if repo is not None:
         core_of(repo)
-        yield repo, where if isinstance(where, State) else values.text(where, "the name in the repository")
+        yield (
+            repo,
+            (
+                where
+                if isinstance(where, State)
+                else values.text(where, "the name in the repository")
+            ),
+        )
     elif isinstance(where, State):
-        raise InvalidInput(f"state {where.uid[:10]} is of a repository that is not named: give repo= too")
+        raise InvalidInput(
+            f"state {where.uid[:10]} is of a repository that is not named: give repo= too"
+        )
     else:
         address = address_of(where)
         with opened(address.folder, must_exist=must_exist) as found:
@@ -281,8 +310,14 @@ def _at(where: object, repo: object, *, must_exist: bool = False) -> Iterator[tu
 
 
 def _refuse_live(obj: object) -> None:
-    """Refuse an object that has a state of its own: it would be refused later, with advice that does not fit here."""
-    for path, found in parts({"": obj}) if isinstance(obj, dict | list | tuple | deque) else [("the object", obj)]:
+    """Refuse an object that has a state of its own: it would be refused later, with advice that
+    does not fit here."""
+    for path, found in (
+        parts({"": obj}) if isinstance(obj, dict | list | tuple | deque) else [("the object", obj)]
+    ):
         if callable(values.attribute(found, "state_dict")):
             where = path.removeprefix("%/").removeprefix("%") or "the object"
-            raise Unsupported(f"{where} is a {type(found).__name__}: save its state_dict(), and load that into another one")
+            raise Unsupported(
+                f"{where} is a {type(found).__name__}: save its state_dict(), and load that into"
+                " another one"
+            )

@@ -24,18 +24,22 @@ from .beside import Beside, Ours
 try:
     from torch.utils.tensorboard import SummaryWriter
 except ImportError as exc:
-    raise ImportError("datastates.integrations.tensorboard needs TensorBoard: pip install 'datastates[tensorboard]'") from exc
+    raise ImportError(
+        "datastates.integrations.tensorboard needs TensorBoard: pip install"
+        " 'datastates[tensorboard]'"
+    ) from exc
 
 __all__ = ["TensorboardLog"]
 
 
 class TensorboardLog(Beside):
-    """A folder of events beside one training, named as its branch; ``id`` is its name in ``folder``, and ``writer`` takes what else you
-    log.
+    """A folder of events beside one training, named as its branch; ``id`` is its name in
+    ``folder``, and ``writer`` takes what else you log.
 
-    A resumed training continues in the folder that it had; the new points of steps that it repeats replace the old ones. A fork has a
-    folder of its own. The text ``datastates`` names our repository, branch and training, the configuration, and the run from which it was
-    forked. Writing to it ends with the training.
+    A resumed training continues in the folder that it had; the new points of steps that it repeats
+    replace the old ones. A fork has a folder of its own. The text ``datastates`` names our
+    repository, branch and training, the configuration, and the run from which it was forked.
+    Writing to it ends with the training.
 
     :param tracker: the training.
     :param folder: the folder that TensorBoard reads (``--logdir``).
@@ -45,7 +49,13 @@ class TensorboardLog(Beside):
     kind = "tensorboard"
     writer: SummaryWriter
 
-    def __init__(self, tracker: Tracker, folder: str | os.PathLike[str] = "events", *, into: SummaryWriter | None = None) -> None:
+    def __init__(
+        self,
+        tracker: Tracker,
+        folder: str | os.PathLike[str] = "events",
+        *,
+        into: SummaryWriter | None = None,
+    ) -> None:
         self._folder = Path(values.path(folder, "folder"))
         if into is not None:
             if not isinstance(into, SummaryWriter):
@@ -67,13 +77,21 @@ class TensorboardLog(Beside):
         return id
 
     def _tell(self, ours: Ours, parent: str | None) -> None:
-        told = {**ours.named(), **({} if parent is None else {"datastates.parent": parent}), **ours.config}
-        self.writer.add_text("datastates", _table(told), 0 if ours.start is None else ours.start.step)
+        told = {
+            **ours.named(),
+            **({} if parent is None else {"datastates.parent": parent}),
+            **ours.config,
+        }
+        self.writer.add_text(
+            "datastates", _table(told), 0 if ours.start is None else ours.start.step
+        )
 
     def _send(self, states: Sequence[State]) -> None:
         for state in states:
             for key, value in state.metrics.items():
-                self.writer.add_scalar(key, value, state.step, walltime=state.created_at.timestamp())
+                self.writer.add_scalar(
+                    key, value, state.step, walltime=state.created_at.timestamp()
+                )
         self.writer.flush()
 
     def _end(self, head: str | None, error: BaseException | None) -> None:
@@ -91,4 +109,6 @@ def _writer(folder: Path, purge_step: int | None = None) -> SummaryWriter:
 
 def _table(told: Mapping[str, object]) -> str:
     """The values as Markdown, in which TensorBoard shows texts."""
-    return "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in told.items())])
+    return "\n".join(
+        ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in told.items())]
+    )

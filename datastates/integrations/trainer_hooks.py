@@ -1,7 +1,9 @@
-"""Hooks at the places of one Trainer's loop where no callback is asked; and the search for the Trainer that a callback belongs to.
+"""Hooks at the places of one Trainer's loop where no callback is asked; and the search for the
+Trainer that a callback belongs to.
 
-A callback cannot say where a Trainer begins: the loop counts epochs and batches in local variables, which it reads from a checkpoint's
-folder. ``Hooks`` therefore override methods of the one Trainer that has the callback, as a subclass would; its class stays as it is.
+A callback cannot say where a Trainer begins: the loop counts epochs and batches in local variables,
+which it reads from a checkpoint's folder. ``Hooks`` therefore override methods of the one Trainer
+that has the callback, as a subclass would; its class stays as it is.
 """
 
 from __future__ import annotations
@@ -36,12 +38,14 @@ _TOKENS = "_total_train_tokens"
 
 
 class TrainerLoop:
-    """The loop of one Trainer: its ``TrainerState``, control and callbacks, the loss since the last log, the place in the data.
+    """The loop of one Trainer: its ``TrainerState``, control and callbacks, the loss since the last
+    log, the place in the data.
 
-    ``epoch`` is the epoch that runs, or ran last. ``turn`` is its pass over the data, or None between two epochs; ``left`` is then what the
-    last pass leaves for the next. ``before`` holds how many batches were used before those of the newest step, and the random numbers then.
-    ``best`` is the uid of the best state. ``load_state_dict`` does not put ``TrainerState`` back: the Trainer itself reads it, from
-    ``told``.
+    ``epoch`` is the epoch that runs, or ran last. ``turn`` is its pass over the data, or None
+    between two epochs; ``left`` is then what the last pass leaves for the next. ``before`` holds
+    how many batches were used before those of the newest step, and the random numbers then.
+    ``best`` is the uid of the best state. ``load_state_dict`` does not put ``TrainerState`` back:
+    the Trainer itself reads it, from ``told``.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -57,7 +61,11 @@ class TrainerLoop:
     def form(self) -> list[object]:
         """The settings that decide what a count of batches means."""
         args = self.trainer.args
-        found: list[object] = [self.trainer._train_batch_size, args.gradient_accumulation_steps, args.dataloader_drop_last]
+        found: list[object] = [
+            self.trainer._train_batch_size,
+            args.gradient_accumulation_steps,
+            args.dataloader_drop_last,
+        ]
         return found if args.world_size == 1 else [*found, args.world_size]
 
     def state_dict(self) -> dict[str, object]:
@@ -81,10 +89,13 @@ class TrainerLoop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back the sums that the Trainer keeps between two logs. The Trainer has read its ``TrainerState``, and is about to begin."""
+        """Put back the sums that the Trainer keeps between two logs.
+
+        The Trainer has read its ``TrainerState``, and is about to begin."""
         trainer = self.trainer
         trainer._tr_loss = state["tr_loss"].detach().clone().to(trainer._tr_loss.device)
-        trainer._total_loss_scalar = -float(trainer._tr_loss)  # the loss before this call does not count in its mean
+        # the loss before this call does not count in its mean
+        trainer._total_loss_scalar = -float(trainer._tr_loss)
         trainer._globalstep_last_logged = state["last_logged"]
         trainer.current_flos = state["flos"]
         self.best = state["best"]
@@ -100,8 +111,8 @@ class TrainerLoop:
 
 
 class _History:
-    """The log as lines of JSON in one tensor. Lines that are there are not written again, and the room doubles, so that the layout
-    stays.
+    """The log as lines of JSON in one tensor. Lines that are there are not written again, and the
+    room doubles, so that the layout stays.
     """
 
     def __init__(self) -> None:
@@ -114,9 +125,13 @@ class _History:
         if log is not self._log or len(log) < self._count:
             self._log, self._length, self._count = log, 0, 0
         if len(log) > self._count:
-            added = "".join(json.dumps(entry, default=_plain) + "\n" for entry in log[self._count :]).encode()
+            added = "".join(
+                json.dumps(entry, default=_plain) + "\n" for entry in log[self._count :]
+            ).encode()
             self._reserve(self._length + len(added))
-            self._tensor[self._length : self._length + len(added)] = torch.frombuffer(bytearray(added), dtype=torch.uint8)
+            self._tensor[self._length : self._length + len(added)] = torch.frombuffer(
+                bytearray(added), dtype=torch.uint8
+            )
             self._length, self._count = self._length + len(added), len(log)
         return self._tensor, self._length
 
@@ -125,16 +140,23 @@ class _History:
         while capacity < size:
             capacity *= 2
         if capacity > len(self._tensor):
-            self._tensor = torch.cat([self._tensor, torch.zeros(capacity - len(self._tensor), dtype=torch.uint8)])
+            self._tensor = torch.cat(
+                [self._tensor, torch.zeros(capacity - len(self._tensor), dtype=torch.uint8)]
+            )
 
 
 def _plain_state(trainer: Any) -> dict[str, Any]:
-    state = {each.name: getattr(trainer.state, each.name) for each in dataclasses.fields(trainer.state) if each.name != "log_history"}
+    state = {
+        each.name: getattr(trainer.state, each.name)
+        for each in dataclasses.fields(trainer.state)
+        if each.name != "log_history"
+    }
     return {**state, "stateful_callbacks": _callback_states(trainer)}
 
 
 def _callback_states(trainer: Any) -> dict[str, Any]:
-    """The callbacks' states in the Trainer's own form: one state under the name of a class, or a list of several."""
+    """The callbacks' states in the Trainer's own form: one state under the name of a class, or a
+    list of several."""
     found: dict[str, list[Any]] = {}
     for callback in _exportable(trainer):
         found.setdefault(type(callback).__name__, []).append(callback.state())
@@ -142,14 +164,26 @@ def _callback_states(trainer: Any) -> dict[str, Any]:
 
 
 def _exportable(trainer: Any) -> list[Any]:
-    return [each for each in (*trainer.callback_handler.callbacks, trainer.control) if isinstance(each, ExportableState)]
+    return [
+        each
+        for each in (*trainer.callback_handler.callbacks, trainer.control)
+        if isinstance(each, ExportableState)
+    ]
 
 
 def _saved_callbacks(trainer: Any, state: Mapping[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
-    """The callbacks, with the attributes that each had reached; what they were made with stays as it is now."""
-    saved = {name: [*states] if isinstance(states, list) else [states] for name, states in state["stateful_callbacks"].items()}
+    """The callbacks, with the attributes that each had reached; what they were made with stays
+    as it is now."""
+    saved = {
+        name: [*states] if isinstance(states, list) else [states]
+        for name, states in state["stateful_callbacks"].items()
+    }
     callbacks = [each for each in _exportable(trainer) if not isinstance(each, TrainerControl)]
-    return [(each, waiting.pop(0)["attributes"]) for each in callbacks if (waiting := saved.get(type(each).__name__))]
+    return [
+        (each, waiting.pop(0)["attributes"])
+        for each in callbacks
+        if (waiting := saved.get(type(each).__name__))
+    ]
 
 
 def _meters(trainer: Any) -> str:
@@ -183,14 +217,22 @@ def _plain(value: Any) -> object:
 _logger = logging.getLogger(__name__)
 
 _HOOKED = (
-    *("train", "_load_from_checkpoint", "_init_training_state", "_load_rng_state", "get_batch_samples"),
+    *(
+        "train",
+        "_load_from_checkpoint",
+        "_init_training_state",
+        "_load_rng_state",
+        "get_batch_samples",
+    ),
     *("_maybe_log_save_evaluate", "_save_checkpoint"),
 )
 _FILE = "trainer_state.json"
 
 
 class Follower(Protocol):
-    """The callback, as its hooks see it. ``is_reseeded``: the random numbers of the state must not come back."""
+    """The callback, as its hooks see it.
+
+    ``is_reseeded``: the random numbers of the state must not come back."""
 
     branch: str
     replay: bool
@@ -206,19 +248,20 @@ class Follower(Protocol):
 
 
 class Hooks:
-    """Hooks over the methods of ``trainer``; each method still does its work, and nothing else while the Trainer does not have the
-    callback. Everything belongs to the training thread.
+    """Hooks over the methods of ``trainer``; each method still does its work, and nothing else
+    while the Trainer does not have the callback. Everything belongs to the training thread.
 
-    ``told`` is where the Trainer should begin, in the form of its own file; None if it begins from nothing. ``rng`` holds the random
-    numbers of the restored state until the loop has reached the place where it was captured. ``folder`` stands for that state.
+    ``told`` is where the Trainer should begin, in the form of its own file; None if it begins from
+    nothing. ``rng`` holds the random numbers of the restored state until the loop has reached the
+    place where it was captured. ``folder`` stands for that state.
     """
 
     def __init__(self, trainer: Any, callback: Follower) -> None:
         missing = [name for name in _HOOKED if not hasattr(trainer, name)]
         if missing:
             raise Unsupported(
-                f"the Trainer of transformers {transformers.__version__} has no {missing[0]}: datastates works with 5.4 and newer, and was"
-                " tested up to 5.23"
+                f"the Trainer of transformers {transformers.__version__} has no {missing[0]}:"
+                " datastates works with 5.4 and newer, and was tested up to 5.23"
             )
         self.trainer, self.callback = trainer, callback
         self.folder: str | None = None
@@ -238,15 +281,22 @@ class Hooks:
         is_followed = any(each is self.callback for each in self.trainer.callback_handler.callbacks)
         return hook(own, *args, **options) if is_followed else own(*args, **options)
 
-    # --- where it begins ---------------------------------------------------------------------------------------------------
+    # --- where it begins --------------------------------------------------------------------------
 
-    def train(self, own: Any, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
+    def train(
+        self, own: Any, resume_from_checkpoint: Any = None, *args: Any, **options: Any
+    ) -> Any:
         """Begin where the branch stands, or where ``resume_from_checkpoint`` says."""
-        folder = self.callback.set_out(resume_from_checkpoint, trial=args[0] if args else options.get("trial"))
+        folder = self.callback.set_out(
+            resume_from_checkpoint, trial=args[0] if args else options.get("trial")
+        )
         with self._ending():
             if self.told is None:
                 return own(folder, *args, **options)
-            with TemporaryDirectory(prefix="datastates-") as self.folder, _without_evaluation_at_start(self.trainer.args):
+            with (
+                TemporaryDirectory(prefix="datastates-") as self.folder,
+                _without_evaluation_at_start(self.trainer.args),
+            ):
                 (Path(self.folder) / _FILE).write_text(json.dumps(self.told))
                 return own(self.folder, *args, **options)
 
@@ -259,7 +309,9 @@ class Hooks:
             error = exc
             raise
         finally:
-            self.folder = self.told = self.rng = self._replay = self._replayed = self._stands_for = None
+            self.folder = self.told = self.rng = self._replay = self._replayed = (
+                self._stands_for
+            ) = None
             self.callback.end(error)
 
     def load_from_checkpoint(self, own: Any, folder: str, *args: Any, **options: Any) -> Any:
@@ -276,25 +328,37 @@ class Hooks:
                 epoch, batches = epochs, 0
             elif self.place["form"] == loop.form:
                 place = self.place["place"]
-                epoch, batches = self.place["epoch"], 0 if place is None or trainer.args.ignore_data_skip else place["batches"]
+                epoch, batches = (
+                    self.place["epoch"],
+                    (0 if place is None or trainer.args.ignore_data_skip else place["batches"]),
+                )
             else:
                 _logger.warning(
-                    "branch %s goes on with other batches than its state was captured with (per_device_train_batch_size,"
-                    " gradient_accumulation_steps, dataloader_drop_last or the number of processes changed): epoch and place in the data"
-                    " are what the Trainer makes of its count of steps",
+                    "branch %s goes on with other batches than its state was captured with"
+                    " (per_device_train_batch_size, gradient_accumulation_steps,"
+                    " dataloader_drop_last or the number of processes changed): epoch and place in"
+                    " the data are what the Trainer makes of its count of steps",
                     self.callback.branch,
-                )  # fmt: skip
+                )
         loop.epoch, self._begun_after = epoch - 1, batches
         return epoch, batches
 
     def _is_stopped_early(self) -> bool:
         """Whether the callback that ended the training would end it again."""
         saved = self.trainer.state.stateful_callbacks.get(EarlyStoppingCallback.__name__, {})
-        count = saved.get("attributes", {}).get("early_stopping_patience_counter", 0) if isinstance(saved, dict) else 0
-        stopping = (each for each in self.trainer.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback))
+        count = (
+            saved.get("attributes", {}).get("early_stopping_patience_counter", 0)
+            if isinstance(saved, dict)
+            else 0
+        )
+        stopping = (
+            each
+            for each in self.trainer.callback_handler.callbacks
+            if isinstance(each, EarlyStoppingCallback)
+        )
         return any(count >= each.early_stopping_patience for each in stopping)
 
-    # --- the data ----------------------------------------------------------------------------------------------------------
+    # --- the data ---------------------------------------------------------------------------------
 
     def begin_epoch(self, loader: Any) -> None:
         """Called when an epoch is about to begin."""
@@ -305,10 +369,14 @@ class Hooks:
         place, self.place = self.place, {}
         if self.callback.is_reseeded:
             for part in () if place.get("place") else parts_of(loader):
-                put_mark(part, {"initial_seed": self._seed})  # an epoch that had begun ends in its order
+                # an epoch that had begun ends in its order
+                put_mark(part, {"initial_seed": self._seed})
         else:
             loop.turn.recall(place.get("left", {}))
-        for part in (loader, getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)):
+        for part in (
+            loader,
+            getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None),
+        ):
             if part is not None and hasattr(part, "set_epoch"):
                 part.set_epoch(loop.epoch)  # as the Trainer is about to do: the order depends on it
         batches, self._begun_after = self._begun_after, 0
@@ -322,7 +390,8 @@ class Hooks:
         return int(args.seed if args.data_seed is None else args.data_seed)
 
     def end_epoch(self, control: Any) -> None:
-        """Called when an epoch is over: a state from here on goes on with the next one, unless the training was stopped within it."""
+        """Called when an epoch is over: a state from here on goes on with the next one, unless
+        the training was stopped within it."""
         loop = self.callback.loop
         self._is_after_epoch = True
         is_stopped = control.should_training_stop and not control.should_epoch_stop
@@ -347,21 +416,26 @@ class Hooks:
         if loop.turn is None:
             return own(batches, *args, **options)
         loop.before = (loop.turn.batches, RngState().state_dict())
-        if batches is self._stands_for and self._replayed is not None:  # the Trainer skipped by index, and drew other numbers
+        if batches is self._stands_for and self._replayed is not None:
+            # the Trainer skipped by index, and drew other numbers
             return own(self._replayed, *args, **options)
         found = own(batches, *args, **options)
         loop.turn.batches += len(found[0])
         return found
 
     def _read_again(self, loader: Any, stored: dict[str, Any]) -> Iterator[Any]:
-        """The rest of the epoch's batches, as they would have been: the earlier ones are read once more, with their random numbers.
+        """The rest of the epoch's batches, as they would have been: the earlier ones are read once
+        more, with their random numbers.
 
-        Accelerate's loaders read one batch ahead when they hand out the last one: after the random numbers of the steps before it.
+        Accelerate's loaders read one batch ahead when they hand out the last one: after the random
+        numbers of the steps before it.
         """
         turn, place, (count, rng) = self.callback.loop.turn, stored["place"], stored["before"]
         assert turn is not None, "within an epoch"
         # Those are of the state's last batch, not of this one.
-        begun = {key: value for key, value in place.items() if key not in ("before_ahead", "prints")}
+        begun = {
+            key: value for key, value in place.items() if key not in ("before_ahead", "prints")
+        }
         batches = turn.go_on({**begun, "batches": count}, None)
         RngState().load_state_dict(rng)
         for _ in range(place["batches"] - count):
@@ -370,7 +444,8 @@ class Hooks:
         return batches or iter(())
 
     def load_rng_state(self, own: Any, folder: str | None) -> None:
-        """Put back the random numbers of the state: at the beginning of an epoch, or once the batches before its place were skipped."""
+        """Put back the random numbers of the state: at the beginning of an epoch, or once the
+        batches before its place were skipped."""
         if folder is None or folder != self.folder:
             own(folder)
         else:
@@ -381,7 +456,7 @@ class Hooks:
             RngState().load_state_dict(self.rng)
             self.rng = None
 
-    # --- what is kept ------------------------------------------------------------------------------------------------------
+    # --- what is kept -----------------------------------------------------------------------------
 
     def maybe_log_save_evaluate(self, own: Any, *args: Any, **options: Any) -> None:
         """Capture the last step of an epoch after its last log, evaluation and save."""
@@ -402,7 +477,8 @@ def _is_whole(turn: Pass) -> bool:
 
 
 def trainer_around(callback: object) -> Any:
-    """The Trainer that calls this event of ``callback``, which gets everything but its Trainer; None if there is none."""
+    """The Trainer that calls this event of ``callback``, which gets everything but its Trainer;
+    None if there is none."""
     frame = sys._getframe(1)
     while frame is not None:
         found = frame.f_locals.get("self")
@@ -415,7 +491,8 @@ def trainer_around(callback: object) -> Any:
 
 @contextmanager
 def _without_evaluation_at_start(args: Any) -> Iterator[None]:
-    """Switch off the evaluation at the start: the training that never stopped evaluated at its own start, and not here."""
+    """Switch off the evaluation at the start: the training that never stopped evaluated at its
+    own start, and not here."""
     before, args.eval_on_start = args.eval_on_start, False
     try:
         yield

@@ -1,4 +1,5 @@
-"""A Trainer of transformers or TRL with a lineage: one callback captures its steps, and begins again where the branch stands.
+"""A Trainer of transformers or TRL with a lineage: one callback captures its steps, and begins
+again where the branch stands.
 
     trainer = Trainer(model, args, train_dataset=data, callbacks=[DatastatesCallback("runs")])
     trainer.train()
@@ -39,14 +40,23 @@ _WATCHED = (
 
 def configuration_of(args: Any, more: object) -> dict[str, object]:
     """The arguments of a training by their own names, and what the user adds."""
-    found = {name: _recordable(name, value) for name, value in args.to_dict().items() if value is not None}
+    found = {
+        name: _recordable(name, value)
+        for name, value in args.to_dict().items()
+        if value is not None
+    }
     return {**found, **configuration(more)}
 
 
 def changes(args: Any, before: Mapping[str, Any]) -> dict[str, tuple[object, object]]:
-    """The arguments that differ from those with which the state was captured: both values, by name."""
+    """The arguments that differ from those with which the state was captured: both values, by
+    name."""
     now = configuration(configuration_of(args, None))
-    return {name: (before[name], now[name]) for name in _WATCHED if name in before and name in now and before[name] != now[name]}
+    return {
+        name: (before[name], now[name])
+        for name in _WATCHED
+        if name in before and name in now and before[name] != now[name]
+    }
 
 
 def _recordable(name: str, value: object) -> object:
@@ -65,37 +75,55 @@ try:
     from accelerate.utils import DistributedType
     from transformers import Trainer, TrainerCallback, set_seed
 except ImportError as exc:
-    raise ImportError("datastates.integrations.transformers needs transformers: pip install 'datastates[transformers]'") from exc
+    raise ImportError(
+        "datastates.integrations.transformers needs transformers: pip install"
+        " 'datastates[transformers]'"
+    ) from exc
 
 _logger = logging.getLogger(__name__)
 
 _ALIKE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-"""Types in which each process has the whole model: it trains alone, or under DistributedDataParallel."""
+"""Types in which each process has the whole model: it trains alone, or under
+DistributedDataParallel."""
 
-_OPTIONS = frozenset(signature(Repository.track).parameters) - {"self", "more", "branch", "start", "objects", "config"}
+_OPTIONS = frozenset(signature(Repository.track).parameters) - {
+    "self",
+    "more",
+    "branch",
+    "start",
+    "objects",
+    "config",
+}
 
 
-class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told to skip transformers
-    """Captures each step of the Trainer that it is given to; ``train()`` then begins where ``branch`` stands.
+# mypy is told to skip transformers
+class DatastatesCallback(TrainerCallback):  # type: ignore[misc]
+    """Captures each step of the Trainer that it is given to; ``train()`` then begins where
+    ``branch`` stands.
 
-    Everything on which the next step depends is captured: model, optimizer, schedule, scaler, random numbers, the order of the data and the
-    place in it, the Trainer's own state with its log and best metric, and the state of callbacks such as early stopping. A state is
-    complete: it includes the evaluation and the log of its step. ``trainer.train(resume_from_checkpoint="main~3")`` accepts a revision too.
+    Everything on which the next step depends is captured: model, optimizer, schedule, scaler,
+    random numbers, the order of the data and the place in it, the Trainer's own state with its log
+    and best metric, and the state of callbacks such as early stopping. A state is complete: it
+    includes the evaluation and the log of its step.
+    ``trainer.train(resume_from_checkpoint="main~3")`` accepts a revision too.
 
-    ``TrainingArguments`` that differ from those with which the state was trained win over it: the learning rate and its schedule, weight
-    decay, betas, and the seed.
+    ``TrainingArguments`` that differ from those with which the state was trained win over it: the
+    learning rate and its schedule, weight decay, betas, and the seed.
 
     :param repo: the repository, or where it is; it is then opened.
     :param branch: the branch that captures move; one that exists is resumed.
     :param start: the state from which a new branch forks.
     :param every: every n-th step is captured, as are the last step and each step that is evaluated.
-    :param replay: whether a training that goes on within an epoch reads once more the batches that it had used, so that code that draws
-        random numbers while data is read draws the same ones. False skips by index: quick, and as exact if nothing draws.
-    :param folders: whether the Trainer also writes its own checkpoint folders, as ``save_strategy`` says.
+    :param replay: whether a training that goes on within an epoch reads once more the batches that
+        it had used, so that code that draws random numbers while data is read draws the same ones.
+        False skips by index: quick, and as exact if nothing draws.
+    :param folders: whether the Trainer also writes its own checkpoint folders, as ``save_strategy``
+        says.
     :param objects: further objects to track, by name, such as an average of the weights.
     :param config: the configuration to record besides the ``TrainingArguments``.
-    :param options: options of ``Repository.track``, such as ``cadence``, ``retention`` and ``resume``. ``only`` says what a fork takes of
-        ``start``; with ``"model"`` the training begins with its first step.
+    :param options: options of ``Repository.track``, such as ``cadence``, ``retention`` and
+        ``resume``. ``only`` says what a fork takes of ``start``; with ``"model"`` the training
+        begins with its first step.
     """
 
     def __init__(
@@ -112,14 +140,21 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
         **options: Any,
     ) -> None:
         if unknown := sorted(options.keys() - _OPTIONS):
-            raise TypeError(f"{', '.join(unknown)}: no option of DatastatesCallback or of track; objects= takes what is tracked besides")
+            raise TypeError(
+                f"{', '.join(unknown)}: no option of DatastatesCallback or of track; objects= takes"
+                " what is tracked besides"
+            )
         self.branch = values.text(branch, "branch")
         self.start = None if start is None else values.revision(start, "start")
         self._resume = values.flag(options.pop("resume", True), "resume")
         self._only = values.optional(values.patterns)(options.pop("only", None), "only")
         self.every = values.positive(every, "every")
         self.replay, self.folders = values.flag(replay, "replay"), values.flag(folders, "folders")
-        self._objects, self._config, self._options = values.named(objects or {}, "objects"), config, options
+        self._objects, self._config, self._options = (
+            values.named(objects or {}, "objects"),
+            config,
+            options,
+        )
         self.repo = repo if isinstance(repo, Repository) else datastates.open(repo)
         self._run: Tracker | None = None
         self._hooks: Hooks | None = None
@@ -138,8 +173,13 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
 
     @property
     def best(self) -> State | None:
-        """The state that ``load_best_model_at_end`` loads; None if the Trainer has none, or does not look for one."""
-        return None if self._loop is None or self._loop.best is None else self.repo.state(self._loop.best)
+        """The state that ``load_best_model_at_end`` loads; None if the Trainer has none, or does
+        not look for one."""
+        return (
+            None
+            if self._loop is None or self._loop.best is None
+            else self.repo.state(self._loop.best)
+        )
 
     @property
     def loop(self) -> TrainerLoop:
@@ -148,34 +188,49 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
         return self._loop
 
     def attach(self, trainer: Any) -> None:
-        """Attach the callback to ``trainer``. Needed only if it was added later than by ``Trainer(callbacks=[…])``, and then before
-        ``train()``.
+        """Attach the callback to ``trainer``. Needed only if it was added later than by
+        ``Trainer(callbacks=[…])``, and then before ``train()``.
 
         :raises Conflict: it belongs to another Trainer.
         :raises InvalidInput: ``trainer`` is not a Trainer, or already has a callback of this kind.
         :raises Unsupported: this version of transformers is not known.
         """
         if not isinstance(trainer, Trainer):
-            raise InvalidInput(f"trainer is {values.shown(trainer)}: give a Trainer of transformers")
-        if any(isinstance(each, DatastatesCallback) and each is not self for each in trainer.callback_handler.callbacks):
-            raise InvalidInput("the Trainer has two DatastatesCallbacks: each moves one branch, give it one")
+            raise InvalidInput(
+                f"trainer is {values.shown(trainer)}: give a Trainer of transformers"
+            )
+        if any(
+            isinstance(each, DatastatesCallback) and each is not self
+            for each in trainer.callback_handler.callbacks
+        ):
+            raise InvalidInput(
+                "the Trainer has two DatastatesCallbacks: each moves one branch, give it one"
+            )
         if self._hooks is not None and self._hooks.trainer is not trainer:
-            raise Conflict("this DatastatesCallback belongs to another Trainer: make one for each, with a branch of its own")
+            raise Conflict(
+                "this DatastatesCallback belongs to another Trainer: make one for each, with a"
+                " branch of its own"
+            )
         if self._hooks is None:
             self._hooks, self._loop = Hooks(trainer, self), TrainerLoop(trainer)
             if all(each is not self for each in trainer.callback_handler.callbacks):
                 trainer.add_callback(self)
 
-    # --- where it begins ---------------------------------------------------------------------------------------------------
+    # --- where it begins --------------------------------------------------------------------------
 
     def set_out(self, asked: Any, *, trial: object) -> Any:
-        """Find where ``train(resume_from_checkpoint=asked)`` begins; returns what the Trainer itself should be asked for."""
+        """Find where ``train(resume_from_checkpoint=asked)`` begins; returns what the Trainer
+        itself should be asked for."""
         assert self._hooks is not None
         _refuse(self._hooks.trainer, trial)
         self._is_beginning, self.is_reseeded, self._back = True, False, None
         self._captured = self._begun
-        is_folder = isinstance(asked, str | os.PathLike) and (Path(asked) / "trainer_state.json").is_file()
-        rev = None if is_folder or asked is None or isinstance(asked, bool) else self._revision(asked)
+        is_folder = (
+            isinstance(asked, str | os.PathLike) and (Path(asked) / "trainer_state.json").is_file()
+        )
+        rev = (
+            None if is_folder or asked is None or isinstance(asked, bool) else self._revision(asked)
+        )
         start = self.start
         if rev is not None:
             if any(ref.name == self.branch for ref in self.repo.refs()):
@@ -193,7 +248,10 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
         self._begin, self._start = origin.state, start
         if is_folder:
             if self._begin is not None:
-                raise Conflict(f"branch {self.branch!r} has states, and {asked} is a folder: choose another branch for what comes from it")
+                raise Conflict(
+                    f"branch {self.branch!r} has states, and {asked} is a folder: choose another"
+                    " branch for what comes from it"
+                )
             return asked
         begin = self._back or self._begin
         is_whole = origin.is_beyond or self._only is None
@@ -207,10 +265,14 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
         try:
             return self.repo.state(asked)
         except (NotFound, InvalidInput) as exc:
-            raise type(exc)(f"resume_from_checkpoint is {str(asked)!r}, which is no folder of a checkpoint and no state: {exc}") from exc
+            raise type(exc)(
+                f"resume_from_checkpoint is {str(asked)!r}, which is no folder of a checkpoint and"
+                f" no state: {exc}"
+            ) from exc
 
     def _stored_loop(self, state: State) -> Any:
-        """The Trainer's loop in the state; None if the state is not of a Trainer: then its model is taken."""
+        """The Trainer's loop in the state; None if the state is not of a Trainer: then its model
+        is taken."""
         args = self.loop.trainer.args
         rank = args.process_index if state.world_size == args.world_size else 0
         try:
@@ -218,7 +280,7 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
         except InvalidInput:  # the state has no such part
             return None
 
-    # --- events ------------------------------------------------------------------------------------------------------------
+    # --- events -----------------------------------------------------------------------------------
 
     def on_init_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Called when the Trainer is made."""
@@ -227,15 +289,16 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
             self.attach(trainer)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Called when everything is made and prepared: track it, and restore it to where the branch stands."""
+        """Called when everything is made and prepared: track it, and restore it to where the
+        branch stands."""
         if not self._is_beginning:
             self._begin_late()
         assert self._hooks is not None
         trainer, optimizer, scheduler = self._hooks.trainer, more["optimizer"], more["lr_scheduler"]
         if self._run is not None and self._captured > self._begun:
             raise InvalidInput(
-                f"memory ran out after step {self._captured}, and auto_find_batch_size would begin anew with smaller batches: set"
-                " per_device_train_batch_size, and start again"
+                f"memory ran out after step {self._captured}, and auto_find_batch_size would begin"
+                " anew with smaller batches: set per_device_train_batch_size, and start again"
             )
         self._end_run(None)
         is_whole = self._hooks.told is not None
@@ -246,17 +309,25 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
             start=self._start,
             resume=self._resume,
             only=self._only if is_whole or self._begin is None else (self._only or "model"),
-            objects={**self._objects, **_parts(trainer, model, optimizer, scheduler), LOOP: self.loop},
+            objects={
+                **self._objects,
+                **_parts(trainer, model, optimizer, scheduler),
+                LOOP: self.loop,
+            },
             config=configuration_of(args, self._config),
             **{
-                "frozen": all(map(is_storable, model.parameters())),  # not if bitsandbytes quantized them
+                "frozen": all(
+                    map(is_storable, model.parameters())
+                ),  # not if bitsandbytes quantized them
                 "hyperparameters": "script",
                 **({"rng": "script"} if is_reseeded else {}),
                 **self._of_ranks(args.world_size),
             },
         )
         if (run.resumed_from and run.resumed_from.uid) != (self._begin and self._begin.uid):
-            raise Conflict(f"branch {self.branch!r} was moved while this training began: start it again")
+            raise Conflict(
+                f"branch {self.branch!r} was moved while this training began: start it again"
+            )
         if self._back is not None and self._back.uid != (run.head and run.head.uid):
             run.restore(self._back)
         self._newest, self._captured, self._begun = None, state.global_step, state.global_step
@@ -264,15 +335,29 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
         if is_whole:
             self._go_on(args, self._back or run.resumed_from)
         if run.group.rank == 0:
-            _warn(self.branch, [*_inexact(args, more["train_dataloader"], self.replay), *_inexact_in_trl(trainer, self._objects)])
+            _warn(
+                self.branch,
+                [
+                    *_inexact(args, more["train_dataloader"], self.replay),
+                    *_inexact_in_trl(trainer, self._objects),
+                ],
+            )
 
     def _of_ranks(self, size: int) -> dict[str, Any]:
-        """The options of ``track``. With several processes each has its own loop: the loss since the last log, the place in its share."""
+        """The options of ``track``.
+
+        With several processes each has its own loop: the loss since the last log, the place in
+        its share."""
         own = self._options.get("own", ())
-        return self._options if size == 1 else {**self._options, "own": [LOOP, *([own] if isinstance(own, str) else own)]}
+        return (
+            self._options
+            if size == 1
+            else {**self._options, "own": [LOOP, *([own] if isinstance(own, str) else own)]}
+        )
 
     def _begin_late(self) -> None:
-        """The callback was added after the Trainer was made: that is too late, unless there is nothing to go on from."""
+        """The callback was added after the Trainer was made: that is too late, unless there is
+        nothing to go on from."""
         trainer = trainer_around(self)
         origin = origin_of(
             self.repo.core,
@@ -284,8 +369,9 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
         )
         if trainer is None or origin.state is not None:
             raise InvalidInput(
-                f"this training would begin anew, and branch {self.branch!r} is to go on from a state: give the callback to the Trainer as"
-                " callbacks=[…], or call callback.attach(trainer) before trainer.train()"
+                f"this training would begin anew, and branch {self.branch!r} is to go on from a"
+                " state: give the callback to the Trainer as callbacks=[…], or call"
+                " callback.attach(trainer) before trainer.train()"
             )
         _refuse(trainer, None)
         self.attach(trainer)
@@ -302,7 +388,9 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
             set_seed(args.seed)
             self._hooks.rng = RngState().state_dict()
         if changed and self._run is not None and self._run.group.rank == 0:
-            said = ", ".join(f"{name} {before!r} -> {now!r}" for name, (before, now) in changed.items())
+            said = ", ".join(
+                f"{name} {before!r} -> {now!r}" for name, (before, now) in changed.items()
+            )
             say(f"branch {self.branch}: {said}, as TrainingArguments say now")
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -315,12 +403,26 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
         if self._hooks is not None:
             self._hooks.end_epoch(control)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **more: Any) -> None:
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
         """Take numbers of the log as metrics of the state of this step."""
         if self._is_beginning:
             self._metrics.update(_numbers(logs or {}))
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any] | None = None, **more: Any) -> None:
+    def on_evaluate(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        metrics: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
         """Take numbers of the evaluation likewise; the step is captured."""
         if self._is_beginning:
             self._metrics.update(_numbers(metrics or {}))
@@ -334,18 +436,27 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
         best, is_loaded = self.best, _has_folder(state)
         if best is None or best.step != state.best_global_step:
             if not is_loaded:
-                _logger.warning("the best model, of step %s, is not loaded: it has no state", state.best_global_step)
+                _logger.warning(
+                    "the best model, of step %s, is not loaded: it has no state",
+                    state.best_global_step,
+                )
             return
         try:
-            self.repo.restore(best, into={"model": more["model"]}, only="model", group=self._run.group)
+            self.repo.restore(
+                best, into={"model": more["model"]}, only="model", group=self._run.group
+            )
         except Unavailable as exc:
             if not is_loaded:
-                _logger.warning("the best model, of step %s, is not loaded: %s", state.best_global_step, exc)
+                _logger.warning(
+                    "the best model, of step %s, is not loaded: %s", state.best_global_step, exc
+                )
 
-    # --- captures ----------------------------------------------------------------------------------------------------------
+    # --- captures ---------------------------------------------------------------------------------
 
     def capture_if_due(self, *, is_end: bool = False) -> None:
-        """Capture the newest step if it is complete, was not captured, and is due. Name its state if it is the best so far."""
+        """Capture the newest step if it is complete, was not captured, and is due.
+
+        Name its state if it is the best so far."""
         assert self._hooks is not None
         run, trainer = self._run, self._hooks.trainer
         state, step = trainer.state, trainer.state.global_step
@@ -353,8 +464,17 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
             return
         if step > self._captured and (is_end or self._is_evaluated or step % self.every == 0):
             self._newest, self._captured = run.capture(step=step, metrics=self._metrics), step
-        newest, is_best = self._newest, trainer.args.load_best_model_at_end and state.best_global_step == step
-        if is_best and newest is not None and newest.step == step and newest.uid != self.loop.best and not newest.is_skipped:
+        newest, is_best = (
+            self._newest,
+            trainer.args.load_best_model_at_end and state.best_global_step == step,
+        )
+        if (
+            is_best
+            and newest is not None
+            and newest.step == step
+            and newest.uid != self.loop.best
+            and not newest.is_skipped
+        ):
             self._keep_best(newest.wait())
 
     def begin_step(self) -> None:
@@ -362,8 +482,8 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]  # mypy is told
         self._metrics, self._is_evaluated = {}, False
 
     def _find_best(self, begun: State) -> None:
-        """Find the best state among ``begun`` and those before it. ``begun`` itself cannot tell: if it is the best, that was known only
-        once it was captured.
+        """Find the best state among ``begun`` and those before it. ``begun`` itself cannot tell: if
+        it is the best, that was known only once it was captured.
         """
         step = self.loop.trainer.state.best_global_step
         if step is None:
@@ -403,31 +523,52 @@ def _parts(trainer: Any, model: Any, optimizer: Any, scheduler: Any) -> dict[str
 
 def _refuse(trainer: Any, trial: object) -> None:
     """Refuse what one state cannot hold, or one branch cannot follow."""
-    kinds = [kind for kind in ("deepspeed", "fsdp") if getattr(trainer, f"is_{kind}_enabled", False)]
+    kinds = [
+        kind for kind in ("deepspeed", "fsdp") if getattr(trainer, f"is_{kind}_enabled", False)
+    ]
     if trainer.accelerator.distributed_type not in _ALIKE:
         kinds.append(trainer.accelerator.distributed_type.value)
     if kinds:
         raise Unsupported(
-            f"this Trainer trains with {kinds[0]}, which divides the model among processes: train in one process, or in several that"
-            " torchrun starts, where each has the whole model"
+            f"this Trainer trains with {kinds[0]}, which divides the model among processes: train"
+            " in one process, or in several that torchrun starts, where each has the whole model"
         )
     if trial is not None:
-        raise Unsupported("hyperparameter_search trains many variants with one Trainer: give each a Trainer, and a branch, of its own")
+        raise Unsupported(
+            "hyperparameter_search trains many variants with one Trainer: give each a Trainer, and"
+            " a branch, of its own"
+        )
 
 
 def _has_folder(state: Any) -> bool:
     """Whether the Trainer has loaded the best model from a folder of its own."""
     folder = state.best_model_checkpoint
-    return folder is not None and Path(folder).is_dir() and Path(folder).name.endswith(f"-{state.best_global_step}")
+    return (
+        folder is not None
+        and Path(folder).is_dir()
+        and Path(folder).name.endswith(f"-{state.best_global_step}")
+    )
 
 
 def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
-    plain = {name: value for name, value in found.items() if isinstance(value, int | float) or hasattr(value, "item")}
-    return {name: float(value) for name, value in plain.items() if not isinstance(value, bool) and _is_one(value)}
+    plain = {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, int | float) or hasattr(value, "item")
+    }
+    return {
+        name: float(value)
+        for name, value in plain.items()
+        if not isinstance(value, bool) and _is_one(value)
+    }
 
 
 def _is_one(value: Any) -> bool:
-    return isinstance(value, int | float) or getattr(value, "size", None) == 1 or math.prod(getattr(value, "shape", (0,))) == 1
+    return (
+        isinstance(value, int | float)
+        or getattr(value, "size", None) == 1
+        or math.prod(getattr(value, "shape", (0,))) == 1
+    )
 
 
 def _inexact(args: Any, loader: Any, replay: bool) -> Iterable[str]:
@@ -435,18 +576,25 @@ def _inexact(args: Any, loader: Any, replay: bool) -> Iterable[str]:
     if args.ignore_data_skip:
         yield "ignore_data_skip begins a resumed epoch with its first batch again: leave it False"
     if args.dataloader_num_workers and args.dataloader_persistent_workers:
-        yield "persistent workers remember the random numbers of earlier epochs: dataloader_persistent_workers=False, if data draws any"
+        yield (
+            "persistent workers remember the random numbers of earlier epochs:"
+            " dataloader_persistent_workers=False, if data draws any"
+        )
     if args.dataloader_num_workers and not getattr(args, "dataloader_in_order", True):
         yield "dataloader_in_order=False hands batches out as they come: leave it True"
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
         yield (
-            "the data is streamed: a resumed epoch reads it from its beginning and drops what was used, so it has to give the same items in"
-            " the same order again; a dataset with a length and __getitem__ knows its place"
+            "the data is streamed: a resumed epoch reads it from its beginning and drops what was"
+            " used, so it has to give the same items in the same order again; a dataset with a"
+            " length and __getitem__ knows its place"
         )
     if not replay and args.dataloader_num_workers:
         yield "replay=False gives workers other random numbers: leave it True, if data draws any"
     if args.auto_find_batch_size:
-        yield "auto_find_batch_size changes the batches when memory runs out: set per_device_train_batch_size to what it found"
+        yield (
+            "auto_find_batch_size changes the batches when memory runs out: set"
+            " per_device_train_batch_size to what it found"
+        )
 
 
 def _inexact_in_trl(trainer: Any, tracked: Mapping[str, object]) -> Iterable[str]:
@@ -455,14 +603,23 @@ def _inexact_in_trl(trainer: Any, tracked: Mapping[str, object]) -> Iterable[str
     uses = getattr(args, "num_iterations", 1) * (getattr(args, "steps_per_generation", None) or 1)
     if args.gradient_accumulation_steps % uses:
         yield (
-            f"each generation is used for {uses} batches, over several steps, and is in no state: num_iterations * steps_per_generation has"
-            " to divide gradient_accumulation_steps"
+            f"each generation is used for {uses} batches, over several steps, and is in no state:"
+            " num_iterations * steps_per_generation has to divide gradient_accumulation_steps"
         )
     reference = getattr(trainer, "ref_model", None)
-    if getattr(args, "sync_ref_model", False) and all(each is not reference for each in tracked.values()):
-        yield 'sync_ref_model moves the reference model, which is in no state: objects={"reference": trainer.ref_model}'
+    if getattr(args, "sync_ref_model", False) and all(
+        each is not reference for each in tracked.values()
+    ):
+        yield (
+            'sync_ref_model moves the reference model, which is in no state: objects={"reference":'
+            " trainer.ref_model}"
+        )
 
 
 def _warn(branch: str, said: Iterable[str]) -> None:
     if texts := list(said):
-        _logger.warning("branch %s: a training that is resumed may differ from one that never stopped: %s", branch, "; ".join(texts))
+        _logger.warning(
+            "branch %s: a training that is resumed may differ from one that never stopped: %s",
+            branch,
+            "; ".join(texts),
+        )

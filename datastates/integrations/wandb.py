@@ -24,7 +24,9 @@ from .beside import Beside, Ours
 try:
     import wandb
 except ImportError as exc:
-    raise ImportError("datastates.integrations.wandb needs W&B: pip install 'datastates[wandb]'") from exc
+    raise ImportError(
+        "datastates.integrations.wandb needs W&B: pip install 'datastates[wandb]'"
+    ) from exc
 
 __all__ = ["WandbLog"]
 
@@ -33,16 +35,19 @@ _GIVEN = ("id", "resume", "reinit")
 
 
 class WandbLog(Beside):
-    """A run of W&B beside one training; ``id`` is its id, ``run`` is W&B's own object, for your own pictures and tables.
+    """A run of W&B beside one training; ``id`` is its id, ``run`` is W&B's own object, for your own
+    pictures and tables.
 
-    A resumed training continues in the run that it had. A fork has a run of its own, which names the run of the branch that it left. The
-    run's config has ours and, under ``datastates``, our repository, branch and training; its summary has the newest state. Metrics are
-    drawn over ``step``, the step of the state, because W&B's own count only grows and a resumed training repeats some steps. The run ends
-    with the training.
+    A resumed training continues in the run that it had. A fork has a run of its own, which names
+    the run of the branch that it left. The run's config has ours and, under ``datastates``, our
+    repository, branch and training; its summary has the newest state. Metrics are drawn over
+    ``step``, the step of the state, because W&B's own count only grows and a resumed training
+    repeats some steps. The run ends with the training.
 
     :param tracker: the training.
     :param into: a run of yours to log to, such as ``wandb.run``; you finish it.
-    :param init: what ``wandb.init`` takes besides: ``project``, ``entity``, ``group``, ``tags``, ``mode`` …
+    :param init: what ``wandb.init`` takes besides: ``project``, ``entity``, ``group``, ``tags``,
+        ``mode`` …
     """
 
     kind = "wandb"
@@ -50,11 +55,16 @@ class WandbLog(Beside):
 
     def __init__(self, tracker: Tracker, *, into: Any = None, **init: Any) -> None:
         if taken := [name for name in _GIVEN if name in init]:
-            raise TypeError(f"{', '.join(taken)}: the lineage says which run of W&B goes on; give into= to log to one of yours")
+            raise TypeError(
+                f"{', '.join(taken)}: the lineage says which run of W&B goes on; give into= to log"
+                " to one of yours"
+            )
         self._init = init
         if into is not None:
             if not isinstance(into, wandb.Run):
-                raise InvalidInput(f"into is {values.shown(into)}: give a run of W&B, such as wandb.run")
+                raise InvalidInput(
+                    f"into is {values.shown(into)}: give a run of W&B, such as wandb.run"
+                )
             self.run = into
         super().__init__(tracker, None if into is None else str(into.id))
 
@@ -73,7 +83,10 @@ class WandbLog(Beside):
 
     def _tell(self, ours: Ours, parent: str | None) -> None:
         told = {key.removeprefix("datastates."): value for key, value in ours.named().items()}
-        config: Mapping[str, Any] = {**ours.config, "datastates": told if parent is None else {**told, "parent": parent}}
+        config: Mapping[str, Any] = {
+            **ours.config,
+            "datastates": told if parent is None else {**told, "parent": parent},
+        }
         self.run.config.update(config, allow_val_change=True)
         self.run.define_metric(_STEP)
         self.run.define_metric("*", step_metric=_STEP)

@@ -1,4 +1,5 @@
-"""The chronicle of a lineage: a file in the folder of packs that records, besides the manifests, what happens in the lineage.
+"""The chronicle of a lineage: a file in the folder of packs that records, besides the manifests,
+what happens in the lineage.
 
     <packs>/chronicles/<uid of the lineage>    frames, one for each entry (``lineage/chronicle``)
     a frame    8 bytes   magic ``DSCHRON\0``
@@ -6,11 +7,13 @@
                8 bytes   length of the body, little-endian
                16 bytes  xxh3_128 of the body
                …         body: MessagePack, deflated
-               8 bytes   length of the whole frame, little-endian, so that the last one is found from the end
+               8 bytes   length of the whole frame, little-endian, so that the last one is found
+               from the end
 
-The file only grows. The database stays the truth: a writer asks it what came after the last frame, so a process that was killed, or that
-wrote nothing, loses nothing. Each frame is fsynced. Processes take turns by a lock on the file. The next writer cuts off what a crash left
-half written. A damaged frame is skipped, and ``tell_anew`` replaces the file.
+The file only grows. The database stays the truth: a writer asks it what came after the last frame,
+so a process that was killed, or that wrote nothing, loses nothing. Each frame is fsynced. Processes
+take turns by a lock on the file. The next writer cuts off what a crash left half written. A damaged
+frame is skipped, and ``tell_anew`` replaces the file.
 """
 
 from __future__ import annotations
@@ -35,13 +38,22 @@ from datastates.lineage.chronicle import VERSION, Entry, Mark
 from datastates.lineage.database import Database
 from datastates.lineage.query.news import is_behind, news, settled
 from datastates.lineage.write.clones import repository_uid
-from datastates.system.files import close_lockable, make_folder_like, may_read, open_lockable, open_regular, share, write_at
+from datastates.system.files import (
+    close_lockable,
+    make_folder_like,
+    may_read,
+    open_lockable,
+    open_regular,
+    share,
+    write_at,
+)
 from datastates.system.threads import Latch
 
 _logger = logging.getLogger(__name__)
 
 CHRONICLES = "chronicles"
-"""The folder of the chronicles, inside the folder of packs; it has one file for each lineage that uses those packs."""
+"""The folder of the chronicles, inside the folder of packs; it has one file for each lineage
+that uses those packs."""
 
 _MAGIC = b"DSCHRON\0"
 _HEAD = struct.Struct("<8sIQ16s")
@@ -59,8 +71,10 @@ _decoder = msgspec.msgpack.Decoder(Entry)
 
 @dataclass(frozen=True, slots=True)
 class Chronicle:
-    """All that can be read of a chronicle; ``damaged_bytes`` of it cannot. The last ``unfinished_bytes`` of these are no damage: a writer
-    was killed before the end of its frame, or is still writing it. ``end`` is where the last readable frame ends."""
+    """All that can be read of a chronicle; ``damaged_bytes`` of it cannot. The last
+    ``unfinished_bytes`` of these are no damage: a writer was killed before the end of its frame, or
+    is still writing it. ``end`` is where the last readable frame ends.
+    """
 
     lineage: str
     entries: tuple[Entry, ...]
@@ -77,7 +91,9 @@ class Chronicle:
 def lineages(packs: Path) -> list[str]:
     """The uids of the lineages that have a chronicle in a folder of packs."""
     folder = packs / CHRONICLES
-    return sorted(name for name in (os.listdir(folder) if folder.is_dir() else ()) if _UID.fullmatch(name))
+    return sorted(
+        name for name in (os.listdir(folder) if folder.is_dir() else ()) if _UID.fullmatch(name)
+    )
 
 
 def chronicles(packs: Path) -> list[Chronicle]:
@@ -89,9 +105,11 @@ def chronicles(packs: Path) -> list[Chronicle]:
 
 
 def catch_up(database: Database, packs: Path, *, pages: int = _ALL) -> bool:
-    """Write what is new in the lineage to the chronicle, in at most ``pages`` frames; returns whether that was all.
+    """Write what is new in the lineage to the chronicle, in at most ``pages`` frames; returns
+    whether that was all.
 
-    :raises Unavailable: a transaction goes on that may have ids below the newest (``search/settled``): all that is new waits for it.
+    :raises Unavailable: a transaction goes on that may have ids below the newest
+        (``search/settled``): all that is new waits for it.
     :raises OSError: the file cannot be written.
     :raises Conflict: the lineage is older than its chronicle, because it was restored from a copy.
     """
@@ -110,18 +128,22 @@ def catch_up(database: Database, packs: Path, *, pages: int = _ALL) -> bool:
 
 
 def tell_anew(database: Database, packs: Path) -> None:
-    """Write the whole lineage to a new chronicle, which replaces the old one once it is complete. For a chronicle that is damaged, or that
-    refers to the rows of another database by their ids.
+    """Write the whole lineage to a new chronicle, which replaces the old one once it is complete.
+    For a chronicle that is damaged, or that refers to the rows of another database by their ids.
 
     :raises OSError: the file cannot be written.
     """
-    from datastates.storage.durable_files import temporary  # it imports torch, which callers that only read do without
+    # it imports torch, which callers that only read do without
+    from datastates.storage.durable_files import (
+        temporary,
+    )
 
     folder, uid = _place(database, packs)
     with temporary(folder / uid) as file:
         os.ftruncate(file.fd, 0)  # a dead writer left it
         may_read(folder, file.fd)
-        with suppress(FileNotFoundError, PermissionError):  # the owner of the old file keeps the new one
+        with suppress(FileNotFoundError, PermissionError):
+            # the owner of the old file keeps the new one
             there = (folder / uid).stat()
             os.fchown(file.fd, there.st_uid, there.st_gid)
         _append(file.fd, database, _ALL)
@@ -129,7 +151,8 @@ def tell_anew(database: Database, packs: Path) -> None:
 
 
 def _place(database: Database, packs: Path) -> tuple[Path, str]:
-    """The folder of the chronicles, which is made if it is missing, and the name of this lineage's file in it."""
+    """The folder of the chronicles, which is made if it is missing, and the name of this
+    lineage's file in it."""
     with database.read() as session:
         uid = repository_uid(session)
     folder = packs / CHRONICLES
@@ -151,14 +174,15 @@ def _append(fd: int, database: Database, pages: int) -> bool:
 
 
 def _untold(database: Database, mark: Mark) -> tuple[Mark, bytes] | None:
-    """What came after ``mark``, encoded, and the mark after that; None if nothing did. It is a page, or less if that is too large."""
+    """What came after ``mark``, encoded, and the mark after that; None if nothing did. It is a
+    page, or less if that is too large."""
     until, most = settled(database, timeout_s=_PATIENCE_S), _PAGE
     while True:
         with database.read() as session:
             if is_behind(session, mark):
                 raise Conflict(
-                    "the lineage is older than what its folder of packs was told of it: it was brought back from a copy; "
-                    "`datastates reindex --replace` adds what it lacks"
+                    "the lineage is older than what its folder of packs was told of it: it was"
+                    " brought back from a copy; `datastates reindex --replace` adds what it lacks"
                 )
             entry = news(session, mark, most=most, until=until)
         if entry is None:
@@ -176,7 +200,9 @@ def _frame(encoded: bytes) -> bytes:
 
 
 def _end(fd: int) -> tuple[int, Mark]:
-    """Where the next frame begins, and the mark of the last one. Bytes after that one are of an unfinished frame, and are cut off."""
+    """Where the next frame begins, and the mark of the last one.
+
+    Bytes after that one are of an unfinished frame, and are cut off."""
     size = os.fstat(fd).st_size
     last = _last(fd, size)
     if last is not None:
@@ -197,7 +223,9 @@ def _last(fd: int, size: int) -> Entry | None:
 
 
 def _frames(fd: int, size: int, at: int = 0) -> Iterator[tuple[int, int, Entry]]:
-    """Every frame from ``at`` on that is whole: its offset, its length and its entry. Bytes between whole frames are skipped."""
+    """Every frame from ``at`` on that is whole: its offset, its length and its entry.
+
+    Bytes between whole frames are skipped."""
     while 0 <= at < size:
         found = _at(fd, at, size)
         if found is None:
@@ -237,7 +265,8 @@ def _at(fd: int, at: int, size: int) -> tuple[int, Entry] | None:
         return None
     if version != VERSION:
         raise Unavailable(
-            f"the chronicle of this folder has version {version}, this datastates reads version {VERSION}: upgrade datastates"
+            f"the chronicle of this folder has version {version}, this datastates reads version"
+            f" {VERSION}: upgrade datastates"
         )
     try:
         return whole, _decoder.decode(_inflated(body))
@@ -253,10 +282,14 @@ def _inflated(body: bytes) -> bytes:
     return found
 
 
-def read_chronicle(packs: Path, lineage: str, start: int = 0, *, take: Callable[[Entry], None] | None = None) -> Chronicle:
-    """What can be read of the chronicle of a lineage from ``start`` on, which is 0 or the end of a frame.
+def read_chronicle(
+    packs: Path, lineage: str, start: int = 0, *, take: Callable[[Entry], None] | None = None
+) -> Chronicle:
+    """What can be read of the chronicle of a lineage from ``start`` on, which is 0 or the end of a
+    frame.
 
-    ``take`` gets the entries one by one, and the chronicle that is returned has none then: all of them together may need much memory.
+    ``take`` gets the entries one by one, and the chronicle that is returned has none then: all of
+    them together may need much memory.
 
     :raises Unavailable: it cannot be read, or was written by a newer version.
     """
@@ -264,7 +297,10 @@ def read_chronicle(packs: Path, lineage: str, start: int = 0, *, take: Callable[
     try:
         fd = open_regular(path)
     except OSError as exc:
-        raise Unavailable(f"{path} cannot be read ({exc.strerror}): it says what the lineage was; move it away to do without it") from exc
+        raise Unavailable(
+            f"{path} cannot be read ({exc.strerror}): it says what the lineage was; move it away to"
+            " do without it"
+        ) from exc
     entries: list[Entry] = []
     end, damaged = start, 0
     try:
@@ -285,11 +321,14 @@ def _foot(fd: int, end: int) -> int:
 
 
 def _ends_whole(fd: int, end: int, size: int) -> bool:
-    """Whether the bytes after the last readable frame were written to their end, judging by their last 8; true if there are none."""
+    """Whether the bytes after the last readable frame were written to their end, judging by
+    their last 8; true if there are none."""
     if size - end < _FOOT.size:
         return size == end
     length = _foot(fd, size)
-    return length == size - end or (length < size - end and os.pread(fd, len(_MAGIC), size - length) == _MAGIC)
+    return length == size - end or (
+        length < size - end and os.pread(fd, len(_MAGIC), size - length) == _MAGIC
+    )
 
 
 # The thread that keeps the chronicle of a lineage while a process captures: at most ten seconds
@@ -298,22 +337,25 @@ def _ends_whole(fd: int, end: int, size: int) -> bool:
 
 _EVERY_S = 10.0
 _PAUSE_S = 1.0
-"""The pause between two pages of a lineage that has no chronicle yet, in seconds: a million states take a quarter of an hour, and no
-training notices."""
+"""The pause between two pages of a lineage that has no chronicle yet, in seconds: a million
+states take a quarter of an hour, and no training notices."""
 
 _LAST_PAGES = 5
 _MOST_S = 10.0
 
 
 def tell_now(database: Database, packs: Path) -> None:
-    """Bring the chronicle up to date after changes without captures, if the folder has chronicles. Errors are ignored: it can wait."""
+    """Bring the chronicle up to date after changes without captures, if the folder has chronicles.
+
+    Errors are ignored: it can wait."""
     if (packs / CHRONICLES).is_dir():
         with suppress(DatastatesError, OSError):
             catch_up(database, packs, pages=_LAST_PAGES)
 
 
 class Chronicler:
-    """Keeps the chronicle from now on; ``close`` writes what is left, up to five pages. It has no reference to a repository."""
+    """Keeps the chronicle from now on; ``close`` writes what is left, up to five pages. It has
+    no reference to a repository."""
 
     def __init__(self, database: Database, packs: Path) -> None:
         self._database, self._packs = database, packs
@@ -323,7 +365,9 @@ class Chronicler:
         self._thread.start()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """End the thread once it has written what is new. If the folder stalls, wait for ``timeout_s`` (None: ten seconds) at most."""
+        """End the thread once it has written what is new.
+
+        If the folder stalls, wait for ``timeout_s`` (None: ten seconds) at most."""
         self._ends.set()
         self._thread.join(_MOST_S if timeout_s is None else timeout_s)
 
@@ -334,13 +378,18 @@ class Chronicler:
         self._tell(_LAST_PAGES)
 
     def _tell(self, pages: int) -> bool:
-        """Write up to ``pages`` frames; returns whether nothing is left that could be written now."""
+        """Write up to ``pages`` frames; returns whether nothing is left that could be written
+        now."""
         try:
             return catch_up(self._database, self._packs, pages=pages)
         except (DatastatesError, OSError) as exc:
             if str(exc) != self._said:  # log each trouble once
                 self._said = str(exc)
-                _logger.log(logging.WARNING if isinstance(exc, Conflict) else logging.INFO, "the chronicle waits: %s", exc)
+                _logger.log(
+                    logging.WARNING if isinstance(exc, Conflict) else logging.INFO,
+                    "the chronicle waits: %s",
+                    exc,
+                )
             return True
         except Exception:  # a defect of ours here must not end a training
             _logger.exception("the chronicle is not kept")

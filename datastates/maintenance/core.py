@@ -1,4 +1,5 @@
-"""``Core``, with which every part of the package works once a repository is open: its lineage, tiers, and the threads behind captures.
+"""``Core``, with which every part of the package works once a repository is open: its lineage,
+tiers, and the threads behind captures.
 
 Users come in through ``Repository``, the door; its helpers take a ``Core``.
 """
@@ -63,7 +64,9 @@ class Keeping(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Belongings:
-    """What a tracking process owns. Nothing in here refers to the repository, whose ``close`` or collection releases all of it."""
+    """What a tracking process owns.
+
+    Nothing in here refers to the repository, whose ``close`` or collection releases all of it."""
 
     database: Database
     tiers: Tiers
@@ -92,7 +95,8 @@ class Belongings:
         return self.tiers.captured
 
     def let_go(self) -> None:
-        """Make durable what must be, end the threads, finish the run; idempotent, and a call after an interrupt goes on where it was."""
+        """Make durable what must be, end the threads, finish the run; idempotent, and a call
+        after an interrupt goes on where it was."""
         if self.is_let_go:
             return
         try:
@@ -104,7 +108,9 @@ class Belongings:
                 self.keeper.finish()
             with suppress(Unavailable):  # the next process that opens the repository finds out
                 self._finish()
-        except Exception:  # errors of the background are raised again below; an interrupt leaves the rest for the next call
+        except Exception:
+            # errors of the background are raised again below; an interrupt leaves the rest for the
+            # next call
             if self.runner.has_given_up and not self.runner.is_held_up:
                 with suppress(Unavailable):
                     self._finish()
@@ -115,22 +121,37 @@ class Belongings:
         self._free()
 
     def _finish(self) -> None:
-        """Record that the run is over. If Ctrl-C gave up states that were to be written, branches move back to what can be restored."""
+        """Record that the run is over.
+
+        If Ctrl-C gave up states that were to be written, branches move back to what can be
+        restored."""
         if not self.runner.has_given_up:
             with self.database.write(durable=True) as session:
                 lost = runs.finish(session, self.run_uid, volatile=VOLATILE)
             for waiting in lost:
-                _logger.warning("%s; the part of this process ended with its memory, so the state is given up", waiting)
+                _logger.warning(
+                    "%s; the part of this process ended with its memory, so the state is given up",
+                    waiting,
+                )
             return
         with self.database.write(durable=True) as session:
             moved = runs.recover(session, [self.run_uid], volatile=VOLATILE)
         for each in moved:
-            where = "nothing of it is left, so the name is free" if each.new is None else f"it is back at {each.new[:10]}"
-            _logger.warning("branch %s: its newest states were given up before they were durable; %s", each.branch, where)
+            where = (
+                "nothing of it is left, so the name is free"
+                if each.new is None
+                else f"it is back at {each.new[:10]}"
+            )
+            _logger.warning(
+                "branch %s: its newest states were given up before they were durable; %s",
+                each.branch,
+                where,
+            )
 
     def _free(self) -> None:
         self.chronicler.close(_FREE_S if self.runner.is_held_up else None)
-        if self.runner.is_held_up:  # the folder does not answer: a system call there may never return
+        if self.runner.is_held_up:
+            # the folder does not answer: a system call there may never return
             ending = threading.Thread(target=self.lease.close, name="datastates-lease", daemon=True)
             ending.start()
             ending.join(_FREE_S)
@@ -142,7 +163,9 @@ class Belongings:
         self.is_let_go = True
 
     def end_unowned(self) -> None:
-        """Release everything for a repository that was dropped without a close. Errors are logged, since no caller can get them."""
+        """Release everything for a repository that was dropped without a close.
+
+        Errors are logged, since no caller can get them."""
         if self.is_let_go:
             return
         try:
@@ -150,7 +173,11 @@ class Belongings:
         finally:
             self.database.close()
         for error in self.runner.errors():
-            _logger.error("a repository was dropped without close, and what was in flight failed: %s", error, exc_info=error)
+            _logger.error(
+                "a repository was dropped without close, and what was in flight failed: %s",
+                error,
+                exc_info=error,
+            )
 
 
 # Tells which states of a lineage can be read here, from the tiers of the repository, and why the
@@ -177,7 +204,8 @@ class Here(Protocol):
 
 
 def nearest_here(here: Here, session: Session, uid: str) -> State | None:
-    """The state itself, or the nearest ancestor along first parents, whose bytes are here; None if there is none."""
+    """The state itself, or the nearest ancestor along first parents, whose bytes are here; None
+    if there is none."""
     found = walk.nearest_restorable(session, uid)
     while found is not None and not here.holds(found.uid):
         found = walk.nearest_restorable(session, found.parents[0]) if found.parents else None
@@ -185,9 +213,11 @@ def nearest_here(here: Here, session: Session, uid: str) -> State | None:
 
 
 def nearest_kept(here: Here, session: Session, state: State, *, is_told: bool = True) -> State:
-    """The state itself if its bytes are here, else the nearest one by steps whose bytes are. One line in the log names it, if ``is_told``.
+    """The state itself if its bytes are here, else the nearest one by steps whose bytes are. One
+    line in the log names it, if ``is_told``.
 
-    :raises Unavailable: no ancestor of the state can be restored here, and no later state of its branch.
+    :raises Unavailable: no ancestor of the state can be restored here, and no later state of its
+        branch.
     """
     if state.status.is_restorable and here.holds(state.uid):
         return state
@@ -196,12 +226,17 @@ def nearest_kept(here: Here, session: Session, state: State, *, is_told: bool = 
         raise explain(here, session, state)
     if is_told:
         taken = event("nearest.taken", asked=state.uid, state=kept.uid, step=kept.step)
-        say(f"state {state.uid[:10]} (step {state.step}) {_why(here, session, state)}: takes {kept.uid[:10]} (step {kept.step})", taken)
+        say(
+            f"state {state.uid[:10]} (step {state.step}) {_why(here, session, state)}: takes"
+            f" {kept.uid[:10]} (step {kept.step})",
+            taken,
+        )
     return kept
 
 
 def _around(here: Here, session: Session, state: State) -> tuple[State | None, State | None]:
-    """The nearest ancestor along first parents, and the nearest later state of the same branch, whose bytes are here."""
+    """The nearest ancestor along first parents, and the nearest later state of the same branch,
+    whose bytes are here."""
     earlier = nearest_here(here, session, state.parents[0]) if state.parents else None
     later = next(filter(here.holds, walk.later_restorable(session, state.uid)), None)
     return earlier, None if later is None else lookup.state(session, later)
@@ -213,24 +248,41 @@ def _nearest(state: State, *around: State | None) -> State | None:
 
 
 def is_elsewhere(here: Here, session: Session, state: State) -> bool:
-    """Whether a state that is not here may be elsewhere: in a process that is seen to live, in another folder of packs, or on a tier of the
-    user's that this repository was not given or that does not answer."""
+    """Whether a state that is not here may be elsewhere: in a process that is seen to live, in
+    another folder of packs, or on a tier of the user's that this repository was not given or
+    that does not answer."""
     if not state.status.is_restorable or here.holds(state.uid):
         return False
-    return bool(_living(here, session, state) or _other_folders(here, session, state) or _unasked(here, session, state))
+    return bool(
+        _living(here, session, state)
+        or _other_folders(here, session, state)
+        or _unasked(here, session, state)
+    )
 
 
 def explain(here: Here, session: Session, state: State) -> Unavailable:
-    """An error to raise: why a state cannot be restored here, and the nearest states before and after it that can."""
+    """An error to raise: why a state cannot be restored here, and the nearest states before and
+    after it that can."""
     earlier, later = _around(here, session, state)
     nearest = _nearest(state, earlier, later)
-    hint = "nor can any ancestor" if earlier is None else f"the nearest ancestor that can is {earlier.uid[:10]} (step {earlier.step})"
+    hint = (
+        "nor can any ancestor"
+        if earlier is None
+        else f"the nearest ancestor that can is {earlier.uid[:10]} (step {earlier.step})"
+    )
     if later is not None:
         hint += f"; the nearest later state that can is {later.uid[:10]} (step {later.step})"
     if nearest is not None:
         hint += f"; track, load and restore take step {nearest.step} with nearest=True"
-    said = f"state {state.uid[:10]} (step {state.step}) cannot be restored: it {_why(here, session, state)}; {hint}"
-    return Unavailable(said, nearest=None if nearest is None else nearest.uid, is_gone=not state.status.is_restorable)
+    said = (
+        f"state {state.uid[:10]} (step {state.step}) cannot be restored: it"
+        f" {_why(here, session, state)}; {hint}"
+    )
+    return Unavailable(
+        said,
+        nearest=None if nearest is None else nearest.uid,
+        is_gone=not state.status.is_restorable,
+    )
 
 
 def _why(here: Here, session: Session, state: State) -> str:
@@ -245,16 +297,21 @@ def _why(here: Here, session: Session, state: State) -> str:
     if state.status is Status.CAPTURED:
         holders = _holders(session, state)
         last = ", ".join(f"{run.pid} on {run.host}" for run in holders)
-        return f"was only in the memory of another process, {last or 'unknown'}, of which nothing is to be seen here"
+        return (
+            f"was only in the memory of another process, {last or 'unknown'}, of which nothing is"
+            " to be seen here"
+        )
     return (
-        f"is {state.status}, but its files are not in {here.home.path}: somebody deleted or moved them, bring them back "
-        "(`datastates repair --from FOLDER`)"
+        f"is {state.status}, but its files are not in {here.home.path}: somebody deleted or moved"
+        " them, bring them back (`datastates repair --from FOLDER`)"
     )
 
 
 def _living(here: Here, session: Session, state: State) -> str:
     """The processes that hold a state in memory and are seen to live."""
-    return ", ".join(f"{run.pid} on {run.host}" for run in _holders(session, state) if is_alive(run, here.home))
+    return ", ".join(
+        f"{run.pid} on {run.host}" for run in _holders(session, state) if is_alive(run, here.home)
+    )
 
 
 def _holders(session: Session, state: State) -> list[Run]:
@@ -270,20 +327,36 @@ def _holders(session: Session, state: State) -> list[Run]:
 
 
 def _other_folders(here: Here, session: Session, state: State) -> str:
-    """The other folders that have a state's bytes, as the lineage says. A folder that was where ours is now must have been deleted, and is
-    left out."""
+    """The other folders that have a state's bytes, as the lineage says. A folder that was where
+    ours is now must have been deleted, and is left out."""
     home = here.home
-    others = [folder for folder in attachments.of_state(session, state.uid) if folder.uid != home.uid]
-    there = [one for one in others if one.path != str(home.path) or not (home.is_beside or one.host == here.node)]
+    others = [
+        folder for folder in attachments.of_state(session, state.uid) if folder.uid != home.uid
+    ]
+    there = [
+        one
+        for one in others
+        if one.path != str(home.path) or not (home.is_beside or one.host == here.node)
+    ]
     return ", ".join(f"{folder.path} on {folder.host}" for folder in there)
 
 
 def _unasked(here: Here, session: Session, state: State) -> str:
     """The user's tiers that hold a state as the lineage says, but that cannot be asked here."""
-    said = sorted({one.tier for one in replicas_of(session, state.uid)}.difference(VOLATILE, [DURABLE]))
+    said = sorted(
+        {one.tier for one in replicas_of(session, state.uid)}.difference(VOLATILE, [DURABLE])
+    )
     given = {tier.name: tier for tier in here.tiers.further}
-    lacking = [f"the {name} tier, with which it was not opened: give it by Config(tiers=[…])" for name in said if name not in given]
-    away = [f"the {name} tier, which does not answer" for name in said if name in given and not _answers(given[name], state.uid)]
+    lacking = [
+        f"the {name} tier, with which it was not opened: give it by Config(tiers=[…])"
+        for name in said
+        if name not in given
+    ]
+    away = [
+        f"the {name} tier, which does not answer"
+        for name in said
+        if name in given and not _answers(given[name], state.uid)
+    ]
     return ", ".join([*lacking, *away])
 
 
@@ -300,40 +373,79 @@ def _answers(tier: Tier, uid: str) -> bool:
 
 
 def recover(database: Database, local: DurableTier, home: Home) -> list[runs.Recovered]:
-    """Settle the runs of this folder whose process died, whatever its host was called; returns which branches moved back, and to where.
+    """Settle the runs of this folder whose process died, whatever its host was called; returns
+    which branches moved back, and to where.
 
-    A state that its process had written completely, without recording it, becomes durable. All others that were only in memory become
-    ``lost``, and branches move back to what can be restored. If nothing may be written, a copy of an SQLite lineage is settled and read
-    instead; a lineage on a server stays as it is.
+    A state that its process had written completely, without recording it, becomes durable. All
+    others that were only in memory become ``lost``, and branches move back to what can be restored.
+    If nothing may be written, a copy of an SQLite lineage is settled and read instead; a lineage on
+    a server stays as it is.
     """
     if home.uid is None or (home.read_only is not None and database.read_only is None):
         return []
     with database.read() as session:
         dead = [run for run in runs.unfinished(session) if is_dead(run, home)]
-        unheard = {uid: digest for run in dead for uid, digest in runs.in_memory(session, run.uid, volatile=VOLATILE).items()}
-        parts = {part: digest for run in dead for part, digest in runs.parts_in_memory(session, run.uid, volatile=VOLATILE).items()}
+        unheard = {
+            uid: digest
+            for run in dead
+            for uid, digest in runs.in_memory(session, run.uid, volatile=VOLATILE).items()
+        }
+        parts = {
+            part: digest
+            for run in dead
+            for part, digest in runs.parts_in_memory(session, run.uid, volatile=VOLATILE).items()
+        }
     if not dead:
         return []
     with database.write(durable=True, in_copy=True) as session:
-        for (uid, rank), placed in _whole({**{(uid, 0): digest for uid, digest in unheard.items()}, **parts}, local).items():
-            replicas.mark(session, uid, local.gives, tier=local.name, node=home.uid, rank=rank, bytes=placed.bytes_new)
+        for (uid, rank), placed in _whole(
+            {**{(uid, 0): digest for uid, digest in unheard.items()}, **parts}, local
+        ).items():
+            replicas.mark(
+                session,
+                uid,
+                local.gives,
+                tier=local.name,
+                node=home.uid,
+                rank=rank,
+                bytes=placed.bytes_new,
+            )
         recovered = runs.recover(session, [run.uid for run in dead], volatile=VOLATILE)
     if home.read_only is not None:
         return recovered
     local.sweep()
     for run in dead:
-        with suppress(PermissionError):  # another user owns the file, in a folder with the sticky bit
+        with suppress(PermissionError):
+            # another user owns the file, in a folder with the sticky bit
             (home.path / LEASES / run.uid).unlink(missing_ok=True)
     for item in recovered:
-        where = "nothing of it is left, so the name is free" if item.new is None else f"it is back at {item.new[:10]}"
-        back = event("branch.moved_back", branch=item.branch, state=item.new, reason="the process died")
-        _logger.warning("branch %s: its newest states died with their process; %s", item.branch, where, extra=back)
+        where = (
+            "nothing of it is left, so the name is free"
+            if item.new is None
+            else f"it is back at {item.new[:10]}"
+        )
+        back = event(
+            "branch.moved_back", branch=item.branch, state=item.new, reason="the process died"
+        )
+        _logger.warning(
+            "branch %s: its newest states died with their process; %s",
+            item.branch,
+            where,
+            extra=back,
+        )
     return recovered
 
 
-def _whole(unheard: dict[tuple[str, int], str], local: DurableTier) -> dict[tuple[str, int], Placed]:
-    """The parts, by uid and rank, that are whole on disk, of those that the lineage knows in memory only; ``unheard`` has their digests."""
-    return {part: placed for part, placed in local.whole_parts(unheard).items() if placed.manifest.digest == unheard[part]}
+def _whole(
+    unheard: dict[tuple[str, int], str], local: DurableTier
+) -> dict[tuple[str, int], Placed]:
+    """The parts, by uid and rank, that are whole on disk, of those that the lineage knows in
+    memory only; ``unheard`` has their digests."""
+    return {
+        part: placed
+        for part, placed in local.whole_parts(unheard).items()
+        if placed.manifest.digest == unheard[part]
+    }
 
 
 # ``Core``, with which every part of the package works once a repository is open: its lineage,
@@ -372,11 +484,13 @@ class Server(Protocol):
 
 
 class Core:
-    """An open repository without its door. Safe from any thread, except ``close``, which only the thread that opened it may call.
+    """An open repository without its door. Safe from any thread, except ``close``, which only the
+    thread that opened it may call.
 
-    ``database`` and ``tiers`` exist from the start. ``engage`` makes what captures and arrivals need besides; until then ``engaged``,
-    ``tiers.captured``, ``arena``, ``running`` and ``run_uid`` are None. ``savers`` has, by branch, the trackers that ``tracking/saving``
-    uses: only the core refers to them.
+    ``database`` and ``tiers`` exist from the start. ``engage`` makes what captures and arrivals
+    need besides; until then ``engaged``, ``tiers.captured``, ``arena``, ``running`` and ``run_uid``
+    are None. ``savers`` has, by branch, the trackers that ``tracking/saving`` uses: only the core
+    refers to them.
     """
 
     def __init__(self, location: Location, config: Config) -> None:
@@ -386,7 +500,12 @@ class Core:
         check_whole(location)
         self.database = Database(location.database_url)
         try:
-            packs = packs_in(location.packs, direct=config.direct_io, bytes_per_s=config.write_bytes_per_s, on_step=config.on_step)
+            packs = packs_in(
+                location.packs,
+                direct=config.direct_io,
+                bytes_per_s=config.write_bytes_per_s,
+                on_step=config.on_step,
+            )
             self.tiers = Tiers(packs, config.tiers)
             self.home = settle_in(location, self.database)
             self.tiers.durable.node = self.home.uid or ""
@@ -401,7 +520,7 @@ class Core:
         self._engaging, self._recovering = Mutex(), Mutex()
         self._is_closed = self._is_ended = self._has_written = False
 
-    # --- what captures and arrivals need -----------------------------------------------------------------------------------
+    # --- what captures and arrivals need ----------------------------------------------------------
 
     def engage(self) -> Belongings:
         """The threads, memory, lease and run of this process, made on the first call.
@@ -426,7 +545,15 @@ class Core:
             memory = captures_in(arena, holder(self.node, run.uid))
             books = Books(self.database, run, folder, holder(self.node, run.uid))
             tiers = self.tiers
-            runner = Runner(books, self.config, arena=arena, memory=memory, local=tiers.durable, further=tiers.further, beat=lease.beat)
+            runner = Runner(
+                books,
+                self.config,
+                arena=arena,
+                memory=memory,
+                local=tiers.durable,
+                further=tiers.further,
+                beat=lease.beat,
+            )
         except BaseException:
             lease.close()
             raise
@@ -450,10 +577,11 @@ class Core:
 
     @property
     def run_uid(self) -> str | None:
-        """The uid of the run that is this process in the lineage; None if nothing was captured or has arrived."""
+        """The uid of the run that is this process in the lineage; None if nothing was captured
+        or has arrived."""
         return None if self.engaged is None else self.engaged.run_uid
 
-    # --- the lineage ---------------------------------------------------------------------------------------------------------
+    # --- the lineage ------------------------------------------------------------------------------
 
     @contextmanager
     def reading(self) -> Iterator[Session]:
@@ -468,8 +596,14 @@ class Core:
 
     @contextmanager
     def looking(self) -> Iterator[Session]:
-        """A session that sees what is recorded. States that died with their process are lost by then: its lease is free."""
-        with self._recovering, suppress(Unavailable):  # where nothing can be written now, what is recorded is shown as it is
+        """A session that sees what is recorded.
+
+        States that died with their process are lost by then: its lease is free."""
+        with (
+            self._recovering,
+            suppress(Unavailable),
+        ):
+            # where nothing can be written now, what is recorded is shown as it is
             if held_in(self.home.path, is_held=False):
                 recover(self.database, self.tiers.durable, self.home)
         with self.database.read() as session:
@@ -477,7 +611,8 @@ class Core:
 
     @contextmanager
     def writing(self) -> Iterator[Session]:
-        """A durable transaction; the engine of this process is told which refs it made, moved or deleted.
+        """A durable transaction; the engine of this process is told which refs it made, moved or
+        deleted.
 
         :raises Closed: the repository was closed, or belongs to the parent process.
         """
@@ -489,7 +624,8 @@ class Core:
             self.running.refs_changed()
 
     def state(self, rev: str | State, *, nearest: bool = False) -> State:
-        """The state that a revision names; with ``nearest`` the nearest one that can be restored here, if that one cannot.
+        """The state that a revision names; with ``nearest`` the nearest one that can be restored
+        here, if that one cannot.
 
         :raises NotFound: it names none; lists close names.
         :raises SyntaxProblem: it does not parse; points at the column.
@@ -500,7 +636,8 @@ class Core:
             return nearest_kept(self, session, found) if nearest else found
 
     def seal(self, uid: str, seal: str) -> None:
-        """Record the seal of a state's content for good, if the lineage may be written; later seals are compared with it.
+        """Record the seal of a state's content for good, if the lineage may be written; later seals
+        are compared with it.
 
         :raises Corrupt: another seal was recorded before.
         """
@@ -512,11 +649,11 @@ class Core:
                 attachments.seal(session, uid, seal)
             self._has_written = True
 
-    # --- the payload ---------------------------------------------------------------------------------------------------------
+    # --- the payload ------------------------------------------------------------------------------
 
     def open_payload(self, state: State, *, verify: bool | None = None, rank: int = 0) -> Reader:
-        """A reader of the state on the nearest tier that holds it, once its content is seen to match the lineage. ``verify`` is as
-        configured, unless it is given.
+        """A reader of the state on the nearest tier that holds it, once its content is seen to
+        match the lineage. ``verify`` is as configured, unless it is given.
 
         If several ranks captured it, what each had of its own is read for ``rank``.
 
@@ -534,7 +671,7 @@ class Core:
         """Whether a state's bytes are on one of the tiers."""
         return self.tiers.has(uid)
 
-    # --- the end -------------------------------------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------
 
     @property
     def is_closed(self) -> bool:
@@ -547,12 +684,16 @@ class Core:
         :raises Closed: it was closed, or belongs to the parent process.
         """
         if self._pid != os.getpid():
-            raise Closed("this repository was opened by the parent process: open it again in the child")
+            raise Closed(
+                "this repository was opened by the parent process: open it again in the child"
+            )
         if self._is_closed:
             raise Closed("the repository is closed: open it again")
 
     def settle(self) -> None:
-        """Wait until every capture so far is recorded (which is not yet durable) or has failed. Does nothing once it is closed."""
+        """Wait until every capture so far is recorded (which is not yet durable) or has failed.
+
+        Does nothing once it is closed."""
         if self.running is not None and not self._is_closed:
             self.running.flush()
 
@@ -577,10 +718,11 @@ class Core:
             self.running.drain(say)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End servers and trainings, make durable what must be, and release everything; idempotent. ``error`` is the one that ended the
-        trainings, if any.
+        """End servers and trainings, make durable what must be, and release everything; idempotent.
+        ``error`` is the one that ended the trainings, if any.
 
-        :raises DatastatesError: (or another error) something failed in the background, and no handle or later capture has raised it yet.
+        :raises DatastatesError: (or another error) something failed in the background, and no
+            handle or later capture has raised it yet.
         """
         if self._is_ended or self._pid != os.getpid():
             return
@@ -599,7 +741,8 @@ class Core:
             errors.append(exc)
         self._end()
         if self.engaged is not None:
-            errors += self.engaged.runner.errors()  # states may be written after their tracker ended: tags make them durable
+            # states may be written after their tracker ended: tags make them durable
+            errors += self.engaged.runner.errors()
         _raise_first(errors)
 
     def _let_go(self) -> None:
@@ -616,11 +759,20 @@ class Core:
 
 
 def _raise_first(errors: list[Exception]) -> None:
-    """Raise the first error, if there is one. Further errors that do not repeat an earlier one are logged."""
+    """Raise the first error, if there is one.
+
+    Further errors that do not repeat an earlier one are logged."""
     for index, error in enumerate(errors[1:], 1):
-        if not any(error is said or (isinstance(error, DatastatesError) and error.repeats(said)) for said in errors[:index]):
+        if not any(
+            error is said or (isinstance(error, DatastatesError) and error.repeats(said))
+            for said in errors[:index]
+        ):
             known = isinstance(error, DatastatesError)  # its message says enough
-            _logger.error("closing the repository failed in another way too: %s", error, exc_info=None if known else error)
+            _logger.error(
+                "closing the repository failed in another way too: %s",
+                error,
+                exc_info=None if known else error,
+            )
     if errors:
         raise errors[0]
 
@@ -640,5 +792,7 @@ def core_of(value: object, what: str = "repo") -> Core:
     """
     core = values.attribute(value, "core")
     if not isinstance(core, Core):
-        raise InvalidInput(f"{what} is {values.shown(value)}: give the repository that datastates.open returned")
+        raise InvalidInput(
+            f"{what} is {values.shown(value)}: give the repository that datastates.open returned"
+        )
     return core

@@ -1,4 +1,5 @@
-"""The facts about a run that are recorded because they may matter later: code, command, versions, host."""
+"""The facts about a run that are recorded because they may matter later: code, command,
+versions, host."""
 
 from __future__ import annotations
 
@@ -31,12 +32,14 @@ PROCESS = "datastates.process"
 
 
 def node_id() -> str:
-    """An id of this machine until its next boot, the same in all its containers; its name, if the kernel does not tell."""
+    """An id of this machine until its next boot, the same in all its containers; its name, if
+    the kernel does not tell."""
     return _boot() or socket.gethostname()
 
 
 def network_id() -> str:
-    """An id of this machine and of its network as this process sees it: processes with the same one reach each other on 127.0.0.1."""
+    """An id of this machine and of its network as this process sees it: processes with the same
+    one reach each other on 127.0.0.1."""
     network = ""
     with suppress(OSError):
         network = os.readlink("/proc/self/ns/net")
@@ -52,7 +55,8 @@ def whereabouts() -> dict[str, Value]:
 
 
 def is_running(run: Run) -> bool | None:
-    """Whether the process of a run still runs; None unless that is certain, which needs a run on this boot, in this PID namespace."""
+    """Whether the process of a run still runs; None unless that is certain, which needs a run on
+    this boot, in this PID namespace."""
     node, process = run.config.get(NODE), run.config.get(PROCESS)
     if node is None or process is None or node != _boot():
         return None
@@ -70,7 +74,8 @@ def is_running(run: Run) -> bool | None:
 
 
 def _boot() -> str | None:
-    """The id of this boot of this machine, whatever its containers are called; None if the kernel does not tell."""
+    """The id of this boot of this machine, whatever its containers are called; None if the
+    kernel does not tell."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -86,7 +91,8 @@ def _namespace() -> str | None:
 
 
 def _stat(pid: int) -> tuple[str, str] | None:
-    """The state of a process, and when it began in ticks since the boot; None if that cannot be read."""
+    """The state of a process, and when it began in ticks since the boot; None if that cannot be
+    read."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -104,7 +110,8 @@ _USER = re.compile(r"^(?!ssh:|git\+ssh:)([\w+.-]+://)[^/]*@")
 
 
 def node_name() -> str:
-    """This host's name, for people to read: several machines may have it, and one machine several."""
+    """This host's name, for people to read: several machines may have it, and one machine
+    several."""
     return socket.gethostname()
 
 
@@ -129,7 +136,12 @@ def describe_training(process: Run, branch: str, config: Mapping[str, Value]) ->
     """A record of a training that this process begins on a branch, with a fresh uid."""
     ours = {key: value for key, value in process.config.items() if key.startswith(OURS)}
     return replace(
-        process, uid=secrets.token_hex(12), config={**config, **ours}, started_at=datetime.now(UTC), process=process.uid, branch=branch
+        process,
+        uid=secrets.token_hex(12),
+        config={**config, **ours},
+        started_at=datetime.now(UTC),
+        process=process.uid,
+        branch=branch,
     )
 
 
@@ -143,7 +155,8 @@ def user_name() -> str:
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    """The installed versions of ``_PACKAGES``, read once in a process because reading takes milliseconds."""
+    """The installed versions of ``_PACKAGES``, read once in a process because reading takes
+    milliseconds."""
     found = {}
     for name in _PACKAGES:
         try:
@@ -154,36 +167,61 @@ def _versions() -> dict[str, str]:
 
 
 def _script() -> Path | None:
-    """The main script, also of a profiler. None in a notebook, under ``python -c``, and where an installed program runs the code, as Ray
-    does.
+    """The main script, also of a profiler. None in a notebook, under ``python -c``, and where an
+    installed program runs the code, as Ray does.
     """
     names = (getattr(sys.modules.get("__main__"), "__file__", None), *sys.argv[:1])
     found = [Path(each).resolve() for each in names if each and Path(each).is_file()]
     installed = {Path(sysconfig.get_path(each)).resolve() for each in ("scripts", "stdlib")}
-    return next((each for each in found if not (installed & {*each.parents} or {"site-packages", "dist-packages"} & {*each.parts})), None)
+    return next(
+        (
+            each
+            for each in found
+            if not (
+                installed & {*each.parents} or {"site-packages", "dist-packages"} & {*each.parts}
+            )
+        ),
+        None,
+    )
 
 
 def _git() -> tuple[str | None, bool | None, dict[str, Value]]:
-    """The commit of the main script's folder, or of the working directory if there is no script. Further, whether the checkout has changes
-    (a script that git does not track is one), and where the checkout is and came from. None and empty outside a checkout or without git.
+    """The commit of the main script's folder, or of the working directory if there is no script.
+    Further, whether the checkout has changes (a script that git does not track is one), and where
+    the checkout is and came from. None and empty outside a checkout or without git.
     """
     script = _script()
     run = functools.partial(_run_git, None if script is None else script.parent)
     if (root := run("rev-parse", "--show-toplevel")) is None:
         return None, None, {}
     commit = run("rev-parse", "--verify", "--quiet", "HEAD")
-    changes = run("status", "--porcelain", "--untracked-files=no")  # None if the checkout is so large that this takes too long
+    # None if the checkout is so large that this takes too long
+    changes = run("status", "--porcelain", "--untracked-files=no")
     if script is not None and run("--literal-pathspecs", "ls-files", "--", script.name) == "":
         changes = "the script"
     is_dirty = None if commit is None or changes is None else bool(changes)
     found = {GIT_ROOT: root, GIT_REMOTE: run("ls-remote", "--get-url")}
-    return commit, is_dirty, {key: logs.text(_USER.sub(rf"\1{logs.MASK}@", each)) for key, each in found.items() if each}
+    return (
+        commit,
+        is_dirty,
+        {
+            key: logs.text(_USER.sub(rf"\1{logs.MASK}@", each))
+            for key, each in found.items()
+            if each
+        },
+    )
 
 
 def _run_git(folder: Path | None, *words: str) -> str | None:
     try:
         done = subprocess.run(
-            ["git", "--no-optional-locks", *words], cwd=folder, capture_output=True, text=True, errors="replace", timeout=5, check=True
+            ["git", "--no-optional-locks", *words],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=5,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -1,8 +1,10 @@
-"""Making room in a folder of packs while other work goes on there: garbage is removed, and everything on which the lineage depends stays.
+"""Making room in a folder of packs while other work goes on there: garbage is removed, and
+everything on which the lineage depends stays.
 
-The lineage says which states were given up, and the manifests in the folder say which packs are needed. A state that is not in the lineage
-may be another lineage's, or newer than a database that was restored from a copy: its files stay, and the report says so. So do those of a
-state that was given up here, and that the chronicle of another lineage names.
+The lineage says which states were given up, and the manifests in the folder say which packs are
+needed. A state that is not in the lineage may be another lineage's, or newer than a database that
+was restored from a copy: its files stay, and the report says so. So do those of a state that was
+given up here, and that the chronicle of another lineage names.
 """
 
 from __future__ import annotations
@@ -35,9 +37,10 @@ _AT_ONCE = 16
 class GcReport:
     """What ``gc`` did, or with ``is_dry_run`` would do; sizes are in bytes.
 
-    ``states`` are uids of states that the lineage gave up earlier, or does not know, and whose manifests were still there; ``temporaries``
-    are files that nobody writes any more, ``packs`` those that no state needs, ``rewritten`` packs in which most bytes were not needed.
-    ``left`` says what stayed, and why.
+    ``states`` are uids of states that the lineage gave up earlier, or does not know, and whose
+    manifests were still there; ``temporaries`` are files that nobody writes any more, ``packs``
+    those that no state needs, ``rewritten`` packs in which most bytes were not needed. ``left``
+    says what stayed, and why.
     """
 
     is_dry_run: bool
@@ -57,7 +60,11 @@ class GcReport:
 
 
 def gc(
-    core: Core, *, is_dry_run: bool = False, takes_unknown: bool = False, on_progress: Callable[[int, int], None] | None = None
+    core: Core,
+    *,
+    is_dry_run: bool = False,
+    takes_unknown: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> GcReport:
     """Make room in the folder of packs; see ``Repository.gc``."""
     core.check_open()
@@ -73,17 +80,25 @@ def gc(
         leftovers, named = _leftovers(core, session, here)
         strangers = unheard_of(session, here)
     unknown = _nobodys(core, strangers) if takes_unknown else []
-    left = [*_named(core, named), *_unknown(core, [uid for uid in strangers if uid not in set(unknown)])]
+    left = [
+        *_named(core, named),
+        *_unknown(core, [uid for uid in strangers if uid not in set(unknown)]),
+    ]
     if is_dry_run:
         gone = [*leftovers, *unknown]
-        return _report(gone, left, tier.collect(is_dry=True, without=gone, tell=tell), is_dry_run=True)
+        return _report(
+            gone, left, tier.collect(is_dry=True, without=gone, tell=tell), is_dry_run=True
+        )
     removed = _remove(core, leftovers, lambda session, uids: _leftovers(core, session, uids)[0])
     removed += _remove(core, unknown, unheard_of)
     return _report(removed, left, tier.collect(tell=tell))
 
 
-def _leftovers(core: Core, session: Session, uids: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Those of these states that were given up, and may go; and those that were given up here and stay, with why."""
+def _leftovers(
+    core: Core, session: Session, uids: Sequence[str]
+) -> tuple[list[str], dict[str, str]]:
+    """Those of these states that were given up, and may go; and those that were given up here
+    and stay, with why."""
     gone = given_up(session, uids, tier=core.tiers.durable.name, node=core.home.uid or "")
     named = core.home.neighbours.naming(session, gone)
     return [uid for uid in gone if uid not in named], named
@@ -97,15 +112,23 @@ def _nobodys(core: Core, strangers: list[str]) -> list[str]:
     others = [run for run in held_in(core.location.packs) if run != core.run_uid]
     if others:
         raise Conflict(
-            f"{len(others)} processes are at work in {core.location.packs}, the first of them run {others[0]}: what is unknown may be "
-            "theirs; do it when they have ended, or leave it"
+            f"{len(others)} processes are at work in {core.location.packs}, the first of them run"
+            f" {others[0]}: what is unknown may be theirs; do it when they have ended, or leave it"
         )
-    told = {state.uid for chronicle in chronicles(core.location.packs) for entry in chronicle.entries for state in entry.states}
+    told = {
+        state.uid
+        for chronicle in chronicles(core.location.packs)
+        for entry in chronicle.entries
+        for state in entry.states
+    }
     return [uid for uid in strangers if uid not in told]
 
 
-def _remove(core: Core, uids: Sequence[str], judged: Callable[[Session, Sequence[str]], list[str]]) -> list[str]:
-    """Delete the manifests of states for which ``judged`` still holds, while nobody can bring them again; returns their uids."""
+def _remove(
+    core: Core, uids: Sequence[str], judged: Callable[[Session, Sequence[str]], list[str]]
+) -> list[str]:
+    """Delete the manifests of states for which ``judged`` still holds, while nobody can bring
+    them again; returns their uids."""
     removed = list[str]()
     for start in range(0, len(uids), _AT_ONCE):
         checkpoint()
@@ -117,7 +140,9 @@ def _remove(core: Core, uids: Sequence[str], judged: Callable[[Session, Sequence
     return removed
 
 
-def _report(states: list[str], left: list[str], found: Collected, *, is_dry_run: bool = False) -> GcReport:
+def _report(
+    states: list[str], left: list[str], found: Collected, *, is_dry_run: bool = False
+) -> GcReport:
     return GcReport(
         is_dry_run=is_dry_run,
         states=tuple(states),
@@ -136,8 +161,9 @@ def _named(core: Core, named: dict[str, str]) -> list[str]:
     for why in dict.fromkeys(named.values()):
         uids = [uid for uid in named if named[uid] == why]
         found.append(
-            f"state {uids[0]}{_and_more(uids)} in {core.home.path}, which this lineage gave up: {why}; if that lineage is no more, "
-            f"move its chronicle away from {core.home.path / CHRONICLES}"
+            f"state {uids[0]}{_and_more(uids)} in {core.home.path}, which this lineage gave up:"
+            f" {why}; if that lineage is no more, move its chronicle away from"
+            f" {core.home.path / CHRONICLES}"
         )
     return found
 
@@ -146,9 +172,10 @@ def _unknown(core: Core, strangers: list[str]) -> list[str]:
     if not strangers:
         return []
     return [
-        f"state {strangers[0]}{_and_more(strangers)} in {core.home.path}, which this lineage does not know: another lineage's, or newer "
-        "than a database that was brought back from a copy (`datastates reindex --replace` takes them in), or of a process that died "
-        "before it told of them (`datastates gc --unknown` deletes what no lineage of this folder was told of)"
+        f"state {strangers[0]}{_and_more(strangers)} in {core.home.path}, which this lineage does"
+        " not know: another lineage's, or newer than a database that was brought back from a copy"
+        " (`datastates reindex --replace` takes them in), or of a process that died before it told"
+        " of them (`datastates gc --unknown` deletes what no lineage of this folder was told of)"
     ]
 
 

@@ -1,11 +1,14 @@
-"""Retention beside a training: now and then, on a separate thread, states that no policy keeps lose their bytes.
+"""Retention beside a training: now and then, on a separate thread, states that no policy keeps lose
+their bytes.
 
-A pass runs after states became durable, at least ``LEAST_S`` after the one before, and seldom enough to take at most a fiftieth of the
-time. If only a bound has to hold, no pass runs before states have come near it. A full disk starts a pass at once. The training
-never waits for a pass, and no error of a pass reaches it: the error is logged, and the next pass tries again.
+A pass runs after states became durable, at least ``LEAST_S`` after the one before, and seldom
+enough to take at most a fiftieth of the time. If only a bound has to hold, no pass runs before
+states have come near it. A full disk starts a pass at once. The training never waits for a pass,
+and no error of a pass reaches it: the error is logged, and the next pass tries again.
 
-A clock that is wrong must not delete states. A pass drops at most a tenth of the states because of their age alone. It drops none within an
-hour after the wall clock was set, or after a start at which the newest state was far from the present.
+A clock that is wrong must not delete states. A pass drops at most a tenth of the states because of
+their age alone. It drops none within an hour after the wall clock was set, or after a start at
+which the newest state was far from the present.
 """
 
 from __future__ import annotations
@@ -19,13 +22,32 @@ from dataclasses import replace
 from datastates.errors import DatastatesError
 from datastates.lineage.query import retained
 from datastates.lineage.views.text import size_text
-from datastates.policy.retention import DEFAULT, All, Decision, Policies, Retention, decide_gradually, retention_of
+from datastates.policy.retention import (
+    DEFAULT,
+    All,
+    Decision,
+    Policies,
+    Retention,
+    decide_gradually,
+    retention_of,
+)
 from datastates.system.interrupts import undisturbed
 from datastates.system.logs import Seldom, event
 from datastates.system.threads import Latch
 
 from .core import Core
-from .retention_pass import Grounds, Pruned, Survey, budget, carry_out, half_of_room, reckoned, survey, taking_turns, told_policies
+from .retention_pass import (
+    Grounds,
+    Pruned,
+    Survey,
+    budget,
+    carry_out,
+    half_of_room,
+    reckoned,
+    survey,
+    taking_turns,
+    told_policies,
+)
 
 __all__ = ["LEAST_S", "Keeper", "beside", "keep"]
 
@@ -39,17 +61,24 @@ _SHARE = 50
 """A pass that took a second is followed by this many seconds without one."""
 
 _ROOM = 20
-"""States over the bound are thinned to a twentieth below it, so that not every new state makes another one go."""
+"""States over the bound are thinned to a twentieth below it, so that not every new state makes
+another one go."""
 
 _BESIDE = 16 << 10
 """The approximate size on disk of a small state beside its payload, until it is measured."""
 
 _LAST_S = 5.0
-"""The most seconds that the last pass takes when the repository is closed, apart from the batch that is under way then."""
+"""The most seconds that the last pass takes when the repository is closed, apart from the batch
+that is under way then."""
 
-_AGED = 10  # a pass drops at most a tenth of the states because of their age alone, and at least one
-_SET_S = 60.0  # the wall clock was set if it gained or lost more than this against the clock since boot between two passes
-_AWAY_S = 30 * 86_400.0  # the clock is doubted if the newest state is older than this when a process starts
+_AGED = (
+    10  # a pass drops at most a tenth of the states because of their age alone, and at least one
+)
+# the wall clock was set if it gained or lost more than this against the clock since boot between
+# two passes
+_SET_S = 60.0
+# the clock is doubted if the newest state is older than this when a process starts
+_AWAY_S = 30 * 86_400.0
 _STEADY_S = 3600.0  # for how long a clock in doubt must run steadily before it counts
 
 _PATIENCE_S = 20.0
@@ -57,7 +86,8 @@ _PATIENCE_S = 20.0
 
 
 def keep(core: Core, branch: str, asked: Retention | None, state_bytes: int) -> str:
-    """Apply what a training asked for its branch, or what is configured, until the repository is closed; returns the bound in words.
+    """Apply what a training asked for its branch, or what is configured, until the repository is
+    closed; returns the bound in words.
 
     ``state_bytes`` is the approximate size of the training's states.
     """
@@ -72,17 +102,25 @@ def keep(core: Core, branch: str, asked: Retention | None, state_bytes: int) -> 
     return belongings.keeper.said
 
 
-def beside(told: Mapping[str, Retention], configured: Retention, asked: Mapping[str, Retention | None]) -> Policies:
-    """What a process may apply by itself. Branches that it trains get what they ``asked`` for, or what is configured. States of other
-    branches are dropped only for the bound on all states, in the order of the policies that their trainings recorded.
+def beside(
+    told: Mapping[str, Retention], configured: Retention, asked: Mapping[str, Retention | None]
+) -> Policies:
+    """What a process may apply by itself. Branches that it trains get what they ``asked`` for, or
+    what is configured. States of other branches are dropped only for the bound on all states, in
+    the order of the policies that their trainings recorded.
     """
-    own = {branch: replace(each, rules=(All(), *each.rules), bound=None) for branch, each in told.items()}
+    own = {
+        branch: replace(each, rules=(All(), *each.rules), bound=None)
+        for branch, each in told.items()
+    }
     own |= {branch: each or configured.bounded(None) for branch, each in asked.items()}
     return Policies(replace(configured, rules=(All(), *configured.rules)), own)
 
 
 class Keeper:
-    """Applies retention for the trainings of one process. ``report`` is what the last pass did, ``error`` is why it failed."""
+    """Applies retention for the trainings of one process.
+
+    ``report`` is what the last pass did, ``error`` is why it failed."""
 
     def __init__(self, grounds: Grounds, configured: Retention) -> None:
         self._grounds = grounds
@@ -99,7 +137,10 @@ class Keeper:
         with grounds.database.read() as session:
             newest = (retained.newest_at(session) or 0) / 1e6
         is_near = not newest or -_SET_S < time.time() - newest < _AWAY_S
-        self._offset, self._doubted_until = (time.time() if is_near else newest) - _since_boot_s(), 0.0
+        self._offset, self._doubted_until = (
+            (time.time() if is_near else newest) - _since_boot_s(),
+            0.0,
+        )
         self._over, self._lock = Latch(), threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -110,14 +151,21 @@ class Keeper:
     def said(self) -> str:
         """The bound in words."""
         bound = self.retention.bound
-        return f"; the oldest are thinned beyond {size_text(bound).replace('.0 ', ' ')}" if isinstance(bound, int) else ""
+        return (
+            f"; the oldest are thinned beyond {size_text(bound).replace('.0 ', ' ')}"
+            if isinstance(bound, int)
+            else ""
+        )
 
     def follow(self, branch: str, asked: Retention | None, state_bytes: int = 0) -> None:
-        """Note that a training of this process begins on a branch, what it asked for, and about how large its states are."""
+        """Note that a training of this process begins on a branch, what it asked for, and about
+        how large its states are."""
         with self._lock:
             self._asked[branch], self._state_bytes = asked, max(self._state_bytes, state_bytes)
             self.retention = self._reckoned(self._configured).default
-            self._is_choosing = any(_chooses(each or self.retention.bounded(None)) for each in self._asked.values())
+            self._is_choosing = any(
+                _chooses(each or self.retention.bounded(None)) for each in self._asked.values()
+            )
 
     def on_durable(self, added: int) -> None:
         """Note that a state became durable; called on the thread that wrote it."""
@@ -127,7 +175,8 @@ class Keeper:
                 self._begin()
 
     def on_full(self) -> None:
-        """Begin a pass because the disk is full, so that the next attempt to write may find room; called on the thread that wrote."""
+        """Begin a pass because the disk is full, so that the next attempt to write may find
+        room; called on the thread that wrote."""
         with self._lock:
             if self._is_due():
                 self._begin()
@@ -140,7 +189,8 @@ class Keeper:
     def _start(self, target: Callable[[], None]) -> None:
         thread = threading.Thread(target=target, name="datastates-retention", daemon=True)
         try:
-            with undisturbed():  # a caller that ends this may wait only for a thread that was started
+            with undisturbed():
+                # a caller that ends this may wait only for a thread that was started
                 thread.start()
                 self._thread = thread
         except RuntimeError as exc:  # no more threads are allowed: the writer goes on
@@ -148,12 +198,16 @@ class Keeper:
             _logger.warning("states that retention does not keep stay on disk for now: %s", exc)
 
     def stop(self) -> None:
-        """Begin no further pass; one under way ends after its batch. Does not wait for a disk that stalls."""
+        """Begin no further pass; one under way ends after its batch.
+
+        Does not wait for a disk that stalls."""
         self._over.set()
         self._join()
 
     def finish(self) -> None:
-        """Run the last pass, when nothing is captured any more. Does not wait for a disk that stalls."""
+        """Run the last pass, when nothing is captured any more.
+
+        Does not wait for a disk that stalls."""
         if self._added and self._is_due() and self._thread is None:
             self._grounds = replace(self._grounds, host=None)
             since = time.monotonic()
@@ -161,7 +215,8 @@ class Keeper:
             self._join()
 
     def _within_bound(self, is_over: Callable[[], bool]) -> None:
-        """Run passes until the folder is within its bound, or nothing more can go: packs keep bytes of dropped states up to a point."""
+        """Run passes until the folder is within its bound, or nothing more can go: packs keep
+        bytes of dropped states up to a point."""
         while (report := self._pass(is_over)) is not None:
             self.report, bound = report, self.retention.bound
             if not (report.dropped and isinstance(bound, int) and self._taken > bound) or is_over():
@@ -173,7 +228,9 @@ class Keeper:
             thread.join(_PATIENCE_S)
             if thread.is_alive():
                 _logger.warning(
-                    "retention is not over after %.0f s, and is not waited for: %s stalls", _PATIENCE_S, self._grounds.home.path
+                    "retention is not over after %.0f s, and is not waited for: %s stalls",
+                    _PATIENCE_S,
+                    self._grounds.home.path,
                 )
 
     def _is_due(self) -> bool:
@@ -214,22 +271,36 @@ class Keeper:
             found = survey(grounds, policies)
             bound = policies.default.bound
             if isinstance(bound, int) and found.bytes > bound:
-                policies = replace(policies, default=policies.default.bounded(bound - bound // _ROOM))
-            report = carry_out(grounds, held, found, policies, self._decided(found, policies), is_over=is_over)
+                policies = replace(
+                    policies, default=policies.default.bounded(bound - bound // _ROOM)
+                )
+            report = carry_out(
+                grounds, held, found, policies, self._decided(found, policies), is_over=is_over
+            )
         with self._lock:
-            self._taken = sum({name: size for files in grounds.durable.files().values() for name, size in files}.values())
+            self._taken = sum(
+                {
+                    name: size for files in grounds.durable.files().values() for name, size in files
+                }.values()
+            )
             if not is_over():  # else it may have been broken off, and the last pass makes up for it
                 self._added = max(0, self._added - added)
         if report.dropped:
             kept = sum(report.kept.values())
             done = event(
-                "retention.dropped", states=len(report.dropped), bytes=report.bytes_freed, kept=kept, bytes_kept=report.bytes_after
+                "retention.dropped",
+                states=len(report.dropped),
+                bytes=report.bytes_freed,
+                kept=kept,
+                bytes_kept=report.bytes_after,
             )
             _logger.info("retention: %s", report, extra=done)
         return report
 
     def _decided(self, found: Survey, policies: Policies) -> list[Decision]:
-        """Decide on each state. While the clock is in doubt, no state is dropped because of its age."""
+        """Decide on each state.
+
+        While the clock is in doubt, no state is dropped because of its age."""
         ticks, was_doubted = _since_boot_s(), self._doubted_until
         gained, self._offset = time.time() - ticks - self._offset, time.time() - ticks
         if abs(gained) > _SET_S:
@@ -238,8 +309,9 @@ class Keeper:
         decisions, stay = decide_gradually(found.facts, policies, time.time(), most)
         if stay and self._doubted_until != was_doubted:
             _logger.warning(
-                "retention keeps %d states that are too old for it: the clock moved by %+.1f days since the last pass or the newest state."
-                " They are dropped after an hour in which the clock is steady: check the date of this machine",
+                "retention keeps %d states that are too old for it: the clock moved by %+.1f days"
+                " since the last pass or the newest state. They are dropped after an hour in which"
+                " the clock is steady: check the date of this machine",
                 *(stay, gained / 86_400),
             )
         return decisions

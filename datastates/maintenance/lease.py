@@ -1,7 +1,9 @@
-"""Leases show which processes are alive: each tracking process holds a lock on a file of its own for as long as it lives.
+"""Leases show which processes are alive: each tracking process holds a lock on a file of its own
+for as long as it lives.
 
-The kernel drops the lock when the process ends, however it ends; a pid alone might have been reused. The file records its own inode,
-because a copy of a folder also contains copies of its leases, which no process will ever lock.
+The kernel drops the lock when the process ends, however it ends; a pid alone might have been
+reused. The file records its own inode, because a copy of a folder also contains copies of its
+leases, which no process will ever lock.
 """
 
 from __future__ import annotations
@@ -20,12 +22,18 @@ from typing import TYPE_CHECKING
 
 from datastates.errors import Conflict, Unavailable
 from datastates.lineage.database import Database
-from datastates.lineage.states import Run
-from datastates.lineage.views.branch_rows import Life
+from datastates.lineage.states import Life, Run
 from datastates.lineage.write import attachments
 from datastates.lineage.write.clones import repository_uid
 from datastates.lineage.write.runs import unfinished
-from datastates.system.files import hold, is_held, make_folder_like, make_regular, may_read, read_regular
+from datastates.system.files import (
+    hold,
+    is_held,
+    make_folder_like,
+    make_regular,
+    may_read,
+    read_regular,
+)
 from datastates.system.interrupts import Mutex
 
 from .chronicle import CHRONICLES, lineages, read_chronicle
@@ -40,7 +48,8 @@ LEASES = "leases"
 
 
 class Seen(StrEnum):
-    """What can be seen of a lease: it is held, it is free, it is a copy of one, or there is none."""
+    """What can be seen of a lease: it is held, it is free, it is a copy of one, or there is
+    none."""
 
     HELD = "held"
     FREE = "free"
@@ -49,7 +58,8 @@ class Seen(StrEnum):
 
 
 class Lease:
-    """An exclusive lock on ``<packs>/leases/<uid>``, for as long as this process lives or until ``close``.
+    """An exclusive lock on ``<packs>/leases/<uid>``, for as long as this process lives or until
+    ``close``.
 
     :raises OSError: it cannot be made.
     """
@@ -85,13 +95,20 @@ def beat_at(packs: Path, uid: str) -> datetime | None:
 
 
 def held_in(packs: Path, *, is_held: bool = True) -> list[str]:
-    """The runs whose leases in a folder are held, or may be, so that processes may be at work there; else those whose leases are not."""
+    """The runs whose leases in a folder are held, or may be, so that processes may be at work
+    there; else those whose leases are not."""
     folder = packs / LEASES
-    return [name for name in sorted(os.listdir(folder) if folder.is_dir() else ()) if (look(packs, name) is Seen.HELD) is is_held]
+    return [
+        name
+        for name in sorted(os.listdir(folder) if folder.is_dir() else ())
+        if (look(packs, name) is Seen.HELD) is is_held
+    ]
 
 
 def look(packs: Path, uid: str) -> Seen:
-    """What can be seen of a lease from here. It counts as held if it cannot be read, or if the file system cannot tell."""
+    """What can be seen of a lease from here.
+
+    It counts as held if it cannot be read, or if the file system cannot tell."""
     path = packs / LEASES / uid
     try:
         if is_held(path):
@@ -117,7 +134,8 @@ _Stamp = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A chronicle as it was read: the states that it names, where its last frame ends, and why it may name more; None if it cannot."""
+    """A chronicle as it was read: the states that it names, where its last frame ends, and why
+    it may name more; None if it cannot."""
 
     stamp: _Stamp
     uids: frozenset[str]
@@ -129,10 +147,11 @@ _NOTHING = _Seen((0, 0, 0), frozenset(), 0, None)
 
 
 class Neighbours:
-    """What the chronicles of other lineages say of the states in a folder. Only what is new in a chronicle is read. Safe from any thread.
+    """What the chronicles of other lineages say of the states in a folder. Only what is new in a
+    chronicle is read. Safe from any thread.
 
-    A state that another lineage has taken in is known here once that one has told its chronicle: within ten seconds while it captures, else
-    when it is closed.
+    A state that another lineage has taken in is known here once that one has told its chronicle:
+    within ten seconds while it captures, else when it is closed.
     """
 
     def __init__(self, packs: Path) -> None:
@@ -141,8 +160,8 @@ class Neighbours:
         self._turn = Mutex()
 
     def naming(self, session: Session, uids: Iterable[str]) -> dict[str, str]:
-        """Those of these states whose files must stay because another lineage than that of the session names them, or may: each with why,
-        in words."""
+        """Those of these states whose files must stay because another lineage than that of the
+        session names them, or may: each with why, in words."""
         others, wanted, found = lineages(self._packs), list(uids), dict[str, str]()
         if not others or not wanted:
             return found
@@ -151,7 +170,11 @@ class Neighbours:
             for lineage in others:
                 if lineage != own:
                     seen = self._look(lineage)
-                    found |= {uid: f"lineage {lineage} of this folder names it too" for uid in wanted if uid in seen.uids}
+                    found |= {
+                        uid: f"lineage {lineage} of this folder names it too"
+                        for uid in wanted
+                        if uid in seen.uids
+                    }
                     found |= {} if seen.doubt is None else dict.fromkeys(wanted, seen.doubt)
         return found
 
@@ -159,7 +182,12 @@ class Neighbours:
         stamp, known = _stamp(self._packs / CHRONICLES / lineage), self._seen.get(lineage)
         if known is not None and known.stamp == stamp:
             return known
-        if known is None or known.doubt is not None or known.stamp[0] != stamp[0] or stamp[1] < known.end:
+        if (
+            known is None
+            or known.doubt is not None
+            or known.stamp[0] != stamp[0]
+            or stamp[1] < known.end
+        ):
             known = _NOTHING
         seen = _read_on(self._packs, lineage, stamp, known)
         if seen.doubt is not None and known.end:  # it may have been written anew
@@ -179,10 +207,18 @@ def _stamp(path: Path) -> _Stamp:
 def _read_on(packs: Path, lineage: str, stamp: _Stamp, known: _Seen) -> _Seen:
     uids = set(known.uids)
     try:
-        more = read_chronicle(packs, lineage, known.end, take=lambda entry: uids.update(state.uid for state in entry.states))
+        more = read_chronicle(
+            packs,
+            lineage,
+            known.end,
+            take=lambda entry: uids.update(state.uid for state in entry.states),
+        )
     except Unavailable as exc:
         return replace(_NOTHING, doubt=f"another lineage may name it: {exc}")
-    doubt = f"lineage {lineage} of this folder may name it: its chronicle is damaged; `datastates repair` there writes it anew"
+    doubt = (
+        f"lineage {lineage} of this folder may name it: its chronicle is damaged; `datastates"
+        " repair` there writes it anew"
+    )
     return _Seen(stamp, frozenset(uids), more.end, doubt if more.rotten_bytes else None)
 
 
@@ -205,8 +241,10 @@ _UID = re.compile("[0-9a-f]{24}")
 class Home:
     """A folder of packs. ``uid`` is None if it has none and none could be written.
 
-    ``is_beside``: the lineage lies beside it in one folder, so a copy of one comes with a copy of the other.
-    ``read_only`` says why nothing can be written here; None if it can. ``neighbours`` are the other lineages that have states in it.
+    ``is_beside``: the lineage lies beside it in one folder, so a copy of one comes with a copy of
+      the other.
+    ``read_only`` says why nothing can be written here; None if it can. ``neighbours`` are the other
+    lineages that have states in it.
     """
 
     path: Path
@@ -222,8 +260,8 @@ class Home:
         """
         if self.read_only is not None or self.uid is None:
             raise Unavailable(
-                f"this repository can only be read: {self.read_only}; get the right to write there, "
-                "or copy the repository to where you may write and open the copy"
+                f"this repository can only be read: {self.read_only}; get the right to write there,"
+                " or copy the repository to where you may write and open the copy"
             )
         return self.uid
 
@@ -236,8 +274,9 @@ class Home:
             return Lease(self.path, run)
         except OSError as exc:
             raise Unavailable(
-                f"no lease can be made in {self.path / LEASES} ({exc.strerror}): every process that tracks locks a file there; "
-                "get the right to write in that folder, on a file system with locks"
+                f"no lease can be made in {self.path / LEASES} ({exc.strerror}): every process that"
+                " tracks locks a file there; get the right to write in that folder, on a file"
+                " system with locks"
             ) from exc
 
 
@@ -247,7 +286,13 @@ def look_at(location: Location) -> Home:
     :raises Unavailable: its identity cannot be read.
     """
     is_beside = location.root is not None and location.packs == location.root / "packs"
-    return Home(location.packs, _read(location.packs), is_beside, "it was opened for looking only", Neighbours(location.packs))
+    return Home(
+        location.packs,
+        _read(location.packs),
+        is_beside,
+        "it was opened for looking only",
+        Neighbours(location.packs),
+    )
 
 
 def settle_in(location: Location, database: Database) -> Home:
@@ -257,7 +302,9 @@ def settle_in(location: Location, database: Database) -> Home:
     """
     packs = location.packs
     is_beside = location.root is not None and packs == location.root / "packs"
-    read_only = database.read_only or (None if _may_write(packs) else f"{packs} may not be written by this process")
+    read_only = database.read_only or (
+        None if _may_write(packs) else f"{packs} may not be written by this process"
+    )
     uid = identity(packs) if database.read_only is None else _read(packs)
     if uid is not None and database.read_only is None:
         with database.read() as session:
@@ -269,7 +316,8 @@ def settle_in(location: Location, database: Database) -> Home:
 
 
 def identity(packs: Path) -> str | None:
-    """The uid of a folder of packs, which gets one if it has none; None if it has none and may not be written.
+    """The uid of a folder of packs, which gets one if it has none; None if it has none and may not
+    be written.
 
     :raises Unavailable: it cannot be read, or cannot be written.
     """
@@ -281,8 +329,12 @@ def identity(packs: Path) -> str | None:
     except OSError as error:
         next_step = "see that its disk is well and has room, or choose another folder"
         if error.errno in (errno.EMFILE, errno.ENFILE):
-            next_step = "raise the limit of open files (`ulimit -n`), or close what this process holds open"
-        raise Unavailable(f"{packs} cannot be made a home of states ({error}): {next_step}") from error
+            next_step = (
+                "raise the limit of open files (`ulimit -n`), or close what this process holds open"
+            )
+        raise Unavailable(
+            f"{packs} cannot be made a home of states ({error}): {next_step}"
+        ) from error
 
 
 def _may_write(packs: Path) -> bool:
@@ -296,15 +348,22 @@ def _read(packs: Path) -> str | None:
     except FileNotFoundError:
         return None
     except OSError as exc:
-        raise Unavailable(f"{path} cannot be read ({exc.strerror}): it says which folder this is; get the right to read it") from exc
+        raise Unavailable(
+            f"{path} cannot be read ({exc.strerror}): it says which folder this is; get the right"
+            " to read it"
+        ) from exc
     if not _UID.fullmatch(text):
-        raise Unavailable(f"{path} says {text[:40]!r}, which is no identity of a folder: bring the file back from a copy, or delete it")
+        raise Unavailable(
+            f"{path} says {text[:40]!r}, which is no identity of a folder: bring the file back from"
+            " a copy, or delete it"
+        )
     return text
 
 
 def _identify(packs: Path) -> str:
     """The identity of the folder, which is written unless another process was first."""
-    from datastates.storage.durable_files import (  # imports torch, which callers that only read do without
+    # imports torch, which callers that only read do without
+    from datastates.storage.durable_files import (
         TEMPORARY,
         locked,
         sync_folder,
@@ -335,11 +394,13 @@ def _identify(packs: Path) -> str:
 
 
 def is_dead(run: Run, home: Home) -> bool:
-    """Whether the process of a run that did not finish has certainly ended, as far as this folder is concerned.
+    """Whether the process of a run that did not finish has certainly ended, as far as this folder
+    is concerned.
 
-    A free lease proves it, whatever host wrote it, unless the kernel sees the process running. A copy of a lease proves it if the lineage
-    was copied with it: that process writes to the original. A missing lease proves nothing; then only the kernel can tell, if the process
-    ran where this one can see it.
+    A free lease proves it, whatever host wrote it, unless the kernel sees the process running. A
+    copy of a lease proves it if the lineage was copied with it: that process writes to the
+    original. A missing lease proves nothing; then only the kernel can tell, if the process ran
+    where this one can see it.
     """
     folder = run.config.get(FOLDER)
     if folder is not None and folder != home.uid:
@@ -356,7 +417,9 @@ def is_dead(run: Run, home: Home) -> bool:
 
 
 def is_alive(run: Run, home: Home) -> bool:
-    """Whether the process of a run is seen to live. A process that is neither alive nor dead is unknown."""
+    """Whether the process of a run is seen to live.
+
+    A process that is neither alive nor dead is unknown."""
     if run.finished_at is not None or is_dead(run, home):
         return False
     return look(home.path, run.process or run.uid) is Seen.HELD or is_running(run) is True
@@ -374,8 +437,12 @@ def life_of(run: Run, home: Home) -> Life:
 def check_idle(session: Session, branch: str, home: Home) -> None:
     """Raise if a training may still move a branch.
 
-    :raises Conflict: the process of one is alive, or nothing can be found out about it; the error names the process.
+    :raises Conflict: the process of one is alive, or nothing can be found out about it; the error
+        names the process.
     """
     for run in unfinished(session, branch):
         if life_of(run, home) is not Life.ENDED:
-            raise Conflict(f"branch {branch!r} has a training: process {run.pid} on {run.host}, as far as known; end it, then try again")
+            raise Conflict(
+                f"branch {branch!r} has a training: process {run.pid} on {run.host}, as far as"
+                " known; end it, then try again"
+            )

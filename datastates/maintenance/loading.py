@@ -32,7 +32,16 @@ from datastates.state.restore import check_into, reads, write
 from datastates.state.xxh3 import Part, split_by_chunk
 from datastates.storage.copying import Piece, SupportsPouring, pieces_by_chunk
 from datastates.storage.parallel_read import SealedChunks, SharedReader, open_shared
-from datastates.storage.reading import Region, chunks_of, of_state, read_regions, read_tree, sketch_tree, specs_of, whole
+from datastates.storage.reading import (
+    Region,
+    chunks_of,
+    of_state,
+    read_regions,
+    read_tree,
+    sketch_tree,
+    specs_of,
+    whole,
+)
 from datastates.storage.tier import Reader
 from datastates.system.devices import Mark, devices
 from datastates.system.interrupts import undisturbed
@@ -45,9 +54,13 @@ _ROOM_CHUNKS = 16
 
 
 class Lift:
-    """Fills ``homes``, all of which lie on devices. Belongs to one thread; what it does follows what the current streams have to do."""
+    """Fills ``homes``, all of which lie on devices.
 
-    def __init__(self, reader: Reader, specs: Sequence[TensorSpec], homes: Mapping[int, Home]) -> None:
+    Belongs to one thread; what it does follows what the current streams have to do."""
+
+    def __init__(
+        self, reader: Reader, specs: Sequence[TensorSpec], homes: Mapping[int, Home]
+    ) -> None:
         assert isinstance(reader, SupportsPouring), "the caller looked"
         self._reader = reader
         self._parts: dict[int, list[Part]] = {}  # by chunk, the live bytes that belong there
@@ -69,7 +82,11 @@ class Lift:
         :raises Corrupt: a chunk fails its digest now; others are in live tensors already.
         """
         try:
-            pinned = {chunk: found for chunk in self._parts if (found := self._reader.pinned(chunk)) is not None}
+            pinned = {
+                chunk: found
+                for chunk in self._parts
+                if (found := self._reader.pinned(chunk)) is not None
+            }
             self._copy(pinned)
             self._fill_by_rooms([chunk for chunk in self._parts if chunk not in pinned])
         finally:  # the sources are given away after this, also when something failed half-way
@@ -79,21 +96,33 @@ class Lift:
     def _fill_by_rooms(self, chunks: Sequence[int]) -> None:
         if not chunks:
             return
-        rooms = [devices().pinned((min(_ROOM_CHUNKS, len(chunks)), CHUNK_BYTES), torch.uint8) for _ in range(2)]
+        rooms = [
+            devices().pinned((min(_ROOM_CHUNKS, len(chunks)), CHUNK_BYTES), torch.uint8)
+            for _ in range(2)
+        ]
         left: list[list[Mark]] = [[], []]
         for turn, at in enumerate(range(0, len(chunks), _ROOM_CHUNKS)):
             some, room = chunks[at : at + _ROOM_CHUNKS], rooms[turn % 2]
             for mark in left[turn % 2]:
                 mark.synchronize()
             here = dict(zip(some, room, strict=False))
-            self._reader.pour({chunk: [Piece(0, memoryview(here[chunk][: self._end(chunk)].numpy().data))] for chunk in some})
+            self._reader.pour(
+                {
+                    chunk: [Piece(0, memoryview(here[chunk][: self._end(chunk)].numpy().data))]
+                    for chunk in some
+                }
+            )
             self._copy(here)
             left[turn % 2] = self._marks()
 
     def _copy(self, here: Mapping[int, torch.Tensor]) -> None:
         """Begin to copy chunks from where they lie in host memory."""
         targets = [part for chunk in here for _, part in self._parts[chunk]]
-        sources = [data[offset : offset + part.numel()] for chunk, data in here.items() for offset, part in self._parts[chunk]]
+        sources = [
+            data[offset : offset + part.numel()]
+            for chunk, data in here.items()
+            for offset, part in self._parts[chunk]
+        ]
         copy((targets, sources), non_blocking=True)
 
     def _end(self, chunk: int) -> int:
@@ -123,39 +152,71 @@ def has_spread(adapted: Adapted) -> bool:
 
 
 class Boxes:
-    """The boxes of the stored tensors that go only into DTensors. ``tensors`` are the sketch that ``findings`` refers to."""
+    """The boxes of the stored tensors that go only into DTensors.
 
-    def __init__(self, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None], findings: Findings) -> None:
+    ``tensors`` are the sketch that ``findings`` refers to."""
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        tensors: Sequence[torch.Tensor | None],
+        findings: Findings,
+    ) -> None:
         self._specs, self._likes = specs, _likes(specs, tensors, findings)
         self._regions = {
-            index: [Region(specs[index], box.offset, box.local_shape) for box in boxes_here(like)] for index, like in self._likes.items()
+            index: [Region(specs[index], box.offset, box.local_shape) for box in boxes_here(like)]
+            for index, like in self._likes.items()
         }
 
     def with_whole(self, wants: Callable[[str], bool]) -> Iterator[Region]:
         """These boxes, and all of every other tensor that is wanted."""
-        sources = {index if spec.alias is None else spec.alias for index, spec in enumerate(self._specs) if wants(spec.path)}
+        sources = {
+            index if spec.alias is None else spec.alias
+            for index, spec in enumerate(self._specs)
+            if wants(spec.path)
+        }
         for index in sorted(sources):
             yield from self._regions.get(index, [whole(self._specs[index])])
 
     def read(self, reader: Reader) -> dict[int, torch.Tensor]:
-        """The stored tensors by index, laid out as the tensors into which they go. Their memory is lent, and valid while the reader is
-        open.
+        """The stored tensors by index, laid out as the tensors into which they go. Their memory is
+        lent, and valid while the reader is open.
 
         :raises Corrupt: a chunk fails its digest.
         """
-        found = iter(read_regions(reader, [region for regions in self._regions.values() for region in regions], is_borrowing=True))
+        found = iter(
+            read_regions(
+                reader,
+                [region for regions in self._regions.values() for region in regions],
+                is_borrowing=True,
+            )
+        )
         return {
-            index: put_together(like, [next(found) for _ in self._regions[index]], dtype_of(self._specs[index].dtype))
+            index: put_together(
+                like,
+                [next(found) for _ in self._regions[index]],
+                dtype_of(self._specs[index].dtype),
+            )
             for index, like in self._likes.items()
         }
 
 
-def _likes(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None], findings: Findings) -> dict[int, torch.Tensor]:
-    """The layout for each stored tensor, by index; it is the same wherever the tensor stands in the tree."""
-    index_of = {id(tensor): index for index, tensor in enumerate(tensors) if tensor is not None and specs[index].alias is None}
+def _likes(
+    specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None], findings: Findings
+) -> dict[int, torch.Tensor]:
+    """The layout for each stored tensor, by index; it is the same wherever the tensor stands in
+    the tree."""
+    index_of = {
+        id(tensor): index
+        for index, tensor in enumerate(tensors)
+        if tensor is not None and specs[index].alias is None
+    }
     stands = Counter(id(tensor) for tensor in tensors if tensor is not None)
     found: dict[int, list[torch.Tensor]] = {}
-    for stored, live in (*((target.stored, target.live) for target in findings.targets), *findings.likes):
+    for stored, live in (
+        *((target.stored, target.live) for target in findings.targets),
+        *findings.likes,
+    ):
         if id(stored) in index_of and is_spread(live):
             found.setdefault(id(stored), []).append(live)
     return {
@@ -183,21 +244,27 @@ def restore_from(
     meeting: Meeting | None = None,
     near: Sequence[Snapshot] = (),
 ) -> RestoreReport:
-    """``restore_into`` with the state that is open. ``own``: the ranks' own things have to be divided among other ranks.
+    """``restore_into`` with the state that is open. ``own``: the ranks' own things have to be
+    divided among other ranks.
 
-    ``near`` are the state's snapshots: data on their devices is copied from there, in the order of the current streams.
+    ``near`` are the state's snapshots: data on their devices is copied from there, in the order of
+    the current streams.
 
-    ``meeting``: all its ranks do this at once, each with its own objects, and the reader is a ``SharedReader``. None writes before all can.
+    ``meeting``: all its ranks do this at once, each with its own objects, and the reader is a
+      ``SharedReader``. None writes before all can.
 
     :raises InvalidInput: as ``restore_into``.
-    :raises Corrupt: a chunk fails its digest. Nothing was changed, unless a file changed while it was read: then the message says so, and
-        the tensors are dirty.
+    :raises Corrupt: a chunk fails its digest. Nothing was changed, unless a file changed while it
+        was read: then the message says so, and the tensors are dirty.
     """
     own = Redivision(1, 0, 1) if own is None else own
     wants, specs, adapted = own.reads(reads(into, only)), specs_of(reader), Adapted(into)
     check = partial(check_into, into, only=only, strict=strict, adapted=adapted)
     homes, spread = dict[int, Home](), dict[int, torch.Tensor]()
-    is_pouring = isinstance(reader, SupportsPouring) and sum(bytes_of(spec) for spec in specs if wants(spec.path)) >= _WORTH_BYTES
+    is_pouring = (
+        isinstance(reader, SupportsPouring)
+        and sum(bytes_of(spec) for spec in specs if wants(spec.path)) >= _WORTH_BYTES
+    )
     copies = dict[int, tuple[Home, torch.Tensor]]()
     if is_pouring or has_spread(adapted) or meeting is not None or near:
         with torch.inference_mode(False):
@@ -208,7 +275,11 @@ def restore_from(
                 reader.fetch(chunks_of(boxes.with_whole(wants)))
             spread = boxes.read(reader)
         found = _homes(specs, tensors, findings.targets) if is_pouring or near else {}
-        copies = {index: (home, piece) for index, home in found.items() if (piece := _beside(home.live, near, specs[index])) is not None}
+        copies = {
+            index: (home, piece)
+            for index, home in found.items()
+            if (piece := _beside(home.live, near, specs[index])) is not None
+        }
         homes = {index: home for index, home in found.items() if is_pouring and index not in copies}
     in_place = {**homes, **{index: home for index, (home, _) in copies.items()}}
     given = {index: home.live for index, home in in_place.items()} | spread
@@ -217,9 +288,14 @@ def restore_from(
     lifted = {index: home for index, home in homes.items() if devices().is_on(home.live)}
     poured = {index: home for index, home in homes.items() if index not in lifted}
     if poured and isinstance(reader, SupportsPouring):
-        pieces = pieces_by_chunk((specs[index].shards[0].start, memoryview(home.flat.numpy().data)) for index, home in poured.items())
+        pieces = pieces_by_chunk(
+            (specs[index].shards[0].start, memoryview(home.flat.numpy().data))
+            for index, home in poured.items()
+        )
         reader.check(list(pieces))
-        findings.writes.insert(0, partial(_fill, partial(reader.pour, pieces), into, [*poured.values()]))
+        findings.writes.insert(
+            0, partial(_fill, partial(reader.pour, pieces), into, [*poured.values()])
+        )
     if lifted:
         lift = Lift(reader, specs, lifted)
         lift.check()
@@ -229,7 +305,9 @@ def restore_from(
     if meeting is not None:
         meeting.meet()
     report = replace(write(findings), notes=tuple(own.notes))
-    return with_trained(report, adapted, {spec.path: spec.requires_grad for spec in specs}, tree.get(MODES))
+    return with_trained(
+        report, adapted, {spec.path: spec.requires_grad for spec in specs}, tree.get(MODES)
+    )
 
 
 def _fill(fill: Callable[[], None], into: Mapping[str, object], homes: Sequence[Home]) -> None:
@@ -241,23 +319,32 @@ def _fill(fill: Callable[[], None], into: Mapping[str, object], homes: Sequence[
         dirty.mark(((home.path, home.live) for home in homes), fill)
         if isinstance(exc, Corrupt):
             raise Corrupt(
-                f"{exc}; it was right a moment ago: what is restored is half old, half new; restore a state before you use it"
+                f"{exc}; it was right a moment ago: what is restored is half old, half new; restore"
+                " a state before you use it"
             ) from exc
         raise
 
 
-def _homes(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None], targets: Sequence[Target]) -> dict[int, Home]:
+def _homes(
+    specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None], targets: Sequence[Target]
+) -> dict[int, Home]:
     """The live tensors that receive stored ones, by index.
 
-    Stored tensors that are not written into live ones are handed over, or loaded, before these are filled. So a stored tensor that is also
-    wanted in that way has no home.
+    Stored tensors that are not written into live ones are handed over, or loaded, before these are
+    filled. So a stored tensor that is also wanted in that way has no home.
     """
     pairs = enumerate(zip(tensors, specs, strict=True))
-    index_of = {id(tensor): i for i, (tensor, spec) in pairs if tensor is not None and spec.alias is None and is_whole(spec)}
+    index_of = {
+        id(tensor): i
+        for i, (tensor, spec) in pairs
+        if tensor is not None and spec.alias is None and is_whole(spec)
+    }
     homes = live_homes(targets, index_of, specs)
     written = Counter(id(target.stored) for target in targets)
     wanted = Counter(id(tensor) for tensor in tensors if tensor is not None)
-    is_written_only = {index for index in homes if written[id(tensors[index])] >= wanted[id(tensors[index])]}
+    is_written_only = {
+        index for index in homes if written[id(tensors[index])] >= wanted[id(tensors[index])]
+    }
     return {index: home for index, home in homes.items() if index in is_written_only}
 
 
@@ -288,17 +375,28 @@ def device_of(value: object, what: str) -> torch.device:
     import torch  # code that only looks at a lineage does without torch
 
     try:
-        return torch.empty(0, device=torch.device(value)).device  # type: ignore[call-overload]  # whatever is none raises
+        # whatever is none raises
+        return torch.empty(0, device=torch.device(value)).device  # type: ignore[call-overload]
     except Exception as exc:
-        raise InvalidInput(f"{what} is {values.shown(value)}: give a device that is here, such as 'cpu' ({exc})") from exc
+        raise InvalidInput(
+            f"{what} is {values.shown(value)}: give a device that is here, such as 'cpu' ({exc})"
+        ) from exc
 
 
 def load(
-    core: Core, state: State, *, only: str | Sequence[str] | None = None, device: torch.device | str | None = None, rank: int = 0
+    core: Core,
+    state: State,
+    *,
+    only: str | Sequence[str] | None = None,
+    device: torch.device | str | None = None,
+    rank: int = 0,
 ) -> Any:
     """A state's tree; see ``Repository.load``."""
     if rank >= state.world_size:
-        raise InvalidInput(f"state {state.uid} has {state.world_size} parts, and rank is {rank}: give one below that")
+        raise InvalidInput(
+            f"state {state.uid} has {state.world_size} parts, and rank is {rank}: give one below"
+            " that"
+        )
     with undisturbed(), naming_a_way_on(core, state), core.open_payload(state, rank=rank) as reader:
         selection = Selection(only)
         tree = read_tree(reader, wants=selection.wants, device=device)
@@ -316,9 +414,11 @@ def restore(
     strict: bool,
     group: Group | None = None,
 ) -> RestoreReport:
-    """Put a state into live objects, once no copy for a capture here reads them any more; see ``Repository.restore``.
+    """Put a state into live objects, once no copy for a capture here reads them any more; see
+    ``Repository.restore``.
 
-    With ``group``, into those of all its ranks at once, which is collective; without one, into these alone.
+    With ``group``, into those of all its ranks at once, which is collective; without one, into
+    these alone.
     """
     for training in list(core.trainings):
         training.fence()
@@ -327,52 +427,78 @@ def restore(
         return replace(report, state=state.uid, step=state.step)
     own, host = Redivision(state.world_size, 0, 1), core.running
     snapshots = nullcontext(()) if host is None else host.snapshots.reading(state.uid, state.digest)
-    with undisturbed(), naming_a_way_on(core, state), core.open_payload(state, rank=own.source) as reader, snapshots as near:
+    with (
+        undisturbed(),
+        naming_a_way_on(core, state),
+        core.open_payload(state, rank=own.source) as reader,
+        snapshots as near,
+    ):
         report = restore_from(reader, into, only=only, strict=strict, own=own, near=near)
     return replace(report, state=state.uid, step=state.step)
 
 
 def _restore_together(
-    core: Core, state: State, into: Mapping[str, object], group: Group, *, only: str | Sequence[str] | None, strict: bool
+    core: Core,
+    state: State,
+    into: Mapping[str, object],
+    group: Group,
+    *,
+    only: str | Sequence[str] | None,
+    strict: bool,
 ) -> RestoreReport:
-    """Restore on all ranks of the group: each reads what only it wants, and its share of the rest. If one fails, all fail and none has
-    written.
+    """Restore on all ranks of the group: each reads what only it wants, and its share of the rest.
+    If one fails, all fail and none has written.
     """
-    own, meeting = Redivision(state.world_size, group.rank, group.size), Meeting(group, f"restore state {state.uid}")
+    own, meeting = (
+        Redivision(state.world_size, group.rank, group.size),
+        Meeting(group, f"restore state {state.uid}"),
+    )
     opened = partial(core.tiers.open_part, state, verify=core.config.verify)
     with meeting.united(), undisturbed(), naming_a_way_on(core, state), ExitStack() as stack:
         _check_same(state, meeting)
-        reader = stack.enter_context(open_shared(meeting, state.uid, state.world_size, opened, rank=own.source))
-        return restore_from(of_state(reader, state), into, only=only, strict=strict, own=own, meeting=meeting)
+        reader = stack.enter_context(
+            open_shared(meeting, state.uid, state.world_size, opened, rank=own.source)
+        )
+        return restore_from(
+            of_state(reader, state), into, only=only, strict=strict, own=own, meeting=meeting
+        )
 
 
 def load_values(core: Core, state: State, group: Group, *, wants: Callable[[str], bool]) -> Any:
-    """The state's tree with its plain values, and with the tensors at the paths that are wanted if this process is alone. Collective."""
+    """The state's tree with its plain values, and with the tensors at the paths that are wanted
+    if this process is alone. Collective."""
     if group.size == 1:
         with undisturbed(), naming_a_way_on(core, state), core.open_payload(state) as reader:
             return read_tree(reader, wants=wants)
-    own, meeting = Redivision(state.world_size, group.rank, group.size), Meeting(group, f"read state {state.uid}")
+    own, meeting = (
+        Redivision(state.world_size, group.rank, group.size),
+        Meeting(group, f"read state {state.uid}"),
+    )
     opened = partial(core.tiers.open_part, state, verify=core.config.verify)
     with meeting.united(), undisturbed(), naming_a_way_on(core, state), ExitStack() as stack:
         _check_same(state, meeting)
-        reader = stack.enter_context(open_shared(meeting, state.uid, state.world_size, opened, rank=own.source))
+        reader = stack.enter_context(
+            open_shared(meeting, state.uid, state.world_size, opened, rank=own.source)
+        )
         return read_tree(reader, wants=lambda path: False)
 
 
 def _check_same(state: State, meeting: Meeting) -> None:
-    """Raise unless all ranks restore this state: those that opened another repository may have another one of its uid."""
+    """Raise unless all ranks restore this state: those that opened another repository may have
+    another one of its uid."""
     own = f"{state.uid} with the digest {state.digest[:16]}"
     everyone = [said.decode() for said in meeting.meet(own.encode())]
     for rank, said in enumerate(everyone):
         if said != everyone[0]:
             raise InvalidInput(
-                f"rank 0 restores state {everyone[0]}, and rank {rank} state {said}: let all ranks open the same repository, and restore"
-                " the same state"
+                f"rank 0 restores state {everyone[0]}, and rank {rank} state {said}: let all ranks"
+                " open the same repository, and restore the same state"
             )
 
 
 def verify(core: Core, state: State) -> None:
-    """Read and check every byte of a state, and bind the state to its contents by a seal; see ``Repository.verify``."""
+    """Read and check every byte of a state, and bind the state to its contents by a seal; see
+    ``Repository.verify``."""
     with undisturbed(), core.open_payload(state, verify=True) as reader:
         chunks = SealedChunks(reader)
         chunks.check()

@@ -1,4 +1,5 @@
-"""The location of a repository: what its URL means, and which repository a terminal command uses when none is named."""
+"""The location of a repository: what its URL means, and which repository a terminal command uses
+when none is named."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ DEFAULT = "runs"
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """The two halves of a repository: the lineage's database and the folder of packs. Both may still be missing."""
+    """The two halves of a repository: the lineage's database and the folder of packs.
+
+    Both may still be missing."""
 
     database_url: str = field(repr=False)  # it may have a password
     packs: Path
@@ -36,11 +39,16 @@ class Location:
     def root(self) -> Path | None:
         """The repository's folder; None when the lineage is on a database server."""
         url = make_url(self.database_url)
-        return Path(url.database).parent if url.get_backend_name() == "sqlite" and url.database else None
+        return (
+            Path(url.database).parent
+            if url.get_backend_name() == "sqlite" and url.database
+            else None
+        )
 
     @property
     def is_present(self) -> bool:
-        """Whether the lineage's file is there, and not empty, as an interrupted copy or a full disk leaves it.
+        """Whether the lineage's file is there, and not empty, as an interrupted copy or a full disk
+        leaves it.
 
         A database server counts as there: it is asked only when it is opened.
         """
@@ -61,10 +69,11 @@ def locate(
     must_exist: bool = False,
     environ: Mapping[str, str] | None = None,
 ) -> Location:
-    """The location that ``url`` means: a folder (SQLite and packs in it), or ``postgresql://…`` with ``packs`` naming a folder.
+    """The location that ``url`` means: a folder (SQLite and packs in it), or ``postgresql://…``
+    with ``packs`` naming a folder.
 
-    Paths become absolute, so that they keep their meaning when the process changes its directory. For a database server, ``packs``
-    falls back on ``DATASTATES_PACKS``. Nothing is created.
+    Paths become absolute, so that they keep their meaning when the process changes its directory.
+    For a database server, ``packs`` falls back on ``DATASTATES_PACKS``. Nothing is created.
 
     :raises InvalidInput: the url is neither, or no packs are named for a server.
     :raises NotFound: with ``must_exist``, there is no repository there.
@@ -73,7 +82,11 @@ def locate(
     text = values.path(url, "url")
     packs = None if packs is None else values.path(packs, "packs")
     environ = os.environ if environ is None else environ
-    location = _on_server(text, packs or environ.get("DATASTATES_PACKS")) if "://" in text else _in_folder(text, packs)
+    location = (
+        _on_server(text, packs or environ.get("DATASTATES_PACKS"))
+        if "://" in text
+        else _in_folder(text, packs)
+    )
     if must_exist and not location.is_present:
         raise NotFound(
             f"no repository in {location}: make one with `datastates init {logs.text(text)}`, "
@@ -93,17 +106,20 @@ def check_whole(location: Location) -> None:
     if count:
         is_empty = location.root is not None and (location.root / DATABASE).exists()
         raise NotFound(
-            f"{location.packs} holds {plural(count, 'state')}, but their lineage, {location.root}/{DATABASE}, is "
-            f"{'empty' if is_empty else 'gone'}: "
-            f"bring it back from a copy, rebuild it from the packs by `datastates reindex{' --replace' if is_empty else ''}`, or begin "
-            "anew in another folder (`datastates import` takes in a bundle)"
+            f"{location.packs} holds {plural(count, 'state')}, but their lineage,"
+            f" {location.root}/{DATABASE}, is {'empty' if is_empty else 'gone'}: bring it back from"
+            " a copy, rebuild it from the packs by `datastates"
+            f" reindex{' --replace' if is_empty else ''}`, or begin anew in another folder"
+            " (`datastates import` takes in a bundle)"
         )
 
 
 def discover(directory: Path | None = None, environ: Mapping[str, str] | None = None) -> str:
-    """The repository that is used in ``directory`` (None: the working directory) when none is named.
+    """The repository that is used in ``directory`` (None: the working directory) when none is
+    named.
 
-    It is ``DATASTATES_REPO``, or the nearest of the directory and its parents that is a repository, or ``runs`` in the directory.
+    It is ``DATASTATES_REPO``, or the nearest of the directory and its parents that is a repository,
+    or ``runs`` in the directory.
 
     :raises NotFound: the working directory was deleted.
     """
@@ -119,10 +135,14 @@ def discover(directory: Path | None = None, environ: Mapping[str, str] | None = 
 
 def _in_folder(text: str, packs: str | os.PathLike[str] | None) -> Location:
     if not text:
-        raise InvalidInput("the repository's url is empty: name a folder, or postgresql://user@host/database")
+        raise InvalidInput(
+            "the repository's url is empty: name a folder, or postgresql://user@host/database"
+        )
     root = _absolute(text)
     if root.name == DATABASE and root.is_file():
-        raise InvalidInput(f"{text} is the lineage of a repository: name its folder, {Path(text).parent}")
+        raise InvalidInput(
+            f"{text} is the lineage of a repository: name its folder, {Path(text).parent}"
+        )
     if root.exists() and not root.is_dir():
         raise InvalidInput(f"{text} is a file: a repository is a folder")
     database = URL.create("sqlite", database=str(root / DATABASE)).render_as_string()
@@ -133,11 +153,18 @@ def _on_server(text: str, packs: str | os.PathLike[str] | None) -> Location:
     try:
         url = make_url(text)
     except (ArgumentError, ValueError) as exc:
-        raise InvalidInput("the database's url does not parse: write postgresql://user:password@host:port/database") from exc
+        raise InvalidInput(
+            "the database's url does not parse: write postgresql://user:password@host:port/database"
+        ) from exc
     if url.drivername not in ("postgresql", "postgresql+psycopg"):
-        raise InvalidInput(f"{url.drivername}:// is no repository: name a folder, or postgresql://user@host/database")
+        raise InvalidInput(
+            f"{url.drivername}:// is no repository: name a folder, or"
+            " postgresql://user@host/database"
+        )
     if not packs:
-        raise InvalidInput(f"{_hidden(url)} holds no packs: name their folder with packs= or DATASTATES_PACKS")
+        raise InvalidInput(
+            f"{_hidden(url)} holds no packs: name their folder with packs= or DATASTATES_PACKS"
+        )
     url = url.set(drivername="postgresql+psycopg")
     return Location(url.render_as_string(hide_password=False), _packs_folder(packs))
 
@@ -145,7 +172,10 @@ def _on_server(text: str, packs: str | os.PathLike[str] | None) -> Location:
 def _packs_folder(packs: str | os.PathLike[str]) -> Path:
     text = os.fspath(packs)
     if "://" in text:
-        raise InvalidInput(f"packs={logs.text(text)!r}: packs live in a folder; object stores are not supported yet")
+        raise InvalidInput(
+            f"packs={logs.text(text)!r}: packs live in a folder; object stores are not"
+            " supported yet"
+        )
     return _absolute(text)
 
 
@@ -154,28 +184,33 @@ def _absolute(text: str) -> Path:
         found = Path(text).expanduser().absolute()
     except FileNotFoundError:
         raise NotFound(
-            "the working directory of this process was deleted or moved away: change to a folder that is there, or name the repository by "
-            "its absolute path"
+            "the working directory of this process was deleted or moved away: change to a folder"
+            " that is there, or name the repository by its absolute path"
         ) from None
     except RuntimeError:
-        raise InvalidInput(f"{text}: that user has no home directory here; write out the path, or ./~… for a folder of that name") from None
+        raise InvalidInput(
+            f"{text}: that user has no home directory here; write out the path, or ./~… for a"
+            " folder of that name"
+        ) from None
     try:
         str(found).encode()
     except UnicodeEncodeError:
         raise InvalidInput(
-            f"{str(found)!a} is no UTF-8, in which lineages note where folders are: rename that folder, or make a symbolic link to it "
-            "and give that"
+            f"{str(found)!a} is no UTF-8, in which lineages note where folders are: rename that"
+            " folder, or make a symbolic link to it and give that"
         ) from None
     try:
         found.stat()
     except OSError as exc:
         if exc.errno == errno.ENAMETOOLONG:
             raise InvalidInput(
-                f"a path of {len(str(found))} characters, {str(found)[:60]}…, is too long for this system: name another folder"
+                f"a path of {len(str(found))} characters, {str(found)[:60]}…, is too long for this"
+                " system: name another folder"
             ) from None
         if exc.errno in (errno.EACCES, errno.EIO, errno.ESTALE):
             raise Unavailable(
-                f"{found} cannot be looked at ({exc.strerror}): check the permissions of its folders, and the file system"
+                f"{found} cannot be looked at ({exc.strerror}): check the permissions of its"
+                " folders, and the file system"
             ) from exc
     return found
 

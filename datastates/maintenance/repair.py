@@ -1,9 +1,11 @@
-"""Restores what a check finds damaged from wherever the same bytes are, and says for the rest which state to go on from.
+"""Restores what a check finds damaged from wherever the same bytes are, and says for the rest which
+state to go on from.
 
-A chunk is taken from this process's memory, from the user's further tiers, from another folder, or from peers, if that place has the state
-by its digest (BLAKE3 over its structure and over the xxh3 of its chunks) and the chunk by its own digest. A sealed state is compared with
-its seal before anything changes, so that no forged bytes come in by repair. Bytes that a peer gave are noted as such, as for a clone. A
-damaged chronicle is written anew, from the lineage.
+A chunk is taken from this process's memory, from the user's further tiers, from another folder, or
+from peers, if that place has the state by its digest (BLAKE3 over its structure and over the xxh3
+of its chunks) and the chunk by its own digest. A sealed state is compared with its seal before
+anything changes, so that no forged bytes come in by repair. Bytes that a peer gave are noted as
+such, as for a clone. A damaged chronicle is written anew, from the lineage.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Hurt:
-    """A state that stays damaged, why, and the uid of the nearest ancestor that is here and sound; None if there is none."""
+    """A state that stays damaged, why, and the uid of the nearest ancestor that is here and
+    sound; None if there is none."""
 
     state: str
     problem: str
@@ -54,7 +57,9 @@ class Hurt:
 
 @dataclass(frozen=True, slots=True)
 class RepairReport:
-    """The uids of the states that are whole again, and of those that are not. ``unread`` as in ``VerifyReport``."""
+    """The uids of the states that are whole again, and of those that are not.
+
+    ``unread`` as in ``VerifyReport``."""
 
     repaired: tuple[str, ...]
     hurt: tuple[Hurt, ...]
@@ -87,7 +92,10 @@ def repair(
     _mend_chronicle(core)
     found = check_all(core, Limits(), on_progress=on_progress)
     with ExitStack() as stack:
-        places: list[Elsewhere] = [*(() if core.tiers.captured is None else (core.tiers.captured,)), *core.tiers.further]
+        places: list[Elsewhere] = [
+            *(() if core.tiers.captured is None else (core.tiers.captured,)),
+            *core.tiers.further,
+        ]
         if source is not None:
             places.append(folder := packs_in(_packs_of(source)))
             stack.callback(folder.close)
@@ -97,18 +105,25 @@ def repair(
 def _packs_of(source: Path) -> Path:
     packs = source / "packs" if (source / "packs").is_dir() else source
     if not packs.is_dir():
-        raise NotFound(f"there is no folder {source}: name a repository's folder, or a folder of packs")
+        raise NotFound(
+            f"there is no folder {source}: name a repository's folder, or a folder of packs"
+        )
     return packs
 
 
 def _mend_chronicle(core: Core) -> None:
-    """Write the chronicle of this lineage anew if it is damaged and knows nothing more than the lineage."""
+    """Write the chronicle of this lineage anew if it is damaged and knows nothing more than the
+    lineage."""
     packs = core.location.packs
     with suppress(Unavailable, OSError):  # the check reports what is wrong with it
         with core.database.read() as session:
             lineage = repository_uid(session)
-            rotten = [each for each in chronicles(packs) if each.lineage == lineage and each.rotten_bytes]
-            is_older = any(is_behind(session, entry.mark) for each in rotten for entry in each.entries[-1:])
+            rotten = [
+                each for each in chronicles(packs) if each.lineage == lineage and each.rotten_bytes
+            ]
+            is_older = any(
+                is_behind(session, entry.mark) for each in rotten for entry in each.entries[-1:]
+            )
         if rotten and not is_older:
             tell_anew(core.database, packs)
 
@@ -166,13 +181,17 @@ class _Repair:
                     self._chunk(manifest, index, readers)
             else:
                 with self._tier.open_part(uid, rank) as here:
-                    mended = (chunk(here, index) if index in bad else here.chunk(index) for index in range(len(manifest.refs)))
+                    mended = (
+                        chunk(here, index) if index in bad else here.chunk(index)
+                        for index in range(len(manifest.refs))
+                    )
                     _check_seal(seal, manifest, mended)
             self._note(uid, [manifest.content.chunks[index] for index in bad])
             self._tier.mend(uid, rank, places, self._moved, chunk)
 
     def _put_again(self, uid: str, rank: int) -> None:
-        """Write a state anew, because its manifest is damaged or gone, from a place that has all of it."""
+        """Write a state anew, because its manifest is damaged or gone, from a place that has all
+        of it."""
         digest = self._digest(uid)
         if digest is None or rank:
             raise NotFound("its lineage does not say what it was")
@@ -191,7 +210,9 @@ class _Repair:
                 self._given |= dict.fromkeys((chunk.digest for chunk in wanted), party)
             self._note(uid, wanted)
             self._tier.forget([uid])
-            self._tier.put(Payload(msgspec.structs.replace(reader.manifest, packs=(), refs=()), chunks))
+            self._tier.put(
+                Payload(msgspec.structs.replace(reader.manifest, packs=(), refs=()), chunks)
+            )
 
     def _note(self, uid: str, chunks: Sequence[Chunk]) -> None:
         """Note whose bytes a state is about to get: it is then trusted as much as they are."""
@@ -208,8 +229,8 @@ class _Repair:
         self._noted |= {(uid, party) for party in new}
 
     def _readers(self, stack: ExitStack, uid: str, rank: int, digest: str) -> Iterator[_Found]:
-        """The same state in other places. A place that breaks the protocol counts as having none; one that does not answer is not asked
-        again.
+        """The same state in other places. A place that breaks the protocol counts as having none;
+        one that does not answer is not asked again.
         """
         for source in list(self._sources):
             try:
@@ -224,8 +245,8 @@ class _Repair:
                 yield reader, getattr(source, "party", None)
 
     def _chunk(self, manifest: Manifest, index: int, readers: Sequence[_Found]) -> memoryview:
-        """The bytes of a chunk: from another state that has them by now, from its own place if only the pack's header is damaged, or
-        elsewhere.
+        """The bytes of a chunk: from another state that has them by now, from its own place if only
+        the pack's header is damaged, or elsewhere.
         """
         place = _place(manifest, index)
         if place in self._moved:
@@ -252,7 +273,11 @@ class _Repair:
             return None
         with open(fd, "rb") as file:
             count = read_at(file.fileno(), data, offset)
-        return data.toreadonly() if count == chunk.length and chunk_digest(data) == chunk.digest else None
+        return (
+            data.toreadonly()
+            if count == chunk.length and chunk_digest(data) == chunk.digest
+            else None
+        )
 
     def _seal(self, uid: str) -> str | None:
         with self._core.database.read() as session:
@@ -281,7 +306,11 @@ def _check_seal(seal: str, manifest: Manifest, chunks: Iterable[memoryview]) -> 
 
     :raises Corrupt: it would not.
     """
-    attachments.check(seal, seal_of(manifest.digest, (blake3(view).digest() for view in chunks)), manifest.origin.uid)
+    attachments.check(
+        seal,
+        seal_of(manifest.digest, (blake3(view).digest() for view in chunks)),
+        manifest.origin.uid,
+    )
 
 
 def _place(manifest: Manifest, index: int) -> Place:

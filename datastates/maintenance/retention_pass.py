@@ -1,12 +1,14 @@
-"""Applies a retention policy to a folder of packs: survey, decide, withdraw, remove; in batches, each of which may be the last.
+"""Applies a retention policy to a folder of packs: survey, decide, withdraw, remove; in batches,
+each of which may be the last.
 
-    survey      what the folder holds, by the lineage and the manifests; and what depends on which state
-    decide      ``policy.decisions``, which is pure
-    withdraw    one short transaction a batch: the lineage says that the bytes are gone
-    remove      then the files go, in one pass under the folder's lock
+    survey      what the folder holds, by the lineage and the manifests; and what depends on which
+    state decide      ``policy.decisions``, which is pure withdraw    one short transaction a batch:
+    the lineage says that the bytes are gone remove      then the files go, in one pass under the
+    folder's lock
 
-A crash between the last two leaves files that nobody asks for. They were noted beforehand in ``.prune``, a file that the pruning process
-holds: one process at a time prunes a folder, and the next one finishes what a dead process has begun.
+A crash between the last two leaves files that nobody asks for. They were noted beforehand in
+``.prune``, a file that the pruning process holds: one process at a time prunes a folder, and the
+next one finishes what a dead process has begun.
 """
 
 from __future__ import annotations
@@ -33,7 +35,17 @@ from datastates.lineage.views.text import Direction, named_direction, plural
 from datastates.lineage.write import replicas
 from datastates.lineage.write.refs import delete_ref
 from datastates.lineage.write.replicas import take_turns, withdraw, withdraw_all
-from datastates.policy.retention import EACH, Best, Decision, Fact, Ledger, Policies, Retention, decide, retention_of
+from datastates.policy.retention import (
+    EACH,
+    Best,
+    Decision,
+    Fact,
+    Ledger,
+    Policies,
+    Retention,
+    decide,
+    retention_of,
+)
 from datastates.storage.durable_files import next_step
 from datastates.storage.roles import DurableTier
 from datastates.storage.tiers import CAPTURED, DURABLE, VOLATILE
@@ -46,7 +58,8 @@ from .lease import Home, check_idle
 _logger = logging.getLogger(__name__)
 
 KEY = "datastates.retention"
-"""The key under which the record of a training keeps the policy that it asked for, for its branch."""
+"""The key under which the record of a training keeps the policy that it asked for, for its
+branch."""
 
 _LOCK = ".prune"
 _BATCH = 128
@@ -58,7 +71,8 @@ _ASK_AGAIN_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Grounds:
-    """What pruning needs of an open repository: its lineage, its folder of packs, and the engine of this process, if there is one."""
+    """What pruning needs of an open repository: its lineage, its folder of packs, and the engine
+    of this process, if there is one."""
 
     database: Database
     durable: DurableTier
@@ -69,12 +83,19 @@ class Grounds:
     @classmethod
     def of(cls, core: Core) -> Self:
         """The grounds of a repository as it is now."""
-        return cls(core.database, core.tiers.durable, core.home, holder(core.node, core.run_uid), core.running)
+        return cls(
+            core.database,
+            core.tiers.durable,
+            core.home,
+            holder(core.node, core.run_uid),
+            core.running,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A state that lost its bytes, or would: how many bytes were its own, and the reason in words."""
+    """A state that lost its bytes, or would: how many bytes were its own, and the reason in
+    words."""
 
     uid: str
     branch: str
@@ -85,9 +106,11 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What pruning did, or with ``is_dry_run`` would do. Bytes are those of the files in the folder of packs that states need.
+    """What pruning did, or with ``is_dry_run`` would do. Bytes are those of the files in the folder
+    of packs that states need.
 
-    ``kept`` says how many states stay for each reason. Dropped states stay in the lineage with their metrics, as ``evicted``.
+    ``kept`` says how many states stay for each reason. Dropped states stay in the lineage with
+    their metrics, as ``evicted``.
     """
 
     policy: str
@@ -104,12 +127,16 @@ class Pruned:
 
     def __str__(self) -> str:
         would = "would drop" if self.is_dry_run else "dropped"
-        return f"{would} {plural(len(self.dropped), 'state')} and {self.bytes_freed} bytes, kept {sum(self.kept.values())} ({self.policy})"
+        return (
+            f"{would} {plural(len(self.dropped), 'state')} and {self.bytes_freed} bytes, kept"
+            f" {sum(self.kept.values())} ({self.policy})"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What a folder holds: facts, the row id of each by uid, and the bytes of all files that they need."""
+    """What a folder holds: facts, the row id of each by uid, and the bytes of all files that
+    they need."""
 
     facts: tuple[Fact, ...]
     ids: Mapping[str, int]
@@ -124,7 +151,13 @@ def untold(done: int, total: int) -> None:
     """Nobody watches."""
 
 
-def prune(core: Core, policy: Retention | None = None, *, dry_run: bool = False, tell: Callable[[int, int], None] = untold) -> Pruned:
+def prune(
+    core: Core,
+    policy: Retention | None = None,
+    *,
+    dry_run: bool = False,
+    tell: Callable[[int, int], None] = untold,
+) -> Pruned:
     """Drop the states of all branches that a policy does not keep; see ``Repository.prune``."""
     core.check_open()
     core.settle()
@@ -133,7 +166,11 @@ def prune(core: Core, policy: Retention | None = None, *, dry_run: bool = False,
     def policies(told: Mapping[str, Retention]) -> Policies:
         if policy is None:
             return Policies(retention_of(core.config.retention), told)
-        bests = {branch: policy.bounded(None).keeping_best(*each.bests) for branch, each in told.items() if each.bests}
+        bests = {
+            branch: policy.bounded(None).keeping_best(*each.bests)
+            for branch, each in told.items()
+            if each.bests
+        }
         return Policies(policy, bests)
 
     if dry_run:
@@ -143,9 +180,11 @@ def prune(core: Core, policy: Retention | None = None, *, dry_run: bool = False,
 
 
 def drop_ref(core: Core, name: str, *, dry_run: bool = False) -> Pruned:
-    """Delete a branch or a tag, and drop the bytes of the states that only it leads to; see ``Repository.delete_ref``.
+    """Delete a branch or a tag, and drop the bytes of the states that only it leads to; see
+    ``Repository.delete_ref``.
 
-    The name is deleted first. After a crash, no name leads to the states that still have their bytes, and ``prune`` may drop them.
+    The name is deleted first. After a crash, no name leads to the states that still have their
+    bytes, and ``prune`` may drop them.
     """
     core.check_open()
     core.settle()
@@ -159,12 +198,18 @@ def drop_ref(core: Core, name: str, *, dry_run: bool = False) -> Pruned:
             if not dry_run:
                 delete_ref(session, name, reason="delete with its bytes")
         decisions = [
-            Decision(fact, fact.held is not None, fact.held or f"only {name} leads to it")
-            if found.ids[fact.uid] in own
-            else Decision(fact, True, "another name or nothing leads to it")
+            (
+                Decision(fact, fact.held is not None, fact.held or f"only {name} leads to it")
+                if found.ids[fact.uid] in own
+                else Decision(fact, True, "another name or nothing leads to it")
+            )
             for fact in found.facts
         ]
-        done = _planned(found, policies, decisions) if held is None else carry_out(grounds, held, found, policies, decisions)
+        done = (
+            _planned(found, policies, decisions)
+            if held is None
+            else carry_out(grounds, held, found, policies, decisions)
+        )
     return replace(done, policy=f"delete {name}")
 
 
@@ -177,12 +222,17 @@ def _turn(core: Core) -> Iterator[Held]:
     core.home.check_writable()
     with taking_turns(core.home.path, _PATIENCE_S) as held:
         if held is None:
-            raise Unavailable(f"another process has been pruning {core.home.path} for {_PATIENCE_S:.0f} s: wait for it, and try again")
+            raise Unavailable(
+                f"another process has been pruning {core.home.path} for {_PATIENCE_S:.0f} s: wait"
+                " for it, and try again"
+            )
         yield held
 
 
 def _decided(
-    grounds: Grounds, policies: Callable[[Mapping[str, Retention]], Policies], tell: Callable[[int, int], None]
+    grounds: Grounds,
+    policies: Callable[[Mapping[str, Retention]], Policies],
+    tell: Callable[[int, int], None],
 ) -> tuple[Survey, Policies, list[Decision]]:
     chosen = policies(told_policies(grounds))
     found = survey(grounds, chosen, tell=tell)
@@ -191,7 +241,7 @@ def _decided(
     return found, chosen, decide(found.facts, chosen, time.time())
 
 
-# --- looking ----------------------------------------------------------------------------------------------------------------
+# --- looking --------------------------------------------------------------------------------------
 
 
 def told_policies(grounds: Grounds) -> dict[str, Retention]:
@@ -203,19 +253,33 @@ def told_policies(grounds: Grounds) -> dict[str, Retention]:
         try:
             found[branch] = Retention.parse(text)
         except InvalidInput as exc:  # of a later version: everything is kept
-            _logger.warning("the retention of branch %s is not known to this version: %s", branch, exc)
+            _logger.warning(
+                "the retention of branch %s is not known to this version: %s", branch, exc
+            )
             found[branch] = Retention.all()
     return found
 
 
-def survey(grounds: Grounds, policies: Policies, *, own: Collection[int] = (), tell: Callable[[int, int], None] = untold) -> Survey:
-    """What the folder holds, with the facts for which the policies ask. No name counts on the states ``own``, by row id.
+def survey(
+    grounds: Grounds,
+    policies: Policies,
+    *,
+    own: Collection[int] = (),
+    tell: Callable[[int, int], None] = untold,
+) -> Survey:
+    """What the folder holds, with the facts for which the policies ask. No name counts on the
+    states ``own``, by row id.
 
-    It is read in many short transactions, so ``withdraw_all`` looks again at what is to go. ``tell`` is told how many of the folder's
-    states were read.
+    It is read in many short transactions, so ``withdraw_all`` looks again at what is to go.
+    ``tell`` is told how many of the folder's states were read.
     """
     node, tier = grounds.home.uid or "", grounds.durable.name
-    keys = {rule.key for policy in (policies.default, *policies.own.values()) for rule in policy.rules if isinstance(rule, Best)}
+    keys = {
+        rule.key
+        for policy in (policies.default, *policies.own.values())
+        for rule in policy.rules
+        if isinstance(rule, Best)
+    }
     if EACH in keys:
         with grounds.database.read() as session:
             keys |= {key for key in metrics_of(session) if named_direction(key) is not None}
@@ -226,7 +290,9 @@ def survey(grounds: Grounds, policies: Policies, *, own: Collection[int] = (), t
     held = retained.counted_on(grounds.database, {each.id for each in found})
     with grounds.database.read() as session:
         segments = retained.segments_of(session)
-        elsewhere = retained.elsewhere(session, [each.id for each in found], volatile=VOLATILE, holder=grounds.holder)
+        elsewhere = retained.elsewhere(
+            session, [each.id for each in found], volatile=VOLATILE, holder=grounds.holder
+        )
         named = grounds.home.neighbours.naming(session, [each.uid for each in found])
     best = _best_before_forks(grounds.database, segments, policies) if keys else {}
     asked = grounds.host.asked() if grounds.host is not None else frozenset()
@@ -236,34 +302,62 @@ def survey(grounds: Grounds, policies: Policies, *, own: Collection[int] = (), t
             (None if each.id in own else held.get(each.id))
             or best.get(each.id)
             or named.get(each.uid)
-            or ("this process waited for it to become durable, and has its handle" if each.uid in asked else None)
+            or (
+                "this process waited for it to become durable, and has its handle"
+                if each.uid in asked
+                else None
+            )
             or ("another process has it in memory" if each.id in elsewhere else None)
             or (f"{each.world_size} ranks hold it together" if each.world_size > 1 else None)
         )
         branch = segments[each.segment][0] if each.segment in segments else ""
         created, where = each.created_us / 1e6, files.get(each.uid, ())
-        facts.append(Fact(each.uid, each.segment, branch, each.generation, each.step, created, where, each.metrics, why))
+        facts.append(
+            Fact(
+                each.uid,
+                each.segment,
+                branch,
+                each.generation,
+                each.step,
+                created,
+                where,
+                each.metrics,
+                why,
+            )
+        )
     return Survey(tuple(facts), {each.uid: each.id for each in found})
 
 
-def _best_before_forks(database: Database, segments: Mapping[int, tuple[str, int | None]], policies: Policies) -> dict[int, str]:
-    """The states that ``@best`` names on forked branches: they may lie on the branch from which these forked."""
+def _best_before_forks(
+    database: Database, segments: Mapping[int, tuple[str, int | None]], policies: Policies
+) -> dict[int, str]:
+    """The states that ``@best`` names on forked branches: they may lie on the branch from which
+    these forked."""
     forked = {branch for branch, fork in segments.values() if fork is not None}
     heads: defaultdict[Best, dict[int, str]] = defaultdict(dict)
     with database.read() as session:
         branches = [ref for ref in refs(session, RefKind.BRANCH) if ref.name in forked]
-        for ref, head in zip(branches, ids_of(session, [ref.state for ref in branches]), strict=True):
+        for ref, head in zip(
+            branches, ids_of(session, [ref.state for ref in branches]), strict=True
+        ):
             for rule in policies.of(ref.name).bests:
                 heads[rule][head] = ref.name
     found: dict[int, str] = {}
     for rule, names in heads.items():
         best = retained.best_on_the_way(database, names, rule.key, is_max=rule.is_max)
-        found |= {best[head]: f"the best {rule.key} on the way to branch {name}" for head, name in names.items() if head in best}
+        found |= {
+            best[head]: f"the best {rule.key} on the way to branch {name}"
+            for head, name in names.items()
+            if head in best
+        }
     return found
 
 
-def bests_at(core: Core, uid: str | None, rules: Iterable[Best]) -> dict[Best, tuple[float, str] | None]:
-    """The states that ``@best`` names from a state, by the metric of each rule: value and uid; None if no ancestor has that metric."""
+def bests_at(
+    core: Core, uid: str | None, rules: Iterable[Best]
+) -> dict[Best, tuple[float, str] | None]:
+    """The states that ``@best`` names from a state, by the metric of each rule: value and uid;
+    None if no ancestor has that metric."""
     found: dict[Best, tuple[float, str] | None] = dict.fromkeys(rules)
     if uid is not None:
         with core.reading() as session:
@@ -276,7 +370,8 @@ def bests_at(core: Core, uid: str | None, rules: Iterable[Best]) -> dict[Best, t
 
 
 def bests_of(core: Core, branch: str) -> dict[Best, tuple[float, str] | None]:
-    """The best states of a branch, counted from its fork, by each metric whose name has a direction: value and uid."""
+    """The best states of a branch, counted from its fork, by each metric whose name has a
+    direction: value and uid."""
     found: dict[Best, tuple[float, str] | None] = {}
     with core.reading() as session:
         for key, least, most in retained.extremes(session, branch):
@@ -295,7 +390,8 @@ def half_of_room(folder: Path, taken: int) -> int:
 
 
 def budget(half: int, state_bytes: int) -> int:
-    """The bytes that ``at-most:auto`` means, with half of the room and the size of the largest state."""
+    """The bytes that ``at-most:auto`` means, with half of the room and the size of the largest
+    state."""
     return max(1, min(half, max(_BUDGET_BYTES, _BUDGET_STATES * state_bytes)))
 
 
@@ -305,10 +401,14 @@ def reckoned(policies: Policies, size: int) -> Policies:
     def exact(policy: Retention) -> Retention:
         return policy.bounded(size) if policy.bound == "auto" else policy
 
-    return replace(policies, default=exact(policies.default), own={branch: exact(each) for branch, each in policies.own.items()})
+    return replace(
+        policies,
+        default=exact(policies.default),
+        own={branch: exact(each) for branch, each in policies.own.items()},
+    )
 
 
-# --- doing ------------------------------------------------------------------------------------------------------------------
+# --- doing ----------------------------------------------------------------------------------------
 
 
 def carry_out(
@@ -321,12 +421,16 @@ def carry_out(
     is_over: Callable[[], bool] = bool,
     tell: Callable[[int, int], None] = untold,
 ) -> Pruned:
-    """Drop what was decided, batch by batch, until ``is_over``; returns what was dropped. An interrupt is raised between two batches.
+    """Drop what was decided, batch by batch, until ``is_over``; returns what was dropped. An
+    interrupt is raised between two batches.
 
-    ``held`` is the turn, from ``taking_turns``. The oldest states go first: then no batch walks through the states of an earlier one.
+    ``held`` is the turn, from ``taking_turns``. The oldest states go first: then no batch walks
+    through the states of an earlier one.
     """
     _finish(grounds, held)
-    going = sorted((each for each in decisions if not each.is_kept), key=lambda each: found.ids[each.fact.uid])
+    going = sorted(
+        (each for each in decisions if not each.is_kept), key=lambda each: found.ids[each.fact.uid]
+    )
     gone: set[str] = set()
     for start in range(0, len(going), _BATCH):
         if is_over():
@@ -338,7 +442,14 @@ def carry_out(
     if any("@" in name for each in going if each.fact.uid in gone for name, _ in each.fact.files):
         with suppress(Conflict):  # another process collects
             grounds.durable.collect()
-    done = [each if each.is_kept or each.fact.uid in gone else replace(each, is_kept=True, reason=_STAYED) for each in decisions]
+    done = [
+        (
+            each
+            if each.is_kept or each.fact.uid in gone
+            else replace(each, is_kept=True, reason=_STAYED)
+        )
+        for each in decisions
+    ]
     return replace(_planned(found, policies, done), is_dry_run=False)
 
 
@@ -346,14 +457,21 @@ _STAYED = "somebody counts on it since"
 
 
 def _drop(grounds: Grounds, held: Held, ids: Sequence[int], batch: Sequence[Decision]) -> list[str]:
-    free = {id_: each.fact.uid for id_, each in zip(ids, batch, strict=True) if _is_free(grounds.host, each.fact.uid)}
-    with suppress(OSError):  # a full disk is the very reason for this; without the note, gc finds what a kill leaves
+    free = {
+        id_: each.fact.uid
+        for id_, each in zip(ids, batch, strict=True)
+        if _is_free(grounds.host, each.fact.uid)
+    }
+    with suppress(OSError):
+        # a full disk is the very reason for this; without the note, gc finds what a kill leaves
         held.write("\n".join(each.fact.uid for each in batch))
     with grounds.database.write(durable=True) as session:
         tier, node = grounds.durable.name, grounds.home.check_writable()
         named = grounds.home.neighbours.naming(session, free.values())
         ids = [id_ for id_, uid in free.items() if uid not in named]
-        uids = withdraw_all(session, ids, tier=tier, node=node, volatile=VOLATILE, holder=grounds.holder)
+        uids = withdraw_all(
+            session, ids, tier=tier, node=node, volatile=VOLATILE, holder=grounds.holder
+        )
     _remove(grounds, uids, _packs_of(name for each in batch for name, _ in each.fact.files))
     held.write("")
     if grounds.host is not None:
@@ -379,24 +497,35 @@ def _finish(grounds: Grounds, held: Held) -> None:
     files, gone = grounds.durable.files(), list[str]()
     with suppress(NotFound), grounds.database.read() as session:
         here = replicas.held(session, begun, tier=tier, node=node)
-        gone += [state.uid for state in states(session, begun) if state.uid not in here and state.status is not Status.CAPTURED]
+        gone += [
+            state.uid
+            for state in states(session, begun)
+            if state.uid not in here and state.status is not Status.CAPTURED
+        ]
     _remove(grounds, gone, _packs_of(name for uid in gone for name, _ in files.get(uid, ())))
     held.write("")
 
 
 def _packs_of(files: Iterable[str]) -> set[str]:
-    """The packs among the files of states, which are named with an offset where several states need them."""
-    return {name for name in (each.partition("@")[0] for each in files) if name.endswith(".safetensors")}
+    """The packs among the files of states, which are named with an offset where several states
+    need them."""
+    return {
+        name for name in (each.partition("@")[0] for each in files) if name.endswith(".safetensors")
+    }
 
 
 def _remove(grounds: Grounds, uids: Sequence[str], packs: Iterable[str]) -> None:
-    """Delete the files of states that were withdrawn; those that somebody brought here again, or that another lineage names, stay.
+    """Delete the files of states that were withdrawn; those that somebody brought here again, or
+    that another lineage names, stay.
 
-    Manifests are deleted inside a transaction that writes, so that nobody brings one between the question and its deletion.
+    Manifests are deleted inside a transaction that writes, so that nobody brings one between the
+    question and its deletion.
     """
     with grounds.database.write() as session:
         take_turns(session)
-        here = replicas.held(session, uids, tier=grounds.durable.name, node=grounds.home.check_writable())
+        here = replicas.held(
+            session, uids, tier=grounds.durable.name, node=grounds.home.check_writable()
+        )
         here |= grounds.home.neighbours.naming(session, uids).keys()
         grounds.durable.forget(uid for uid in uids if uid not in here)
     grounds.durable.discard(packs)
@@ -410,7 +539,10 @@ def taking_turns(folder: Path, patience_s: float) -> Iterator[Held | None]:
         while (held := hold(folder / _LOCK)) is None and time.monotonic() - since < patience_s:
             time.sleep(_ASK_AGAIN_S)
     except OSError as exc:
-        raise Unavailable(f"{folder / _LOCK} cannot be locked ({exc.strerror}), and nothing is pruned without: {next_step(exc)}") from exc
+        raise Unavailable(
+            f"{folder / _LOCK} cannot be locked ({exc.strerror}), and nothing is pruned without:"
+            f" {next_step(exc)}"
+        ) from exc
     try:
         yield held
     finally:
@@ -426,8 +558,12 @@ def _planned(found: Survey, policies: Policies, decisions: Iterable[Decision]) -
             kept[each.reason] += 1
         else:
             fact = each.fact
-            dropped.append(Dropped(fact.uid, fact.branch, fact.step, ledger.drop(fact), each.reason))
-    return Pruned(policies.default.text, tuple(dropped), dict(kept), before, ledger.bytes, is_dry_run=True)
+            dropped.append(
+                Dropped(fact.uid, fact.branch, fact.step, ledger.drop(fact), each.reason)
+            )
+    return Pruned(
+        policies.default.text, tuple(dropped), dict(kept), before, ledger.bytes, is_dry_run=True
+    )
 
 
 # How much each branch and each state takes on disk: what dropping it would free, and what it
@@ -436,8 +572,9 @@ def _planned(found: Survey, policies: Policies, decisions: Iterable[Decision]) -
 
 @dataclass(frozen=True, slots=True)
 class StateUse:
-    """A state on disk. Dropping it alone would free ``own_bytes``; it needs ``shared_bytes``, and others do too. ``stays`` says why
-    ``prune`` would keep it whatever the policy; None if that is up to the policy.
+    """A state on disk. Dropping it alone would free ``own_bytes``; it needs ``shared_bytes``, and
+    others do too. ``stays`` says why ``prune`` would keep it whatever the policy; None if that is
+    up to the policy.
     """
 
     uid: str
@@ -450,8 +587,9 @@ class StateUse:
 
 @dataclass(frozen=True, slots=True)
 class BranchUse:
-    """The states on disk that only this branch has. Dropping all of them would free ``own_bytes``; they need ``shared_bytes``, and states
-    of other branches do too. ``branch`` is empty for states that no branch has.
+    """The states on disk that only this branch has. Dropping all of them would free ``own_bytes``;
+    they need ``shared_bytes``, and states of other branches do too. ``branch`` is empty for states
+    that no branch has.
     """
 
     branch: str
@@ -462,8 +600,8 @@ class BranchUse:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What lies in the folder of packs: all ``bytes`` that states need, the branches that take most first, and the ``states`` of one
-    branch.
+    """What lies in the folder of packs: all ``bytes`` that states need, the branches that take most
+    first, and the ``states`` of one branch.
     """
 
     bytes: int
@@ -474,7 +612,8 @@ class Usage:
 def usage(core: Core, *, on_progress: Callable[[int, int], None] = untold) -> Usage:
     """How much each branch takes of the folder of packs, by the lineage and the manifests.
 
-    ``on_progress`` is called with the number of states that were read, and about how many there are.
+    ``on_progress`` is called with the number of states that were read, and about how many there
+    are.
     """
     core.check_open()
     core.settle()
@@ -483,13 +622,20 @@ def usage(core: Core, *, on_progress: Callable[[int, int], None] = untold) -> Us
     by_branch: defaultdict[str, list[Fact]] = defaultdict(list)
     for fact in facts:
         by_branch[fact.branch].append(fact)
-    branches = sorted((_of_branch(name, theirs, everything) for name, theirs in by_branch.items()), key=lambda use: -use.own_bytes)
-    return Usage(everything.bytes, tuple(branches), tuple(_of_state(fact, everything) for fact in facts))
+    branches = sorted(
+        (_of_branch(name, theirs, everything) for name, theirs in by_branch.items()),
+        key=lambda use: -use.own_bytes,
+    )
+    return Usage(
+        everything.bytes, tuple(branches), tuple(_of_state(fact, everything) for fact in facts)
+    )
 
 
 def _of_state(fact: Fact, everything: Ledger) -> StateUse:
     own = everything.own_bytes(fact)
-    return StateUse(fact.uid, fact.branch, fact.step, own, sum(size for _, size in fact.files) - own, fact.held)
+    return StateUse(
+        fact.uid, fact.branch, fact.step, own, sum(size for _, size in fact.files) - own, fact.held
+    )
 
 
 def _of_branch(name: str, theirs: Sequence[Fact], everything: Ledger) -> BranchUse:
@@ -504,13 +650,16 @@ def _of_branch(name: str, theirs: Sequence[Fact], everything: Ledger) -> BranchU
 
 
 def evict(core: Core, uid: str, *, is_forced: bool = False) -> int:
-    """Drop a state from this folder of packs and from this process's memory; returns the bytes set free there, which no other state needed.
+    """Drop a state from this folder of packs and from this process's memory; returns the bytes set
+    free there, which no other state needed.
 
     If another lineage of the folder names the state, its files stay for that one.
 
-    The lineage is told first. A crash in between leaves files that nobody asks for, never a state without its bytes; a commit that fails
-    drops nothing. Other processes and folders keep their bytes. ``is_forced`` drops a state that a ref names, or the newest durable one
-    behind a head that is in memory, but never the last state of a branch that can be restored, or could when processes have ended.
+    The lineage is told first. A crash in between leaves files that nobody asks for, never a state
+    without its bytes; a commit that fails drops nothing. Other processes and folders keep their
+    bytes. ``is_forced`` drops a state that a ref names, or the newest durable one behind a head
+    that is in memory, but never the last state of a branch that can be restored, or could when
+    processes have ended.
 
     :raises Conflict: a ref or a training of this process depends on it.
     :raises NotFound: there is no such state.
@@ -521,7 +670,10 @@ def evict(core: Core, uid: str, *, is_forced: bool = False) -> int:
     with core.database.read() as session:
         is_shared = uid in core.home.neighbours.naming(session, [uid])
     with core.database.write(durable=True) as session:
-        places = [(CAPTURED, holder(core.node, core.run_uid)), (DURABLE, core.home.check_writable())]
+        places = [
+            (CAPTURED, holder(core.node, core.run_uid)),
+            (DURABLE, core.home.check_writable()),
+        ]
         withdraw(session, uid, places, volatile=VOLATILE, is_forced=is_forced)
         if running is not None:
             running.check_withdrawal(uid)  # the last step that may refuse

@@ -1,7 +1,9 @@
-"""Reads everything that a folder of packs holds for this lineage: every byte once, on several threads, and reports what is damaged by name.
+"""Reads everything that a folder of packs holds for this lineage: every byte once, on several
+threads, and reports what is damaged by name.
 
-Files are read in the order of the uids in their names, so that a check that was ended continues behind the last state that it finished. A
-stretch that several states share is read once, and reported for each of them if it is damaged.
+Files are read in the order of the uids in their names, so that a check that was ended continues
+behind the last state that it finished. A stretch that several states share is read once, and
+reported for each of them if it is damaged.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ _Place = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """What is wrong with a state here: with a chunk, which holds (parts of) ``tensors``; or with its manifest, if ``chunk`` is None."""
+    """What is wrong with a state here: with a chunk, which holds (parts of) ``tensors``; or with
+    its manifest, if ``chunk`` is None."""
 
     state: str
     rank: int
@@ -57,12 +60,15 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What a check of everything found. ``states`` counts the states of which a manifest was read, ``bytes`` the payload that was read.
+    """What a check of everything found. ``states`` counts the states of which a manifest was read,
+    ``bytes`` the payload that was read.
 
-    ``unread`` is what may be sound but cannot be read here: manifests of a newer version, files without permission, things that are not
-    files. It also names damaged files that no state needs: the chronicle, the index of chunks and the identity of the folder. ``mark`` is
-    the uid to continue from (``since``) if the check was ended early; None if it finished. ``partial`` says in words what waits for parts
-    of other ranks: such states enter the lineage once they are whole, and cannot be restored before.
+    ``unread`` is what may be sound but cannot be read here: manifests of a newer version, files
+    without permission, things that are not files. It also names damaged files that no state needs:
+    the chronicle, the index of chunks and the identity of the folder. ``mark`` is the uid to
+    continue from (``since``) if the check was ended early; None if it finished. ``partial`` says in
+    words what waits for parts of other ranks: such states enter the lineage once they are whole,
+    and cannot be restored before.
     """
 
     states: int
@@ -80,7 +86,8 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Where a check begins, and how long it may take; ``threads`` None: as many as there are cores, at most four."""
+    """Where a check begins, and how long it may take; ``threads`` None: as many as there are
+    cores, at most four."""
 
     since: str | None = None
     limit_s: float | None = None
@@ -94,10 +101,14 @@ def check_all(
     on_progress: Callable[[int, int], None] | None = None,
     on_mark: Callable[[str], None] | None = None,
 ) -> VerifyReport:
-    """Read everything; see ``Repository.verify``. ``on_mark`` is called with each uid up to which everything was read."""
+    """Read everything; see ``Repository.verify``.
+
+    ``on_mark`` is called with each uid up to which everything was read."""
     core.check_open()
     core.settle()
-    run = _Run(core, limits, on_progress or (lambda done, total: None), on_mark or (lambda mark: None))
+    run = _Run(
+        core, limits, on_progress or (lambda done, total: None), on_mark or (lambda mark: None)
+    )
     return run.run()
 
 
@@ -114,7 +125,13 @@ class _Task:
 
 
 class _Run:
-    def __init__(self, core: Core, limits: Limits, tell: Callable[[int, int], None], mark: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        core: Core,
+        limits: Limits,
+        tell: Callable[[int, int], None],
+        mark: Callable[[str], None],
+    ) -> None:
         self._core, self._limits, self._tell, self._mark = core, limits, tell, mark
         self._tier: DurableTier = core.tiers.durable
         self._total = self._tier.bytes_stored
@@ -137,7 +154,12 @@ class _Run:
         pool = ThreadPoolExecutor(threads, thread_name_prefix="datastates-verify")
         try:
             for uid, rank in self._names():
-                if until is not None and last is not None and uid != last and time.monotonic() > until:
+                if (
+                    until is not None
+                    and last is not None
+                    and uid != last
+                    and time.monotonic() > until
+                ):
                     self._finish(waiting, 0)
                     return self._report(last)
                 waiting.append(self._begin(uid, rank, pool))
@@ -151,14 +173,27 @@ class _Run:
     def _report(self, mark: str | None) -> VerifyReport:
         with self._core.database.read() as session:
             partial = tuple(str(each) for each in waiting(session))
-        return VerifyReport(self._states, self._done, tuple(self._damage), tuple(dict.fromkeys(self._unread)), mark, partial)
+        return VerifyReport(
+            self._states,
+            self._done,
+            tuple(self._damage),
+            tuple(dict.fromkeys(self._unread)),
+            mark,
+            partial,
+        )
 
     def _names(self) -> Iterator[tuple[str, int]]:
         """The state and rank of each manifest that is here, or should be, by uid."""
         core, tier = self._core, self._tier
         with core.database.read() as session:
             said = held_on(session, tier=tier.name, node=core.home.uid or "")
-        return iter(sorted(each for each in {*said, *tier.parts()} if self._limits.since is None or each[0] > self._limits.since))
+        return iter(
+            sorted(
+                each
+                for each in {*said, *tier.parts()}
+                if self._limits.since is None or each[0] > self._limits.since
+            )
+        )
 
     def _begin(self, uid: str, rank: int, pool: ThreadPoolExecutor) -> _Task:
         checkpoint()
@@ -167,7 +202,11 @@ class _Run:
             task.manifest = manifest = self._tier.part_manifest(uid, rank)
         except NotFound:
             if self._is_claimed(uid):
-                task.damage.append(Damage(uid, rank, None, (), "its manifest is gone: somebody deleted or moved it"))
+                task.damage.append(
+                    Damage(
+                        uid, rank, None, (), "its manifest is gone: somebody deleted or moved it"
+                    )
+                )
             return task
         except Corrupt as exc:
             task.damage.append(Damage(uid, rank, None, (), str(exc)))
@@ -186,18 +225,25 @@ class _Run:
             else:
                 self._seen.add(place)
                 wanted.append(index)
-        task.pieces = [pool.submit(self._read, uid, rank, wanted[at : at + _PIECE]) for at in range(0, len(wanted), _PIECE)]
+        task.pieces = [
+            pool.submit(self._read, uid, rank, wanted[at : at + _PIECE])
+            for at in range(0, len(wanted), _PIECE)
+        ]
         return task
 
     def _compare(self, task: _Task, manifest: Manifest) -> None:
-        """Compare the manifest with the lineage, which knows the state's digest, and for a state of several parts the part's."""
+        """Compare the manifest with the lineage, which knows the state's digest, and for a state
+        of several parts the part's."""
         with self._core.database.read() as session:
             if manifest.origin.world_size > 1:
                 digest = part_digest(session, task.uid, task.rank)
             else:
                 digest = known(session, [task.uid]).get(task.uid)
         if digest not in (None, manifest.digest):
-            said = f"it is the manifest of a state of digest {manifest.digest[:16]}, the lineage knows {str(digest)[:16]}"
+            said = (
+                f"it is the manifest of a state of digest {manifest.digest[:16]}, the lineage knows"
+                f" {str(digest)[:16]}"
+            )
             task.damage.append(Damage(task.uid, task.rank, None, (), said))
 
     def _is_claimed(self, uid: str) -> bool:
@@ -228,9 +274,18 @@ class _Run:
                     self._unread.append(str(exc))
                     continue
                 except OSError as exc:
-                    found.append(Damage(uid, rank, index, _tensors(manifest, index), f"it cannot be read: {exc}"))
+                    found.append(
+                        Damage(
+                            uid, rank, index, _tensors(manifest, index), f"it cannot be read: {exc}"
+                        )
+                    )
                 with self._lock:
-                    self._read_already.add((manifest.packs[manifest.refs[index].pack].name, manifest.refs[index].offset))
+                    self._read_already.add(
+                        (
+                            manifest.packs[manifest.refs[index].pack].name,
+                            manifest.refs[index].offset,
+                        )
+                    )
                     self._done += manifest.content.chunks[index].length
         return found
 
@@ -248,40 +303,57 @@ class _Run:
                 self._mark(task.uid)
 
     def _of_shared(self, task: _Task) -> Iterator[Damage]:
-        """The damage in chunks that an earlier state shares and had to read first; that state may have been removed meanwhile."""
+        """The damage in chunks that an earlier state shares and had to read first; that state
+        may have been removed meanwhile."""
         for index, place in task.shared:
             if place not in self._read_already:
                 yield from self._read(task.uid, task.rank, [index])
             elif place in self._bad and task.manifest is not None:
-                yield Damage(task.uid, task.rank, index, _tensors(task.manifest, index), self._bad[place])
+                yield Damage(
+                    task.uid, task.rank, index, _tensors(task.manifest, index), self._bad[place]
+                )
 
 
 def _tensors(manifest: Manifest, index: int) -> tuple[str, ...]:
     """The paths of the tensors that lie in a chunk."""
     start, end = index * CHUNK_BYTES, (index + 1) * CHUNK_BYTES
-    return tuple(place.spec.path for place in places_of(bytes(manifest.content.tensors)) if place.start < end and place.end > start)
+    return tuple(
+        place.spec.path
+        for place in places_of(bytes(manifest.content.tensors))
+        if place.start < end and place.end > start
+    )
 
 
 def _damaged_beside(core: Core) -> list[str]:
-    """The damage in the files that belong to the folder as a whole: the chronicles of its lineages, the index of chunks, the identity."""
+    """The damage in the files that belong to the folder as a whole: the chronicles of its
+    lineages, the index of chunks, the identity."""
     packs, tier = core.location.packs, core.tiers.durable
     try:
         told, count, uid = chronicles(packs), ChunkIndex(packs).damaged(), identity(packs)
     except (OSError, Unavailable) as exc:
         return [str(exc)]
     said = [
-        f"the chronicle of lineage {each.lineage} ({each.rotten_bytes} bytes of it are damaged): `datastates repair` writes that of this "
-        "lineage anew"
+        f"the chronicle of lineage {each.lineage} ({each.rotten_bytes} bytes of it are damaged):"
+        " `datastates repair` writes that of this lineage anew"
         for each in told
         if each.rotten_bytes
     ]
     if count:
-        said.append(f"{packs}/.chunks ({count} entries are damaged): delete it, and it is made anew from the manifests")
+        said.append(
+            f"{packs}/.chunks ({count} entries are damaged): delete it, and it is made anew from"
+            " the manifests"
+        )
     with core.database.read() as session:
         here = {*tier.parts()}.difference(held_on(session, tier=tier.name, node=uid or ""))
-        others = [other for other in attachments.at(session, packs) if here.intersection(held_on(session, tier=tier.name, node=other))]
+        others = [
+            other
+            for other in attachments.at(session, packs)
+            if here.intersection(held_on(session, tier=tier.name, node=other))
+        ]
     return said + [
-        f"{packs}/.identity says {uid}, but its states lie in folder {other}: if it is that folder, write that" for other in others
+        f"{packs}/.identity says {uid}, but its states lie in folder {other}: if it is that folder,"
+        " write that"
+        for other in others
     ]
 
 
@@ -295,7 +367,8 @@ _TRIED = 32
 
 @contextmanager
 def naming_a_way_on(core: Core, state: State) -> Iterator[None]:
-    """Raise damage that is found inside the block with the nearest state that verifies, and with how to go on from it.
+    """Raise damage that is found inside the block with the nearest state that verifies, and with
+    how to go on from it.
 
     :raises Corrupt: ``nearest`` is the uid of that state: an ancestor, else a descendant.
     """
@@ -310,21 +383,30 @@ def _explained(core: Core, state: State, problem: Corrupt) -> Corrupt:
     sound = _nearest_sound(core, state)
     if sound is None:
         return Corrupt(
-            f"{said}; no ancestor or descendant of it verifies here: bring its files back (`datastates repair --from FOLDER`), or begin on"
-            " another branch"
+            f"{said}; no ancestor or descendant of it verifies here: bring its files back"
+            " (`datastates repair --from FOLDER`), or begin on another branch"
         )
-    lines = [f"{said}; the nearest state that verifies is {sound.uid[:10]} (step {sound.step}): restore that"]
+    lines = [
+        f"{said}; the nearest state that verifies is {sound.uid[:10]} (step {sound.step}): restore"
+        " that"
+    ]
     lines += [
-        f"to go on from there on branch {name!r}: repo.move({name!r}, {sound.uid[:10]!r}, expected={state.uid[:10]!r}), then track it again"
+        f"to go on from there on branch {name!r}: repo.move({name!r}, {sound.uid[:10]!r},"
+        f" expected={state.uid[:10]!r}), then track it again"
         for name in _branches_at(core, state)
     ]
     return Corrupt("\n".join(lines), nearest=sound.uid)
 
 
 def _nearest_sound(core: Core, state: State) -> State | None:
-    """The nearest ancestor, else descendant, that can be restored here and of which every byte is right."""
+    """The nearest ancestor, else descendant, that can be restored here and of which every byte
+    is right."""
     with core.database.read() as session:
-        later = [each for each in walk.descendants(session, state.uid, limit=_TRIED) if each.status.is_restorable]
+        later = [
+            each
+            for each in walk.descendants(session, state.uid, limit=_TRIED)
+            if each.status.is_restorable
+        ]
     tried = chain(islice(_restorable(core, state), _TRIED), later)
     return next((each for each in tried if _is_sound(core, each)), None)
 

@@ -1,4 +1,5 @@
-"""The cadence that is used unless the user gives another: every state is kept while that costs little, and else every n-th one."""
+"""The cadence that is used unless the user gives another: every state is kept while that costs
+little, and else every n-th one."""
 
 from __future__ import annotations
 
@@ -17,35 +18,41 @@ from .contract import INTERVAL_S, CadenceChoice, Costs, Moment, Policy, percent
 from .retention import size_text
 
 BYTES_PER_S = 32_000_000
-"""The rate at which states are written for long, unless the user says otherwise, for the sake of the endurance of an SSD."""
+"""The rate at which states are written for long, unless the user says otherwise, for the sake of
+the endurance of an SSD."""
 
 KEPT = "is kept on disk"  # what ``why`` of its choices contains: they are whole sentences
 _BURST_S = 60.0  # the bytes of so many seconds may be written at once
 _SMALL_BYTES_PER_S = 4_000_000  # what is written so slowly is not limited by what it costs
 
-# So many states, and bytes of them, may wait for the disk. If half of that waits, the disk is slow, full or away.
+# So many states, and bytes of them, may wait for the disk. If half of that waits, the disk is slow,
+# full or away.
 _WAITING = 512
 _WAITING_BYTES = 64 << 20
 
-# After so many captures, or so much time, the measured delay limits what is written. The token bucket limits it from the start.
+# After so many captures, or so much time, the measured delay limits what is written. The token
+# bucket limits it from the start.
 _LEARNT = 256
 _LEARNT_S = 30.0
 
-# If the delay is still unknown then, and captures are so far apart, every second state is left out for a while, for comparison. Of captures
-# that come more often, a group is written now and then.
+# If the delay is still unknown then, and captures are so far apart, every second state is left out
+# for a while, for comparison. Of captures that come more often, a group is written now and then.
 _LONG_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Auto(Policy):
-    """Writes every state while that delays the training by at most ``overhead`` of its time, and stays within ``bytes_per_s``.
+    """Writes every state while that delays the training by at most ``overhead`` of its time, and
+    stays within ``bytes_per_s``.
 
-    The rate is that of a token bucket. It holds one minute's bytes and starts full. A training that writes less than 4 MB/s is not limited
-    by ``overhead``. Above the limits every n-th state is written, and at least one each 30 s.
+    The rate is that of a token bucket. It holds one minute's bytes and starts full. A training that
+    writes less than 4 MB/s is not limited by ``overhead``. Above the limits every n-th state is
+    written, and at least one each 30 s.
 
         repo.track(model=model, cadence=datastates.Auto(bytes_per_s=100_000_000))
 
-    :raises InvalidInput: ``overhead`` is not a share above 0 and at most 1, or ``bytes_per_s`` is not a size.
+    :raises InvalidInput: ``overhead`` is not a share above 0 and at most 1, or ``bytes_per_s`` is
+        not a size.
     """
 
     overhead: float = OVERHEAD
@@ -55,9 +62,14 @@ class Auto(Policy):
     def __post_init__(self) -> None:
         given = values.number(self.overhead, "the overhead of Auto")
         if isinstance(self.overhead, bool) or not 0 < given <= 1:
-            raise InvalidInput(f"the overhead of Auto is {values.shown(self.overhead)}: give a share of the time, such as 0.035")
+            raise InvalidInput(
+                f"the overhead of Auto is {values.shown(self.overhead)}: give a share of the time,"
+                " such as 0.035"
+            )
         object.__setattr__(self, "overhead", given)
-        object.__setattr__(self, "bytes_per_s", values.size(self.bytes_per_s, "the bytes_per_s of Auto", least=1))
+        object.__setattr__(
+            self, "bytes_per_s", values.size(self.bytes_per_s, "the bytes_per_s of Auto", least=1)
+        )
 
     def is_due(self, moment: Moment, /) -> bool:
         """See ``Policy``."""
@@ -68,7 +80,11 @@ class Auto(Policy):
         every = 1 if moment.choice is None or moment.choice.every is None else moment.choice.every
         owed = moment.debt + moment.size * (moment.waiting + 1)
         is_first = moment.last_write is None
-        return is_first or (moment.since >= every and moment.waiting < room_for(moment.size) and owed <= _BURST_S * self.bytes_per_s)
+        return is_first or (
+            moment.since >= every
+            and moment.waiting < room_for(moment.size)
+            and owed <= _BURST_S * self.bytes_per_s
+        )
 
     def next_due(self, moment: Moment, /) -> float | None:
         """See ``Policy``."""
@@ -76,15 +92,20 @@ class Auto(Policy):
 
     def told(self) -> CadenceChoice:
         """See ``Policy``."""
-        limits = f"at most {percent(self.overhead)} of the time and {self.bytes_per_s / 1e6:.3g} MB/s"
-        return CadenceChoice(str(self), f"each of your steps {KEPT} while that takes {limits}", every=1)
+        limits = (
+            f"at most {percent(self.overhead)} of the time and {self.bytes_per_s / 1e6:.3g} MB/s"
+        )
+        return CadenceChoice(
+            str(self), f"each of your steps {KEPT} while that takes {limits}", every=1
+        )
 
     def choose(self, costs: Costs, current: CadenceChoice | None, /) -> CadenceChoice | None:
         """See ``Policy``."""
         pace_s = costs.pace_s or costs.interval_s
         rate, allowed_s = costs.size / pace_s, self.overhead * pace_s
         before = 1 if current is None or current.every is None else current.every
-        most_s = math.inf if costs.cpu_s is None else costs.cpu_s  # what does not use the processor delays no training
+        # what does not use the processor delays no training
+        most_s = math.inf if costs.cpu_s is None else costs.cpu_s
         by_cost = math.ceil(min(most_s, costs.sure_s) / (LONGER * allowed_s))
         if min(most_s, 2 * costs.error_s) > allowed_s and pace_s >= _LONG_S:
             by_cost = max(by_cost, 2)
@@ -97,11 +118,19 @@ class Auto(Policy):
             by_disk = max(before + 1, math.ceil(costs.write_s / pace_s))
         limits = {
             "the disk is slow": by_disk,
-            f"more would delay the training by over {percent(self.overhead)}": min(by_cost, math.ceil(rate / _SMALL_BYTES_PER_S)),
-            f"more would exceed {self.bytes_per_s / 1e6:.3g} MB/s": by_rate if is_dry or before > 0.7 * by_rate else 1,
+            f"more would delay the training by over {percent(self.overhead)}": min(
+                by_cost, math.ceil(rate / _SMALL_BYTES_PER_S)
+            ),
+            f"more would exceed {self.bytes_per_s / 1e6:.3g} MB/s": (
+                by_rate if is_dry or before > 0.7 * by_rate else 1
+            ),
         }
         every = max(1, *limits.values())
-        if current is not None and current.costs is not None and stays(before, every, current.costs, costs):
+        if (
+            current is not None
+            and current.costs is not None
+            and stays(before, every, current.costs, costs)
+        ):
             return current
         why = "each of your steps" if every == 1 else f"one of every {every} steps"
         why += f" {KEPT}; {rate / every / 1e6:.2g} MB/s"
@@ -128,7 +157,8 @@ def room_for(size: float) -> float:
 
 
 WARM_UP = 4
-"""The number of first intervals of a training that are left out: those compile, fill caches and touch memory."""
+"""The number of first intervals of a training that are left out: those compile, fill caches and
+touch memory."""
 
 LEAST_CAPTURES = 16
 """The least number of intervals from which costs are computed."""
@@ -144,7 +174,9 @@ _AGAIN_S = 0.5  # costs are computed at most this often
 _KEPT = 256
 """How many intervals of each kind are used, the newest ones."""
 
-_OVERLAPPING = 1.4  # differences of neighbours overlap, and so the standard error of what they show is larger by this factor
+# differences of neighbours overlap, and so the standard error of what they show is larger by this
+# factor
+_OVERLAPPING = 1.4
 
 _FAR = 10.0
 _NORMAL = 1.4826
@@ -152,13 +184,15 @@ _NORMAL = 1.4826
 
 
 class Measures:
-    """Takes in the times of captures and writes of one training: on one clock, captures in their order and writes in theirs."""
+    """Takes in the times of captures and writes of one training: on one clock, captures in their
+    order and writes in theirs."""
 
     def __init__(self) -> None:
         self._last: float | None = None
         self._skipped = self._captures = self._writes = 0
         self._waiting: deque[tuple[float, float]] = deque(maxlen=4 * _KEPT)
-        self._quiet: deque[tuple[float, float, float]] = deque(maxlen=_KEPT)  # duration, overlap with writes, end
+        # duration, overlap with writes, end
+        self._quiet: deque[tuple[float, float, float]] = deque(maxlen=_KEPT)
         self._beside: deque[tuple[float, float, float]] = deque(maxlen=_KEPT)
         self._held: deque[float] = deque(maxlen=_KEPT)
         self._recent: deque[tuple[float, float]] = deque(maxlen=16)
@@ -169,7 +203,8 @@ class Measures:
         self._next, self._next_at, self._now = LEAST_WRITES, -math.inf, 0.0
 
     def captured(self, at: float, held_s: float | None = None) -> None:
-        """Note that a capture began; ``held_s`` is how long the capture before it held the training."""
+        """Note that a capture began; ``held_s`` is how long the capture before it held the
+        training."""
         if self._last is not None and at > self._last:
             if self._skipped < WARM_UP:
                 self._skipped += 1
@@ -184,10 +219,21 @@ class Measures:
         """The bytes that a state lately added to the disk; None: nothing was written yet."""
         return median(self._sizes) if self._sizes else None
 
-    def wrote(self, began: float, ended: float, *, is_own: bool = True, states: int = 1, size: int = 0, cpu_s: float | None = None) -> None:
-        """Note that some states were written together; ``is_own``: they are of this training, not of another one in this process.
+    def wrote(
+        self,
+        began: float,
+        ended: float,
+        *,
+        is_own: bool = True,
+        states: int = 1,
+        size: int = 0,
+        cpu_s: float | None = None,
+    ) -> None:
+        """Note that some states were written together; ``is_own``: they are of this training, not
+        of another one in this process.
 
-        ``size`` is how many bytes they added to the disk, and ``cpu_s`` how long the writing thread kept a processor busy.
+        ``size`` is how many bytes they added to the disk, and ``cpu_s`` how long the writing thread
+        kept a processor busy.
         """
         self._recent.append((began, ended))
         self._now = ended
@@ -201,18 +247,29 @@ class Measures:
         while self._waiting and self._waiting[0][1] <= ended:
             begin, end = self._waiting.popleft()
             until = begin + usual
-            overlap = sum(max(0.0, min(until, last) - max(begin, first)) for first, last in self._recent if first < end and last > begin)
+            overlap = sum(
+                max(0.0, min(until, last) - max(begin, first))
+                for first, last in self._recent
+                if first < end and last > begin
+            )
             (self._beside if overlap > 0 else self._quiet).append((end - begin, overlap, end))
             self._captures += 1
 
     def _usual(self) -> float:
         """The usual length of an interval beside a write."""
-        known = [duration for duration, *_ in self._beside or self._quiet] or [end - begin for begin, end in self._waiting]
+        known = [duration for duration, *_ in self._beside or self._quiet] or [
+            end - begin for begin, end in self._waiting
+        ]
         return median(known) if known else 0.0
 
     def costs(self) -> Costs | None:
         """The costs that are known so far; None: too little is known."""
-        if self._captures >= LEAST_CAPTURES and self._writes >= self._next and self._now >= self._next_at and self._beside:
+        if (
+            self._captures >= LEAST_CAPTURES
+            and self._writes >= self._next
+            and self._now >= self._next_at
+            and self._beside
+        ):
             self._known = self._reckoned()
             self._next, self._next_at = self._writes + EACH, self._now + _AGAIN_S
         return self._known
@@ -229,7 +286,14 @@ class Measures:
         write_s = median(self._durations)
         held_s = median(self._held) if self._held else 0.0
         return Costs(
-            *(max(base, min(durations)), write_s, slope * write_s, held_s, self._captures, self._writes),
+            *(
+                max(base, min(durations)),
+                write_s,
+                slope * write_s,
+                held_s,
+                self._captures,
+                self._writes,
+            ),
             pace_s=median(durations),
             sure_s=max(0.0, local - 2.5 * error) * write_s,
             error_s=error * write_s,
@@ -242,13 +306,20 @@ def _beside_neighbours(samples: Sequence[tuple[float, float]]) -> list[tuple[flo
     """Each sample less the mean of the one before and the one after it, on the level of all."""
     usual, share = _means(samples)
     return [
-        (duration - (before[0] + after[0]) / 2 + usual, overlap - (before[1] + after[1]) / 2 + share)
-        for before, (duration, overlap), after in zip(samples, samples[1:], samples[2:], strict=False)
+        (
+            duration - (before[0] + after[0]) / 2 + usual,
+            overlap - (before[1] + after[1]) / 2 + share,
+        )
+        for before, (duration, overlap), after in zip(
+            samples, samples[1:], samples[2:], strict=False
+        )
     ]
 
 
 def _means(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    return sum(duration for duration, _ in samples) / len(samples), sum(overlap for _, overlap in samples) / len(samples)
+    return sum(duration for duration, _ in samples) / len(samples), sum(
+        overlap for _, overlap in samples
+    ) / len(samples)
 
 
 def fit(samples: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
@@ -274,7 +345,9 @@ def fit(samples: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
 
 
 def _line(samples: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """The line of least squares: intercept, slope, and the slope's standard error. If all overlap alike, slope and error are 0 and inf."""
+    """The line of least squares: intercept, slope, and the slope's standard error.
+
+    If all overlap alike, slope and error are 0 and inf."""
     count = len(samples)
     mean, centre = _means(samples)
     spread = sum((overlap - centre) ** 2 for _, overlap in samples)

@@ -1,6 +1,8 @@
-"""The contract of policies, which decide when a state is written to disk: the facts that they get, and the answer that they give.
+"""The contract of policies, which decide when a state is written to disk: the facts that they get,
+and the answer that they give.
 
-The engine knows a line (one training on one branch) and asks its ``Policy``; a policy knows neither clock nor thread. ``|`` joins policies.
+The engine knows a line (one training on one branch) and asks its ``Policy``; a policy knows neither
+clock nor thread. ``|`` joins policies.
 """
 
 from __future__ import annotations
@@ -19,17 +21,21 @@ from datastates.values import Value
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What captures and writes of a training cost, in seconds, as measured; see ``policy.measures``.
+    """What captures and writes of a training cost, in seconds, as measured; see
+    ``policy.measures``.
 
-    ``interval_s`` passes from one capture to the next while nothing is written. A write takes ``write_s``, and delays the training by
-    ``overhead_s`` in all; the time that merely overlaps with training is not lost. A capture holds the training for ``held_s``, written or
-    not. ``captures`` and ``writes`` say from how many this was learnt. ``further_s`` is how long it takes to put a state onto the further
-    tiers; None: no such tier took one.
+    ``interval_s`` passes from one capture to the next while nothing is written. A write takes
+    ``write_s``, and delays the training by ``overhead_s`` in all; the time that merely overlaps
+    with training is not lost. A capture holds the training for ``held_s``, written or not.
+    ``captures`` and ``writes`` say from how many this was learnt. ``further_s`` is how long it
+    takes to put a state onto the further tiers; None: no such tier took one.
 
-    ``pace_s`` passes between two captures, written or not. ``sure_s`` is a delay that a write causes almost certainly, and ``error_s``
-    is the standard error of that. Writing a state takes ``cpu_s`` of the processor's time (None: not measured), and adds ``size`` bytes
-    to the disk. ``debt`` is how many bytes of what was written the policy's ``bytes_per_s`` has not paid for yet. Lately up to
-    ``waiting`` states waited for the disk at once; inf: a capture had to wait, since memory was full.
+    ``pace_s`` passes between two captures, written or not. ``sure_s`` is a delay that a write
+    causes almost certainly, and ``error_s`` is the standard error of that. Writing a state takes
+    ``cpu_s`` of the processor's time (None: not measured), and adds ``size`` bytes to the disk.
+    ``debt`` is how many bytes of what was written the policy's ``bytes_per_s`` has not paid for
+    yet. Lately up to ``waiting`` states waited for the disk at once; inf: a capture had to wait,
+    since memory was full.
     """
 
     interval_s: float
@@ -50,11 +56,13 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class CadenceChoice:
-    """How often states of a training become durable by themselves, and ``why``; ``run.cadence`` returns it.
+    """How often states of a training become durable by themselves, and ``why``; ``run.cadence``
+    returns it.
 
-    ``cadence`` is the policy as text. ``every`` (captures) and ``interval_s`` are its values, as they were given or computed; None if it
-    does not use them. ``further_every`` is the number of durable states for each one that goes on to further tiers. ``costs`` are those
-    used in the computation; None if nothing was computed.
+    ``cadence`` is the policy as text. ``every`` (captures) and ``interval_s`` are its values, as
+    they were given or computed; None if it does not use them. ``further_every`` is the number of
+    durable states for each one that goes on to further tiers. ``costs`` are those used in the
+    computation; None if nothing was computed.
     """
 
     cadence: str
@@ -69,11 +77,13 @@ class CadenceChoice:
 class Moment:
     """What is known of a line when its policy is asked about one of its states.
 
-    ``index`` is the number of the capture in its line, from 0; None if there was no new capture, and only time passed or a write ended.
-    ``step`` and ``metrics`` are the state's. ``last_write``, ``last_index`` and ``last_step`` are those of the newest state that the policy
-    picked; None before the first. ``extremes`` are the least and the greatest value of each metric so far. ``count`` captures were made so
-    far, ``idle`` of them since the last write ended. ``waiting`` states are being written, or wait for that. ``choice`` is the policy's
-    last choice. ``size`` and ``debt`` are in bytes, as in ``Costs``.
+    ``index`` is the number of the capture in its line, from 0; None if there was no new capture,
+    and only time passed or a write ended. ``step`` and ``metrics`` are the state's. ``last_write``,
+    ``last_index`` and ``last_step`` are those of the newest state that the policy picked; None
+    before the first. ``extremes`` are the least and the greatest value of each metric so far.
+    ``count`` captures were made so far, ``idle`` of them since the last write ended. ``waiting``
+    states are being written, or wait for that. ``choice`` is the policy's last choice. ``size`` and
+    ``debt`` are in bytes, as in ``Costs``.
     """
 
     now: float
@@ -104,10 +114,12 @@ class Moment:
 
 
 class Policy(ABC):
-    """Decides which captures become durable by themselves; tagged states and branch heads at exit always do.
+    """Decides which captures become durable by themselves; tagged states and branch heads at exit
+    always do.
 
-    Give one, or several joined by ``|``, to ``Config`` or ``Repository.track`` as ``cadence``; ``str`` gives the text that
-    ``DATASTATES_CADENCE`` takes. Every method is a pure function: it takes facts and returns a decision.
+    Give one, or several joined by ``|``, to ``Config`` or ``Repository.track`` as ``cadence``;
+    ``str`` gives the text that ``DATASTATES_CADENCE`` takes. Every method is a pure function: it
+    takes facts and returns a decision.
     """
 
     __slots__ = ()
@@ -117,7 +129,8 @@ class Policy(ABC):
     asks_mtbf = False
     """Whether ``informed`` should tell it how often processes fail."""
     bytes_per_s: float | None = None
-    """The rate, in bytes a second, that ``Moment.debt`` is paid off with; None: the policy does not ask for it."""
+    """The rate, in bytes a second, that ``Moment.debt`` is paid off with; None: the policy does
+    not ask for it."""
 
     @abstractmethod
     def is_due(self, moment: Moment, /) -> bool:
@@ -125,22 +138,26 @@ class Policy(ABC):
 
     @abstractmethod
     def next_due(self, moment: Moment, /) -> float | None:
-        """The time at which the newest state is due by itself; None: never, or at the next capture."""
+        """The time at which the newest state is due by itself; None: never, or at the next
+        capture."""
 
     @abstractmethod
     def told(self) -> CadenceChoice:
         """What is known of the policy before anything is measured."""
 
     def choose(self, costs: Costs, current: CadenceChoice | None, /) -> CadenceChoice | None:
-        """The choice at these costs, or ``current`` itself if that still holds; None: the policy does not depend on costs."""
+        """The choice at these costs, or ``current`` itself if that still holds; None: the policy
+        does not depend on costs."""
         return None
 
     def informed(self, mtbf_s: float, /) -> Policy:
-        """The same policy, told that processes of this repository fail every ``mtbf_s`` seconds; what the user gave stays."""
+        """The same policy, told that processes of this repository fail every ``mtbf_s`` seconds;
+        what the user gave stays."""
         return self
 
     def counted(self) -> Policy | None:
-        """The part of the policy that depends only on a capture's number and metrics, which every rank of a group can decide by itself.
+        """The part of the policy that depends only on a capture's number and metrics, which every
+        rank of a group can decide by itself.
 
         None: there is no such part, because the policy depends on clocks, costs or earlier picks.
         """
@@ -153,20 +170,27 @@ class Policy(ABC):
     def __or__(self, other: object) -> Policy:
         """A policy that writes what either would write."""
         if not isinstance(other, Policy):
-            raise InvalidInput(f"a cadence is joined by | with {values.shown(other)}: join it with another, such as OnImprovement('loss')")
+            raise InvalidInput(
+                f"a cadence is joined by | with {values.shown(other)}: join it with another, such"
+                " as OnImprovement('loss')"
+            )
         return AnyOf((*_members(self), *_members(other)))
 
 
 @dataclass(frozen=True, slots=True)
 class AnyOf(Policy):
-    """Several policies, any of which may pick a state. Made by ``|``; at most one of them computes anything."""
+    """Several policies, any of which may pick a state.
+
+    Made by ``|``; at most one of them computes anything."""
 
     members: tuple[Policy, ...]
 
     def __post_init__(self) -> None:
         computed = [str(one) for one in self.members if one.is_computed]
         if len(computed) > 1:
-            raise InvalidInput(f"{' and '.join(computed)} each compute a cadence: choose one of them")
+            raise InvalidInput(
+                f"{' and '.join(computed)} each compute a cadence: choose one of them"
+            )
 
     @property
     def is_computed(self) -> bool:  # type: ignore[override]  # a constant of other policies
@@ -189,7 +213,9 @@ class AnyOf(Policy):
 
     def next_due(self, moment: Moment, /) -> float | None:
         """See ``Policy``."""
-        return min((at for one in self.members if (at := one.next_due(moment)) is not None), default=None)
+        return min(
+            (at for one in self.members if (at := one.next_due(moment)) is not None), default=None
+        )
 
     def told(self) -> CadenceChoice:
         """See ``Policy``."""
@@ -199,11 +225,17 @@ class AnyOf(Policy):
         """See ``Policy``."""
         for one in self.members:
             if one.is_computed:
-                own = None if current is None else replace(current, cadence=str(one), why=current.why.partition("; or ")[0])
+                own = (
+                    None
+                    if current is None
+                    else replace(current, cadence=str(one), why=current.why.partition("; or ")[0])
+                )
                 chosen = one.choose(costs, own)
                 if chosen is None or (own is not None and chosen is own):
                     return current
-                return self._together([chosen if other is one else other.told() for other in self.members], chosen)
+                return self._together(
+                    [chosen if other is one else other.told() for other in self.members], chosen
+                )
         return None
 
     def informed(self, mtbf_s: float, /) -> Policy:
@@ -211,13 +243,23 @@ class AnyOf(Policy):
         return AnyOf(tuple(one.informed(mtbf_s) for one in self.members))
 
     def counted(self) -> Policy | None:
-        """See ``Policy``; None if a part is computed, because that part also decides what goes on to further tiers."""
-        found = [] if self.is_computed else [own for one in self.members if (own := one.counted()) is not None]
+        """See ``Policy``; None if a part is computed, because that part also decides what goes
+        on to further tiers."""
+        found = (
+            []
+            if self.is_computed
+            else [own for one in self.members if (own := one.counted()) is not None]
+        )
         return AnyOf(tuple(found)) if found else None
 
-    def _together(self, said: Sequence[CadenceChoice], chosen: CadenceChoice | None = None) -> CadenceChoice:
-        """One choice that describes them all, of what each member said; a computed one comes first."""
-        first = chosen or next((each for one, each in zip(self.members, said, strict=True) if one.is_computed), said[0])
+    def _together(
+        self, said: Sequence[CadenceChoice], chosen: CadenceChoice | None = None
+    ) -> CadenceChoice:
+        """One choice that describes them all, of what each member said; a computed one comes
+        first."""
+        first = chosen or next(
+            (each for one, each in zip(self.members, said, strict=True) if one.is_computed), said[0]
+        )
         why = "; or ".join(dict.fromkeys([first.why, *(each.why for each in said)]))
         return replace(first, cadence=str(self), why=why)
 
@@ -231,7 +273,12 @@ def _members(policy: Policy) -> tuple[Policy, ...]:
 
 def span(seconds: float) -> str:
     """A time span for people: ``0.35 s``, ``12 s``, ``3.4 min``, ``2.0 h``, ``1.2 d``."""
-    for unit, scale, most in (("ms", 1e-3, 0.1), ("s", 1.0, 120.0), ("min", 60.0, 7200.0), ("h", 3600.0, 172800.0)):
+    for unit, scale, most in (
+        ("ms", 1e-3, 0.1),
+        ("s", 1.0, 120.0),
+        ("min", 60.0, 7200.0),
+        ("h", 3600.0, 172800.0),
+    ):
         if seconds < most:
             return f"{seconds / scale:.3g} {unit}"
     return f"{seconds / 86400:.3g} d"
@@ -311,12 +358,14 @@ INTERVAL_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Cadence(Policy):
-    """Decides which captures become durable by themselves; tagged states and branch heads at exit always do.
+    """Decides which captures become durable by themselves; tagged states and branch heads at exit
+    always do.
 
-    ``every`` counts the captures of this tracker: 5 picks captures 5, 10, 15 and so on. ``interval_s`` is the least time between two writes
-    of the newest state. ``steps`` picks the first capture at or after each multiple of so many steps of the optimizers. All may be None;
-    then only tags, the exit and ``capture.wait("durable")`` make states durable. Give it to ``Config`` or ``Repository.track`` as
-    ``cadence``, alone or joined by ``|`` with others.
+    ``every`` counts the captures of this tracker: 5 picks captures 5, 10, 15 and so on.
+    ``interval_s`` is the least time between two writes of the newest state. ``steps`` picks the
+    first capture at or after each multiple of so many steps of the optimizers. All may be None;
+    then only tags, the exit and ``capture.wait("durable")`` make states durable. Give it to
+    ``Config`` or ``Repository.track`` as ``cadence``, alone or joined by ``|`` with others.
 
         repo.track(model=model, cadence=datastates.Cadence(every=10, interval_s=None))
 
@@ -329,9 +378,15 @@ class Cadence(Policy):
 
     def __post_init__(self) -> None:
         if self.every is not None:
-            object.__setattr__(self, "every", values.integer(self.every, "durable_every, which counts captures,", least=1))
+            object.__setattr__(
+                self,
+                "every",
+                values.integer(self.every, "durable_every, which counts captures,", least=1),
+            )
         if self.interval_s is not None:
-            object.__setattr__(self, "interval_s", values.seconds(self.interval_s, "durable_interval_s"))
+            object.__setattr__(
+                self, "interval_s", values.seconds(self.interval_s, "durable_interval_s")
+            )
         if self.steps is not None:
             object.__setattr__(self, "steps", values.integer(self.steps, "steps", least=1))
 
@@ -340,7 +395,10 @@ class Cadence(Policy):
         if moment.index is not None:
             if self.every is not None and (moment.index + 1) % self.every == 0:
                 return True
-            if self.steps is not None and moment.step // self.steps != (moment.last_step or 0) // self.steps:
+            if (
+                self.steps is not None
+                and moment.step // self.steps != (moment.last_step or 0) // self.steps
+            ):
                 return True
         if self.interval_s is None or not moment.is_newest:
             return False
@@ -354,32 +412,55 @@ class Cadence(Policy):
 
     def counted(self) -> Policy | None:
         """See ``Policy``."""
-        return Cadence(self.every, None) if type(self) is Cadence and self.every is not None else None  # a subclass may depend on anything
+        # a subclass may depend on anything
+        return (
+            Cadence(self.every, None) if type(self) is Cadence and self.every is not None else None
+        )
 
     def told(self) -> CadenceChoice:
         """See ``Policy``."""
         parts = (
-            None if self.every is None else "each capture" if self.every == 1 else f"every {self.every} captures",
+            (
+                None
+                if self.every is None
+                else "each capture"
+                if self.every == 1
+                else f"every {self.every} captures"
+            ),
             None if self.steps is None else f"a state every {self.steps} steps",
-            None if self.interval_s is None else f"the newest state every {plain(self.interval_s)} s",
+            (
+                None
+                if self.interval_s is None
+                else f"the newest state every {plain(self.interval_s)} s"
+            ),
         )
         why = f"{' and '.join(filter(None, parts)) or 'nothing by itself'}, as it was told"
         return CadenceChoice(str(self), why, every=self.every, interval_s=self.interval_s)
 
     def __or__(self, other: object) -> Policy:
-        """A policy that writes what either would write. Two cadences that do not set the same field differently become one with the fields
-        of both.
+        """A policy that writes what either would write. Two cadences that do not set the same field
+        differently become one with the fields of both.
         """
         if type(self) is type(other) is Cadence:  # a subclass may decide otherwise
-            pairs = [(self.every, other.every), (self.interval_s, other.interval_s), (self.steps, other.steps)]
+            pairs = [
+                (self.every, other.every),
+                (self.interval_s, other.interval_s),
+                (self.steps, other.steps),
+            ]
             if all(None in pair or pair[0] == pair[1] for pair in pairs):
-                every, interval_s, steps = (mine if mine is not None else theirs for mine, theirs in pairs)
-                return Cadence(every, interval_s, steps)  # type: ignore[arg-type]  # they keep their order
+                every, interval_s, steps = (
+                    mine if mine is not None else theirs for mine, theirs in pairs
+                )
+                # they keep their order
+                return Cadence(every, interval_s, steps)  # type: ignore[arg-type]
         return Policy.__or__(self, other)
 
     def __str__(self) -> str:
         parts = {"every": self.every, "steps": self.steps, "seconds": self.interval_s}
-        return "|".join(f"{name}:{plain(value)}" for name, value in parts.items() if value is not None) or "never"
+        return (
+            "|".join(f"{name}:{plain(value)}" for name, value in parts.items() if value is not None)
+            or "never"
+        )
 
 
 # Writing a state because one of its metrics is better than ever before.
@@ -387,14 +468,18 @@ class Cadence(Policy):
 
 @dataclass(frozen=True, slots=True)
 class OnImprovement(Policy):
-    """Writes each state whose ``metric`` is better than that of every earlier capture of its training; NaN is never better.
+    """Writes each state whose ``metric`` is better than that of every earlier capture of its
+    training; NaN is never better.
 
-    ``is_rising`` says whether larger values are better; None: the metric's name decides, as everywhere (accuracies rise, losses fall).
-    Earlier captures of a resumed training do not count: its first value after the resume counts as an improvement.
+    ``is_rising`` says whether larger values are better; None: the metric's name decides, as
+    everywhere (accuracies rise, losses fall). Earlier captures of a resumed training do not count:
+    its first value after the resume counts as an improvement.
 
-        repo.track(model=model, cadence=datastates.Cadence(every=100) | datastates.OnImprovement("val_loss"))
+        repo.track(model=model, cadence=datastates.Cadence(every=100) |
+        datastates.OnImprovement("val_loss"))
 
-    :raises InvalidInput: ``metric`` cannot be a metric's name, or ``is_rising`` is neither True, False nor None.
+    :raises InvalidInput: ``metric`` cannot be a metric's name, or ``is_rising`` is neither True,
+        False nor None.
     """
 
     metric: str
@@ -408,7 +493,9 @@ class OnImprovement(Policy):
     @property
     def rises(self) -> bool:
         """Whether larger values are better."""
-        return direction_of(self.metric) is Direction.MAX if self.is_rising is None else self.is_rising
+        return (
+            direction_of(self.metric) is Direction.MAX if self.is_rising is None else self.is_rising
+        )
 
     def is_due(self, moment: Moment, /) -> bool:
         """See ``Policy``."""
@@ -428,7 +515,11 @@ class OnImprovement(Policy):
 
     def told(self) -> CadenceChoice:
         """See ``Policy``."""
-        return CadenceChoice(str(self), f"each state with a {'larger' if self.rises else 'smaller'} {self.metric} than all before")
+        return CadenceChoice(
+            str(self),
+            f"each state with a {'larger' if self.rises else 'smaller'} {self.metric} than all"
+            " before",
+        )
 
     def __str__(self) -> str:
         direction = "" if self.is_rising is None else ":max" if self.is_rising else ":min"
@@ -439,27 +530,33 @@ class OnImprovement(Policy):
 
 
 SMALL_BYTES = 128 << 20
-"""As many small states are kept as fit into this. A small training then takes less than 200 MiB more, including imports."""
+"""As many small states are kept as fit into this.
+
+A small training then takes less than 200 MiB more, including imports."""
 
 AT_ONCE_BYTES = 256 << 20
 """If the user chose the capacity, small states may take this much memory at once."""
 
 FEWEST = 3
-"""The least number of states that get memory at once, however large: one is being written, one is the head, one is being captured."""
+"""The least number of states that get memory at once, however large: one is being written, one
+is the head, one is being captured."""
 
 FEW = 4
-"""The least number of states that have memory in the end, however large: one more, to go back to."""
+"""The least number of states that have memory in the end, however large: one more, to go back
+to."""
 
 
 UNCOUNTED_BYTES = 4 << 20
-"""What states may take besides their slots before it counts toward the memory that they may take."""
+"""What states may take besides their slots before it counts toward the memory that they may
+take."""
 
 _RESERVE_BYTES = 64 << 20
 """The memory that is left to the training and to other processes in any case."""
 
 
 def bytes_at_once(sizes: Iterable[int], capacity: int, *, is_given: bool) -> int:
-    """The memory that captures take as they need it, given in ``sizes`` the bytes of one state of each training; at most ``capacity``.
+    """The memory that captures take as they need it, given in ``sizes`` the bytes of one state of
+    each training; at most ``capacity``.
 
     ``is_given``: the user chose the capacity.
     """
@@ -468,16 +565,19 @@ def bytes_at_once(sizes: Iterable[int], capacity: int, *, is_given: bool) -> int
 
 
 def bytes_allowed(size: int, *, warm: int, at_once: int, kept: int) -> int:
-    """The bytes that may be warm after a capture of ``size`` bytes, before states leave memory to make room for it.
+    """The bytes that may be warm after a capture of ``size`` bytes, before states leave memory to
+    make room for it.
 
-    Warming up to a quarter of the state's bytes more costs no more than its copy does. So versions that share most of their chunks, and
-    need few new ones each, all stay, whereas one that shares no chunks reuses the memory of an older one.
+    Warming up to a quarter of the state's bytes more costs no more than its copy does. So versions
+    that share most of their chunks, and need few new ones each, all stay, whereas one that shares
+    no chunks reuses the memory of an older one.
     """
     return min(kept, max(at_once, warm + size // 4))
 
 
 def is_tight(available_bytes: int, held_bytes: int) -> bool:
-    """Whether states should take no more memory: less is left than an eighth of all that they could have.
+    """Whether states should take no more memory: less is left than an eighth of all that they could
+    have.
 
     :param available_bytes: what the process may still take, within its control groups.
     :param held_bytes: what states hold already.
@@ -485,9 +585,14 @@ def is_tight(available_bytes: int, held_bytes: int) -> bool:
     return available_bytes < max(_RESERVE_BYTES, (available_bytes + held_bytes) // 8)
 
 
-def bytes_kept(sizes: Iterable[int], capacity: int, *, is_given: bool, latest: int | None = None) -> int:
-    """The bytes that hold states in the end. ``latest``: how many of its newest states each training should keep."""
-    count = FEW if latest is None else max(FEWEST, latest + 2)  # the newest is the head; one is being written, one captured
+def bytes_kept(
+    sizes: Iterable[int], capacity: int, *, is_given: bool, latest: int | None = None
+) -> int:
+    """The bytes that hold states in the end.
+
+    ``latest``: how many of its newest states each training should keep."""
+    # the newest is the head; one is being written, one captured
+    count = FEW if latest is None else max(FEWEST, latest + 2)
     return capacity if is_given else min(capacity, max(SMALL_BYTES, count * sum(sizes)))
 
 
@@ -504,7 +609,9 @@ _CHOICE = ("why", "every", "interval_s", "further_every")
 
 def noted(costs: Costs, choice: CadenceChoice | None) -> dict[str, Value]:
     """Costs and choice, as a run's configuration keeps them."""
-    found: dict[str, Value] = {f"{_CADENCE}.costs.{name}": getattr(costs, name) for name in (*_COSTS, *_OPTIONAL)}
+    found: dict[str, Value] = {
+        f"{_CADENCE}.costs.{name}": getattr(costs, name) for name in (*_COSTS, *_OPTIONAL)
+    }
     if choice is not None:
         found[_CADENCE] = choice.cadence
         found |= {f"{_CADENCE}.{name}": getattr(choice, name) for name in _CHOICE}
@@ -516,7 +623,11 @@ def read_costs(config: Mapping[str, Value]) -> Costs | None:
     found = {name: config.get(f"{_CADENCE}.costs.{name}") for name in _COSTS}
     if not all(isinstance(value, int | float) for value in found.values()):
         return None
-    more = {name: value for name in _OPTIONAL if isinstance(value := config.get(f"{_CADENCE}.costs.{name}"), float)}
+    more = {
+        name: value
+        for name in _OPTIONAL
+        if isinstance(value := config.get(f"{_CADENCE}.costs.{name}"), float)
+    }
     return Costs(**found, **more)  # type: ignore[arg-type]  # they are numbers
 
 

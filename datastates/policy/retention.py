@@ -1,20 +1,22 @@
-"""Which states keep their bytes on disk: combined rules and a bound on bytes, as a value and as a text for terminals.
+"""Which states keep their bytes on disk: combined rules and a bound on bytes, as a value and as a
+text for terminals.
 
     latest:5 best:3:val_loss every:1000 at-most:50G
 
-Words may stand in any order, separated by blanks or commas. A state stays if any of the rules keeps it; without a rule all stay.
+Words may stand in any order, separated by blanks or commas. A state stays if any of the rules keeps
+it; without a rule all stay.
 
     all                     every state
     latest:N                the newest N of each branch
-    best:N:METRIC[:max]     the N best by a metric, of each branch; without ``:min`` or ``:max`` as the metric's name says
-    best:N:*                the N best by each metric whose name has a direction: losses fall, accuracies rise
-    every:K                 the first at or after every K-th step
-    interval:T              the first of every time span, such as 30m or 2h
-    within:T                the states of the last time span, such as 7d
-    thin:N                  about N for each doubling of the distance from the newest
-    tagged                  nothing but the states that always stay
+    best:N:METRIC[:max]     the N best by a metric, of each branch; without ``:min`` or ``:max`` as
+    the metric's name says best:N:*                the N best by each metric whose name has a
+    direction: losses fall, accuracies rise every:K                 the first at or after every K-th
+    step interval:T              the first of every time span, such as 30m or 2h within:T
+    the states of the last time span, such as 7d thin:N                  about N for each doubling
+    of the distance from the newest tagged                  nothing but the states that always stay
     at-most:SIZE            at most this many bytes: older states are thinned until they fit
-    at-most:auto            20 GiB or eight states, whichever is more, and no more than half of what the disk has room for
+    at-most:auto            20 GiB or eight states, whichever is more, and no more than half of what
+    the disk has room for
 
 A metric whose name has characters that words do not have goes in double quotes.
 """
@@ -44,10 +46,11 @@ _NO_METRICS: Mapping[str, float] = {}
 class Fact:
     """What a rule may know of a state whose bytes lie in a folder of packs.
 
-    ``line`` says which states belong together; ``branch`` is the name of that line for people. ``index`` counts first parents from the
-    root, so it rises along a branch, and a state's index never changes. ``created_at`` is in seconds. ``files`` are all the files that the
-    state needs there, by name and size, including those that others need too. ``held`` is why the state stays whatever a policy says; None
-    if a policy may decide.
+    ``line`` says which states belong together; ``branch`` is the name of that line for people.
+    ``index`` counts first parents from the root, so it rises along a branch, and a state's index
+    never changes. ``created_at`` is in seconds. ``files`` are all the files that the state needs
+    there, by name and size, including those that others need too. ``held`` is why the state stays
+    whatever a policy says; None if a policy may decide.
     """
 
     uid: str
@@ -62,7 +65,10 @@ class Fact:
 
 
 class Rule(Protocol):
-    """Keeps some states of a branch. ``rank`` says how valuable they are when a bound on bytes needs room: 0 is dropped first, 2 never."""
+    """Keeps some states of a branch.
+
+    ``rank`` says how valuable they are when a bound on bytes needs room: 0 is dropped first, 2
+    never."""
 
     rank: ClassVar[int]
 
@@ -71,7 +77,8 @@ class Rule(Protocol):
         """The rule as ``Retention.parse`` reads it."""
 
     def keep(self, states: Sequence[Fact], now: float) -> Iterator[tuple[Fact, str]]:
-        """The states that the rule keeps, of a branch's states, oldest first; each with the reason in words."""
+        """The states that the rule keeps, of a branch's states, oldest first; each with the
+        reason in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +99,8 @@ class All:
 
 @dataclass(frozen=True, slots=True)
 class Tagged:
-    """Keeps nothing but the states that always stay: those that refs name, and states where branches forked."""
+    """Keeps nothing but the states that always stay: those that refs name, and states where
+    branches forked."""
 
     rank: ClassVar[int] = 0
 
@@ -114,7 +122,9 @@ class Latest:
     rank: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "count", values.positive(self.count, "latest, which counts states,"))
+        object.__setattr__(
+            self, "count", values.positive(self.count, "latest, which counts states,")
+        )
 
     @property
     def text(self) -> str:
@@ -123,12 +133,16 @@ class Latest:
 
     def keep(self, states: Sequence[Fact], now: float) -> Iterator[tuple[Fact, str]]:
         """See ``Rule.keep``."""
-        return ((fact, f"one of the {self.count} latest of {_of(fact)}") for fact in states[-self.count :])
+        return (
+            (fact, f"one of the {self.count} latest of {_of(fact)}")
+            for fact in states[-self.count :]
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """Keeps the ``count`` states with the best values of a metric, the newest of equals. ``goal`` None: as the metric's name says.
+    """Keeps the ``count`` states with the best values of a metric, the newest of equals. ``goal``
+    None: as the metric's name says.
 
     With ``EACH`` as ``key`` these are the best by each metric whose name has a direction.
     """
@@ -142,13 +156,19 @@ class Best:
         object.__setattr__(self, "key", values.key(self.key, "the metric of best"))
         object.__setattr__(self, "count", values.positive(self.count, "best, which counts states,"))
         goal: object = self.goal
-        if goal is not None and (not isinstance(goal, str) or str.__str__(goal) not in ("min", "max")):
-            raise InvalidInput(f"the goal of best {self.key!r} is {values.shown(self.goal)}: say 'min' or 'max'")
+        if goal is not None and (
+            not isinstance(goal, str) or str.__str__(goal) not in ("min", "max")
+        ):
+            raise InvalidInput(
+                f"the goal of best {self.key!r} is {values.shown(self.goal)}: say 'min' or 'max'"
+            )
 
     @property
     def text(self) -> str:
         """See ``Rule.text``."""
-        key = self.key if _PLAIN_KEY.fullmatch(self.key) else json.dumps(self.key, ensure_ascii=False)
+        key = (
+            self.key if _PLAIN_KEY.fullmatch(self.key) else json.dumps(self.key, ensure_ascii=False)
+        )
         return f"best:{self.count}:{key}" + (f":{self.goal}" if self.goal else "")
 
     @property
@@ -156,12 +176,18 @@ class Best:
         """Whether larger values are better."""
         if self.goal is not None:
             return self.goal == "max"
-        from datastates.lineage.views.text import Direction, direction_of  # code that only configures does not import the lineage
+        # code that only configures does not import the lineage
+        from datastates.lineage.views.text import (
+            Direction,
+            direction_of,
+        )
 
         return direction_of(self.key) is Direction.MAX
 
     def is_better(self, value: float, than: float | None) -> bool:
-        """Whether a newer state with this value is the best, where the best so far has ``than``. NaN is never better."""
+        """Whether a newer state with this value is the best, where the best so far has ``than``.
+
+        NaN is never better."""
         if math.isnan(value):
             return False
         return than is None or (value >= than if self.is_max else value <= than)
@@ -171,7 +197,9 @@ class Best:
         if self.key == EACH:
             from datastates.lineage.views.text import named_direction
 
-            for key in sorted({key for fact in states for key in fact.metrics if named_direction(key) is not None}):
+            for key in sorted(
+                {key for fact in states for key in fact.metrics if named_direction(key) is not None}
+            ):
                 yield from Best(key, self.count).keep(states, now)
             return
         sign = -1 if self.is_max else 1
@@ -200,12 +228,16 @@ class Every:
     def keep(self, states: Sequence[Fact], now: float) -> Iterator[tuple[Fact, str]]:
         """See ``Rule.keep``."""
         places = (fact.step // self.steps for fact in states)
-        return ((fact, f"the first at or after step {place * self.steps} (every {self.steps})") for fact, place in _firsts(states, places))
+        return (
+            (fact, f"the first at or after step {place * self.steps} (every {self.steps})")
+            for fact, place in _firsts(states, places)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Keeps the first state of each time span of ``seconds``; the spans lie on the calendar in UTC."""
+    """Keeps the first state of each time span of ``seconds``; the spans lie on the calendar in
+    UTC."""
 
     seconds: float
     rank: ClassVar[int] = 0
@@ -221,7 +253,10 @@ class Interval:
     def keep(self, states: Sequence[Fact], now: float) -> Iterator[tuple[Fact, str]]:
         """See ``Rule.keep``."""
         places = (int(fact.created_at // self.seconds) for fact in states)
-        return ((fact, f"the first of its {seconds_text(self.seconds)} (interval)") for fact, _ in _firsts(states, places))
+        return (
+            (fact, f"the first of its {seconds_text(self.seconds)} (interval)")
+            for fact, _ in _firsts(states, places)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,13 +276,17 @@ class Within:
 
     def keep(self, states: Sequence[Fact], now: float) -> Iterator[tuple[Fact, str]]:
         """See ``Rule.keep``."""
-        return ((fact, f"younger than {seconds_text(self.seconds)}") for fact in states if now - fact.created_at <= self.seconds)
+        return (
+            (fact, f"younger than {seconds_text(self.seconds)}")
+            for fact in states
+            if now - fact.created_at <= self.seconds
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Thin:
-    """Keeps all of the newest states and ever fewer of the older ones: about ``count`` for each doubling of the distance from the
-    newest.
+    """Keeps all of the newest states and ever fewer of the older ones: about ``count`` for each
+    doubling of the distance from the newest.
     """
 
     count: int
@@ -269,16 +308,24 @@ class Thin:
 
 
 def densities(states: Sequence[Fact]) -> list[float]:
-    """How dense a logarithmic thinning of a branch must be to keep each state: oldest first, one number for each state.
+    """How dense a logarithmic thinning of a branch must be to keep each state: oldest first, one
+    number for each state.
 
-    A thinning of density ``n`` puts the states at distances from ``n * 2**k`` to ``n * 2**(k+1)`` from the newest into buckets of ``2**k``
-    indexes, and keeps the oldest of each. Buckets lie at multiples of their size, so a bucket of a later time consists of whole buckets of
-    an earlier one, and states that are kept later were kept earlier. A state is the oldest of its bucket as long as the bucket does not
-    reach back to the state before it: ``2**k`` must be less than the highest bit in which their indexes differ.
+    A thinning of density ``n`` puts the states at distances from ``n * 2**k`` to ``n * 2**(k+1)``
+    from the newest into buckets of ``2**k`` indexes, and keeps the oldest of each. Buckets lie at
+    multiples of their size, so a bucket of a later time consists of whole buckets of an earlier
+    one, and states that are kept later were kept earlier. A state is the oldest of its bucket as
+    long as the bucket does not reach back to the state before it: ``2**k`` must be less than the
+    highest bit in which their indexes differ.
     """
     if not states:
         return []
-    newest, found, before = states[-1].index, [0.0], states[0].index  # the oldest of a branch is the oldest of any bucket
+    # the oldest of a branch is the oldest of any bucket
+    newest, found, before = (
+        states[-1].index,
+        [0.0],
+        states[0].index,
+    )
     for fact in states[1:]:
         found.append((newest - fact.index) / (1 << (fact.index ^ before).bit_length()))
         before = fact.index
@@ -287,7 +334,9 @@ def densities(states: Sequence[Fact]) -> list[float]:
 
 def seconds_text(seconds: float) -> str:
     """A time span in the form in which rules give it: ``90s``, ``30m``, ``2h``, ``7d``."""
-    unit, length = next(((unit, length) for unit, length in _UNITS_S if seconds % length == 0), ("s", 1))
+    unit, length = next(
+        ((unit, length) for unit, length in _UNITS_S if seconds % length == 0), ("s", 1)
+    )
     number = seconds / length
     return f"{int(number) if number.is_integer() else repr(number)}{unit}"
 
@@ -305,10 +354,14 @@ def _span(value: object, what: str) -> float:
         except ValueError:
             found = None
     if found is None:
-        raise InvalidInput(f"{what} is {values.shown(value)}: give a time span such as '90s', '30m', '2h' or '7d'")
+        raise InvalidInput(
+            f"{what} is {values.shown(value)}: give a time span such as '90s', '30m', '2h' or '7d'"
+        )
     seconds = values.seconds(found, what)
     if not 0 < seconds < math.inf:
-        raise InvalidInput(f"{what} is {values.shown(value)}: it must be more than 0 seconds, and end")
+        raise InvalidInput(
+            f"{what} is {values.shown(value)}: it must be more than 0 seconds, and end"
+        )
     return seconds
 
 
@@ -338,14 +391,17 @@ _AN_EXAMPLE = "such as 'latest:5 best:3:val_loss every:1000 at-most:50G'"
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Decides which durable states keep their bytes. Rules apply to each branch; the bound is on all branches together.
+    """Decides which durable states keep their bytes. Rules apply to each branch; the bound is on
+    all branches together.
 
-    Give it, or its text, to ``Config`` or ``Repository.track`` as ``retention``, or to ``Repository.prune``.
+    Give it, or its text, to ``Config`` or ``Repository.track`` as ``retention``, or to
+    ``Repository.prune``.
 
-        keep = datastates.Retention.latest(5) | datastates.Retention.best("val_loss", 3) | datastates.Retention.at_most("50G")
-        print(keep.text)
+        keep = datastates.Retention.latest(5) | datastates.Retention.best("val_loss", 3) |
+        datastates.Retention.at_most("50G") print(keep.text)
 
-    Whatever the policy, these stay: states that a ref names, the newest durable state of each branch, and the states where branches forked.
+    Whatever the policy, these stay: states that a ref names, the newest durable state of each
+    branch, and the states where branches forked.
 
     :raises InvalidInput: one of the rules is not a rule, or the bound is not a size.
     """
@@ -358,9 +414,16 @@ class Retention:
         rules = tuple(given) if isinstance(given, tuple | list) else (given,)
         for rule in rules:
             if not isinstance(rule, _RULES):
-                raise InvalidInput(f"rules holds {values.shown(rule)}: combine what Retention.latest and its like give, or give a text")
-        if self.bound is not None and not (isinstance(self.bound, str) and str.__str__(self.bound) == "auto"):
-            object.__setattr__(self, "bound", values.size(self.bound, "at_most, or 'auto',", least=1))
+                raise InvalidInput(
+                    f"rules holds {values.shown(rule)}: combine what Retention.latest and its like"
+                    " give, or give a text"
+                )
+        if self.bound is not None and not (
+            isinstance(self.bound, str) and str.__str__(self.bound) == "auto"
+        ):
+            object.__setattr__(
+                self, "bound", values.size(self.bound, "at_most, or 'auto',", least=1)
+            )
         plain = tuple(dict.fromkeys(rules))
         object.__setattr__(self, "rules", plain if plain or self.bound is not None else (All(),))
 
@@ -376,8 +439,8 @@ class Retention:
 
     @classmethod
     def best(cls, metric: str, count: int = 1, *, goal: Goal | None = None) -> Self:
-        """Keeps the states of each branch with the best values of a metric; ``goal`` is ``min`` or ``max``; None: as the metric's name
-        says.
+        """Keeps the states of each branch with the best values of a metric; ``goal`` is ``min`` or
+        ``max``; None: as the metric's name says.
         """
         return cls((Best(metric, count, goal),))
 
@@ -408,7 +471,8 @@ class Retention:
 
     @classmethod
     def at_most(cls, size: int | str) -> Self:
-        """Bounds the bytes of all states, also as ``"50G"``; ``"auto"`` is 20 GiB or eight states, whichever is more.
+        """Bounds the bytes of all states, also as ``"50G"``; ``"auto"`` is 20 GiB or eight states,
+        whichever is more.
 
         It is never more than half of what the disk has room for when a training begins.
         """
@@ -428,27 +492,39 @@ class Retention:
         bounds = [bound for _, bound in found if bound is not None]
         if len(bounds) > 1:
             raise InvalidInput(f"{text!r} says at-most {len(bounds)} times: say it once")
-        return cls(rules, bounds[0] if bounds else None)  # type: ignore[arg-type]  # a text becomes bytes there
+        # a text becomes bytes there
+        return cls(rules, bounds[0] if bounds else None)  # type: ignore[arg-type]
 
     @property
     def text(self) -> str:
         """The policy as ``parse`` reads it."""
-        bound = () if self.bound is None else (f"at-most:{self.bound if isinstance(self.bound, str) else size_text(self.bound)}",)
+        bound = (
+            ()
+            if self.bound is None
+            else (
+                f"at-most:{self.bound if isinstance(self.bound, str) else size_text(self.bound)}",
+            )
+        )
         return " ".join((*(rule.text for rule in self.rules), *bound))
 
     def __or__(self, other: Retention) -> Retention:
-        """Keep what either keeps. The smaller of two bounds holds, and a number holds rather than ``auto``."""
+        """Keep what either keeps.
+
+        The smaller of two bounds holds, and a number holds rather than ``auto``."""
         if not isinstance(other, Retention):
             return NotImplemented
         sizes = [each.bound for each in (self, other) if isinstance(each.bound, int)]
-        return Retention((*self.rules, *other.rules), min(sizes) if sizes else self.bound or other.bound)
+        return Retention(
+            (*self.rules, *other.rules), min(sizes) if sizes else self.bound or other.bound
+        )
 
     def __str__(self) -> str:
         return self.text
 
     @property
     def effective(self) -> tuple[Rule, ...]:
-        """The rules that decide: if there are none, everything is kept, as far as the bound allows."""
+        """The rules that decide: if there are none, everything is kept, as far as the bound
+        allows."""
         return self.rules or (All(),)
 
     @property
@@ -466,7 +542,8 @@ class Retention:
 
 
 DEFAULT = Retention((All(), Best(EACH)), "auto")
-"""Keeps everything until states take 20 GiB (see ``at-most:auto``); then the older ones are thinned, and the best stay."""
+"""Keeps everything until states take 20 GiB (see ``at-most:auto``); then the older ones are
+thinned, and the best stay."""
 
 
 def retention_of(value: object, what: str = "retention") -> Retention:
@@ -477,12 +554,15 @@ def retention_of(value: object, what: str = "retention") -> Retention:
     if isinstance(value, Retention):
         return value
     if not isinstance(value, str):
-        raise InvalidInput(f"{what} is {values.shown(value)}: give a datastates.Retention, or a text {_AN_EXAMPLE}")
+        raise InvalidInput(
+            f"{what} is {values.shown(value)}: give a datastates.Retention, or a text {_AN_EXAMPLE}"
+        )
     return Retention.parse(value)
 
 
 def asked_for(configured: Retention, retention: object, keep_best: object) -> Retention | None:
-    """The policy that a training asks for, for its branch; None if it asks for none, and the configured one holds.
+    """The policy that a training asks for, for its branch; None if it asks for none, and the
+    configured one holds.
 
     :raises InvalidInput: one of them cannot be understood.
     """
@@ -500,7 +580,11 @@ def best_of(text: object) -> Best:
     """
     found = values.text(text, "keep_best")
     key, _, goal = found.rpartition(":")
-    return Best(key, 1, "max" if goal == "max" else "min") if key and goal in ("min", "max") else Best(found)
+    return (
+        Best(key, 1, "max" if goal == "max" else "min")
+        if key and goal in ("min", "max")
+        else Best(found)
+    )
 
 
 def _several(keep_best: object) -> list[object]:
@@ -511,7 +595,9 @@ def _several(keep_best: object) -> list[object]:
 
 def size_text(size: int) -> str:
     """A size in bytes as ``parse`` reads it: exact, in the largest unit that divides it."""
-    return next((f"{size // length}{unit}" for unit, length in _UNITS if size % length == 0), str(size))
+    return next(
+        (f"{size // length}{unit}" for unit, length in _UNITS if size % length == 0), str(size)
+    )
 
 
 _Parsed = tuple[tuple[Rule, ...], object]
@@ -529,7 +615,9 @@ def _parsed(word: str) -> _Parsed:
     try:
         name, *given = [json.loads(part) if part.startswith('"') else part for part in _parts(word)]
     except ValueError as exc:
-        raise InvalidInput(f"{word!r} has a quote that is no text of JSON ({exc}): say {_AN_EXAMPLE}") from exc
+        raise InvalidInput(
+            f"{word!r} has a quote that is no text of JSON ({exc}): say {_AN_EXAMPLE}"
+        ) from exc
     made = _MAKERS.get(name)
     if made is None or not made[0] <= len(given) <= made[1]:
         known = ", ".join(_FORMS)
@@ -552,7 +640,10 @@ def _number(text: str, what: str) -> int:
 
 def _best(given: Sequence[str]) -> _Parsed:
     goal = given[2] if len(given) > 2 else None
-    return (Best(given[1], _number(given[0], "the first part of best, which counts states,"), goal),), None  # type: ignore[arg-type]  # it checks
+    # it checks
+    return (
+        Best(given[1], _number(given[0], "the first part of best, which counts states,"), goal),  # type: ignore[arg-type]
+    ), None
 
 
 _MAKERS: dict[str, tuple[int, int, Callable[[Sequence[str]], _Parsed]]] = {
@@ -560,13 +651,25 @@ _MAKERS: dict[str, tuple[int, int, Callable[[Sequence[str]], _Parsed]]] = {
     "latest": (1, 1, lambda given: ((Latest(_number(given[0], "latest")),), None)),
     "best": (2, 3, _best),
     "every": (1, 1, lambda given: ((Every(_number(given[0], "every")),), None)),
-    "interval": (1, 1, lambda given: ((Interval(given[0]),), None)),  # type: ignore[arg-type]  # a text becomes seconds there
-    "within": (1, 1, lambda given: ((Within(given[0]),), None)),  # type: ignore[arg-type]  # a text becomes seconds there
+    # a text becomes seconds there
+    "interval": (1, 1, lambda given: ((Interval(given[0]),), None)),  # type: ignore[arg-type]
+    # a text becomes seconds there
+    "within": (1, 1, lambda given: ((Within(given[0]),), None)),  # type: ignore[arg-type]
     "thin": (1, 1, lambda given: ((Thin(_number(given[0], "thin")),), None)),
     "tagged": (0, 0, lambda given: ((Tagged(),), None)),
     "at-most": (1, 1, lambda given: ((), given[0])),
 }
-_FORMS = ("all", "latest:N", "best:N:METRIC", "every:K", "interval:T", "within:T", "thin:N", "tagged", "at-most:SIZE")
+_FORMS = (
+    "all",
+    "latest:N",
+    "best:N:METRIC",
+    "every:K",
+    "interval:T",
+    "within:T",
+    "thin:N",
+    "tagged",
+    "at-most:SIZE",
+)
 
 
 # Deciding which states lose their bytes: a pure function of facts, policies and a bound.
@@ -580,9 +683,11 @@ _HELD = 3
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """The retention policy of each branch: the one under its name in ``own``, else ``default``, whose bound is on all states together.
+    """The retention policy of each branch: the one under its name in ``own``, else ``default``,
+    whose bound is on all states together.
 
-    The bound of a policy in ``own`` is on its branch. A bound is a number here: ``auto`` was converted before.
+    The bound of a policy in ``own`` is on its branch. A bound is a number here: ``auto`` was
+    converted before.
     """
 
     default: Retention
@@ -643,9 +748,10 @@ class _Kept:
 def decide(facts: Iterable[Fact], policies: Policies, now: float) -> list[Decision]:
     """A decision on each state, in the order of branches and indexes.
 
-    First the rules of each branch decide, then its own bound, then the bound on all states. To meet a bound, states that only the weakest
-    rules keep are dropped first; among those, the ones that a logarithmic thinning would drop first, whatever their branch. States that are
-    among the latest are dropped last, and the best never.
+    First the rules of each branch decide, then its own bound, then the bound on all states. To meet
+    a bound, states that only the weakest rules keep are dropped first; among those, the ones that a
+    logarithmic thinning would drop first, whatever their branch. States that are among the latest
+    are dropped last, and the best never.
     """
     lines: defaultdict[int, list[Fact]] = defaultdict(list)
     for fact in facts:
@@ -661,27 +767,53 @@ def decide(facts: Iterable[Fact], policies: Policies, now: float) -> list[Decisi
     kept = _within(kept, policies.default.bound, "all states together", dropped)
     reasons = {each.fact.uid: each.reason for each in kept}
     ordered = (fact for line in lines.values() for fact in line)
-    return [Decision(fact, fact.uid in reasons, reasons.get(fact.uid) or dropped[fact.uid]) for fact in ordered]
+    return [
+        Decision(fact, fact.uid in reasons, reasons.get(fact.uid) or dropped[fact.uid])
+        for fact in ordered
+    ]
 
 
-def decide_gradually(facts: Sequence[Fact], policies: Policies, now: float, most: int) -> tuple[list[Decision], int]:
-    """``decide`` as of an earlier time, if more than ``most`` states would go because of their age alone; and how many stay for that.
+def decide_gradually(
+    facts: Sequence[Fact], policies: Policies, now: float, most: int
+) -> tuple[list[Decision], int]:
+    """``decide`` as of an earlier time, if more than ``most`` states would go because of their age
+    alone; and how many stay for that.
 
     A state goes because of its age alone if it would stay at some earlier time.
     """
     found = decide(facts, policies, now)
     going = [each.fact for each in found if not each.is_kept]
-    stays = {each.fact.uid for each in decide(facts, policies, -math.inf) if each.is_kept} if going else set()
+    stays = (
+        {each.fact.uid for each in decide(facts, policies, -math.inf) if each.is_kept}
+        if going
+        else set()
+    )
     expires = sorted(
-        fact.created_at + max((rule.seconds for rule in policies.of(fact.branch).effective if isinstance(rule, Within)), default=0.0)
+        fact.created_at
+        + max(
+            (
+                rule.seconds
+                for rule in policies.of(fact.branch).effective
+                if isinstance(rule, Within)
+            ),
+            default=0.0,
+        )
         for fact in going
         if fact.uid in stays
     )
-    return (found, 0) if len(expires) <= most else (decide(facts, policies, expires[most]), len(expires) - most)
+    return (
+        (found, 0)
+        if len(expires) <= most
+        else (decide(facts, policies, expires[most]), len(expires) - most)
+    )
 
 
-def _by_rules(line: Sequence[Fact], policy: Retention, now: float, dropped: dict[str, str]) -> list[_Kept]:
-    kept: dict[str, _Kept] = {fact.uid: _Kept(fact, _HELD, fact.held) for fact in line if fact.held is not None}
+def _by_rules(
+    line: Sequence[Fact], policy: Retention, now: float, dropped: dict[str, str]
+) -> list[_Kept]:
+    kept: dict[str, _Kept] = {
+        fact.uid: _Kept(fact, _HELD, fact.held) for fact in line if fact.held is not None
+    }
     for rule in sorted(policy.effective, key=attrgetter("rank"), reverse=True):
         for fact, reason in rule.keep(line, now):
             kept.setdefault(fact.uid, _Kept(fact, rule.rank, reason))
@@ -692,7 +824,8 @@ def _by_rules(line: Sequence[Fact], policy: Retention, now: float, dropped: dict
 
 
 def _within(kept: list[_Kept], bound: object, what: str, dropped: dict[str, str]) -> list[_Kept]:
-    """The states that are left when enough are dropped to meet the bound; the order is kept, oldest first on each branch."""
+    """The states that are left when enough are dropped to meet the bound; the order is kept,
+    oldest first on each branch."""
     if not isinstance(bound, int):
         return kept
     ledger = Ledger(each.fact for each in kept)
@@ -709,8 +842,8 @@ def _within(kept: list[_Kept], bound: object, what: str, dropped: dict[str, str]
 
 
 def _in_order(kept: Sequence[_Kept]) -> list[_Kept]:
-    """The states that may be dropped for room, in the order of dropping: by rank, then by the density that a thinning of the whole branch
-    needs to keep them, then by age.
+    """The states that may be dropped for room, in the order of dropping: by rank, then by the
+    density that a thinning of the whole branch needs to keep them, then by age.
     """
     lines: defaultdict[int, list[_Kept]] = defaultdict(list)
     for each in kept:

@@ -19,14 +19,36 @@ from datastates.lineage.views.detail import Failures, failures
 from datastates.lineage.write import runs
 
 from .auto import BYTES_PER_S, Auto
-from .computed import NODE_MTBF_S, OVERHEAD, CheckFreq, Daly, Level, TwoLevel, Young, expected_waste, mtbf_of
-from .contract import Cadence, CadenceChoice, Costs, OnImprovement, Policy, read_choice, read_costs, read_duration, read_name, read_percent
+from .computed import (
+    NODE_MTBF_S,
+    OVERHEAD,
+    CheckFreq,
+    Daly,
+    Level,
+    TwoLevel,
+    Young,
+    expected_waste,
+    mtbf_of,
+)
+from .contract import (
+    Cadence,
+    CadenceChoice,
+    Costs,
+    OnImprovement,
+    Policy,
+    read_choice,
+    read_costs,
+    read_duration,
+    read_name,
+    read_percent,
+)
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
 FORMS = (
-    "every:10, steps:100, seconds:30, best:val_loss, auto:3.5%:32M, checkfreq:3.5%, young, daly:6h, two-level:6h:7d or never, joined by |"
+    "every:10, steps:100, seconds:30, best:val_loss, auto:3.5%:32M, checkfreq:3.5%, young, daly:6h,"
+    " two-level:6h:7d or never, joined by |"
 )
 
 
@@ -40,7 +62,8 @@ def policy(given: object, what: str = "cadence") -> Policy:
     if isinstance(given, str):
         return parse(str.__str__(given))
     raise InvalidInput(
-        f"{what} is {values.shown(given)}: give a datastates.Cadence, such as Cadence(every=10), or a text such as 'every:10'"
+        f"{what} is {values.shown(given)}: give a datastates.Cadence, such as Cadence(every=10), or"
+        " a text such as 'every:10'"
     )
 
 
@@ -89,7 +112,10 @@ def _best(metric: str, direction: str = "") -> Policy:
 
 
 def _auto(share: str = "", rate: str = "") -> Policy:
-    return Auto(read_percent(share) if share else OVERHEAD, values.size(rate, "the rate") if rate else BYTES_PER_S)
+    return Auto(
+        read_percent(share) if share else OVERHEAD,
+        values.size(rate, "the rate") if rate else BYTES_PER_S,
+    )
 
 
 def _checkfreq(share: str = "") -> Policy:
@@ -107,7 +133,10 @@ def _daly(mtbf: str = "", order: str = "") -> Policy:
 
 
 def _two_level(mtbf: str = "", node: str = "") -> Policy:
-    return TwoLevel(read_duration(mtbf) if mtbf else None, node_mtbf_s=read_duration(node) if node else NODE_MTBF_S)
+    return TwoLevel(
+        read_duration(mtbf) if mtbf else None,
+        node_mtbf_s=read_duration(node) if node else NODE_MTBF_S,
+    )
 
 
 _MAKERS: dict[str, Callable[..., Policy]] = {
@@ -134,7 +163,8 @@ _LOOKED_AT = 200
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """What a policy would choose: a state about every ``interval_s``, and the share of the time that writes and failures then waste."""
+    """What a policy would choose: a state about every ``interval_s``, and the share of the time
+    that writes and failures then waste."""
 
     choice: CadenceChoice
     interval_s: float
@@ -143,10 +173,11 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The advice for a branch. ``run`` is the newest training (of ``branch``) that measured ``costs``, and ``chosen`` is the cadence that
-    it used; both are None if none measured.
+    """The advice for a branch. ``run`` is the newest training (of ``branch``) that measured
+    ``costs``, and ``chosen`` is the cadence that it used; both are None if none measured.
 
-    ``mtbf_s`` is the time between failures that is assumed: a given one (``is_given``), or one from ``failures``.
+    ``mtbf_s`` is the time between failures that is assumed: a given one (``is_given``), or one from
+    ``failures``.
     """
 
     branch: str | None
@@ -194,7 +225,9 @@ def advise(
         failures=found,
         mtbf_s=reckoned_s,
         is_given=mtbf_s is not None,
-        alternatives=() if costs is None else tuple(_alternative(one, costs, reckoned_s) for one in policies),
+        alternatives=(
+            () if costs is None else tuple(_alternative(one, costs, reckoned_s) for one in policies)
+        ),
     )
 
 
@@ -213,9 +246,14 @@ def _measured(session: Session, branch: str | None) -> Run | None:
         query = query.where(_run.c.branch == branch)
     ids = list(session.execute(query.order_by(_run.c.id.desc()).limit(_LOOKED_AT)).scalars())
     if branch is not None and not ids:
-        raise NotFound(f"no training was ever on a branch {branch!r}: 'datastates runs' lists those that were")
+        raise NotFound(
+            f"no training was ever on a branch {branch!r}: 'datastates runs' lists those that were"
+        )
     found = runs.by_ids(session, ids)
-    return next((found[id_] for id_ in ids if id_ in found and read_costs(found[id_].config) is not None), None)
+    return next(
+        (found[id_] for id_ in ids if id_ in found and read_costs(found[id_].config) is not None),
+        None,
+    )
 
 
 _run = table(RunRow)

@@ -1,4 +1,5 @@
-"""Everything that the user tracks as one plain tree of live tensors: modules, optimizers, anything with a state_dict, and containers."""
+"""Everything that the user tracks as one plain tree of live tensors: modules, optimizers,
+anything with a state_dict, and containers."""
 
 from __future__ import annotations
 
@@ -24,35 +25,65 @@ from .generators import RngState, is_generator, state_of
 from .geometry import local_of, plain_tensors
 from .loaders import is_prepared, is_stateful, loses_shuffle_buffer, state_of_loader
 from .model import FROZEN, ModelState, Seen, check_module_form
-from .optimizer import INNER, OptimizerState, check_optimizer_form, left_out, options_of, state_of_scaler, with_inner
+from .optimizer import (
+    INNER,
+    OptimizerState,
+    check_optimizer_form,
+    left_out,
+    options_of,
+    state_of_scaler,
+    with_inner,
+)
 from .per_rank import OWN_BUFFERS, OwnBuffers, is_own
 from .report import RestoreReport, own
-from .tree import MOST_OBJECTS, Owned, Owner, canonical_name, expanded, join, parameter_names, split_wrappers
+from .tree import (
+    MOST_OBJECTS,
+    Owned,
+    Owner,
+    canonical_name,
+    expanded,
+    join,
+    parameter_names,
+    split_wrappers,
+)
 
 GRADIENTS = "gradients"
 """The top-level name of gradients: ``gradients/<module>/<parameter>``."""
 
 IN_BACKWARD = "in_backward"
-"""The top-level name of optimizers that step during backward: ``in_backward/<module>/<parameter>/<index>``."""
+"""The top-level name of optimizers that step during backward:
+``in_backward/<module>/<parameter>/<index>``."""
 
 _LEAVES = frozenset({torch.Tensor, nn.Parameter, int, float, str, bool, bytes, type(None)})
-_CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, types.CoroutineType, type)
+_CODE = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.ModuleType,
+    types.CoroutineType,
+    type,
+)
 
 
 class Adapted:
     """The tracked objects. All methods belong to the training thread.
 
-    Optimizers that torch runs inside backward are found on the parameters and tracked with their module.
+    Optimizers that torch runs inside backward are found on the parameters and tracked with their
+    module.
 
     :raises InvalidInput: an object cannot be tracked; names it and says what can.
     :raises Unsupported: a module or an optimizer keeps its state in a form that is not stored.
     """
 
-    def __init__(self, objects: Mapping[str, object], *, gradients: bool = False, frozen: bool = True) -> None:
+    def __init__(
+        self, objects: Mapping[str, object], *, gradients: bool = False, frozen: bool = True
+    ) -> None:
         for path, found in parts(objects):
             _check_trackable(path, found)
         if gradients and GRADIENTS in objects:
-            raise InvalidInput(f"the name {GRADIENTS!r} is taken by the gradients: rename that object")
+            raise InvalidInput(
+                f"the name {GRADIENTS!r} is taken by the gradients: rename that object"
+            )
         self.objects = _with_hidden_optimizers(objects)
         self.has_gradients, self.has_frozen = gradients, frozen
         self._models: dict[int, ModelState] = {}
@@ -63,7 +94,12 @@ class Adapted:
     @property
     def modules(self) -> list[nn.Module]:
         """Every tracked module, and the modules inside wrappers."""
-        return [part for _, found in parts(self.objects) if isinstance(found, nn.Module) for part in split_wrappers(found)]
+        return [
+            part
+            for _, found in parts(self.objects)
+            if isinstance(found, nn.Module)
+            for part in split_wrappers(found)
+        ]
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -71,35 +107,50 @@ class Adapted:
         return [found for _, found in parts(self.objects) if isinstance(found, Optimizer)]
 
     def tree(self, *, is_shared: bool = False, is_waiting: bool = True) -> dict[str, object]:
-        """Nested plain containers of everything tracked, as it is now; tensors are the live ones, not copies.
+        """Nested plain containers of everything tracked, as it is now; tensors are the live ones,
+        not copies.
 
-        ``is_waiting=False`` waits for no device: a number that an object would have to fetch from one is a ``Number`` instead.
+        ``is_waiting=False`` waits for no device: a number that an object would have to fetch from
+        one is a ``Number`` instead.
 
-        Random number generators are read last, because a loader that is asked for its state may draw from them. ``lasting`` then lists the
-        parts of the tree that are the very same objects as long as they hold the same tensors under the same names, so that they need not
-        be walked again. ``is_shared``: several ranks capture this state, and each rank's own parts are ``Owned``.
+        Random number generators are read last, because a loader that is asked for its state may
+        draw from them. ``lasting`` then lists the parts of the tree that are the very same objects
+        as long as they hold the same tensors under the same names, so that they need not be walked
+        again. ``is_shared``: several ranks capture this state, and each rank's own parts are
+        ``Owned``.
         """
         walk = _Walk(self, is_shared=is_shared, is_waiting=is_waiting)
         tree = {name: walk.tree_of(join("", name), child) for name, child in self.objects.items()}
         self.lasting = [model for _, model in walk.trees]
         if walk.optimizers:
             self._add_optimizers(walk)
-        if is_shared and self.own_buffers is not None and (kept := self.own_buffers.tree(walk.trees)):
+        if (
+            is_shared
+            and self.own_buffers is not None
+            and (kept := self.own_buffers.tree(walk.trees))
+        ):
             tree[OWN_BUFFERS] = kept
             self.lasting.append(kept)
         if self.has_gradients:
             tree[GRADIENTS] = {path: _gradients_of(model) for path, model in walk.trees}
-        if left := {path: "\n".join(sorted(model.left_out)) for path, model in self.models() if model.left_out}:
+        if left := {
+            path: "\n".join(sorted(model.left_out))
+            for path, model in self.models()
+            if model.left_out
+        }:
             tree[FROZEN] = left
         for out, generator in walk.generators:
-            out.update(generator.state_dict() if isinstance(generator, RngState) else state_of(generator))
+            out.update(
+                generator.state_dict() if isinstance(generator, RngState) else state_of(generator)
+            )
         return tree
 
     def outlook(self, *, is_shared: bool = False) -> dict[str, object]:
-        """The tree as far as it can be inspected before the training begins, to find what no state can hold.
+        """The tree as far as it can be inspected before the training begins, to find what no state
+        can hold.
 
-        Objects that can be iterated over are not asked: a loader that gives its position makes its iterator, and draws from the generators.
-        ``is_shared`` as for ``tree``.
+        Objects that can be iterated over are not asked: a loader that gives its position makes its
+        iterator, and draws from the generators. ``is_shared`` as for ``tree``.
         """
         walk = _Walk(self, is_outlook=True, is_shared=is_shared)
         tree = {name: walk.tree_of(join("", name), child) for name, child in self.objects.items()}
@@ -108,13 +159,23 @@ class Adapted:
         return tree
 
     def _add_optimizers(self, walk: _Walk) -> None:
-        trees, labels = Seen([tree for _, tree in walk.trees], []), ([path for path, _ in walk.trees], self._loose())
+        trees, labels = (
+            Seen([tree for _, tree in walk.trees], []),
+            (
+                [path for path, _ in walk.trees],
+                self._loose(),
+            ),
+        )
         for out, optimizer in walk.optimizers:
             found = self._add_optimizer(out, optimizer, trees, labels)
             for name, inner in self.left_out_of(found).items():
-                self._add_optimizer(out.setdefault(INNER, {}).setdefault(name, {}), inner, trees, labels)
+                self._add_optimizer(
+                    out.setdefault(INNER, {}).setdefault(name, {}), inner, trees, labels
+                )
 
-    def _add_optimizer(self, out: dict[str, Any], optimizer: Optimizer, trees: Seen, labels: object) -> Optimizer:
+    def _add_optimizer(
+        self, out: dict[str, Any], optimizer: Optimizer, trees: Seen, labels: object
+    ) -> Optimizer:
         """Fill in the tree of an optimizer; returns the bare one."""
         state = self._optimizer_states.get(id(optimizer))
         if state is None:
@@ -124,12 +185,19 @@ class Adapted:
         return state.optimizer
 
     def left_out_of(self, optimizer: Optimizer) -> dict[str, Optimizer]:
-        """The optimizers that a bare one uses, whose state neither it nor anything else tracked has, by attribute."""
+        """The optimizers that a bare one uses, whose state neither it nor anything else tracked
+        has, by attribute."""
         tracked = self.optimizers if (found := left_out(optimizer)) else ()
-        return {name: inner for name, inner in found.items() if all(each.state is not inner.state for each in tracked)}
+        return {
+            name: inner
+            for name, inner in found.items()
+            if all(each.state is not inner.state for each in tracked)
+        }
 
     def _names_in(self, optimizer: Optimizer) -> list[list[str]]:
-        return self._names([(path, _by_id(model.whole)) for path, model in self.models()], optimizer)
+        return self._names(
+            [(path, _by_id(model.whole)) for path, model in self.models()], optimizer
+        )
 
     def model_state(self, path: str, module: nn.Module) -> ModelState:
         """The object that keeps the names of a tracked module."""
@@ -141,14 +209,21 @@ class Adapted:
 
     def models(self) -> list[tuple[str, ModelState]]:
         """The tracked modules by path."""
-        return [(path, self.model_state(path, found)) for path, found in parts(self.objects) if isinstance(found, nn.Module)]
+        return [
+            (path, self.model_state(path, found))
+            for path, found in parts(self.objects)
+            if isinstance(found, nn.Module)
+        ]
 
     def names_of(self, optimizer: Optimizer) -> list[list[str]]:
         """The name of each parameter of each group, in the form of ``tree``."""
-        return self._names([(path, _by_id(model.tree())) for path, model in self.models()], optimizer)
+        return self._names(
+            [(path, _by_id(model.tree())) for path, model in self.models()], optimizer
+        )
 
     def fenced(self) -> list[torch.Tensor]:
-        """The live tensors that only a tracked optimizer changes: its parameters and the tensors of its state."""
+        """The live tensors that only a tracked optimizer changes: its parameters and the tensors
+        of its state."""
         found: dict[int, torch.Tensor] = {}
         for optimizer in (each for tracked in self.optimizers for each in with_inner(tracked)):
             for group in optimizer.param_groups:
@@ -159,17 +234,34 @@ class Adapted:
         return [plain for tensor in found.values() for plain in plain_tensors(tensor)]
 
     def size_bytes(self) -> int:
-        """The approximate size of a state without asking objects for it: what modules and optimizers have on this rank."""
+        """The approximate size of a state without asking objects for it: what modules and
+        optimizers have on this rank."""
         left = {id(model.whole[name]) for model in self._models.values() for name in model.left_out}
-        held = [each for module in self.modules for each in (*module.parameters(), *module.buffers()) if id(each) not in left]
+        held = [
+            each
+            for module in self.modules
+            for each in (*module.parameters(), *module.buffers())
+            if id(each) not in left
+        ]
         plain = (each for tensor in held for each in plain_tensors(tensor))
-        here = {id(tensor): local for tensor in (*plain, *self.fenced()) if (local := local_of(tensor)) is not None}
-        return sum(local.nbytes for local in here.values() if local.layout is torch.strided)  # sparse ones do not say
+        here = {
+            id(tensor): local
+            for tensor in (*plain, *self.fenced())
+            if (local := local_of(tensor)) is not None
+        }
+        # sparse ones do not say
+        return sum(local.nbytes for local in here.values() if local.layout is torch.strided)
 
     def frozen(self) -> list[torch.Tensor]:
-        """The parameters that require no gradient, and what optimizers keep of them: they stay the same from state to state."""
+        """The parameters that require no gradient, and what optimizers keep of them: they stay
+        the same from state to state."""
         found: list[torch.Tensor] = []
-        found += (parameter for module in self.modules for parameter in module.parameters() if not parameter.requires_grad)
+        found += (
+            parameter
+            for module in self.modules
+            for parameter in module.parameters()
+            if not parameter.requires_grad
+        )
         for optimizer in (each for tracked in self.optimizers for each in with_inner(tracked)):
             for parameter, kept in optimizer.state.items():
                 if not parameter.requires_grad and isinstance(kept, dict):
@@ -177,21 +269,45 @@ class Adapted:
         return [plain for tensor in found for plain in plain_tensors(tensor)]
 
     def buffers(self) -> list[torch.Tensor]:
-        """The tensors of modules that are not parameters: each replica may change its own, as batch norm does."""
-        return [plain for module in self.modules for buffer in module.buffers() for plain in plain_tensors(buffer)]
+        """The tensors of modules that are not parameters: each replica may change its own, as
+        batch norm does."""
+        return [
+            plain
+            for module in self.modules
+            for buffer in module.buffers()
+            for plain in plain_tensors(buffer)
+        ]
 
     def _names(self, owners: Sequence[Owner], optimizer: Optimizer) -> list[list[str]]:
         return parameter_names(owners, self._loose, optimizer.param_groups)
 
     def _loose(self) -> dict[int, str]:
-        return {id(found): path for path, found in parts(self.objects) if isinstance(found, torch.Tensor)}
+        return {
+            id(found): path
+            for path, found in parts(self.objects)
+            if isinstance(found, torch.Tensor)
+        }
 
 
 class _Walk:
-    """One walk over the objects. Parts that need names, or must come last, are empty dicts until the walk is over."""
+    """One walk over the objects.
 
-    def __init__(self, adapted: Adapted, *, is_outlook: bool = False, is_shared: bool = False, is_waiting: bool = True) -> None:
-        self._adapted, self._is_outlook, self._is_shared, self._is_waiting = adapted, is_outlook, is_shared, is_waiting
+    Parts that need names, or must come last, are empty dicts until the walk is over."""
+
+    def __init__(
+        self,
+        adapted: Adapted,
+        *,
+        is_outlook: bool = False,
+        is_shared: bool = False,
+        is_waiting: bool = True,
+    ) -> None:
+        self._adapted, self._is_outlook, self._is_shared, self._is_waiting = (
+            adapted,
+            is_outlook,
+            is_shared,
+            is_waiting,
+        )
         self.trees: list[tuple[str, OrderedDict[str, object]]] = []
         self.optimizers: list[tuple[dict[str, Any], Optimizer]] = []
         self.generators: list[tuple[dict[str, object], object]] = []
@@ -219,12 +335,30 @@ class _Walk:
         if has_state(found):
             if not self._is_waiting and (state := state_of_scaler(found)) is not None:
                 return state
-            return _peek(found) if self._is_outlook else state_of_loader(found) if is_prepared(found) else found.state_dict()
+            return (
+                _peek(found)
+                if self._is_outlook
+                else state_of_loader(found)
+                if is_prepared(found)
+                else found.state_dict()
+            )
         if kind is list or kind is tuple or kind is deque:
-            items = [child if type(child) in _LEAVES else self.tree_of(join(path, i), child) for i, child in enumerate(found)]
-            return items if kind is list else tuple(items) if kind is tuple else deque(items, found.maxlen)
+            items = [
+                child if type(child) in _LEAVES else self.tree_of(join(path, i), child)
+                for i, child in enumerate(found)
+            ]
+            return (
+                items
+                if kind is list
+                else tuple(items)
+                if kind is tuple
+                else deque(items, found.maxlen)
+            )
         if kind is dict or kind is OrderedDict or kind is defaultdict:
-            plain = {key: child if type(child) in _LEAVES else self.tree_of(join(path, key), child) for key, child in found.items()}
+            plain = {
+                key: child if type(child) in _LEAVES else self.tree_of(join(path, key), child)
+                for key, child in found.items()
+            }
             if isinstance(found, defaultdict):
                 return defaultdict(found.default_factory, plain)
             return OrderedDict(plain) if kind is OrderedDict else plain
@@ -232,9 +366,12 @@ class _Walk:
 
 
 def _is_ready(found: object) -> bool:
-    """Whether an object has a state that can be asked for before the first step without changing it."""
+    """Whether an object has a state that can be asked for before the first step without changing
+    it."""
     if isinstance(found, nn.Module):
-        return not any(is_lazy(tensor) or tensor.is_meta for tensor in (*found.parameters(), *found.buffers()))
+        return not any(
+            is_lazy(tensor) or tensor.is_meta for tensor in (*found.parameters(), *found.buffers())
+        )
     return not has_state(found) or not isinstance(found, Iterable)
 
 
@@ -249,12 +386,15 @@ def has_state(found: object) -> bool:
     """Whether ``found`` can save and load a state by itself."""
     if is_prepared(found):
         return is_stateful(found)
-    has_both = callable(getattr(found, "state_dict", None)) and callable(getattr(found, "load_state_dict", None))
+    has_both = callable(getattr(found, "state_dict", None)) and callable(
+        getattr(found, "load_state_dict", None)
+    )
     return has_both and not isinstance(found, type)
 
 
 def holds_state(found: object) -> bool:
-    """Whether ``found`` holds something that no other value can replace: it is restored in place, or not at all."""
+    """Whether ``found`` holds something that no other value can replace: it is restored in
+    place, or not at all."""
     if isinstance(found, dict):
         return any(map(holds_state, found.values()))
     if isinstance(found, list | tuple | deque):
@@ -262,24 +402,33 @@ def holds_state(found: object) -> bool:
     return has_state(found) or is_generator(found)
 
 
-def parts(objects: Mapping[Any, object], path: str = "", _above: tuple[object, ...] = ()) -> Iterator[tuple[str, Any]]:
+def parts(
+    objects: Mapping[Any, object], path: str = "", _above: tuple[object, ...] = ()
+) -> Iterator[tuple[str, Any]]:
     """Everything tracked that is not a container, with its path.
 
-    :raises InvalidInput: a container holds itself, or containers are used so often that there are too many parts.
+    :raises InvalidInput: a container holds itself, or containers are used so often that there are
+        too many parts.
     """
     for key, found in objects.items():
         here = join(path, key)
         if not _above and expanded(found, lambda _: 1, {}) > MOST_OBJECTS:
             raise InvalidInput(
-                f"{here.removeprefix('%') or 'the object'} has more than {MOST_OBJECTS} parts, counted as often as they are used: keep "
-                "numbers in arrays, and use a container that holds others only once"
+                f"{here.removeprefix('%') or 'the object'} has more than {MOST_OBJECTS} parts,"
+                " counted as often as they are used: keep numbers in arrays, and use a container"
+                " that holds others only once"
             )
         if not isinstance(found, dict | list | tuple | deque):
             yield here, found
             continue
         if len(_above) > MAX_DEPTH or any(found is each for each in _above):
-            raise InvalidInput(f"{here[:80]} is a {type(found).__name__} that holds itself, or is nested too deep: break the cycle")
-        yield from parts(found if isinstance(found, dict) else dict(enumerate(found)), here, (*_above, found))
+            raise InvalidInput(
+                f"{here[:80]} is a {type(found).__name__} that holds itself, or is nested too deep:"
+                " break the cycle"
+            )
+        yield from parts(
+            found if isinstance(found, dict) else dict(enumerate(found)), here, (*_above, found)
+        )
 
 
 def _check_trackable(path: str, found: object) -> None:
@@ -290,22 +439,32 @@ def _check_trackable(path: str, found: object) -> None:
     kind = type(found).__name__
     if has_state(found) and loses_shuffle_buffer(found):
         raise InvalidInput(
-            f"{path} is a {kind} over a shuffle buffer, whose samples its state leaves out: a training that is resumed gets other samples;"
-            " leave it out and loop over run.steps(loader), which reads the stream again up to its place"
+            f"{path} is a {kind} over a shuffle buffer, whose samples its state leaves out: a"
+            " training that is resumed gets other samples; leave it out and loop over"
+            " run.steps(loader), which reads the stream again up to its place"
         )
     if has_state(found):
         return
     if isinstance(found, DataLoader):
         raise InvalidInput(
-            f"{path} is a DataLoader, which does not know its position: leave it out and loop over run.steps(loader), which finds the place"
-            " again; in a loop without run.steps track torchdata's StatefulDataLoader instead"
+            f"{path} is a DataLoader, which does not know its position: leave it out and loop over"
+            " run.steps(loader), which finds the place again; in a loop without run.steps track"
+            " torchdata's StatefulDataLoader instead"
         )
     if isinstance(found, _CODE):
-        raise InvalidInput(f"{path} is {getattr(found, '__qualname__', kind)!r}, a {kind}, which has no state: leave it out")
+        raise InvalidInput(
+            f"{path} is {getattr(found, '__qualname__', kind)!r}, a {kind}, which has no state:"
+            " leave it out"
+        )
     if isinstance(found, Iterator):
-        raise InvalidInput(f"{path} is a {kind}, whose position cannot be read: track what it iterates over")
+        raise InvalidInput(
+            f"{path} is a {kind}, whose position cannot be read: track what it iterates over"
+        )
     if callable(getattr(found, "state_dict", None)):
-        raise InvalidInput(f"{path} is a {kind} with state_dict and without load_state_dict: add that, or track its state_dict()")
+        raise InvalidInput(
+            f"{path} is a {kind} with state_dict and without load_state_dict: add that, or track"
+            " its state_dict()"
+        )
 
 
 def _with_hidden_optimizers(objects: Mapping[str, object]) -> dict[str, object]:
@@ -314,12 +473,19 @@ def _with_hidden_optimizers(objects: Mapping[str, object]) -> dict[str, object]:
     hidden: dict[str, dict[str, list[Optimizer]]] = {}
     for path, module in parts(objects):
         for name, parameter in module.named_parameters() if isinstance(module, nn.Module) else ():
-            optimizers = [item for item in getattr(parameter, "_in_backward_optimizers", ()) if id(item) not in tracked]
+            optimizers = [
+                item
+                for item in getattr(parameter, "_in_backward_optimizers", ())
+                if id(item) not in tracked
+            ]
             if optimizers:
                 tracked.update(map(id, optimizers))
                 hidden.setdefault(path, {})[canonical_name(module, name)] = optimizers
     if hidden and IN_BACKWARD in objects:
-        raise InvalidInput(f"the name {IN_BACKWARD!r} is taken by the optimizers that step in backward: rename that object")
+        raise InvalidInput(
+            f"the name {IN_BACKWARD!r} is taken by the optimizers that step in backward: rename"
+            " that object"
+        )
     return {**objects, **({IN_BACKWARD: hidden} if hidden else {})}
 
 
@@ -353,38 +519,43 @@ _VALUES = (
 def is_value(found: object) -> bool:
     """Whether only another object can replace ``found`` in a restore.
 
-    That is so for plain values, for tuples that hold one, and for objects of a registered encoder whose type hashes by value, which means
-    that they never change.
+    That is so for plain values, for tuples that hold one, and for objects of a registered encoder
+    whose type hashes by value, which means that they never change.
     """
     if isinstance(found, tuple) and not isinstance(found, torch.Size):
         return not found or any(map(is_value, found))
-    return isinstance(found, _VALUES) or (encoder_of(type(found)) is not None and _is_hashed_by_value(type(found)))
+    return isinstance(found, _VALUES) or (
+        encoder_of(type(found)) is not None and _is_hashed_by_value(type(found))
+    )
 
 
 def is_handed(found: object) -> bool:
-    """Whether a restore hands a new object to its caller, instead of changing ``found``: values, and objects that an encoder makes anew."""
+    """Whether a restore hands a new object to its caller, instead of changing ``found``: values,
+    and objects that an encoder makes anew."""
     return is_value(found) or (encoder_of(type(found)) is not None and not holds_state(found))
 
 
 def split_values(objects: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
     """The tracked objects that are values, and the others.
 
-    :raises InvalidInput: an object would be captured but never restored: the message says how it can be tracked.
+    :raises InvalidInput: an object would be captured but never restored: the message says how it
+        can be tracked.
     """
     values = {name: found for name, found in objects.items() if is_value(found)}
     for name, found in values.items():
         if holds_state(found):
             raise InvalidInput(
-                f"{name} is a tuple of plain values and of objects with a state: no restore could change the values in it, "
-                "track a list or a dict"
+                f"{name} is a tuple of plain values and of objects with a state: no restore could"
+                " change the values in it, track a list or a dict"
             )
     others = {name: found for name, found in objects.items() if name not in values}
     for name, found in others.items():
         if is_handed(found):
             kind = type(found).__name__
             raise InvalidInput(
-                f"{name} is a {kind}, of which its encoder makes a new one: no restore could put it back into yours. "
-                f"Give {kind} a state_dict and a load_state_dict, or track it in a list or a dict and read it from there"
+                f"{name} is a {kind}, of which its encoder makes a new one: no restore could put it"
+                f" back into yours. Give {kind} a state_dict and a load_state_dict, or track it in"
+                " a list or a dict and read it from there"
             )
     return values, others
 
@@ -397,34 +568,59 @@ def _is_hashed_by_value(kind: type[object]) -> bool:
 # objects differ, and making them alike.
 
 
-def with_trained(report: RestoreReport, adapted: Adapted, stored: Mapping[str, bool], modes: str | None = None) -> RestoreReport:
-    """The report with ``frozen`` and ``unfrozen``, ``in_eval`` and ``in_train``. ``stored`` says of each tensor of the state, by path,
-    whether it required a gradient. ``modes`` are those of the state; a training whose modules were all in training mode has none.
+def with_trained(
+    report: RestoreReport, adapted: Adapted, stored: Mapping[str, bool], modes: str | None = None
+) -> RestoreReport:
+    """The report with ``frozen`` and ``unfrozen``, ``in_eval`` and ``in_train``. ``stored`` says of
+    each tensor of the state, by path, whether it required a gradient. ``modes`` are those of the
+    state; a training whose modules were all in training mode has none.
 
-    A state in which nothing required a gradient was not captured from a training: it comes from a file, and says nothing about this.
+    A state in which nothing required a gradient was not captured from a training: it comes from a
+    file, and says nothing about this.
     """
     restored = set(report.restored)
-    here = {path: parameter for path, parameter, _ in _parameters(adapted) if path in restored and path in stored}
+    here = {
+        path: parameter
+        for path, parameter, _ in _parameters(adapted)
+        if path in restored and path in stored
+    }
     if any(stored[path] for path in here):
-        frozen = tuple(path for path, parameter in here.items() if parameter.requires_grad and not stored[path])
-        unfrozen = tuple(path for path, parameter in here.items() if not parameter.requires_grad and stored[path])
+        frozen = tuple(
+            path for path, parameter in here.items() if parameter.requires_grad and not stored[path]
+        )
+        unfrozen = tuple(
+            path for path, parameter in here.items() if not parameter.requires_grad and stored[path]
+        )
         report = replace(report, frozen=frozen, unfrozen=unfrozen)
     elif modes is None:
         return report
     was_eval = {*(modes or "").split("\n")}
-    tops, others = ({path.rpartition("/")[0] for path in paths} for paths in (restored, report.skipped))
-    now = {each: part.training for path, model in adapted.models() if path in tops - others for each, part in model.parts()}
+    tops, others = (
+        {path.rpartition("/")[0] for path in paths} for paths in (restored, report.skipped)
+    )
+    now = {
+        each: part.training
+        for path, model in adapted.models()
+        if path in tops - others
+        for each, part in model.parts()
+    }
     in_eval = tuple(path for path, is_training in now.items() if is_training and path in was_eval)
-    return replace(report, in_eval=in_eval, in_train=tuple(path for path in now if not now[path] and path not in was_eval))
+    return replace(
+        report,
+        in_eval=in_eval,
+        in_train=tuple(path for path in now if not now[path] and path not in was_eval),
+    )
 
 
 def put_back(report: RestoreReport, adapted: Adapted) -> list[str]:
-    """Freeze and unfreeze live parameters, and set the modes of modules, as the state had them; returns the parameters that have to stay as
-    they are.
+    """Freeze and unfreeze live parameters, and set the modes of modules, as the state had them;
+    returns the parameters that have to stay as they are.
 
     ``DistributedDataParallel`` chose the parameters whose gradients it exchanges when it was made.
     """
-    was = dict.fromkeys((*report.frozen, *report.in_eval), False) | dict.fromkeys((*report.unfrozen, *report.in_train), True)
+    was = dict.fromkeys((*report.frozen, *report.in_eval), False) | dict.fromkeys(
+        (*report.unfrozen, *report.in_train), True
+    )
     left = []
     for path, parameter, is_exchanged in _parameters(adapted):
         if path in was and is_exchanged:
@@ -441,10 +637,12 @@ def put_back(report: RestoreReport, adapted: Adapted) -> list[str]:
 def divided(
     report: RestoreReport, adapted: Adapted, is_first: Callable[[object], bool], *, is_running: bool
 ) -> tuple[RestoreReport, RestoreReport]:
-    """The report with only those of its differing parameters and modules for which ``is_first`` says so, and with only the others.
+    """The report with only those of its differing parameters and modules for which ``is_first``
+    says so, and with only the others.
 
-    Models whose mode only an evaluation changed are among the first. The state was captured during one if a model that is trained was in
-    eval mode. If the script ``is_running`` and a model is in eval mode now, an evaluation is going on.
+    Models whose mode only an evaluation changed are among the first. The state was captured during
+    one if a model that is trained was in eval mode. If the script ``is_running`` and a model is in
+    eval mode now, an evaluation is going on.
     """
     found = (
         *((path, parameter) for path, parameter, _ in _parameters(adapted)),
@@ -453,10 +651,15 @@ def divided(
     evaluated = [
         model
         for path, model in adapted.models()
-        if (path in report.in_eval and any(parameter.requires_grad for parameter in model.module.parameters()))
+        if (
+            path in report.in_eval
+            and any(parameter.requires_grad for parameter in model.module.parameters())
+        )
         or (path in report.in_train and is_running)
     ]
-    first = {path for path, each in found if is_first(each)}.union(path for model in evaluated for path, _ in model.parts())
+    first = {path for path, each in found if is_first(each)}.union(
+        path for model in evaluated for path, _ in model.parts()
+    )
 
     def only(is_chosen: Callable[[str], bool]) -> RestoreReport:
         paths = (report.frozen, report.unfrozen, report.in_eval, report.in_train)
@@ -467,9 +670,11 @@ def divided(
 
 
 def add_groups(optimizer: Optimizer, stored: object, adapted: Adapted) -> int:
-    """Give an optimizer the last of the ``stored`` parameter groups, as many as it lacks, of live parameters; returns how many.
+    """Give an optimizer the last of the ``stored`` parameter groups, as many as it lacks, of live
+    parameters; returns how many.
 
-    None is added unless each of their parameters is in a tracked module, and in no group yet. Whether they are right, the restore finds.
+    None is added unless each of their parameters is in a tracked module, and in no group yet.
+    Whether they are right, the restore finds.
     """
     groups = optimizer.param_groups
     if not isinstance(stored, list) or len(stored) <= len(groups):
@@ -477,10 +682,19 @@ def add_groups(optimizer: Optimizer, stored: object, adapted: Adapted) -> int:
     count = len(groups)
     taken = {id(parameter) for group in groups for parameter in group["params"]}
     for named in _namings(adapted):
-        present, new = ([[named.get(name) for name in group["params"]] for group in some] for some in (stored[:count], stored[count:]))
-        if any(parameter is not None and id(parameter) not in taken for row in present for parameter in row):
+        present, new = (
+            [[named.get(name) for name in group["params"]] for group in some]
+            for some in (stored[:count], stored[count:])
+        )
+        if any(
+            parameter is not None and id(parameter) not in taken
+            for row in present
+            for parameter in row
+        ):
             continue  # another model's, that has parameters of the same names
-        if all(parameter is not None and id(parameter) not in taken for row in new for parameter in row):
+        if all(
+            parameter is not None and id(parameter) not in taken for row in new for parameter in row
+        ):
             break
     else:
         return 0
@@ -490,18 +704,33 @@ def add_groups(optimizer: Optimizer, stored: object, adapted: Adapted) -> int:
 
 
 def _namings(adapted: Adapted) -> Iterator[dict[object, nn.Parameter]]:
-    """The ways in which an optimizer's tree may name parameters: as one model does, or with the paths of several before their names."""
+    """The ways in which an optimizer's tree may name parameters: as one model does, or with the
+    paths of several before their names."""
     models: list[tuple[str, dict[object, nn.Parameter]]] = [
-        (path, {name: tensor for name, tensor in model.tree().items() if isinstance(tensor, nn.Parameter)})
+        (
+            path,
+            {
+                name: tensor
+                for name, tensor in model.tree().items()
+                if isinstance(tensor, nn.Parameter)
+            },
+        )
         for path, model in adapted.models()
     ]
     yield from (named for _, named in models)
-    yield {f"{path.replace('/', '.')}.{name}": tensor for path, named in models for name, tensor in named.items()}
+    yield {
+        f"{path.replace('/', '.')}.{name}": tensor
+        for path, named in models
+        for name, tensor in named.items()
+    }
 
 
 def _parameters(adapted: Adapted) -> Iterator[tuple[str, nn.Parameter, bool]]:
-    """The parameters of every tracked module by path, and whether their gradients are exchanged among replicas."""
-    replicated = getattr(sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", ())
+    """The parameters of every tracked module by path, and whether their gradients are exchanged
+    among replicas."""
+    replicated = getattr(
+        sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", ()
+    )
     for path, model in adapted.models():
         is_exchanged = any(isinstance(part, replicated) for part in split_wrappers(model.module))
         for name, tensor in model.tree().items():

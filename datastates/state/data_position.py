@@ -35,8 +35,9 @@ LOOPS = "loops"
 class Loops:
     """How far ``Tracker.epochs`` and ``Tracker.steps`` have come, as an object with a state.
 
-    A state that is captured inside a loop of ``steps`` goes on with the next batch of the same epoch; a state captured after the loop goes
-    on with the next epoch. ``version`` grows whenever a state is restored: a loop that sees this begins again from there.
+    A state that is captured inside a loop of ``steps`` goes on with the next batch of the same
+    epoch; a state captured after the loop goes on with the next epoch. ``version`` grows whenever a
+    state is restored: a loop that sees this begins again from there.
     """
 
     is_optional = True  # for a restore: states that were captured without loops do not have it
@@ -78,20 +79,48 @@ class Loops:
         if self.is_counting or self._is_stopped:
             if _is_within(going) or (not going and self._has_passes) or self._is_stopped:
                 is_left = self._drops_rest or self._leaves_rest
-                return {"epoch": self.epoch, "passes": going, "is_left": is_left, "left": _if_any(self._left_by_last())}
+                return {
+                    "epoch": self.epoch,
+                    "passes": going,
+                    "is_left": is_left,
+                    "left": _if_any(self._left_by_last()),
+                }
             if not going:
                 self._note_bare_capture()
-            is_left, self._captured_over = self._leaves_rest or _leave_rest(self._passes), self.epoch
-            return {"epoch": self.epoch + 1, "passes": _asides(going), "is_left": is_left, "left": self._left_behind()}
-        places = [*(place for place in going if not place["is_over"] and "spans" not in place), *_asides(going)]
+            is_left, self._captured_over = (
+                self._leaves_rest or _leave_rest(self._passes),
+                self.epoch,
+            )
+            return {
+                "epoch": self.epoch + 1,
+                "passes": _asides(going),
+                "is_left": is_left,
+                "left": self._left_behind(),
+            }
+        places = [
+            *(place for place in going if not place["is_over"] and "spans" not in place),
+            *_asides(going),
+        ]
         left = [] if places else self._left_behind()
-        is_left = self._has_counted and not places and (self._leaves_rest or _leave_rest(self._passes))
-        return {"epoch": self.epoch if self._has_counted else None, "passes": places, "is_left": is_left, "left": left}
+        is_left = (
+            self._has_counted and not places and (self._leaves_rest or _leave_rest(self._passes))
+        )
+        return {
+            "epoch": self.epoch if self._has_counted else None,
+            "passes": places,
+            "is_left": is_left,
+            "left": left,
+        }
 
     def _going(self) -> list[Mapping[str, Any]]:
-        """The places of this epoch's passes, in the order in which they began; last, those of passes that went on from an earlier epoch."""
+        """The places of this epoch's passes, in the order in which they began; last, those of
+        passes that went on from an earlier epoch."""
         found = [self._place_of(each) for each in self._passes]
-        aside = [{**self._place_of(each), "is_aside": True} for each in self._aside if each.spans and not each.is_over]
+        aside = [
+            {**self._place_of(each), "is_aside": True}
+            for each in self._aside
+            if each.spans and not each.is_over
+        ]
         return [*found, *self._waiting, *aside]
 
     def _place_of(self, turn: Pass) -> Mapping[str, Any]:
@@ -99,8 +128,8 @@ class Loops:
         return {**place, "spans": turn.order} if turn.spans else place
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where ``state`` was taken; ``{}``: the state does not say. Must come before loaders are restored, which are told the
-        epoch.
+        """Go to where ``state`` was taken; ``{}``: the state does not say. Must come before loaders
+        are restored, which are told the epoch.
         """
         epoch = state.get("epoch")
         self._has_counted, self._is_lost = epoch is not None, not state
@@ -110,22 +139,32 @@ class Loops:
         self._left = list(state.get("left", ()))
         self._counts, self._resumed_at = dict(state.get("counts", {})), {}
         self._is_put_back, self._captured_bare, self._captured_over = True, None, None
-        self._aside, self._last, self._is_stopped, self._is_here, self._leaves_rest = [], [], False, False, False
+        self._aside, self._last, self._is_stopped, self._is_here, self._leaves_rest = (
+            [],
+            [],
+            False,
+            False,
+            False,
+        )
         self.version += 1
         if epoch is not None:
-            spans = any("spans" in place for place in self._waiting)  # a stream that keeps its place takes it in the epoch that it began in
-            for part in data_within(each for each in self._tracked() if not spans or isinstance(each, DataLoader)):
+            # a stream that keeps its place takes it in the epoch that it began in
+            spans = any("spans" in place for place in self._waiting)
+            for part in data_within(
+                each for each in self._tracked() if not spans or isinstance(each, DataLoader)
+            ):
                 set_epoch(part, epoch)
 
     @property
     def is_counted(self) -> bool:
-        """Whether ``epoch`` is meaningful: a loop over ``Tracker.epochs`` was begun, here or before the restored state."""
+        """Whether ``epoch`` is meaningful: a loop over ``Tracker.epochs`` was begun, here or
+        before the restored state."""
         return self._has_counted
 
     @property
     def batch(self) -> int:
-        """How many batches of the pass that began last came before the current one; one that goes on from epoch to epoch counts if there is
-        no other.
+        """How many batches of the pass that began last came before the current one; one that goes
+        on from epoch to epoch counts if there is no other.
         """
         found = [each for each in self._passes if not each.spans] or self._passes
         return max(0, found[-1].batches - 1) if found else 0
@@ -138,7 +177,9 @@ class Loops:
 
     def _left_behind(self) -> list[Mapping[str, Any]]:
         """What each pass of the epoch leaves for the same pass of the next epoch."""
-        return _if_any([*(each.left_behind for each in self._passes if each.is_over), *self._left_by_last()])
+        return _if_any(
+            [*(each.left_behind for each in self._passes if each.is_over), *self._left_by_last()]
+        )
 
     def _left_by_last(self) -> list[Mapping[str, Any]]:
         """What the last epoch left for the passes of this one that have not begun."""
@@ -151,11 +192,15 @@ class Loops:
     def count(self, epochs: int, *, is_resumed: bool) -> Iterator[int]:
         """The epochs that are left of ``epochs``, beginning with an unfinished one."""
         if is_resumed and self._is_lost:
-            self._warn("lost", "the state does not say which epoch it is of: run.epochs begins with epoch 0")
+            self._warn(
+                "lost",
+                "the state does not say which epoch it is of: run.epochs begins with epoch 0",
+            )
         if self.epoch >= epochs:
             say(
-                f"nothing is left to do: {self.epoch} of {epochs} epochs are done; raise run.epochs({epochs}) to go on"
-                f"; a schedule that ends with the training takes the new length with track(hyperparameters='script')"
+                f"nothing is left to do: {self.epoch} of {epochs} epochs are done; raise"
+                f" run.epochs({epochs}) to go on; a schedule that ends with the training takes the"
+                " new length with track(hyperparameters='script')"
             )
         if self._is_stopped:
             left = [each for each in self._passes if each.is_over]
@@ -169,8 +214,13 @@ class Loops:
                 self._set_aside()
                 self._is_put_back = False
                 if not self._going():
-                    # Loaders and samplers are told by the pass that begins: a pass that spans epochs keeps its place.
-                    for part in data_within(each for each in self._tracked() if not isinstance(each, DataLoader | Sampler)):
+                    # Loaders and samplers are told by the pass that begins: a pass that spans
+                    # epochs keeps its place.
+                    for part in data_within(
+                        each
+                        for each in self._tracked()
+                        if not isinstance(each, DataLoader | Sampler)
+                    ):
                         set_epoch(part, self.epoch)
                 try:
                     yield self.epoch
@@ -179,9 +229,16 @@ class Loops:
                         self._stop()
                     raise
                 if self._counting is not me:
-                    raise InvalidInput("another run.epochs was begun inside this one: one of them counts the epochs")
+                    raise InvalidInput(
+                        "another run.epochs was begun inside this one: one of them counts the"
+                        " epochs"
+                    )
                 if not self._is_put_back:
-                    self.epoch, self._waiting, self._is_here = self.epoch + 1, _asides(self._waiting), False
+                    self.epoch, self._waiting, self._is_here = (
+                        self.epoch + 1,
+                        _asides(self._waiting),
+                        False,
+                    )
             self._set_aside()
         finally:
             if self._counting is me:
@@ -197,28 +254,39 @@ class Loops:
         self._passes = []
 
     def _note_counts(self, passes: Iterable[Pass]) -> None:
-        """Note after how many batches the script left its passes, as counted from 0 in each; 0: it left them at different places.
+        """Note after how many batches the script left its passes, as counted from 0 in each; 0: it
+        left them at different places.
 
-        The script counted from 0 again in a resumed pass that has more batches than the others, or in which it used as many more.
+        The script counted from 0 again in a resumed pass that has more batches than the others, or
+        in which it used as many more.
         """
-        for each in [each for each in passes if each.is_over and each.batches and each.limit is None and not each.is_noted]:
+        for each in [
+            each
+            for each in passes
+            if each.is_over and each.batches and each.limit is None and not each.is_noted
+        ]:
             each.is_noted = True
             count = each.batches - each.resumed_at if each.is_left else 0
             usual = self._counts.get(each.order)
             resumed_at = each.resumed_at or self._resumed_at.get(each.order, 0)
-            if usual and resumed_at and (count == usual or (each.resumed_at and each.batches > usual)):
+            if (
+                usual
+                and resumed_at
+                and (count == usual or (each.resumed_at and each.batches > usual))
+            ):
                 self._warn(
                     "count",
-                    f"a pass of run.steps that was resumed after {resumed_at} batches has more than the {usual} after which others were"
-                    " left: islice, zip and enumerate count from 0 again in a resumed pass;"
-                    f" use run.steps(loader, limit={usual}) or run.enumerate(loader)",
+                    f"a pass of run.steps that was resumed after {resumed_at} batches has more than"
+                    f" the {usual} after which others were left: islice, zip and enumerate count"
+                    f" from 0 again in a resumed pass; use run.steps(loader, limit={usual}) or"
+                    " run.enumerate(loader)",
                 )
             self._counts[each.order] = count if usual in (None, count) else 0
             self._resumed_at[each.order] = resumed_at
 
     def _stop(self) -> None:
-        """Note that the epochs were left: at the end of one if its passes were over, else within it. It may be the end of the interpreter,
-        when no module has its globals any more.
+        """Note that the epochs were left: at the end of one if its passes were over, else within
+        it. It may be the end of the interpreter, when no module has its globals any more.
         """
         passes = [each for each in self._passes if not each.spans] or self._passes
         left: list[object] = [each for each in passes if each.is_left]
@@ -238,15 +306,27 @@ class Loops:
         is_checked: bool = True,
         is_numbered: bool = False,
     ) -> Generator[Any]:
-        """The batches of one pass over ``source``, from where it was left; if a state is restored meanwhile, from that state's place.
-        ``is_outside``: it was asked for before the epochs began, and may go on from one to the next. ``limit``: the most batches of the
-        pass. ``is_checked``: whether a replayed batch must be the one that was used. ``is_numbered``: each comes with its number.
+        """The batches of one pass over ``source``, from where it was left; if a state is restored
+        meanwhile, from that state's place. ``is_outside``: it was asked for before the epochs
+        began, and may go on from one to the next. ``limit``: the most batches of the pass.
+        ``is_checked``: whether a replayed batch must be the one that was used. ``is_numbered``:
+        each comes with its number.
         """
         tracked = list(self._tracked())
         ids = set(map(id, tracked))
-        turn = Pass(source, lambda part: id(part) in ids, tracked, self._said, limit=limit, is_checked=is_checked)
-        # Whether it follows a pass over the same source that may go on from epoch to epoch, and so took that source's place.
-        follows = self.is_counting and any(each.spans and each.is_same(turn) for each in (*self._last, *self._aside, *self._passes))
+        turn = Pass(
+            source,
+            lambda part: id(part) in ids,
+            tracked,
+            self._said,
+            limit=limit,
+            is_checked=is_checked,
+        )
+        # Whether it follows a pass over the same source that may go on from epoch to epoch, and so
+        # took that source's place.
+        follows = self.is_counting and any(
+            each.spans and each.is_same(turn) for each in (*self._last, *self._aside, *self._passes)
+        )
         turn.is_outside, turn.spans = is_outside, follows or (self.is_counting and is_outside)
         self._begin_turn(turn, is_resumed=is_resumed)
         try:
@@ -271,26 +351,41 @@ class Loops:
         if self.is_counting:
             if self._captured_bare == self.epoch:
                 self._warn(
-                    "bare", f"a capture before run.steps in epoch {self.epoch} says that the epoch is over: capture in its body, or after"
+                    "bare",
+                    f"a capture before run.steps in epoch {self.epoch} says that the epoch is over:"
+                    " capture in its body, or after",
                 )
         else:
-            if is_resumed and not self.is_counted_elsewhere and self._passes and all(each.is_over for each in self._passes):
+            if (
+                is_resumed
+                and not self.is_counted_elsewhere
+                and self._passes
+                and all(each.is_over for each in self._passes)
+            ):
                 self._warn(
                     "by hand",
-                    "this training was resumed, and run.steps begins its data again: `for epoch in range(n)` counts from 0 again; loop over"
-                    " run.epochs(n), which goes on in the right epoch (a loop that ends by run.step is right as it is)",
+                    "this training was resumed, and run.steps begins its data again: `for epoch in"
+                    " range(n)` counts from 0 again; loop over run.epochs(n), which goes on in the"
+                    " right epoch (a loop that ends by run.step is right as it is)",
                 )
             self._note_counts(self._passes)
-            self._passes, self._is_stopped = [each for each in self._passes if not each.is_over], False
+            self._passes, self._is_stopped = (
+                [each for each in self._passes if not each.is_over],
+                False,
+            )
         self._passes = [each for each in self._passes if each.is_over or not each.is_same(turn)]
         self._aside = [each for each in self._aside if not each.is_same(turn)]
         self._add(turn)
 
     def _add(self, turn: Pass) -> None:
-        """Count a pass among those of this epoch: one that spans epochs in the place of the one that it follows, as a training that goes on
-        begins its source once.
+        """Count a pass among those of this epoch: one that spans epochs in the place of the one
+        that it follows, as a training that goes on begins its source once.
         """
-        followed = (i for i, each in enumerate(self._passes) if turn.spans and each.spans and each.is_same(turn))
+        followed = (
+            i
+            for i, each in enumerate(self._passes)
+            if turn.spans and each.spans and each.is_same(turn)
+        )
         at = next(followed, len(self._passes))
         turn.order = len([each for each in self._passes[:at] if not each.is_same(turn)])
         self._passes[at : at + 1] = [turn]
@@ -303,20 +398,23 @@ class Loops:
         if self.is_counting and not turn.spans and not turn.is_outside:
             self._warn(
                 "spans",
-                f"a pass of run.steps that began within an epoch goes on in epoch {self.epoch}: a training that is resumed from the end of"
-                " the epoch in which it began begins it again; call run.steps for it before run.epochs, and its place is kept",
+                f"a pass of run.steps that began within an epoch goes on in epoch {self.epoch}: a"
+                " training that is resumed from the end of the epoch in which it began begins it"
+                " again; call run.steps for it before run.epochs, and its place is kept",
             )
         turn.spans |= self.is_counting
 
     def _claim(self, turn: Pass) -> Mapping[str, Any] | None:
-        """The restored place from which a pass goes on; None: it begins. The passes of an epoch begin in the same order again."""
+        """The restored place from which a pass goes on; None: it begins. The passes of an epoch
+        begin in the same order again."""
 
         def is_fit(place: Mapping[str, Any]) -> bool:
             return turn.is_like(place) and (turn.order >= place["spans"] or not self.is_counting)
 
         found = [place for place in self._waiting if not place.get("is_aside") or is_fit(place)]
         if turn.spans or not self.is_counting:
-            found.sort(key=lambda place: "spans" not in place or not turn.is_like(place))  # it had begun before the epochs
+            # it had begun before the epochs
+            found.sort(key=lambda place: "spans" not in place or not turn.is_like(place))
         else:  # a pass that spans epochs claims its place later if that which takes it up is over
             found = [place for place in found if "spans" not in place or turn.is_like(place)]
         if not found:
@@ -339,12 +437,18 @@ class Loops:
         self._leaves_rest = False
         if place is not None:
             is_empty = True
-            rest = None if place["is_over"] else turn.go_on(place, None if turn.spans else epoch, is_here=self._is_here)
+            rest = (
+                None
+                if place["is_over"]
+                else turn.go_on(place, None if turn.spans else epoch, is_here=self._is_here)
+            )
             for batch in rest or ():
                 is_empty = False
                 yield batch
             if not is_empty or self.is_counting or not turn.is_repeatable:
-                return  # a pass that was over ends once more in its epoch; without epochs nothing would follow it
+                # a pass that was over ends once more in its epoch; without epochs nothing would
+                # follow it
+                return
             turn.leave()  # it had all of its batches
         drops, self._drops_rest = self._drops_rest, False
         yield from turn.begin(epoch, drop=drops)
@@ -353,8 +457,9 @@ class Loops:
         if self._captured_bare == self.epoch:
             self._warn(
                 "twice",
-                f"two captures in epoch {self.epoch} without run.steps: each says that the epoch is over; loop over run.steps(loader), so"
-                " that a state within an epoch knows its place",
+                f"two captures in epoch {self.epoch} without run.steps: each says that the epoch is"
+                " over; loop over run.steps(loader), so that a state within an epoch knows its"
+                " place",
             )
         self._captured_bare = self.epoch
 
@@ -365,7 +470,9 @@ class Loops:
 
 
 def _is_within(going: list[Mapping[str, Any]]) -> bool:
-    """Whether an epoch is not over. A pass that goes on from epoch to epoch does not hold it up, unless it began as the first."""
+    """Whether an epoch is not over.
+
+    A pass that goes on from epoch to epoch does not hold it up, unless it began as the first."""
     first = going[:1] and "spans" not in going[0]
     return any(not place["is_over"] and not (first and "spans" in place) for place in going)
 
@@ -380,11 +487,14 @@ def _if_any(left: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def _asides(going: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The places of passes that go on in the next epoch."""
-    return [{**place, "is_aside": True} for place in going if "spans" in place and not place["is_over"]]
+    return [
+        {**place, "is_aside": True} for place in going if "spans" in place and not place["is_over"]
+    ]
 
 
 def divides_its_loader(state: Mapping[str, Any] | None) -> bool:
-    """Whether stored loops say how far the training has come in its data for any number of processes: in one pass at most."""
+    """Whether stored loops say how far the training has come in its data for any number of
+    processes: in one pass at most."""
     if not state or state.get("epoch") is None:
         return False
     passes = state.get("passes", ())
@@ -392,8 +502,8 @@ def divides_its_loader(state: Mapping[str, Any] | None) -> bool:
 
 
 def divided_again(state: Mapping[str, Any], replicas: int) -> dict[str, Any]:
-    """The state of the loops for one of ``replicas`` processes, from that of another number: passes then divide what is left of the
-    data.
+    """The state of the loops for one of ``replicas`` processes, from that of another number: passes
+    then divide what is left of the data.
     """
     passes = [{**place, "replicas": replicas} for place in state.get("passes", ())]
     return {**state, "passes": passes}
@@ -405,7 +515,9 @@ def divided_again(state: Mapping[str, Any], replicas: int) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Redivision:
-    """A state of ``was`` ranks, for rank ``rank`` of ``size``. ``notes`` say what is not as it was captured."""
+    """A state of ``was`` ranks, for rank ``rank`` of ``size``.
+
+    ``notes`` say what is not as it was captured."""
 
     was: int
     rank: int
@@ -419,30 +531,55 @@ class Redivision:
         return self.rank if self.was == self.size else 0
 
     def reads(self, wants: Callable[[str], bool]) -> Callable[[str], bool]:
-        """Which tensors of a state have to be read for what is wanted: of the things that each rank had of its own, only this rank's."""
+        """Which tensors of a state have to be read for what is wanted: of the things that each
+        rank had of its own, only this rank's."""
         mine = self.rank if 1 < self.was == self.size else None
         return lambda path: wants(path) if (rank := part_of(path)) is None else rank == mine
 
-    def __call__(self, tree: Mapping[str, Any], objects: Mapping[str, object], wants: Callable[[str], bool]) -> dict[str, Any]:
-        """The stored tree of ``source``, in the form that goes into these objects; the models in it get the buffers of this rank.
+    def __call__(
+        self, tree: Mapping[str, Any], objects: Mapping[str, object], wants: Callable[[str], bool]
+    ) -> dict[str, Any]:
+        """The stored tree of ``source``, in the form that goes into these objects; the models in it
+        get the buffers of this rank.
 
-        :raises InvalidInput: an object that is asked for knows its place in the data for one rank only.
+        :raises InvalidInput: an object that is asked for knows its place in the data for one rank
+            only.
         """
         self.notes = []
         found = dict(tree)
         put_back(found, self.rank if self.was == self.size else None)
         if self.was == self.size:
             return found
-        self._is_counted = LOOPS in objects and wants(LOOPS) and divides_its_loader(found.get(LOOPS))
-        return {name: self._of(join("", name), objects[name], child, wants) if name in objects else child for name, child in found.items()}
+        self._is_counted = (
+            LOOPS in objects and wants(LOOPS) and divides_its_loader(found.get(LOOPS))
+        )
+        return {
+            name: (
+                self._of(join("", name), objects[name], child, wants) if name in objects else child
+            )
+            for name, child in found.items()
+        }
 
     def _of(self, path: str, live: object, stored: Any, wants: Callable[[str], bool]) -> Any:
         if isinstance(live, dict) and isinstance(stored, dict):
             return type(stored)(
-                {**stored, **{key: self._of(join(path, key), live[key], stored[key], wants) for key in stored.keys() & live}}
+                {
+                    **stored,
+                    **{
+                        key: self._of(join(path, key), live[key], stored[key], wants)
+                        for key in stored.keys() & live
+                    },
+                }
             )
-        if isinstance(live, list | tuple) and type(live) is type(stored) and len(live) == len(stored):
-            return type(live)(self._of(join(path, index), *pair, wants) for index, pair in enumerate(zip(live, stored, strict=True)))
+        if (
+            isinstance(live, list | tuple)
+            and type(live) is type(stored)
+            and len(live) == len(stored)
+        ):
+            return type(live)(
+                self._of(join(path, index), *pair, wants)
+                for index, pair in enumerate(zip(live, stored, strict=True))
+            )
         if not wants(path):
             return stored
         if isinstance(live, RngState) or (is_generator(live) and isinstance(stored, dict)):
@@ -450,31 +587,46 @@ class Redivision:
         if isinstance(live, Loops):
             return divided_again(stored, self.was)
         if isinstance(live, PermutationSampler):
-            self.notes.append(f"{path}: what {self.was} ranks had left of the epoch is divided among {self.size}")
+            self.notes.append(
+                f"{path}: what {self.was} ranks had left of the epoch is divided among {self.size}"
+            )
         elif self._is_counted and is_ordered_by_epoch(live):
-            self.notes.append(f"{path}: what {self.was} ranks had left of the epoch is divided among {self.size}, by run.steps")
+            self.notes.append(
+                f"{path}: what {self.was} ranks had left of the epoch is divided among {self.size},"
+                " by run.steps"
+            )
             return {}  # a loader that begins anew: the loops skip what all ranks had
         elif _keeps_its_place(live):
             raise InvalidInput(
-                f"{path} ({type(live).__name__}) knows the place of one of {self.was} ranks, and what is left cannot be divided among"
-                f" {self.size}: run {self.was} ranks, restore only= what else there is, or track a datastates.PermutationSampler instead,"
-                " or loop over run.steps(loader) within run.epochs, where a DistributedSampler orders the loader"
+                f"{path} ({type(live).__name__}) knows the place of one of {self.was} ranks, and"
+                f" what is left cannot be divided among {self.size}: run {self.was} ranks, restore"
+                " only= what else there is, or track a datastates.PermutationSampler instead, or"
+                " loop over run.steps(loader) within run.epochs, where a DistributedSampler orders"
+                " the loader"
             )
         return stored
 
     def _drawn_anew(self, path: str, stored: Any) -> Any:
         if not self.rank or not isinstance(stored, dict):
             return stored
-        self.notes.append(f"{path}: drawn anew for rank {self.rank} of {self.size}, from the random numbers of rank 0 of {self.was}")
+        self.notes.append(
+            f"{path}: drawn anew for rank {self.rank} of {self.size}, from the random numbers of"
+            f" rank 0 of {self.was}"
+        )
         return _derived(stored, self.rank)
 
 
 def _keeps_its_place(live: object) -> bool:
-    return has_state(live) and hasattr(live, "__iter__") and not isinstance(live, torch.nn.Module | torch.Tensor)
+    return (
+        has_state(live)
+        and hasattr(live, "__iter__")
+        and not isinstance(live, torch.nn.Module | torch.Tensor)
+    )
 
 
 def _derived(stored: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """A state of generators that is as far from the stored one as another seed is, and always the same for a number."""
+    """A state of generators that is as far from the stored one as another seed is, and always
+    the same for a number."""
     seeds = _Seeds(stored, number)
     if "generator" in stored:
         return {**stored, "state": _derived_state(str(stored["generator"]), stored["state"], seeds)}
@@ -522,4 +674,7 @@ class _Seeds:
     def words(self) -> list[int]:
         """The next 256 bits."""
         self._count += 1
-        return [int(word) for word in np.frombuffer(self._hasher.digest(32, seek=64 * self._count), np.uint32)]
+        return [
+            int(word)
+            for word in np.frombuffer(self._hasher.digest(32, seek=64 * self._count), np.uint32)
+        ]

@@ -1,7 +1,9 @@
-"""Digests of chunks in place: computed by the device that has their tensors, equal to ``chunk_digest`` bit for bit.
+"""Digests of chunks in place: computed by the device that has their tensors, equal to
+``chunk_digest`` bit for bit.
 
-Triton's kernels (``kernels``) compute them if Triton is installed and supports the device, and torch's operators elsewhere. Those are some
-thousands of operators for the longest chunk, however many chunks there are.
+Triton's kernels (``kernels``) compute them if Triton is installed and supports the device, and
+torch's operators elsewhere. Those are some thousands of operators for the longest chunk, however
+many chunks there are.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ _PRIME = 0x9E3779B1
 
 
 class Digester:
-    """Digests chunks that lie on one device; each chunk is a length and its parts in order. Safe from any thread, one at a time.
+    """Digests chunks that lie on one device; each chunk is a length and its parts in order. Safe
+    from any thread, one at a time.
 
-    ``can_digest`` holds for each. The tensors are read in place whenever ``lanes`` is called; they are kept as long as this object.
+    ``can_digest`` holds for each. The tensors are read in place whenever ``lanes`` is called; they
+    are kept as long as this object.
     """
 
     def __init__(self, chunks: Sequence[tuple[int, Sequence[Part]]]) -> None:
@@ -47,29 +51,43 @@ class Digester:
     @property
     def launches(self) -> int:
         """The approximate number of operators that ``lanes`` queues."""
-        return 8 if _has_kernels(self._blocks.like) else 6 * max(self._blocks.counts) + 10 * len(self._blocks.runs)
+        return (
+            8
+            if _has_kernels(self._blocks.like)
+            else 6 * max(self._blocks.counts) + 10 * len(self._blocks.runs)
+        )
 
     def lanes(self) -> torch.Tensor:
-        """The lanes for the chunks' bytes: (chunks, 8), ``int64``, on the device, once what this queues on the current stream has run.
+        """The lanes for the chunks' bytes: (chunks, 8), ``int64``, on the device, once what this
+        queues on the current stream has run.
 
-        ``digests_of`` takes them, with ``lengths``. Copies nothing to the host, and waits for nothing.
+        ``digests_of`` takes them, with ``lengths``. Copies nothing to the host, and waits for
+        nothing.
         """
         blocks = self._blocks
         found: torch.Tensor
         with torch.no_grad():
             edges = blocks.gathered(is_all=not _has_kernels(blocks.like))
             if _has_kernels(blocks.like):
-                places = [run.data.data_ptr() for run in blocks.runs] + [last.data_ptr() for last, _ in blocks.lasts.values()]
-                if self._launch is None or places != self._places:  # a storage that was resized has moved
+                places = [run.data.data_ptr() for run in blocks.runs] + [
+                    last.data_ptr() for last, _ in blocks.lasts.values()
+                ]
+                if self._launch is None or places != self._places:
+                    # a storage that was resized has moved
                     from .kernels import Launch  # Triton, which may not be installed
 
                     self._launch, self._places = Launch(blocks), places
                 device = devices().of(blocks.like)
-                with devices().on(devices().current(device)):  # Triton launches on the device that is selected
+                with devices().on(devices().current(device)):
+                    # Triton launches on the device that is selected
                     found = self._launch(edges)
             else:
                 found = self._by_operators(edges)
-            return found if self._is_in_order else found[self._constant("places", np.argsort(blocks.order))]
+            return (
+                found
+                if self._is_in_order
+                else found[self._constant("places", np.argsort(blocks.order))]
+            )
 
     def _by_operators(self, edges: torch.Tensor) -> torch.Tensor:
         blocks, secret = self._blocks, self._constant("inner", INNER)
@@ -110,7 +128,8 @@ class Digester:
 
 
 def _left(counts: Sequence[int]) -> Iterator[int]:
-    """For each block number, how many chunks have that block before their last; the longest chunks come first."""
+    """For each block number, how many chunks have that block before their last; the longest
+    chunks come first."""
     left = len(counts)
     for block in range(counts[0]):
         while counts[left - 1] <= block:
@@ -135,8 +154,9 @@ def is_worth(tensor: torch.Tensor) -> bool:
 
 
 def is_ready(tensor: torch.Tensor) -> bool:
-    """Whether ``lanes`` can be queued at once on the device of a tensor. The first call has the kernels compiled, which takes a second or
-    two, on a thread of its own. If they cannot be, that is logged, and this device never becomes ready.
+    """Whether ``lanes`` can be queued at once on the device of a tensor. The first call has the
+    kernels compiled, which takes a second or two, on a thread of its own. If they cannot be, that
+    is logged, and this device never becomes ready.
     """
     if not _has_kernels(tensor):
         return True
@@ -145,7 +165,9 @@ def is_ready(tensor: torch.Tensor) -> bool:
         is_first = device not in _prepared
         found = _prepared.setdefault(device, False)
     if is_first:
-        threading.Thread(target=_prepare, args=(device,), name="datastates-compile", daemon=True).start()
+        threading.Thread(
+            target=_prepare, args=(device,), name="datastates-compile", daemon=True
+        ).start()
     return found
 
 
@@ -159,10 +181,18 @@ def _prepare(device: torch.device) -> None:
         stream = devices().stream(device)
         with devices().on(stream):
             data = torch.zeros(12 << 10, dtype=torch.uint8, device=device)
-            Digester([(12_000, [(0, data[:5000]), (5 << 10, data[5 << 10 : 12_000])]), (9000, [(0, data[:9000])])]).lanes()
+            Digester(
+                [
+                    (12_000, [(0, data[:5000]), (5 << 10, data[5 << 10 : 12_000])]),
+                    (9000, [(0, data[:9000])]),
+                ]
+            ).lanes()
         devices().mark(stream).synchronize()
-    except Exception as exc:  # Triton may find no compiler, or no version of the driver that it knows
-        _logger.warning("nothing can be digested on %s (%r): the host digests everything", device, exc)
+    except Exception as exc:
+        # Triton may find no compiler, or no version of the driver that it knows
+        _logger.warning(
+            "nothing can be digested on %s (%r): the host digests everything", device, exc
+        )
     else:
         _prepared[device] = True
 

@@ -1,7 +1,8 @@
 """Digests of chunks and states, and manifests as bytes.
 
-A state of one part has the digest of that part. A part of several does not name the state's parents, which its rank does not know: its
-digest is that of its content. The state has the *root digest* over the parts' digests, and over those of its parents: BLAKE3 of
+A state of one part has the digest of that part. A part of several does not name the state's
+parents, which its rank does not know: its digest is that of its content. The state has the *root
+digest* over the parts' digests, and over those of its parents: BLAKE3 of
 
     19 bytes   ``datastates parts 1\0``
     8 bytes    how many parts, little-endian
@@ -28,7 +29,20 @@ from datastates.errors import Corrupt, InvalidInput, NotFound, Unavailable
 from datastates.values import RANKS
 
 from .geometry import MAX_CUT, covers, dtype_of, is_dense, is_whole, stored_bytes
-from .manifest import CHUNK_BYTES, STORED, VERSION, Chunk, ChunkRef, Content, Manifest, Origin, PackInfo, Shard, TensorSpec, root_digest
+from .manifest import (
+    CHUNK_BYTES,
+    STORED,
+    VERSION,
+    Chunk,
+    ChunkRef,
+    Content,
+    Manifest,
+    Origin,
+    PackInfo,
+    Shard,
+    TensorSpec,
+    root_digest,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -74,13 +88,18 @@ def check(manifest: Manifest, source: str) -> tuple[TensorSpec, ...]:
 
 
 _last: tuple[tuple[bytes, tuple[int, ...], bool], tuple[TensorSpec, ...]] | None = None
-"""Tensors that passed the check, and everything on which it depends: of the last manifest only, as the states of a training are alike."""
+"""Tensors that passed the check, and everything on which it depends: of the last manifest only,
+as the states of a training are alike."""
 
 
 def _checked(manifest: Manifest, source: str) -> tuple[TensorSpec, ...]:
     global _last  # replaced as a whole: threads see one or the other
     content = manifest.content
-    key = (bytes(content.tensors), tuple(chunk.length for chunk in content.chunks), manifest.origin.world_size == 1)
+    key = (
+        bytes(content.tensors),
+        tuple(chunk.length for chunk in content.chunks),
+        manifest.origin.world_size == 1,
+    )
     last = _last
     if last is not None and last[0] == key:
         return last[1]
@@ -105,31 +124,49 @@ def _check_origin(origin: Origin) -> None:
         _require(_UID.fullmatch(uid) is not None, f"{uid[:80]!r} is no uid")
     for digest in origin.parent_digests:
         _require(_HEX.fullmatch(digest) is not None, f"{digest[:80]!r} is no digest of a state")
-    _require(len(origin.parents) == len(origin.parent_digests), f"{len(origin.parents)} parents, {len(origin.parent_digests)} digests")
-    _require(0 <= origin.rank < origin.world_size <= RANKS, f"rank {origin.rank} of {origin.world_size}")
-    _require(origin.step >= 0 <= origin.micro_step, f"step {origin.step}, micro-step {origin.micro_step}")
+    _require(
+        len(origin.parents) == len(origin.parent_digests),
+        f"{len(origin.parents)} parents, {len(origin.parent_digests)} digests",
+    )
+    _require(
+        0 <= origin.rank < origin.world_size <= RANKS, f"rank {origin.rank} of {origin.world_size}"
+    )
+    _require(
+        origin.step >= 0 <= origin.micro_step, f"step {origin.step}, micro-step {origin.micro_step}"
+    )
 
 
 def _check_chunks(chunks: tuple[Chunk, ...]) -> None:
     for index, chunk in enumerate(chunks):
         if len(chunk.digest) != _CHECK_DIGEST_BYTES or not 0 < chunk.length <= CHUNK_BYTES:
-            raise _Contradiction(f"chunk {index} has {chunk.length} bytes and a digest of {len(chunk.digest)}")
+            raise _Contradiction(
+                f"chunk {index} has {chunk.length} bytes and a digest of {len(chunk.digest)}"
+            )
 
 
 def _check_places(manifest: Manifest) -> None:
     chunks, packs, refs = manifest.content.chunks, manifest.packs, manifest.refs
     for pack in packs:
         _require(_NAME.fullmatch(pack.name) is not None, f"{pack.name[:80]!r} is no name of a pack")
-        _require(0 <= pack.header_length <= pack.size <= _LIMIT, f"pack {pack.name} has {pack.size} bytes, {pack.header_length} of header")
+        _require(
+            0 <= pack.header_length <= pack.size <= _LIMIT,
+            f"pack {pack.name} has {pack.size} bytes, {pack.header_length} of header",
+        )
     if refs:
         _require(len(refs) == len(chunks), f"{len(chunks)} chunks, {len(refs)} places")
     for index, (ref, chunk) in enumerate(zip(refs, chunks, strict=False)):
         if not 0 <= ref.pack < len(packs):
             raise _Contradiction(f"chunk {index} lies in pack {ref.pack} of {len(packs)}")
         if ref.form != STORED:
-            raise InvalidInput(f"chunk {index} is stored in form {ref.form}, which this datastates does not read: upgrade datastates")
+            raise InvalidInput(
+                f"chunk {index} is stored in form {ref.form}, which this datastates does not read:"
+                " upgrade datastates"
+            )
         if ref.length != chunk.length or not 0 <= ref.offset <= packs[ref.pack].size - ref.length:
-            raise _Contradiction(f"chunk {index} of {chunk.length} bytes lies outside its pack: {ref.length} bytes at {ref.offset}")
+            raise _Contradiction(
+                f"chunk {index} of {chunk.length} bytes lies outside its pack: {ref.length} bytes"
+                f" at {ref.offset}"
+            )
 
 
 # Called for each tensor, so these build no message until something is wrong.
@@ -163,14 +200,20 @@ def _check_geometry(spec: TensorSpec, dtype: torch.dtype) -> None:
         if size < 0 or not 0 <= stride <= _LIMIT or count > _LIMIT:
             raise _Contradiction(f"{_where(spec)} has shape {shape}, strides {strides}")
     if not is_dense(shape, strides):
-        raise _Contradiction(f"{_where(spec)} has shape {shape} and strides {strides}, which leave holes or overlap")
+        raise _Contradiction(
+            f"{_where(spec)} has shape {shape} and strides {strides}, which leave holes or overlap"
+        )
 
 
 def _check_alias(index: int, spec: TensorSpec, specs: tuple[TensorSpec, ...]) -> None:
     if spec.alias is None or not 0 <= spec.alias < index or spec.shards:
         raise _Contradiction(f"{_where(spec)} is tied to tensor {spec.alias}")
     first = specs[spec.alias]
-    if first.alias is not None or (first.dtype, first.shape, first.strides) != (spec.dtype, spec.shape, spec.strides):
+    if first.alias is not None or (first.dtype, first.shape, first.strides) != (
+        spec.dtype,
+        spec.shape,
+        spec.strides,
+    ):
         raise _Contradiction(f"{_where(spec)} is tied to {_where(first)}, which differs")
 
 
@@ -179,22 +222,39 @@ def _check_cover(spec: TensorSpec, dtype: torch.dtype, total: int) -> None:
     if total != needed:
         raise _Contradiction(f"{_where(spec)} has {total} bytes stored, its shape takes {needed}")
     if not covers(spec):
-        more = f", or are cut along more than {MAX_CUT} dimensions" if len(spec.shape) > MAX_CUT else ""
-        raise _Contradiction(f"{_where(spec)} has {len(spec.shards)} shards, which overlap and leave holes{more}")
+        more = (
+            f", or are cut along more than {MAX_CUT} dimensions"
+            if len(spec.shape) > MAX_CUT
+            else ""
+        )
+        raise _Contradiction(
+            f"{_where(spec)} has {len(spec.shards)} shards, which overlap and leave holes{more}"
+        )
 
 
-def _check_shard(spec: TensorSpec, dtype: torch.dtype, shard: Shard, chunks: tuple[Chunk, ...], short: list[int]) -> int:
+def _check_shard(
+    spec: TensorSpec, dtype: torch.dtype, shard: Shard, chunks: tuple[Chunk, ...], short: list[int]
+) -> int:
     """The length of a shard that lies inside its tensor and inside the stream."""
     if not len(shard.offset) == len(shard.shape) == len(spec.shape):
         raise _Contradiction(f"a shard of {_where(spec)} has {len(shard.shape)} dimensions")
-    for offset, size, whole, stride in zip(shard.offset, shard.shape, spec.shape, spec.strides, strict=True):
+    for offset, size, whole, stride in zip(
+        shard.offset, shard.shape, spec.shape, spec.strides, strict=True
+    ):
         if offset < 0 or size < 0 or offset + size > whole:
-            raise _Contradiction(f"a shard of {_where(spec)} lies outside it: {shard.offset}, {shard.shape}")
+            raise _Contradiction(
+                f"a shard of {_where(spec)} lies outside it: {shard.offset}, {shard.shape}"
+            )
         if not stride and size != whole > 1:
-            raise _Contradiction(f"a shard of {_where(spec)} is cut where the tensor is expanded: {shard.offset}, {shard.shape}")
+            raise _Contradiction(
+                f"a shard of {_where(spec)} is cut where the tensor is expanded: {shard.offset},"
+                f" {shard.shape}"
+            )
     start, length = shard.start, shard.length
     if length != stored_bytes(dtype, shard.shape, spec.strides):
-        raise _Contradiction(f"a shard of {_where(spec)} has {length} bytes, its shape takes another number")
+        raise _Contradiction(
+            f"a shard of {_where(spec)} has {length} bytes, its shape takes another number"
+        )
     if start < 0 or start % dtype.itemsize:
         raise _Contradiction(f"a shard of {_where(spec)} starts at {start}, unaligned")
     if length:
@@ -263,14 +323,21 @@ def joined(bodies: Sequence[bytes]) -> list[bytes]:
 
 
 def frames(data: bytes | memoryview) -> Iterator[tuple[int, memoryview]]:
-    """The frames of a file, with their offsets. What no frame begins with belongs to the frame before."""
+    """The frames of a file, with their offsets.
+
+    What no frame begins with belongs to the frame before."""
     view, start = memoryview(data).cast("B"), 0
     while start < len(view):
         end = _stated_end(view, start)
         if not (
             end == len(view)
             or (
-                start < end < len(view) and (_is_magic(view, end) or _is_magic(view, after := _stated_end(view, end)) or after == len(view))
+                start < end < len(view)
+                and (
+                    _is_magic(view, end)
+                    or _is_magic(view, after := _stated_end(view, end))
+                    or after == len(view)
+                )
             )
         ):
             found = bytes(view).find(_MAGIC, start + 1)
@@ -280,8 +347,13 @@ def frames(data: bytes | memoryview) -> Iterator[tuple[int, memoryview]]:
 
 
 def _stated_end(view: memoryview, start: int) -> int:
-    """Where the frame that begins here ends, as its head says, whether its magic is right or not."""
-    return start + _HEAD.size + _HEAD.unpack_from(view, start)[3] + _ENVELOPE_DIGEST_BYTES if len(view) - start >= _HEAD.size else 0
+    """Where the frame that begins here ends, as its head says, whether its magic is right or
+    not."""
+    return (
+        start + _HEAD.size + _HEAD.unpack_from(view, start)[3] + _ENVELOPE_DIGEST_BYTES
+        if len(view) - start >= _HEAD.size
+        else 0
+    )
 
 
 def _is_magic(view: memoryview, at: int) -> bool:
@@ -293,13 +365,22 @@ def body_of(data: bytes | memoryview) -> memoryview:
     return memoryview(data).cast("B")[_HEAD.size : -_ENVELOPE_DIGEST_BYTES]
 
 
-def unwrapped(decoder: msgspec.msgpack.Decoder[_T], data: bytes | memoryview, *, source: str, first: bytes | memoryview = b"") -> _T:
-    """The manifest in a frame, once the frame was checked. ``first`` is the first frame of its file. Errors name ``source``.
+def unwrapped(
+    decoder: msgspec.msgpack.Decoder[_T],
+    data: bytes | memoryview,
+    *,
+    source: str,
+    first: bytes | memoryview = b"",
+) -> _T:
+    """The manifest in a frame, once the frame was checked. ``first`` is the first frame of its
+    file. Errors name ``source``.
 
     :raises Corrupt: a byte is wrong or missing.
     :raises Unavailable: it is whole, but of a version that this code does not read.
     """
-    version, body = opened(memoryview(data).cast("B"), source=source, first=memoryview(first).cast("B"))
+    version, body = opened(
+        memoryview(data).cast("B"), source=source, first=memoryview(first).cast("B")
+    )
     try:
         manifest = decoder.decode(body)
     except (msgspec.DecodeError, RecursionError, ValueError, OverflowError) as exc:
@@ -309,8 +390,11 @@ def unwrapped(decoder: msgspec.msgpack.Decoder[_T], data: bytes | memoryview, *,
     return manifest
 
 
-def decode_places(data: bytes | memoryview, *, source: str, first: bytes | memoryview = b"") -> Places:
-    """Whose manifest is in a frame, and where its chunks are, without the cost of the rest; the bytes are checked as in ``decode``."""
+def decode_places(
+    data: bytes | memoryview, *, source: str, first: bytes | memoryview = b""
+) -> Places:
+    """Whose manifest is in a frame, and where its chunks are, without the cost of the rest; the
+    bytes are checked as in ``decode``."""
     return unwrapped(_places_decoder, data, source=source, first=first)
 
 
@@ -321,7 +405,10 @@ def opened(frame: memoryview, *, source: str, first: memoryview) -> tuple[int, b
     """
     version, form, body = _opened(frame, source)
     if version != VERSION or form not in (_PLAIN, _DEFLATED):
-        raise Unavailable(f"{source} is a manifest of version {version}, this datastates reads version {VERSION}: upgrade datastates")
+        raise Unavailable(
+            f"{source} is a manifest of version {version}, this datastates reads version {VERSION}:"
+            " upgrade datastates"
+        )
     if form == _PLAIN:
         return version, body
     _, other, before = _opened(first, f"the first manifest of {source}")
@@ -348,12 +435,17 @@ def _inflated(body: memoryview, first: memoryview, source: str) -> bytes:
 def _opened(view: memoryview, source: str) -> tuple[int, int, memoryview]:
     least = _HEAD.size + _ENVELOPE_DIGEST_BYTES
     if len(view) < least:
-        raise Corrupt(f"{source} has {len(view)} bytes, fewer than the {least} of the smallest manifest")
+        raise Corrupt(
+            f"{source} has {len(view)} bytes, fewer than the {least} of the smallest manifest"
+        )
     magic, version, form, length = _HEAD.unpack_from(view)
     if magic != _MAGIC:
         raise Corrupt(f"{source} begins with {magic!r}, which is no manifest")
     if len(view) != least + length:
-        raise Corrupt(f"{source} has {len(view)} bytes, its header says {least + length}: it was cut or damaged")
+        raise Corrupt(
+            f"{source} has {len(view)} bytes, its header says {least + length}: it was cut or"
+            " damaged"
+        )
     end = _HEAD.size + length
     if blake3(view[:end]).digest() != view[end:]:
         raise Corrupt(f"{source} fails its digest: a byte of its {len(view)} was changed")
@@ -381,7 +473,8 @@ def pieces_digest(pieces: Iterable[memoryview]) -> bytes:
 
 
 def state_digest(content: Content, parent_digests: Sequence[str]) -> str:
-    """BLAKE3 of a state's content and its parents' digests, in hex; the same wherever the bytes lie."""
+    """BLAKE3 of a state's content and its parents' digests, in hex; the same wherever the bytes
+    lie."""
     said: list[bytes | memoryview] = [b"datastates state 1\0"]
     for part in _parts(content, parent_digests):
         said += len(part).to_bytes(8, "little"), part
@@ -408,14 +501,16 @@ def encode_all(manifests: Sequence[Manifest]) -> list[bytes]:
     """
     for manifest in manifests:
         if manifest.version != VERSION:
-            raise InvalidInput(f"manifest version {manifest.version}: this code writes version {VERSION}")
+            raise InvalidInput(
+                f"manifest version {manifest.version}: this code writes version {VERSION}"
+            )
     return joined([_encoder.encode(manifest) for manifest in manifests])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sound:
-    """A manifest that was read and checked: its digest is right, it agrees with itself, and ``specs`` are its tensors. Made by
-    ``decode_sound``.
+    """A manifest that was read and checked: its digest is right, it agrees with itself, and
+    ``specs`` are its tensors. Made by ``decode_sound``.
     """
 
     manifest: Manifest
@@ -423,18 +518,23 @@ class Sound:
 
 
 def decode(data: bytes | memoryview, *, source: str) -> Manifest:
-    """The manifest in ``data``, digest and consistency checked; ``source`` says in errors where it was read.
+    """The manifest in ``data``, digest and consistency checked; ``source`` says in errors where it
+    was read.
 
     :raises DatastatesError: as ``decode_sound``.
     """
     return decode_sound(data, source=source).manifest
 
 
-def decode_sound(data: bytes | memoryview, *, source: str, first: bytes | memoryview = b"") -> Sound:
-    """``decode`` for callers that also need the tensors. ``first`` is the first frame of the file from which ``data`` comes.
+def decode_sound(
+    data: bytes | memoryview, *, source: str, first: bytes | memoryview = b""
+) -> Sound:
+    """``decode`` for callers that also need the tensors. ``first`` is the first frame of the file
+    from which ``data`` comes.
 
     :raises Corrupt: a byte is wrong or missing, or the manifest contradicts itself.
-    :raises Unavailable: it is whole, but of a version that this code does not know, or with a dtype that this torch does not know.
+    :raises Unavailable: it is whole, but of a version that this code does not know, or with a dtype
+        that this torch does not know.
     """
     manifest = unwrapped(_decoder, data, source=source, first=first)
     try:
@@ -442,7 +542,9 @@ def decode_sound(data: bytes | memoryview, *, source: str, first: bytes | memory
     except (OverflowError, UnicodeEncodeError) as exc:
         raise Corrupt(f"{source} is no manifest: {exc}") from exc
     if manifest.digest != expected:
-        raise Corrupt(f"{source} holds a state whose digest is {expected}, but claims {manifest.digest[:64]}")
+        raise Corrupt(
+            f"{source} holds a state whose digest is {expected}, but claims {manifest.digest[:64]}"
+        )
     return Sound(manifest, check(manifest, source))
 
 
@@ -467,12 +569,15 @@ def first_chunks(parts: Sequence[Manifest]) -> list[int]:
 
 
 def join(parts: Sequence[Manifest], *, rank: int = 0) -> Manifest:
-    """The whole state, from the checked manifests of all its parts by rank. A single part is the whole state.
+    """The whole state, from the checked manifests of all its parts by rank. A single part is the
+    whole state.
 
-    Values that are not tensors, and the content of ``origin``, are those of ``rank``; the digest is the state's. The manifest does not say
-    where its chunks lie: each part knows that for its own chunks.
+    Values that are not tensors, and the content of ``origin``, are those of ``rank``; the digest is
+    the state's. The manifest does not say where its chunks lie: each part knows that for its own
+    chunks.
 
-    :raises Corrupt: the parts are not those of one state, or a tensor is not whole; names the state and the contradiction.
+    :raises Corrupt: the parts are not those of one state, or a tensor is not whole; names the state
+        and the contradiction.
     :raises NotFound: the state has no such rank.
     """
     first = parts[0]
@@ -499,10 +604,13 @@ def _check_same(parts: Sequence[Manifest]) -> None:
         origin = part.origin
         if (origin.uid, origin.rank, origin.world_size) != (first.origin.uid, rank, len(parts)):
             raise Corrupt(
-                f"rank {origin.rank} of {origin.world_size} of state {origin.uid} is no part of state {first.origin.uid}, "
-                f"of which rank {rank} of {len(parts)} is wanted"
+                f"rank {origin.rank} of {origin.world_size} of state {origin.uid} is no part of"
+                f" state {first.origin.uid}, of which rank {rank} of {len(parts)} is wanted"
             )
-        if (origin.parents, origin.parent_digests) != (first.origin.parents, first.origin.parent_digests):
+        if (origin.parents, origin.parent_digests) != (
+            first.origin.parents,
+            first.origin.parent_digests,
+        ):
             raise Corrupt(f"state {origin.uid}: rank {rank} names other parents than rank 0")
         if bytes(part.content.skeleton) != bytes(first.content.skeleton):
             raise Corrupt(f"state {origin.uid}: rank {rank} has another tree than rank 0")
@@ -514,13 +622,26 @@ def _tensors(parts: Sequence[Manifest]) -> list[TensorSpec]:
     for rank, part in enumerate(parts[1:], 1):
         specs = tensors_of(part.content)
         if len(specs) != len(joined):
-            raise Corrupt(f"state {uid}: rank {rank} has {len(specs)} tensors, rank 0 {len(joined)}")
+            raise Corrupt(
+                f"state {uid}: rank {rank} has {len(specs)} tensors, rank 0 {len(joined)}"
+            )
         for index, (ours, theirs) in enumerate(zip(joined, specs, strict=True)):
-            if msgspec.structs.replace(theirs, shards=()) != msgspec.structs.replace(ours, shards=()):
-                raise Corrupt(f"state {uid}: {theirs.path[:200]} of rank {rank} has another geometry than {ours.path[:200]} of rank 0")
-            moved = (msgspec.structs.replace(shard, start=shard.start + starts[rank] * CHUNK_BYTES) for shard in theirs.shards)
+            if msgspec.structs.replace(theirs, shards=()) != msgspec.structs.replace(
+                ours, shards=()
+            ):
+                raise Corrupt(
+                    f"state {uid}: {theirs.path[:200]} of rank {rank} has another geometry than"
+                    f" {ours.path[:200]} of rank 0"
+                )
+            moved = (
+                msgspec.structs.replace(shard, start=shard.start + starts[rank] * CHUNK_BYTES)
+                for shard in theirs.shards
+            )
             joined[index] = msgspec.structs.replace(ours, shards=(*ours.shards, *moved))
     for spec in joined:
         if spec.alias is None and not covers(spec):
-            raise Corrupt(f"state {uid}: the {len(spec.shards)} shards of {spec.path[:200]} in all its parts overlap, or leave holes")
+            raise Corrupt(
+                f"state {uid}: the {len(spec.shards)} shards of {spec.path[:200]} in all its parts"
+                " overlap, or leave holes"
+            )
     return joined

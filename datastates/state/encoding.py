@@ -1,7 +1,9 @@
-"""Values that are not tensors, in a form that MessagePack holds exactly; nothing is ever loaded by import or pickle.
+"""Values that are not tensors, in a form that MessagePack holds exactly; nothing is ever loaded by
+import or pickle.
 
-A *packed* value is None, a bool, an int of 64 bits, a float, a str or bytes as itself, and everything else as a list
-``[tag, …]``. Packing copies: a packed value shares no memory with its source. ``unpack`` trusts nothing.
+A *packed* value is None, a bool, an int of 64 bits, a float, a str or bytes as itself, and
+everything else as a list ``[tag, …]``. Packing copies: a packed value shares no memory with its
+source. ``unpack`` trusts nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ _BUFFER_KINDS = frozenset("biufcSUVmM")
 
 
 class Unencodable(TypeError):
-    """A value has no safe encoding; ``tree.flatten`` turns this into ``Unsupported`` with the path."""
+    """A value has no safe encoding; ``tree.flatten`` turns this into ``Unsupported`` with the
+    path."""
 
 
 def describe_dtype(dtype: np.dtype[Any]) -> Descr:
@@ -40,7 +43,10 @@ def describe_dtype(dtype: np.dtype[Any]) -> Descr:
     """
     descr = _describe(dtype)
     if dtype.hasobject or dtype_from(descr) != dtype:
-        raise Unencodable(f"has the NumPy dtype {dtype}, which has no safe encoding: convert it to a numeric, string or time dtype")
+        raise Unencodable(
+            f"has the NumPy dtype {dtype}, which has no safe encoding: convert it to a numeric,"
+            " string or time dtype"
+        )
     return descr
 
 
@@ -49,10 +55,15 @@ def _describe(dtype: np.dtype[Any]) -> Descr:
         base, shape = dtype.subdtype
         return ("sub", _describe(base), shape)
     if dtype.names is not None and dtype.fields is not None:
-        fields = tuple((name, _describe(dtype.fields[name][0]), dtype.fields[name][1]) for name in dtype.names)
+        fields = tuple(
+            (name, _describe(dtype.fields[name][0]), dtype.fields[name][1]) for name in dtype.names
+        )
         return ("struct", fields, dtype.itemsize, dtype.isalignedstruct)
     if dtype.kind not in _BUFFER_KINDS:
-        raise Unencodable(f"has the NumPy dtype {dtype}, which has no safe encoding: convert it to a numeric, string or time dtype")
+        raise Unencodable(
+            f"has the NumPy dtype {dtype}, which has no safe encoding: convert it to a numeric,"
+            " string or time dtype"
+        )
     return dtype.str
 
 
@@ -74,8 +85,13 @@ def dtype_from(descr: Descr, depth: int = 0) -> np.dtype[Any]:
         if descr[0] == "struct":
             _, fields, itemsize, is_aligned = descr
             names, formats, offsets = zip(*fields, strict=True) if fields else ((), (), ())
-            parts = {"names": list(names), "formats": [dtype_from(part, depth + 1) for part in formats], "offsets": list(offsets)}
-            dtype: np.dtype[Any] = np.dtype({**parts, "itemsize": itemsize}, align=bool(is_aligned))  # type: ignore[call-overload]  # a dict built in parts
+            parts = {
+                "names": list(names),
+                "formats": [dtype_from(part, depth + 1) for part in formats],
+                "offsets": list(offsets),
+            }
+            # a dict built in parts
+            dtype: np.dtype[Any] = np.dtype({**parts, "itemsize": itemsize}, align=bool(is_aligned))  # type: ignore[call-overload]
             return dtype
     except (TypeError, ValueError, IndexError, KeyError, OverflowError) as exc:
         raise Corrupt(f"a NumPy dtype does not decode: {exc}") from exc
@@ -94,8 +110,14 @@ def array_of(descr: Descr, shape: Any, order: Any, data: Any) -> np.ndarray[Any,
     count = 1
     for size in sizes:
         count *= size
-    if min(sizes, default=0) < 0 or count * dtype.itemsize != memoryview(data).nbytes or order not in ("C", "F"):
-        raise Corrupt(f"an array of {dtype} {sizes} does not fit its {memoryview(data).nbytes} bytes")
+    if (
+        min(sizes, default=0) < 0
+        or count * dtype.itemsize != memoryview(data).nbytes
+        or order not in ("C", "F")
+    ):
+        raise Corrupt(
+            f"an array of {dtype} {sizes} does not fit its {memoryview(data).nbytes} bytes"
+        )
     return np.ndarray(sizes, dtype, buffer=data, order=order)
 
 
@@ -142,28 +164,39 @@ def register_encoder(
 ) -> None:
     """Teach states to hold objects of exactly this type.
 
-    A restore puts the decoded object into the list or dict that held the old one; an object to be changed in place needs ``state_dict`` and
-    ``load_state_dict`` instead.
+    A restore puts the decoded object into the list or dict that held the old one; an object to be
+    changed in place needs ``state_dict`` and ``load_state_dict`` instead.
 
         from decimal import Decimal
 
         datastates.register_encoder(Decimal, "decimal", encode=str, decode=Decimal)
 
     :param type: the type; subclasses are not included.
-    :param name: the name that is stored and selects the decoder, so it must stay the same. Registering the same type and name again
-        replaces the functions.
+    :param name: the name that is stored and selects the decoder, so it must stay the same.
+        Registering the same type and name again replaces the functions.
     :param encode: returns a plain tree for an object; the tree may contain tensors.
     :param decode: returns an equal object for such a tree.
     :raises Conflict: the name belongs to another type, or the type to another name.
     :raises InvalidInput: the type is stored natively.
     """
     if type in _PACKERS or type in (dict, list, tuple, torch.Tensor, torch.nn.Parameter):
-        raise InvalidInput(f"{type.__name__} is stored without an encoder: register a class of your own")
+        raise InvalidInput(
+            f"{type.__name__} is stored without an encoder: register a class of your own"
+        )
     taken_name, taken_type = _BY_NAME.get(name), _BY_TYPE.get(type)
-    if taken_name is not None and taken_name.type is not type and _full_name(taken_name.type) != _full_name(type):
-        raise Conflict(f"the encoder name {name!r} belongs to {_full_name(taken_name.type)}: choose another for {_full_name(type)}")
+    if (
+        taken_name is not None
+        and taken_name.type is not type
+        and _full_name(taken_name.type) != _full_name(type)
+    ):
+        raise Conflict(
+            f"the encoder name {name!r} belongs to {_full_name(taken_name.type)}: choose another"
+            f" for {_full_name(type)}"
+        )
     if taken_type is not None and taken_type.name != name:
-        raise Conflict(f"{_full_name(type)} is already registered as {taken_type.name!r}: use that name")
+        raise Conflict(
+            f"{_full_name(type)} is already registered as {taken_type.name!r}: use that name"
+        )
     _BY_TYPE[type] = _BY_NAME[name] = Encoder(type, name, encode, decode)
 
 
@@ -182,8 +215,9 @@ def encoder_named(name: str) -> Encoder:
     except KeyError:
         known = ", ".join(sorted(_BY_NAME)) or "none"
         raise InvalidInput(
-            f"the state holds an object encoded as {name!r}, which is not registered here (registered: {known}): "
-            f"call datastates.register_encoder(type, {name!r}, encode, decode) first"
+            f"the state holds an object encoded as {name!r}, which is not registered here"
+            f" (registered: {known}): call datastates.register_encoder(type, {name!r}, encode,"
+            " decode) first"
         ) from None
 
 
@@ -192,7 +226,9 @@ def encode_values(values: list[Packed]) -> bytes:
     return msgspec.msgpack.encode(values)
 
 
-def decode_values(data: bytes | memoryview | msgspec.Raw, *, source: str = "the values of a state") -> list[Packed]:
+def decode_values(
+    data: bytes | memoryview | msgspec.Raw, *, source: str = "the values of a state"
+) -> list[Packed]:
     """Decode what ``encode_values`` wrote, still packed.
 
     :raises Corrupt: it is something else; names ``source``.
@@ -224,10 +260,15 @@ def refusal(value: object) -> str:
     """The reason why ``value`` is refused, and what to do next."""
     name = _full_name(type(value))
     if callable(value) and not isinstance(value, type) and hasattr(value, "__qualname__"):
-        return f"is the function {value.__qualname__!r} ({name}), which has no safe encoding: keep it out of the state, or store its name"
+        return (
+            f"is the function {value.__qualname__!r} ({name}), which has no safe encoding: keep it"
+            " out of the state, or store its name"
+        )
     return (
-        f"is of type {name}, which has no safe encoding: give it state_dict and load_state_dict, by which it is put back in place; "
-        f"or register how another is made with datastates.register_encoder({type(value).__name__}, name, encode, decode); or leave it out"
+        f"is of type {name}, which has no safe encoding: give it state_dict and load_state_dict, by"
+        " which it is put back in place; or register how another is made with"
+        f" datastates.register_encoder({type(value).__name__}, name, encode, decode); or leave"
+        " it out"
     )
 
 
@@ -243,7 +284,16 @@ def unpack(packed: Packed, depth: int = 0) -> Any:
     try:
         tag, *parts = packed
         return _UNPACKERS[tag](parts, depth + 1)
-    except (KeyError, IndexError, TypeError, ValueError, OverflowError, AttributeError, RuntimeError, MemoryError) as exc:
+    except (
+        KeyError,
+        IndexError,
+        TypeError,
+        ValueError,
+        OverflowError,
+        AttributeError,
+        RuntimeError,
+        MemoryError,
+    ) as exc:
         raise Corrupt(f"a value does not decode ({type(exc).__name__}: {exc})") from exc
 
 
@@ -281,7 +331,9 @@ def _pack_sequence(tag: str) -> Callable[[Any, int], Packed]:
     def packer(value: Any, depth: int) -> Packed:
         kinds = set(map(type, value))
         # In one go, for a history of floats or for Python's RNG state of 625 ints.
-        if kinds <= {float, bool, type(None)} or (kinds == {int} and min(value) >= -(1 << 63) and max(value) < 1 << 63):
+        if kinds <= {float, bool, type(None)} or (
+            kinds == {int} and min(value) >= -(1 << 63) and max(value) < 1 << 63
+        ):
             return [tag, list(value)]
         return [tag, _pack_items(value, depth)]
 
@@ -290,7 +342,8 @@ def _pack_sequence(tag: str) -> Callable[[Any, int], Packed]:
 
 def _pack_set(tag: str) -> Callable[[Any, int], Packed]:
     def packer(value: set[object], depth: int) -> Packed:
-        # Sorted by their encoding: the order of a set differs between processes, but its digest must not.
+        # Sorted by their encoding: the order of a set differs between processes, but its digest
+        # must not.
         return [tag, sorted(_pack_items(value, depth), key=msgspec.msgpack.encode)]
 
     return packer
@@ -311,10 +364,13 @@ def _pairs(parts: list[Any], depth: int) -> Iterable[tuple[Any, Any]]:
 def check_keys(keys: list[Any]) -> list[Any]:
     """The keys of a dict, or the items of a set, that were read.
 
-    :raises Corrupt: so many share a hash (which somebody must have arranged) that putting them into one would take for ever.
+    :raises Corrupt: so many share a hash (which somebody must have arranged) that putting them into
+        one would take for ever.
     """
     if len(keys) > _MOST_ALIKE and max(Counter(map(hash, keys)).values()) > _MOST_ALIKE:
-        raise Corrupt(f"more than {_MOST_ALIKE} of {len(keys)} keys have one hash: it is refused as a trap")
+        raise Corrupt(
+            f"more than {_MOST_ALIKE} of {len(keys)} keys have one hash: it is refused as a trap"
+        )
     return keys
 
 
@@ -361,7 +417,11 @@ def _full_name(kind: type[Any]) -> str:
 
 
 def _named(kind: type[Any]) -> dict[str, Any]:
-    return {str(item).removeprefix("torch."): item for item in vars(torch).values() if isinstance(item, kind)}
+    return {
+        str(item).removeprefix("torch."): item
+        for item in vars(torch).values()
+        if isinstance(item, kind)
+    }
 
 
 _TORCH_NAMES: dict[str, tuple[type[Any], dict[str, Any]]] = {
@@ -391,8 +451,14 @@ _PACKERS: dict[type[Any], Callable[[Any, int], Packed]] = {
     complex: lambda value, _: ["complex", value.real, value.imag],
     bytearray: lambda value, _: ["bytearray", bytes(value)],
     type(Ellipsis): lambda _value, _: ["ellipsis"],
-    slice: lambda value, depth: ["slice", *_pack_items((value.start, value.stop, value.step), depth)],
-    range: lambda value, depth: ["range", *_pack_items((value.start, value.stop, value.step), depth)],
+    slice: lambda value, depth: [
+        "slice",
+        *_pack_items((value.start, value.stop, value.step), depth),
+    ],
+    range: lambda value, depth: [
+        "range",
+        *_pack_items((value.start, value.stop, value.step), depth),
+    ],
     list: _pack_sequence("list"),
     tuple: _pack_sequence("tuple"),
     deque: lambda value, depth: ["deque", value.maxlen, _pack_items(value, depth)],

@@ -18,7 +18,8 @@ from datastates.errors import InvalidInput
 from datastates.system.devices import devices
 
 _WORDS = 624  # of a Mersenne Twister
-_TORCH = struct.Struct(f"<Qiiq{_WORDS}Q")  # seed, words left, whether it was seeded, the next word, the words; then a few numbers held back
+# seed, words left, whether it was seeded, the next word, the words; then a few numbers held back
+_TORCH = struct.Struct(f"<Qiiq{_WORDS}Q")
 _TORCH_BYTES = 5056
 
 
@@ -28,17 +29,25 @@ def check_torch(data: object) -> None:
     :raises InvalidInput: it is not. The other functions here raise the same.
     """
     if not isinstance(data, bytes | bytearray) or len(data) != _TORCH_BYTES:
-        raise InvalidInput(f"the state of torch's generator is {_TORCH_BYTES} bytes, not {values.shown(data)}")
+        raise InvalidInput(
+            f"the state of torch's generator is {_TORCH_BYTES} bytes, not {values.shown(data)}"
+        )
     _, left, _, following, *words = _TORCH.unpack_from(data)
     if not (1 <= left <= _WORDS and 0 <= following <= _WORDS + 1 - left):
-        raise InvalidInput(f"the state of torch's generator goes on at word {following} with {left} left, and has {_WORDS}")
+        raise InvalidInput(
+            f"the state of torch's generator goes on at word {following} with {left} left, and has"
+            f" {_WORDS}"
+        )
     _check_words(np.array(words, np.uint64).astype(np.uint32))
 
 
 def check_python(state: object) -> None:
-    """Raise unless ``state`` is a state of Python's generator, as ``generators.python_state`` returns it."""
+    """Raise unless ``state`` is a state of Python's generator, as ``generators.python_state``
+    returns it."""
     match state:
-        case {"version": 3, "words": bytes(words), "gauss": None | float()} if len(words) == 4 * (_WORDS + 1):
+        case {"version": 3, "words": bytes(words), "gauss": None | float()} if len(words) == 4 * (
+            _WORDS + 1
+        ):
             found = np.frombuffer(words, np.uint32)
             _check_position(int(found[-1]))
             _check_words(found[:-1])
@@ -47,37 +56,58 @@ def check_python(state: object) -> None:
 
 
 def check_numpy(state: object, like: Mapping[str, Any]) -> None:
-    """Raise unless ``state`` is a state for the generator whose state is ``like``: the same fields, each within its bounds."""
+    """Raise unless ``state`` is a state for the generator whose state is ``like``: the same
+    fields, each within its bounds."""
     if not _is_alike(state, like):
-        raise InvalidInput(f"{values.shown(state)} is no state of NumPy's {like.get('bit_generator')}")
+        raise InvalidInput(
+            f"{values.shown(state)} is no state of NumPy's {like.get('bit_generator')}"
+        )
     assert isinstance(state, Mapping), "it is like one"
     inner: Any = state["state"]
     if state["bit_generator"] == "MT19937":
         _check_position(inner["pos"])
         _check_words(inner["key"])
     if not 0 <= state.get("buffer_pos", 0) <= len(state.get("buffer", ())):
-        raise InvalidInput(f"the state of NumPy's {state['bit_generator']} goes on at {state['buffer_pos']}, beyond its buffer")
+        raise InvalidInput(
+            f"the state of NumPy's {state['bit_generator']} goes on at {state['buffer_pos']},"
+            " beyond its buffer"
+        )
     for name in ("has_uint32", "has_gauss"):
         if state.get(name, 0) not in (0, 1):
-            raise InvalidInput(f"{name} of a state of NumPy's {state['bit_generator']} is {values.shown(state[name])}, neither 0 nor 1")
+            raise InvalidInput(
+                f"{name} of a state of NumPy's {state['bit_generator']} is"
+                f" {values.shown(state[name])}, neither 0 nor 1"
+            )
 
 
 def _check_position(position: int) -> None:
     if not 0 <= position <= _WORDS:
-        raise InvalidInput(f"the state of a Mersenne Twister goes on at word {position} of {_WORDS}")
+        raise InvalidInput(
+            f"the state of a Mersenne Twister goes on at word {position} of {_WORDS}"
+        )
 
 
 def _check_words(words: Any) -> None:
     if not (int(words[0]) & 0x80000000 or words[1:].any()):
-        raise InvalidInput("the state of a Mersenne Twister has no bit set: it would draw zeros for ever")
+        raise InvalidInput(
+            "the state of a Mersenne Twister has no bit set: it would draw zeros for ever"
+        )
 
 
 def _is_alike(found: object, like: object) -> bool:
-    """Whether both have the same fields, with values of the same types and shapes; texts must be equal."""
+    """Whether both have the same fields, with values of the same types and shapes; texts must be
+    equal."""
     if isinstance(like, Mapping):
-        return isinstance(found, Mapping) and found.keys() == like.keys() and all(_is_alike(found[key], like[key]) for key in like)
+        return (
+            isinstance(found, Mapping)
+            and found.keys() == like.keys()
+            and all(_is_alike(found[key], like[key]) for key in like)
+        )
     if isinstance(like, np.ndarray):
-        return isinstance(found, np.ndarray) and (found.dtype, found.shape) == (like.dtype, like.shape)
+        return isinstance(found, np.ndarray) and (found.dtype, found.shape) == (
+            like.dtype,
+            like.shape,
+        )
     if isinstance(like, str):
         return found == like
     if isinstance(like, bool | np.bool_ | int | np.integer):
@@ -90,7 +120,8 @@ def _is_alike(found: object, like: object) -> bool:
 
 
 def is_generator(found: object) -> bool:
-    """Whether ``found`` is a generator whose draws can be repeated; those of the operating system's generator cannot."""
+    """Whether ``found`` is a generator whose draws can be repeated; those of the operating
+    system's generator cannot."""
     if isinstance(found, torch.Generator):
         return True
     if isinstance(found, random.Random):
@@ -99,7 +130,8 @@ def is_generator(found: object) -> bool:
 
 
 def kind_of(generator: object) -> str:
-    """The kind of generators that its state fits: those of the same library and algorithm, and torch's on a device of the same type."""
+    """The kind of generators that its state fits: those of the same library and algorithm, and
+    torch's on a device of the same type."""
     if isinstance(generator, torch.Generator):
         return f"torch.Generator on {generator.device.type}"
     if isinstance(generator, random.Random):
@@ -108,7 +140,8 @@ def kind_of(generator: object) -> str:
 
 
 def state_of(generator: Any) -> dict[str, object]:
-    """Plain values that share no memory with the generator and say where its next number comes from."""
+    """Plain values that share no memory with the generator and say where its next number comes
+    from."""
     if isinstance(generator, torch.Generator):
         state: object = generator.get_state().numpy().tobytes()
     elif isinstance(generator, random.Random):
@@ -139,7 +172,8 @@ def load_generator(generator: Any, stored: Mapping[str, Any]) -> None:
 
 
 def python_state(generator: Any) -> dict[str, object]:
-    """The state that ``getstate`` of ``random`` or of a ``random.Random`` returns, in few values: 625 words as bytes."""
+    """The state that ``getstate`` of ``random`` or of a ``random.Random`` returns, in few
+    values: 625 words as bytes."""
     version, words, gauss = generator.getstate()
     return {"version": version, "words": array("I", words).tobytes(), "gauss": gauss}
 
@@ -161,10 +195,13 @@ def tensor_of(data: bytes) -> torch.Tensor:
 
 
 def _is_numpy(found: object) -> bool:
-    numpy_random = sys.modules.get("numpy.random")  # a generator of a library that nobody imported cannot exist
+    # a generator of a library that nobody imported cannot exist
+    numpy_random = sys.modules.get("numpy.random")
     if numpy_random is None:
         return False
-    return isinstance(found, numpy_random.Generator | numpy_random.RandomState | numpy_random.BitGenerator)
+    return isinstance(
+        found, numpy_random.Generator | numpy_random.RandomState | numpy_random.BitGenerator
+    )
 
 
 def _numpy_state(generator: Any) -> dict[str, Any]:
@@ -184,10 +221,12 @@ _KINDS = ("cuda", "xpu")
 
 
 class RngState:
-    """The global generators of torch (CPU and each accelerator that this process uses), Python and NumPy, as one object to track.
+    """The global generators of torch (CPU and each accelerator that this process uses), Python and
+    NumPy, as one object to track.
 
-    A device counts once work was done on it, NumPy once ``numpy.random`` is imported. ``load_state_dict`` leaves a generator as it is if
-    the state does not have it. A state of more devices than this process has restores those that exist; ``note`` and the log then say so,
+    A device counts once work was done on it, NumPy once ``numpy.random`` is imported.
+    ``load_state_dict`` leaves a generator as it is if the state does not have it. A state of more
+    devices than this process has restores those that exist; ``note`` and the log then say so,
     because draws on the others cannot be repeated.
     """
 
@@ -196,7 +235,10 @@ class RngState:
 
     def state_dict(self) -> dict[str, object]:
         """Plain values, about 10 kB in all, that share no memory with the generators."""
-        state: dict[str, object] = {"torch": _bytes_of(torch.get_rng_state()), "python": python_state(random)}
+        state: dict[str, object] = {
+            "torch": _bytes_of(torch.get_rng_state()),
+            "python": python_state(random),
+        }
         if generators := devices().generators():
             states = {index: _bytes_of(state) for index, state in generators.items()}
             state[devices().kind] = [states.get(index) for index in range(max(states) + 1)]
@@ -211,11 +253,22 @@ class RngState:
         :raises InvalidInput: it is not such a state.
         """
         if not isinstance(state, Mapping):
-            raise InvalidInput(f"the state of random number generators is a dict, not {values.shown(state)}")
+            raise InvalidInput(
+                f"the state of random number generators is a dict, not {values.shown(state)}"
+            )
         try:
             self._load(state)
-        except (LookupError, TypeError, ValueError, OverflowError, AttributeError, RuntimeError) as exc:
-            raise InvalidInput(f"not a state of random number generators ({type(exc).__name__}: {exc})") from exc
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            OverflowError,
+            AttributeError,
+            RuntimeError,
+        ) as exc:
+            raise InvalidInput(
+                f"not a state of random number generators ({type(exc).__name__}: {exc})"
+            ) from exc
 
     def _load(self, state: Mapping[str, Any]) -> None:
         """Load all generators; everything is checked before the first one is set."""
@@ -233,11 +286,18 @@ class RngState:
 
     def _load_devices(self, state: Mapping[str, Any]) -> None:
         for kind in _KINDS:
-            states = {index: tensor_of(data) for index, data in enumerate(state.get(kind, [])) if data is not None}
+            states = {
+                index: tensor_of(data)
+                for index, data in enumerate(state.get(kind, []))
+                if data is not None
+            }
             here = devices().set_generators(states) if kind == devices().kind else 0
             if states and max(states) >= here:
                 stored = f"{max(states) + 1} {kind.upper()} devices"
-                self.note = f"the state has the generators of {stored} and {here} are here: the others were left out"
+                self.note = (
+                    f"the state has the generators of {stored} and {here} are here: the others were"
+                    " left out"
+                )
                 _logger.warning("%s", self.note)
 
 
@@ -257,12 +317,16 @@ def numpy_state(numpy_random: Any) -> dict[str, object]:
 
 
 def _legacy(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The argument for ``numpy.random.set_state``, from the values that ``numpy_state`` returned."""
+    """The argument for ``numpy.random.set_state``, from the values that ``numpy_state``
+    returned."""
     import numpy.random
 
     legacy = dict(stored)
     if isinstance(legacy["state"], bytes):
-        legacy["state"] = {"key": numpy.frombuffer(legacy["state"], dtype=numpy.uint32), "pos": legacy.pop("position")}
+        legacy["state"] = {
+            "key": numpy.frombuffer(legacy["state"], dtype=numpy.uint32),
+            "pos": legacy.pop("position"),
+        }
     check_numpy(legacy, numpy.random.get_state(legacy=False))
     return legacy
 

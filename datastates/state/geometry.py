@@ -1,7 +1,9 @@
-"""How a tensor lies in memory: names of dtypes, dense order, strides, and the way back from flat bytes.
+"""How a tensor lies in memory: names of dtypes, dense order, strides, and the way back from flat
+bytes.
 
-A tensor is *dense* when its elements fill one stretch of memory without holes or overlap, in any order of dimensions
-(channels_last, transposes). Dimensions with stride 0 (``expand``) are stored once and expanded again.
+A tensor is *dense* when its elements fill one stretch of memory without holes or overlap, in any
+order of dimensions (channels_last, transposes). Dimensions with stride 0 (``expand``) are stored
+once and expanded again.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from .encoding import Unencodable, decode_values, encode_values, encoder_of, pac
 from .manifest import CHUNK_BYTES, Shard, TensorSpec
 
 _DTYPES: dict[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -46,11 +50,14 @@ def dtype_of(name: str) -> torch.dtype:
     try:
         return _DTYPES[name]
     except KeyError:
-        raise InvalidInput(f"torch {torch.__version__} has no dtype {name!r}: upgrade torch to read this state") from None
+        raise InvalidInput(
+            f"torch {torch.__version__} has no dtype {name!r}: upgrade torch to read this state"
+        ) from None
 
 
 def dense_view(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor's bytes in memory order as a flat ``uint8`` view that shares its memory, without autograd.
+    """The tensor's bytes in memory order as a flat ``uint8`` view that shares its memory, without
+    autograd.
 
     None if there is no such view (holes, overlap, pending conjugation): use ``compact``.
     """
@@ -64,25 +71,30 @@ def dense_view(tensor: torch.Tensor) -> torch.Tensor | None:
         if not _fills(shape, strides):
             return None
         count = _product_geometry(shape)
-    # Not view(-1): a tensor of one element, or of none, is contiguous with any stride, and keeps it.
+    # Not view(-1): a tensor of one element, or of none, is contiguous with any stride, and keeps
+    # it.
     flat = tensor.as_strided((count,), (1,))
     return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense copy of the same shape; its strides are those with which the tensor will come back."""
+    """A dense copy of the same shape; its strides are those with which the tensor will come
+    back."""
     source = tensor.detach()
     strides = dense_strides(source.shape, source.stride())
     shape, kept = _stored_geometry(source.shape, source.stride())
     # Made as bytes: making complex32 directly warns.
-    dense = torch.empty((_product_geometry(shape) * source.element_size(),), dtype=torch.uint8, device=source.device).view(source.dtype)
+    dense = torch.empty(
+        (_product_geometry(shape) * source.element_size(),), dtype=torch.uint8, device=source.device
+    ).view(source.dtype)
     # copy_ resolves a pending conjugation or negation.
     dense.as_strided(shape, strides).copy_(source.as_strided(shape, kept))
     return dense.as_strided(source.shape, strides).requires_grad_(tensor.requires_grad)
 
 
 def dense_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """``strides`` themselves if they are dense, otherwise the packed ones with the same order of dimensions."""
+    """``strides`` themselves if they are dense, otherwise the packed ones with the same order of
+    dimensions."""
     stored, _ = _stored_geometry(shape, strides)
     if 0 in shape or _fills(stored, strides):
         return tuple(strides)
@@ -101,29 +113,38 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def stored_bytes(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> int:
-    """The bytes that a tensor, or a shard of it, takes in the stream: dimensions of stride 0 count once."""
+    """The bytes that a tensor, or a shard of it, takes in the stream: dimensions of stride 0
+    count once."""
     return dtype.itemsize * _product_geometry(_stored_geometry(shape, strides)[0])
 
 
-def spec_of(path: str, tensor: torch.Tensor, *, alias: int | None = None, shards: Sequence[Shard] = ()) -> TensorSpec:
+def spec_of(
+    path: str, tensor: torch.Tensor, *, alias: int | None = None, shards: Sequence[Shard] = ()
+) -> TensorSpec:
     """The entry of ``tensor`` in a manifest; its strides are those with which it will come back."""
     shape = tuple(tensor.shape)
     strides = dense_strides(shape, tensor.stride())
-    return TensorSpec(path, _NAMES[tensor.dtype], shape, strides, alias, tensor.requires_grad, tuple(shards))
+    return TensorSpec(
+        path, _NAMES[tensor.dtype], shape, strides, alias, tensor.requires_grad, tuple(shards)
+    )
 
 
 def rebuild(data: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """The tensor that ``spec`` describes; ``data`` is its stored bytes as flat ``uint8``, whose memory it shares.
+    """The tensor that ``spec`` describes; ``data`` is its stored bytes as flat ``uint8``, whose
+    memory it shares.
 
-    Copies only if ``data`` is not aligned to the item size. Values, shape and strides are those of the original;
-    ``requires_grad`` is False.
+    Copies only if ``data`` is not aligned to the item size. Values, shape and strides are those of
+    the original; ``requires_grad`` is False.
 
     :raises Corrupt: the bytes do not fit the description.
     """
     dtype = dtype_of(spec.dtype)
     needed = stored_bytes(dtype, spec.shape, spec.strides)
     if data.numel() != needed or not is_dense(spec.shape, spec.strides):
-        raise Corrupt(f"{spec.path}: {data.numel()} bytes for {spec.dtype} {spec.shape} with strides {spec.strides}, which take {needed}")
+        raise Corrupt(
+            f"{spec.path}: {data.numel()} bytes for {spec.dtype} {spec.shape} with strides"
+            f" {spec.strides}, which take {needed}"
+        )
     if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
         data = data.clone()
     flat = data.view(dtype)
@@ -131,16 +152,29 @@ def rebuild(data: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 def memory_key(tensor: torch.Tensor) -> MemoryKey | None:
-    """Equal for two tensors that are the same memory with the same geometry (tied weights); None for one that has no memory of its own."""
+    """Equal for two tensors that are the same memory with the same geometry (tied weights); None
+    for one that has no memory of its own."""
     if not tensor.numel() or not (pointer := tensor.data_ptr()):
         return None
-    return pointer, tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    return (
+        pointer,
+        tensor.device,
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
 
 
-def _stored_geometry(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _stored_geometry(
+    shape: Sequence[int], strides: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides, with each dimension of stride 0 narrowed to one element."""
     if 0 in strides and 0 not in shape:
-        return tuple([1 if not stride else size for size, stride in zip(shape, strides, strict=True)]), tuple(strides)
+        return tuple(
+            [1 if not stride else size for size, stride in zip(shape, strides, strict=True)]
+        ), tuple(strides)
     return tuple(shape), tuple(strides)
 
 
@@ -153,7 +187,9 @@ def _fills(shape: Sequence[int], strides: Sequence[int]) -> bool:
     else:
         return True  # in the usual order: no need to sort
     expected = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
+    for stride, size in sorted(
+        (stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1
+    ):
         if stride != expected:
             return False
         expected *= size
@@ -172,7 +208,8 @@ def _product_geometry(shape: Sequence[int]) -> int:
 
 
 MAX_CUT = 4
-"""The most dimensions along which the shards of one tensor may be cut: a mesh cuts as many as it has itself."""
+"""The most dimensions along which the shards of one tensor may be cut: a mesh cuts as many as it
+has itself."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """The dtypes as which elements are copied, by their size: bit by bit, whatever they mean."""
@@ -180,7 +217,11 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 
 def is_whole(spec: TensorSpec) -> bool:
     """Whether the tensor lies in one stretch: a single shard that is all of it."""
-    return len(spec.shards) == 1 and spec.shards[0].shape == spec.shape and not any(spec.shards[0].offset)
+    return (
+        len(spec.shards) == 1
+        and spec.shards[0].shape == spec.shape
+        and not any(spec.shards[0].offset)
+    )
 
 
 def bytes_of(spec: TensorSpec) -> int:
@@ -191,28 +232,40 @@ def bytes_of(spec: TensorSpec) -> int:
 def covers(spec: TensorSpec) -> bool:
     """Whether the shards, each of which lies inside the tensor, hold every element exactly once.
 
-    Every box adds one to some of its corners and subtracts one from the others, alternately. Boxes tile the whole exactly if all of these
-    add up to what the whole alone gives. This takes time in proportion to the number of shards, however they lie.
+    Every box adds one to some of its corners and subtracts one from the others, alternately. Boxes
+    tile the whole exactly if all of these add up to what the whole alone gives. This takes time in
+    proportion to the number of shards, however they lie.
     """
     if 0 in spec.shape or is_whole(spec):
         return True
-    dims = [dim for dim, size in enumerate(spec.shape) if any((each.offset[dim], each.shape[dim]) != (0, size) for each in spec.shards)]
+    dims = [
+        dim
+        for dim, size in enumerate(spec.shape)
+        if any((each.offset[dim], each.shape[dim]) != (0, size) for each in spec.shards)
+    ]
     if len(dims) > MAX_CUT:
         return False
     corners: Counter[tuple[int, ...]] = Counter()
     _add_corners(corners, [(0, spec.shape[dim]) for dim in dims], -1)
     for shard in spec.shards:
-        _add_corners(corners, [(shard.offset[dim], shard.offset[dim] + shard.shape[dim]) for dim in dims], 1)
+        _add_corners(
+            corners, [(shard.offset[dim], shard.offset[dim] + shard.shape[dim]) for dim in dims], 1
+        )
     return not any(corners.values())
 
 
 def empty(spec: TensorSpec) -> torch.Tensor:
     """Untouched memory for the tensor's stored bytes."""
-    return torch.empty(stored_bytes(dtype_of(spec.dtype), spec.shape, spec.strides), dtype=torch.uint8, device="cpu")
+    return torch.empty(
+        stored_bytes(dtype_of(spec.dtype), spec.shape, spec.strides),
+        dtype=torch.uint8,
+        device="cpu",
+    )
 
 
 def assemble(spec: TensorSpec, read: Callable[[Shard], torch.Tensor]) -> torch.Tensor:
-    """The tensor's stored bytes, flat: those that ``read`` returns for a single shard, as they are, else memory of their own.
+    """The tensor's stored bytes, flat: those that ``read`` returns for a single shard, as they are,
+    else memory of their own.
 
     ``read`` returns the stored bytes of a shard as flat ``uint8``; the shards cover the tensor.
     """
@@ -226,7 +279,8 @@ def assemble(spec: TensorSpec, read: Callable[[Shard], torch.Tensor]) -> torch.T
 
 
 def cut(spec: TensorSpec, flat: torch.Tensor) -> Iterator[tuple[Shard, torch.Tensor]]:
-    """Each shard and its stored bytes, cut out of those of the whole tensor: the reverse of ``assemble``."""
+    """Each shard and its stored bytes, cut out of those of the whole tensor: the reverse of
+    ``assemble``."""
     for shard in spec.shards:
         if is_whole(spec):
             yield shard, flat
@@ -237,14 +291,19 @@ def cut(spec: TensorSpec, flat: torch.Tensor) -> Iterator[tuple[Shard, torch.Ten
 
 
 def gaps(specs: Sequence[TensorSpec], lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """The parts of chunks of these lengths that no shard has: the chunk, and from which byte to which."""
+    """The parts of chunks of these lengths that no shard has: the chunk, and from which byte to
+    which."""
     taken: dict[int, list[tuple[int, int]]] = {}
     for spec in specs:
         for shard in spec.shards:
             end = shard.start + shard.length
-            for chunk in range(shard.start // CHUNK_BYTES, -(-end // CHUNK_BYTES) if shard.length else 0):
+            for chunk in range(
+                shard.start // CHUNK_BYTES, -(-end // CHUNK_BYTES) if shard.length else 0
+            ):
                 begin = chunk * CHUNK_BYTES
-                taken.setdefault(chunk, []).append((max(0, shard.start - begin), min(CHUNK_BYTES, end - begin)))
+                taken.setdefault(chunk, []).append(
+                    (max(0, shard.start - begin), min(CHUNK_BYTES, end - begin))
+                )
     for chunk, length in enumerate(lengths):
         done = 0
         for begin, end in [*sorted(taken.get(chunk, ())), (length, length)]:
@@ -253,28 +312,43 @@ def gaps(specs: Sequence[TensorSpec], lengths: Sequence[int]) -> Iterator[tuple[
             done = max(done, end)
 
 
-def _add_corners(corners: Counter[tuple[int, ...]], sides: list[tuple[int, int]], count: int) -> None:
+def _add_corners(
+    corners: Counter[tuple[int, ...]], sides: list[tuple[int, int]], count: int
+) -> None:
     for ends in product((0, 1), repeat=len(sides)):
-        corners[tuple([side[end] for side, end in zip(sides, ends, strict=True)])] += -count if sum(ends) % 2 else count
+        corners[tuple([side[end] for side, end in zip(sides, ends, strict=True)])] += (
+            -count if sum(ends) % 2 else count
+        )
 
 
 def _spec_of(spec: TensorSpec, shard: Shard) -> TensorSpec:
     """The shard as a tensor by itself."""
-    return msgspec.structs.replace(spec, shape=shard.shape, strides=dense_strides(shard.shape, spec.strides))
+    return msgspec.structs.replace(
+        spec, shape=shard.shape, strides=dense_strides(shard.shape, spec.strides)
+    )
 
 
 def _elements(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """The stored elements in their shape, as integers over the memory of ``flat``; a dimension of stride 0 is stored once."""
+    """The stored elements in their shape, as integers over the memory of ``flat``; a dimension
+    of stride 0 is stored once."""
     item = dtype_of(spec.dtype).itemsize
     name = str(_INTEGERS[item]).removeprefix("torch.")
-    once = tuple(1 if size and not stride else size for size, stride in zip(spec.shape, spec.strides, strict=True))
+    once = tuple(
+        1 if size and not stride else size
+        for size, stride in zip(spec.shape, spec.strides, strict=True)
+    )
     return rebuild(flat, msgspec.structs.replace(spec, dtype=name, shape=once))
 
 
 def _box(flat: torch.Tensor, spec: TensorSpec, shard: Shard) -> torch.Tensor:
     """The view of the shard's elements in the whole tensor."""
     whole = _elements(flat, spec)
-    return whole[tuple(slice(offset, offset + size) for offset, size in zip(shard.offset, shard.shape, strict=True))]
+    return whole[
+        tuple(
+            slice(offset, offset + size)
+            for offset, size in zip(shard.offset, shard.shape, strict=True)
+        )
+    ]
 
 
 # Which rank stores which part of a state that several ranks hold: from the boxes in the memory of
@@ -282,16 +356,17 @@ def _box(flat: torch.Tensor, spec: TensorSpec, shard: Shard) -> torch.Tensor:
 
 
 _FINEST = 256
-"""A stretch differs from its intended length by at most about one part in this many, if rows can be cut at all."""
+"""A stretch differs from its intended length by at most about one part in this many, if rows can
+be cut at all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
     """A box of a tensor that lies in the memory of each of ``owners``, in ascending order.
 
-    ``shape`` and ``strides`` are those of the whole tensor, dense. ``offset`` and ``local_shape`` are the box in it, which is not cut along
-    dimensions of stride 0.
-    ``place`` is where the box begins in the owners' local tensor; empty: at its beginning.
+    ``shape`` and ``strides`` are those of the whole tensor, dense. ``offset`` and ``local_shape``
+    are the box in it, which is not cut along dimensions of stride 0. ``place`` is where the box
+    begins in the owners' local tensor; empty: at its beginning.
     """
 
     shape: tuple[int, ...]
@@ -305,7 +380,12 @@ class Holding:
     @property
     def sizes(self) -> tuple[int, ...]:
         """The stored elements along each dimension: one if the tensor is expanded along it."""
-        return tuple([size if stride or not size else 1 for size, stride in zip(self.local_shape, self.strides, strict=True)])
+        return tuple(
+            [
+                size if stride or not size else 1
+                for size, stride in zip(self.local_shape, self.strides, strict=True)
+            ]
+        )
 
     @property
     def length(self) -> int:
@@ -315,7 +395,8 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A hyper-rectangle of a tensor: ``offset`` in the whole tensor, ``place`` in the local tensor of the rank whose share it is."""
+    """A hyper-rectangle of a tensor: ``offset`` in the whole tensor, ``place`` in the local
+    tensor of the rank whose share it is."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -335,7 +416,8 @@ def digest_of(held: Sequence[Sequence[Holding]]) -> bytes:
 def divide(held: Sequence[Sequence[Holding]], size: int) -> list[list[tuple[Box, ...]]]:
     """The shares of ``size`` ranks: by rank and by tensor, its boxes.
 
-    ``held`` has, by tensor, all boxes of it that any rank holds; they tile it. A tensor without elements belongs to its first owner.
+    ``held`` has, by tensor, all boxes of it that any rank holds; they tile it. A tensor without
+    elements belongs to its first owner.
     """
     loads, nothing = [0] * size, [()] * len(held)
     shares: list[list[tuple[Box, ...]]] = [list(nothing) for _ in range(size)]
@@ -348,16 +430,22 @@ def divide(held: Sequence[Sequence[Holding]], size: int) -> list[list[tuple[Box,
                 loads[rank] += holding.length
             else:
                 lines.setdefault(holding.owners, []).append((index, holding))
-    # Tensors that the fewest ranks hold come first: those that more ranks hold then even out the rest.
+    # Tensors that the fewest ranks hold come first: those that more ranks hold then even out the
+    # rest.
     for owners in sorted(lines, key=lambda owners: (len(owners), owners)):
         for rank, index, box in _stretches(owners, lines[owners], held, loads):
             shares[rank][index] += (box,)
-            loads[rank] += held[index][0].item_bytes * _product_division(_stored_division(box.shape, held[index][0].strides))
+            loads[rank] += held[index][0].item_bytes * _product_division(
+                _stored_division(box.shape, held[index][0].strides)
+            )
     return shares
 
 
 def _stretches(
-    owners: tuple[int, ...], line: list[tuple[int, Holding]], held: Sequence[Sequence[Holding]], loads: list[int]
+    owners: tuple[int, ...],
+    line: list[tuple[int, Holding]],
+    held: Sequence[Sequence[Holding]],
+    loads: list[int],
 ) -> Iterator[tuple[int, int, Box]]:
     """The boxes of a line, each with its rank and its tensor."""
     total = sum(holding.length for _, holding in line)
@@ -389,7 +477,8 @@ def _stretches(
 
 
 def _ends(loads: list[int], total: int) -> list[int]:
-    """Where the stretches of a line of ``total`` bytes end, so that all ranks with a stretch reach the same load, given what they had."""
+    """Where the stretches of a line of ``total`` bytes end, so that all ranks with a stretch
+    reach the same load, given what they had."""
     level, rest, below = 0, total, sorted(loads)
     for number, load in enumerate(below, 1):
         above = below[number] if number < len(below) else None
@@ -407,12 +496,20 @@ def _ends(loads: list[int], total: int) -> list[int]:
 
 
 def _grain(holding: Holding, holdings: Sequence[Holding], finest: int) -> tuple[list[int], int]:
-    """The dimensions along which a box is cut, outermost first, and how many elements stay together: rows, or rows of rows, down to
-    ``finest``.
+    """The dimensions along which a box is cut, outermost first, and how many elements stay
+    together: rows, or rows of rows, down to ``finest``.
     """
     sizes = holding.sizes
-    order = sorted((dim for dim, size in enumerate(sizes) if size > 1), key=lambda dim: (-holding.strides[dim], dim))
-    cut = {dim for each in holdings for dim, size in enumerate(each.shape) if (each.offset[dim], each.local_shape[dim]) != (0, size)}
+    order = sorted(
+        (dim for dim, size in enumerate(sizes) if size > 1),
+        key=lambda dim: (-holding.strides[dim], dim),
+    )
+    cut = {
+        dim
+        for each in holdings
+        for dim, size in enumerate(each.shape)
+        if (each.offset[dim], each.local_shape[dim]) != (0, size)
+    }
     unit, dims = _product_division(sizes), []
     for dim in order:
         if unit * holding.item_bytes <= finest or len(cut | {dim}) > MAX_CUT:
@@ -424,7 +521,8 @@ def _grain(holding: Holding, holdings: Sequence[Holding], finest: int) -> tuple[
 
 
 def _boxes(holding: Holding, dims: Sequence[int], begin: int, end: int) -> Iterator[Box]:
-    """The elements from ``begin`` to ``end``, in the order of memory, as boxes that are each contiguous."""
+    """The elements from ``begin`` to ``end``, in the order of memory, as boxes that are each
+    contiguous."""
     sizes = holding.sizes
     unit = _product_division(sizes)
     fixed: dict[int, tuple[int, int]] = {}
@@ -432,9 +530,16 @@ def _boxes(holding: Holding, dims: Sequence[int], begin: int, end: int) -> Itera
 
 
 def _inside(
-    holding: Holding, sizes: Sequence[int], dims: list[int], count: int, begin: int, end: int, fixed: dict[int, tuple[int, int]]
+    holding: Holding,
+    sizes: Sequence[int],
+    dims: list[int],
+    count: int,
+    begin: int,
+    end: int,
+    fixed: dict[int, tuple[int, int]],
 ) -> Iterator[Box]:
-    """As ``_boxes``, within the ``count`` elements that are left once the dimensions in ``fixed`` are narrowed to (offset, size)."""
+    """As ``_boxes``, within the ``count`` elements that are left once the dimensions in
+    ``fixed`` are narrowed to (offset, size)."""
     if not dims or (begin, end) == (0, count):
         yield _narrowed(holding, fixed)
         return
@@ -442,22 +547,44 @@ def _inside(
     row = count // sizes[dim]
     first, last = -(-begin // row), end // row
     if first > last:  # all of it lies in one row
-        yield from _inside(holding, sizes, inner, row, begin - last * row, end - last * row, {**fixed, dim: (last, 1)})
+        yield from _inside(
+            holding,
+            sizes,
+            inner,
+            row,
+            begin - last * row,
+            end - last * row,
+            {**fixed, dim: (last, 1)},
+        )
         return
     if begin < first * row:
-        yield from _inside(holding, sizes, inner, row, begin - (first - 1) * row, row, {**fixed, dim: (first - 1, 1)})
+        yield from _inside(
+            holding,
+            sizes,
+            inner,
+            row,
+            begin - (first - 1) * row,
+            row,
+            {**fixed, dim: (first - 1, 1)},
+        )
     if first < last:
         yield _narrowed(holding, {**fixed, dim: (first, last - first)})
     if last * row < end:
-        yield from _inside(holding, sizes, inner, row, 0, end - last * row, {**fixed, dim: (last, 1)})
+        yield from _inside(
+            holding, sizes, inner, row, 0, end - last * row, {**fixed, dim: (last, 1)}
+        )
 
 
 def _narrowed(holding: Holding, fixed: dict[int, tuple[int, int]]) -> Box:
     place = holding.place or (0,) * len(holding.shape)
     starts = [fixed[dim][0] if dim in fixed else 0 for dim in range(len(place))]
-    shape = tuple([fixed[dim][1] if dim in fixed else size for dim, size in enumerate(holding.local_shape)])
+    shape = tuple(
+        [fixed[dim][1] if dim in fixed else size for dim, size in enumerate(holding.local_shape)]
+    )
     offset = tuple([first + start for first, start in zip(holding.offset, starts, strict=True)])
-    return Box(offset, shape, tuple([first + start for first, start in zip(place, starts, strict=True)]))
+    return Box(
+        offset, shape, tuple([first + start for first, start in zip(place, starts, strict=True)])
+    )
 
 
 def _whole(holding: Holding) -> Box:
@@ -502,28 +629,36 @@ def is_spread(tensor: object) -> bool:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """This rank's memory of a tensor: all of a plain one, the local tensor of a DTensor (which may be empty), None for a stand-in."""
+    """This rank's memory of a tensor: all of a plain one, the local tensor of a DTensor (which
+    may be empty), None for a stand-in."""
     if is_spread(tensor):
-        local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]  # `to_local` is autograd's, and 100 times slower
+        # `to_local` is autograd's, and 100 times slower
+        local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
         return local
     return None if tensor.is_meta else tensor
 
 
 def give(tensor: torch.Tensor, owners: Sequence[int]) -> torch.Tensor:
-    """Note that only the ranks ``owners`` hold this tensor, and return it. The other ranks have a ``stand_in`` for it."""
+    """Note that only the ranks ``owners`` hold this tensor, and return it.
+
+    The other ranks have a ``stand_in`` for it."""
     _owners[tensor] = tuple(sorted(owners))
     return tensor
 
 
 def owners_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The ranks to which a plain tensor was given, ascending; None: nothing was noted, and every rank has it."""
+    """The ranks to which a plain tensor was given, ascending; None: nothing was noted, and every
+    rank has it."""
     found: tuple[int, ...] | None = _owners.get(tensor)
     return found
 
 
 def stand_in(like: torch.Tensor, owners: Sequence[int]) -> torch.Tensor:
-    """A tensor without bytes, of the geometry of ``like``, that stands for one that other ranks hold."""
-    return give(torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta"), owners)
+    """A tensor without bytes, of the geometry of ``like``, that stands for one that other ranks
+    hold."""
+    return give(
+        torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta"), owners
+    )
 
 
 def _dtensor() -> type[Any] | None:
@@ -549,34 +684,54 @@ Parts = tuple[tuple[Any, ...], tuple[object, ...]]
 def decompose(tensor: torch.Tensor) -> torch.Tensor | Parts:
     """The tensor itself if it is a plain strided one, otherwise its parts.
 
-    :raises Unencodable: it has no bytes, or its layout has no parts, or it is of a subclass that cannot be taken apart.
+    :raises Unencodable: it has no bytes, or its layout has no parts, or it is of a subclass that
+        cannot be taken apart.
     """
     if type(tensor) not in kinds():
         return _wrapping(tensor)
     if tensor.is_meta:
         if owners_of(tensor) is not None:
             return tensor
-        raise Unencodable("is a meta tensor, which has no bytes: materialize it first, for example with module.to_empty(device=...)")
+        raise Unencodable(
+            "is a meta tensor, which has no bytes: materialize it first, for example with"
+            " module.to_empty(device=...)"
+        )
     layout = tensor.layout
     if layout is torch.strided:
         if tensor.is_quantized:
             return _quantized(tensor.detach())
         if tensor.is_nested or torch._is_functional_tensor(tensor):
-            raise Unencodable("is a nested or functional tensor: convert it to plain tensors, for example with tensor.unbind()")
+            raise Unencodable(
+                "is a nested or functional tensor: convert it to plain tensors, for example with"
+                " tensor.unbind()"
+            )
         return tensor
     tensor = tensor.detach()
     if layout is torch.sparse_coo:
-        return ("coo", tuple(tensor.shape), tensor.is_coalesced()), (tensor._indices(), tensor._values())
+        return ("coo", tuple(tensor.shape), tensor.is_coalesced()), (
+            tensor._indices(),
+            tensor._values(),
+        )
     if layout in (torch.sparse_csr, torch.sparse_bsr):
-        return (_COMPRESSED[layout], tuple(tensor.shape)), (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+        return (_COMPRESSED[layout], tuple(tensor.shape)), (
+            tensor.crow_indices(),
+            tensor.col_indices(),
+            tensor.values(),
+        )
     if layout in (torch.sparse_csc, torch.sparse_bsc):
-        return (_COMPRESSED[layout], tuple(tensor.shape)), (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-    raise Unencodable(f"is a tensor of layout {layout}, which is not stored: call to_dense() on it first")
+        return (_COMPRESSED[layout], tuple(tensor.shape)), (
+            tensor.ccol_indices(),
+            tensor.row_indices(),
+            tensor.values(),
+        )
+    raise Unencodable(
+        f"is a tensor of layout {layout}, which is not stored: call to_dense() on it first"
+    )
 
 
 def compose(node: tuple[Any, ...], parts: Sequence[Any]) -> Any:
-    """The tensor for which ``decompose`` returned ``node`` and ``parts``; indices are checked. The parts of a wrapping tensor
-    by name, if this process has not imported its class.
+    """The tensor for which ``decompose`` returned ``node`` and ``parts``; indices are checked. The
+    parts of a wrapping tensor by name, if this process has not imported its class.
 
     Raises torch's own error if the parts do not fit together.
     """
@@ -584,10 +739,19 @@ def compose(node: tuple[Any, ...], parts: Sequence[Any]) -> Any:
     if tag == "s":
         return _wrapped(node, dict(zip(node[2], parts, strict=True)))
     if tag == "coo":
-        return torch.sparse_coo_tensor(parts[0], parts[1], first, is_coalesced=node[2], check_invariants=True, device=parts[1].device)
+        return torch.sparse_coo_tensor(
+            parts[0],
+            parts[1],
+            first,
+            is_coalesced=node[2],
+            check_invariants=True,
+            device=parts[1].device,
+        )
     if tag in _LAYOUTS:
         where = {"layout": _LAYOUTS[tag], "device": parts[2].device}
-        return torch.sparse_compressed_tensor(parts[0], parts[1], parts[2], first, check_invariants=True, **where)
+        return torch.sparse_compressed_tensor(
+            parts[0], parts[1], parts[2], first, check_invariants=True, **where
+        )
     dtype = dtype_of(first)
     with warnings.catch_warnings():
         # torch 2.13 deprecates making quantized tensors; those that exist must still come back.
@@ -596,16 +760,24 @@ def compose(node: tuple[Any, ...], parts: Sequence[Any]) -> Any:
             tensor = torch._make_per_tensor_quantized_tensor(parts[0], parts[1], parts[2])
         else:
             # A copy of such a tensor shares its scales, which may lie in memory that is only lent.
-            tensor = torch._make_per_channel_quantized_tensor(parts[0], parts[1].clone(), parts[2].clone(), node[2])
+            tensor = torch._make_per_channel_quantized_tensor(
+                parts[0], parts[1].clone(), parts[2].clone(), node[2]
+            )
     if tensor.dtype != dtype:
         raise Corrupt(f"a quantized tensor came back as {dtype_name(tensor.dtype)}, not {first}")
     return tensor
 
 
 def is_wrapping(found: object) -> bool:
-    """Whether it is a tensor whose elements are in inner tensors, and that no registered encoder takes."""
+    """Whether it is a tensor whose elements are in inner tensors, and that no registered encoder
+    takes."""
     kind = type(found)
-    return isinstance(found, torch.Tensor) and hasattr(kind, "__tensor_flatten__") and not is_spread(found) and encoder_of(kind) is None
+    return (
+        isinstance(found, torch.Tensor)
+        and hasattr(kind, "__tensor_flatten__")
+        and not is_spread(found)
+        and encoder_of(kind) is None
+    )
 
 
 def is_storable(found: object) -> bool:
@@ -620,11 +792,16 @@ def inner(tensor: Any) -> dict[str, torch.Tensor]:
 
 def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that hold the elements: the tensor itself, or those within a wrapping tensor."""
-    return [plain for part in inner(tensor).values() for plain in plain_tensors(part)] if is_wrapping(tensor) else [tensor]
+    return (
+        [plain for part in inner(tensor).values() for plain in plain_tensors(part)]
+        if is_wrapping(tensor)
+        else [tensor]
+    )
 
 
 def are_alike(live: object, stored: object) -> bool:
-    """Whether both are tensors of the same shape, dtype, layout, class and metadata: ``stored`` can be copied into ``live``."""
+    """Whether both are tensors of the same shape, dtype, layout, class and metadata: ``stored``
+    can be copied into ``live``."""
     if not isinstance(live, torch.Tensor) or not isinstance(stored, torch.Tensor):
         return False
     if not is_wrapping(live) and not is_wrapping(stored):
@@ -641,15 +818,20 @@ def _wrapping(tensor: Any) -> Parts:
     name = f"{kind.__module__}:{kind.__qualname__}"
     if not is_wrapping(tensor) or tensor.is_nested or name.startswith("torch.distributed."):
         raise Unencodable(
-            f"is a tensor subclass, {name.replace(':', '.')}: convert it to a plain tensor, or register it with"
-            " datastates.register_encoder(...); track(frozen=False) leaves out parameters that require no gradient"
+            f"is a tensor subclass, {name.replace(':', '.')}: convert it to a plain tensor, or"
+            " register it with datastates.register_encoder(...); track(frozen=False) leaves out"
+            " parameters that require no gradient"
         )
     names, metadata = tensor.__tensor_flatten__()
     try:
         packed = encode_values([pack(_plain(metadata))])
     except Unencodable as exc:
-        raise Unencodable(f"is a {name.replace(':', '.')}, and in its metadata a value {exc}") from exc
-    return ("s", name, tuple(names), tuple(tensor.shape), tensor.stride(), packed), tuple(inner(tensor).values())
+        raise Unencodable(
+            f"is a {name.replace(':', '.')}, and in its metadata a value {exc}"
+        ) from exc
+    return ("s", name, tuple(names), tuple(tensor.shape), tensor.stride(), packed), tuple(
+        inner(tensor).values()
+    )
 
 
 def like(tensor: torch.Tensor, parts: Sequence[object]) -> Any:
@@ -675,22 +857,29 @@ _HERE = torch.device("meta")
 
 
 def _plain(value: Any) -> Any:
-    # Enums, named tuples and dataclasses become a dict with the name of their class. Every device is that of the inner tensors.
+    # Enums, named tuples and dataclasses become a dict with the name of their class. Every device
+    # is that of the inner tensors.
     kind = type(value)
     if kind is list or kind is tuple:
         return kind(map(_plain, value))
     if kind is dict:
         return {key: _plain(child) for key, child in value.items()}
-    names = [each.name for each in fields(kind)] if is_dataclass(kind) else getattr(kind, "_fields", ())
+    names = (
+        [each.name for each in fields(kind)] if is_dataclass(kind) else getattr(kind, "_fields", ())
+    )
     if not names and not isinstance(value, Enum):
         return _HERE if kind is torch.device else value
-    # Whether a gradient is required belongs to the live parameter, and not to the form of its bytes.
-    state = {name: name != "requires_grad" and _plain(getattr(value, name)) for name in names} or value.name
+    # Whether a gradient is required belongs to the live parameter, and not to the form of its
+    # bytes.
+    state = {
+        name: name != "requires_grad" and _plain(getattr(value, name)) for name in names
+    } or value.name
     return {_CLASS: f"{kind.__module__}:{kind.__qualname__}", "state": state}
 
 
 def _rich(plain: Any, device: torch.device, owner: str) -> Any:
-    # The reverse. No code of a class runs, and dataclasses are only those of the package of ``owner``, the tensor's class.
+    # The reverse. No code of a class runs, and dataclasses are only those of the package of
+    # ``owner``, the tensor's class.
     kind = type(plain)
     if kind is list or kind is tuple:
         return kind(_rich(child, device, owner) for child in plain)
@@ -702,7 +891,10 @@ def _rich(plain: Any, device: torch.device, owner: str) -> Any:
     found, state = _imported(items[_CLASS]), items["state"]
     if issubclass(found, Enum | tuple):
         return found[state] if issubclass(found, Enum) else tuple.__new__(found, state.values())
-    if not is_dataclass(found) or found.__module__.partition(".")[0] != owner.partition(":")[0].partition(".")[0]:
+    if (
+        not is_dataclass(found)
+        or found.__module__.partition(".")[0] != owner.partition(":")[0].partition(".")[0]
+    ):
         raise TypeError(f"{items[_CLASS]} is no class of metadata")
     made: Any = object.__new__(found)  # type: ignore[arg-type]  # a class
     made.__dict__.update(state)  # the class may be frozen
@@ -723,8 +915,15 @@ def _quantized(tensor: torch.Tensor) -> Parts:
             return ("qt", name), (tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point())
         if scheme == torch.per_channel_affine:
             scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
-            return ("qc", name, tensor.q_per_channel_axis()), (tensor.int_repr(), scales, zero_points)
-    raise Unencodable(f"is a quantized tensor of dtype {name} and scheme {scheme}, which is not stored: dequantize() it first")
+            return ("qc", name, tensor.q_per_channel_axis()), (
+                tensor.int_repr(),
+                scales,
+                zero_points,
+            )
+    raise Unencodable(
+        f"is a quantized tensor of dtype {name} and scheme {scheme}, which is not stored:"
+        " dequantize() it first"
+    )
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

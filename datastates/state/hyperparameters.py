@@ -1,12 +1,13 @@
-"""The hyperparameters of optimizers and learning-rate schedulers: read, compared with those of a state, and chosen from either.
+"""The hyperparameters of optimizers and learning-rate schedulers: read, compared with those of a
+state, and chosen from either.
 
-They are plain values by flat names: ``optimizer.lr``, ``optimizer.betas.0``, ``scheduler.T_max``. The learning rate is the one from which
-a schedule begins, if there is one. The first parameter group gives ``optimizer.lr``; ``optimizer.1.lr`` is that of another group that
-differs from it.
+They are plain values by flat names: ``optimizer.lr``, ``optimizer.betas.0``, ``scheduler.T_max``.
+The learning rate is the one from which a schedule begins, if there is one. The first parameter
+group gives ``optimizer.lr``; ``optimizer.1.lr`` is that of another group that differs from it.
 
-The script's choice is made exact by a replay: before a state is restored, the script's new scheduler takes as many steps as the state's
-scheduler had taken. The learning rates, and momenta that a schedule changes, are then those of a training that had this schedule from the
-start.
+The script's choice is made exact by a replay: before a state is restored, the script's new
+scheduler takes as many steps as the state's scheduler had taken. The learning rates, and momenta
+that a schedule changes, are then those of a training that had this schedule from the start.
 """
 
 from __future__ import annotations
@@ -38,25 +39,51 @@ __all__ = ["SCHEDULED", "Built", "Difference", "is_alike", "seed", "shown"]
 
 Facts = dict[str, Value]
 
-_COUNTERS = frozenset({"last_epoch", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter", "base_lrs", "verbose", "mode_worse"})
+_COUNTERS = frozenset(
+    {
+        "last_epoch",
+        "T_cur",
+        "T_i",
+        "best",
+        "num_bad_epochs",
+        "cooldown_counter",
+        "base_lrs",
+        "verbose",
+        "mode_worse",
+    }
+)
 """What torch's schedulers have besides constants. Rates are in the groups of the optimizer."""
 
-SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "momentum", "betas", "max_momentum", "base_momentum")
+SCHEDULED = (
+    "lr",
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+    "swa_lr",
+    "momentum",
+    "betas",
+    "max_momentum",
+    "base_momentum",
+)
 """The options of a group that schedulers set."""
 
 _NEEDS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
-"""The state that torch's optimizers begin with zeros at their first step, by the option that asks for it."""
+"""The state that torch's optimizers begin with zeros at their first step, by the option that
+asks for it."""
 
 _MOST = 8
 """The most elements of a list that become values of their own; a longer list becomes one text."""
 
 _UNSEEDED = 67280421310721
-"""``torch.initial_seed()`` of a process that did not seed torch. ``torch.seed()`` draws one of 64 bits."""
+"""``torch.initial_seed()`` of a process that did not seed torch.
+
+``torch.seed()`` draws one of 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A hyperparameter for which the script and the state have different values; None: it has none."""
+    """A hyperparameter for which the script and the state have different values; None: it has
+    none."""
 
     key: str
     script: Value
@@ -75,10 +102,12 @@ def seed() -> int | None:
 
 
 class Built:
-    """The tracked optimizers and schedulers as the script made them. Create it before a state is restored into them.
+    """The tracked optimizers and schedulers as the script made them. Create it before a state is
+    restored into them.
 
-    ``values`` are their hyperparameters. For each restore, call ``compare``; then, to use the script's values, ``choose`` before the state
-    is restored and ``put`` after it. ``differences`` are those that ``compare`` found. All methods belong to the training thread.
+    ``values`` are their hyperparameters. For each restore, call ``compare``; then, to use the
+    script's values, ``choose`` before the state is restored and ``put`` after it. ``differences``
+    are those that ``compare`` found. All methods belong to the training thread.
     """
 
     def __init__(self, objects: Mapping[str, object]) -> None:
@@ -114,19 +143,27 @@ class Built:
 
     def reads(self, path: str) -> bool:
         """Whether ``compare`` needs the tensor of a state at ``path``."""
-        return "/param_groups/" in path or any(path.startswith(f"{name}/") for name in self._schedulers)
+        return "/param_groups/" in path or any(
+            path.startswith(f"{name}/") for name in self._schedulers
+        )
 
-    def compare(self, tree: object, recorded: Mapping[str, Value], is_wanted: Callable[[str], bool]) -> list[Difference]:
-        """What the script has changed since the state: it differs from the state, and from what was recorded when its training began.
+    def compare(
+        self, tree: object, recorded: Mapping[str, Value], is_wanted: Callable[[str], bool]
+    ) -> list[Difference]:
+        """What the script has changed since the state: it differs from the state, and from what was
+        recorded when its training began.
 
-        A schedule or the script itself may have changed an option since its training began, which is no difference. ``tree`` is the
-        state's, ``recorded`` its configuration. ``is_wanted`` says of a path whether the restore takes it from the state.
+        A schedule or the script itself may have changed an option since its training began, which
+        is no difference. ``tree`` is the state's, ``recorded`` its configuration. ``is_wanted``
+        says of a path whether the restore takes it from the state.
         """
         self._forget()
         self._tree, self._recorded, self._is_wanted = tree, recorded, is_wanted
         for path, live in (*self._optimizers.items(), *self._schedulers.items()):
             stored = self._stored(path, live)
-            for key in {} if stored is None else dict.fromkeys((*self._of(path, self.values), *stored)):
+            for key in (
+                {} if stored is None else dict.fromkeys((*self._of(path, self.values), *stored))
+            ):
                 script, state = self.values.get(key), (stored or {}).get(key)
                 then = recorded.get(key, state)
                 if not is_alike(script, state) and not is_alike(script, then):
@@ -135,25 +172,35 @@ class Built:
         return self.differences
 
     def check_classes(self) -> None:
-        """Check that the state of each scheduler is of the same class, as far as its constants tell.
+        """Check that the state of each scheduler is of the same class, as far as its constants
+        tell.
 
         :raises InvalidInput: it is not.
         """
-        known = [each for path, each in self._optimizers.items() if self._stored(path, each) is not None]
+        known = [
+            each for path, each in self._optimizers.items() if self._stored(path, each) is not None
+        ]
         # A restore refuses an optimizer of another class, with its scheduler.
-        for path, live in ((path, each) for path, each in self._schedulers.items() if any(_steered(each) is one for one in known)):
+        for path, live in (
+            (path, each)
+            for path, each in self._schedulers.items()
+            if any(_steered(each) is one for one in known)
+        ):
             depth = path.count("/") + 1
             names, others = (
-                {key.split(".")[depth] for key in each} for each in (self._stored(path, live) or {}, self._of(path, self.values))
+                {key.split(".")[depth] for key in each}
+                for each in (self._stored(path, live) or {}, self._of(path, self.values))
             )
             if names - others and others - names:
                 raise InvalidInput(
-                    f"{path} is a {type(live).__name__}, and the state is of a scheduler with {', '.join(sorted(names - others))}: make"
-                    " that one, or pass hyperparameters='script' to continue with yours"
+                    f"{path} is a {type(live).__name__}, and the state is of a scheduler with"
+                    f" {', '.join(sorted(names - others))}: make that one, or pass"
+                    " hyperparameters='script' to continue with yours"
                 )
 
     def in_use(self, *, is_chosen: bool) -> Facts:
-        """The hyperparameters after the restore; ``is_chosen``: the script's were put where they differ."""
+        """The hyperparameters after the restore; ``is_chosen``: the script's were put where they
+        differ."""
         found = dict(self.values)
         for path, live in (*self._optimizers.items(), *self._schedulers.items()):
             stored = self._stored(path, live)
@@ -170,7 +217,8 @@ class Built:
     def choose(self) -> list[str]:
         """Prepare to use the script's values. Returns what cannot be exact, a line each.
 
-        Schedulers are replayed here and then reset, so that a failed restore leaves them as they were.
+        Schedulers are replayed here and then reset, so that a failed restore leaves them as they
+        were.
 
         :raises InvalidInput: a schedule ends before the step at which the state was taken.
         """
@@ -179,7 +227,11 @@ class Built:
             changed = self._changed[path] = {_option(key) for key in self._keys(path)}
             for name, scheduler in self._schedulers.items():
                 constants, stored = self._keys(name), _at(self._tree, name)
-                if _steered(scheduler) is not optimizer or not isinstance(stored, Mapping) or not self._is_wanted(name):
+                if (
+                    _steered(scheduler) is not optimizer
+                    or not isinstance(stored, Mapping)
+                    or not self._is_wanted(name)
+                ):
                     continue
                 if constants or changed & {*SCHEDULED}:
                     self._changed[name] = {key.split(".")[0] for key in constants}
@@ -199,7 +251,11 @@ class Built:
                 for name in changed & made.keys():
                     set_option(live, name, made[name])
                 if "lr" in changed and "initial_lr" in live:
-                    set_option(live, "initial_lr", made["initial_lr"]) if "initial_lr" in made else live.pop("initial_lr")
+                    (
+                        set_option(live, "initial_lr", made["initial_lr"])
+                        if "initial_lr" in made
+                        else live.pop("initial_lr")
+                    )
             for option in changed & _NEEDS.keys():
                 for parameter, entry in optimizer.state.items():
                     if isinstance(entry, dict) and entry.keys() & {"exp_avg_sq", "square_avg"}:
@@ -218,21 +274,37 @@ class Built:
                     set_option(live, option, made[option])
             return
         made = self._members[name][""]
-        vars(scheduler).update({key: value for key, value in made.items() if key in self._changed[name]})
+        vars(scheduler).update(
+            {key: value for key, value in made.items() if key in self._changed[name]}
+        )
         if isinstance(scheduler, ReduceLROnPlateau):
             scheduler.load_state_dict({})
             base = self._recorded.get(f"{_dotted(path)}.lr")
-            for live, rate, kept in zip(groups, [each["lr"] for each in self._groups[path]], scheduler._last_lr, strict=False):
+            for live, rate, kept in zip(
+                groups,
+                [each["lr"] for each in self._groups[path]],
+                scheduler._last_lr,
+                strict=False,
+            ):
                 if "lr" in self._changed[path] and isinstance(base, int | float) and base:
                     set_option(live, "lr", rate * (float(kept) / base))
 
     def _replay(self, name: str, path: str, stored: Mapping[str, Any]) -> list[str]:
-        """Take the state's number of steps with the script's scheduler. Returns what differs, a line each."""
+        """Take the state's number of steps with the script's scheduler.
+
+        Returns what differs, a line each."""
         scheduler, optimizer, end = self._schedulers[name], self._optimizers[path], _place(stored)
-        if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau) or end is None:
+        if (
+            not isinstance(scheduler, LRScheduler)
+            or isinstance(scheduler, ReduceLROnPlateau)
+            or end is None
+        ):
             return []
         if self._begin[name]:
-            return [f"{name} had taken steps before it was tracked, so its new constants apply from its next step on: make a new scheduler"]
+            return [
+                f"{name} had taken steps before it was tracked, so its new constants apply from its"
+                " next step on: make a new scheduler"
+            ]
         try:
             self._reset(name, path)
             with warnings.catch_warnings():
@@ -244,8 +316,8 @@ class Built:
             self._replayed[name] = _groups_of(optimizer), _members_of(scheduler)
         except Exception as exc:
             raise InvalidInput(
-                f"{name} ends before the state, which was taken after {end:g} steps of its schedule ({exc}): make the schedule longer, or"
-                " pass hyperparameters='state'"
+                f"{name} ends before the state, which was taken after {end:g} steps of its schedule"
+                f" ({exc}): make the schedule longer, or pass hyperparameters='state'"
             ) from exc
         finally:
             self._reset(name, path)
@@ -255,28 +327,46 @@ class Built:
         if math.isclose(rate, before, rel_tol=1e-9, abs_tol=1e-15):
             return []
         return [
-            f"lr is {rate:.6g}, as after {end:g} steps of the script's schedule, and was {before:.6g}: the weights differ from those of a"
-            " training with the script's schedule from the start"
+            f"lr is {rate:.6g}, as after {end:g} steps of the script's schedule, and was"
+            f" {before:.6g}: the weights differ from those of a training with the script's schedule"
+            " from the start"
         ]
 
     def _reset(self, name: str, path: str) -> None:
         """Put a scheduler and its optimizer's options back to how the script made them."""
         _put_members(self._schedulers[name], self._members[name])
-        for live, made in zip(self._optimizers[path].param_groups, self._groups[path], strict=False):
+        for live, made in zip(
+            self._optimizers[path].param_groups, self._groups[path], strict=False
+        ):
             for option, value in made.items():
                 set_option(live, option, value)
 
     def _functions(self) -> Iterator[Difference]:
-        """The differences of schedules by functions, which no state has: the rate at the state's step tells."""
+        """The differences of schedules by functions, which no state has: the rate at the state's
+        step tells."""
         for path, live in self._schedulers.items():
             stored = _at(self._tree, path)
-            if not isinstance(stored, Mapping) or not hasattr(live, "lr_lambdas") or not self._is_wanted(path):
+            if (
+                not isinstance(stored, Mapping)
+                or not hasattr(live, "lr_lambdas")
+                or not self._is_wanted(path)
+            ):
                 continue
-            if not stored.get("_last_lr") or len(live.lr_lambdas) != len(stored["_last_lr"]) or any(stored["lr_lambdas"]):
-                continue  # a difference by their number, or by what the state has of objects that are called
-            end, base, last = int(stored["last_epoch"]), _number(stored["base_lrs"][0]), _number(stored["_last_lr"][0])
+            if (
+                not stored.get("_last_lr")
+                or len(live.lr_lambdas) != len(stored["_last_lr"])
+                or any(stored["lr_lambdas"])
+            ):
+                # a difference by their number, or by what the state has of objects that are called
+                continue
+            end, base, last = (
+                int(stored["last_epoch"]),
+                _number(stored["base_lrs"][0]),
+                _number(stored["_last_lr"][0]),
+            )
             steps, rate = [end] if isinstance(live, LambdaLR) else range(1, end + 1), last
-            with suppress(Exception):  # the function may reach no further than the script's own steps
+            with suppress(Exception):
+                # the function may reach no further than the script's own steps
                 rate = base * math.prod(live.lr_lambdas[0](step) for step in steps)
             if not math.isclose(rate, last, rel_tol=1e-9, abs_tol=1e-15):
                 yield Difference(f"{_dotted(path)}.lr_lambdas", f"lr {rate:.6g}", f"lr {last:.6g}")
@@ -286,10 +376,15 @@ class Built:
 
     def _keys(self, path: str) -> list[str]:
         prefix = f"{_dotted(path)}."
-        return [each.key.removeprefix(prefix) for each in self.differences if each.key.startswith(prefix)]
+        return [
+            each.key.removeprefix(prefix)
+            for each in self.differences
+            if each.key.startswith(prefix)
+        ]
 
     def _stored(self, path: str, live: Any) -> Facts | None:
-        """The hyperparameters that a restore takes from the state for an object; None if it takes none."""
+        """The hyperparameters that a restore takes from the state for an object; None if it
+        takes none."""
         stored = _at(self._tree, path)
         if not isinstance(stored, Mapping):
             return None
@@ -298,9 +393,12 @@ class Built:
         groups = stored.get("param_groups")
         if not isinstance(groups, list) or not all(isinstance(each, dict) for each in groups):
             return None
-        if stored.get(CLASS, class_of(live)) != class_of(live) or not self._is_wanted(join(path, "param_groups")):
+        if stored.get(CLASS, class_of(live)) != class_of(live) or not self._is_wanted(
+            join(path, "param_groups")
+        ):
             return None
-        return _of_groups(path, live, groups[: len(self._groups[path])])  # a training that is resumed gets further groups back
+        # a training that is resumed gets further groups back
+        return _of_groups(path, live, groups[: len(self._groups[path])])
 
 
 def shown(value: Value) -> str:
@@ -312,19 +410,31 @@ def is_alike(one: Value, other: Value) -> bool:
     """Whether two values are the same option. A missing option is one that is switched off."""
     one, other = (False if each is None else each for each in (one, other))
     if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=1e-7) or (one != one and other != other)  # a rate may be a tensor of 32 bits
+        # a rate may be a tensor of 32 bits
+        return math.isclose(one, other, rel_tol=1e-7) or (one != one and other != other)
     return one == other
 
 
 def _is_scheduler(found: Any) -> bool:
-    if isinstance(found, Optimizer | nn.Module) or not has_state(found) or not callable(getattr(found, "step", None)):
+    if (
+        isinstance(found, Optimizer | nn.Module)
+        or not has_state(found)
+        or not callable(getattr(found, "step", None))
+    ):
         return False
     return _steered(found) is not None
 
 
 def _steered(scheduler: Any) -> Optimizer | None:
     """The optimizer that a scheduler has among its attributes."""
-    found = next((each for each in getattr(scheduler, "__dict__", {}).values() if isinstance(each, Optimizer)), None)
+    found = next(
+        (
+            each
+            for each in getattr(scheduler, "__dict__", {}).values()
+            if isinstance(each, Optimizer)
+        ),
+        None,
+    )
     return None if found is None else bare(found)
 
 
@@ -342,15 +452,24 @@ def _at(tree: object, path: str) -> object:
     found: Any = tree
     for key in path.split("/"):
         try:
-            found = found[int(key)] if isinstance(found, list | tuple) else found[key.replace("%2F", "/")]
+            found = (
+                found[int(key)]
+                if isinstance(found, list | tuple)
+                else found[key.replace("%2F", "/")]
+            )
         except (LookupError, TypeError, ValueError):
             return None
     return found
 
 
 def _of_groups(path: str, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Facts:
-    """The options with which an optimizer is constructed; other values in its groups are counters of the optimizer."""
-    names = {*inspect.signature(type(optimizer)).parameters, *SCHEDULED, "weight_decay", "eps"} - HOW - {"params", "initial_lr", "min_lr"}
+    """The options with which an optimizer is constructed; other values in its groups are
+    counters of the optimizer."""
+    names = (
+        {*inspect.signature(type(optimizer)).parameters, *SCHEDULED, "weight_decay", "eps"}
+        - HOW
+        - {"params", "initial_lr", "min_lr"}
+    )
     found: Facts = {}
     for index, group in enumerate(groups):
         for name in sorted(names & group.keys()):
@@ -370,14 +489,29 @@ def _of_scheduler(path: str, state: Mapping[str, Any]) -> Facts:
 def _constants(state: Mapping[str, Any]) -> Iterator[tuple[str, Value]]:
     for name, value in state.items():
         if name == "_schedulers" and isinstance(value, list):
-            yield from ((f"{i}.{key}", plain) for i, each in enumerate(value) for key, plain in _constants(each))
+            yield from (
+                (f"{i}.{key}", plain)
+                for i, each in enumerate(value)
+                for key, plain in _constants(each)
+            )
         elif name == "lr_lambdas" and isinstance(value, list):
             yield name, len(value)
-            members = ((f"{name}.{i}.{key}", part) for i, each in enumerate(value) if isinstance(each, dict) for key, part in each.items())
+            members = (
+                (f"{name}.{i}.{key}", part)
+                for i, each in enumerate(value)
+                if isinstance(each, dict)
+                for key, part in each.items()
+            )
             yield from (pair for key, part in members for pair in _plain(key, part))
-        elif name == "_schedule_phases" and "total_steps" in state:  # of OneCycleLR; those of a longer one end later
-            yield from _plain("pct_start", [round((phase["end_step"] + 1) / state["total_steps"], 9) for phase in value[:-1]])
-        elif name in ("_milestones", "_anneal_func_type") or not (name in _COUNTERS or name.startswith("_")):
+        elif name == "_schedule_phases" and "total_steps" in state:
+            # of OneCycleLR; those of a longer one end later
+            yield from _plain(
+                "pct_start",
+                [round((phase["end_step"] + 1) / state["total_steps"], 9) for phase in value[:-1]],
+            )
+        elif name in ("_milestones", "_anneal_func_type") or not (
+            name in _COUNTERS or name.startswith("_")
+        ):
             yield from _plain(name.lstrip("_"), value)
 
 
@@ -387,7 +521,9 @@ def _plain(key: str, value: Any) -> Iterator[tuple[str, Value]]:
         value = sorted(value.elements())
     if isinstance(value, bool | int | float | str):
         yield key, value
-    elif isinstance(value, list | tuple) and all(isinstance(_number(each), bool | int | float | str) for each in value):
+    elif isinstance(value, list | tuple) and all(
+        isinstance(_number(each), bool | int | float | str) for each in value
+    ):
         if len(value) > _MOST:
             yield key, str([*map(_number, value)])[:500]
         else:
@@ -401,7 +537,10 @@ def _number(value: Any) -> Any:
 
 
 def _groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [{name: _own(value) for name, value in options_of(group).items()} for group in optimizer.param_groups]
+    return [
+        {name: _own(value) for name, value in options_of(group).items()}
+        for group in optimizer.param_groups
+    ]
 
 
 def _own(value: Any) -> Any:
@@ -432,4 +571,8 @@ def _place(state: Mapping[str, Any]) -> float | None:
     if "last_epoch" in state:
         return float(state["last_epoch"]) + float(state.get("T_cur", 0)) % 1
     inner = state.get("_schedulers")
-    return _place(inner[0] if isinstance(inner[0], Mapping) else vars(inner[0])) if isinstance(inner, list) and inner else None
+    return (
+        _place(inner[0] if isinstance(inner[0], Mapping) else vars(inner[0]))
+        if isinstance(inner, list) and inner
+        else None
+    )

@@ -1,6 +1,8 @@
-"""Live tensors that lie in one memory and are to become different stored ones: which of them get memory of their own, and which cannot.
+"""Live tensors that lie in one memory and are to become different stored ones: which of them get
+memory of their own, and which cannot.
 
-An average of weights that began as their alias is one tensor with them when a script starts, and another once it was updated.
+An average of weights that began as their alias is one tensor with them when a script starts, and
+another once it was updated.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ Extent = tuple[str, int, int, int]
 class Sharing:
     """The targets that cannot become what the state has in the memory that they share with others.
 
-    ``apart`` can have another tensor in their place. ``misfits`` cannot; ``hints`` say what to do about them.
+    ``apart`` can have another tensor in their place. ``misfits`` cannot; ``hints`` say what to do
+    about them.
     """
 
     apart: list[Target] = field(default_factory=list)
@@ -49,11 +52,14 @@ class Sharing:
 def shared(targets: Sequence[Target]) -> Sharing:
     """The targets that share memory and are to become different stored tensors.
 
-    What cannot be replaced keeps its memory, and of the rest the first. Tensors that share only a part of their memory, as a view and its
-    base do, stay as they are if the state has the same there.
+    What cannot be replaced keeps its memory, and of the rest the first. Tensors that share only a
+    part of their memory, as a view and its base do, stay as they are if the state has the same
+    there.
     """
     found = Sharing()
-    placed = [(target, extent) for target in targets if (extent := extent_of(target.live)) is not None]
+    placed = [
+        (target, extent) for target in targets if (extent := extent_of(target.live)) is not None
+    ]
     touching = _touching(extent for _, extent in placed)
     kept: defaultdict[Extent, list[_Lying]] = defaultdict(list)
     for target, extent in sorted(placed, key=lambda pair: pair[0].is_replaceable):
@@ -65,13 +71,19 @@ def shared(targets: Sequence[Target]) -> Sharing:
         elif target.is_replaceable:
             found.apart.append(target)
         else:
-            found.misfits.append(Mismatch(target.path, f"another value than {other.path}", "one memory for both"))
-            found.hints.append(f"{target.path} shares memory with {other.path}: give it its own (clone it), or leave one of the two out")
+            found.misfits.append(
+                Mismatch(target.path, f"another value than {other.path}", "one memory for both")
+            )
+            found.hints.append(
+                f"{target.path} shares memory with {other.path}: give it its own (clone it), or"
+                " leave one of the two out"
+            )
     return found
 
 
 def extent_of(live: torch.Tensor) -> Extent | None:
-    """Where a tensor lies on this rank; None if it has no memory that could be told, as a subclass that wraps other tensors."""
+    """Where a tensor lies on this rank; None if it has no memory that could be told, as a
+    subclass that wraps other tensors."""
     local = local_of(live)
     if local is None or local.layout is not torch.strided or not local.numel():
         return None
@@ -84,7 +96,9 @@ def extent_of(live: torch.Tensor) -> Extent | None:
     where = devices().of(local)
     if local.is_contiguous():
         return where.type, where.index or 0, begin, begin + local.nbytes
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+    reach = 1 + sum(
+        (size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True)
+    )
     return where.type, where.index or 0, begin, begin + reach * local.element_size()
 
 
@@ -121,11 +135,18 @@ class _Lying:
         mine, its = self.target, other.target
         if _is_one(mine, its):
             return False
-        is_copied = all(each.is_as_stored or each.stored.dtype != each.live.dtype for each in (mine, its))
+        is_copied = all(
+            each.is_as_stored or each.stored.dtype != each.live.dtype for each in (mine, its)
+        )
         if not is_copied and not its.is_replaceable:
             return False  # a part of a model loads it in a way of its own
-        if its.is_replaceable and _are_plain(mine, its) and memory_key(mine.live) == memory_key(its.live):
-            return True  # the state would have them as one tensor if they had been one, whatever their values
+        if (
+            its.is_replaceable
+            and _are_plain(mine, its)
+            and memory_key(mine.live) == memory_key(its.live)
+        ):
+            # the state would have them as one tensor if they had been one, whatever their values
+            return True
         return self.image.differs_from(other.image)
 
 
@@ -138,11 +159,16 @@ class _Image:
     is_set: np.ndarray[Any, Any]
 
     def differs_from(self, other: _Image) -> bool:
-        begin, end = max(self.begin, other.begin), min(self.begin + len(self.data), other.begin + len(other.data))
+        begin, end = (
+            max(self.begin, other.begin),
+            min(self.begin + len(self.data), other.begin + len(other.data)),
+        )
         if begin >= end:
             return False
         mine, its = (slice(begin - each.begin, end - each.begin) for each in (self, other))
-        return bool(((self.data[mine] != other.data[its]) & self.is_set[mine] & other.is_set[its]).any())
+        return bool(
+            ((self.data[mine] != other.data[its]) & self.is_set[mine] & other.is_set[its]).any()
+        )
 
 
 def _image_of(target: Target) -> _Image:
@@ -153,7 +179,9 @@ def _image_of(target: Target) -> _Image:
     here, stored_here = local_of(target.live), target.stored
     assert here is not None, "it has an extent"
     if is_spread(target.live):
-        found = local_of(stored_here if lies_as(stored_here, target.live) else cut_for(target.live, stored_here))
+        found = local_of(
+            stored_here if lies_as(stored_here, target.live) else cut_for(target.live, stored_here)
+        )
         assert found is not None, "it is laid out as the live one"
         stored_here = found
     for dim, stride in enumerate(here.stride()):
@@ -163,11 +191,24 @@ def _image_of(target: Target) -> _Image:
     with torch.no_grad():
         plain = stored_here.detach().to("cpu", here.dtype).resolve_conj().resolve_neg().contiguous()
     content = plain.view(-1).view(torch.uint8).numpy()
-    return _image(here.data_ptr(), tuple(here.shape), [stride * size for stride in here.stride()], size, content)
+    return _image(
+        here.data_ptr(),
+        tuple(here.shape),
+        [stride * size for stride in here.stride()],
+        size,
+        content,
+    )
 
 
-def _image(address: int, shape: Sequence[int], strides: Sequence[int], size: int, content: np.ndarray[Any, Any]) -> _Image:
-    """The image of ``content``, elements of ``size`` bytes in the usual order, with ``strides`` in bytes from ``address`` on."""
+def _image(
+    address: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    size: int,
+    content: np.ndarray[Any, Any],
+) -> _Image:
+    """The image of ``content``, elements of ``size`` bytes in the usual order, with ``strides``
+    in bytes from ``address`` on."""
     reaches = [(side - 1) * stride for side, stride in zip(shape, strides, strict=True)]
     below, above = -sum(min(reach, 0) for reach in reaches), sum(max(reach, 0) for reach in reaches)
     data = np.zeros(below + above + size, np.uint8)
@@ -222,9 +263,12 @@ def mark(tensors: Iterable[tuple[str, torch.Tensor]], by: object) -> None:
 
 
 def are_marked(tensors: Iterable[torch.Tensor], by: object) -> bool:
-    """Whether all these tensors are dirty by nobody but ``by``: what it wrote to them is still there."""
+    """Whether all these tensors are dirty by nobody but ``by``: what it wrote to them is still
+    there."""
     with _lock:
-        return all((mark := _marked.get(id(tensor))) is not None and mark.by is by for tensor in tensors)
+        return all(
+            (mark := _marked.get(id(tensor))) is not None and mark.by is by for tensor in tensors
+        )
 
 
 def clean(tensors: Iterable[torch.Tensor]) -> None:
@@ -247,8 +291,8 @@ def check(tensors: Iterable[torch.Tensor]) -> None:
     if found:
         names = ", ".join(sorted({path.split("/", 1)[0] for path in found}))
         raise Dirty(
-            f"{names}: half old, half new, as a clone or a restore into {len(found)} tensors ({found[0]}, …) did not end: "
-            "resume the clone, clone again, or restore a state"
+            f"{names}: half old, half new, as a clone or a restore into {len(found)} tensors"
+            f" ({found[0]}, …) did not end: resume the clone, clone again, or restore a state"
         )
 
 
@@ -258,7 +302,9 @@ def _after_fork() -> None:
 
 
 def _forget(key: int, gone: weakref.ref[torch.Tensor], marked: dict[int, _Mark] = _marked) -> None:
-    """Forget a collected tensor: nobody marks it any more. Uses no globals, which a module loses as the interpreter ends."""
+    """Forget a collected tensor: nobody marks it any more.
+
+    Uses no globals, which a module loses as the interpreter ends."""
     mark = marked.get(key)
     if mark is not None and mark.tensor is gone:
         marked.pop(key, None)
@@ -283,16 +329,24 @@ class Home:
     flat: torch.Tensor
 
 
-def live_homes(targets: Sequence[Target], index_of: Mapping[int, int], specs: Sequence[TensorSpec]) -> dict[int, Home]:
+def live_homes(
+    targets: Sequence[Target], index_of: Mapping[int, int], specs: Sequence[TensorSpec]
+) -> dict[int, Home]:
     """The live tensor into which each tensor of the state can be received in place, by index.
 
-    ``index_of`` gives the index of a stored tensor by its id. If live tensors overlap in memory and must become different
-    stored ones, none of them is a home: the order in which they are written then matters.
+    ``index_of`` gives the index of a stored tensor by its id. If live tensors overlap in memory and
+    must become different stored ones, none of them is a home: the order in which they are written
+    then matters.
     """
     found: dict[int, Home] = {}
     for target in targets:
         index = index_of.get(id(target.stored))
-        if index is not None and index not in found and target.is_as_stored and _lies_as(target.live, specs[index]):
+        if (
+            index is not None
+            and index not in found
+            and target.is_as_stored
+            and _lies_as(target.live, specs[index])
+        ):
             flat = dense_view(target.live)
             if flat is not None:
                 found[index] = Home(target.path, target.live, flat)
@@ -311,7 +365,8 @@ def wait_for_copies(objects: Mapping[str, object]) -> None:
             waiting: Any = getattr(part, "_optimizer_load_state_dict_pre_hooks", {})
             for hook in filter(only_waits, waiting.values()):
                 hook(part, {})
-        wait = getattr(vars(part).get("load_state_dict"), "waits", None)  # where torch's hooks cannot be put
+        # where torch's hooks cannot be put
+        wait = getattr(vars(part).get("load_state_dict"), "waits", None)
         if wait is not None:
             wait()
 
@@ -334,7 +389,13 @@ def _lies_as(live: torch.Tensor, spec: TensorSpec) -> bool:
         return False
     if live.dtype != dtype_of(spec.dtype) or tuple(live.shape) != spec.shape or not live.numel():
         return False
-    strides = [pair for pair, size in zip(zip(live.stride(), spec.strides, strict=True), spec.shape, strict=True) if size > 1]
+    strides = [
+        pair
+        for pair, size in zip(
+            zip(live.stride(), spec.strides, strict=True), spec.shape, strict=True
+        )
+        if size > 1
+    ]
     return all(here == there != 0 for here, there in strides)
 
 
@@ -347,7 +408,9 @@ def _overlapping(targets: Sequence[Target], index_of: Mapping[int, int]) -> set[
             extents.append((*extent, index_of.get(id(target.stored), -1)))
     extents.sort()
     shared: set[int] = set()
-    last: tuple[object, int, int] | None = None  # the device, the furthest end on it so far, and the tensor that ends there
+    last: tuple[object, int, int] | None = (
+        None  # the device, the furthest end on it so far, and the tensor that ends there
+    )
     for *device, begin, end, index in extents:
         if last is not None and last[0] == device and begin < last[1] and index != last[2]:
             shared |= {index, last[2]}

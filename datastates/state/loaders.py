@@ -1,4 +1,5 @@
-"""What a source of batches is made of: the loaders, samplers and datasets behind it, and who of them knows how far it has come."""
+"""What a source of batches is made of: the loaders, samplers and datasets behind it, and who of
+them knows how far it has come."""
 
 from __future__ import annotations
 
@@ -10,20 +11,29 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+)
 
 from datastates.errors import InvalidInput
 
 from .sampler import Batches, PermutationSampler
 
 _HOME = "accelerate.data_loader"
-"""Looked up among what is already imported: importing it takes seconds, and an object of a class that nobody imported cannot exist."""
+"""Looked up among what is already imported: importing it takes seconds, and an object of a class
+that nobody imported cannot exist."""
 
 _FINISHED = "_iterator_finished"
 
 
 def is_prepared(found: object) -> bool:
-    """Whether ``found`` is a loader that Accelerate prepared: its shard, dispatcher or skipping loader."""
+    """Whether ``found`` is a loader that Accelerate prepared: its shard, dispatcher or skipping
+    loader."""
     return _is(found, "DataLoaderAdapter")
 
 
@@ -33,13 +43,14 @@ def reads_ahead(found: object) -> bool:
 
 
 def is_stateful(found: Any) -> bool:
-    """Whether a prepared loader keeps its place: only torchdata's ``StatefulDataLoader`` does, which Accelerate wraps when asked to."""
+    """Whether a prepared loader keeps its place: only torchdata's ``StatefulDataLoader`` does,
+    which Accelerate wraps when asked to."""
     return callable(getattr(found.base_dataloader, "state_dict", None))
 
 
 def sampler_of(found: Any) -> object:
-    """The sampler of a prepared loader, where a bare loader has its own: Accelerate gives the loader that it makes only the batch
-    sampler.
+    """The sampler of a prepared loader, where a bare loader has its own: Accelerate gives the
+    loader that it makes only the batch sampler.
     """
     batches = found.batch_sampler
     while isinstance(inner := getattr(batches, "batch_sampler", None), BatchSampler):
@@ -50,13 +61,16 @@ def sampler_of(found: Any) -> object:
 def state_of_loader(found: Any) -> dict[str, Any]:
     """The state that the wrapped loader itself would have, if nothing had been read ahead."""
     state = {**found.state_dict()}
-    if found.end_of_dataloader and any(each is found for each in found.gradient_state.dataloader_references):
+    if found.end_of_dataloader and any(
+        each is found for each in found.gradient_state.dataloader_references
+    ):
         state[_FINISHED] = False  # the last batch was handed out, and the loop has yet to end
     return state
 
 
 def load_loader(found: Any, state: Mapping[str, Any]) -> None:
-    """Put the wrapped loader where ``state`` was taken; the prepared one reports that place from now on, not only from its first batch on.
+    """Put the wrapped loader where ``state`` was taken; the prepared one reports that place from
+    now on, not only from its first batch on.
 
     The iterator is made now, not when the loop begins: making it draws random numbers.
     """
@@ -66,8 +80,8 @@ def load_loader(found: Any, state: Mapping[str, Any]) -> None:
 
 
 def start_afresh(found: Any) -> None:
-    """Have the next pass make its iterator when it begins: the first iterator was made when the loader was prepared, in the order of
-    then.
+    """Have the next pass make its iterator when it begins: the first iterator was made when the
+    loader was prepared, in the order of then.
     """
     if getattr(found.base_dataloader, "_initial_iter_for_state_dict", False):
         found.base_dataloader.load_state_dict({})
@@ -79,10 +93,15 @@ def resume_afresh(found: Any) -> None:
 
 
 def mark_of(part: Any) -> dict[str, int] | None:
-    """What no state of a loader or sampler has, but the order of the coming passes depends on; None if there is no such thing."""
+    """What no state of a loader or sampler has, but the order of the coming passes depends on;
+    None if there is no such thing."""
     if reads_ahead(part):
         return {"iteration": part.iteration}
-    return {"initial_seed": part.initial_seed, "epoch": part.epoch} if _is(part, "SeedableRandomSampler") else None
+    return (
+        {"initial_seed": part.initial_seed, "epoch": part.epoch}
+        if _is(part, "SeedableRandomSampler")
+        else None
+    )
 
 
 def put_mark(part: Any, mark: Mapping[str, int]) -> None:
@@ -105,14 +124,16 @@ def bare_scheduler(found: Any) -> Any:
 
 
 def passes_on(found: object) -> bool:
-    """Whether ``found`` is Accelerate's wrapper of an optimizer, whose ``eval`` and ``train`` call those of the wrapped one, if any."""
+    """Whether ``found`` is Accelerate's wrapper of an optimizer, whose ``eval`` and ``train``
+    call those of the wrapped one, if any."""
     kind = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", None)
     return kind is not None and isinstance(found, kind)
 
 
 def _is(found: object, name: str) -> bool:
     kind = getattr(sys.modules.get(_HOME), name, None)
-    return kind is not None and issubclass(type(found), kind)  # `isinstance` asks a prepared loader, which claims to be another class
+    # `isinstance` asks a prepared loader, which claims to be another class
+    return kind is not None and issubclass(type(found), kind)
 
 
 # What a source of batches is made of: the loaders, samplers and datasets behind it, and who of
@@ -120,7 +141,8 @@ def _is(found: object, name: str) -> bool:
 
 
 _FEW = 32
-"""The most items of a list or dict that are looked at: loaders side by side are few, and a list of samples is long."""
+"""The most items of a list or dict that are looked at: loaders side by side are few, and a list
+of samples is long."""
 
 _SOURCES = (DataLoader, Dataset, Sampler, Batches)
 
@@ -134,8 +156,11 @@ class Kind(Enum):
     """Who knows the place of a pass over a source."""
 
     KEEPS = auto()  # something tracked knows the place
-    AHEAD = auto()  # a tracked sampler knows what workers, or a loader reading ahead, have fetched: it is told what was handed out
-    REPLAYED = auto()  # begun again from the same random numbers, and the batches that were handed out are dropped
+    # a tracked sampler knows what workers, or a loader reading ahead, have fetched: it is told what
+    # was handed out
+    AHEAD = auto()
+    # begun again from the same random numbers, and the batches that were handed out are dropped
+    REPLAYED = auto()
     ONCE = auto()  # an iterator: its place cannot be known
 
 
@@ -149,11 +174,18 @@ def parts_of(source: object) -> list[Any]:
 
 
 def wrapped_by(source: object) -> object:
-    """The loader or sampler that a wrapper, such as a progress bar or a prefetcher, holds in an attribute; None for any other source."""
+    """The loader or sampler that a wrapper, such as a progress bar or a prefetcher, holds in an
+    attribute; None for any other source."""
     if isinstance(source, (*_SOURCES, Iterator)):
         return None
     for value in _attributes(source).values():
-        items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        items = (
+            value.values()
+            if isinstance(value, dict)
+            else value
+            if isinstance(value, list | tuple)
+            else (value,)
+        )
         for item in items if len(items) <= _FEW else ():
             if isinstance(item, DataLoader | Sampler | Batches):
                 return item
@@ -161,30 +193,39 @@ def wrapped_by(source: object) -> object:
 
 
 def data_within(objects: Iterable[object]) -> list[Any]:
-    """The datasets, samplers, loaders and other iterables among ``objects`` and inside them, at any depth."""
+    """The datasets, samplers, loaders and other iterables among ``objects`` and inside them, at
+    any depth."""
     found = [*filter(_may_hold_data, objects)]
     _follow(found, lambda part: filter(_may_hold_data, _children(part)))
     return found
 
 
 def loses_shuffle_buffer(found: Any) -> bool:
-    """Whether the state of a loader or stream leaves out the samples that wait in a shuffle buffer, as far as its classes tell.
+    """Whether the state of a loader or stream leaves out the samples that wait in a shuffle buffer,
+    as far as its classes tell.
 
-    Those of ``datasets`` are restored without their buffers. Streams without a state are read again, but the buffers of torch's data pipes
-    and of webdataset then draw other random numbers.
+    Those of ``datasets`` are restored without their buffers. Streams without a state are read
+    again, but the buffers of torch's data pipes and of webdataset then draw other random numbers.
     """
     data = found.dataset if isinstance(found, DataLoader) else found
     homes = ("datasets.", "torch.utils.data.datapipes.", "webdataset.")
-    has_other_state = callable(getattr(data, "load_state_dict", None)) and not type(data).__module__.startswith(homes)
+    has_other_state = callable(getattr(data, "load_state_dict", None)) and not type(
+        data
+    ).__module__.startswith(homes)
     if not isinstance(data, IterableDataset) or has_other_state:
         return False
-    names = ((type(part).__module__, f"{type(part).__name__} {getattr(part, 'f', '')}".lower()) for part in data_within([data]))
-    return any(home.startswith(homes) and "shuf" in name and "shard" not in name for home, name in names)
+    names = (
+        (type(part).__module__, f"{type(part).__name__} {getattr(part, 'f', '')}".lower())
+        for part in data_within([data])
+    )
+    return any(
+        home.startswith(homes) and "shuf" in name and "shard" not in name for home, name in names
+    )
 
 
 def set_epoch(part: Any, epoch: int) -> None:
-    """Tell a sampler, or any object with ``set_epoch`` like DistributedSampler, which epoch begins; a PermutationSampler never goes
-    back.
+    """Tell a sampler, or any object with ``set_epoch`` like DistributedSampler, which epoch begins;
+    a PermutationSampler never goes back.
     """
     if isinstance(part, PermutationSampler):
         part.set_epoch(max(epoch, part.epoch))
@@ -193,47 +234,62 @@ def set_epoch(part: Any, epoch: int) -> None:
 
 
 def is_ordered_by_epoch(loader: object) -> bool:
-    """Whether it is torchdata's loader of a ``DistributedSampler``: only the epoch and the number of ranks decide what each batch is."""
+    """Whether it is torchdata's loader of a ``DistributedSampler``: only the epoch and the
+    number of ranks decide what each batch is."""
     if not isinstance(loader, DataLoader) or not _is_of_torchdata(loader):
         return False
     return any(isinstance(part, DistributedSampler) for part in parts_of(loader))
 
 
 def kind_of(source: object, keepers: list[Any], loader: DataLoader[Any] | None) -> Kind:
-    """Who knows the place of a pass over ``source``, of whose parts the ``keepers`` are tracked; ``loader`` is the source if it is one.
+    """Who knows the place of a pass over ``source``, of whose parts the ``keepers`` are tracked;
+    ``loader`` is the source if it is one.
 
     :raises InvalidInput: what is tracked does not know the place of the training.
     """
     if not keepers:
-        return Kind.ONCE if isinstance(source, Iterator) and not isinstance(source, Batches) else Kind.REPLAYED
+        return (
+            Kind.ONCE
+            if isinstance(source, Iterator) and not isinstance(source, Batches)
+            else Kind.REPLAYED
+        )
     if loader is None or (loader.num_workers == 0 and not reads_ahead(loader)):
         return Kind.KEEPS
     samplers = [part for part in keepers if isinstance(part, Sampler)]
     if any(part is loader for part in keepers):
         if samplers:
             raise InvalidInput(
-                f"the loader is tracked and so is its {type(samplers[0]).__name__}, of which {_who_fetches(loader)} ahead:"
-                " track the loader alone, it keeps its sampler's place"
+                f"the loader is tracked and so is its {type(samplers[0]).__name__}, of which"
+                f" {_who_fetches(loader)} ahead: track the loader alone, it keeps its sampler's"
+                " place"
             )
         return Kind.KEEPS
     if batch_size(loader) and isinstance(samplers[0] if samplers else None, PermutationSampler):
         return Kind.AHEAD
     raise InvalidInput(
-        f"{type(keepers[0]).__name__} is tracked, and {_who_fetches(loader)} ahead of what was handed out: its place is not"
-        " that of the training; do not track it (run.steps then finds the place again by itself), or track a StatefulDataLoader"
+        f"{type(keepers[0]).__name__} is tracked, and {_who_fetches(loader)} ahead of what was"
+        " handed out: its place is not that of the training; do not track it (run.steps then finds"
+        " the place again by itself), or track a StatefulDataLoader"
     )
 
 
 def batch_size(loader: DataLoader[Any] | None) -> int:
-    """The number of indices in a batch, which are the next ones of the sampler; 0 if that is not known."""
+    """The number of indices in a batch, which are the next ones of the sampler; 0 if that is not
+    known."""
     if loader is None or loader.batch_sampler is None:
         return 1
     sampler = loader.batch_sampler
-    return sampler.batch_size if type(sampler) is BatchSampler or (isinstance(sampler, BatchSampler) and _is_of_torchdata(sampler)) else 0
+    return (
+        sampler.batch_size
+        if type(sampler) is BatchSampler
+        or (isinstance(sampler, BatchSampler) and _is_of_torchdata(sampler))
+        else 0
+    )
 
 
 def size_of(source: object, loader: DataLoader[Any] | None) -> int:
-    """The number of samples in a batch, as the loader or its batch sampler says; 0 if neither does."""
+    """The number of samples in a batch, as the loader or its batch sampler says; 0 if neither
+    does."""
     if isinstance(source, Batches):
         return source.batch_size
     if loader is None:
@@ -253,13 +309,14 @@ def holds_begun_iterator(source: object) -> bool:
     """Whether the source holds an iterator that was made before: a pass cannot begin it again."""
     if isinstance(source, Dataset | Sampler | Batches):
         return False
-    held = (value for name, value in _attributes(source).items() if name != "_iterator")  # a loader makes that one anew for each pass
+    # a loader makes that one anew for each pass
+    held = (value for name, value in _attributes(source).items() if name != "_iterator")
     return any(isinstance(value, Iterator) and not isinstance(value, _SOURCES) for value in held)
 
 
 def progress_of(part: Any) -> object:
-    """How far a tracked loader or PermutationSampler has come, as a value that changes only when it hands something out; None: it does not
-    say, as a state may hold what changes by itself.
+    """How far a tracked loader or PermutationSampler has come, as a value that changes only when it
+    hands something out; None: it does not say, as a state may hold what changes by itself.
     """
     if isinstance(part, PermutationSampler):
         return part.epoch, part.position
@@ -269,13 +326,18 @@ def progress_of(part: Any) -> object:
 
 
 def _handed_out_by(loader: DataLoader[Any]) -> int:
-    """How many batches a loader has handed out in its pass, as torch's and torchdata's count; 0 if it does not say."""
+    """How many batches a loader has handed out in its pass, as torch's and torchdata's count; 0
+    if it does not say."""
     count = getattr(getattr(loader, "_iterator", None), "_num_yielded", 0)
     return count if isinstance(count, int) else 0
 
 
 def _who_fetches(loader: DataLoader[Any]) -> str:
-    return f"{loader.num_workers} workers fetch" if loader.num_workers else "a prepared loader reads a batch"
+    return (
+        f"{loader.num_workers} workers fetch"
+        if loader.num_workers
+        else "a prepared loader reads a batch"
+    )
 
 
 def _follow(found: list[Any], children_of: Callable[[Any], Iterable[Any]]) -> None:
@@ -295,7 +357,9 @@ def _samplers_of(part: Any) -> Iterator[Any]:
 
 
 def _children(part: object) -> Iterable[object]:
-    """What an object holds. Collections of datasets may be long; of other items, such as samples, few are looked at."""
+    """What an object holds.
+
+    Collections of datasets may be long; of other items, such as samples, few are looked at."""
     if not isinstance(part, list | tuple | dict):
         return () if isinstance(part, _NO_DATA) else _attributes(part).values()
     items = [*islice(part.values() if isinstance(part, dict) else part, _MOST)]
@@ -303,10 +367,13 @@ def _children(part: object) -> Iterable[object]:
 
 
 def _may_hold_data(found: object) -> bool:
-    """Whether it is a dataset, a sampler, a loader, or another iterable or callable, such as a transform, that may wrap one."""
+    """Whether it is a dataset, a sampler, a loader, or another iterable or callable, such as a
+    transform, that may wrap one."""
     if isinstance(found, type | FunctionType | ModuleType) or not hasattr(found, "__dict__"):
         return isinstance(found, list | tuple | dict)
-    may_wrap = not isinstance(found, _NO_DATA) and any(hasattr(type(found), name) for name in ("__iter__", "__getitem__", "__call__"))
+    may_wrap = not isinstance(found, _NO_DATA) and any(
+        hasattr(type(found), name) for name in ("__iter__", "__getitem__", "__call__")
+    )
     return may_wrap or callable(getattr(found, "set_epoch", None))
 
 
@@ -316,4 +383,6 @@ def _attributes(part: object) -> Mapping[str, Any]:
 
 
 def _is_of_torchdata(part: object) -> bool:
-    return any(kind.__module__.startswith("torchdata.stateful_dataloader") for kind in type(part).__mro__)
+    return any(
+        kind.__module__.startswith("torchdata.stateful_dataloader") for kind in type(part).__mro__
+    )

@@ -1,15 +1,19 @@
-"""What a state consists of: every leaf of its tree, each tensor's geometry, and the digest of every chunk.
+"""What a state consists of: every leaf of its tree, each tensor's geometry, and the digest of every
+chunk.
 
-A state's tensor bytes are one *stream* of chunks. Each chunk holds ``CHUNK_BYTES`` except the last of its group (tensors that
-stay the same are grouped apart from those that change, so that an unchanged chunk keeps its digest). A tensor lies at
-``start``: chunk ``start // CHUNK_BYTES``, offset ``start % CHUNK_BYTES``, and continues in the chunks that follow. Within a
-group tensors are ordered by falling item size, so each is aligned to its item size without padding. Tensors of
-``LARGE_BYTES`` and more begin at a multiple of ``ALIGNED_BYTES``, so that a device can digest their chunks in place; the
-gaps between them are zeros. Readers need no rule for gaps: a shard says where it lies.
+A state's tensor bytes are one *stream* of chunks. Each chunk holds ``CHUNK_BYTES`` except the last
+of its group (tensors that stay the same are grouped apart from those that change, so that an
+unchanged chunk keeps its digest). A tensor lies at ``start``: chunk ``start // CHUNK_BYTES``,
+offset ``start % CHUNK_BYTES``, and continues in the chunks that follow. Within a group tensors are
+ordered by falling item size, so each is aligned to its item size without padding. Tensors of
+``LARGE_BYTES`` and more begin at a multiple of ``ALIGNED_BYTES``, so that a device can digest their
+chunks in place; the gaps between them are zeros. Readers need no rule for gaps: a shard says where
+it lies.
 
-``Content`` says what a state is, and nothing about where its bytes lie, so a state has the same digest in memory, on
-disk and on another node. ``Manifest`` adds where this tier holds each chunk, and the state's place in the lineage, so
-that the lineage database can be rebuilt from the manifests alone.
+``Content`` says what a state is, and nothing about where its bytes lie, so a state has the same
+digest in memory, on disk and on another node. ``Manifest`` adds where this tier holds each chunk,
+and the state's place in the lineage, so that the lineage database can be rebuilt from the manifests
+alone.
 """
 
 from __future__ import annotations
@@ -39,10 +43,11 @@ Attribute = str | int | float | bool | None
 
 
 class Shard(msgspec.Struct, frozen=True, array_like=True):
-    """A hyper-rectangle of a tensor held by one rank; its bytes lie at ``start`` of that rank's stream.
+    """A hyper-rectangle of a tensor held by one rank; its bytes lie at ``start`` of that rank's
+    stream.
 
-    They are laid out as those of a dense tensor of ``shape`` whose dimensions are in the order of the whole tensor's strides. A dimension
-    of stride 0 is not cut.
+    They are laid out as those of a dense tensor of ``shape`` whose dimensions are in the order of
+    the whole tensor's strides. A dimension of stride 0 is not cut.
     """
 
     offset: tuple[int, ...]
@@ -54,10 +59,11 @@ class Shard(msgspec.Struct, frozen=True, array_like=True):
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     """One tensor leaf.
 
-    ``dtype`` is torch's name without the prefix (``float32``). The bytes lie in memory order: sorting the dimensions
-    of ``shape`` by ``strides`` gives their order. Dimensions with stride 0 are stored once. ``alias`` is the index of
-    the earlier tensor whose memory this one shares exactly (tied weights); its shards are then empty. ``shape`` and ``strides`` are
-    those of the whole tensor, whose elements the shards of all parts hold once each (see ``content/shards.py``).
+    ``dtype`` is torch's name without the prefix (``float32``). The bytes lie in memory order:
+    sorting the dimensions of ``shape`` by ``strides`` gives their order. Dimensions with stride 0
+    are stored once. ``alias`` is the index of the earlier tensor whose memory this one shares
+    exactly (tied weights); its shards are then empty. ``shape`` and ``strides`` are those of the
+    whole tensor, whose elements the shards of all parts hold once each (see ``content/shards.py``).
     """
 
     path: str
@@ -77,7 +83,9 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Content(msgspec.Struct, frozen=True, array_like=True):
-    """What a state is. ``skeleton`` and ``values`` are those that ``tree.flatten`` made, as MessagePack."""
+    """What a state is.
+
+    ``skeleton`` and ``values`` are those that ``tree.flatten`` made, as MessagePack."""
 
     skeleton: msgspec.Raw
     values: msgspec.Raw
@@ -86,7 +94,8 @@ class Content(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
-    """Where a tier holds a chunk: index into ``Manifest.packs``, and ``length`` bytes from ``offset`` of that file, in a ``form``."""
+    """Where a tier holds a chunk: index into ``Manifest.packs``, and ``length`` bytes from
+    ``offset`` of that file, in a ``form``."""
 
     pack: int
     offset: int
@@ -95,7 +104,8 @@ class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PackInfo(msgspec.Struct, frozen=True, array_like=True):
-    """A pack that a manifest needs: its file name, its whole size, and the length and digest of its header."""
+    """A pack that a manifest needs: its file name, its whole size, and the length and digest of
+    its header."""
 
     name: str
     size: int
@@ -122,10 +132,11 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
-    """A state's part on one rank, or all of it if there is only one. ``digest`` is ``digest.digest_of(content, origin)``, hex.
+    """A state's part on one rank, or all of it if there is only one. ``digest`` is
+    ``digest.digest_of(content, origin)``, hex.
 
-    For a part of several, ``origin`` names the parents once the state is whole, and no sooner. ``bytes_new`` are the payload bytes that
-    its put added to the tier.
+    For a part of several, ``origin`` names the parents once the state is whole, and no sooner.
+    ``bytes_new`` are the payload bytes that its put added to the tier.
     """
 
     version: int
@@ -145,7 +156,8 @@ _PARTS = b"datastates parts 1\0"
 
 
 def root_digest(digests: Sequence[str], parent_digests: Sequence[str] = ()) -> str:
-    """The digest of a state from those of its parts, by rank, and of its parents; of a single part its own, which covers the parents."""
+    """The digest of a state from those of its parts, by rank, and of its parents; of a single
+    part its own, which covers the parents."""
     if len(digests) == 1:
         return digests[0]
     hasher = blake3(_PARTS + len(digests).to_bytes(8, "little"))

@@ -1,4 +1,5 @@
-"""A module's state as a plain tree under canonical names, and the way back to the names of a live module."""
+"""A module's state as a plain tree under canonical names, and the way back to the names of a
+live module."""
 
 from __future__ import annotations
 
@@ -24,10 +25,12 @@ from .report import Findings, Mismatch, describe, own, write_tensor
 from .tree import canonical_name, join
 
 FROZEN = "frozen_parameters"
-"""The top-level name of the names that a state leaves out, each on a line: ``frozen_parameters/<module>``."""
+"""The top-level name of the names that a state leaves out, each on a line:
+``frozen_parameters/<module>``."""
 
 MODES = "module_modes"
-"""The top-level name of the paths of modules in eval mode, as ``ModelState.in_eval`` returns them."""
+"""The top-level name of the paths of modules in eval mode, as ``ModelState.in_eval`` returns
+them."""
 
 _PLAIN_METADATA = {"version": 1}
 
@@ -35,11 +38,11 @@ _PLAIN_METADATA = {"version": 1}
 class ModelState:
     """One tracked module. Its names are computed once and kept until the module's keys change.
 
-    As long as every member of every part is the same object, ``tree`` returns the very same tree, without calling ``state_dict``.
-    ``whole`` is the tree that was made last.
+    As long as every member of every part is the same object, ``tree`` returns the very same tree,
+    without calling ``state_dict``. ``whole`` is the tree that was made last.
 
-    ``trained``, unless it is None, are the names of parameters that have required a gradient here or were restored: ``kept`` leaves the
-    others out, and ``left_out`` are their names.
+    ``trained``, unless it is None, are the names of parameters that have required a gradient here
+    or were restored: ``kept`` leaves the others out, and ``left_out`` are their names.
     """
 
     __slots__ = (
@@ -79,13 +82,20 @@ class ModelState:
         self._kept: OrderedDict[str, object] = OrderedDict()
 
     def tree(self) -> OrderedDict[str, object]:
-        """The live tensors (and extra state) by canonical name, in the module's order; do not change it.
+        """The live tensors (and extra state) by canonical name, in the module's order; do not
+        change it.
 
-        ``_metadata`` leaves out modules of version 1, which almost all are, because it is stored with every state.
+        ``_metadata`` leaves out modules of version 1, which almost all are, because it is stored
+        with every state.
 
         :raises InvalidInput: a lazy module was not yet called.
         """
-        if self._parts is not None and self._seen is not None and self._seen.is_still(_look(self._parts)) and self._is_made_by_torch():
+        if (
+            self._parts is not None
+            and self._seen is not None
+            and self._seen.is_still(_look(self._parts))
+            and self._is_made_by_torch()
+        ):
             return self.whole
         self._parts = self._seen = None
         self._flags = []
@@ -102,14 +112,16 @@ class ModelState:
         if metadata is not None:
             if metadata != self._raw_metadata:
                 self._raw_metadata, self._metadata = metadata, _compact(self.module, metadata)
-            tree._metadata = self._metadata  # type: ignore[attr-defined]  # as nn.Module.state_dict sets it
+            # as nn.Module.state_dict sets it
+            tree._metadata = self._metadata  # type: ignore[attr-defined]
         self.whole = tree
         return tree
 
     def in_eval(self) -> str:
         """The paths of the parts in eval mode as of the last ``tree``, each on a line."""
         parts = self._parts or [{"training": part.training} for part in self.module.modules()]
-        flags: list[object] = [*map(dict.get, parts, repeat("training"))]  # it takes 10 us for 300 parts
+        # it takes 10 us for 300 parts
+        flags: list[object] = [*map(dict.get, parts, repeat("training"))]
         if flags != self._flags:
             self._flags = flags
             self._in_eval = "\n".join(path for path, part in self.parts() if not part.training)
@@ -123,29 +135,43 @@ class ModelState:
 
     @property
     def references(self) -> tuple[object, ...]:
-        """What ``tree`` and ``kept`` keep for the next call, which refers to the members of the module."""
+        """What ``tree`` and ``kept`` keep for the next call, which refers to the members of the
+        module."""
         return self.whole, self._seen, self._kept
 
     def kept(self) -> OrderedDict[str, object]:
-        """The ``tree`` as a state holds it: without parameters that were frozen from the start, if these are left out."""
+        """The ``tree`` as a state holds it: without parameters that were frozen from the start,
+        if these are left out."""
         tree = self.tree()
         if self.trained is None:
             return tree
-        trained = {name for name, leaf in tree.items() if getattr(leaf, "requires_grad", False)}  # isinstance takes ten times as long
+        # isinstance takes ten times as long
+        trained = {name for name, leaf in tree.items() if getattr(leaf, "requires_grad", False)}
         if tree is not self._kept_of or not trained <= self.trained:
             self.trained |= trained
-            frozen = {name for name, leaf in tree.items() if isinstance(leaf, nn.Parameter) and name not in self.trained}
+            frozen = {
+                name
+                for name, leaf in tree.items()
+                if isinstance(leaf, nn.Parameter) and name not in self.trained
+            }
             # What a quantized parameter adds to the ``state_dict`` of its module goes with it.
-            owners = tuple(name[: name.rfind(".") + 1] for name in frozen if not is_storable(tree[name]))
+            owners = tuple(
+                name[: name.rfind(".") + 1] for name in frozen if not is_storable(tree[name])
+            )
             known = {id(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
             added = {
                 name
                 for name, leaf in tree.items()
-                if name.startswith(owners) and id(leaf) not in known and not name.endswith("_extra_state")
+                if name.startswith(owners)
+                and id(leaf) not in known
+                and not name.endswith("_extra_state")
             }
             self.left_out, self._kept_of = frozen | added, tree
-            self._kept = OrderedDict((name, leaf) for name, leaf in tree.items() if name not in self.left_out)
-            self._kept._metadata = self._metadata  # type: ignore[attr-defined]  # as nn.Module.state_dict sets it
+            self._kept = OrderedDict(
+                (name, leaf) for name, leaf in tree.items() if name not in self.left_out
+            )
+            # as nn.Module.state_dict sets it
+            self._kept._metadata = self._metadata  # type: ignore[attr-defined]
         return self._kept
 
     def keep(self, names: Iterable[str]) -> None:
@@ -154,7 +180,8 @@ class ModelState:
             self.trained, self._kept_of = self.trained.union(names), None
 
     def _is_made_by_torch(self) -> bool:
-        """Whether nobody has put a method of their own into a part, or into a class, since the last look."""
+        """Whether nobody has put a method of their own into a part, or into a class, since the
+        last look."""
         parts = self._parts or ()
         has_own = any(any(map(operator.contains, parts, repeat(name))) for name in _METHODS)
         return not has_own and all(map(_is_plain_kind, self._kinds))
@@ -166,24 +193,31 @@ class ModelState:
     def _learn(self, raw: tuple[str, ...], state: Mapping[str, object]) -> None:
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and is_lazy(value):
-                raise InvalidInput(f"{self.path}/{key} of a lazy module has no shape yet: run the model once on a batch, then go on")
+                raise InvalidInput(
+                    f"{self.path}/{key} of a lazy module has no shape yet: run the model once on a"
+                    " batch, then go on"
+                )
         keys = tuple(canonical_name(self.module, key) for key in raw)
         if len(set(keys)) != len(keys):
             twice = next(key for key in keys if keys.count(key) > 1)
-            raise InvalidInput(f"{self.path} has two entries named {twice!r} once wrappers are left out: track the wrapped module instead")
+            raise InvalidInput(
+                f"{self.path} has two entries named {twice!r} once wrappers are left out: track the"
+                " wrapped module instead"
+            )
         self._raw, self.keys = raw, keys
 
 
 def check_module_form(path: str, module: nn.Module) -> None:
     """Raise unless the module's state has an entry for each parameter.
 
-    :raises Unsupported: it is, or contains, a ``FullyShardedDataParallel``, whose parameters are flat.
+    :raises Unsupported: it is, or contains, a ``FullyShardedDataParallel``, whose parameters are
+        flat.
     """
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     if kind is not None and any(isinstance(part, kind) for part in module.modules()):
         raise Unsupported(
-            f"{path} is a model of FullyShardedDataParallel, which is not supported: shard it with torch.distributed.fsdp.fully_shard"
-            " instead"
+            f"{path} is a model of FullyShardedDataParallel, which is not supported: shard it with"
+            " torch.distributed.fsdp.fully_shard instead"
         )
 
 
@@ -196,7 +230,11 @@ class Seen:
 
     def is_still(self, now: Seen) -> bool:
         """Whether ``now`` has the same objects in the same places."""
-        return now.counts == self.counts and len(now.objects) == len(self.objects) and all(map(operator.is_, now.objects, self.objects))
+        return (
+            now.counts == self.counts
+            and len(now.objects) == len(self.objects)
+            and all(map(operator.is_, now.objects, self.objects))
+        )
 
 
 def _look(parts: list[dict[str, Any]]) -> Seen:
@@ -204,7 +242,10 @@ def _look(parts: list[dict[str, Any]]) -> Seen:
     named = [*chain.from_iterable(map(_NAMED, parts))]
     others = [*chain.from_iterable(map(_OTHERS, parts))]
     full = [*filter(None, named)]
-    objects, counts = [*chain.from_iterable(full), *chain.from_iterable(map(dict.values, full))], [*map(len, named)]
+    objects, counts = (
+        [*chain.from_iterable(full), *chain.from_iterable(map(dict.values, full))],
+        [*map(len, named)],
+    )
     if any(others):
         objects += chain.from_iterable(others)
         counts += map(len, others)
@@ -212,12 +253,16 @@ def _look(parts: list[dict[str, Any]]) -> Seen:
 
 
 _NAMED = operator.itemgetter("_parameters", "_buffers", "_modules")
-_OTHERS = operator.itemgetter("_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks")  # almost all are empty
+# almost all are empty
+_OTHERS = operator.itemgetter(
+    "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks"
+)
 _METHODS = ("state_dict", "_save_to_state_dict")
 
 
 def _has_plain_state(module: nn.Module) -> bool:
-    """Whether torch alone makes the module's ``state_dict``, of parameters and buffers only, or of FSDP2's shards of them."""
+    """Whether torch alone makes the module's ``state_dict``, of parameters and buffers only, or
+    of FSDP2's shards of them."""
     return all(
         _is_plain_kind(type(part))
         and not isinstance(part, torch.jit.ScriptModule)  # its members are not in its ``__dict__``
@@ -230,7 +275,8 @@ def _has_plain_state(module: nn.Module) -> bool:
 
 
 def _only_shards(hook: object) -> bool:
-    """Whether it is the hook with which FSDP2 puts its shards back in place of gathered parameters: always the same objects."""
+    """Whether it is the hook with which FSDP2 puts its shards back in place of gathered
+    parameters: always the same objects."""
     return getattr(hook, "__module__", "").startswith("torch.distributed.fsdp._fully_shard.")
 
 
@@ -243,9 +289,12 @@ def _is_plain_kind(kind: type[nn.Module]) -> bool:
 
 
 def metadata_for(module: nn.Module, metadata: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """A state's ``_metadata`` under the names of a live module, with what ``ModelState.tree`` left out."""
+    """A state's ``_metadata`` under the names of a live module, with what ``ModelState.tree``
+    left out."""
     names = [name for name, _ in module.named_modules(remove_duplicate=False)]
-    return OrderedDict((name, dict(metadata.get(canonical_name(module, name), _PLAIN_METADATA))) for name in names)
+    return OrderedDict(
+        (name, dict(metadata.get(canonical_name(module, name), _PLAIN_METADATA))) for name in names
+    )
 
 
 def _compact(module: nn.Module, metadata: Mapping[str, Any]) -> OrderedDict[str, Any]:
@@ -261,8 +310,9 @@ def _compact(module: nn.Module, metadata: Mapping[str, Any]) -> OrderedDict[str,
 class OwnLoading:
     """The outermost parts of a module that load in their own way, by canonical name.
 
-    Such a part may accept entries that do not look like its own: other shapes, values that are not tensors. To find out, the entries are
-    loaded into a copy of the part. The part may also keep what it is given, instead of copying it.
+    Such a part may accept entries that do not look like its own: other shapes, values that are not
+    tensors. To find out, the entries are loaded into a copy of the part. The part may also keep
+    what it is given, instead of copying it.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -277,18 +327,35 @@ class OwnLoading:
         return bool(self._parts)
 
     def part_of(self, name: str) -> str | None:
-        """The part that loads the entry ``name``, or the part of that name; None if torch loads it."""
-        return next((part for part in self._parts if not part or name == part or name.startswith(part + ".")), None)
+        """The part that loads the entry ``name``, or the part of that name; None if torch loads
+        it."""
+        return next(
+            (
+                part
+                for part in self._parts
+                if not part or name == part or name.startswith(part + ".")
+            ),
+            None,
+        )
 
     def takes(self, part: str, stored: Mapping[str, Any]) -> bool:
-        """Whether a part accepts its own entries in the state of the whole module. Nothing of the part is changed, and nothing is kept."""
+        """Whether a part accepts its own entries in the state of the whole module.
+
+        Nothing of the part is changed, and nothing is kept."""
         start = f"{part}." if part else ""
-        mine = OrderedDict((name.removeprefix(start), own(value)) for name, value in stored.items() if self.part_of(name) == part)
+        mine = OrderedDict(
+            (name.removeprefix(start), own(value))
+            for name, value in stored.items()
+            if self.part_of(name) == part
+        )
         metadata = getattr(stored, "_metadata", None)
         if metadata is not None:
             whole = metadata_for(self._module, metadata)
-            mine._metadata = OrderedDict(  # type: ignore[attr-defined]  # as nn.Module.state_dict sets it
-                (name.removeprefix(start) if name != part else "", value) for name, value in whole.items() if (name + ".").startswith(start)
+            # as nn.Module.state_dict sets it
+            mine._metadata = OrderedDict(  # type: ignore[attr-defined]
+                (name.removeprefix(start) if name != part else "", value)
+                for name, value in whole.items()
+                if (name + ".").startswith(start)
             )
         try:
             deepcopy(self._parts[part]).load_state_dict(mine, strict=False)
@@ -298,7 +365,8 @@ class OwnLoading:
 
 
 def loads_plainly(part: nn.Module) -> bool:
-    """Whether a module copies what it is given for its own parameters and buffers, and does nothing else with tensors."""
+    """Whether a module copies what it is given for its own parameters and buffers, and does
+    nothing else with tensors."""
     return (
         type(part).load_state_dict is nn.Module.load_state_dict
         and type(part)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
@@ -309,7 +377,8 @@ def loads_plainly(part: nn.Module) -> bool:
 
 
 def only_waits(hook: object) -> bool:
-    """Whether a hook on loading is a fence's: it waits for copies, and leaves what is loaded alone."""
+    """Whether a hook on loading is a fence's: it waits for copies, and leaves what is loaded
+    alone."""
     return bool(getattr(getattr(hook, "hook", hook), "only_waits", False))
 
 
@@ -320,12 +389,15 @@ def only_waits(hook: object) -> bool:
 _EXTRA = "_extra_state"
 
 
-def check_module(path: str, model: ModelState, stored: object, findings: Findings, frozen: object = None) -> None:
+def check_module(
+    path: str, model: ModelState, stored: object, findings: Findings, frozen: object = None
+) -> None:
     """Find out what of ``stored`` fits, and note the write that puts it into the module.
 
-    Hooks, extra state and versions work as in ``load_state_dict``. A tied tensor of the module is satisfied by any of its names. Entries
-    that a part loads in a way of its own fit if that part takes them. ``frozen`` are the names that the state leaves out, each on a line:
-    none of them is missing.
+    Hooks, extra state and versions work as in ``load_state_dict``. A tied tensor of the module is
+    satisfied by any of its names. Entries that a part loads in a way of its own fit if that part
+    takes them. ``frozen`` are the names that the state leaves out, each on a line: none of them is
+    missing.
     """
     if not isinstance(stored, dict):
         findings.mismatched.append(Mismatch(path, describe(stored), type(model.module).__name__))
@@ -335,19 +407,33 @@ def check_module(path: str, model: ModelState, stored: object, findings: Finding
     chosen: dict[str, object] = {}
     ties = _ties(live)
     metadata = getattr(stored, "_metadata", None)
-    if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(each, dict) for each in metadata.values())):
-        raise Corrupt(f"{path} has versions of modules in a form that no module wrote: restore another state")
+    if metadata is not None and not (
+        isinstance(metadata, dict) and all(isinstance(each, dict) for each in metadata.values())
+    ):
+        raise Corrupt(
+            f"{path} has versions of modules in a form that no module wrote: restore another state"
+        )
     own_loading = OwnLoading(model.module)
     left = {*frozen.split("\n")} if isinstance(frozen, str) else set()
     taken = _taken(own_loading, live, stored, findings)
     for name, target in live.items():
         here = join(path, name)
         if name in stored:
-            if findings.wants(here) and (_is_extra(name) or name in taken or findings.fits(here, stored[name], target)):
+            if findings.wants(here) and (
+                _is_extra(name) or name in taken or findings.fits(here, stored[name], target)
+            ):
                 chosen[name] = stored[name]
-        elif name not in left and not any(other in stored for other in ties.get(name, ())) and findings.selection.wants(here):
+        elif (
+            name not in left
+            and not any(other in stored for other in ties.get(name, ()))
+            and findings.selection.wants(here)
+        ):
             findings.missing.append(here)
-    findings.unexpected += [here for name in stored if name not in live and findings.selection.wants(here := join(path, name))]
+    findings.unexpected += [
+        here
+        for name in stored
+        if name not in live and findings.selection.wants(here := join(path, name))
+    ]
     _check_ties(path, chosen, ties, findings)
     findings.restored += [join(path, name) for name in chosen]
     if chosen:
@@ -356,12 +442,15 @@ def check_module(path: str, model: ModelState, stored: object, findings: Finding
         kept = {raw_names[name] for name in chosen if own_loading.part_of(name) is not None}
         for name, value in chosen.items():
             if name not in taken:
-                findings.overwrites(join(path, name), value, live[name], is_as_stored=not own_loading)
+                findings.overwrites(
+                    join(path, name), value, live[name], is_as_stored=not own_loading
+                )
         findings.writes.append(partial(_load, path, model.module, raw, targets, metadata, kept))
 
 
 def check_gradients(path: str, model: ModelState, stored: object, findings: Findings) -> None:
-    """Note the writes that set every parameter's gradient; a parameter without one in the state gets ``None``."""
+    """Note the writes that set every parameter's gradient; a parameter without one in the state
+    gets ``None``."""
     if not isinstance(stored, dict):
         findings.mismatched.append(Mismatch(path, describe(stored), "gradients by parameter"))
         return
@@ -381,15 +470,31 @@ def check_gradients(path: str, model: ModelState, stored: object, findings: Find
             findings.writes.append(partial(_set_gradient, parameter, gradient, findings))
 
 
-def _taken(own_loading: OwnLoading, live: Mapping[str, object], stored: Mapping[str, object], findings: Findings) -> set[str]:
-    """The names of entries that do not look like those of the module, but that the parts which load them accept."""
+def _taken(
+    own_loading: OwnLoading,
+    live: Mapping[str, object],
+    stored: Mapping[str, object],
+    findings: Findings,
+) -> set[str]:
+    """The names of entries that do not look like those of the module, but that the parts which
+    load them accept."""
     unlike: dict[str, list[str]] = {}
     for name, target in live.items() if own_loading else ():
         part = own_loading.part_of(name)
-        if part is not None and name in stored and not _is_extra(name) and not are_alike(target, stored[name]):
+        if (
+            part is not None
+            and name in stored
+            and not _is_extra(name)
+            and not are_alike(target, stored[name])
+        ):
             unlike.setdefault(part, []).append(name)
     # Before the bytes are there nobody can be asked: the check with the values does it.
-    return {name for part, names in unlike.items() if not findings.has_values or own_loading.takes(part, stored) for name in names}
+    return {
+        name
+        for part, names in unlike.items()
+        if not findings.has_values or own_loading.takes(part, stored)
+        for name in names
+    }
 
 
 def _load(
@@ -400,7 +505,8 @@ def _load(
     metadata: Mapping[str, Any] | None,
     kept: Collection[str],
 ) -> None:
-    """Load the state into the module; ``kept`` are names of entries that a part may keep as they are."""
+    """Load the state into the module; ``kept`` are names of entries that a part may keep as they
+    are."""
     state: OrderedDict[str, Any] = OrderedDict()
     for name, value in raw.items():
         if not isinstance(value, torch.Tensor):
@@ -412,18 +518,24 @@ def _load(
         else:
             state[name] = own(value) if name in kept or _is_extra(name) else value
     if metadata is not None:
-        state._metadata = metadata_for(module, metadata)  # type: ignore[attr-defined]  # as nn.Module.state_dict sets it
+        # as nn.Module.state_dict sets it
+        state._metadata = metadata_for(module, metadata)  # type: ignore[attr-defined]
     try:
         module.load_state_dict(state, strict=False)
     except Exception as exc:
-        raise InvalidInput(f"{path} ({type(module).__name__}) did not take its state and may be half changed: {exc}") from exc
+        raise InvalidInput(
+            f"{path} ({type(module).__name__}) did not take its state and may be half changed:"
+            f" {exc}"
+        ) from exc
 
 
 def _set_gradient(parameter: nn.Parameter, stored: Any, findings: Findings) -> None:
     if parameter.grad is not None and parameter.grad.dtype == stored.dtype:
         write_tensor(parameter.grad, stored)
     else:
-        found = cut_for(parameter, stored) if is_spread(parameter) and not is_spread(stored) else stored
+        found = (
+            cut_for(parameter, stored) if is_spread(parameter) and not is_spread(stored) else stored
+        )
         parameter.grad = findings.own(found.to(parameter.dtype), parameter.device)
 
 
@@ -436,12 +548,20 @@ def _ties(live: Mapping[str, object]) -> dict[str, list[str]]:
     return {name: names for names in by_id.values() if len(names) > 1 for name in names}
 
 
-def _check_ties(path: str, chosen: Mapping[str, object], ties: Mapping[str, list[str]], findings: Findings) -> None:
+def _check_ties(
+    path: str, chosen: Mapping[str, object], ties: Mapping[str, list[str]], findings: Findings
+) -> None:
     for name, names in ties.items():
         first = next((other for other in names if other in chosen), name)
-        if name in chosen and name != first and not _is_same(chosen[first], chosen[name], has_values=findings.has_values):
+        if (
+            name in chosen
+            and name != first
+            and not _is_same(chosen[first], chosen[name], has_values=findings.has_values)
+        ):
             tied = f"one tensor for {join(path, first)} and {join(path, name)}"
-            findings.mismatched.append(Mismatch(join(path, name), f"another value than {join(path, first)}", tied))
+            findings.mismatched.append(
+                Mismatch(join(path, name), f"another value than {join(path, first)}", tied)
+            )
 
 
 def _is_same(one: object, other: object, *, has_values: bool) -> bool:
@@ -455,7 +575,10 @@ def _is_same(one: object, other: object, *, has_values: bool) -> bool:
         return not lies_as(one, other) or _is_same(local_of(one), local_of(other), has_values=True)
     # As bytes: a NaN equals itself.
     return all(
-        torch.equal(mine.detach().contiguous().view(-1).view(torch.uint8), theirs.detach().contiguous().view(-1).view(torch.uint8))
+        torch.equal(
+            mine.detach().contiguous().view(-1).view(torch.uint8),
+            theirs.detach().contiguous().view(-1).view(torch.uint8),
+        )
         for mine, theirs in zip(plain_tensors(one), plain_tensors(other), strict=True)
     )
 
@@ -463,7 +586,9 @@ def _is_same(one: object, other: object, *, has_values: bool) -> bool:
 def _repeats(target: object) -> bool:
     if not isinstance(target, torch.Tensor) or target.layout is not torch.strided:
         return False
-    return any(stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True))
+    return any(
+        stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True)
+    )
 
 
 def _is_extra(name: str) -> bool:

@@ -1,6 +1,7 @@
 """An optimizer's state by the names of its parameters, as a plain tree.
 
-Torch numbers parameters by their order; names survive another order, an unfrozen layer, or another wrapper.
+Torch numbers parameters by their order; names survive another order, an unfrozen layer, or another
+wrapper.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ CLASS = "optimizer_class"
 """The name under which an optimizer's tree records the class that made it."""
 
 INNER = "inner"
-"""The name under which an optimizer's tree has those of the optimizers that it uses and leaves out of its own state, by attribute."""
+"""The name under which an optimizer's tree has those of the optimizers that it uses and leaves
+out of its own state, by attribute."""
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
-    """Whether torch's hooks can be put on it: not on a wrapper that never called ``Optimizer.__init__``."""
-    return "_optimizer_step_pre_hooks" in vars(optimizer) and "_optimizer_load_state_dict_pre_hooks" in vars(optimizer)
+    """Whether torch's hooks can be put on it: not on a wrapper that never called
+    ``Optimizer.__init__``."""
+    return "_optimizer_step_pre_hooks" in vars(
+        optimizer
+    ) and "_optimizer_load_state_dict_pre_hooks" in vars(optimizer)
 
 
 def with_inner(optimizer: Optimizer) -> Iterator[Optimizer]:
@@ -41,25 +46,38 @@ def with_inner(optimizer: Optimizer) -> Iterator[Optimizer]:
     found = [optimizer]
     for each in found:
         yield each
-        found += [inner for inner in vars(each).values() if isinstance(inner, Optimizer) and not any(inner is other for other in found)]
+        found += [
+            inner
+            for inner in vars(each).values()
+            if isinstance(inner, Optimizer) and not any(inner is other for other in found)
+        ]
 
 
 def left_out(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """The optimizers among the attributes of a ``bare`` one whose state is not in its ``state_dict``, as SAM leaves out its base optimizer.
+    """The optimizers among the attributes of a ``bare`` one whose state is not in its
+    ``state_dict``, as SAM leaves out its base optimizer.
 
     Only torch's own ``state_dict`` is known to leave them out.
     """
     members = vars(optimizer)
     hooks = (members.get(f"_optimizer_state_dict_{when}_hooks") for when in ("pre", "post"))
-    if type(optimizer).state_dict is not Optimizer.state_dict or "state_dict" in members or any(hooks):
+    if (
+        type(optimizer).state_dict is not Optimizer.state_dict
+        or "state_dict" in members
+        or any(hooks)
+    ):
         return {}
     inner = {name: found for name, found in members.items() if isinstance(found, Optimizer)}
-    return {name: found for name, found in inner.items() if getattr(found, "state", optimizer.state) is not optimizer.state}
+    return {
+        name: found
+        for name, found in inner.items()
+        if getattr(found, "state", optimizer.state) is not optimizer.state
+    }
 
 
 def bare(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that owns the state: a wrapper that only passes on the state of another (Accelerate's, for example) stands for that
-    one.
+    """The optimizer that owns the state: a wrapper that only passes on the state of another
+    (Accelerate's, for example) stands for that one.
     """
     if not has_hooks(optimizer):
         for inner in with_inner(optimizer):
@@ -69,10 +87,18 @@ def bare(optimizer: Optimizer) -> Optimizer:
 
 
 def class_of(optimizer: Optimizer) -> str:
-    """The class of the state: torch's class if the optimizer derives from one, else its own name, with the class that it wraps."""
+    """The class of the state: torch's class if the optimizer derives from one, else its own
+    name, with the class that it wraps."""
     optimizer = bare(optimizer)
     kind = type(optimizer)
-    base = next((each for each in kind.__mro__ if each.__module__.startswith("torch.optim.") and each is not Optimizer), None)
+    base = next(
+        (
+            each
+            for each in kind.__mro__
+            if each.__module__.startswith("torch.optim.") and each is not Optimizer
+        ),
+        None,
+    )
     if base is not None:
         return f"torch.optim.{base.__name__}"
     inner = next((each for each in with_inner(optimizer) if each is not optimizer), None)
@@ -85,29 +111,50 @@ def check_optimizer_form(path: str, optimizer: Optimizer) -> None:
     Only those are known in advance that libraries in wide use have.
 
     :raises InvalidInput: it has no parameter groups or no state; says what to track instead.
-    :raises Unsupported: its state will hold objects that cannot be stored, or this rank has only a part of its state.
+    :raises Unsupported: its state will hold objects that cannot be stored, or this rank has only a
+        part of its state.
     """
-    zero: Any = getattr(sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer"), "ZeroRedundancyOptimizer", None)
+    zero: Any = getattr(
+        sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer"),
+        "ZeroRedundancyOptimizer",
+        None,
+    )
     if zero is not None and any(isinstance(each, zero) for each in with_inner(optimizer)):
         raise Unsupported(
-            f"{path} is a ZeroRedundancyOptimizer, which is not supported: shard the model with torch.distributed.fsdp.fully_shard, or use"
-            " a plain optimizer, such as torch.optim.AdamW"
+            f"{path} is a ZeroRedundancyOptimizer, which is not supported: shard the model with"
+            " torch.distributed.fsdp.fully_shard, or use a plain optimizer, such as"
+            " torch.optim.AdamW"
         )
-    groups, name, made_in = getattr(optimizer, "param_groups", None), type(optimizer).__name__, type(optimizer).__module__
+    groups, name, made_in = (
+        getattr(optimizer, "param_groups", None),
+        type(optimizer).__name__,
+        type(optimizer).__module__,
+    )
     if not isinstance(groups, list) or not isinstance(getattr(optimizer, "state", None), Mapping):
         others = [name for name, found in vars(optimizer).items() if isinstance(found, Optimizer)]
         hint = f"track its .{others[0]}" if others else "track the optimizer that it wraps"
-        raise InvalidInput(f"{path} is a {name}, an optimizer without param_groups and state: {hint} instead")
-    projector: Any = getattr(sys.modules.get("galore_torch.galore_projector"), "GaLoreProjector", None)
-    if made_in.startswith("galore_torch.") and any("rank" in group for group in groups) and encoder_of(projector) is None:
-        raise Unsupported(
-            f"{path} is a {name}, and its state will hold a GaLoreProjector for each parameter, which has no safe encoding: call"
-            " datastates.register_encoder(GaLoreProjector, name, encode, decode) first"
+        raise InvalidInput(
+            f"{path} is a {name}, an optimizer without param_groups and state: {hint} instead"
         )
-    if made_in.startswith("torchao.") and any(is_spread(each) for group in groups for each in group["params"]):
+    projector: Any = getattr(
+        sys.modules.get("galore_torch.galore_projector"), "GaLoreProjector", None
+    )
+    if (
+        made_in.startswith("galore_torch.")
+        and any("rank" in group for group in groups)
+        and encoder_of(projector) is None
+    ):
         raise Unsupported(
-            f"{path} is a {name} of DTensors, and its state will hold DTensors of quantized tensors, which are not stored: use an"
-            " optimizer of torch.optim with FSDP"
+            f"{path} is a {name}, and its state will hold a GaLoreProjector for each parameter,"
+            " which has no safe encoding: call datastates.register_encoder(GaLoreProjector, name,"
+            " encode, decode) first"
+        )
+    if made_in.startswith("torchao.") and any(
+        is_spread(each) for group in groups for each in group["params"]
+    ):
+        raise Unsupported(
+            f"{path} is a {name} of DTensors, and its state will hold DTensors of quantized"
+            " tensors, which are not stored: use an optimizer of torch.optim with FSDP"
         )
 
 
@@ -126,8 +173,9 @@ Tree = Mapping[str, Any]
 
 
 class OptimizerState:
-    """One tracked optimizer. As long as its parameters and the tensors of its state are the same objects, and names are found
-    in the same places, ``tree`` returns the very same ``state`` and names; the options of its groups are read every time.
+    """One tracked optimizer. As long as its parameters and the tensors of its state are the same
+    objects, and names are found in the same places, ``tree`` returns the very same ``state`` and
+    names; the options of its groups are read every time.
     """
 
     __slots__ = ("_class", "_labels", "_names", "_seen", "_state", "_trees", "optimizer")
@@ -144,11 +192,16 @@ class OptimizerState:
     def tree(self, names: Callable[[], Names], trees: Seen, labels: object) -> dict[str, object]:
         """The result of ``optimizer_tree``; do not change ``state`` and ``params`` in it.
 
-        ``names()`` is called when the parameters change, or when the sources of names (``trees`` and ``labels``) change.
+        ``names()`` is called when the parameters change, or when the sources of names (``trees``
+        and ``labels``) change.
         """
         seen = _look(self.optimizer)
         if seen is not None and self._is_as_it_was(seen, trees, labels):
-            return {"state": self._state, "param_groups": _groups(self.optimizer, self._names), CLASS: self._class}
+            return {
+                "state": self._state,
+                "param_groups": _groups(self.optimizer, self._names),
+                CLASS: self._class,
+            }
         if seen is not None and not _says_all(self.optimizer):
             seen = None
         self._names, self._trees, self._labels, self._seen = names(), trees, labels, seen
@@ -164,39 +217,56 @@ class OptimizerState:
 
     @property
     def lasting(self) -> list[object]:
-        """The parts of ``tree`` that the next one has too, unless something changes: ``state`` and the names of the groups."""
+        """The parts of ``tree`` that the next one has too, unless something changes: ``state``
+        and the names of the groups."""
         return [] if self._state is None else [self._state, *self._names]
 
 
 def _look(optimizer: Optimizer) -> Seen | None:
-    """Every parameter and every entry of the state by name and object; None if its state has another form."""
+    """Every parameter and every entry of the state by name and object; None if its state has
+    another form."""
     state, groups = optimizer.state, optimizer.param_groups
     entries = list(state.values())
     if not is_plain(optimizer) or not _DICT.issuperset(map(type, entries)):
         return None
     rows = [group["params"] for group in groups]
-    objects = [*state, *chain.from_iterable(entries), *chain.from_iterable(map(dict.values, entries)), *groups, *chain.from_iterable(rows)]
+    objects = [
+        *state,
+        *chain.from_iterable(entries),
+        *chain.from_iterable(map(dict.values, entries)),
+        *groups,
+        *chain.from_iterable(rows),
+    ]
     return Seen(objects, [*map(len, entries), *map(len, rows)])
 
 
 def _says_all(optimizer: Optimizer) -> bool:
-    """Whether the objects that ``_look`` finds say all of the state, which they do if all are tensors: a list may change in place."""
-    return kinds().issuperset(map(type, chain.from_iterable(map(dict.values, optimizer.state.values()))))
+    """Whether the objects that ``_look`` finds say all of the state, which they do if all are
+    tensors: a list may change in place."""
+    return kinds().issuperset(
+        map(type, chain.from_iterable(map(dict.values, optimizer.state.values())))
+    )
 
 
 _DICT = frozenset({dict})
 
 
 def optimizer_tree(optimizer: Optimizer, names: Names) -> dict[str, object]:
-    """``{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}], CLASS: "torch.optim.Adam"}`` with the live tensors.
+    """``{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}], CLASS:
+    "torch.optim.Adam"}`` with the live tensors.
 
-    The state of a parameter that is in no group any more is left out. An optimizer with a ``state_dict`` of its own is asked for
-    it, and the numbers in it are replaced by names if it has torch's form.
+    The state of a parameter that is in no group any more is left out. An optimizer with a
+    ``state_dict`` of its own is asked for it, and the numbers in it are replaced by names if it has
+    torch's form.
     """
     if not is_plain(optimizer):
         return {**_named(optimizer.state_dict(), names), CLASS: class_of(optimizer)}
     rows = zip(optimizer.param_groups, names, strict=True)
-    name_of = {id(parameter): name for group, row in rows for parameter, name in zip(group["params"], row, strict=True)}
+    name_of = {
+        id(parameter): name
+        for group, row in rows
+        for parameter, name in zip(group["params"], row, strict=True)
+    }
     entries: Mapping[Any, Any] = optimizer.state
     state: dict[object, object] = {}
     for key, entry in entries.items():
@@ -207,7 +277,10 @@ def optimizer_tree(optimizer: Optimizer, names: Names) -> dict[str, object]:
 
 
 def _groups(optimizer: Optimizer, names: Names) -> list[dict[str, object]]:
-    return [{**options_of(group), "params": row} for group, row in zip(optimizer.param_groups, names, strict=True)]
+    return [
+        {**options_of(group), "params": row}
+        for group, row in zip(optimizer.param_groups, names, strict=True)
+    ]
 
 
 def options_of(group: Tree) -> dict[str, Any]:
@@ -216,21 +289,31 @@ def options_of(group: Tree) -> dict[str, Any]:
 
 
 def is_plain(optimizer: Optimizer) -> bool:
-    """Whether the optimizer keeps its state as torch's base class does, so that it can be read and written directly."""
+    """Whether the optimizer keeps its state as torch's base class does, so that it can be read
+    and written directly."""
     kind = type(optimizer)
-    hooks = [getattr(optimizer, f"_optimizer_state_dict_{when}_hooks", None) for when in ("pre", "post")]
-    return kind.state_dict is Optimizer.state_dict and kind.load_state_dict is Optimizer.load_state_dict and not any(hooks)
+    hooks = [
+        getattr(optimizer, f"_optimizer_state_dict_{when}_hooks", None) for when in ("pre", "post")
+    ]
+    return (
+        kind.state_dict is Optimizer.state_dict
+        and kind.load_state_dict is Optimizer.load_state_dict
+        and not any(hooks)
+    )
 
 
 def numbered(optimizer: Optimizer, names: Names, stored: Tree) -> dict[str, Any]:
-    """A stored tree in the form that the optimizer's own ``load_state_dict`` takes; shares no memory with ``stored``."""
+    """A stored tree in the form that the optimizer's own ``load_state_dict`` takes; shares no
+    memory with ``stored``."""
     tree: dict[str, Any] = own({key: value for key, value in stored.items() if key != CLASS})
     number_of = _numbers_by_name(optimizer.state_dict(), names)
     if number_of is None:
         return tree
     tree["state"] = {number_of.get(key, key): entry for key, entry in tree["state"].items()}
     by_names = {frozenset(group["params"]): group for group in tree["param_groups"]}
-    tree["param_groups"] = [{**by_names[frozenset(row)], "params": [number_of[name] for name in row]} for row in names]
+    tree["param_groups"] = [
+        {**by_names[frozenset(row)], "params": [number_of[name] for name in row]} for row in names
+    ]
     return tree
 
 
@@ -240,19 +323,33 @@ def _named(state: dict[str, Any], names: Names) -> dict[str, object]:
         return state
     name_of = {number: name for name, number in reversed(number_of.items())}
     entries = {name_of.get(key, key): entry for key, entry in state["state"].items()}
-    groups = [{**group, "params": list(row)} for group, row in zip(state["param_groups"], names, strict=True)]
+    groups = [
+        {**group, "params": list(row)}
+        for group, row in zip(state["param_groups"], names, strict=True)
+    ]
     return {**state, "state": entries, "param_groups": groups}
 
 
 def _numbers_by_name(state: Tree, names: Names) -> dict[str, Any] | None:
     """The number of each parameter in a ``state_dict``; None if it does not have torch's form."""
     groups = state.get("param_groups")
-    if not isinstance(groups, list) or not isinstance(state.get("state"), dict) or len(groups) != len(names):
+    if (
+        not isinstance(groups, list)
+        or not isinstance(state.get("state"), dict)
+        or len(groups) != len(names)
+    ):
         return None
     rows = [group.get("params") for group in groups]
-    if any(not isinstance(row, list) or len(row) != len(name) for row, name in zip(rows, names, strict=True)):
+    if any(
+        not isinstance(row, list) or len(row) != len(name)
+        for row, name in zip(rows, names, strict=True)
+    ):
         return None
-    return {name: number for row, group in zip(names, rows, strict=True) for name, number in zip(row, group, strict=True)}
+    return {
+        name: number
+        for row, group in zip(names, rows, strict=True)
+        for name, number in zip(row, group, strict=True)
+    }
 
 
 # Restoring a stored state into a live optimizer, fresh or used: matched by names, in place, and
@@ -260,10 +357,20 @@ def _numbers_by_name(state: Tree, names: Names) -> dict[str, Any] | None:
 
 
 HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Options that say how this process computes a step, not what it computes. A restore leaves them, so a state of a GPU fits a CPU."""
+"""Options that say how this process computes a step, not what it computes.
+
+A restore leaves them, so a state of a GPU fits a CPU."""
 
 _SHAPED = frozenset(
-    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg"}
+    {
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "exp_inf",
+        "momentum_buffer",
+        "square_avg",
+        "grad_avg",
+    }
     | {"acc_delta", "sum", "ax", "prev", "step_size", "variance"}
 )
 """The keys of torch's own optimizers whose tensors have the shape of their parameter."""
@@ -279,14 +386,18 @@ def check_optimizer(
 ) -> None:
     """Find out what of ``stored`` fits, and note the writes that put it into ``optimizer``.
 
-    Existing tensors that fit are overwritten; others are made with the dtype that the state has, and never cast as torch's
-    ``load_state_dict`` does. Parameters are matched by name, or by order if nothing tracked names them. The state of another class of
-    optimizer never fits.
+    Existing tensors that fit are overwritten; others are made with the dtype that the state has,
+    and never cast as torch's ``load_state_dict`` does. Parameters are matched by name, or by order
+    if nothing tracked names them. The state of another class of optimizer never fits.
 
-    The state of a parameter is restored completely or not at all. ``lost`` are the ids of parameters that are not restored themselves:
-    their state is left out.
+    The state of a parameter is restored completely or not at all. ``lost`` are the ids of
+    parameters that are not restored themselves: their state is left out.
     """
-    if not (isinstance(stored, dict) and isinstance(stored.get("state"), dict) and isinstance(stored.get("param_groups"), list)):
+    if not (
+        isinstance(stored, dict)
+        and isinstance(stored.get("state"), dict)
+        and isinstance(stored.get("param_groups"), list)
+    ):
         findings.mismatched.append(Mismatch(path, describe(stored), type(optimizer).__name__))
         return
     optimizer = bare(optimizer)
@@ -311,21 +422,41 @@ def check_optimizer(
 class _Check:
     """The check of one optimizer against one stored tree."""
 
-    def __init__(self, path: str, optimizer: Optimizer, names: Names, stored: Tree, findings: Findings, lost: Collection[int]) -> None:
-        self.path, self.optimizer, self.names, self.findings, self.lost = path, optimizer, names, findings, lost
+    def __init__(
+        self,
+        path: str,
+        optimizer: Optimizer,
+        names: Names,
+        stored: Tree,
+        findings: Findings,
+        lost: Collection[int],
+    ) -> None:
+        self.path, self.optimizer, self.names, self.findings, self.lost = (
+            path,
+            optimizer,
+            names,
+            findings,
+            lost,
+        )
         self.stored = stored
         self.stored_groups: list[dict[str, Any]] = stored["param_groups"]
         self.stored_state: dict[Any, Any] = stored["state"]
         self.stored_names: Names = [list(group["params"]) for group in self.stored_groups]
 
     def align_by_position(self) -> bool:
-        """If either side names parameters only by position, use the state's names in order; returns whether that works."""
-        if not (_is_positional(self.names) or _is_positional(self.stored_names)) or self.names == self.stored_names:
+        """If either side names parameters only by position, use the state's names in order;
+        returns whether that works."""
+        if (
+            not (_is_positional(self.names) or _is_positional(self.stored_names))
+            or self.names == self.stored_names
+        ):
             return True
         if list(map(len, self.names)) != list(map(len, self.stored_names)):
             here, there = ([len(row) for row in rows] for rows in (self.names, self.stored_names))
             note = Mismatch(
-                self.path, f"groups of {there} parameters", f"groups of {here}, without names: restore it together with its module"
+                self.path,
+                f"groups of {there} parameters",
+                f"groups of {here}, without names: restore it together with its module",
             )
             self.findings.mismatched.append(note)
             return False
@@ -333,12 +464,15 @@ class _Check:
         return True
 
     def as_a_whole(self) -> None:
-        """Leave the writing to the optimizer's own ``load_state_dict``, which takes the whole stored tree."""
+        """Leave the writing to the optimizer's own ``load_state_dict``, which takes the whole
+        stored tree."""
         leaves = leaf_paths(self.stored, self.path)
         known, there = _all(self.names), _all(self.stored_names)
         self.findings.missing += [self._state_path(name) for name in known if name not in there]
         self.findings.unexpected += [self._state_path(name) for name in there if name not in known]
-        if known.keys() == there.keys() and {frozenset(row) for row in self.names} != {frozenset(row) for row in self.stored_names}:
+        if known.keys() == there.keys() and {frozenset(row) for row in self.names} != {
+            frozenset(row) for row in self.stored_names
+        }:
             self._note_partition(0)
         elif self.findings.is_wanted_whole(self.path, leaves):
             if known.keys() != there.keys() or self._loses_some():
@@ -350,17 +484,27 @@ class _Check:
     def _load(self) -> None:
         self.optimizer.load_state_dict(numbered(self.optimizer, self.names, self.stored))
 
-    # --- parameter groups --------------------------------------------------------------------------------------------------
+    # --- parameter groups -------------------------------------------------------------------------
 
     def groups(self) -> None:
         """Match the groups by their parameters, and note the writes of their options."""
         known, stored = _all(self.names), _all(self.stored_names)
-        self.findings.missing += [p for name in known if name not in stored and self._asks(p := self._state_path(name))]
-        others = [p for name in stored if name not in known and self._asks(p := self._state_path(name))]
+        self.findings.missing += [
+            p for name in known if name not in stored and self._asks(p := self._state_path(name))
+        ]
+        others = [
+            p for name in stored if name not in known and self._asks(p := self._state_path(name))
+        ]
         self.findings.unexpected += others
         if others and len(self.stored_names) > len(self.names):
-            groups = f"{self.path} has {len(self.names)} of the state's {len(self.stored_names)} parameter groups"
-            self.findings.hints.append(f"{groups}: call add_param_group for the rest before restoring, or pass strict=False to go without")
+            groups = (
+                f"{self.path} has {len(self.names)} of the state's {len(self.stored_names)}"
+                " parameter groups"
+            )
+            self.findings.hints.append(
+                f"{groups}: call add_param_group for the rest before restoring, or pass"
+                " strict=False to go without"
+            )
         free = dict(enumerate(map(set, self.stored_names)))
         for index, row in enumerate(self.names):
             match = next((j for j, names in free.items() if names == set(row)), None)
@@ -385,8 +529,13 @@ class _Check:
     def _note_partition(self, index: int) -> None:
         path = join(join(self.path, "param_groups"), index)
         if self._asks(path, join(path, "params")):
-            groups = f"{len(self.names)} groups that divide the parameters in another way: call add_param_group before restoring"
-            self.findings.mismatched.append(Mismatch(path, f"a group of {len(self.stored_names[index])} parameters", groups))
+            groups = (
+                f"{len(self.names)} groups that divide the parameters in another way: call"
+                " add_param_group before restoring"
+            )
+            self.findings.mismatched.append(
+                Mismatch(path, f"a group of {len(self.stored_names[index])} parameters", groups)
+            )
 
     def _options(self, index: int, live: dict[str, Any]) -> None:
         path = join(join(self.path, "param_groups"), index)
@@ -397,16 +546,24 @@ class _Check:
                 self.findings.restored.append(join(path, key))
                 self.findings.writes.append(partial(set_option, live, key, value))
 
-    # --- state of the parameters -------------------------------------------------------------------------------------------
+    # --- state of the parameters ------------------------------------------------------------------
 
     def state(self) -> None:
-        """Note the writes of the state. A parameter for which the stored optimizer had no state loses its own."""
+        """Note the writes of the state.
+
+        A parameter for which the stored optimizer had no state loses its own."""
         parameters = {name: (parameter, group) for name, parameter, group in self._parameters()}
         stored_names = _all(self.stored_names)
-        if isinstance(self.optimizer, LBFGS) and (list(parameters) != list(stored_names) or self._loses_some()):
+        if isinstance(self.optimizer, LBFGS) and (
+            list(parameters) != list(stored_names) or self._loses_some()
+        ):
             if self._asks(join(self.path, "state")):
                 self.findings.mismatched.append(
-                    Mismatch(self.path, "other parameters, or another order of them", "an LBFGS, whose state depends on all of them")
+                    Mismatch(
+                        self.path,
+                        "other parameters, or another order of them",
+                        "an LBFGS, whose state depends on all of them",
+                    )
                 )
             return
         for name, entry in self.stored_state.items():
@@ -416,7 +573,11 @@ class _Check:
                 self.findings.restored.append(path)
                 self.findings.writes.append(partial(self._write_other, name, entry))
         for name, (parameter, _) in parameters.items():
-            is_gone = name in stored_names and name not in self.stored_state and id(parameter) not in self.lost
+            is_gone = (
+                name in stored_names
+                and name not in self.stored_state
+                and id(parameter) not in self.lost
+            )
             if is_gone and self.findings.wants(self._state_path(name)):
                 self.findings.writes.append(partial(self.optimizer.state.pop, parameter, None))
 
@@ -426,16 +587,21 @@ class _Check:
             self.findings.mismatched.append(Mismatch(path, describe(entry), "a dict"))
             return
         live = self.optimizer.state.get(parameter, {})
-        chosen = {key: value for key, value in entry.items() if self.findings.wants(join(path, key))}
+        chosen = {
+            key: value for key, value in entry.items() if self.findings.wants(join(path, key))
+        }
         is_whole = len(chosen) == len(entry) and self.findings.selection.wants(path)
         if id(parameter) in self.lost and chosen:
             self._note_lost(path)
             return
-        if not all(self._fits(join(path, key), key, value, parameter) for key, value in chosen.items()):
+        if not all(
+            self._fits(join(path, key), key, value, parameter) for key, value in chosen.items()
+        ):
             return
         if chosen and not entry.keys() <= {*chosen, *live}:
             raise InvalidInput(
-                f"only={self.findings.selection.patterns!r} asks for a part of {path}, and the rest is not there: ask for {path!r}"
+                f"only={self.findings.selection.patterns!r} asks for a part of {path}, and the rest"
+                f" is not there: ask for {path!r}"
             )
         for key, value in chosen.items():
             self.findings.restored += leaf_paths(value, join(path, key))
@@ -446,7 +612,9 @@ class _Check:
             elif _lies_with(key, value, parameter):
                 self.findings.made_like(value, parameter)
         if chosen or is_whole:
-            self.findings.writes.append(partial(self._write_entry, parameter, group, live, chosen, apart, is_whole=is_whole))
+            self.findings.writes.append(
+                partial(self._write_entry, parameter, group, live, chosen, apart, is_whole=is_whole)
+            )
 
     def _fits(self, path: str, key: object, value: object, parameter: torch.Tensor) -> bool:
         if not isinstance(value, torch.Tensor) or isinstance(self.optimizer, LBFGS):
@@ -460,29 +628,59 @@ class _Check:
             expected = torch.Size((*parameter.shape[:-2], 1, parameter.shape[-1]))
         if expected is None or value.shape == expected:
             return True
-        self.findings.mismatched.append(Mismatch(path, describe(value), f"a parameter of shape {tuple(parameter.shape)}"))
+        self.findings.mismatched.append(
+            Mismatch(path, describe(value), f"a parameter of shape {tuple(parameter.shape)}")
+        )
         return False
 
     def _write_entry(
-        self, parameter: torch.Tensor, group: Tree, live: dict[Any, Any], chosen: Tree, apart: Collection[object], *, is_whole: bool
+        self,
+        parameter: torch.Tensor,
+        group: Tree,
+        live: dict[Any, Any],
+        chosen: Tree,
+        apart: Collection[object],
+        *,
+        is_whole: bool,
     ) -> None:
-        fresh = {key: self._written(parameter, group, key, live.get(key), value, is_apart=key in apart) for key, value in chosen.items()}
+        fresh = {
+            key: self._written(parameter, group, key, live.get(key), value, is_apart=key in apart)
+            for key, value in chosen.items()
+        }
         if is_whole:
             live.clear()
         live.update(fresh)
         self.optimizer.state[parameter] = live
 
-    def _written(self, parameter: torch.Tensor, group: Tree, key: object, live: object, stored: object, *, is_apart: bool) -> object:
+    def _written(
+        self,
+        parameter: torch.Tensor,
+        group: Tree,
+        key: object,
+        live: object,
+        stored: object,
+        *,
+        is_apart: bool,
+    ) -> object:
         if not isinstance(stored, torch.Tensor):
             return self.findings.own(stored, parameter.device)
         if isinstance(live, torch.Tensor) and not is_apart and are_alike(live, stored):
             write_tensor(live, stored)
             return live
         if not is_spread(stored) and is_spread(parameter) and stored.dim():
-            made = cut_for(parameter, stored) if _lies_with(key, stored, parameter) else on_all(parameter, stored)
+            made = (
+                cut_for(parameter, stored)
+                if _lies_with(key, stored, parameter)
+                else on_all(parameter, stored)
+            )
             return self.findings.own(made, parameter.device)
-        if id(parameter) in self.findings.converted_ids and stored.dim() and stored.is_floating_point():
-            stored = stored.to(parameter.dtype)  # torch's optimizers compute in the dtype of the parameter
+        if (
+            id(parameter) in self.findings.converted_ids
+            and stored.dim()
+            and stored.is_floating_point()
+        ):
+            # torch's optimizers compute in the dtype of the parameter
+            stored = stored.to(parameter.dtype)
         if isinstance(live, torch.Tensor):
             return self.findings.own(stored, live.device)
         return self.findings.own(stored, _home(self.optimizer, group, key, parameter))
@@ -490,13 +688,19 @@ class _Check:
     def _write_other(self, key: Any, entry: object) -> None:
         self.optimizer.state[key] = self.findings.own(entry)
 
-    # --- helpers -----------------------------------------------------------------------------------------------------------
+    # --- helpers ----------------------------------------------------------------------------------
 
     def _loses_some(self) -> bool:
-        return any(id(each) in self.lost for group in self.optimizer.param_groups for each in group["params"])
+        return any(
+            id(each) in self.lost
+            for group in self.optimizer.param_groups
+            for each in group["params"]
+        )
 
     def _note_lost(self, path: str) -> None:
-        self.findings.mismatched.append(Mismatch(path, "what belongs to other parameters", "parameters that are not restored"))
+        self.findings.mismatched.append(
+            Mismatch(path, "what belongs to other parameters", "parameters that are not restored")
+        )
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor, Tree]]:
         for group, row in zip(self.optimizer.param_groups, self.names, strict=True):
@@ -511,15 +715,21 @@ class _Check:
 
 
 def _lies_with(key: object, stored: object, parameter: torch.Tensor) -> bool:
-    """Whether the optimizer lays this out over the ranks as its parameter, so that each rank has a part. All ranks have a counter whole."""
+    """Whether the optimizer lays this out over the ranks as its parameter, so that each rank has
+    a part. All ranks have a counter whole."""
     if not is_spread(parameter) or not isinstance(stored, torch.Tensor):
         return False
     return stored.shape == parameter.shape and (key in _SHAPED or stored.dim() > 0)
 
 
 def _home(optimizer: Optimizer, group: Tree, key: object, parameter: torch.Tensor) -> torch.device:
-    """Where torch's optimizers keep a state tensor: counters on the CPU, unless the whole step runs on the device."""
-    if key == "step" and not isinstance(optimizer, ASGD) and not (group.get("capturable") or group.get("fused")):
+    """Where torch's optimizers keep a state tensor: counters on the CPU, unless the whole step
+    runs on the device."""
+    if (
+        key == "step"
+        and not isinstance(optimizer, ASGD)
+        and not (group.get("capturable") or group.get("fused"))
+    ):
         return torch.device("cpu")
     if key == "mu_product" and not group.get("capturable"):
         return torch.device("cpu")
@@ -527,7 +737,8 @@ def _home(optimizer: Optimizer, group: Tree, key: object, parameter: torch.Tenso
 
 
 def set_option(group: dict[str, Any], key: str, stored: Any) -> None:
-    """Set an option in the form that the group has: a learning rate that is a tensor stays that tensor."""
+    """Set an option in the form that the group has: a learning rate that is a tensor stays that
+    tensor."""
     live = group.get(key)
     if isinstance(live, torch.Tensor) and isinstance(stored, torch.Tensor | int | float):
         with torch.no_grad():
@@ -544,7 +755,9 @@ def _all(rows: Names) -> dict[str, None]:
 
 
 def _is_positional(rows: Names) -> bool:
-    return all(name == positional_name(i, j) for i, row in enumerate(rows) for j, name in enumerate(row))
+    return all(
+        name == positional_name(i, j) for i, row in enumerate(rows) for j, name in enumerate(row)
+    )
 
 
 # The state of a ``GradScaler``: read without waiting for its device, and restored where either
@@ -552,13 +765,21 @@ def _is_positional(rows: Names) -> bool:
 
 
 def state_of_scaler(found: Any) -> dict[str, object] | None:
-    """The state in its ``state_dict``, with numbers that arrive later; None: it is not such an object, and is asked like any other."""
-    if not isinstance(found, torch.amp.GradScaler) or type(found).state_dict is not torch.amp.GradScaler.state_dict:
+    """The state in its ``state_dict``, with numbers that arrive later; None: it is not such an
+    object, and is asked like any other."""
+    if (
+        not isinstance(found, torch.amp.GradScaler)
+        or type(found).state_dict is not torch.amp.GradScaler.state_dict
+    ):
         return None
     if not found.is_enabled():  # it has none of the attributes below
         return None
     scale, tracker = found._scale, found._growth_tracker
-    if scale is None or tracker is None or not (devices().is_on(scale) and devices().is_on(tracker)):
+    if (
+        scale is None
+        or tracker is None
+        or not (devices().is_on(scale) and devices().is_on(tracker))
+    ):
         return None
     return {
         "scale": Number(scale, float),
@@ -570,11 +791,15 @@ def state_of_scaler(found: Any) -> dict[str, object] | None:
 
 
 def why_anew(live: object, stored: object) -> str | None:
-    """Why a scaler is left as the script made it, in a restore; None if it takes the state, or is none of torch's.
+    """Why a scaler is left as the script made it, in a restore; None if it takes the state, or is
+    none of torch's.
 
     A scaler that is switched off has no state, and takes none.
     """
-    if not isinstance(live, torch.amp.GradScaler) or type(live).load_state_dict is not torch.amp.GradScaler.load_state_dict:
+    if (
+        not isinstance(live, torch.amp.GradScaler)
+        or type(live).load_state_dict is not torch.amp.GradScaler.load_state_dict
+    ):
         return None
     if live.is_enabled() and stored == {}:
         return "was switched off in the state, and begins anew"

@@ -1,4 +1,5 @@
-"""One pass over the data: which sources keep their place by themselves, and how the place in any other is found again."""
+"""One pass over the data: which sources keep their place by themselves, and how the place in any
+other is found again."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ __all__ = ["Pass", "fingerprint", "keeping_generators"]
 _logger = logging.getLogger(__name__)
 
 _LOOKS = 16
-"""How many batches of a pass are checked for random numbers drawn by reading ahead; each check costs a quarter of a millisecond."""
+"""How many batches of a pass are checked for random numbers drawn by reading ahead; each check
+costs a quarter of a millisecond."""
 
 _MOST_PARTS = 32
 """The most objects in a batch that its fingerprint depends on."""
@@ -62,13 +64,15 @@ _BEGUN_AGAIN = (Kind.REPLAYED, Kind.AHEAD)
 
 
 class Pass:
-    """One iteration over ``source``, from ``place`` on if one is given; ``place`` then says how far it has come.
+    """One iteration over ``source``, from ``place`` on if one is given; ``place`` then says how far
+    it has come.
 
-    ``order``, ``is_outside`` and ``spans`` are for what counts epochs: how many others began before it in its epoch, whether it was asked
-    for before the epochs began, and whether it may go on from one to the next. ``limit`` is the most batches of the pass.
-    ``is_checked``: whether a replayed batch must be the one that was used.
-    A DataLoader draws the seed of its workers from torch's generator when its iterator is made. A pass that goes on had done so before
-    its state was taken: the generators are put back to where they were before anything is drawn on the way to the place.
+    ``order``, ``is_outside`` and ``spans`` are for what counts epochs: how many others began before
+    it in its epoch, whether it was asked for before the epochs began, and whether it may go on from
+    one to the next. ``limit`` is the most batches of the pass. ``is_checked``: whether a replayed
+    batch must be the one that was used. A DataLoader draws the seed of its workers from torch's
+    generator when its iterator is made. A pass that goes on had done so before its state was taken:
+    the generators are put back to where they were before anything is drawn on the way to the place.
     """
 
     def __init__(
@@ -89,21 +93,33 @@ class Pass:
             _refuse_wrapper(source)
         self._loader = source if isinstance(source, DataLoader) else None
         self._kind = kind_of(source, keepers, self._loader)
-        self._sampler = next((part for part in keepers if isinstance(part, PermutationSampler)), None)
+        self._sampler = next(
+            (part for part in keepers if isinstance(part, PermutationSampler)), None
+        )
         self._told = self._sampler if self._kind is Kind.AHEAD else None
-        self._is_torchdata = any(type(part).__module__.startswith("torchdata.stateful_dataloader") for part in keepers)
+        self._is_torchdata = any(
+            type(part).__module__.startswith("torchdata.stateful_dataloader") for part in keepers
+        )
         self._prepared: Any = source if is_prepared(source) else None
         self._kept = self._loader if is_tracked(source) and self._prepared is None else None
         stream = None if self._loader is None or self._loader.num_workers else self._loader.dataset
         self._is_streamed = isinstance(stream, IterableDataset)
         self._is_fast_forwarded = self._is_torchdata and self._is_streamed and not has_state(stream)
         self._length, self._size = length_of(source, self._parts), size_of(source, self._loader)
-        self._watches = self._loader is not None and reads_ahead(source) and self._loader.num_workers == 0
+        self._watches = (
+            self._loader is not None and reads_ahead(source) and self._loader.num_workers == 0
+        )
         restored = set(map(id, data_within(tracked)))
-        self._nested = [part for part in data_within([source]) if all(part is not other for other in self._parts)]
+        self._nested = [
+            part
+            for part in data_within([source])
+            if all(part is not other for other in self._parts)
+        ]
         self._untold = [part for part in (*self._parts, *self._nested) if id(part) not in restored]
         self._rewound = [
-            part for part in self._nested if is_tracked(part) and has_state(part) and not isinstance(part, Sampler | DataLoader)
+            part
+            for part in self._nested
+            if is_tracked(part) and has_state(part) and not isinstance(part, Sampler | DataLoader)
         ]
         self._begin: Mapping[str, Any] = {}
         self._before_ahead: dict[str, object] | None = None
@@ -119,8 +135,10 @@ class Pass:
         if is_within or (self._kind is Kind.ONCE and not isinstance(source, GeneratorType)):
             self._warn(
                 "an iterator",
-                f"run.steps is given {type(source).__name__}{' around an iterator' if is_within else ''}, whose place in the data is not"
-                " known: a training that is resumed begins it again; pass the loader itself, as in enumerate(run.steps(loader))",
+                "run.steps is given"
+                f" {type(source).__name__}{' around an iterator' if is_within else ''}, whose place"
+                " in the data is not known: a training that is resumed begins it again; pass the"
+                " loader itself, as in enumerate(run.steps(loader))",
             )
 
     @property
@@ -134,7 +152,11 @@ class Pass:
         return self._place(is_over=not self.is_left)
 
     def _place(self, *, is_over: bool) -> dict[str, object]:
-        place: dict[str, object] = {"batches": self.batches, "is_over": is_over, "length": self._length}
+        place: dict[str, object] = {
+            "batches": self.batches,
+            "is_over": is_over,
+            "length": self._length,
+        }
         if self._size:
             place["size"] = self._size
         if self._loader is not None:
@@ -150,7 +172,8 @@ class Pass:
 
     @property
     def left_behind(self) -> dict[str, object]:
-        """The untracked state on which the next pass over the same source depends: its own generators and samplers; usually nothing."""
+        """The untracked state on which the next pass over the same source depends: its own
+        generators and samplers; usually nothing."""
         marks: dict[str, object] = {"marks": self._marks()} if self._marks() else {}
         if self._is_prepared_keeper:
             return {**marks, "generators": own} if (own := self._own_generators()) else marks
@@ -168,15 +191,22 @@ class Pass:
             self._put_generators(left_behind)
 
     def begin(self, epoch: int | None, *, drop: bool = False) -> Iterator[Any]:
-        """The batches of a new pass; samplers that ask for it are told ``epoch``. ``drop``: do not take the rest of a pass that was
-        left.
+        """The batches of a new pass; samplers that ask for it are told ``epoch``. ``drop``: do not
+        take the rest of a pass that was left.
         """
-        self.batches, self.is_over, self.is_left, self.resumed_at, self._prints = 0, False, True, 0, []
+        self.batches, self.is_over, self.is_left, self.resumed_at, self._prints = (
+            0,
+            False,
+            True,
+            0,
+            [],
+        )
         self._before_ahead, self._has_drawn_order = None, False
         if epoch is not None:
             for part in (*self._parts, *self._nested):
                 set_epoch(part, epoch)
-        for part in self._parts:  # without another epoch, a stream of datasets would begin at the place that was restored
+        for part in self._parts:
+            # without another epoch, a stream of datasets would begin at the place that was restored
             if getattr(part, "_starting_state_dict", None):
                 part._starting_state_dict = None
         self._look()
@@ -188,9 +218,12 @@ class Pass:
             self._begin = self._snapshot()
         return self._counted(self._held())
 
-    def go_on(self, place: Mapping[str, Any], epoch: int | None, *, is_here: bool = False) -> Iterator[Any] | None:
-        """The batches after ``place``; None if there are none, as far as can be told before asking for one. ``is_here``: an earlier pass of
-        this process was left there, and nothing was restored.
+    def go_on(
+        self, place: Mapping[str, Any], epoch: int | None, *, is_here: bool = False
+    ) -> Iterator[Any] | None:
+        """The batches after ``place``; None if there are none, as far as can be told before asking
+        for one. ``is_here``: an earlier pass of this process was left there, and nothing was
+        restored.
         """
         self.batches, self.is_over, self.is_left = int(place["batches"]), False, True
         self.resumed_at = self.batches
@@ -206,17 +239,22 @@ class Pass:
         if self._kind is Kind.REPLAYED:
             if not is_found or not self._begin:
                 _logger.warning(
-                    "the state was taken after %d batches of a loader of %s, and run.steps is given one of %s: it begins with its first"
-                    " batch; give it the same loader as then",
-                    place["batches"], _described(place.get("length"), place), _described(self._length, self._place(is_over=False)),
-                )  # fmt: skip
+                    "the state was taken after %d batches of a loader of %s, and run.steps is given"
+                    " one of %s: it begins with its first batch; give it the same loader as then",
+                    place["batches"],
+                    _described(place.get("length"), place),
+                    _described(self._length, self._place(is_over=False)),
+                )
                 return self.begin(epoch)
             if again:
                 _logger.warning(
-                    "the state was taken after %d batches of %d, and a batch has %d now, which does not divide what was used: the last %d"
-                    " samples of it come again",
-                    place["batches"], place.get("size", place.get("batch_size")), self._size, again,
-                )  # fmt: skip
+                    "the state was taken after %d batches of %d, and a batch has %d now, which does"
+                    " not divide what was used: the last %d samples of it come again",
+                    place["batches"],
+                    place.get("size", place.get("batch_size")),
+                    self._size,
+                    again,
+                )
             # A whole pass may leave a state behind that no other object keeps.
             if is_used_up and not (self._begin["generators"] or self._begin["samplers"]):
                 self._count_pass()
@@ -230,16 +268,21 @@ class Pass:
         if self._is_prepared_keeper and self._begin:
             return self._counted(self._resumed())
         if self._kind is Kind.ONCE:
-            _logger.warning("run.steps is given a generator, whose place is not known: make it begin after batch %d", self.batches)
+            _logger.warning(
+                "run.steps is given a generator, whose place is not known: make it begin after"
+                " batch %d",
+                self.batches,
+            )
         with keeping_generators(self._tracked):
             if self._kept is not None and is_here:
-                self._kept.load_state_dict(self._kept.state_dict())  # type: ignore[attr-defined]  # it is tracked
+                # it is tracked
+                self._kept.load_state_dict(self._kept.state_dict())  # type: ignore[attr-defined]
             iterator = self._held()
         return self._counted(iterator)
 
     def _recount(self, place: Mapping[str, Any]) -> tuple[bool, int]:
-        """Count the batches of a place in those of the present size. Returns whether the place is found again, and how many samples before
-        it come again.
+        """Count the batches of a place in those of the present size. Returns whether the place is
+        found again, and how many samples before it come again.
         """
         size, length = int(place.get("size", place.get("batch_size", 0))), place.get("length")
         is_streamed = any(isinstance(part, IterableDataset) for part in self._parts)
@@ -267,7 +310,8 @@ class Pass:
         return length in (samples // size, -(-samples // size))
 
     def _divided(self, place: Mapping[str, Any], epoch: int | None) -> Iterator[Any] | None:
-        """The batches after the place of another number of processes: this one's share of what those had not had."""
+        """The batches after the place of another number of processes: this one's share of what
+        those had not had."""
         replicas, length = int(place["replicas"]), place.get("length")
         if length is not None and self.batches >= length:
             return None
@@ -277,29 +321,43 @@ class Pass:
             with keeping_generators(self._tracked):
                 iterator = self._held()
             return self._counted(iterator)
-        sampler, size = next((part for part in self._parts if isinstance(part, DistributedSampler)), None), batch_size(self._loader)
+        sampler, size = (
+            next((part for part in self._parts if isinstance(part, DistributedSampler)), None),
+            batch_size(self._loader),
+        )
         used = self.batches * replicas * int(place.get("batch_size", 0))
         is_repeatable = self._kind is Kind.REPLAYED or is_ordered_by_epoch(self._loader)
-        if not is_repeatable or sampler is None or not used or not size or used % (sampler.num_replicas * size):
+        if (
+            not is_repeatable
+            or sampler is None
+            or not used
+            or not size
+            or used % (sampler.num_replicas * size)
+        ):
             raise InvalidInput(
-                f"the state is of {replicas} processes, each of which had {self.batches} batches of its epoch, and what is left cannot be"
-                f" divided anew: run {replicas} of them, restore a state from the end of an epoch, or let a tracked"
-                " datastates.PermutationSampler(len(data), rank=rank, num_replicas=processes) be the loader's sampler"
+                f"the state is of {replicas} processes, each of which had {self.batches} batches of"
+                f" its epoch, and what is left cannot be divided anew: run {replicas} of them,"
+                " restore a state from the end of an epoch, or let a tracked"
+                " datastates.PermutationSampler(len(data), rank=rank, num_replicas=processes) be"
+                " the loader's sampler"
             )
         self.batches = used // (sampler.num_replicas * size)
         if epoch is not None:
             set_epoch(sampler, epoch)
-        return self._counted(self._replay(place) if self._kind is Kind.REPLAYED else self._skipped())
+        return self._counted(
+            self._replay(place) if self._kind is Kind.REPLAYED else self._skipped()
+        )
 
     def watch(self, batches: int = 0) -> None:
-        """Note that other code is about to iterate over the source: ``place`` leads back to here. That code's observer counts the
-        ``batches``.
+        """Note that other code is about to iterate over the source: ``place`` leads back to here.
+        That code's observer counts the ``batches``.
         """
         self.batches, self.is_over, self.is_left = batches, False, True
         self._begin = self._snapshot()
 
     def leave(self) -> None:
-        """End the loop over this pass, or leave it: maybe at the end of the interpreter, when no module has its globals any more."""
+        """End the loop over this pass, or leave it: maybe at the end of the interpreter, when no
+        module has its globals any more."""
         self.is_over = True
         if self._told is not None:
             self._told.let_go(is_over=not self.is_left)
@@ -321,20 +379,29 @@ class Pass:
 
     @property
     def _is_prepared_keeper(self) -> bool:
-        """Whether the source is a prepared loader that keeps its place, except for what only its sampler knows."""
-        return self._kind is Kind.KEEPS and self._prepared is not None and is_stateful(self._prepared)
+        """Whether the source is a prepared loader that keeps its place, except for what only its
+        sampler knows."""
+        return (
+            self._kind is Kind.KEEPS and self._prepared is not None and is_stateful(self._prepared)
+        )
 
     def _counted(self, iterator: Iterator[Any]) -> Iterator[Any]:
         iterator = self._watched(iterator) if self._watches else iterator
         iterator = self._compared(iterator) if self._compares else iterator
-        for batch in itertools.islice(iterator, None if self.limit is None else max(0, self.limit - self.batches)):
+        for batch in itertools.islice(
+            iterator, None if self.limit is None else max(0, self.limit - self.batches)
+        ):
             if self._is_first:
                 self._is_first = False
                 self._check_first()
             self.batches += 1
             self._hand_out()
             if self._kind in _BEGUN_AGAIN:
-                self._prints = [fingerprint(next(self._order, None)), fingerprint(batch)]  # now: the training may change the batch
+                # now: the training may change the batch
+                self._prints = [
+                    fingerprint(next(self._order, None)),
+                    fingerprint(batch),
+                ]
             yield batch
         self.is_left = self.limit is not None and self.batches >= self.limit
 
@@ -342,16 +409,21 @@ class Pass:
         """Note how far what is tracked has come, before anything of this pass is fetched."""
         self._is_first = True
         others = self._tracked if self._kind is Kind.REPLAYED else ()
-        self._hidden = [(part, progress_of(part)) for part in others if all(part is not own for own in self._parts)]
+        self._hidden = [
+            (part, progress_of(part))
+            for part in others
+            if all(part is not own for own in self._parts)
+        ]
 
     def _check_first(self) -> None:
         """Called with the first batch that was fetched."""
         for part, before in self._hidden:
             if progress_of(part) != before:
                 raise InvalidInput(
-                    f"run.steps is given {type(self._source).__name__}, which draws from the tracked {type(part).__name__} unseen: a"
-                    " training that goes on would skip twice what was used; do not track that (run.steps then finds the place again by"
-                    " itself), or pass the loader itself to run.steps"
+                    f"run.steps is given {type(self._source).__name__}, which draws from the"
+                    f" tracked {type(part).__name__} unseen: a training that goes on would skip"
+                    " twice what was used; do not track that (run.steps then finds the place again"
+                    " by itself), or pass the loader itself to run.steps"
                 )
         self._hidden = []
 
@@ -362,12 +434,14 @@ class Pass:
 
     @property
     def _compares(self) -> bool:
-        """Whether to look for random numbers that decide what is handed out, drawn in turns with those of the training."""
+        """Whether to look for random numbers that decide what is handed out, drawn in turns with
+        those of the training."""
         is_read_again = self._kind is Kind.REPLAYED or self._is_fast_forwarded
         return self._is_streamed and is_read_again and "in turns" not in self._said
 
     def _compared(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """The batches of a stream that is read in this process; says so if both it and the training draw."""
+        """The batches of a stream that is read in this process; says so if both it and the
+        training draw."""
         after: object = None
         is_drawn_between = self._is_fast_forwarded
         for count in itertools.count():
@@ -381,17 +455,18 @@ class Pass:
             if is_drawn_between and now != before:
                 self._warn(
                     "in turns",
-                    "the dataset draws random numbers in this process, and so does the training: if they decide which samples come, as"
-                    " those of a shuffle buffer do, a training that goes on within a pass gets other samples; give the loader a worker"
-                    " (num_workers=1), or have the dataset draw from a torch.Generator of its own, in its attribute `generator`, and do not"
-                    " track the loader",
+                    "the dataset draws random numbers in this process, and so does the training: if"
+                    " they decide which samples come, as those of a shuffle buffer do, a training"
+                    " that goes on within a pass gets other samples; give the loader a worker"
+                    " (num_workers=1), or have the dataset draw from a torch.Generator of its own,"
+                    " in its attribute `generator`, and do not track the loader",
                 )
             after = now
             yield batch
 
     def _watched(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """The batches of a loader that reads one ahead; if that draws random numbers, a resume must read the next one after the same
-        numbers.
+        """The batches of a loader that reads one ahead; if that draws random numbers, a resume must
+        read the next one after the same numbers.
 
         With the first batch the loader draws the order.
         """
@@ -411,12 +486,16 @@ class Pass:
         if self._is_prepared_keeper:
             self._watches = False
             _logger.warning(
-                "the dataset draws random numbers in this process, a batch ahead of the training: a loader that keeps its own place cannot"
-                " repeat them where a training goes on; leave use_stateful_dataloader out (run.steps finds the place), or give it workers"
+                "the dataset draws random numbers in this process, a batch ahead of the training: a"
+                " loader that keeps its own place cannot repeat them where a training goes on;"
+                " leave use_stateful_dataloader out (run.steps finds the place), or give it workers"
             )
 
     def _generators_now(self) -> dict[str, object]:
-        return {"rng": RngState().state_dict(), "tracked": [state_of(found) for found in self._tracked if is_generator(found)]}
+        return {
+            "rng": RngState().state_dict(),
+            "tracked": [state_of(found) for found in self._tracked if is_generator(found)],
+        }
 
     def _hand_out(self) -> None:
         if self._told is not None:
@@ -431,7 +510,8 @@ class Pass:
         return iterator
 
     def _resumed(self) -> Iterator[Any]:
-        """The rest of a prepared loader's pass from its place; its sampler has to draw the order that it drew when the pass began."""
+        """The rest of a prepared loader's pass from its place; its sampler has to draw the order
+        that it drew when the pass began."""
         with keeping_generators(self._tracked):
             RngState().load_state_dict(self._begin["rng"])
             self._put_generators(self._begin)
@@ -448,21 +528,28 @@ class Pass:
     def _replay(self, place: Mapping[str, Any]) -> Iterator[Any]:
         if self._loader is not None and self._loader.persistent_workers:
             _logger.warning(
-                "the loader keeps its workers: if its dataset draws random numbers there, those of the epoch that goes on are others than"
-                " they were; persistent_workers=False repeats them"
+                "the loader keeps its workers: if its dataset draws random numbers there, those of"
+                " the epoch that goes on are others than they were; persistent_workers=False"
+                " repeats them"
             )
-        if self._loader is not None and place.get("workers", self._loader.num_workers) != self._loader.num_workers:
+        if (
+            self._loader is not None
+            and place.get("workers", self._loader.num_workers) != self._loader.num_workers
+        ):
             _logger.warning(
-                "the loader had %d workers when the state was taken, and has %d: if its dataset draws random numbers, it draws others",
-                place["workers"], self._loader.num_workers,
-            )  # fmt: skip
+                "the loader had %d workers when the state was taken, and has %d: if its dataset"
+                " draws random numbers, it draws others",
+                place["workers"],
+                self._loader.num_workers,
+            )
         with keeping_generators(self._tracked):
             self._go_back()
             if self._prepared is not None:
                 start_afresh(self._prepared)
             iterator, before = self._held(), None
             for left in range(self.batches, 0, -1):
-                if left == min(self.batches, 1 + self._watches):  # the last batch may have been read with the one before it
+                if left == min(self.batches, 1 + self._watches):
+                    # the last batch may have been read with the one before it
                     before = self._generators_now()
                 if left == 1 and "before_ahead" in place:
                     self._draw_from(place["before_ahead"])
@@ -477,24 +564,37 @@ class Pass:
     def _check_replay(self, place: Mapping[str, Any], *, is_drawn: bool) -> None:
         """Compare the last of the batches that were used with the one that replaced it.
 
-        Random numbers that are drawn in this process, in turns with those of the training, decide what a batch is but not the next ones.
+        Random numbers that are drawn in this process, in turns with those of the training, decide
+        what a batch is but not the next ones.
         """
-        loader, pairs = self._loader, [*zip(place.get("prints", ()), self._prints, strict=False)][: 1 if is_drawn else 2]
-        is_same = loader is None or not (loader.persistent_workers or place.get("workers") != loader.num_workers)
+        loader, pairs = (
+            self._loader,
+            [*zip(place.get("prints", ()), self._prints, strict=False)][: 1 if is_drawn else 2],
+        )
+        is_same = loader is None or not (
+            loader.persistent_workers or place.get("workers") != loader.num_workers
+        )
         is_same &= "replicas" not in place and place.get("size", self._size) == self._size
-        if self._is_checked and is_same and any(None not in pair and pair[0] != pair[1] for pair in pairs):
+        if (
+            self._is_checked
+            and is_same
+            and any(None not in pair and pair[0] != pair[1] for pair in pairs)
+        ):
             raise InvalidInput(
-                f"batch {self.batches - 1} of {type(self._source).__name__} is another than the one that the training used: its data"
-                " changed, or their order depends on more than random numbers and the epoch, so that samples would come twice or never;"
-                " track what decides the order, and change it (sampler weights, for example) only between epochs; or let a tracked"
-                " PermutationSampler decide it; or go back with run.restore to a state from before this epoch;"
-                f" run.steps(loader, verify=False) goes on after {self.batches} batches all the same"
+                f"batch {self.batches - 1} of {type(self._source).__name__} is another than the one"
+                " that the training used: its data changed, or their order depends on more than"
+                " random numbers and the epoch, so that samples would come twice or never; track"
+                " what decides the order, and change it (sampler weights, for example) only"
+                " between epochs; or let a tracked PermutationSampler decide it; or go back with"
+                " run.restore to a state from before this epoch; run.steps(loader, verify=False)"
+                f" goes on after {self.batches} batches all the same"
             )
 
     def _skipped(self) -> Iterator[Any]:
         """A tracked loader, begun anew, after the batches that were handed out."""
         with keeping_generators(self._tracked):
-            self._loader.load_state_dict({})  # type: ignore[union-attr]  # the iterator that restoring made is of no epoch
+            # the iterator that restoring made is of no epoch
+            self._loader.load_state_dict({})  # type: ignore[union-attr]
             iterator = iter(self._source)
             for _ in range(self.batches):
                 next(iterator, None)
@@ -502,13 +602,25 @@ class Pass:
 
     def _draw_from(self, before: Mapping[str, Any]) -> None:
         RngState().load_state_dict(before["rng"])
-        for found, state in zip((found for found in self._tracked if is_generator(found)), before["tracked"], strict=False):
+        for found, state in zip(
+            (found for found in self._tracked if is_generator(found)),
+            before["tracked"],
+            strict=False,
+        ):
             load_generator(found, state)
 
     def _leads_to_sampler(self) -> bool:
-        """Whether the batches, begun again, lead to where the sampler is: a guard may have changed its order, or a user the batch size."""
+        """Whether the batches, begun again, lead to where the sampler is: a guard may have
+        changed its order, or a user the batch size."""
         states = self._begin.get("samplers", {})
-        begun = next((states[i] for i, part in enumerate(self._parts) if part is self._sampler and i in states), None)
+        begun = next(
+            (
+                states[i]
+                for i, part in enumerate(self._parts)
+                if part is self._sampler and i in states
+            ),
+            None,
+        )
         if begun is None or self._sampler is None:
             return False
         now = self._sampler.state_dict()
@@ -518,16 +630,29 @@ class Pass:
         return is_same and min(first + used, self._sampler.length) == now["position"]
 
     def _snapshot(self) -> dict[str, object]:
-        """The state on which the coming iteration depends: random numbers, and the state of samplers."""
-        epochs: dict[int, int] = {i: part.epoch for i, part in enumerate(self._parts) if _has_epoch(part)}
+        """The state on which the coming iteration depends: random numbers, and the state of
+        samplers."""
+        epochs: dict[int, int] = {
+            i: part.epoch for i, part in enumerate(self._parts) if _has_epoch(part)
+        }
         marks: dict[str, object] = {"marks": self._marks()} if self._marks() else {}
         own = {"generators": self._own_generators(), "samplers": self._own_samplers()}
-        rewound = [part.state_dict() for part in self._rewound] if self._kind is Kind.REPLAYED else []
-        return {"rng": RngState().state_dict(), **own, "epochs": epochs, **marks, **({"rewound": rewound} if rewound else {})}
+        rewound = (
+            [part.state_dict() for part in self._rewound] if self._kind is Kind.REPLAYED else []
+        )
+        return {
+            "rng": RngState().state_dict(),
+            **own,
+            "epochs": epochs,
+            **marks,
+            **({"rewound": rewound} if rewound else {}),
+        }
 
     def _marks(self) -> dict[int, dict[str, int]]:
         """What only Accelerate's loaders and samplers know."""
-        return {i: mark for i, part in enumerate(self._parts) if (mark := mark_of(part)) is not None}
+        return {
+            i: mark for i, part in enumerate(self._parts) if (mark := mark_of(part)) is not None
+        }
 
     def _put_marks(self, begin: Mapping[str, Any]) -> None:
         for i, mark in begin.get("marks", {}).items():
@@ -545,8 +670,14 @@ class Pass:
 
     def _own_samplers(self) -> dict[int, object]:
         is_left = self.is_over  # a tracked one has its own state then
-        samplers: list[tuple[int, Any]] = [(i, part) for i, part in enumerate(self._parts) if isinstance(part, Sampler) and has_state(part)]
-        return {i: part.state_dict() for i, part in samplers if not (is_left and part is self._sampler)}
+        samplers: list[tuple[int, Any]] = [
+            (i, part)
+            for i, part in enumerate(self._parts)
+            if isinstance(part, Sampler) and has_state(part)
+        ]
+        return {
+            i: part.state_dict() for i, part in samplers if not (is_left and part is self._sampler)
+        }
 
     def _go_back(self) -> None:
         RngState().load_state_dict(self._begin["rng"])
@@ -580,20 +711,24 @@ def _refuse_wrapper(source: object) -> None:
     if wrapped is not None:
         name = type(wrapped).__name__
         raise InvalidInput(
-            f"{type(source).__name__} wraps a {name}, whose place in the data would be lost: pass the {name} itself to run.steps, and wrap"
-            " what that returns, as in tqdm(run.steps(loader))"
+            f"{type(source).__name__} wraps a {name}, whose place in the data would be lost: pass"
+            f" the {name} itself to run.steps, and wrap what that returns, as in"
+            " tqdm(run.steps(loader))"
         )
 
 
 def fingerprint(batch: object) -> int | None:
-    """A number that depends on what is in a batch; None if nothing in it can be read without waiting for a device.
+    """A number that depends on what is in a batch; None if nothing in it can be read without
+    waiting for a device.
 
     Only a part of large tensors and long texts is read, so that this takes some ten microseconds.
     """
     found, contents = [batch], list[bytes | memoryview]()
     for part in itertools.islice(found, _MOST_PARTS):  # the list grows meanwhile
         with suppress(Exception):  # the objects are the user's
-            if isinstance(part, (*_PLAIN, np.ndarray)) or (isinstance(part, torch.Tensor) and part.is_cpu):
+            if isinstance(part, (*_PLAIN, np.ndarray)) or (
+                isinstance(part, torch.Tensor) and part.is_cpu
+            ):
                 contents.append(_content_of(part))
             elif isinstance(part, list | tuple):
                 found += part[:: len(part) // _MOST_PARTS + 1]
@@ -605,9 +740,12 @@ def fingerprint(batch: object) -> int | None:
 
 
 def _content_of(part: Any) -> bytes | memoryview:
-    """The bytes of a plain value, a tensor or an array; of a large one, those of a grid of its elements."""
+    """The bytes of a plain value, a tensor or an array; of a large one, those of a grid of its
+    elements."""
     if isinstance(part, _PLAIN):
-        return repr((len(part), part[:256], part[-256:]) if isinstance(part, str | bytes) else part).encode()
+        return repr(
+            (len(part), part[:256], part[-256:]) if isinstance(part, str | bytes) else part
+        ).encode()
     if part.nbytes > _MOST_BYTES:
         each = max(1, int(4096 ** (1 / part.ndim)))
         part = part[tuple(slice(None, None, -(-size // each)) for size in part.shape)]
@@ -618,7 +756,8 @@ def _content_of(part: Any) -> bytes | memoryview:
 
 @contextmanager
 def keeping_generators(tracked: Iterable[object]) -> Iterator[None]:
-    """Put the global generators, and those that are tracked, back at the end of the block to where they are now."""
+    """Put the global generators, and those that are tracked, back at the end of the block to
+    where they are now."""
     rng = RngState()
     state = rng.state_dict()
     states = [(found, state_of(found)) for found in tracked if is_generator(found)]
@@ -639,4 +778,8 @@ def _described(length: object, place: Mapping[str, Any]) -> str:
 
 def _has_epoch(part: object) -> bool:
     is_kept = isinstance(part, PermutationSampler)  # its state has the epoch
-    return not is_kept and callable(getattr(part, "set_epoch", None)) and isinstance(getattr(part, "epoch", None), int)
+    return (
+        not is_kept
+        and callable(getattr(part, "set_epoch", None))
+        and isinstance(getattr(part, "epoch", None), int)
+    )

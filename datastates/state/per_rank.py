@@ -1,8 +1,10 @@
-"""Where the elements of a tensor lie, over all ranks of a job: each rank computes it for all of them, without a message.
+"""Where the elements of a tensor lie, over all ranks of a job: each rank computes it for all of
+them, without a message.
 
-Every rank holds a plain tensor whole. A DTensor has a mesh and placements, which determine the boxes of every rank. A mesh that is a
-slice of a larger one has siblings, whose ranks hold the same tensor if they belong to this training. A tensor that was given to some ranks
-only (each rank has its own small buffers) says to which: see ``content/spread``.
+Every rank holds a plain tensor whole. A DTensor has a mesh and placements, which determine the
+boxes of every rank. A mesh that is a slice of a larger one has siblings, whose ranks hold the same
+tensor if they belong to this training. A tensor that was given to some ranks only (each rank has
+its own small buffers) says to which: see ``content/spread``.
 """
 
 from __future__ import annotations
@@ -21,26 +23,45 @@ from datastates.errors import Unsupported
 from datastates.system.logs import say
 
 from .generators import RngState, is_generator
-from .geometry import Holding, dense_strides, give, held_by, is_spread, is_wrapping, owners_of, stand_in
+from .geometry import (
+    Holding,
+    dense_strides,
+    give,
+    held_by,
+    is_spread,
+    is_wrapping,
+    owners_of,
+    stand_in,
+)
 from .loaders import is_prepared
 from .tree import Owned, join
 
 Cut = tuple[int, int]
-"""A placement: the dimension that it cuts (-1: none), and into how many pieces that is cut first (1 except for ``_StridedShard``)."""
+"""A placement: the dimension that it cuts (-1: none), and into how many pieces that is cut first
+(1 except for ``_StridedShard``)."""
 
 _Pieces = tuple[tuple[int, int], ...]
-"""Intervals (start, length) along a dimension of the whole tensor, in the order in which they lie in the local one."""
+"""Intervals (start, length) along a dimension of the whole tensor, in the order in which they
+lie in the local one."""
 
 
-def holdings_of(tensor: torch.Tensor, size: int, members: Sequence[int] | None = None) -> Sequence[Holding]:
-    """The boxes of a tensor in the memory of all ``size`` ranks; they tile it. ``members`` are the numbers that meshes use for these ranks.
+def holdings_of(
+    tensor: torch.Tensor, size: int, members: Sequence[int] | None = None
+) -> Sequence[Holding]:
+    """The boxes of a tensor in the memory of all ``size`` ranks; they tile it. ``members`` are the
+    numbers that meshes use for these ranks.
 
-    :raises Unsupported: it is a DTensor of which no rank has the values (Partial), or with an unknown placement, or with other ranks.
+    :raises Unsupported: it is a DTensor of which no rank has the values (Partial), or with an
+        unknown placement, or with other ranks.
     """
     item, shape = tensor.element_size(), tuple(tensor.shape)
     if not is_spread(tensor):
         owners = owners_of(tensor) or tuple(range(size))
-        return (Holding(shape, dense_strides(shape, tensor.stride()), item, (0,) * len(shape), shape, owners),)
+        return (
+            Holding(
+                shape, dense_strides(shape, tensor.stride()), item, (0,) * len(shape), shape, owners
+            ),
+        )
     spread: Any = tensor  # a DTensor
     strides = dense_strides(shape, tensor.stride())
     if 0 in strides:  # the elements of an expanded tensor may lie with different ranks
@@ -49,20 +70,30 @@ def holdings_of(tensor: torch.Tensor, size: int, members: Sequence[int] | None =
     if members is not None:
         ranks = _renumbered(ranks, members)
     cuts = tuple([_cut_of(placement) for placement in spread.placements])
-    return boxes_of_mesh(shape, strides, item, tuple(ranks.shape[1:]), tuple(ranks.flatten().tolist()), cuts)
+    return boxes_of_mesh(
+        shape, strides, item, tuple(ranks.shape[1:]), tuple(ranks.flatten().tolist()), cuts
+    )
 
 
 @lru_cache(maxsize=4096)
 def boxes_of_mesh(
-    shape: tuple[int, ...], strides: tuple[int, ...], item_bytes: int, mesh: tuple[int, ...], ranks: tuple[int, ...], cuts: tuple[Cut, ...]
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    item_bytes: int,
+    mesh: tuple[int, ...],
+    ranks: tuple[int, ...],
+    cuts: tuple[Cut, ...],
 ) -> tuple[Holding, ...]:
-    """The boxes of a tensor over a mesh of that shape; ``ranks`` are those of the mesh and of its siblings, one mesh after the other."""
+    """The boxes of a tensor over a mesh of that shape; ``ranks`` are those of the mesh and of
+    its siblings, one mesh after the other."""
     count = 1
     for side in mesh:
         count *= side
     owners: dict[tuple[_Pieces, ...], list[int]] = {}
     for number, coordinate in enumerate(product(*map(range, mesh))):
-        owners.setdefault(_pieces_at(shape, mesh, coordinate, cuts), []).extend(ranks[number::count])
+        owners.setdefault(_pieces_at(shape, mesh, coordinate, cuts), []).extend(
+            ranks[number::count]
+        )
     found = []
     for pieces, holders in owners.items():
         of = tuple(sorted(holders))
@@ -70,14 +101,29 @@ def boxes_of_mesh(
         for choice in product(*(range(len(dim)) for dim in pieces)):
             box = [pieces[dim][each] for dim, each in enumerate(choice)]
             place = tuple([places[dim][each] for dim, each in enumerate(choice)])
-            found.append(Holding(shape, strides, item_bytes, tuple([at for at, _ in box]), tuple([size for _, size in box]), of, place))
+            found.append(
+                Holding(
+                    shape,
+                    strides,
+                    item_bytes,
+                    tuple([at for at, _ in box]),
+                    tuple([size for _, size in box]),
+                    of,
+                    place,
+                )
+            )
     if 0 in shape:
-        return (Holding(shape, strides, item_bytes, (0,) * len(shape), shape, tuple(sorted(ranks))),)
+        return (
+            Holding(shape, strides, item_bytes, (0,) * len(shape), shape, tuple(sorted(ranks))),
+        )
     return tuple(found)
 
 
-def _pieces_at(shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: Sequence[int], cuts: Sequence[Cut]) -> tuple[_Pieces, ...]:
-    """What the rank at a coordinate of the mesh holds, by dimension: the mesh dimensions cut one after the other."""
+def _pieces_at(
+    shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: Sequence[int], cuts: Sequence[Cut]
+) -> tuple[_Pieces, ...]:
+    """What the rank at a coordinate of the mesh holds, by dimension: the mesh dimensions cut one
+    after the other."""
     pieces: list[_Pieces] = [((0, size),) for size in shape]
     for index, count, (dim, factor) in zip(coordinate, mesh, cuts, strict=True):
         if dim < 0:
@@ -112,24 +158,32 @@ def _merged(pieces: list[tuple[int, int]]) -> _Pieces:
 
 
 def _ranks_of(mesh: Any) -> torch.Tensor:
-    """The ranks of a mesh, and of the siblings sliced from the same mesh: the first dimension counts these, the others are the mesh's."""
+    """The ranks of a mesh, and of the siblings sliced from the same mesh: the first dimension
+    counts these, the others are the mesh's."""
     layout, everyone = getattr(mesh, "_layout", None), getattr(mesh, "_rank_map", None)
-    ranks: torch.Tensor = mesh.mesh[None] if layout is None or everyone is None else layout.remap_to_tensor(everyone)
+    ranks: torch.Tensor = (
+        mesh.mesh[None] if layout is None or everyone is None else layout.remap_to_tensor(everyone)
+    )
     return ranks
 
 
 def _renumbered(ranks: torch.Tensor, members: Sequence[int]) -> torch.Tensor:
-    """The mesh and its siblings by the ranks of a group. A sibling with no rank in it is of another training, such as another stage."""
+    """The mesh and its siblings by the ranks of a group.
+
+    A sibling with no rank in it is of another training, such as another stage."""
     number = {member: rank for rank, member in enumerate(members)}
     meshes = [mesh for mesh in ranks.flatten(1).tolist() if any(rank in number for rank in mesh)]
     strange = next((mesh for mesh in meshes if any(rank not in number for rank in mesh)), None)
     if strange is not None or not meshes:
         mesh = strange or ranks[0].flatten().tolist()
         raise Unsupported(
-            f"a DTensor lies with the ranks {mesh} of torch.distributed, and {list(members)} track it: pass a group of all that hold it,"
-            " repo.track(..., group=datastates.ranks.TorchGroup(…))"
+            f"a DTensor lies with the ranks {mesh} of torch.distributed, and {list(members)} track"
+            " it: pass a group of all that hold it, repo.track(...,"
+            " group=datastates.ranks.TorchGroup(…))"
         )
-    return torch.tensor([[number[rank] for rank in mesh] for mesh in meshes]).reshape(len(meshes), *ranks.shape[1:])
+    return torch.tensor([[number[rank] for rank in mesh] for mesh in meshes]).reshape(
+        len(meshes), *ranks.shape[1:]
+    )
 
 
 def _cut_of(placement: Any) -> Cut:
@@ -138,7 +192,8 @@ def _cut_of(placement: Any) -> Cut:
     dim = getattr(placement, "dim", None)
     if placement.is_partial() or not isinstance(dim, int):
         raise Unsupported(
-            f"a DTensor is placed as {placement!r}, and so no rank has its values: redistribute it to Replicate() or Shard(...) first"
+            f"a DTensor is placed as {placement!r}, and so no rank has its values: redistribute it"
+            " to Replicate() or Shard(...) first"
         )
     return dim, int(getattr(placement, "split_factor", 1))
 
@@ -150,27 +205,38 @@ def _cut_of(placement: Any) -> Cut:
 def boxes_here(live: torch.Tensor) -> list[Holding]:
     """The boxes of a DTensor of which this rank's local tensor consists.
 
-    :raises Unsupported: no rank has its values (Partial), or its local tensor is not what its placements say.
+    :raises Unsupported: no rank has its values (Partial), or its local tensor is not what its
+        placements say.
     """
     import torch.distributed as dist
 
-    found = [box for box in held_by(holdings_of(live, 0), dist.get_rank()) if 0 not in box.local_shape]
+    found = [
+        box for box in held_by(holdings_of(live, 0), dist.get_rank()) if 0 not in box.local_shape
+    ]
     local = _local(live)
-    if sum(box.item_bytes * torch.Size(box.local_shape).numel() for box in found) != local.numel() * local.element_size():
+    if (
+        sum(box.item_bytes * torch.Size(box.local_shape).numel() for box in found)
+        != local.numel() * local.element_size()
+    ):
         raise Unsupported(
-            f"a DTensor of shape {tuple(live.shape)} has {tuple(local.shape)} of it here, which is not what {_layout(live)[1]} cuts:"
-            " make it by distribute_tensor, or restore into a plain tensor"
+            f"a DTensor of shape {tuple(live.shape)} has {tuple(local.shape)} of it here, which is"
+            f" not what {_layout(live)[1]} cuts: make it by distribute_tensor, or restore into a"
+            " plain tensor"
         )
     return found
 
 
 def lies_as(one: object, other: object) -> bool:
-    """Whether both are DTensors of one shape and layout, so that this rank holds the same box of each."""
+    """Whether both are DTensors of one shape and layout, so that this rank holds the same box of
+    each."""
     return is_spread(one) and is_spread(other) and _layout(one) == _layout(other)
 
 
-def put_together(like: torch.Tensor, pieces: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """A DTensor laid out as ``like``, from its pieces in ``boxes_here``; shares their memory if possible."""
+def put_together(
+    like: torch.Tensor, pieces: Sequence[torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor:
+    """A DTensor laid out as ``like``, from its pieces in ``boxes_here``; shares their memory if
+    possible."""
     boxes, shape = boxes_here(like), _local(like).shape
     if len(pieces) == 1 and pieces[0].shape == shape:
         return _spread(pieces[0], like, like.placements)  # type: ignore[attr-defined]  # a DTensor
@@ -182,18 +248,22 @@ def put_together(like: torch.Tensor, pieces: Sequence[torch.Tensor], dtype: torc
 
 def cut_for(like: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
     """A whole tensor as a DTensor laid out as ``like``; shares its memory if possible."""
-    return put_together(like, [_at(stored, box.offset, box.local_shape) for box in boxes_here(like)], stored.dtype)
+    return put_together(
+        like, [_at(stored, box.offset, box.local_shape) for box in boxes_here(like)], stored.dtype
+    )
 
 
 def on_all(like: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
     """A whole tensor as a DTensor that every rank of the mesh of ``like`` holds whole."""
     from torch.distributed.tensor import Replicate
 
-    return _spread(stored, like, [Replicate()] * len(like.placements), stored)  # type: ignore[attr-defined]  # a DTensor
+    # a DTensor
+    return _spread(stored, like, [Replicate()] * len(like.placements), stored)  # type: ignore[attr-defined]
 
 
 def write_local(live: torch.Tensor, stored: torch.Tensor) -> None:
-    """Overwrite in place what this rank holds of a DTensor, from a whole tensor, or from one laid out alike."""
+    """Overwrite in place what this rank holds of a DTensor, from a whole tensor, or from one
+    laid out alike."""
     local = _local(live)
     if is_spread(stored):
         local.copy_(_local(stored))
@@ -209,7 +279,8 @@ def _at(tensor: torch.Tensor, offset: Sequence[int], shape: Sequence[int]) -> to
 
 
 def _local(live: torch.Tensor) -> torch.Tensor:
-    local: torch.Tensor = live._local_tensor  # type: ignore[attr-defined]  # `to_local` is autograd's
+    # `to_local` is autograd's
+    local: torch.Tensor = live._local_tensor  # type: ignore[attr-defined]
     return local.detach()
 
 
@@ -217,12 +288,21 @@ def _layout(live: Any) -> tuple[object, tuple[object, ...], torch.Size]:
     return live.device_mesh, tuple(live.placements), live.shape
 
 
-def _spread(local: torch.Tensor, like: Any, placements: Sequence[Any], whole: torch.Tensor | None = None) -> torch.Tensor:
+def _spread(
+    local: torch.Tensor, like: Any, placements: Sequence[Any], whole: torch.Tensor | None = None
+) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     whole = like if whole is None else whole
     with torch.no_grad():
-        return DTensor.from_local(local, like.device_mesh, placements, run_check=False, shape=whole.shape, stride=tuple(whole.stride()))
+        return DTensor.from_local(
+            local,
+            like.device_mesh,
+            placements,
+            run_check=False,
+            shape=whole.shape,
+            stride=tuple(whole.stride()),
+        )
 
 
 # What each rank of a job has for itself: the state of its random numbers, and its place in the
@@ -230,17 +310,26 @@ def _spread(local: torch.Tensor, like: Any, placements: Sequence[Any], whole: to
 
 
 def is_own(found: object) -> bool:
-    """Whether a tracked object is each rank's own without being named so: a generator, a loader or a sampler."""
+    """Whether a tracked object is each rank's own without being named so: a generator, a loader
+    or a sampler."""
     if isinstance(found, nn.Module | Optimizer | dict | list | tuple | set | str | bytes):
         return False
-    if isinstance(found, RngState | DataLoader | Sampler) or is_generator(found) or is_prepared(found):
+    if (
+        isinstance(found, RngState | DataLoader | Sampler)
+        or is_generator(found)
+        or is_prepared(found)
+    ):
         return True
-    return isinstance(found, Iterable) and callable(getattr(found, "state_dict", None))  # a user's own loader
+    # a user's own loader
+    return isinstance(found, Iterable) and callable(getattr(found, "state_dict", None))
 
 
 def owned(tree: dict[str, object], names: Collection[str]) -> dict[str, object]:
     """The tree of a state in which the parts with these names are this rank's own."""
-    return {name: Owned(child) if name in names and type(child) is not Owned else child for name, child in tree.items()}
+    return {
+        name: Owned(child) if name in names and type(child) is not Owned else child
+        for name, child in tree.items()
+    }
 
 
 # Buffers that differ from rank to rank, such as the running statistics of a batch norm: one
@@ -248,16 +337,20 @@ def owned(tree: dict[str, object], names: Collection[str]) -> dict[str, object]:
 
 
 OWN_BUFFERS = "own_buffers"
-"""The top-level name: ``bytes`` are those of each rank, ``places`` say whose they are and where each begins."""
+"""The top-level name: ``bytes`` are those of each rank, ``places`` say whose they are and where
+each begins."""
 
 MOST_BYTES = 64 << 10
-"""A larger buffer is not a statistic but a mask or a table: those are equal on all ranks, and stored once."""
+"""A larger buffer is not a statistic but a mask or a table: those are equal on all ranks, and
+stored once."""
 
 _ALIGNED = 16
 
 
 class OwnBuffers:
-    """The buffers of this rank of ``size``, gathered at each capture on the training thread. Rank 0 logs once that there are some."""
+    """The buffers of this rank of ``size``, gathered at each capture on the training thread.
+
+    Rank 0 logs once that there are some."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
@@ -266,7 +359,8 @@ class OwnBuffers:
         self._tree: dict[str, object] = {}
 
     def tree(self, models: Iterable[tuple[str, Mapping[str, object]]]) -> dict[str, object]:
-        """The buffers as a state holds them, as they are now; empty if the models, given by path as their trees, have none."""
+        """The buffers as a state holds them, as they are now; empty if the models, given by path
+        as their trees, have none."""
         found = [(path, name, buffer) for path, tree in models for name, buffer in _buffers(tree)]
         if not found:
             return {}
@@ -274,7 +368,10 @@ class OwnBuffers:
         if form != self._form:
             self._lay_out(found)
             if self._form is None and self._rank == 0:
-                say(f"{len(found)} small buffers, such as {join(*found[0][:2])}, may differ from rank to rank: states keep those of each")
+                say(
+                    f"{len(found)} small buffers, such as {join(*found[0][:2])}, may differ from"
+                    " rank to rank: states keep those of each"
+                )
             self._form = form
         with torch.no_grad():
             torch._foreach_copy_(self._views, [buffer for _, _, buffer in found])
@@ -286,8 +383,14 @@ class OwnBuffers:
             places.append((path, name, begin))
             begin += -(-buffer.nbytes // _ALIGNED) * _ALIGNED
         mine = torch.zeros(begin, dtype=torch.uint8, device=found[0][2].device)
-        self._views = [_view(mine, begin, buffer) for (_, _, begin), (_, _, buffer) in zip(places, found, strict=True)]
-        held = [give(mine, [rank]) if rank == self._rank else stand_in(mine, [rank]) for rank in range(self._size)]
+        self._views = [
+            _view(mine, begin, buffer)
+            for (_, _, begin), (_, _, buffer) in zip(places, found, strict=True)
+        ]
+        held = [
+            give(mine, [rank]) if rank == self._rank else stand_in(mine, [rank])
+            for rank in range(self._size)
+        ]
         self._tree = {"places": places, "bytes": held}
 
 
@@ -298,7 +401,8 @@ def part_of(path: str) -> int | None:
 
 
 def put_back(tree: dict[str, Any], rank: int | None) -> None:
-    """Take the buffers of all ranks out of a stored tree; those of ``rank``, if any, replace the ones that its models have."""
+    """Take the buffers of all ranks out of a stored tree; those of ``rank``, if any, replace the
+    ones that its models have."""
     kept = tree.pop(OWN_BUFFERS, None)
     mine = kept["bytes"][rank] if kept and rank is not None else None
     if kept is None or mine is None:
@@ -314,7 +418,13 @@ def _holder(tree: dict[str, Any], path: str) -> Any:
     """The model's own part of a stored tree."""
     here: Any = tree
     for part in path.split("/"):
-        children = here.items() if isinstance(here, dict) else enumerate(here) if isinstance(here, list | tuple) else ()
+        children = (
+            here.items()
+            if isinstance(here, dict)
+            else enumerate(here)
+            if isinstance(here, list | tuple)
+            else ()
+        )
         here = next((child for key, child in children if join("", key) == part), None)
     return here if isinstance(here, dict) else None
 
@@ -329,7 +439,12 @@ def _buffers(tree: Mapping[str, object]) -> Iterator[tuple[str, torch.Tensor]]:
             or found.is_meta
         ):
             continue
-        if found.layout is torch.strided and not found.is_quantized and found.dtype is not torch.bool and 0 < found.nbytes <= MOST_BYTES:
+        if (
+            found.layout is torch.strided
+            and not found.is_quantized
+            and found.dtype is not torch.bool
+            and 0 < found.nbytes <= MOST_BYTES
+        ):
             yield name, found
 
 

@@ -43,7 +43,8 @@ _SHOWN = 6
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A leaf that both sides have and that does not fit: what the state holds and what the live object holds."""
+    """A leaf that both sides have and that does not fit: what the state holds and what the live
+    object holds."""
 
     path: str
     state: str
@@ -55,18 +56,23 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """The result of a restore, by path. ``bool(report)`` says whether everything that was asked for was restored as it is.
+    """The result of a restore, by path. ``bool(report)`` says whether everything that was asked for
+    was restored as it is.
 
-    ``missing``: the objects have it and the state does not; ``unexpected``: the reverse; ``mismatched`` fits neither in
-    shape nor by conversion; ``converted`` was restored in the object's own dtype; ``skipped`` was not asked for. ``values``
-    are those that no restore can change in the caller (numbers, text, tuples): by name, for the caller to take over. ``notes`` say what
-    begins anew because another number of ranks captured the state: random numbers, the place in the data. ``anew`` says what was left as
-    it is because only one side has it: a gradient scaler that was or is switched off, an optimizer within another.
+    ``missing``: the objects have it and the state does not; ``unexpected``: the reverse;
+      ``mismatched`` fits neither in
+    shape nor by conversion; ``converted`` was restored in the object's own dtype; ``skipped`` was
+    not asked for. ``values`` are those that no restore can change in the caller (numbers, text,
+    tuples): by name, for the caller to take over. ``notes`` say what begins anew because another
+    number of ranks captured the state: random numbers, the place in the data. ``anew`` says what
+    was left as it is because only one side has it: a gradient scaler that was or is switched off,
+    an optimizer within another.
 
-    ``frozen`` are restored parameters that required no gradient in the state and required one here; ``unfrozen`` the reverse. A tracker
-    that goes on where its branch stands, or goes back, makes them as they were in the state, unless the script that captured it is running
-    on; every other restore leaves them. ``in_eval`` are restored modules that were in eval mode in the state and are in training mode here;
-    ``in_train`` the reverse. The same restores put these back.
+    ``frozen`` are restored parameters that required no gradient in the state and required one here;
+    ``unfrozen`` the reverse. A tracker that goes on where its branch stands, or goes back, makes
+    them as they were in the state, unless the script that captured it is running on; every other
+    restore leaves them. ``in_eval`` are restored modules that were in eval mode in the state and
+    are in training mode here; ``in_train`` the reverse. The same restores put these back.
 
     ``state`` is the uid of the state that was restored, and ``step`` is its step.
     """
@@ -104,9 +110,11 @@ class RestoreReport:
 
 
 class Selection:
-    """The paths that are asked for: by name, by a name above them, or by a pattern over the whole path.
+    """The paths that are asked for: by name, by a name above them, or by a pattern over the whole
+    path.
 
-    An object that was tracked under a name that paths escape (``net/1`` is ``net%2F1`` there) can be asked for by either.
+    An object that was tracked under a name that paths escape (``net/1`` is ``net%2F1`` there) can
+    be asked for by either.
     """
 
     def __init__(self, only: str | Sequence[str] | None) -> None:
@@ -117,7 +125,11 @@ class Selection:
         """Whether ``path`` is asked for."""
         if self.patterns is None:
             return True
-        hits = [p for p in self.patterns if _selects(p, path) or (("/" in p or "%" in p) and _selects(join("", p), path))]
+        hits = [
+            p
+            for p in self.patterns
+            if _selects(p, path) or (("/" in p or "%" in p) and _selects(join("", p), path))
+        ]
         self._used.update(hits)
         return bool(hits)
 
@@ -128,7 +140,9 @@ class Selection:
 
     def names(self, name: str) -> bool:
         """Whether a pattern refers to the top-level object ``name``."""
-        return self.patterns is None or any(fnmatchcase(name, p.split("/", 1)[0]) or name == join("", p) for p in self.patterns)
+        return self.patterns is None or any(
+            fnmatchcase(name, p.split("/", 1)[0]) or name == join("", p) for p in self.patterns
+        )
 
     def refuse_unused(self, known: Iterable[str]) -> None:
         """Refuse patterns that selected nothing.
@@ -138,8 +152,13 @@ class Selection:
         for pattern in self.patterns or ():
             if pattern not in self._used:
                 names = sorted(set(known))
-                close = get_close_matches(pattern, names, n=3) or sorted({name.split("/", 1)[0] for name in names})
-                raise InvalidInput(f"only={pattern!r} selects nothing: try {', '.join(close)}, or a pattern like 'model/*'")
+                close = get_close_matches(pattern, names, n=3) or sorted(
+                    {name.split("/", 1)[0] for name in names}
+                )
+                raise InvalidInput(
+                    f"only={pattern!r} selects nothing: try {', '.join(close)}, or a pattern like"
+                    " 'model/*'"
+                )
 
     def check(self, known: Iterable[str]) -> None:
         """Refuse patterns that select none of the ``known`` paths, and have selected nothing else.
@@ -155,9 +174,11 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """A live tensor into which a stored one will be written, whole. ``is_as_stored``: only its elements are written, as they are.
+    """A live tensor into which a stored one will be written, whole. ``is_as_stored``: only its
+    elements are written, as they are.
 
-    ``is_replaceable``: another tensor may take its place. An array has ``arrays``, the live and the stored one; ``live`` is then its memory
+    ``is_replaceable``: another tensor may take its place. An array has ``arrays``, the live and the
+      stored one; ``live`` is then its memory
     as bytes.
     """
 
@@ -176,10 +197,11 @@ class Target:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Handed:
-    """Stands for a stored value that will be handed over once the writes are done; no value is read before.
+    """Stands for a stored value that will be handed over once the writes are done; no value is read
+    before.
 
-    A tensor goes to the device of ``like``, if given, is a parameter if that is one, and requires a gradient if that does. It is laid out
-    over the ranks as that is if it has its shape.
+    A tensor goes to the device of ``like``, if given, is a parameter if that is one, and requires a
+    gradient if that does. It is laid out over the ranks as that is if it has its shape.
     """
 
     value: object
@@ -187,11 +209,13 @@ class Handed:
 
 
 class Findings:
-    """The findings of a check so far, and the writes that follow if it succeeds. Nothing is written before.
+    """The findings of a check so far, and the writes that follow if it succeeds. Nothing is written
+    before.
 
-    Without ``has_values`` the stored tensors are known only by shape and dtype, and the check looks at nothing else. ``owned`` are ids
-    of stored tensors whose memory nobody else needs: they are handed over themselves instead of a copy. ``apart`` are the places of live
-    tensors that stay as they are: new ones take their place.
+    Without ``has_values`` the stored tensors are known only by shape and dtype, and the check looks
+    at nothing else. ``owned`` are ids of stored tensors whose memory nobody else needs: they are
+    handed over themselves instead of a copy. ``apart`` are the places of live tensors that stay as
+    they are: new ones take their place.
     """
 
     def __init__(
@@ -221,28 +245,59 @@ class Findings:
         self.writes: list[Callable[[], None]] = []
         self.last_loads: list[tuple[str, Callable[[], None]]] = []
 
-    def overwrites(self, path: str, stored: object, live: object, *, is_as_stored: bool = True, is_replaceable: bool = False) -> None:
+    def overwrites(
+        self,
+        path: str,
+        stored: object,
+        live: object,
+        *,
+        is_as_stored: bool = True,
+        is_replaceable: bool = False,
+    ) -> None:
         """Note that a write will put ``stored`` into the tensor ``live``."""
         if isinstance(stored, torch.Tensor) and isinstance(live, torch.Tensor):
             for part, new in zip(plain_tensors(live), plain_tensors(stored), strict=True):
-                self.targets.append(Target(path, new, part, is_as_stored and new.dtype == part.dtype, is_replaceable))
+                self.targets.append(
+                    Target(
+                        path, new, part, is_as_stored and new.dtype == part.dtype, is_replaceable
+                    )
+                )
 
-    def overwrites_array(self, path: str, stored: np.ndarray[Any, Any], live: np.ndarray[Any, Any], *, is_replaceable: bool) -> None:
+    def overwrites_array(
+        self,
+        path: str,
+        stored: np.ndarray[Any, Any],
+        live: np.ndarray[Any, Any],
+        *,
+        is_replaceable: bool,
+    ) -> None:
         """Note that a write will put ``stored`` into the array ``live``."""
         if (memory := _memory_of(live)) is not None:
-            self.targets.append(Target(path, memory, memory, is_as_stored=True, is_replaceable=is_replaceable, arrays=(live, stored)))
+            self.targets.append(
+                Target(
+                    path,
+                    memory,
+                    memory,
+                    is_as_stored=True,
+                    is_replaceable=is_replaceable,
+                    arrays=(live, stored),
+                )
+            )
 
     def is_apart(self, path: str, live: object) -> bool:
-        """Whether a live tensor or array must not be overwritten, because another one lies in its memory."""
+        """Whether a live tensor or array must not be overwritten, because another one lies in
+        its memory."""
         return (path, id(live)) in self._apart
 
     def made_like(self, stored: object, live: torch.Tensor) -> None:
-        """Note that a write will make a tensor from ``stored`` that is laid out as ``live``, a DTensor, is."""
+        """Note that a write will make a tensor from ``stored`` that is laid out as ``live``, a
+        DTensor, is."""
         if isinstance(stored, torch.Tensor):
             self.likes.append((stored, live))
 
     def own(self, value: Any, device: torch.device | None = None) -> Any:
-        """A value to hand over: ``own``'s copy, except for tensors whose memory is ours to give away."""
+        """A value to hand over: ``own``'s copy, except for tensors whose memory is ours to give
+        away."""
         return own(value, device, self._owned)
 
     def handed(self, placed: Any) -> Any:
@@ -272,7 +327,8 @@ class Findings:
         return False
 
     def is_wanted_whole(self, path: str, leaves: Sequence[str]) -> bool:
-        """Whether an object that restores itself in one go is asked for; notes it as skipped if not.
+        """Whether an object that restores itself in one go is asked for; notes it as skipped if
+        not.
 
         :raises InvalidInput: only a part of it is asked for.
         """
@@ -281,7 +337,8 @@ class Findings:
             return True
         if wanted:
             raise InvalidInput(
-                f"{path} takes its state as a whole, and only={self.selection.patterns!r} asks for {wanted[0]}: ask for {path!r}"
+                f"{path} takes its state as a whole, and only={self.selection.patterns!r} asks for"
+                f" {wanted[0]}: ask for {path!r}"
             )
         self.skipped.append(path)
         return False
@@ -289,7 +346,8 @@ class Findings:
     def fits(self, path: str, stored: object, live: object) -> bool:
         """Whether ``stored`` can be written into the tensor ``live``; notes what it found.
 
-        Another floating-point dtype of the same shape is a mismatch under ``strict``; otherwise it is converted.
+        Another floating-point dtype of the same shape is a mismatch under ``strict``; otherwise it
+        is converted.
         """
         if (
             not isinstance(stored, torch.Tensor)
@@ -302,14 +360,17 @@ class Findings:
             return False
         if stored.dtype != live.dtype:
             note = Mismatch(path, describe(stored), describe(live))
-            is_convertible = not self.is_strict and stored.is_floating_point() and live.is_floating_point()
+            is_convertible = (
+                not self.is_strict and stored.is_floating_point() and live.is_floating_point()
+            )
             (self.converted if is_convertible else self.mismatched).append(note)
             self.converted_ids |= {id(live)} if is_convertible else set()
             return is_convertible
         return True
 
     def note_shared(self, misfits: Iterable[Mismatch], hints: Iterable[str]) -> None:
-        """Note what cannot be restored because it shares memory with something else, unless it was noted as a misfit already."""
+        """Note what cannot be restored because it shares memory with something else, unless it
+        was noted as a misfit already."""
         known = {note.path for note in self.mismatched}
         for misfit, hint in zip(misfits, hints, strict=True):
             if misfit.path not in known:
@@ -328,8 +389,8 @@ class Findings:
         lines += _lines("not in the objects", self.unexpected, others=self.missing)
         lines += _lines("of another kind", self.mismatched)
         lines += self.hints or [
-            "write strict=False to restore the rest: what is listed stays as your script made it, its optimizer state begins anew, and the"
-            " step counts on from the state's"
+            "write strict=False to restore the rest: what is listed stays as your script made it,"
+            " its optimizer state begins anew, and the step counts on from the state's"
         ]
         raise InvalidInput("\n".join(lines))
 
@@ -356,7 +417,11 @@ def leaf_paths(tree: object, path: str) -> list[str]:
     if isinstance(tree, dict) and tree:
         return [leaf for key, child in tree.items() for leaf in leaf_paths(child, join(path, key))]
     if isinstance(tree, list | tuple | deque) and tree:
-        return [leaf for index, child in enumerate(tree) for leaf in leaf_paths(child, join(path, index))]
+        return [
+            leaf
+            for index, child in enumerate(tree)
+            for leaf in leaf_paths(child, join(path, index))
+        ]
     return [path]
 
 
@@ -376,7 +441,8 @@ def describe(value: object) -> str:
 
 
 def own(value: Any, device: torch.device | None = None, owned: set[int] | None = None) -> Any:
-    """A copy that shares no memory with ``value``, which may lie in a file; tensors go to ``device`` if one is given.
+    """A copy that shares no memory with ``value``, which may lie in a file; tensors go to
+    ``device`` if one is given.
 
     A tensor whose id is in ``owned`` is itself used as the copy, once: its id is taken out.
     """
@@ -393,10 +459,14 @@ def own(value: Any, device: torch.device | None = None, owned: set[int] | None =
     if kind is OrderedDict:
         copied = OrderedDict((key, own(child, device, owned)) for key, child in value.items())
         if hasattr(value, "_metadata"):
-            copied._metadata = deepcopy(value._metadata)  # type: ignore[attr-defined]  # as nn.Module.state_dict sets it
+            # as nn.Module.state_dict sets it
+            copied._metadata = deepcopy(value._metadata)  # type: ignore[attr-defined]
         return copied
     if kind is defaultdict:
-        return defaultdict(value.default_factory, ((key, own(child, device, owned)) for key, child in value.items()))
+        return defaultdict(
+            value.default_factory,
+            ((key, own(child, device, owned)) for key, child in value.items()),
+        )
     if kind is list or kind is tuple:
         return kind(own(child, device, owned) for child in value)
     if kind is deque:
@@ -405,7 +475,8 @@ def own(value: Any, device: torch.device | None = None, owned: set[int] | None =
 
 
 def write_tensor(live: torch.Tensor, stored: torch.Tensor) -> None:
-    """Overwrite ``live`` in place; elements repeated by a stride of 0 are written once, and of a DTensor only what this rank holds."""
+    """Overwrite ``live`` in place; elements repeated by a stride of 0 are written once, and of a
+    DTensor only what this rank holds."""
     with torch.no_grad():
         for part, new in zip(plain_tensors(live), plain_tensors(stored), strict=True):
             if is_spread(part):
@@ -419,9 +490,14 @@ def write_tensor(live: torch.Tensor, stored: torch.Tensor) -> None:
 
 
 def _trained_as(like: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-    """``made``, which nobody else has, as a parameter if ``like`` is one, with a gradient if ``like`` requires one and it can have one."""
+    """``made``, which nobody else has, as a parameter if ``like`` is one, with a gradient if
+    ``like`` requires one and it can have one."""
     is_trained = like.requires_grad and (made.is_floating_point() or made.is_complex())
-    return nn.Parameter(made, is_trained) if isinstance(like, nn.Parameter) else made.requires_grad_(is_trained)
+    return (
+        nn.Parameter(made, is_trained)
+        if isinstance(like, nn.Parameter)
+        else made.requires_grad_(is_trained)
+    )
 
 
 def _memory_of(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
@@ -434,7 +510,9 @@ def _memory_of(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
     return torch.frombuffer((ctypes.c_ubyte * length).from_address(begin), dtype=torch.uint8)
 
 
-def _lines(title: str, items: Sequence[str] | Sequence[Mismatch], others: Sequence[str] = ()) -> list[str]:
+def _lines(
+    title: str, items: Sequence[str] | Sequence[Mismatch], others: Sequence[str] = ()
+) -> list[str]:
     if not items:
         return []
     lines = [f"  {title}:"]

@@ -1,4 +1,5 @@
-"""Restoring a state's tree into live objects: first everything is checked, then everything is written, in place."""
+"""Restoring a state's tree into live objects: first everything is checked, then everything is
+written, in place."""
 
 from __future__ import annotations
 
@@ -24,7 +25,17 @@ from .in_place import shared
 from .loaders import is_prepared, load_loader
 from .model import FROZEN, MODES, check_gradients, check_module
 from .optimizer import INNER, bare, check_optimizer, why_anew
-from .report import Findings, Handed, Mismatch, RestoreReport, Selection, describe, leaf_paths, own, write_tensor
+from .report import (
+    Findings,
+    Handed,
+    Mismatch,
+    RestoreReport,
+    Selection,
+    describe,
+    leaf_paths,
+    own,
+    write_tensor,
+)
 from .tree import join
 
 __all__ = ["Mismatch", "RestoreReport", "check_into", "reads", "restore_into", "write"]
@@ -42,16 +53,18 @@ def restore_into(
 ) -> RestoreReport:
     """Put ``tree``, as ``Adapted.tree`` made it, into ``objects``; returns what was restored.
 
-    Objects of the state that are not among ``objects`` are left out. ``only`` takes names and patterns of whole paths
-    (``"model"``, ``"model/layers.0.*"``). Modules and optimizers must fit by name, shape and dtype. With ``strict`` anything else is
-    refused before the first write; without it, what fits is restored, and floating-point tensors are converted to the module's dtype.
-    Plain containers become what the state has: tensors of the same geometry are overwritten in place, the rest is replaced. Nothing that is
-    handed over shares memory with ``tree``.
+    Objects of the state that are not among ``objects`` are left out. ``only`` takes names and
+    patterns of whole paths (``"model"``, ``"model/layers.0.*"``). Modules and optimizers must fit
+    by name, shape and dtype. With ``strict`` anything else is refused before the first write;
+    without it, what fits is restored, and floating-point tensors are converted to the module's
+    dtype. Plain containers become what the state has: tensors of the same geometry are overwritten
+    in place, the rest is replaced. Nothing that is handed over shares memory with ``tree``.
 
-    Objects that restore themselves are loaded first, one by one, because only they can fail; random number generators are loaded last.
+    Objects that restore themselves are loaded first, one by one, because only they can fail; random
+    number generators are loaded last.
 
-    :raises InvalidInput: something does not fit, and nothing was changed; or an object's own ``load_state_dict`` failed, and the
-        message says which objects had been changed by then.
+    :raises InvalidInput: something does not fit, and nothing was changed; or an object's own
+        ``load_state_dict`` failed, and the message says which objects had been changed by then.
     """
     return write(check_into(objects, tree, only=only, strict=strict))
 
@@ -68,16 +81,19 @@ def check_into(
 ) -> Findings:
     """The first half of ``restore_into``: nothing is written.
 
-    Without ``has_values`` the elements of the tensors in ``tree`` are not looked at, so that misfits are found before the bytes
-    are there. ``owned`` are ids of tensors in ``tree`` that ``write`` may hand over as they are. ``adapted`` are the
-    objects as an earlier check saw them, which makes this check cheap.
+    Without ``has_values`` the elements of the tensors in ``tree`` are not looked at, so that
+    misfits are found before the bytes are there. ``owned`` are ids of tensors in ``tree`` that
+    ``write`` may hand over as they are. ``adapted`` are the objects as an earlier check saw them,
+    which makes this check cheap.
 
     :raises InvalidInput: something does not fit.
     """
     adapted = Adapted(objects) if adapted is None else adapted
 
     def look(apart: Collection[tuple[str, int]] = ()) -> Findings:
-        found = Findings(Selection(only), is_strict=strict, has_values=has_values, owned=owned, apart=apart)
+        found = Findings(
+            Selection(only), is_strict=strict, has_values=has_values, owned=owned, apart=apart
+        )
         _Check(adapted, found).top(tree)
         return found
 
@@ -87,7 +103,10 @@ def check_into(
         if sharing.apart:
             findings = look({target.place for target in sharing.apart})
         findings.note_shared(sharing.misfits, sharing.hints)
-    known = [*map(_path, adapted.objects), *(leaf for name, child in tree.items() for leaf in leaf_paths(child, _path(name)))]
+    known = [
+        *map(_path, adapted.objects),
+        *(leaf for name, child in tree.items() for leaf in leaf_paths(child, _path(name))),
+    ]
     findings.selection.refuse_unused(known)
     findings.refuse_misfits()
     return findings
@@ -95,7 +114,8 @@ def check_into(
 
 def write(findings: Findings) -> RestoreReport:
     """The second half of ``restore_into``: do the writes that ``check_into`` noted."""
-    # Tensors made here, such as an optimizer's state, will be trained on; only tensors of inference mode are written in that mode.
+    # Tensors made here, such as an optimizer's state, will be trained on; only tensors of inference
+    # mode are written in that mode.
     with torch.inference_mode(any(target.live.is_inference() for target in findings.targets)):
         _write(findings)
     in_place.clean(target.live for target in findings.targets)
@@ -103,7 +123,8 @@ def write(findings: Findings) -> RestoreReport:
 
 
 def reads(objects: Mapping[str, object], only: str | Sequence[str] | None) -> Callable[[str], bool]:
-    """Which tensors of a state, by path, ``restore_into`` looks at: any other may be ``None`` in its tree, and need not be read."""
+    """Which tensors of a state, by path, ``restore_into`` looks at: any other may be ``None`` in
+    its tree, and need not be read."""
     names, selection = {*map(_path, objects), GRADIENTS, IN_BACKWARD}, Selection(only)
     return lambda path: path.split("/", 1)[0] in names and selection.wants(path)
 
@@ -126,7 +147,9 @@ def _load(path: str, load: Callable[[], None], done: list[str]) -> None:
     except Exception as exc:
         changed = f"it and {', '.join(done)}" if done else "it"
         reason = f"{type(exc).__name__}: {exc}"
-        raise InvalidInput(f"{path} did not take its state ({reason}): {changed} may be changed, the rest is not") from exc
+        raise InvalidInput(
+            f"{path} did not take its state ({reason}): {changed} may be changed, the rest is not"
+        ) from exc
     done.append(path)
 
 
@@ -153,7 +176,8 @@ class _Check:
                 # No other tensor could take the place of one that is tracked by itself.
                 if findings.wants(path) and findings.fits(path, tree[name], live):
                     findings.restored.append(path)
-                    self._overwrite(path, live, tree[name])  # type: ignore[arg-type]  # `fits` saw a tensor
+                    # `fits` saw a tensor
+                    self._overwrite(path, live, tree[name])  # type: ignore[arg-type]
             elif not is_handed(live):
                 self._in_place(path, live, tree[name])
             elif findings.selection.wants_some(path, leaf_paths(tree[name], path)):
@@ -168,11 +192,19 @@ class _Check:
             for path, model in self.adapted.models():
                 if path in gradients:
                     check_gradients(join(GRADIENTS, path), model, gradients[path], findings)
-        findings.skipped += [_path(name) for name in tree if name not in self.adapted.objects and name not in _RECORDS]
+        findings.skipped += [
+            _path(name)
+            for name in tree
+            if name not in self.adapted.objects and name not in _RECORDS
+        ]
 
     def _hints(self, tree: Mapping[str, object]) -> list[str]:
         """The names that the state has in place of the objects that it lacks entirely."""
-        lost = [name for name in self.adapted.objects if name not in tree and _path(name) in self.findings.missing]
+        lost = [
+            name
+            for name in self.adapted.objects
+            if name not in tree and _path(name) in self.findings.missing
+        ]
         left = [name for name in tree if name not in self.adapted.objects and name not in _RECORDS]
         both = [_path(name) for name in self.adapted.objects if name in tree]
         if not lost or not self.findings.is_strict:
@@ -180,19 +212,33 @@ class _Check:
         hints = [f"the state has {', '.join(map(_path, tree)) or 'nothing'}"]
         live = self.adapted.outlook()
         for name in lost:
-            close = [other for other in left if _has_same_keys(live.get(name), tree[other])] or get_close_matches(name, left, n=1)
+            close = [
+                other for other in left if _has_same_keys(live.get(name), tree[other])
+            ] or get_close_matches(name, left, n=1)
             if close:
-                hints.append(f"its {_path(close[0])} looks like your {_path(name)}: call it {_path(close[0])} as well")
+                hints.append(
+                    f"its {_path(close[0])} looks like your {_path(name)}: call it"
+                    f" {_path(close[0])} as well"
+                )
         if len(hints) == 1:
-            hints.append(f"only={both} restores what both have, and leaves {', '.join(map(_path, lost))} as it is")
+            hints.append(
+                f"only={both} restores what both have, and leaves {', '.join(map(_path, lost))} as"
+                " it is"
+            )
         return hints
 
     def place(self, path: str, live: Any, stored: Any, *, is_replaceable: bool = True) -> object:
-        """The value at ``path`` after the writes: ``live`` itself if it can be changed in place. ``is_replaceable``: another value may take
-        its place.
+        """The value at ``path`` after the writes: ``live`` itself if it can be changed in place.
+        ``is_replaceable``: another value may take its place.
         """
         if isinstance(live, nn.Module):
-            check_module(path, self.adapted.model_state(path, live), stored, self.findings, self._frozen.get(path))
+            check_module(
+                path,
+                self.adapted.model_state(path, live),
+                stored,
+                self.findings,
+                self._frozen.get(path),
+            )
         elif isinstance(live, Optimizer):
             self._optimizers.append(partial(self._optimizer, path, live, stored))
         elif has_state(live):
@@ -201,27 +247,42 @@ class _Check:
             self._generator(path, live, stored)
         elif isinstance(live, dict) and isinstance(stored, dict):
             self._mapping(path, live, stored)
-        elif (isinstance(live, list) and isinstance(stored, list)) or (isinstance(live, deque) and isinstance(stored, deque)):
+        elif (isinstance(live, list) and isinstance(stored, list)) or (
+            isinstance(live, deque) and isinstance(stored, deque)
+        ):
             self._list(path, live, stored)
         elif isinstance(live, tuple) and isinstance(stored, tuple) and len(live) == len(stored):
             pairs = enumerate(zip(live, stored, strict=True))
-            placed = [self.place(join(path, index), *pair, is_replaceable=is_replaceable) for index, pair in pairs]
-            return live if all(new is old for new, old in zip(placed, live, strict=True)) else tuple(placed)
+            placed = [
+                self.place(join(path, index), *pair, is_replaceable=is_replaceable)
+                for index, pair in pairs
+            ]
+            return (
+                live
+                if all(new is old for new, old in zip(placed, live, strict=True))
+                else tuple(placed)
+            )
         else:
             return self._leaf(path, live, stored, is_replaceable=is_replaceable)
         return live
 
     def _in_place(self, path: str, live: Any, stored: object) -> None:
-        """Restore in place an object that is tracked by itself and that no other object can replace."""
+        """Restore in place an object that is tracked by itself and that no other object can
+        replace."""
         findings = self.findings
         notes: tuple[list[Any], ...] = (findings.restored, findings.targets, findings.writes)
         before, misfits = [*map(len, notes)], len(findings.mismatched)
-        if self.place(path, live, stored, is_replaceable=False) is not live and len(findings.mismatched) == misfits:
+        if (
+            self.place(path, live, stored, is_replaceable=False) is not live
+            and len(findings.mismatched) == misfits
+        ):
             for note, count in zip(notes, before, strict=True):
                 del note[count:]
             findings.mismatched.append(Mismatch(path, describe(stored), describe(live)))
 
-    def _overwrite(self, path: str, live: torch.Tensor, stored: torch.Tensor, *, is_replaceable: bool = False) -> None:
+    def _overwrite(
+        self, path: str, live: torch.Tensor, stored: torch.Tensor, *, is_replaceable: bool = False
+    ) -> None:
         self.findings.overwrites(path, stored, live, is_replaceable=is_replaceable)
         self.findings.writes.append(partial(write_tensor, live, stored))
 
@@ -235,9 +296,13 @@ class _Check:
         for name, found in inner.items():
             here = join(join(path, INNER), name)
             if name in kept:
-                check_optimizer(here, found, self.adapted.names_of(found), kept[name], self.findings, lost)
+                check_optimizer(
+                    here, found, self.adapted.names_of(found), kept[name], self.findings, lost
+                )
             elif self.findings.selection.wants(path):
-                self.findings.anew.append(f"{path}: the state has nothing of its {name}, which begins anew")
+                self.findings.anew.append(
+                    f"{path}: the state has nothing of its {name}, which begins anew"
+                )
         gone = [join(join(path, INNER), name) for name in kept if name not in inner]
         self.findings.unexpected += [here for here in gone if self.findings.selection.wants(here)]
 
@@ -246,7 +311,10 @@ class _Check:
         paths = {*self.findings.missing, *(misfit.path for misfit in self.findings.mismatched)}
         models = self.adapted.models() if paths else []
         return {id(found) for path, found in parts(self.adapted.objects) if path in paths} | {
-            id(tensor) for path, model in models for name, tensor in model.tree().items() if path in paths or join(path, name) in paths
+            id(tensor)
+            for path, model in models
+            for name, tensor in model.tree().items()
+            if path in paths or join(path, name) in paths
         }
 
     def _opaque(self, path: str, live: Any, stored: object) -> None:
@@ -285,19 +353,32 @@ class _Check:
                 placed[key] = Handed(value)
                 self.findings.restored += leaf_paths(value, here)
         gone = [key for key in live if key not in stored]
-        self.findings.missing += [join(path, key) for key in gone if is_whole and holds_state(live[key])]
+        self.findings.missing += [
+            join(path, key) for key in gone if is_whole and holds_state(live[key])
+        ]
         if not is_whole or any(holds_state(live[key]) for key in gone):
             gone = []
         self.findings.writes.append(partial(self._write_mapping, live, placed, gone))
 
-    def _list(self, path: str, live: list[Any] | deque[Any], stored: list[Any] | deque[Any]) -> None:
+    def _list(
+        self, path: str, live: list[Any] | deque[Any], stored: list[Any] | deque[Any]
+    ) -> None:
         if isinstance(live, deque) and live.maxlen is not None and len(stored) > live.maxlen:
-            self.findings.mismatched.append(Mismatch(path, f"a deque of {len(stored)}", f"a deque that takes {live.maxlen}"))
+            self.findings.mismatched.append(
+                Mismatch(path, f"a deque of {len(stored)}", f"a deque that takes {live.maxlen}")
+            )
             return
-        if len(live) != len(stored) and (holds_state(live) or not self.findings.selection.wants(path)):
-            self.findings.mismatched.append(Mismatch(path, f"a list of {len(stored)}", f"a list of {len(live)}"))
+        if len(live) != len(stored) and (
+            holds_state(live) or not self.findings.selection.wants(path)
+        ):
+            self.findings.mismatched.append(
+                Mismatch(path, f"a list of {len(stored)}", f"a list of {len(live)}")
+            )
             return
-        placed = [self.place(join(path, index), old, new) for index, (old, new) in enumerate(zip(live, stored, strict=False))]
+        placed = [
+            self.place(join(path, index), old, new)
+            for index, (old, new) in enumerate(zip(live, stored, strict=False))
+        ]
         for index in range(len(placed), len(stored)):
             placed.append(Handed(stored[index]))
             self.findings.restored += leaf_paths(stored[index], join(path, index))
@@ -312,7 +393,11 @@ class _Check:
             return live
         self.findings.restored += leaf_paths(stored, path)
         if isinstance(live, torch.Tensor) and isinstance(stored, torch.Tensor):
-            if are_alike(live, stored) and not live.is_meta and not self.findings.is_apart(path, live):
+            if (
+                are_alike(live, stored)
+                and not live.is_meta
+                and not self.findings.is_apart(path, live)
+            ):
                 self._overwrite(path, live, stored, is_replaceable=is_replaceable)
                 return live
             return Handed(stored, live)
@@ -322,14 +407,22 @@ class _Check:
         if isinstance(live, bytearray) and isinstance(stored, bytearray):
             self.findings.writes.append(partial(live.__setitem__, slice(None), stored))
             return live
-        is_array = isinstance(live, np.ndarray) and isinstance(stored, np.ndarray) and live.flags.writeable
-        if is_array and (live.shape, live.dtype) == (stored.shape, stored.dtype) and not self.findings.is_apart(path, live):
+        is_array = (
+            isinstance(live, np.ndarray) and isinstance(stored, np.ndarray) and live.flags.writeable
+        )
+        if (
+            is_array
+            and (live.shape, live.dtype) == (stored.shape, stored.dtype)
+            and not self.findings.is_apart(path, live)
+        ):
             self.findings.overwrites_array(path, stored, live, is_replaceable=is_replaceable)
             self.findings.writes.append(partial(np.copyto, live, stored))
             return live
         return Handed(stored)
 
-    def _write_mapping(self, live: dict[Any, Any], placed: Mapping[Any, object], gone: Sequence[Any]) -> None:
+    def _write_mapping(
+        self, live: dict[Any, Any], placed: Mapping[Any, object], gone: Sequence[Any]
+    ) -> None:
         for key in gone:
             del live[key]
         fresh = {key: self.findings.handed(value) for key, value in placed.items()}
@@ -355,7 +448,12 @@ def _write_set(live: set[Any], stored: set[Any]) -> None:
 
 
 def _has_same_keys(live: object, stored: object) -> bool:
-    return isinstance(live, dict) and isinstance(stored, dict) and bool(live) and live.keys() == stored.keys()
+    return (
+        isinstance(live, dict)
+        and isinstance(stored, dict)
+        and bool(live)
+        and live.keys() == stored.keys()
+    )
 
 
 def _load_opaque(live: Any, stored: object) -> None:
@@ -363,6 +461,9 @@ def _load_opaque(live: Any, stored: object) -> None:
         load_loader(live, own(stored))
         return
     live.load_state_dict(own(stored))
-    if any(kind.__module__.startswith("torchdata.stateful_dataloader") for kind in type(live).__mro__):
-        # Its iterator is made now, not when the loop begins: making it draws random numbers, and the generators come last.
+    if any(
+        kind.__module__.startswith("torchdata.stateful_dataloader") for kind in type(live).__mro__
+    ):
+        # Its iterator is made now, not when the loop begins: making it draws random numbers, and
+        # the generators come last.
         live.state_dict()

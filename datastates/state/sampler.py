@@ -1,4 +1,5 @@
-"""A shuffled order of the data that is a pure function of seed and epoch, and that knows its place."""
+"""A shuffled order of the data that is a pure function of seed and epoch, and that knows its
+place."""
 
 from __future__ import annotations
 
@@ -21,33 +22,57 @@ _CHUNK = 4096
 
 
 class PermutationSampler(Sampler[int]):
-    """Every index below ``length`` once an epoch, in an order that only ``seed`` and the epoch decide.
+    """Every index below ``length`` once an epoch, in an order that only ``seed`` and the epoch
+    decide.
 
-    ``position`` counts the indices that were handed out in ``epoch``. Iterating goes on from there, so a loop that was left or restored
-    continues, and begins the next epoch if one was over. Track it, and loop over ``run.steps(batches(…))`` or over ``run.steps`` of
-    a DataLoader that uses it as its sampler.
+    ``position`` counts the indices that were handed out in ``epoch``. Iterating goes on from there,
+    so a loop that was left or restored continues, and begins the next epoch if one was over. Track
+    it, and loop over ``run.steps(batches(…))`` or over ``run.steps`` of a DataLoader that uses it
+    as its sampler.
 
-    In a loop without ``run.steps`` you must see to two things. Workers fetch ahead: if there are any, track a ``StatefulDataLoader`` of
-    this sampler instead. A DataLoader draws from torch's generator whenever a loop begins: give it ``generator=torch.Generator()``.
+    In a loop without ``run.steps`` you must see to two things. Workers fetch ahead: if there are
+    any, track a ``StatefulDataLoader`` of this sampler instead. A DataLoader draws from torch's
+    generator whenever a loop begins: give it ``generator=torch.Generator()``.
 
-    If ``num_replicas`` processes train one model, each passes its ``rank`` among them and gets its share of the same order: every
-    ``num_replicas``-th index. ``position`` counts what all of them were handed out, so that any number of replicas can continue an epoch
-    that another number began, and no index is left out or repeated. ``tail`` says what happens to the last ones if they do
-    not divide evenly: ``"repeat"`` gives the other replicas some of the first indices again, so that all take equally many steps, as
-    ``DistributedSampler`` does; ``"drop"`` leaves the last ones out; ``"share"`` hands out each just once, and some replicas get one less.
+    If ``num_replicas`` processes train one model, each passes its ``rank`` among them and gets its
+    share of the same order: every ``num_replicas``-th index. ``position`` counts what all of them
+    were handed out, so that any number of replicas can continue an epoch that another number began,
+    and no index is left out or repeated. ``tail`` says what happens to the last ones if they do not
+    divide evenly: ``"repeat"`` gives the other replicas some of the first indices again, so that
+    all take equally many steps, as ``DistributedSampler`` does; ``"drop"`` leaves the last ones
+    out; ``"share"`` hands out each just once, and some replicas get one less.
     """
 
     def __init__(
-        self, length: int, *, seed: int = 0, shuffle: bool = True, rank: int = 0, num_replicas: int = 1, tail: Tail = "repeat"
+        self,
+        length: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        rank: int = 0,
+        num_replicas: int = 1,
+        tail: Tail = "repeat",
     ) -> None:
-        length, seed, shuffle = values.integer(length, "length", most=2**62), values.integer(seed, "seed"), values.flag(shuffle, "shuffle")
+        length, seed, shuffle = (
+            values.integer(length, "length", most=2**62),
+            values.integer(seed, "seed"),
+            values.flag(shuffle, "shuffle"),
+        )
         if length < 1:
             raise InvalidInput(f"length is {length}: a sampler needs at least one index")
-        rank, num_replicas = values.count(rank, "rank"), values.positive(num_replicas, "num_replicas")
+        rank, num_replicas = (
+            values.count(rank, "rank"),
+            values.positive(num_replicas, "num_replicas"),
+        )
         if rank >= num_replicas:
-            raise InvalidInput(f"rank is {rank}, and there are {num_replicas} replicas: give one below num_replicas")
+            raise InvalidInput(
+                f"rank is {rank}, and there are {num_replicas} replicas: give one below"
+                " num_replicas"
+            )
         if tail not in get_args(Tail):
-            raise InvalidInput(f"tail is {values.shown(tail)}: say one of {', '.join(map(repr, get_args(Tail)))}")
+            raise InvalidInput(
+                f"tail is {values.shown(tail)}: say one of {', '.join(map(repr, get_args(Tail)))}"
+            )
         self.length, self.seed, self.shuffle = length, seed, shuffle
         self.rank, self.num_replicas, self.tail = rank, num_replicas, tail
         self.epoch = 0
@@ -64,16 +89,23 @@ class PermutationSampler(Sampler[int]):
         """The rest of the epoch, or the next one if this one is over."""
         return _Indices(self)
 
-    @values.takes(batch_size=values.positive, drop_last=values.flag, epochs=values.optional(values.count))
-    def batches(self, batch_size: int, *, drop_last: bool = False, epochs: int | None = 1) -> Batches:
-        """The rest of this epoch in batches of indices, then further epochs; endless if ``epochs`` is None.
+    @values.takes(
+        batch_size=values.positive, drop_last=values.flag, epochs=values.optional(values.count)
+    )
+    def batches(
+        self, batch_size: int, *, drop_last: bool = False, epochs: int | None = 1
+    ) -> Batches:
+        """The rest of this epoch in batches of indices, then further epochs; endless if ``epochs``
+        is None.
 
-        For loops that index tensors themselves: ``for rows in sampler.batches(64): inputs[rows]``. ``batch_size`` is that of one replica.
+        For loops that index tensors themselves: ``for rows in sampler.batches(64): inputs[rows]``.
+        ``batch_size`` is that of one replica.
         """
         if drop_last and batch_size > self.length // self.num_replicas:
             each = "" if self.num_replicas == 1 else f" for {self.num_replicas} replicas"
             raise InvalidInput(
-                f"batch_size is {batch_size} with drop_last=True, and there are {self.length} indices{each}: none is ever full"
+                f"batch_size is {batch_size} with drop_last=True, and there are {self.length}"
+                f" indices{each}: none is ever full"
             )
         return Batches(self, batch_size, drop_last=drop_last, epochs=epochs)
 
@@ -84,13 +116,15 @@ class PermutationSampler(Sampler[int]):
 
     @values.takes(epoch=values.count)
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch; a no-op in that epoch, so that a restored loop goes on where it was."""
+        """Go to the beginning of an epoch; a no-op in that epoch, so that a restored loop goes
+        on where it was."""
         if epoch != self.epoch:
             self.epoch, self.position = epoch, 0
 
     @values.takes(salt=values.integer)
     def reshuffle(self, salt: int) -> None:
-        """Hand out the rest of this epoch in another order, which ``seed``, the epoch, the position and ``salt`` decide.
+        """Hand out the rest of this epoch in another order, which ``seed``, the epoch, the position
+        and ``salt`` decide.
 
         Each index still comes once an epoch. The next epoch is as it would have been.
         """
@@ -109,23 +143,32 @@ class PermutationSampler(Sampler[int]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where ``state`` was taken.
 
-        :raises InvalidInput: it is of other data (the length differs), or it is not a state of this sampler.
+        :raises InvalidInput: it is of other data (the length differs), or it is not a state of this
+            sampler.
         """
         try:
             length, seed, shuffle = int(state["length"]), int(state["seed"]), bool(state["shuffle"])
             epoch, position = int(state["epoch"]), int(state["position"])
             turns = tuple((int(place), int(salt)) for place, salt in state.get("turns", ()))
         except (LookupError, TypeError, ValueError, OverflowError) as exc:
-            raise InvalidInput(f"not a state of a PermutationSampler: {values.shown(state)}") from exc
+            raise InvalidInput(
+                f"not a state of a PermutationSampler: {values.shown(state)}"
+            ) from exc
         if length != self.length:
-            raise InvalidInput(f"the state is of {length} indices and this sampler has {self.length}: its position means nothing here")
+            raise InvalidInput(
+                f"the state is of {length} indices and this sampler has {self.length}: its position"
+                " means nothing here"
+            )
         if not 0 <= position <= length:
-            raise InvalidInput(f"position {position} is not within the {length} indices of the state")
+            raise InvalidInput(
+                f"position {position} is not within the {length} indices of the state"
+            )
         self.seed, self.shuffle, self.epoch, self.position = seed, shuffle, epoch, position
         self._turns, self._handed_out = (epoch, turns), None
 
     def hold(self) -> None:
-        """Report from now on the place that ``hand_out`` counts, not the one up to which indices were asked for: workers fetch ahead."""
+        """Report from now on the place that ``hand_out`` counts, not the one up to which indices
+        were asked for: workers fetch ahead."""
         self._begin()
         self._handed_out = (self.epoch, self.position)
 
@@ -136,7 +179,9 @@ class PermutationSampler(Sampler[int]):
             self._handed_out = (epoch, min(position + count * self.num_replicas, self.length))
 
     def let_go(self, *, is_over: bool) -> None:
-        """End ``hold``. Unless the epoch is over, indices that were fetched and not handed out are still to come."""
+        """End ``hold``.
+
+        Unless the epoch is over, indices that were fetched and not handed out are still to come."""
         if self._handed_out is not None and not is_over:
             self.epoch, self.position = self._handed_out
         self._handed_out = None
@@ -175,7 +220,9 @@ class PermutationSampler(Sampler[int]):
         if end <= self.length:
             rows: list[int] = order[begin : end : self.num_replicas].tolist()
         else:
-            rows = order[torch.arange(begin, end, self.num_replicas, device="cpu") % self.length].tolist()
+            rows = order[
+                torch.arange(begin, end, self.num_replicas, device="cpu") % self.length
+            ].tolist()
         return rows
 
     def _share_of(self, left: int) -> int:
@@ -198,9 +245,12 @@ class PermutationSampler(Sampler[int]):
 
 
 class Batches(Iterator[list[int]]):
-    """The rest of the ``sampler``'s epoch, and further ones (``epochs`` in all) in batches of indices; each ``iter`` begins from there."""
+    """The rest of the ``sampler``'s epoch, and further ones (``epochs`` in all) in batches of
+    indices; each ``iter`` begins from there."""
 
-    def __init__(self, sampler: PermutationSampler, batch_size: int, *, drop_last: bool, epochs: int | None) -> None:
+    def __init__(
+        self, sampler: PermutationSampler, batch_size: int, *, drop_last: bool, epochs: int | None
+    ) -> None:
         self.sampler, self.batch_size, self.epochs = sampler, batch_size, epochs
         self._drop_last = drop_last
         self._running: Iterator[list[int]] | None = None
@@ -222,10 +272,14 @@ class Batches(Iterator[list[int]]):
 
 
 class _Indices(Iterator[int]):
-    """An iteration over a sampler. Its state is for torchdata's loaders: an epoch that was over when it was taken ends once more there."""
+    """An iteration over a sampler.
+
+    Its state is for torchdata's loaders: an epoch that was over when it was taken ends once more
+    there."""
 
     def __init__(self, sampler: PermutationSampler) -> None:
-        # Now, not with the first index: a loader may ask for an iterator and never use it, and then ask for another.
+        # Now, not with the first index: a loader may ask for an iterator and never use it, and then
+        # ask for another.
         sampler._begin()
         self._sampler, self._indices = sampler, sampler._rest()
 
@@ -240,21 +294,29 @@ class _Indices(Iterator[int]):
         self._indices = self._sampler._rest()
 
 
-def _permutation(length: int, seed: int, shuffle: bool, epoch: int, turns: tuple[tuple[int, int], ...]) -> torch.Tensor:
-    order = _shuffled(length, _mixed(seed, epoch)) if shuffle else torch.arange(length, device="cpu")
+def _permutation(
+    length: int, seed: int, shuffle: bool, epoch: int, turns: tuple[tuple[int, int], ...]
+) -> torch.Tensor:
+    order = (
+        _shuffled(length, _mixed(seed, epoch)) if shuffle else torch.arange(length, device="cpu")
+    )
     for position, salt in turns:
         rest = order[position:]
-        order[position:] = rest[_shuffled(len(rest), _mixed(_mixed(_mixed(seed, epoch), position), salt))]
+        order[position:] = rest[
+            _shuffled(len(rest), _mixed(_mixed(_mixed(seed, epoch), position), salt))
+        ]
     return order
 
 
 def _shuffled(length: int, seed: int) -> torch.Tensor:
-    # Torch's generator is a Mersenne Twister: neighbouring seeds give unrelated orders only if they are mixed well.
+    # Torch's generator is a Mersenne Twister: neighbouring seeds give unrelated orders only if they
+    # are mixed well.
     return torch.randperm(length, generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
 def _mixed(seed: int, epoch: int) -> int:
-    """SplitMix64 of both (Steele, Lea and Flood, 2014), so that seed 0 epoch 1 is not seed 1 epoch 0."""
+    """SplitMix64 of both (Steele, Lea and Flood, 2014), so that seed 0 epoch 1 is not seed 1
+    epoch 0."""
     mask = (1 << 64) - 1
     value = (seed * 0x9E3779B97F4A7C15 + epoch) & mask
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

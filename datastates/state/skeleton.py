@@ -1,7 +1,8 @@
-"""The shape of a state, which stays the same from capture to capture: its containers, their keys, and the places of leaves.
+"""The shape of a state, which stays the same from capture to capture: its containers, their keys,
+and the places of leaves.
 
-A skeleton is a flat list of nodes in preorder. ``TENSOR`` and ``VALUE`` are leaves: the next tensor, the next value. A
-container is a tuple, followed by the nodes of its children:
+A skeleton is a flat list of nodes in preorder. ``TENSOR`` and ``VALUE`` are leaves: the next
+tensor, the next value. A container is a tuple, followed by the nodes of its children:
 
     ("d", keys)                    dict             ("l", n)           list
     ("D", factory, keys)           defaultdict      ("t", n)           tuple
@@ -9,12 +10,13 @@ container is a tuple, followed by the nodes of its children:
     ("x", name)                    an object of a registered encoder: its plain tree
     ("a", dtype, shape, order)     a large NumPy array: its bytes as a tensor
     ("coo", shape, is_coalesced)   a sparse tensor: indices, values
-    ("csr" | "csc" | "bsr" | "bsc", shape)                    compressed indices, plain indices, values
-    ("qt", dtype)                  quantized per tensor: integers, scale and zero point as values
-    ("qc", dtype, axis)            quantized per channel: integers, scales, zero points
-    ("s", class, names, shape, strides, metadata)             a tensor subclass: its inner tensors
+    ("csr" | "csc" | "bsr" | "bsc", shape)                    compressed indices, plain indices,
+    values ("qt", dtype)                  quantized per tensor: integers, scale and zero point as
+    values ("qc", dtype, axis)            quantized per channel: integers, scales, zero points ("s",
+    class, names, shape, strides, metadata)             a tensor subclass: its inner tensors
 
-A key is a str, or the bytes of any other packed key. An OrderedDict's metadata is a value before its children.
+A key is a str, or the bytes of any other packed key. An OrderedDict's metadata is a value before
+its children.
 """
 
 from __future__ import annotations
@@ -69,7 +71,11 @@ class Skeleton:
     def paths(self) -> tuple[str, ...]:
         """The path of each tensor; unique."""
         if self._paths is None:
-            self._paths = tuple(path for path, node in zip(paths(self.nodes), self.nodes, strict=False) if node == TENSOR)
+            self._paths = tuple(
+                path
+                for path, node in zip(paths(self.nodes), self.nodes, strict=False)
+                if node == TENSOR
+            )
         return self._paths
 
     def __eq__(self, other: object) -> bool:
@@ -87,7 +93,9 @@ def encode_skeleton(skeleton: Skeleton) -> bytes:
     return skeleton.encoded
 
 
-def decode_skeleton(data: bytes | memoryview | msgspec.Raw, *, source: str = "the skeleton of a state") -> Skeleton:
+def decode_skeleton(
+    data: bytes | memoryview | msgspec.Raw, *, source: str = "the skeleton of a state"
+) -> Skeleton:
     """Decode what ``encode_skeleton`` wrote.
 
     :raises Corrupt: it is something else, or its nodes do not make one tree; names ``source``.
@@ -102,13 +110,21 @@ def decode_skeleton(data: bytes | memoryview | msgspec.Raw, *, source: str = "th
             missing += arity(node) - 1
         if missing:
             raise Corrupt(f"{source} ends before {missing} of its nodes")
-    except (msgspec.DecodeError, RecursionError, ValueError, TypeError, IndexError, KeyError) as exc:
+    except (
+        msgspec.DecodeError,
+        RecursionError,
+        ValueError,
+        TypeError,
+        IndexError,
+        KeyError,
+    ) as exc:
         raise Corrupt(f"{source} does not decode: {exc}") from exc
     return Skeleton(nodes)
 
 
 def paths(nodes: Sequence[Node]) -> Iterator[str]:
-    """The path of each node in turn; of an unfinished list also the path of the node that would come next."""
+    """The path of each node in turn; of an unfinished list also the path of the node that would
+    come next."""
     pending: list[tuple[str, str | None]] = [("", None)]
     for node in nodes:
         path = _join(*pending.pop())
@@ -120,7 +136,8 @@ def paths(nodes: Sequence[Node]) -> Iterator[str]:
 
 
 def path_lengths(nodes: Sequence[Node]) -> Iterator[int]:
-    """The length of each node's path, without making it: a long key is part of the path of everything below it.
+    """The length of each node's path, without making it: a long key is part of the path of
+    everything below it.
 
     :raises Corrupt: a node lies deeper than any that is written.
     """
@@ -131,7 +148,10 @@ def path_lengths(nodes: Sequence[Node]) -> Iterator[int]:
             raise Corrupt(f"the state is nested more than {MAX_DEPTH} deep")
         yield length
         if type(node) is tuple:
-            pending.extend((length if part is None else length + 1 + len(part), depth + 1) for part in reversed(_parts(node)))
+            pending.extend(
+                (length if part is None else length + 1 + len(part), depth + 1)
+                for part in reversed(_parts(node))
+            )
 
 
 def pack_key(key: object) -> str | bytes:
@@ -193,7 +213,9 @@ def _join(path: str, part: str | None) -> str:
 
 
 def _key_parts(keys: Sequence[str | bytes]) -> list[str]:
-    """Keys as parts of paths, told apart if an int 1 meets a str "1". ``%`` in a key is escaped, so that no parts collide."""
+    """Keys as parts of paths, told apart if an int 1 meets a str "1".
+
+    ``%`` in a key is escaped, so that no parts collide."""
     if bytes not in set(map(type, keys)):
         return [_escape(key) for key in keys if isinstance(key, str)]
     used = {_escape(key) for key in keys if isinstance(key, str)}
@@ -241,7 +263,7 @@ _PARTS: dict[str, Callable[[tuple[Any, ...]], Sequence[str | None]]] = {
     "qt": lambda _: ("integers", "scale", "zero_point"),
     "qc": lambda _: ("integers", "scales", "zero_points"),
     "s": lambda node: _key_parts(node[2]),
-    **{tag: (lambda _, names=names: names) for tag, names in _COMPRESSED.items()},  # type: ignore[misc]
+    **{tag: lambda _, names=names: names for tag, names in _COMPRESSED.items()},  # type: ignore[misc]
 }
 
 
@@ -334,7 +356,9 @@ def arity(node: Node) -> int:
     if node in (TENSOR, VALUE) and type(node) is int:
         return 0
     checks = _FIELDS[node[0]]
-    if len(node) != len(checks) + 1 or not all(check(field) for check, field in zip(checks, node[1:], strict=True)):
+    if len(node) != len(checks) + 1 or not all(
+        check(field) for check, field in zip(checks, node[1:], strict=True)
+    ):
         raise TypeError(f"{reprlib.repr(node)} is no node")
     return _ARITY[node[0]](node)
 
@@ -348,10 +372,11 @@ _CONTAINERS = frozenset("dDoltq")
 
 @dataclass(frozen=True, slots=True)
 class Carved:
-    """A content without its chunks. ``sources[i]`` is the original index of tensor ``i``, or of the tensor to which it is tied.
+    """A content without its chunks. ``sources[i]`` is the original index of tensor ``i``, or of the
+    tensor to which it is tied.
 
-    ``holders[i]`` is the skeleton's tag of the sparse or quantized tensor, the array or the encoded object of which tensor ``i`` is a part;
-    None if it is a tensor by itself.
+    ``holders[i]`` is the skeleton's tag of the sparse or quantized tensor, the array or the encoded
+    object of which tensor ``i`` is a part; None if it is a tensor by itself.
     """
 
     skeleton: msgspec.Raw
@@ -368,19 +393,31 @@ class Carved:
 
 
 def carve(content: Content, wants: Callable[[str], bool] | None) -> Carved:
-    """The content with those objects in which ``wants`` asks for some path; None: all of them, in their places.
+    """The content with those objects in which ``wants`` asks for some path; None: all of them, in
+    their places.
 
-    Tensors that lay together still do, in the same order, so that chunks without removed tensors keep their digests.
+    Tensors that lay together still do, in the same order, so that chunks without removed tensors
+    keep their digests.
     """
     specs = tensors_of(content)
     skeleton = decode_skeleton(content.skeleton)
     lengths = tuple(chunk.length for chunk in content.chunks)
     if wants is None:
-        owners = tuple(index if spec.alias is None else spec.alias for index, spec in enumerate(specs))
-        return Carved(content.skeleton, content.values, specs, owners, _holders(skeleton.nodes), lengths)
+        owners = tuple(
+            index if spec.alias is None else spec.alias for index, spec in enumerate(specs)
+        )
+        return Carved(
+            content.skeleton, content.values, specs, owners, _holders(skeleton.nodes), lengths
+        )
     nodes, is_kept = _keep(skeleton.nodes, wants)
-    values = [value for value, kept in zip(decode_values(content.values), is_kept[VALUE], strict=True) if kept]
-    retied, sources = _tie_again(specs, [index for index, kept in enumerate(is_kept[TENSOR]) if kept])
+    values = [
+        value
+        for value, kept in zip(decode_values(content.values), is_kept[VALUE], strict=True)
+        if kept
+    ]
+    retied, sources = _tie_again(
+        specs, [index for index, kept in enumerate(is_kept[TENSOR]) if kept]
+    )
     placed, lengths = _lay_out(retied, lengths)
     return Carved(
         skeleton=msgspec.Raw(Skeleton(nodes).encoded),
@@ -392,8 +429,11 @@ def carve(content: Content, wants: Callable[[str], bool] | None) -> Carved:
     )
 
 
-def _keep(nodes: Sequence[Node], wants: Callable[[str], bool]) -> tuple[list[Node], dict[int, list[bool]]]:
-    """The nodes that stay, and for the values and the tensors of the original which of them stay."""
+def _keep(
+    nodes: Sequence[Node], wants: Callable[[str], bool]
+) -> tuple[list[Node], dict[int, list[bool]]]:
+    """The nodes that stay, and for the values and the tensors of the original which of them
+    stay."""
     root, children = nodes[0], list(zip(paths(nodes), nodes, strict=False))[1:]
     if type(root) is not tuple or root[0] != "d":
         raise InvalidInput("the state is no dict of objects: nothing of it can be left out")
@@ -426,7 +466,9 @@ def _holders(nodes: Sequence[Node]) -> tuple[str | None, ...]:
     return tuple(found)
 
 
-def _tie_again(specs: Sequence[TensorSpec], kept: Sequence[int]) -> tuple[list[TensorSpec], list[int]]:
+def _tie_again(
+    specs: Sequence[TensorSpec], kept: Sequence[int]
+) -> tuple[list[TensorSpec], list[int]]:
     """The specs that stay; of tied tensors, the first that stays holds the bytes."""
     place: dict[int, int] = {}
     retied: list[TensorSpec] = []
@@ -443,9 +485,11 @@ def _tie_again(specs: Sequence[TensorSpec], kept: Sequence[int]) -> tuple[list[T
     return retied, sources
 
 
-def _lay_out(specs: list[TensorSpec], lengths: Sequence[int]) -> tuple[list[TensorSpec], tuple[int, ...]]:
-    """Move every shard up as far as its group allows; a group ends with a chunk that is not full. Large shards that were aligned stay
-    aligned.
+def _lay_out(
+    specs: list[TensorSpec], lengths: Sequence[int]
+) -> tuple[list[TensorSpec], tuple[int, ...]]:
+    """Move every shard up as far as its group allows; a group ends with a chunk that is not full.
+    Large shards that were aligned stay aligned.
     """
     short = [index for index, length in enumerate(lengths) if length < CHUNK_BYTES]
     stored = [
@@ -458,13 +502,20 @@ def _lay_out(specs: list[TensorSpec], lengths: Sequence[int]) -> tuple[list[Tens
     group, position = -1, 0
     for its_group, _, at, number in sorted(stored):
         length = shards[at][number].length
-        if its_group == group and length >= LARGE_BYTES and not shards[at][number].start % ALIGNED_BYTES:
+        if (
+            its_group == group
+            and length >= LARGE_BYTES
+            and not shards[at][number].start % ALIGNED_BYTES
+        ):
             position = _extended(ends, position, -(-position // ALIGNED_BYTES) * ALIGNED_BYTES)
         if its_group != group or position % dtype_of(specs[at].dtype).itemsize:
             group, position = its_group, len(ends) * CHUNK_BYTES
         shards[at][number] = msgspec.structs.replace(shards[at][number], start=position)
         position = _extended(ends, position, position + length) if length else position
-    return [msgspec.structs.replace(spec, shards=tuple(its)) for spec, its in zip(specs, shards, strict=True)], tuple(ends)
+    return [
+        msgspec.structs.replace(spec, shards=tuple(its))
+        for spec, its in zip(specs, shards, strict=True)
+    ], tuple(ends)
 
 
 def _extended(ends: list[int], start: int, end: int) -> int:

@@ -1,13 +1,15 @@
 """Nested state to leaves and back.
 
-``flatten`` separates what stays the same from capture to capture (the skeleton) from what changes (values, tensors). It
-runs on the training thread at each capture, so it builds nothing that it can take over from the previous capture: paths are made
-when the skeleton changes, and a tensor object that the previous capture saw is not looked at again.
+``flatten`` separates what stays the same from capture to capture (the skeleton) from what changes
+(values, tensors). It runs on the training thread at each capture, so it builds nothing that it can
+take over from the previous capture: paths are made when the skeleton changes, and a tensor object
+that the previous capture saw is not looked at again.
 
-What comes back: containers of the exact type, with keys of the exact type in the exact order; plain tensors (a
-``Parameter`` comes back as a tensor), with conjugation and negation resolved. A ``defaultdict`` keeps a factory of
-Python's own (``list``, ``dict``, ``set``, ``int``, …) and is refused with any other. A container that appears twice comes
-back twice; tensors that share memory are tied again if the caller hands equal tensors to ``unflatten``.
+What comes back: containers of the exact type, with keys of the exact type in the exact order; plain
+tensors (a ``Parameter`` comes back as a tensor), with conjugation and negation resolved. A
+``defaultdict`` keeps a factory of Python's own (``list``, ``dict``, ``set``, ``int``, …) and is
+refused with any other. A container that appears twice comes back twice; tensors that share memory
+are tied again if the caller hands equal tensors to ``unflatten``.
 """
 
 from __future__ import annotations
@@ -73,7 +75,8 @@ ARRAY_BYTES = 64 << 10
 OWN = "datastates.own"
 """The name under which a skeleton has an ``Owned`` tree, whose bytes are one value."""
 
-MOST_OBJECTS = 10_000_000  # of a tree, each counted as often as it is reached: a container that is used twice is stored twice
+# of a tree, each counted as often as it is reached: a container that is used twice is stored twice
+MOST_OBJECTS = 10_000_000
 
 _BULK = 8
 """From this many children on, testing them all in one go is cheaper than one by one."""
@@ -81,7 +84,8 @@ _BULK = 8
 _KEY_TYPES = frozenset({str})
 
 _FACTORIES: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (dict, list, set, tuple, int, float, str, bool, bytes, Counter, OrderedDict, deque)
+    kind.__name__: kind
+    for kind in (dict, list, set, tuple, int, float, str, bool, bytes, Counter, OrderedDict, deque)
 }
 
 
@@ -94,7 +98,8 @@ class Leaf(msgspec.Struct, frozen=True, eq=False):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Owned:
-    """A tree that each rank has for itself: a state holds it as one value, so that its form may differ from rank to rank."""
+    """A tree that each rank has for itself: a state holds it as one value, so that its form may
+    differ from rank to rank."""
 
     tree: object
 
@@ -117,7 +122,9 @@ class _Own(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Number:
-    """One number on a device. It stands among the values as a number of type ``kind`` until it is copied to the host."""
+    """One number on a device.
+
+    It stands among the values as a number of type ``kind`` until it is copied to the host."""
 
     tensor: torch.Tensor
     kind: type[int] | type[float]
@@ -135,7 +142,8 @@ class _Span:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flat:
-    """A state taken apart. ``values`` are packed and share no memory with the tree, except a ``Number``; ``tensors`` are the live ones.
+    """A state taken apart. ``values`` are packed and share no memory with the tree, except a
+    ``Number``; ``tensors`` are the live ones.
 
     Large NumPy arrays are tensors over the arrays' own memory.
     """
@@ -150,50 +158,94 @@ class Flat:
     has_numbers: bool = False
 
 
-def flatten(tree: object, previous: Flat | None = None, lasting: Iterable[object] = (), *, is_checking: bool = False) -> Flat:
-    """Take ``tree`` apart. ``previous`` is the result of an earlier capture of the same training: it makes this one cheap.
+def flatten(
+    tree: object,
+    previous: Flat | None = None,
+    lasting: Iterable[object] = (),
+    *,
+    is_checking: bool = False,
+) -> Flat:
+    """Take ``tree`` apart. ``previous`` is the result of an earlier capture of the same training:
+    it makes this one cheap.
 
-    ``lasting`` are parts of the tree that hold the same objects for as long as they are the same objects themselves: their results in
-    ``previous`` stay valid.
+    ``lasting`` are parts of the tree that hold the same objects for as long as they are the same
+    objects themselves: their results in ``previous`` stay valid.
 
-    If the skeleton is unchanged, the result holds the very same ``Skeleton`` object, and the same list of leaves if
-    every tensor is the same object, so callers may cache by identity.
+    If the skeleton is unchanged, the result holds the very same ``Skeleton`` object, and the same
+    list of leaves if every tensor is the same object, so callers may cache by identity.
 
-    The first object of each registered encoder is decoded again, and encoded from that: both encodings have to be equal. With
-    ``is_checking`` every such object is checked, and containers that are used very often are refused before the walk.
+    The first object of each registered encoder is decoded again, and encoded from that: both
+    encodings have to be equal. With ``is_checking`` every such object is checked, and containers
+    that are used very often are refused before the walk.
 
-    :raises Unsupported: a value has no safe encoding, or an encoder fails its check; names its path, its type and what to do next.
+    :raises Unsupported: a value has no safe encoding, or an encoder fails its check; names its
+        path, its type and what to do next.
     """
     if is_checking and expanded(tree, lambda _: 1, {}) > MOST_OBJECTS:
         raise Unsupported(
-            f"the state has more than {MOST_OBJECTS} parts, counted as often as they are used: keep numbers in arrays, and use a container "
-            "that holds others only once"
+            f"the state has more than {MOST_OBJECTS} parts, counted as often as they are used: keep"
+            " numbers in arrays, and use a container that holds others only once"
         )
-    walk = _Walk(previous._seen if previous is not None else frozenset(), previous._spans if previous is not None else {}, lasting)
+    walk = _Walk(
+        previous._seen if previous is not None else frozenset(),
+        previous._spans if previous is not None else {},
+        lasting,
+    )
     walk.is_checking = is_checking
     try:
         walk.children((tree,), 0)
     except Unencodable as exc:
         raise Unsupported(f"{_path_of_next(walk.whole()[0])} {exc}") from exc
     outline, loose = walk.nodes, walk.tensors
-    if previous is not None and outline == previous._outline and all(map(operator.is_, loose, previous._loose)):
-        return Flat(previous.skeleton, walk.values, previous.tensors, outline, loose, previous._seen, walk.spans, walk.has_numbers)
+    if (
+        previous is not None
+        and outline == previous._outline
+        and all(map(operator.is_, loose, previous._loose))
+    ):
+        return Flat(
+            previous.skeleton,
+            walk.values,
+            previous.tensors,
+            outline,
+            loose,
+            previous._seen,
+            walk.spans,
+            walk.has_numbers,
+        )
     nodes, tensors = walk.whole()
     if previous is None or nodes != previous.skeleton.nodes:
         skeleton = Skeleton(nodes)
-        skeleton.encoded  # noqa: B018  # a key that cannot be encoded is refused here, on the caller's thread
+        # a key that cannot be encoded is refused here, on the caller's thread
+        skeleton.encoded  # noqa: B018
         leaves = list(map(Leaf, skeleton.paths, tensors))
     else:
         skeleton, leaves = previous.skeleton, _renewed(previous.tensors, tensors)
-    return Flat(skeleton, walk.values, leaves, outline, loose, frozenset(map(id, tensors)), walk.spans, walk.has_numbers)
+    return Flat(
+        skeleton,
+        walk.values,
+        leaves,
+        outline,
+        loose,
+        frozenset(map(id, tensors)),
+        walk.spans,
+        walk.has_numbers,
+    )
 
 
-def unflatten(skeleton: Skeleton, values: Sequence[Packed], tensors: Sequence[torch.Tensor | None], *, is_sketch: bool = False) -> Any:
-    """Put a state together again; ``values`` are packed, as ``flatten`` or ``decode_values`` returned them.
+def unflatten(
+    skeleton: Skeleton,
+    values: Sequence[Packed],
+    tensors: Sequence[torch.Tensor | None],
+    *,
+    is_sketch: bool = False,
+) -> Any:
+    """Put a state together again; ``values`` are packed, as ``flatten`` or ``decode_values``
+    returned them.
 
-    A tensor that is None leaves None in its place, and in the place of what is made of it: a sparse or quantized tensor, a
-    large array, an object of a registered encoder. For a sketch no element of a tensor is read: a sparse or quantized tensor
-    becomes one of the same shape and dtype without bytes (on ``meta``), a large array without bytes becomes zeros, an object of an encoder
+    A tensor that is None leaves None in its place, and in the place of what is made of it: a sparse
+    or quantized tensor, a large array, an object of a registered encoder. For a sketch no element
+    of a tensor is read: a sparse or quantized tensor becomes one of the same shape and dtype
+    without bytes (on ``meta``), a large array without bytes becomes zeros, an object of an encoder
     becomes the encoder's name.
 
     :raises InvalidInput: an object needs an encoder that is not registered here.
@@ -203,21 +255,32 @@ def unflatten(skeleton: Skeleton, values: Sequence[Packed], tensors: Sequence[to
     try:
         tree = build.next(0)
     except StopIteration:
-        raise Corrupt(f"the state ends early: {len(values)} values and {len(tensors)} tensors are fewer than its skeleton needs") from None
+        raise Corrupt(
+            f"the state ends early: {len(values)} values and {len(tensors)} tensors are fewer than"
+            " its skeleton needs"
+        ) from None
     build.check_all_used()
     return tree
 
 
-def expanded(found: object, leaf: Callable[[object], int], seen: dict[int, int], depth: int = 0) -> int:
-    """The number of objects in a tree, each counted as often as it is reached. Each container is visited once: ``seen`` is empty at first.
+def expanded(
+    found: object, leaf: Callable[[object], int], seen: dict[int, int], depth: int = 0
+) -> int:
+    """The number of objects in a tree, each counted as often as it is reached. Each container is
+    visited once: ``seen`` is empty at first.
 
-    ``leaf`` returns as how many an object counts that is no container. What is nested deeper than a state can be is not visited.
+    ``leaf`` returns as how many an object counts that is no container. What is nested deeper than a
+    state can be is not visited.
     """
     if not isinstance(found, dict | list | tuple | deque | set | frozenset):
         return leaf(found)
     if id(found) not in seen and depth <= MAX_DEPTH:
         seen[id(found)] = 1  # until it is known, for one that contains itself
-        inside = (*found, *found.values(), getattr(found, "_metadata", None)) if isinstance(found, dict) else found
+        inside = (
+            (*found, *found.values(), getattr(found, "_metadata", None))
+            if isinstance(found, dict)
+            else found
+        )
         seen[id(found)] = 1 + sum([expanded(each, leaf, seen, depth + 1) for each in inside])
     return seen.get(id(found), 1)
 
@@ -229,8 +292,13 @@ def pack_tree(tree: object) -> bytes:
     """
     flat = flatten(tree)
     tensors = tuple([_own_tensor(leaf) for leaf in flat.tensors])
-    values = [each.kind(each.tensor.item()) if isinstance(each, Number) else each for each in flat.values]  # waits for a device
-    return msgspec.msgpack.encode(_Own(1, msgspec.Raw(flat.skeleton.encoded), msgspec.Raw(encode_values(values)), tensors))
+    # waits for a device
+    values = [
+        each.kind(each.tensor.item()) if isinstance(each, Number) else each for each in flat.values
+    ]
+    return msgspec.msgpack.encode(
+        _Own(1, msgspec.Raw(flat.skeleton.encoded), msgspec.Raw(encode_values(values)), tensors)
+    )
 
 
 def unpack_tree(data: bytes) -> Any:
@@ -241,30 +309,56 @@ def unpack_tree(data: bytes) -> Any:
     try:
         own = msgspec.msgpack.decode(data, type=_Own)
         if own.version != 1:
-            raise Corrupt(f"what a rank has of its own is of version {own.version}, and this code reads version 1")
+            raise Corrupt(
+                f"what a rank has of its own is of version {own.version}, and this code reads"
+                " version 1"
+            )
         tensors = [_read_own(tensor) for tensor in own.tensors]
-    except (msgspec.DecodeError, RecursionError, ValueError, TypeError, RuntimeError, OverflowError, InvalidInput) as exc:
+    except (
+        msgspec.DecodeError,
+        RecursionError,
+        ValueError,
+        TypeError,
+        RuntimeError,
+        OverflowError,
+        InvalidInput,
+    ) as exc:
         raise Corrupt(f"what a rank has of its own does not decode: {exc}") from exc
     skeleton = decode_skeleton(own.skeleton, source="what a rank has of its own")
     if ("x", OWN) in skeleton.nodes:
-        raise Corrupt("what a rank has of its own holds another such thing, which none does that is written")
+        raise Corrupt(
+            "what a rank has of its own holds another such thing, which none does that is written"
+        )
     return unflatten(skeleton, decode_values(own.values), tensors)
 
 
 def _own_tensor(leaf: Leaf) -> _OwnTensor:
     if is_spread(leaf.tensor) or leaf.tensor.is_meta:
-        raise Unsupported(f"{leaf.path or 'it'} lies with several ranks, and cannot be what one of them has of its own")
+        raise Unsupported(
+            f"{leaf.path or 'it'} lies with several ranks, and cannot be what one of them has of"
+            " its own"
+        )
     tensor = leaf.tensor if dense_view(leaf.tensor) is not None else compact(leaf.tensor)
     flat = dense_view(tensor)
     assert flat is not None
+    # waits for a device
     return _OwnTensor(
-        dtype_name(tensor.dtype), tuple(tensor.shape), spec_of("", tensor).strides, flat.cpu().numpy().tobytes()
-    )  # waits for a device
+        dtype_name(tensor.dtype),
+        tuple(tensor.shape),
+        spec_of("", tensor).strides,
+        flat.cpu().numpy().tobytes(),
+    )
 
 
 def _read_own(tensor: _OwnTensor) -> torch.Tensor:
-    data = torch.frombuffer(bytearray(tensor.data), dtype=torch.uint8) if tensor.data else torch.empty(0, dtype=torch.uint8)
-    return rebuild(data, TensorSpec("a tensor", tensor.dtype, tensor.shape, tensor.strides, None, False, ()))
+    data = (
+        torch.frombuffer(bytearray(tensor.data), dtype=torch.uint8)
+        if tensor.data
+        else torch.empty(0, dtype=torch.uint8)
+    )
+    return rebuild(
+        data, TensorSpec("a tensor", tensor.dtype, tensor.shape, tensor.strides, None, False, ())
+    )
 
 
 def _path_of_next(nodes: list[Node]) -> str:
@@ -277,25 +371,44 @@ def _path_of_next(nodes: list[Node]) -> str:
 def _renewed(leaves: list[Leaf], tensors: list[torch.Tensor]) -> list[Leaf]:
     if all(leaf.tensor is tensor for leaf, tensor in zip(leaves, tensors, strict=True)):
         return leaves
-    return [leaf if leaf.tensor is tensor else Leaf(leaf.path, tensor) for leaf, tensor in zip(leaves, tensors, strict=True)]
+    return [
+        leaf if leaf.tensor is tensor else Leaf(leaf.path, tensor)
+        for leaf, tensor in zip(leaves, tensors, strict=True)
+    ]
 
 
 class _Walk:
-    """One walk over a tree. ``seen`` are ids of tensors known to be plain, kept alive by the previous ``Flat``.
+    """One walk over a tree. ``seen`` are ids of tensors known to be plain, kept alive by the
+    previous ``Flat``.
 
-    ``nodes`` are an outline: a lasting part is one entry, its ``_Span``, and ``tensors`` are those outside such parts. ``whole`` fills them
-    in.
+    ``nodes`` are an outline: a lasting part is one entry, its ``_Span``, and ``tensors`` are those
+    outside such parts. ``whole`` fills them in.
     """
 
-    __slots__ = ("_derived", "_kinds", "_known", "_lasting", "_seen", "has_numbers", "is_checking", "nodes", "spans", "tensors", "values")
+    __slots__ = (
+        "_derived",
+        "_kinds",
+        "_known",
+        "_lasting",
+        "_seen",
+        "has_numbers",
+        "is_checking",
+        "nodes",
+        "spans",
+        "tensors",
+        "values",
+    )
 
-    def __init__(self, seen: frozenset[int], known: dict[int, _Span], lasting: Iterable[object]) -> None:
+    def __init__(
+        self, seen: frozenset[int], known: dict[int, _Span], lasting: Iterable[object]
+    ) -> None:
         self._seen, self._known, self._kinds = seen, known, kinds()
         self._lasting = frozenset(map(id, lasting))
         self.spans: dict[int, _Span] = {}
         self.has_numbers = self.is_checking = False
         self._derived = 0
-        """How many objects were converted into something else: they may change later, and what they became would not."""
+        """How many objects were converted into something else: they may change later, and what
+        they became would not."""
         self.nodes: list[Node | _Span] = []
         self.values: list[Packed] = []
         self.tensors: list[torch.Tensor] = []
@@ -318,7 +431,11 @@ class _Walk:
     def children(self, children: Collection[object], depth: int) -> None:
         """Append the nodes of ``children``; types are tested exactly, the frequent ones first."""
         nodes, values, tensors, seen = self.nodes, self.values, self.tensors, self._seen
-        if len(children) >= _BULK and seen.issuperset(map(id, children)) and self._kinds.issuperset(map(type, children)):
+        if (
+            len(children) >= _BULK
+            and seen.issuperset(map(id, children))
+            and self._kinds.issuperset(map(type, children))
+        ):
             nodes.extend(repeat(TENSOR, len(children)))
             tensors.extend(children)  # type: ignore[arg-type]  # their types were tested
             return
@@ -334,7 +451,16 @@ class _Walk:
                 self._last(child, depth)
             elif kind is dict:
                 keys: tuple[Any, ...] = tuple(child)  # type: ignore[arg-type]  # a dict
-                nodes.append(("d", keys if _KEY_TYPES.issuperset(map(type, keys)) else tuple(map(pack_key, keys))))
+                nodes.append(
+                    (
+                        "d",
+                        (
+                            keys
+                            if _KEY_TYPES.issuperset(map(type, keys))
+                            else tuple(map(pack_key, keys))
+                        ),
+                    )
+                )
                 self._inside(child.values(), depth)  # type: ignore[attr-defined]  # a dict
             elif kind is float or kind is bool or child is None:
                 values.append(child)
@@ -361,7 +487,9 @@ class _Walk:
 
     def _inside(self, children: Collection[object], depth: int) -> None:
         if depth >= MAX_DEPTH:
-            raise Unencodable(f"is nested more than {MAX_DEPTH} deep, or contains itself: break the cycle")
+            raise Unencodable(
+                f"is nested more than {MAX_DEPTH} deep, or contains itself: break the cycle"
+            )
         if children:
             self.children(children, depth + 1)
 
@@ -389,12 +517,17 @@ class _Walk:
         self.nodes.append(VALUE)
 
     def sequence(self, items: Any, depth: int) -> None:
-        """Append a list, tuple or deque: one value if it holds only scalars, so that a growing history keeps the skeleton."""
+        """Append a list, tuple or deque: one value if it holds only scalars, so that a growing
+        history keeps the skeleton."""
         kind = type(items)
         if SCALARS.issuperset(map(type, items)):
             self.value(items, depth)
             return
-        node = ("q", items.maxlen, len(items)) if kind is deque else ("l" if kind is list else "t", len(items))
+        node = (
+            ("q", items.maxlen, len(items))
+            if kind is deque
+            else ("l" if kind is list else "t", len(items))
+        )
         self.nodes.append(node)
         self._inside(items, depth)
 
@@ -432,7 +565,10 @@ class _Walk:
     def _other(self, child: object, depth: int) -> None:
         if isinstance(child, torch.Tensor) and is_spread(child):
             if is_wrapping(local_of(child)):
-                raise Unencodable(f"is a DTensor of {type(local_of(child)).__name__}, which is not stored: use another optimizer with FSDP")
+                raise Unencodable(
+                    f"is a DTensor of {type(local_of(child)).__name__}, which is not stored: use"
+                    " another optimizer with FSDP"
+                )
             self.nodes.append(TENSOR)
             self.tensors.append(child)
             return
@@ -447,7 +583,10 @@ class _Walk:
         try:
             plain = encoder.encode(child)
         except Exception as exc:
-            raise Unencodable(f"of type {type(child).__qualname__} was refused by its encoder {encoder.name!r}: {exc}") from exc
+            raise Unencodable(
+                f"of type {type(child).__qualname__} was refused by its encoder {encoder.name!r}:"
+                f" {exc}"
+            ) from exc
         if self.is_checking or encoder not in _checked:
             _check_encoder(encoder, child, plain)
         self.nodes.append(("x", encoder.name))
@@ -467,11 +606,15 @@ def _check_encoder(encoder: Encoder, found: object, plain: object) -> None:
     except Unsupported:  # the walk goes on to it, and knows its path
         return
     except Exception as exc:
-        raise Unencodable(f"of type {kind} does not come back: the decoder {encoder.name!r} failed on what was encoded: {exc!r}") from exc
+        raise Unencodable(
+            f"of type {kind} does not come back: the decoder {encoder.name!r} failed on what was"
+            f" encoded: {exc!r}"
+        ) from exc
     if not is_same:
         raise Unencodable(
-            f"of type {kind} does not come back: the encoder {encoder.name!r} made {reprlib.repr(plain)} of it, and"
-            f" {reprlib.repr(again)} of what that was decoded to; let decode return an equal object"
+            f"of type {kind} does not come back: the encoder {encoder.name!r} made"
+            f" {reprlib.repr(plain)} of it, and {reprlib.repr(again)} of what that was decoded to;"
+            " let decode return an equal object"
         )
     _checked.add(encoder)
 
@@ -496,8 +639,8 @@ def _factory_name(factory: object) -> str | None:
     name = getattr(factory, "__name__", "")
     if _FACTORIES.get(name) is not factory:
         raise Unencodable(
-            f"is a defaultdict whose factory {name or factory!r} has no safe encoding: convert it with dict(...), "
-            f"or use one of {', '.join(_FACTORIES)}"
+            f"is a defaultdict whose factory {name or factory!r} has no safe encoding: convert it"
+            f" with dict(...), or use one of {', '.join(_FACTORIES)}"
         )
     return name
 
@@ -511,7 +654,12 @@ class _Build:
 
     __slots__ = ("_builders", "_missing", "_nodes", "_tensors", "_values")
 
-    def __init__(self, nodes: Sequence[Node], values: Sequence[Packed], tensors: Sequence[torch.Tensor | None]) -> None:
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        values: Sequence[Packed],
+        tensors: Sequence[torch.Tensor | None],
+    ) -> None:
         self._builders = _BUILDERS
         self._missing = 0
         self._nodes = iter(nodes)
@@ -529,12 +677,28 @@ class _Build:
             return build(self, node, depth + 1)
         except (DatastatesError, StopIteration):
             raise
-        except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, AssertionError, AttributeError, MemoryError) as exc:
-            raise Corrupt(f"a part of the state does not come back ({reprlib.repr(node)}): {type(exc).__name__}: {exc}") from exc
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            RuntimeError,
+            AssertionError,
+            AttributeError,
+            MemoryError,
+        ) as exc:
+            raise Corrupt(
+                f"a part of the state does not come back ({reprlib.repr(node)}):"
+                f" {type(exc).__name__}: {exc}"
+            ) from exc
 
     def check_all_used(self) -> None:
         """Raise if anything is left over."""
-        for what, rest in (("values", self._values), ("tensors", self._tensors), ("nodes", self._nodes)):
+        for what, rest in (
+            ("values", self._values),
+            ("tensors", self._tensors),
+            ("nodes", self._nodes),
+        ):
             left = sum(1 for _ in rest)
             if left:
                 raise Corrupt(f"the state has {left} more {what} than its skeleton needs")
@@ -562,9 +726,12 @@ class _Build:
 
     def _ordered(self, node: tuple[Any, ...], depth: int) -> OrderedDict[Any, Any]:
         metadata = self.next(depth) if node[1] else None
-        mapping: OrderedDict[Any, Any] = OrderedDict([(key, self.next(depth)) for key in _keys(node[2])])
+        mapping: OrderedDict[Any, Any] = OrderedDict(
+            [(key, self.next(depth)) for key in _keys(node[2])]
+        )
         if node[1]:
-            mapping._metadata = metadata  # type: ignore[attr-defined]  # as nn.Module.state_dict sets it
+            # as nn.Module.state_dict sets it
+            mapping._metadata = metadata  # type: ignore[attr-defined]
         return mapping
 
     def _list(self, node: tuple[Any, ...], depth: int) -> list[Any]:
@@ -591,7 +758,9 @@ class _Build:
         try:
             return encoder.decode(parts[0])
         except Exception as exc:
-            raise InvalidInput(f"the decoder registered as {encoder.name!r} refused what it once encoded: {exc}") from exc
+            raise InvalidInput(
+                f"the decoder registered as {encoder.name!r} refused what it once encoded: {exc}"
+            ) from exc
 
     def _owned(self, depth: int) -> Any:
         (data,) = self._items(1, depth)
@@ -609,7 +778,12 @@ class _Sketch(_Build):
 
     __slots__ = ()
 
-    def __init__(self, nodes: Sequence[Node], values: Sequence[Packed], tensors: Sequence[torch.Tensor | None]) -> None:
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        values: Sequence[Packed],
+        tensors: Sequence[torch.Tensor | None],
+    ) -> None:
         super().__init__(nodes, values, tensors)
         self._builders = {**_BUILDERS, "x": _Sketch._name, "a": _Sketch._outline}
 
@@ -636,7 +810,8 @@ class _Sketch(_Build):
             return compose(node, parts)
         if node[0] in ("qt", "qc"):
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # torch 2.13 deprecates quantized tensors
+                # torch 2.13 deprecates quantized tensors
+                warnings.simplefilter("ignore", UserWarning)
                 return torch.empty(parts[0].shape, dtype=dtype_of(node[1]), device="meta")
         return torch.empty(node[1], dtype=parts[-1].dtype, device="meta")
 
@@ -659,12 +834,17 @@ _BUILDERS: dict[str, _Builder] = {
 # wrapped and the plain model.
 
 
-# Looked up among what is already imported: importing them takes seconds, and an object of a class that nobody imported cannot exist.
+# Looked up among what is already imported: importing them takes seconds, and an object of a class
+# that nobody imported cannot exist.
 _WRAPPERS = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
     ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
     ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
-    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", "_checkpoint_wrapped_module"),
+    (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "ActivationWrapper",
+        "_checkpoint_wrapped_module",
+    ),
     ("peft.peft_model", "PeftModel", "base_model"),
     ("peft.mixed_model", "PeftMixedModel", "base_model"),
     ("peft.tuners.tuners_utils", "BaseTuner", "model"),
@@ -678,22 +858,31 @@ Owner = tuple[str, Mapping[int, str]]
 
 def join(path: str, key: object) -> str:
     """The path of the entry under ``key``, as ``tree.flatten`` writes it."""
-    part = (key if isinstance(key, str) else repr(key)).replace("%", "%25").replace("/", "%2F") or "%"
+    part = (key if isinstance(key, str) else repr(key)).replace("%", "%25").replace(
+        "/", "%2F"
+    ) or "%"
     return f"{path}/{part}" if path else part
 
 
 def canonical_name(module: nn.Module, name: str) -> str:
-    """``name``, dotted, as ``module.state_dict()`` or ``named_modules()`` has it, without the parts of wrappers."""
+    """``name``, dotted, as ``module.state_dict()`` or ``named_modules()`` has it, without the
+    parts of wrappers."""
     here: nn.Module | None = module
     kept: list[str] = []
     for part in name.split(".") if name else ():
-        # A checkpoint wrapper takes its own part out of the keys of its state_dict: follow it without one.
-        while here is not None and part not in here._modules and (inner := _inner_of(here)) is not None:
+        # A checkpoint wrapper takes its own part out of the keys of its state_dict: follow it
+        # without one.
+        while (
+            here is not None
+            and part not in here._modules
+            and (inner := _inner_of(here)) is not None
+        ):
             here = here._modules[inner]
         is_wrapper_part = here is not None and part == _inner_of(here)
         if not is_wrapper_part:
             kept.append(part)
-        here = here._modules[part] if here is not None and part in here._modules else None  # a ScriptModule has no `get`
+        # a ScriptModule has no `get`
+        here = here._modules[part] if here is not None and part in here._modules else None
     return ".".join(kept)
 
 
@@ -707,13 +896,16 @@ def split_wrappers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def parameter_names(
-    owners: Sequence[Owner], loose: Callable[[], Mapping[int, str]], groups: Sequence[Mapping[str, Any]]
+    owners: Sequence[Owner],
+    loose: Callable[[], Mapping[int, str]],
+    groups: Sequence[Mapping[str, Any]],
 ) -> list[list[str]]:
     """A name for each parameter of each group of an optimizer.
 
-    A single tracked module that has all parameters gives its names as they are. If several modules are needed, each name begins with its
-    module's path. ``loose`` returns the tensors that are tracked by themselves, by ``id``. A parameter that nothing tracked has takes its
-    name from the group's own ``param_names``, or is named by position.
+    A single tracked module that has all parameters gives its names as they are. If several modules
+    are needed, each name begins with its module's path. ``loose`` returns the tensors that are
+    tracked by themselves, by ``id``. A parameter that nothing tracked has takes its name from the
+    group's own ``param_names``, or is named by position.
     """
     keys = [list(map(id, group["params"])) for group in groups]
     for _, names in owners:
@@ -724,9 +916,14 @@ def parameter_names(
 
 
 def _mixed_names(
-    owners: Sequence[Owner], loose: Mapping[int, str], groups: Sequence[Mapping[str, Any]], keys: list[list[int]]
+    owners: Sequence[Owner],
+    loose: Mapping[int, str],
+    groups: Sequence[Mapping[str, Any]],
+    keys: list[list[int]],
 ) -> list[list[str]]:
-    used = [(path, names) for path, names in owners if any(key in names for row in keys for key in row)]
+    used = [
+        (path, names) for path, names in owners if any(key in names for row in keys for key in row)
+    ]
     known = dict(loose)
     for path, names in reversed(used):
         prefix = "" if len(used) == 1 else path.replace("/", ".") + "."
@@ -734,9 +931,14 @@ def _mixed_names(
 
     def name(group: int, position: int, key: int) -> str:
         given = groups[group].get("param_names") or ()
-        return known.get(key) or (given[position] if position < len(given) else positional_name(group, position))
+        return known.get(key) or (
+            given[position] if position < len(given) else positional_name(group, position)
+        )
 
-    return [[name(group, position, key) for position, key in enumerate(row)] for group, row in enumerate(keys)]
+    return [
+        [name(group, position, key) for position, key in enumerate(row)]
+        for group, row in enumerate(keys)
+    ]
 
 
 def positional_name(group: int, position: int) -> str:
@@ -745,13 +947,20 @@ def positional_name(group: int, position: int) -> str:
 
 
 def _inner_of(module: nn.Module) -> str | None:
-    """The name under which a wrapper holds what it wraps; None for a module that is not a wrapper."""
-    inners = _inners(type(module))  # type: ignore[arg-type]  # a class can be hashed, whatever its instances' __hash__ takes
+    """The name under which a wrapper holds what it wraps; None for a module that is not a
+    wrapper."""
+    # a class can be hashed, whatever its instances' __hash__ takes
+    inners = _inners(type(module))  # type: ignore[arg-type]
     return next((inner for inner in inners if module._modules.get(inner) is not None), None)
 
 
 @lru_cache(maxsize=1024)
 def _inners(kind: type) -> tuple[str, ...]:
-    """The names under which modules of a class would hold what they wrap; the class was made after the wrappers from which it derives."""
-    wrappers = ((getattr(sys.modules.get(home), name, None), inner) for home, name, inner in _WRAPPERS)
-    return tuple(inner for wrapper, inner in wrappers if wrapper is not None and issubclass(kind, wrapper))
+    """The names under which modules of a class would hold what they wrap; the class was made
+    after the wrappers from which it derives."""
+    wrappers = (
+        (getattr(sys.modules.get(home), name, None), inner) for home, name, inner in _WRAPPERS
+    )
+    return tuple(
+        inner for wrapper, inner in wrappers if wrapper is not None and issubclass(kind, wrapper)
+    )

@@ -1,9 +1,11 @@
 """XXH3-128's long form, split so that many chunks are digested at once: its constants, and its end.
 
-The hash reads stripes of 64 bytes, in blocks of 1 KiB, into eight *lanes* of 64 bits. What a block adds to the lanes depends only on its
-bytes, so that is computed for all blocks at once; then the lanes of a chunk go through its blocks one after the other. Only the lanes
-go to the host, 64 bytes for each chunk, where ``digests_of`` finishes the hash. Seed 0 and the default secret, as in ``chunk_digest``.
-After the specification of xxHash, https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md.
+The hash reads stripes of 64 bytes, in blocks of 1 KiB, into eight *lanes* of 64 bits. What a block
+adds to the lanes depends only on its bytes, so that is computed for all blocks at once; then the
+lanes of a chunk go through its blocks one after the other. Only the lanes go to the host, 64 bytes
+for each chunk, where ``digests_of`` finishes the hash. Seed 0 and the default secret, as in
+``chunk_digest``. After the specification of xxHash,
+https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md.
 """
 
 from __future__ import annotations
@@ -37,7 +39,13 @@ _SECRET = bytes.fromhex(
     "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
 )
 _PRIMES_32 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
-_PRIMES_64 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
+_PRIMES_64 = (
+    0x9E3779B185EBCA87,
+    0xC2B2AE3D27D4EB4F,
+    0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63,
+    0x27D4EB2F165667C5,
+)
 _ALL = (1 << 64) - 1
 
 
@@ -46,7 +54,9 @@ def _row(offset: int) -> _Words:
     return np.frombuffer(_SECRET[offset : offset + STRIPE_BYTES], "<u8").astype(np.uint64)
 
 
-INITIAL = np.array([_PRIMES_32[2], *_PRIMES_64[:4], _PRIMES_32[1], _PRIMES_64[4], _PRIMES_32[0]], np.uint64)
+INITIAL = np.array(
+    [_PRIMES_32[2], *_PRIMES_64[:4], _PRIMES_32[1], _PRIMES_64[4], _PRIMES_32[0]], np.uint64
+)
 """The initial lanes."""
 
 INNER = np.stack([_row(8 * stripe) for stripe in range(16)])
@@ -63,7 +73,8 @@ _MERGE_HIGH = _row(192 - 64 - 11)
 
 
 def blocks_before_last(length: int) -> int:
-    """The blocks of this many bytes after which the lanes are scrambled: all but the last, which may be short."""
+    """The blocks of this many bytes after which the lanes are scrambled: all but the last, which
+    may be short."""
     return (length - 1) // BLOCK_BYTES
 
 
@@ -79,7 +90,9 @@ def digests_of(lanes: npt.NDArray[Any], lengths: Sequence[int]) -> list[bytes]:
     high = np.array([~(length * _PRIMES_64[1]) & _ALL for length in lengths], np.uint64)
     for lane in range(0, 8, 2):
         low += _folded(words[:, lane] ^ _MERGE_LOW[lane], words[:, lane + 1] ^ _MERGE_LOW[lane + 1])
-        high += _folded(words[:, lane] ^ _MERGE_HIGH[lane], words[:, lane + 1] ^ _MERGE_HIGH[lane + 1])
+        high += _folded(
+            words[:, lane] ^ _MERGE_HIGH[lane], words[:, lane + 1] ^ _MERGE_HIGH[lane + 1]
+        )
     both = np.stack([_avalanche(high), _avalanche(low)], axis=1).astype(">u8")
     return [row.tobytes() for row in both]
 
@@ -88,7 +101,12 @@ def _folded(one: _Words, other: _Words) -> _Words:
     """The two halves of the 128-bit product, combined by XOR."""
     half, mask = np.uint64(32), np.uint64(0xFFFFFFFF)
     low, high, their_low, their_high = one & mask, one >> half, other & mask, other >> half
-    lowest, first, second, highest = low * their_low, high * their_low, low * their_high, high * their_high
+    lowest, first, second, highest = (
+        low * their_low,
+        high * their_low,
+        low * their_high,
+        high * their_high,
+    )
     cross = (lowest >> half) + (first & mask) + second
     upper: _Words = (first >> half) + (cross >> half) + highest
     lower: _Words = (cross << half) | (lowest & mask)
@@ -119,7 +137,8 @@ Part = tuple[int, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """Whole blocks of a chunk that lie in one tensor: the chunk, the number of the first block, and the bytes."""
+    """Whole blocks of a chunk that lie in one tensor: the chunk, the number of the first block,
+    and the bytes."""
 
     chunk: int
     block: int
@@ -127,21 +146,30 @@ class Run:
 
 
 def can_digest(length: int, parts: Sequence[Part]) -> bool:
-    """Whether a device can digest a chunk of this length in place: its parts are aligned, on one device, and begin at whole KiB of the
-    chunk.
+    """Whether a device can digest a chunk of this length in place: its parts are aligned, on one
+    device, and begin at whole KiB of the chunk.
 
     The parts follow each other, with less than 1 KiB of zeros between them and behind the last.
     """
     end = 0
     for start, data in parts:
-        if start != -(-end // BLOCK_BYTES) * BLOCK_BYTES or data.data_ptr() % _ALIGNED or data.storage_offset() % _ALIGNED:
+        if (
+            start != -(-end // BLOCK_BYTES) * BLOCK_BYTES
+            or data.data_ptr() % _ALIGNED
+            or data.storage_offset() % _ALIGNED
+        ):
             return False
         end = start + data.numel()
-    return length >= SHORTEST and end <= length < end + BLOCK_BYTES and len({devices().of(data) for _, data in parts}) == 1
+    return (
+        length >= SHORTEST
+        and end <= length < end + BLOCK_BYTES
+        and len({devices().of(data) for _, data in parts}) == 1
+    )
 
 
 def split_by_chunk(start: int, flat: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """For each chunk in which a stretch of the stream lies: the chunk, where the stretch begins in it, and its bytes there."""
+    """For each chunk in which a stretch of the stream lies: the chunk, where the stretch begins
+    in it, and its bytes there."""
     done = 0
     while done < flat.numel():
         chunk, offset = divmod(start + done, CHUNK_BYTES)
@@ -151,12 +179,15 @@ def split_by_chunk(start: int, flat: torch.Tensor) -> Iterator[tuple[int, int, t
 
 
 class Blocks:
-    """The blocks of chunks that lie on one device; each chunk is a length and its parts in order. ``can_digest`` holds for each.
+    """The blocks of chunks that lie on one device; each chunk is a length and its parts in order.
+    ``can_digest`` holds for each.
 
-    Chunks are sorted by ``order``, the longest first, so that those that are not done after n blocks are always the first ones. ``counts``
-    are the blocks of each chunk before its last, ``stripes`` the whole stripes of that last block. ``runs`` are blocks that lie in one
-    tensor, ``rests`` are those that do not, as chunk and number. ``lasts`` has, by chunk, the last block and the last 64 bytes of chunks
-    whose end may be read in place. Tensors are kept as long as this object, and read when they are asked for.
+    Chunks are sorted by ``order``, the longest first, so that those that are not done after n
+    blocks are always the first ones. ``counts`` are the blocks of each chunk before its last,
+    ``stripes`` the whole stripes of that last block. ``runs`` are blocks that lie in one tensor,
+    ``rests`` are those that do not, as chunk and number. ``lasts`` has, by chunk, the last block
+    and the last 64 bytes of chunks whose end may be read in place. Tensors are kept as long as this
+    object, and read when they are asked for.
     """
 
     def __init__(self, chunks: Sequence[tuple[int, Sequence[Part]]]) -> None:
@@ -179,10 +210,11 @@ class Blocks:
                 self._take_last(chunk, self.lengths[index], start, data)
 
     def gathered(self, *, is_all: bool = True) -> torch.Tensor:
-        """The blocks that are in no run, on the device: those of ``rests``, then the last of each chunk; (blocks, 16, 8), ``int64``.
+        """The blocks that are in no run, on the device: those of ``rests``, then the last of each
+        chunk; (blocks, 16, 8), ``int64``.
 
-        The last 64 bytes of a chunk are the sixteenth stripe of its last block. The space between parts is zeros. Unless ``is_all``, the
-        rows of chunks in ``lasts`` are zeros, too.
+        The last 64 bytes of a chunk are the sixteenth stripe of its last block. The space between
+        parts is zeros. Unless ``is_all``, the rows of chunks in ``lasts`` are zeros, too.
         """
         copies = [*self._copies, *self._copies_of_lasts] if is_all else self._copies
         if not copies and self._nothing is not None:
@@ -191,11 +223,14 @@ class Blocks:
         if not copies:
             self._nothing = found.view(torch.int64).view(-1, *LANES)
             return self._nothing
-        torch._foreach_copy_([found[at : at + data.numel()] for at, data in copies], [data for _, data in copies])
+        torch._foreach_copy_(
+            [found[at : at + data.numel()] for at, data in copies], [data for _, data in copies]
+        )
         return found.view(torch.int64).view(-1, *LANES)
 
     def _cut(self, chunk: int, start: int, data: torch.Tensor) -> None:
-        """Cut the blocks of a part that come before the last of its chunk: whole ones, and what is left over."""
+        """Cut the blocks of a part that come before the last of its chunk: whole ones, and what
+        is left over."""
         first = start // BLOCK_BYTES
         count = min(data.numel() // BLOCK_BYTES, self.counts[chunk] - first)
         if count > 0:
@@ -205,11 +240,16 @@ class Blocks:
             self.rests.append((chunk, first + count))
 
     def _take_last(self, chunk: int, length: int, start: int, data: torch.Tensor) -> None:
-        """Take what a part has of the last block of its chunk: the whole stripes, and the last 64 bytes as the sixteenth."""
+        """Take what a part has of the last block of its chunk: the whole stripes, and the last
+        64 bytes as the sixteenth."""
         row = (len(self.rests) + chunk) * BLOCK_BYTES
         begin = self.counts[chunk] * BLOCK_BYTES
         copies = self._copies
-        if start <= min(begin, length - STRIPE_BYTES) and length <= start + data.numel() and not length % _WORD:
+        if (
+            start <= min(begin, length - STRIPE_BYTES)
+            and length <= start + data.numel()
+            and not length % _WORD
+        ):
             self.lasts[chunk] = data[begin - start :], data[length - STRIPE_BYTES - start :]
             copies = self._copies_of_lasts
         for low, high, at in (
@@ -222,7 +262,9 @@ class Blocks:
 
 
 def brought(words: npt.NDArray[Any], like: torch.Tensor) -> torch.Tensor:
-    """Numbers as ``int64`` on the device of a tensor. The host does not wait until they are there."""
+    """Numbers as ``int64`` on the device of a tensor.
+
+    The host does not wait until they are there."""
     there = torch.from_numpy(np.ascontiguousarray(words).view(np.int64))
     if not devices().is_on(like):
         return there

@@ -12,7 +12,15 @@ if TYPE_CHECKING:
     from datastates.state.digest import decode, encode
     from datastates.state.manifest import Manifest
     from datastates.storage.reading import HeldReader
-    from datastates.storage.tier import Payload, Placed, Reader, SupportsDirectWrite, SupportsManifests, SupportsRemoval, Tier
+    from datastates.storage.tier import (
+        Payload,
+        Placed,
+        Reader,
+        SupportsDirectWrite,
+        SupportsManifests,
+        SupportsRemoval,
+        Tier,
+    )
     from datastates.storage.tiers import KeyedTier
 
 __all__ = [
@@ -44,7 +52,9 @@ def __getattr__(name: str) -> object:
     """Import a name when it is first used, and keep it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value = getattr(import_module(_MODULES.get(name, "datastates.storage.tier")), name)
+    globals()[name] = value = getattr(
+        import_module(_MODULES.get(name, "datastates.storage.tier")), name
+    )
     return value
 
 

@@ -1,15 +1,19 @@
 """The arena: memory for states, prefaulted once and used again and again.
 
-The *slot* of a chunk is its first byte in the arena. Each run of chunks takes the shortest free extent that is long enough (best fit),
-and extents that are free next to each other are merged. So memory is counted in bytes. The arena becomes warm by *blocks* of 4 MiB.
+The *slot* of a chunk is its first byte in the arena. Each run of chunks takes the shortest free
+extent that is long enough (best fit), and extents that are free next to each other are merged. So
+memory is counted in bytes. The arena becomes warm by *blocks* of 4 MiB.
 
-Copying into memory that was touched before is an order of magnitude faster than into fresh pages. So the whole budget is
-one reserved mapping, of which a growing part is *warm*: ``warm_up``, ``make_real`` or the first write makes it real, and it is not
-given back before ``close``. Forked children (workers of a data loader) do not see the arena, so they do not pay for copy-on-write of it.
+Copying into memory that was touched before is an order of magnitude faster than into fresh pages.
+So the whole budget is one reserved mapping, of which a growing part is *warm*: ``warm_up``,
+``make_real`` or the first write makes it real, and it is not given back before ``close``. Forked
+children (workers of a data loader) do not see the arena, so they do not pay for copy-on-write of
+it.
 
-It uses huge pages, which a state is written from with a third of the processor time. A physical machine makes them real at 22 GB/s, and
-small ones at 3 GB/s. A virtual machine may have to ask its host for each huge page, at 0.5 to 1.1 GB/s. So if huge pages come slowly,
-blocks that a capture waits for get small ones, which ``merge_pages`` makes huge later.
+It uses huge pages, which a state is written from with a third of the processor time. A physical
+machine makes them real at 22 GB/s, and small ones at 3 GB/s. A virtual machine may have to ask its
+host for each huge page, at 0.5 to 1.1 GB/s. So if huge pages come slowly, blocks that a capture
+waits for get small ones, which ``merge_pages`` makes huge later.
 """
 
 from __future__ import annotations
@@ -40,7 +44,9 @@ _logger = logging.getLogger(__name__)
 
 
 class Registrar(Protocol):
-    """Registers stretches of host memory. A stretch must stay mapped until it is unregistered; two never overlap."""
+    """Registers stretches of host memory.
+
+    A stretch must stay mapped until it is unregistered; two never overlap."""
 
     def register(self, address: int, length: int) -> None:
         """Pin a stretch.
@@ -53,7 +59,8 @@ class Registrar(Protocol):
 
 
 class DeviceRegistrar:
-    """Registers memory with the driver, in the context of a device that is in use, so that no other device gets a context."""
+    """Registers memory with the driver, in the context of a device that is in use, so that no
+    other device gets a context."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._devices = device, devices()
@@ -63,18 +70,24 @@ class DeviceRegistrar:
         try:
             self._devices.register(self._device, address, length)
         except RuntimeError as exc:  # including torch's own CudaError
-            raise Unavailable(f"{length} bytes of memory cannot be registered with {self._device} ({exc})") from exc
+            raise Unavailable(
+                f"{length} bytes of memory cannot be registered with {self._device} ({exc})"
+            ) from exc
 
     def unregister(self, address: int) -> None:
-        """Unpin a stretch. This fails only when the driver is shutting down, and has released everything by itself."""
+        """Unpin a stretch.
+
+        This fails only when the driver is shutting down, and has released everything by itself."""
         with suppress(RuntimeError):
             self._devices.unregister(self._device, address)
 
 
 class Pinned:
-    """The registered stretches of one mapping. ``owner`` keeps them mapped: it is held until all are unregistered.
+    """The registered stretches of one mapping. ``owner`` keeps them mapped: it is held until all
+    are unregistered.
 
-    Once a registration is refused, no more are tried, and copies use pageable memory, which is slower but just as correct.
+    Once a registration is refused, no more are tried, and copies use pageable memory, which is
+    slower but just as correct.
     """
 
     def __init__(self, registrar: Registrar, owner: object) -> None:
@@ -94,12 +107,15 @@ class Pinned:
                 self._registrar.register(address, length)
             except Unavailable as exc:
                 self._is_refused = True
-                _logger.warning("%s: captures from a device go through pageable memory, and take longer", exc)
+                _logger.warning(
+                    "%s: captures from a device go through pageable memory, and take longer", exc
+                )
                 return
             self._starts.append(address)
 
     def is_joint(self, first: int, last: int) -> bool:
-        """Whether two addresses lie in one registration: a copy from or to a device may not cross from one into another."""
+        """Whether two addresses lie in one registration: a copy from or to a device may not
+        cross from one into another."""
         with self._lock:
             return bisect_right(self._edges, first) == bisect_right(self._edges, last)
 
@@ -112,7 +128,8 @@ class Pinned:
             self._owner = None
 
     def leave_to_parent(self) -> None:
-        """Start afresh in a forked child, where nothing is registered, and where a thread that held the lock does not exist."""
+        """Start afresh in a forked child, where nothing is registered, and where a thread that
+        held the lock does not exist."""
         self._lock, self._starts, self._owner = threading.Lock(), [], None
 
 
@@ -132,18 +149,20 @@ _libc = ctypes.CDLL(None)
 _MADV_COLLAPSE = 25
 
 _TRIES = 8
-"""How often to try to make the pages of a block huge: the kernel refuses while a write to disk reads from them."""
+"""How often to try to make the pages of a block huge: the kernel refuses while a write to disk
+reads from them."""
 
 _SLOW_S = 0.003
-"""The processor time, in seconds, from which a block counts as slow to become real: small pages take half of it, huge ones a tenth or three
-times as much."""
+"""The processor time, in seconds, from which a block counts as slow to become real: small pages
+take half of it, huge ones a tenth or three times as much."""
 
 _arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
 _maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
 class Arena:
-    """Slots for chunks within a budget of bytes. Every method is safe from any thread; none waits for memory to become free.
+    """Slots for chunks within a budget of bytes. Every method is safe from any thread; none waits
+    for memory to become free.
 
     ``capacity`` is the budget, in whole blocks. All sizes are in bytes.
     """
@@ -151,22 +170,30 @@ class Arena:
     def __init__(self, budget_bytes: int) -> None:
         self.capacity = budget_bytes // CHUNK_BYTES * CHUNK_BYTES
         if not self.capacity:
-            raise InvalidInput(f"a memory budget of {budget_bytes} bytes holds no chunk: give at least {CHUNK_BYTES}")
+            raise InvalidInput(
+                f"a memory budget of {budget_bytes} bytes holds no chunk: give at least"
+                f" {CHUNK_BYTES}"
+            )
         reserved = _reserve(self.capacity + _HUGE_BYTES)
         address = ctypes.addressof(ctypes.c_char.from_buffer(reserved))
         start = -address % _HUGE_BYTES
         self._address, self._start = address + start, start
         self._reserved: mmap.mmap | None = reserved
         self._are_huge_pages_slow = False
-        self._small: dict[int, int] = {}  # the blocks that were given small pages, and how often to try yet to make them huge
+        self._small: dict[
+            int, int
+        ] = {}  # the blocks that were given small pages, and how often to try yet to make them huge
         self._view = memoryview(reserved)[start : start + self.capacity]
-        with torch.inference_mode(False):  # a tensor made in that mode cannot be written to outside of it
+        with torch.inference_mode(False):
+            # a tensor made in that mode cannot be written to outside of it
             self.flat = torch.frombuffer(self._view, dtype=torch.uint8)
         """The whole arena as one tensor; only acquired slots may be read."""
         self._pieces: dict[int, tuple[Sequence[int], Sequence[torch.Tensor]]] = {}
         self._taken: dict[int, int] = {}  # the size of what was acquired at each slot
         self._used = 0
-        self._extents: dict[int, int] = {}  # what is warm and free: the end of each extent, by its start
+        self._extents: dict[
+            int, int
+        ] = {}  # what is warm and free: the end of each extent, by its start
         self._starts: dict[int, int] = {}  # the start of each, by its end
         self._by_size: list[tuple[int, int]] = []  # the size and start of each, sorted
         self._untouched: set[int] = set()
@@ -186,7 +213,8 @@ class Arena:
 
     @property
     def warm(self) -> int:
-        """The size of the blocks that are or were in use, or were warmed up: these take memory of the machine."""
+        """The size of the blocks that are or were in use, or were warmed up: these take memory
+        of the machine."""
         with self._lock:
             return self._warm
 
@@ -196,11 +224,13 @@ class Arena:
             return not self._missing(lengths, within)
 
     def acquire(self, lengths: Sequence[int], *, within: int | None = None) -> list[int] | None:
-        """The slots of chunks of these lengths, or None if they do not all fit. Memory that is warm comes first.
+        """The slots of chunks of these lengths, or None if they do not all fit. Memory that is warm
+        comes first.
 
-        With ``within``, no more bytes than that are warm afterwards, rounded up to blocks, unless they are now (0: only memory that is warm
-        already is given). Chunks of one length that follow each other often lie together. Memory that was never touched becomes real when
-        it is written to.
+        With ``within``, no more bytes than that are warm afterwards, rounded up to blocks, unless
+        they are now (0: only memory that is warm already is given). Chunks of one length that
+        follow each other often lie together. Memory that was never touched becomes real when it is
+        written to.
 
         :raises Closed: the arena was closed, or belongs to the parent of this forked process.
         """
@@ -211,22 +241,30 @@ class Arena:
                 before = self._warm
                 slots, runs, missing = self._take(lengths, most)
                 if not missing:
-                    self._taken.update((slot, taken_by(length)) for slot, length in zip(slots, lengths, strict=True))
+                    self._taken.update(
+                        (slot, taken_by(length))
+                        for slot, length in zip(slots, lengths, strict=True)
+                    )
                     self._used += sum(map(taken_by, lengths))
                     if self._warm > before:
-                        self._untouched.update(slot for slot in slots if slot >= before and self._taken[slot] == CHUNK_BYTES)
+                        self._untouched.update(
+                            slot
+                            for slot in slots
+                            if slot >= before and self._taken[slot] == CHUNK_BYTES
+                        )
                     break
                 self._undo(runs, before)
                 if missing > self._coming:
                     return None
-            self._changed.wait_for(lambda: not self._is_coming(lengths, most))  # a few ms: another thread is touching them right now
+            # a few ms: another thread is touching them right now
+            self._changed.wait_for(lambda: not self._is_coming(lengths, most))
         if self._warm > before:
             self._register()
         return slots
 
     def make_real(self, slots: Iterable[int]) -> None:
-        """Touch those of these acquired slots of whole chunks that were never touched, before anything is copied to them, which is
-        faster than copying."""
+        """Touch those of these acquired slots of whole chunks that were never touched, before
+        anything is copied to them, which is faster than copying."""
         if not self._untouched or self._pinned is not None:  # registered memory is real
             return
         for block in slots:
@@ -236,10 +274,12 @@ class Arena:
                     self._untouched.discard(block)
 
     def warm_up(self, count: int = 1) -> bool:
-        """Touch ``count`` more blocks before they are needed, on a background thread; False if none is cold any more.
+        """Touch ``count`` more blocks before they are needed, on a background thread; False if none
+        is cold any more.
 
-        It writes to each page, because ``MADV_POPULATE_WRITE`` would hold up every ``mmap`` and ``munmap`` of the process, which a training
-        calls all the time, until everything is touched (290 ms for 64 MiB, where writing holds nothing up).
+        It writes to each page, because ``MADV_POPULATE_WRITE`` would hold up every ``mmap`` and
+        ``munmap`` of the process, which a training calls all the time, until everything is touched
+        (290 ms for 64 MiB, where writing holds nothing up).
         """
         with self._lock:
             self._check_open()
@@ -263,22 +303,30 @@ class Arena:
         return bool(self._small) and self._pinned is None  # registered memory cannot move
 
     def merge_pages(self) -> bool:
-        """Make the pages of one block huge, on a background thread; its contents stay, and whoever uses it may go on. False if there is no
-        such block, or if the kernel refuses for now.
+        """Make the pages of one block huge, on a background thread; its contents stay, and whoever
+        uses it may go on. False if there is no such block, or if the kernel refuses for now.
 
-        That takes as long as it takes to make fresh huge pages real. The kernel holds up each ``mmap`` and ``munmap`` of the process
-        meanwhile, so call it seldom.
+        That takes as long as it takes to make fresh huge pages real. The kernel holds up each
+        ``mmap`` and ``munmap`` of the process meanwhile, so call it seldom.
         """
         with self._lock:
             if self._is_closed or not self.has_small_pages:
                 return False
-            block, reserved, flat = next(iter(self._small)), self._reserved, self.flat  # ``flat`` keeps the memory until this returns
+            # ``flat`` keeps the memory until this returns
+            block, reserved, flat = (
+                next(iter(self._small)),
+                self._reserved,
+                self.flat,
+            )
             tries = self._small.pop(block)
         assert reserved is not None
         start, length = self._start + block, CHUNK_BYTES
         with suppress(OSError):
-            reserved.madvise(mmap.MADV_HUGEPAGE, start, length)  # where the next call is not known, the kernel may do it by itself
-        if not _libc.madvise(ctypes.c_void_p(flat.data_ptr() + block), ctypes.c_size_t(length), _MADV_COLLAPSE):
+            # where the next call is not known, the kernel may do it by itself
+            reserved.madvise(mmap.MADV_HUGEPAGE, start, length)
+        if not _libc.madvise(
+            ctypes.c_void_p(flat.data_ptr() + block), ctypes.c_size_t(length), _MADV_COLLAPSE
+        ):
             return True
         if tries > 1:
             with self._lock:
@@ -287,7 +335,8 @@ class Arena:
         return False
 
     def pin(self, registrar: Registrar) -> None:
-        """Register warm blocks from now on, so that copies from and to devices are asynchronous; only the first call counts.
+        """Register warm blocks from now on, so that copies from and to devices are asynchronous;
+        only the first call counts.
 
         Call it only once something lies on a device, since registering creates a context there.
         """
@@ -305,7 +354,8 @@ class Arena:
         return self._pinned is not None
 
     def is_joint(self, first: int, last: int) -> bool:
-        """Whether the bytes from ``first`` to ``last`` may be copied from or to a device in one go."""
+        """Whether the bytes from ``first`` to ``last`` may be copied from or to a device in one
+        go."""
         pinned = self._pinned
         return pinned is None or pinned.is_joint(self._address + first, self._address + last)
 
@@ -328,7 +378,8 @@ class Arena:
                 self._join(slot, slot + size)
 
     def take_back(self, slots: list[int] | dict[Any, int]) -> None:
-        """``release`` the slots and empty the list or dict, so that a caller that was interrupted may call it again."""
+        """``release`` the slots and empty the list or dict, so that a caller that was
+        interrupted may call it again."""
         with self._lock:
             self.release(slots.values() if isinstance(slots, dict) else slots)
             slots.clear()
@@ -339,15 +390,16 @@ class Arena:
         return self.flat[slot : slot + length]
 
     def pieces(self, slot: int, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
-        """A chunk as ``uint8`` tensors of these sizes, one after the other; for a whole chunk, the same objects as long as ``sizes`` is the
-        same object.
+        """A chunk as ``uint8`` tensors of these sizes, one after the other; for a whole chunk, the
+        same objects as long as ``sizes`` is the same object.
 
         Making and dropping dozens of views costs as much as copying what they show.
         """
         known = self._pieces.get(slot)
         if known is None or known[0] is not sizes:
             known = sizes, torch.split(self.tensor(slot, sum(sizes)), list(sizes))
-            if self._taken.get(slot) == CHUNK_BYTES:  # there are few of these, but many short chunks
+            if self._taken.get(slot) == CHUNK_BYTES:
+                # there are few of these, but many short chunks
                 if len(self._pieces) * CHUNK_BYTES >= self.capacity:
                     self._pieces.clear()
                 self._pieces[slot] = known
@@ -359,7 +411,8 @@ class Arena:
         return self._view[slot : slot + length]
 
     def close(self) -> None:
-        """Release the memory as soon as no view of it is left, after unregistering what is registered; idempotent."""
+        """Release the memory as soon as no view of it is left, after unregistering what is
+        registered; idempotent."""
         with self._registering, self._lock:
             if self._is_closed:
                 return
@@ -369,7 +422,9 @@ class Arena:
             self._pinned.let_go()
 
     def _touch(self, block: int, *, is_awaited: bool) -> None:
-        """Make one of the caller's blocks real; its contents are lost. ``is_awaited``: the training may have to wait for it."""
+        """Make one of the caller's blocks real; its contents are lost.
+
+        ``is_awaited``: the training may have to wait for it."""
         with self._lock:
             reserved, flat = self._reserved, self.flat
         if reserved is None:
@@ -400,11 +455,16 @@ class Arena:
         with self._lock:
             return not self._is_closed and 0 < self._missing(lengths, within) <= self._coming
 
-    def _take(self, lengths: Sequence[int], within: int) -> tuple[list[int], list[tuple[int, int]], int]:
-        """Take slots for chunks, the longest first; returns them, the extents that they take, and how many bytes have none."""
+    def _take(
+        self, lengths: Sequence[int], within: int
+    ) -> tuple[list[int], list[tuple[int, int]], int]:
+        """Take slots for chunks, the longest first; returns them, the extents that they take,
+        and how many bytes have none."""
         sizes = [taken_by(length) for length in lengths]
         slots, runs, missing = [0] * len(sizes), list[tuple[int, int]](), 0
-        for size, group in groupby(sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True), key=sizes.__getitem__):
+        for size, group in groupby(
+            sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True), key=sizes.__getitem__
+        ):
             indices = list(group)
             while indices:
                 start, count = self._take_run(size, len(indices), within)
@@ -418,10 +478,11 @@ class Arena:
         return slots, runs, missing
 
     def _take_run(self, size: int, count: int, within: int) -> tuple[int, int]:
-        """Take the slot of up to ``count`` chunks of one size: of all in one extent, or else of as many as the longest extent holds.
+        """Take the slot of up to ``count`` chunks of one size: of all in one extent, or else of as
+        many as the longest extent holds.
 
-        Longer chunks begin at pages, at the low end of the extent. Others lie at its high end, so that its start stays at a page. Memory
-        that is not warm is taken last.
+        Longer chunks begin at pages, at the low end of the extent. Others lie at its high end, so
+        that its start stays at a page. Memory that is not warm is taken last.
         """
         unit = _ALIGNED_BYTES if size < _PAGED_BYTES else mmap.PAGESIZE
         while True:
@@ -456,9 +517,15 @@ class Arena:
             self._add(start, self._warm)
 
     def _widen(self, count: int, within: int) -> range:
-        """Count up to ``count`` more blocks as warm, which they are or soon will be; returns them."""
+        """Count up to ``count`` more blocks as warm, which they are or soon will be; returns
+        them."""
         first = self._warm
-        self._warm = max(first, min(first + count * CHUNK_BYTES, -(-within // CHUNK_BYTES) * CHUNK_BYTES, self.capacity))
+        self._warm = max(
+            first,
+            min(
+                first + count * CHUNK_BYTES, -(-within // CHUNK_BYTES) * CHUNK_BYTES, self.capacity
+            ),
+        )
         return range(first, self._warm, CHUNK_BYTES)
 
     def _join(self, start: int, end: int) -> None:
@@ -482,13 +549,16 @@ class Arena:
         return start, end
 
     def _is_one(self, boundary: int) -> bool:
-        """Whether a chunk may cross this byte: no copy may cross from one registration into another."""
+        """Whether a chunk may cross this byte: no copy may cross from one registration into
+        another."""
         if self._pinned is None or boundary % CHUNK_BYTES:
             return True
         return boundary < self._registered and self.is_joint(boundary - 1, boundary)
 
     def _register(self) -> None:
-        """Pin what is warm and not pinned yet. Registrations begin and end at blocks, and no chunk crosses from one into another."""
+        """Pin what is warm and not pinned yet.
+
+        Registrations begin and end at blocks, and no chunk crosses from one into another."""
         if self._pinned is None:
             return
         with self._registering:
@@ -502,7 +572,10 @@ class Arena:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise Closed("the arena was closed, or belongs to the parent of this process: open the repository here")
+            raise Closed(
+                "the arena was closed, or belongs to the parent of this process: open the"
+                " repository here"
+            )
 
     def _forget(self) -> None:
         self._is_closed = True
@@ -528,9 +601,13 @@ def taken_by(length: int) -> int:
 def _reserve(length: int) -> mmap.mmap:
     """Address space for the arena; a page takes memory only once it is touched."""
     try:
-        reserved = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+        reserved = mmap.mmap(
+            -1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        )
     except OSError as exc:
-        raise OverBudget(f"{length} bytes of memory cannot be reserved ({exc}): lower memory_bytes") from exc
+        raise OverBudget(
+            f"{length} bytes of memory cannot be reserved ({exc}): lower memory_bytes"
+        ) from exc
     _maps.add(reserved)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         if hasattr(mmap, advice):

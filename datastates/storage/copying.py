@@ -1,6 +1,8 @@
-"""Copies bytes from a tier straight to where they belong: each chunk is checked while it is in the processor's cache, and then copied.
+"""Copies bytes from a tier straight to where they belong: each chunk is checked while it is in the
+processor's cache, and then copied.
 
-Reading into memory that was never touched costs more for the touching than for the reading. No such memory is used here.
+Reading into memory that was never touched costs more for the touching than for the reading. No such
+memory is used here.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from datastates.state.manifest import CHUNK_BYTES
 from datastates.system.interrupts import checkpoint
 
 STRIDE_BYTES = CHUNK_BYTES
-"""The most bytes read, digested and copied at a time. With less, threads lose more by waiting for the interpreter than the cache gains."""
+"""The most bytes read, digested and copied at a time.
+
+With less, threads lose more by waiting for the interpreter than the cache gains."""
 
 _DIRECT_BYTES = 64 << 10
 """From this size on a piece is worth a read of its own."""
@@ -33,7 +37,8 @@ _MOST_THREADS = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """Bytes of a chunk from ``offset`` on, and the memory of the same length into which they belong."""
+    """Bytes of a chunk from ``offset`` on, and the memory of the same length into which they
+    belong."""
 
     offset: int
     memory: memoryview
@@ -41,7 +46,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leg:
-    """Bytes of a chunk that are read at once, straight into ``memory``; if that is None, into a room, from which ``pieces`` are copied."""
+    """Bytes of a chunk that are read at once, straight into ``memory``; if that is None, into a
+    room, from which ``pieces`` are copied."""
 
     offset: int
     length: int
@@ -60,9 +66,11 @@ class SupportsPouring(Protocol):
         """
 
     def pour(self, pieces: Mapping[int, Sequence[Piece]]) -> None:
-        """Copy pieces, given by chunk, to where they belong. Bytes that may have changed since they were checked are checked again.
+        """Copy pieces, given by chunk, to where they belong. Bytes that may have changed since they
+        were checked are checked again.
 
-        :raises Corrupt: a chunk fails its digest now; its bytes, and others, have already been copied to where they belong.
+        :raises Corrupt: a chunk fails its digest now; its bytes, and others, have already been
+            copied to where they belong.
         """
 
 
@@ -74,7 +82,9 @@ class Room(threading.local):
 
 
 def pieces_by_chunk(stretches: Iterable[tuple[int, memoryview]]) -> dict[int, list[Piece]]:
-    """The pieces of these stretches, by chunk, in the order of the stream. A stretch is its start and the memory for it; none overlap."""
+    """The pieces of these stretches, by chunk, in the order of the stream.
+
+    A stretch is its start and the memory for it; none overlap."""
     found: dict[int, list[Piece]] = {}
     for start, memory in sorted(stretches, key=lambda stretch: stretch[0]):
         done = 0
@@ -87,8 +97,8 @@ def pieces_by_chunk(stretches: Iterable[tuple[int, memoryview]]) -> dict[int, li
 
 
 def legs(pieces: Sequence[Piece], length: int, *, is_whole: bool = True) -> Iterator[Leg]:
-    """The legs that read a chunk of ``length`` bytes: large pieces by themselves, and everything between them together. Unless
-    ``is_whole``, they read no more than the pieces need."""
+    """The legs that read a chunk of ``length`` bytes: large pieces by themselves, and everything
+    between them together. Unless ``is_whole``, they read no more than the pieces need."""
     if not is_whole:
         yield from (leg for leg in map(_trimmed, legs(pieces, length)) if leg.length)
         return
@@ -112,10 +122,17 @@ def copy(into: memoryview, data: memoryview) -> None:
     np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))
 
 
-def on_threads(indices: Sequence[int], work: Callable[[int], None], *, between: Callable[[], None] = lambda: None) -> None:
-    """Call ``work`` with each of these, on a few threads; of the errors that it raises, that of the first index is raised here.
+def on_threads(
+    indices: Sequence[int],
+    work: Callable[[int], None],
+    *,
+    between: Callable[[], None] = lambda: None,
+) -> None:
+    """Call ``work`` with each of these, on a few threads; of the errors that it raises, that of the
+    first index is raised here.
 
-    There are as many threads as half the cores that this process may use, but at least four (or one for each core), and at most eight.
+    There are as many threads as half the cores that this process may use, but at least four (or one
+    for each core), and at most eight.
 
     ``between`` is called now and then, on this thread. Every thread has ended when this returns.
     """
@@ -159,7 +176,8 @@ def _trimmed(leg: Leg) -> Leg:
 
 
 def _through_room(begin: int, end: int, pieces: Sequence[Piece]) -> Iterator[Leg]:
-    """Legs through the room from ``begin`` to ``end``, each with the pieces, or parts of pieces, that lie in it."""
+    """Legs through the room from ``begin`` to ``end``, each with the pieces, or parts of pieces,
+    that lie in it."""
     left = list(pieces)
     for at in range(begin, end, STRIDE_BYTES):
         stop, inside = min(at + STRIDE_BYTES, end), []
@@ -177,11 +195,13 @@ def _through_room(begin: int, end: int, pieces: Sequence[Piece]) -> Iterator[Leg
 
 
 class Stage:
-    """Room for the chunks ``indices`` (rising, at least one). All but the last are whole; the last has ``last`` bytes.
+    """Room for the chunks ``indices`` (rising, at least one). All but the last are whole; the last
+    has ``last`` bytes.
 
-    Chunks that follow each other in the stream do so here. The memory lives as long as a view of it. Touching it for the first time
-    may cost more than reading into it, so two threads are faster than one even if the file is in the page cache. Huge pages are not
-    requested: with them some restores took five times as long, because the kernel had to find them.
+    Chunks that follow each other in the stream do so here. The memory lives as long as a view of
+    it. Touching it for the first time may cost more than reading into it, so two threads are faster
+    than one even if the file is in the page cache. Huge pages are not requested: with them some
+    restores took five times as long, because the kernel had to find them.
     """
 
     def __init__(self, indices: Sequence[int], last: int) -> None:
@@ -190,7 +210,8 @@ class Stage:
         self._memory = memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
     def fill(self, read: Callable[[int, memoryview], None]) -> None:
-        """Call ``read`` with each index and its memory, on a few threads; of its errors, that of the first index is raised here.
+        """Call ``read`` with each index and its memory, on a few threads; of its errors, that of
+        the first index is raised here.
 
         Every thread has ended when this returns.
         """
@@ -206,7 +227,8 @@ class Stage:
         return index in self._places
 
     def view(self, touched: range, offset: int, length: int) -> memoryview | None:
-        """``length`` bytes from ``offset`` in the first of these chunks on; None if some of these chunks are not here."""
+        """``length`` bytes from ``offset`` in the first of these chunks on; None if some of
+        these chunks are not here."""
         if not touched or any(index not in self._places for index in touched):
             return None
         begin = self._places[touched.start] + offset
@@ -221,9 +243,12 @@ class Stage:
 
 
 def are_equal(one: memoryview, other: memoryview) -> bool:
-    """Whether both hold the same bytes; compares eight bytes at a time, which is four times as fast, without the GIL."""
+    """Whether both hold the same bytes; compares eight bytes at a time, which is four times as
+    fast, without the GIL."""
     if one.nbytes != other.nbytes:
         return False
     count = one.nbytes // 8
-    is_same = np.array_equal(np.frombuffer(one, np.uint64, count), np.frombuffer(other, np.uint64, count))
+    is_same = np.array_equal(
+        np.frombuffer(one, np.uint64, count), np.frombuffer(other, np.uint64, count)
+    )
     return is_same and one[count * 8 :] == other[count * 8 :]

@@ -1,17 +1,21 @@
-"""Hints at where the chunks of a folder are, by digest: a file that all processes of the folder read and extend.
+"""Hints at where the chunks of a folder are, by digest: a file that all processes of the folder
+read and extend.
 
-    <folder>/.chunks    2**n pages of 64 entries of 64 bytes; the first n bits of a digest say which page, the newest entry comes first
-    an entry            digest, length, offset (6 bytes), check sum (2), name of the pack without its suffix; zeros where there is none
+    <folder>/.chunks    2**n pages of 64 entries of 64 bytes; the first n bits of a digest say which
+    page, the newest entry comes first an entry            digest, length, offset (6 bytes), check
+    sum (2), name of the pack without its suffix; zeros where there is none
 
-An entry of length 0 says where the manifest of a state is: its digest is that of the state's uid and rank, its pack is the name of the
-manifest file without the suffix, and its offset is that of the frame.
+An entry of length 0 says where the manifest of a state is: its digest is that of the state's uid
+and rank, its pack is the name of the manifest file without the suffix, and its offset is that of
+the frame.
 
-Nothing relies on the index. Code that uses a hint compares the bytes to which it leads (``borrowing``). So a file that is stale, torn,
-copied, forged or gone costs only what could have been shared. It is never fsynced, and no memory is held between two puts.
+Nothing relies on the index. Code that uses a hint compares the bytes to which it leads
+(``borrowing``). So a file that is stale, torn, copied, forged or gone costs only what could have
+been shared. It is never fsynced, and no memory is held between two puts.
 
-If a page is full and the file is crowded, the file is doubled, without the entries of packs that are gone. Otherwise, and in a file of the
-largest size, the page's oldest entry gives way. A file that is missing or has an invalid size starts with the chunks of the newest
-manifests.
+If a page is full and the file is crowded, the file is doubled, without the entries of packs that
+are gone. Otherwise, and in a file of the largest size, the page's oldest entry gives way. A file
+that is missing or has an invalid size starts with the chunks of the newest manifests.
 """
 
 from __future__ import annotations
@@ -36,7 +40,13 @@ import msgspec
 from datastates.errors import Corrupt, DatastatesError, Unsupported
 from datastates.state.digest import MAX_MANIFEST, chunk_digest, decode_sound, encode_all, frames
 from datastates.state.manifest import CHUNK_BYTES, LARGE_BYTES, ChunkRef, Manifest, PackInfo
-from datastates.system.files import close_lockable, open_lockable, open_regular, read_regular, write_at
+from datastates.system.files import (
+    close_lockable,
+    open_lockable,
+    open_regular,
+    read_regular,
+    write_at,
+)
 
 from .copying import are_equal
 from .durable_files import temporary
@@ -46,7 +56,8 @@ from .tier import Payload
 _logger = logging.getLogger(__name__)
 
 SHARED_BYTES = 64 << 10
-"""Chunks below this size are not shared between unrelated states: storing them again costs less than what a shared chunk pins."""
+"""Chunks below this size are not shared between unrelated states: storing them again costs less
+than what a shared chunk pins."""
 
 NAME = ".chunks"
 _SUFFIX = ".safetensors"
@@ -73,13 +84,17 @@ class Hint:
 
 
 class ChunkIndex:
-    """The hints of one folder. Safe from any thread and process. Errors of the file system are logged, and then nothing is found."""
+    """The hints of one folder.
+
+    Safe from any thread and process. Errors of the file system are logged, and then nothing is
+    found."""
 
     def __init__(self, root: Path) -> None:
         self._root, self._path = root, root / NAME
 
     def find(self, keys: Iterable[_Key]) -> dict[_Key, list[Hint]]:
-        """The hints about those of these chunks and states that have any, to be tried in their order."""
+        """The hints about those of these chunks and states that have any, to be tried in their
+        order."""
         found: dict[_Key, list[Hint]] = {}
         try:
             fd, bits = self._open()
@@ -91,7 +106,9 @@ class ChunkIndex:
             finally:
                 os.close(fd)
         except OSError as exc:
-            _logger.info("chunks of other states are not looked for: %s cannot be read (%s)", self._path, exc)
+            _logger.info(
+                "chunks of other states are not looked for: %s cannot be read (%s)", self._path, exc
+            )
         return found
 
     def add(self, hints: Iterable[Hint]) -> None:
@@ -99,7 +116,8 @@ class ChunkIndex:
         left = [entry for hint in hints if (entry := _entry(hint)) is not None]
         try:
             with suppress(FileNotFoundError):
-                if self._path.stat().st_nlink > 1:  # a snapshot made by ``cp -al`` has this file too, and keeps it as it is
+                if self._path.stat().st_nlink > 1:
+                    # a snapshot made by ``cp -al`` has this file too, and keeps it as it is
                     self._path.unlink()
             if left and _bits_at(self._path) is None:
                 self._make()
@@ -109,10 +127,13 @@ class ChunkIndex:
                     if left:
                         self._grow(fd, bits)
         except OSError as exc:
-            _logger.info("the chunks of a state are not shared: %s cannot be written (%s)", self._path, exc)
+            _logger.info(
+                "the chunks of a state are not shared: %s cannot be written (%s)", self._path, exc
+            )
 
     def damaged(self) -> int:
-        """The number of entries that are not as they were written; a wrong size of the file counts as one.
+        """The number of entries that are not as they were written; a wrong size of the file counts
+        as one.
 
         :raises OSError: the file cannot be read.
         """
@@ -120,7 +141,11 @@ class ChunkIndex:
         with suppress(FileNotFoundError), os.fdopen(open_regular(self._path), "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH)
             pages = filter(any, iter(partial(file.read, PAGE), b""))
-            count = sum(not _is_sound(page[at : at + _ENTRY.size]) for page in pages for at in range(0, len(page), _ENTRY.size))
+            count = sum(
+                not _is_sound(page[at : at + _ENTRY.size])
+                for page in pages
+                for at in range(0, len(page), _ENTRY.size)
+            )
             count += _bits(os.fstat(file.fileno()).st_size) is None
         return count
 
@@ -161,11 +186,19 @@ class ChunkIndex:
 
     def _grow(self, fd: int, bits: int) -> None:
         """Replace this file by one with twice the pages."""
-        here = {_stem(name.removesuffix(".manifest")) for name in os.listdir(self._root) if name.endswith((_SUFFIX, ".manifest"))}
+        here = {
+            _stem(name.removesuffix(".manifest"))
+            for name in os.listdir(self._root)
+            if name.endswith((_SUFFIX, ".manifest"))
+        }
         with temporary(self._path) as file:
             os.ftruncate(file.fd, PAGE << bits + 1)
             for number in range(1 << bits):
-                write_at(file.fd, _split(os.pread(fd, PAGE, number * PAGE), bits, here), 2 * number * PAGE)
+                write_at(
+                    file.fd,
+                    _split(os.pread(fd, PAGE, number * PAGE), bits, here),
+                    2 * number * PAGE,
+                )
             file.commit()
 
 
@@ -174,8 +207,11 @@ def state_key(uid: str, rank: int) -> _Key:
     return chunk_digest(f"{uid}.{rank}".encode()), 0
 
 
-def state_hints(stem: str, owners: Iterable[tuple[str, int] | None], frames: Iterable[bytes]) -> Iterator[Hint]:
-    """The entries of the manifests of states and ranks in the frames of one file; None: it is damaged."""
+def state_hints(
+    stem: str, owners: Iterable[tuple[str, int] | None], frames: Iterable[bytes]
+) -> Iterator[Hint]:
+    """The entries of the manifests of states and ranks in the frames of one file; None: it is
+    damaged."""
     offset = 0
     for owner, frame in zip(owners, frames, strict=True):
         if owner is not None:
@@ -184,7 +220,8 @@ def state_hints(stem: str, owners: Iterable[tuple[str, int] | None], frames: Ite
 
 
 def chunk_hints(manifest: Manifest, packs: Container[str] | None = None) -> Iterator[Hint]:
-    """The entries of a state's chunks that other states may share, if they are in one of ``packs``."""
+    """The entries of a state's chunks that other states may share, if they are in one of
+    ``packs``."""
     for chunk, ref in zip(manifest.content.chunks, manifest.refs, strict=False):
         name = manifest.packs[ref.pack].name
         if chunk.length >= SHARED_BYTES and (packs is None or name in packs):
@@ -192,7 +229,8 @@ def chunk_hints(manifest: Manifest, packs: Container[str] | None = None) -> Iter
 
 
 def _insert(fd: int, bits: int, entries: list[bytes]) -> list[bytes]:
-    """Put entries first in their pages; returns those that are left because the file must grow first."""
+    """Put entries first in their pages; returns those that are left because the file must grow
+    first."""
     for number, entry in enumerate(entries):
         at = _page_of(entry, bits)
         page = os.pread(fd, PAGE, at)
@@ -203,13 +241,18 @@ def _insert(fd: int, bits: int, entries: list[bytes]) -> list[bytes]:
 
 
 def _is_crowded(fd: int, bits: int) -> bool:
-    """Whether most of a few sampled pages are filled to a quarter, so that digests made to fall on one page do not make the file grow."""
+    """Whether most of a few sampled pages are filled to a quarter, so that digests made to fall
+    on one page do not make the file grow."""
     step, at = PAGE << bits - _LEAST_BITS, PAGE // 4 + _STEM_AT
-    return sum(os.pread(fd, 1, number * step + at) > b"\0" for number in range(_SAMPLED_PAGES)) > _SAMPLED_PAGES // 2
+    return (
+        sum(os.pread(fd, 1, number * step + at) > b"\0" for number in range(_SAMPLED_PAGES))
+        > _SAMPLED_PAGES // 2
+    )
 
 
 def _split(page: bytes, bits: int, here: set[bytes]) -> bytes:
-    """The two pages into which one is split, by the next bit of each digest, without the entries of packs that are gone."""
+    """The two pages into which one is split, by the next bit of each digest, without the entries
+    of packs that are gone."""
     halves: tuple[list[bytes], list[bytes]] = ([], [])
     for at in range(0, PAGE, _ENTRY.size):
         entry = page[at : at + _ENTRY.size]
@@ -242,8 +285,13 @@ def _entry(hint: Hint) -> bytes | None:
 
 
 def _sealed(entry: bytes) -> bytes:
-    """The entry with its check sum, in the part of the offset that no file is large enough to need."""
-    return entry[:26] + (zlib.crc32(entry[:26] + entry[28:]) & 0xFFFF | 1).to_bytes(2, "little") + entry[28:]
+    """The entry with its check sum, in the part of the offset that no file is large enough to
+    need."""
+    return (
+        entry[:26]
+        + (zlib.crc32(entry[:26] + entry[28:]) & 0xFFFF | 1).to_bytes(2, "little")
+        + entry[28:]
+    )
 
 
 def _is_sound(entry: bytes) -> bool:
@@ -263,7 +311,8 @@ def _bits_at(path: Path) -> int | None:
 
 
 def _bits(size: int) -> int | None:
-    """The number of bits that choose a page in a file of this size; None if no index has this size."""
+    """The number of bits that choose a page in a file of this size; None if no index has this
+    size."""
     bits = (size // PAGE).bit_length() - 1
     return bits if size == PAGE << max(bits, 0) and _LEAST_BITS <= bits <= _MOST_BITS else None
 
@@ -271,7 +320,11 @@ def _bits(size: int) -> int | None:
 def _newest(root: Path) -> Iterator[Hint]:
     """The entries for the newest manifests of a folder."""
     with os.scandir(root) as entries:
-        found = [(entry.stat().st_mtime_ns, entry.path) for entry in entries if uid_of(entry.name, "manifest") is not None]
+        found = [
+            (entry.stat().st_mtime_ns, entry.path)
+            for entry in entries
+            if uid_of(entry.name, "manifest") is not None
+        ]
     for _, path in nlargest(_BEGIN_WITH, found):
         first = memoryview(b"")
         with suppress(OSError):
@@ -280,7 +333,11 @@ def _newest(root: Path) -> Iterator[Hint]:
                 with suppress(DatastatesError):
                     manifest = decode_sound(frame, source=path, first=first).manifest
                     stem = os.path.basename(path).removesuffix(".manifest")
-                    yield Hint(state_key(manifest.origin.uid, manifest.origin.rank), f"{stem}{_SUFFIX}", offset)
+                    yield Hint(
+                        state_key(manifest.origin.uid, manifest.origin.rank),
+                        f"{stem}{_SUFFIX}",
+                        offset,
+                    )
                     yield from chunk_hints(manifest)
 
 
@@ -296,10 +353,12 @@ Places = Mapping[_Key, tuple[PackInfo, int]]
 
 @dataclass(frozen=True, slots=True)
 class PutPlan:
-    """A put of the chunks ``new`` into the pack ``name``; ``layout`` is None if nothing is new, so that there is no pack.
+    """A put of the chunks ``new`` into the pack ``name``; ``layout`` is None if nothing is new, so
+    that there is no pack.
 
-    ``new`` are in the order of the pack: the index of the state, and of the chunk in it. ``manifests`` are those to write, with the place
-    of every chunk; ``borrowed`` are the older packs to which they refer.
+    ``new`` are in the order of the pack: the index of the state, and of the chunk in it.
+    ``manifests`` are those to write, with the place of every chunk; ``borrowed`` are the older
+    packs to which they refer.
     """
 
     manifests: tuple[Manifest, ...]
@@ -315,7 +374,8 @@ def plan_put(
     name: str,
     are_equal: Callable[[tuple[int, int], tuple[int, int]], bool] = lambda one, other: True,
 ) -> PutPlan:
-    """The plan of a put. Each state refers to its chunks that have one of ``places``, and to equal ones that came earlier in this put.
+    """The plan of a put. Each state refers to its chunks that have one of ``places``, and to equal
+    ones that came earlier in this put.
 
     ``are_equal`` compares the bytes of two chunks of two states whose digests are equal.
     """
@@ -327,7 +387,9 @@ def plan_put(
             if key in places[state]:
                 continue
             others = first.setdefault(key, [])
-            twin[mine] = next((each for each in others if each[0] == state or are_equal(each, mine)), mine)
+            twin[mine] = next(
+                (each for each in others if each[0] == state or are_equal(each, mine)), mine
+            )
             if twin[mine] == mine:
                 others.append(mine)
     new = [mine for mine, other in twin.items() if mine == other]
@@ -339,16 +401,24 @@ def plan_put(
         own = {mine: (info, offset) for mine, offset in zip(new, layout.offsets, strict=True)}
     placed, borrowed = list[Manifest](), dict[PackInfo, None]()
     for state, manifest in enumerate(manifests):
-        added = sum(_length(manifests, mine) for mine, other in twin.items() if mine == other and mine[0] == state)
+        added = sum(
+            _length(manifests, mine)
+            for mine, other in twin.items()
+            if mine == other and mine[0] == state
+        )
         packs: dict[PackInfo, int] = {own[new[0]][0]: 0} if added else {}
         refs = []
         for index, chunk in enumerate(manifest.content.chunks):
             mine = state, index
-            pack, offset = own[twin[mine]] if mine in twin else places[state][chunk.digest, chunk.length]
+            pack, offset = (
+                own[twin[mine]] if mine in twin else places[state][chunk.digest, chunk.length]
+            )
             if mine not in twin:
                 borrowed[pack] = None
             refs.append(ChunkRef(packs.setdefault(pack, len(packs)), offset, chunk.length))
-        placed.append(msgspec.structs.replace(manifest, packs=tuple(packs), refs=tuple(refs), bytes_new=added))
+        placed.append(
+            msgspec.structs.replace(manifest, packs=tuple(packs), refs=tuple(refs), bytes_new=added)
+        )
     return PutPlan(tuple(placed), name, tuple(new), layout, tuple(borrowed))
 
 
@@ -361,11 +431,14 @@ def places_of(base: Manifest | None) -> Places:
     if base is None:
         return {}
     placed = zip(base.content.chunks, base.refs, strict=False)
-    return {(chunk.digest, chunk.length): (base.packs[ref.pack], ref.offset) for chunk, ref in placed}
+    return {
+        (chunk.digest, chunk.length): (base.packs[ref.pack], ref.offset) for chunk, ref in placed
+    }
 
 
 def readable(manifests: Sequence[Manifest]) -> list[bytes]:
-    """The frames of a file with these manifests, once they were decoded again: a state that cannot be read must not count as durable.
+    """The frames of a file with these manifests, once they were decoded again: a state that cannot
+    be read must not count as durable.
 
     :raises Unsupported: one could not be read again.
     """
@@ -373,15 +446,20 @@ def readable(manifests: Sequence[Manifest]) -> list[bytes]:
     try:
         encoded = encode_all(manifests)
         size = sum(map(len, encoded))
-        for manifest, frame in zip(manifests, encoded if size <= MAX_MANIFEST else (), strict=False):
+        for manifest, frame in zip(
+            manifests, encoded if size <= MAX_MANIFEST else (), strict=False
+        ):
             uid = manifest.origin.uid
             decode_sound(frame, source=f"the manifest of state {uid}", first=encoded[0])
     except (Corrupt, TypeError, ValueError, OverflowError) as exc:
-        raise Unsupported(f"state {uid} was not written, because it could not be read again: {exc}") from exc
+        raise Unsupported(
+            f"state {uid} was not written, because it could not be read again: {exc}"
+        ) from exc
     if size > MAX_MANIFEST:
         raise Unsupported(
-            f"state {uid} was not written: what it holds besides tensors and arrays takes {size} bytes, and {MAX_MANIFEST} are the "
-            "most that can be read again: keep large values as tensors or arrays"
+            f"state {uid} was not written: what it holds besides tensors and arrays takes {size}"
+            f" bytes, and {MAX_MANIFEST} are the most that can be read again: keep large values as"
+            " tensors or arrays"
         )
     return encoded
 
@@ -391,16 +469,19 @@ def readable(manifests: Sequence[Manifest]) -> list[bytes]:
 
 
 _AHEAD_BYTES = 8 * CHUNK_BYTES
-"""How much the kernel is asked to read ahead; without this the disk delivers a third of its speed."""
+"""How much the kernel is asked to read ahead; without this the disk delivers a third of its
+speed."""
 """A chunk's digest and length."""
 
 Stamp = tuple[int, int, int, int]
-"""Device, inode, time and size, which distinguish a file from another one that has taken its name."""
+"""Device, inode, time and size, which distinguish a file from another one that has taken its
+name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Borrowed:
-    """Chunks of a state that lie in packs of other states; ``stamps`` are those of the packs when their bytes were compared."""
+    """Chunks of a state that lie in packs of other states; ``stamps`` are those of the packs
+    when their bytes were compared."""
 
     places: Mapping[_Key, tuple[PackInfo, int]] = field(default_factory=dict)
     stamps: Mapping[str, Stamp] = field(default_factory=dict)
@@ -408,13 +489,23 @@ class Borrowed:
 
 def shared_keys(payload: Payload, known: Container[_Key]) -> list[_Key]:
     """The chunks of a state that may lie in packs of other states, except ``known`` ones."""
-    keys = ((chunk.digest, chunk.length) for chunk in payload.manifest.content.chunks if chunk.length >= SHARED_BYTES)
+    keys = (
+        (chunk.digest, chunk.length)
+        for chunk in payload.manifest.content.chunks
+        if chunk.length >= SHARED_BYTES
+    )
     return [key for key in keys if key not in known]
 
 
-def find_borrowed(root: Path, hinted: Mapping[_Key, Sequence[Hint]], payload: Payload, known: Container[_Key], likely: Places) -> Borrowed:
-    """The chunks of a state that lie in packs of ``root``, except ``known`` ones: at places that are ``hinted`` for the
-    ``shared_keys`` of the state, or at ``likely`` ones.
+def find_borrowed(
+    root: Path,
+    hinted: Mapping[_Key, Sequence[Hint]],
+    payload: Payload,
+    known: Container[_Key],
+    likely: Places,
+) -> Borrowed:
+    """The chunks of a state that lie in packs of ``root``, except ``known`` ones: at places that
+    are ``hinted`` for the ``shared_keys`` of the state, or at ``likely`` ones.
     """
     first: dict[_Key, int] = {}
     for number, chunk in enumerate(payload.manifest.content.chunks):
@@ -432,7 +523,11 @@ def find_borrowed(root: Path, hinted: Mapping[_Key, Sequence[Hint]], payload: Pa
     for name, group in groupby(hints, key=lambda hint: hint.pack):
         asked = [hint for hint in group if hint.key not in places]
         with suppress(OSError), _Pack(root / name, buffer) as pack:
-            found = {hint.key: (pack.info, hint.offset) for hint in asked if pack.holds(hint.offset, payload.chunks[first[hint.key]])}
+            found = {
+                hint.key: (pack.info, hint.offset)
+                for hint in asked
+                if pack.holds(hint.offset, payload.chunks[first[hint.key]])
+            }
             if found:
                 places |= found
                 stamps[name] = pack.stamp
@@ -454,7 +549,8 @@ def is_there(path: Path, size: int, stamp: Stamp | None = None) -> bool:
 
 
 class _Pack:
-    """A pack to compare with. It is read, not mapped: a mapped file that is cut short kills the process.
+    """A pack to compare with. It is read, not mapped: a mapped file that is cut short kills the
+    process.
 
     :raises OSError: it does not exist, cannot be read, or is no pack.
     """
@@ -471,7 +567,11 @@ class _Pack:
     def holds(self, offset: int, wanted: memoryview) -> bool:
         """Whether these bytes lie at ``offset`` as a chunk: aligned, and followed by zeros."""
         end = padded(wanted.nbytes)
-        if offset % alignment(wanted.nbytes) or offset < self.info.header_length or offset + end > self.info.size:
+        if (
+            offset % alignment(wanted.nbytes)
+            or offset < self.info.header_length
+            or offset + end > self.info.size
+        ):
             return False
         os.posix_fadvise(self._fd, offset, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
         found = self._buffer[:end]
@@ -482,7 +582,12 @@ class _Pack:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         os.close(self._fd)
 
 

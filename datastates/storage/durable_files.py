@@ -1,4 +1,5 @@
-"""Files that are complete or do not exist: names, locks, temporary files, and writes past the page cache."""
+"""Files that are complete or do not exist: names, locks, temporary files, and writes past the
+page cache."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ _SIGN_S = 1.0
 
 
 class Pace:
-    """The pace of all writers together, who keep to ``bytes_per_s``. Safe from any thread. Unused bandwidth is not made up for later.
+    """The pace of all writers together, who keep to ``bytes_per_s``. Safe from any thread. Unused
+    bandwidth is not made up for later.
 
     While it is ``lifted`` no writer waits, not even one that was waiting already.
     """
@@ -88,7 +90,8 @@ class Pace:
 
 
 TEMPORARY = ".tmp-"
-"""The beginning of the name of a file that is still being written; its writer holds a lock on it."""
+"""The beginning of the name of a file that is still being written; its writer holds a lock on
+it."""
 
 FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 """The kernel's errors for a process that may not write."""
@@ -113,10 +116,12 @@ def next_step(error: OSError) -> str:
 
 @contextmanager
 def locked(root: Path, *, is_shared: bool, is_needed: bool = True) -> Iterator[None]:
-    """Hold the folder's lock, against other threads and processes: shared to commit or open, exclusive to remove.
+    """Hold the folder's lock, against other threads and processes: shared to commit or open,
+    exclusive to remove.
 
-    Locking a file that another user made does not need the right to write it. Without ``is_needed``, the block runs even if the lock
-    cannot be had: that is for readers that may not write. If another process removes what they read, the digests show it.
+    Locking a file that another user made does not need the right to write it. Without
+    ``is_needed``, the block runs even if the lock cannot be had: that is for readers that may not
+    write. If another process removes what they read, the digests show it.
 
     :raises PermissionError: the lock's file cannot be opened.
     """
@@ -153,7 +158,8 @@ def _open_lock(path: Path, *, is_shared: bool) -> int:
 
 @dataclass(slots=True)
 class Temporary:
-    """A file that is being written, empty and locked by us: a sweep leaves it alone while its writer lives."""
+    """A file that is being written, empty and locked by us: a sweep leaves it alone while its
+    writer lives."""
 
     fd: int
     path: Path
@@ -244,14 +250,22 @@ def write_file(fd: int, path: Path, data: bytes) -> None:
 
 
 def write_chunks(
-    fd: int, path: Path, layout: PackLayout, chunks: Iterable[memoryview], *, is_direct: bool, pace: Pace | None = None
+    fd: int,
+    path: Path,
+    layout: PackLayout,
+    chunks: Iterable[memoryview],
+    *,
+    is_direct: bool,
+    pace: Pace | None = None,
 ) -> None:
-    """Fill an empty file with a header and chunks, each followed by zeros as the layout says, and make it durable.
+    """Fill an empty file with a header and chunks, each followed by zeros as the layout says, and
+    make it durable.
 
-    The room is allocated first, so that a full disk shows before anything is written, and the file lies in one stretch. Direct
-    writes take memory that starts at a page as it is; everything else goes through a buffer. Writes that are not direct are synced every
-    64 MiB, so that the page cache never holds more dirty bytes of the file; with more, the kernel would make every writer of the machine
-    wait. With a ``pace`` the writes keep to that rate, and are synced each second.
+    The room is allocated first, so that a full disk shows before anything is written, and the file
+    lies in one stretch. Direct writes take memory that starts at a page as it is; everything else
+    goes through a buffer. Writes that are not direct are synced every 64 MiB, so that the page
+    cache never holds more dirty bytes of the file; with more, the kernel would make every writer of
+    the machine wait. With a ``pace`` the writes keep to that rate, and are synced each second.
     """
     _allocate(fd, path, layout.size)
     is_direct = is_direct and layout.has_pages
@@ -314,7 +328,8 @@ def _plain(header: bytes, chunks: Iterable[memoryview]) -> Iterator[memoryview]:
 
 
 def _pages(header: bytes, chunks: Iterable[memoryview]) -> Iterator[memoryview]:
-    """The header and the chunks in whole pages of memory; small chunks, which come last, share pages."""
+    """The header and the chunks in whole pages of memory; small chunks, which come last, share
+    pages."""
     yield _copied(header)
     small = list[bytes]()
     for chunk in chunks:
@@ -363,7 +378,9 @@ def _batches(views: Iterator[memoryview], most: int) -> Iterator[list[memoryview
 
 
 def _write(fd: int, path: Path, views: list[memoryview], offset: int) -> int:
-    """Write all of it; a short write goes on where it stopped. Returns the offset after the last byte."""
+    """Write all of it; a short write goes on where it stopped.
+
+    Returns the offset after the last byte."""
     while views:
         at("write", path, sum(view.nbytes for view in views))
         done = os.pwritev(fd, views, offset)

@@ -1,8 +1,9 @@
-"""Makes room in a folder of packs. It deletes what crashed writers left and packs that no manifest needs, and rewrites packs most of whose
-bytes no manifest needs.
+"""Makes room in a folder of packs. It deletes what crashed writers left and packs that no manifest
+needs, and rewrites packs most of whose bytes no manifest needs.
 
-A collection needs no knowledge in advance and leaves none behind: whatever ends one, the next one goes on. It holds the folder's exclusive
-lock for a few files at a time, and copies bytes without it, so that captures and readers go on.
+A collection needs no knowledge in advance and leaves none behind: whatever ends one, the next one
+goes on. It holds the folder's exclusive lock for a few files at a time, and copies bytes without
+it, so that captures and readers go on.
 """
 
 from __future__ import annotations
@@ -21,8 +22,27 @@ from datastates.state.manifest import Manifest, PackInfo
 from datastates.system.files import hold, read_regular
 from datastates.system.interrupts import checkpoint
 
-from .dedup import ChunkIndex, Places, PutPlan, chunk_hints, is_there, places_of, plan_put, readable, state_hints
-from .durable_files import TEMPORARY, Temporary, is_abandoned, locked, sync_folder, temporary, write_chunks, write_file
+from .dedup import (
+    ChunkIndex,
+    Places,
+    PutPlan,
+    chunk_hints,
+    is_there,
+    places_of,
+    plan_put,
+    readable,
+    state_hints,
+)
+from .durable_files import (
+    TEMPORARY,
+    Temporary,
+    is_abandoned,
+    locked,
+    sync_folder,
+    temporary,
+    write_chunks,
+    write_file,
+)
 from .pack import Catalogue, Member, free_name, padded, uid_of
 from .pack_reader import MappedReader
 from .tier import Reader
@@ -55,8 +75,14 @@ def sparse_packs(manifests: Mapping[str, Sequence[Member]]) -> list[Sparse]:
                 users.setdefault(pack.name, {})[name] = None
             for ref in member.refs:
                 live.setdefault(member.packs[ref.pack].name, {})[ref.offset] = padded(ref.length)
-    found = [Sparse(pack, tuple(users[pack]), sizes[pack] - sum(spots.values())) for pack, spots in live.items()]
-    return sorted((each for each in found if 2 * each.dead_bytes > sizes[each.name]), key=lambda each: -each.dead_bytes)
+    found = [
+        Sparse(pack, tuple(users[pack]), sizes[pack] - sum(spots.values()))
+        for pack, spots in live.items()
+    ]
+    return sorted(
+        (each for each in found if 2 * each.dead_bytes > sizes[each.name]),
+        key=lambda each: -each.dead_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +98,20 @@ class Rewriting:
     """Moves needed chunks out of packs, in one folder."""
 
     def __init__(
-        self, root: Path, catalogue: Catalogue, index: ChunkIndex, *, is_direct: Callable[[], bool], on_step: Callable[[str], None]
+        self,
+        root: Path,
+        catalogue: Catalogue,
+        index: ChunkIndex,
+        *,
+        is_direct: Callable[[], bool],
+        on_step: Callable[[str], None],
     ) -> None:
         self._root, self._catalogue, self._index = root, catalogue, index
         self._is_direct, self._on_step = is_direct, on_step
 
     def rewrite(self, pack: Sparse) -> int | None:
-        """Move what is needed of a pack, and delete it; returns by how many bytes the folder shrank, None if the pack is still needed.
+        """Move what is needed of a pack, and delete it; returns by how many bytes the folder
+        shrank, None if the pack is still needed.
 
         :raises Corrupt: a chunk of it is damaged; it stays where it is.
         :raises OSError: the disk is full, or fails.
@@ -87,7 +120,12 @@ class Rewriting:
         added = 0
         for name in pack.manifests:
             checkpoint()
-            added += self._move(name, lambda place: place[0] == pack.name, moved, lambda reader, index: reader.chunk(index))
+            added += self._move(
+                name,
+                lambda place: place[0] == pack.name,
+                moved,
+                lambda reader, index: reader.chunk(index),
+            )
         path = self._root / pack.name
         with locked(self._root, is_shared=False):
             needed = self._catalogue.needed()
@@ -99,8 +137,16 @@ class Rewriting:
         self._on_step("pack-removed")
         return freed - added
 
-    def mend(self, uid: str, rank: int, bad: Collection[Place], moved: Moved, chunk: Callable[[Reader, int], memoryview]) -> None:
-        """Write a state's chunks that lie at ``bad`` places anew: ``chunk`` returns their bytes, checked.
+    def mend(
+        self,
+        uid: str,
+        rank: int,
+        bad: Collection[Place],
+        moved: Moved,
+        chunk: Callable[[Reader, int], memoryview],
+    ) -> None:
+        """Write a state's chunks that lie at ``bad`` places anew: ``chunk`` returns their bytes,
+        checked.
 
         ``moved`` then says where they are now, for the states that share them.
         """
@@ -116,8 +162,8 @@ class Rewriting:
         chunk: Callable[[Reader, int], memoryview],
         only: tuple[str, int] | None = None,
     ) -> int:
-        """Make the states of a file, or ``only`` one of them, independent of places that must be left; returns the size of the pack that
-        was written for them."""
+        """Make the states of a file, or ``only`` one of them, independent of places that must be
+        left; returns the size of the pack that was written for them."""
         path = self._root / name
         with temporary(path) as file:  # no other process writes this manifest meanwhile
             try:
@@ -130,13 +176,24 @@ class Rewriting:
                     return added
         return 0
 
-    def _carry_out(self, plan: PutPlan, old: _Old, file: Temporary, moved: Moved, chunk: Callable[[Reader, int], memoryview]) -> int | None:
-        """The size of the pack that was written; None if the plan relies on packs that are gone meanwhile, which ``moved`` then forgets."""
+    def _carry_out(
+        self,
+        plan: PutPlan,
+        old: _Old,
+        file: Temporary,
+        moved: Moved,
+        chunk: Callable[[Reader, int], memoryview],
+    ) -> int | None:
+        """The size of the pack that was written; None if the plan relies on packs that are gone
+        meanwhile, which ``moved`` then forgets."""
         encoded = readable(plan.manifests)
         with ExitStack() as stack:
             new = stack.enter_context(temporary(self._root / plan.name))
             if plan.layout is not None:
-                opened = {state: MappedReader(self._root, old.manifests[state], verify=True) for state in {state for state, _ in plan.new}}
+                opened = {
+                    state: MappedReader(self._root, old.manifests[state], verify=True)
+                    for state in {state for state, _ in plan.new}
+                }
                 for reader in opened.values():
                     stack.callback(reader.close)
                 chunks = (chunk(opened[state], index) for state, index in plan.new)
@@ -150,7 +207,8 @@ class Rewriting:
                 gone = self._gone(plan, moved)
                 if gone:
                     for place in [place for place, (pack, _) in moved.items() if pack in gone]:
-                        del moved[place]  # the bytes still lie at the old place too, as this state needs them there
+                        # the bytes still lie at the old place too, as this state needs them there
+                        del moved[place]
                     return None
                 if plan.layout is not None:
                     new.commit()
@@ -164,12 +222,21 @@ class Rewriting:
         return 0 if plan.layout is None else plan.layout.size
 
     def _gone(self, plan: PutPlan, moved: Moved) -> set[PackInfo]:
-        """The packs into which chunks were moved, and that were removed with the states that needed them. Runs under the lock."""
+        """The packs into which chunks were moved, and that were removed with the states that
+        needed them. Runs under the lock."""
         into = {pack for pack, _ in moved.values()}
-        return {pack for pack in plan.borrowed if pack in into and not is_there(self._root / pack.name, pack.size)}
+        return {
+            pack
+            for pack in plan.borrowed
+            if pack in into and not is_there(self._root / pack.name, pack.size)
+        }
 
     def _planned(
-        self, manifests: Sequence[Manifest], is_left: Callable[[Place], bool], moved: Moved, only: tuple[str, int] | None
+        self,
+        manifests: Sequence[Manifest],
+        is_left: Callable[[Place], bool],
+        moved: Moved,
+        only: tuple[str, int] | None,
     ) -> PutPlan | None:
         """The plan for the states of a file; None if they no longer need any of those places."""
         each, is_leaving = list[Places](), False
@@ -192,8 +259,13 @@ class Rewriting:
             return _place(manifests, one) == _place(manifests, other)
 
         origin = manifests[0].origin
-        plan = plan_put(manifests, each, free_name(self._root, origin.uid, origin.rank, "safetensors"), are_one)
-        kept = [msgspec.structs.replace(new, bytes_new=old.bytes_new) for new, old in zip(plan.manifests, manifests, strict=True)]
+        plan = plan_put(
+            manifests, each, free_name(self._root, origin.uid, origin.rank, "safetensors"), are_one
+        )
+        kept = [
+            msgspec.structs.replace(new, bytes_new=old.bytes_new)
+            for new, old in zip(plan.manifests, manifests, strict=True)
+        ]
         return replace(plan, manifests=tuple(kept))
 
     def _note(self, plan: PutPlan, old: _Old, moved: Moved) -> None:
@@ -237,7 +309,9 @@ _ONE_AT_A_TIME = ".collecting"
 
 @dataclass(slots=True)
 class Collected:
-    """What was deleted and written, or would be; sizes are file sizes. ``left`` says what was left alone, and why."""
+    """What was deleted and written, or would be; sizes are file sizes.
+
+    ``left`` says what was left alone, and why."""
 
     temporaries: int = 0
     temporary_bytes: int = 0
@@ -249,7 +323,8 @@ class Collected:
 
 
 class Collector:
-    """One collection in a folder. ``tell`` is called with the bytes freed so far, and the total that can be.
+    """One collection in a folder. ``tell`` is called with the bytes freed so far, and the total
+    that can be.
 
     ``without`` are states that ``look`` treats as deleted.
 
@@ -257,7 +332,13 @@ class Collector:
     """
 
     def __init__(
-        self, root: Path, catalogue: Catalogue, rewriting: Rewriting, *, tell: Callable[[int, int], None], without: Iterable[str] = ()
+        self,
+        root: Path,
+        catalogue: Catalogue,
+        rewriting: Rewriting,
+        *,
+        tell: Callable[[int, int], None],
+        without: Iterable[str] = (),
     ) -> None:
         self._root, self._catalogue, self._rewriting = root, catalogue, rewriting
         self._tell, self._without = tell, frozenset(without)
@@ -284,7 +365,10 @@ class Collector:
         """Collect; returns what was done."""
         held = hold(self._root / _ONE_AT_A_TIME)
         if held is None:
-            raise Conflict(f"another process collects garbage in {self._root}: let it end, then do it again if there is still need")
+            raise Conflict(
+                f"another process collects garbage in {self._root}: let it end, then do it again if"
+                " there is still need"
+            )
         try:
             return self._collect()
         finally:
@@ -292,8 +376,12 @@ class Collector:
 
     def _collect(self) -> Collected:
         manifests = self._manifests()
-        unneeded, sparse = ([], []) if manifests is None else (self._unneeded(manifests), sparse_packs(manifests))
-        total = sum(_size(self._root / name) for name in unneeded) + sum(pack.dead_bytes for pack in sparse)
+        unneeded, sparse = (
+            ([], []) if manifests is None else (self._unneeded(manifests), sparse_packs(manifests))
+        )
+        total = sum(_size(self._root / name) for name in unneeded) + sum(
+            pack.dead_bytes for pack in sparse
+        )
         self._say(total)
         self._remove_temporaries()
         self._remove_packs(unneeded, total)
@@ -312,19 +400,36 @@ class Collector:
     def _manifests(self) -> dict[str, list[Member]] | None:
         """The manifests in each file; None if one cannot be read, since it may need any pack."""
         listed = self._catalogue.listed()
-        unread = sorted(name for name, each in listed.items() if not each.is_sound and (self._root / name).exists())
+        unread = sorted(
+            name
+            for name, each in listed.items()
+            if not each.is_sound and (self._root / name).exists()
+        )
         if unread:
             more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
             self._collected.left.append(
-                f"every pack, because {unread[0]}{more} cannot be read and may need any of them: `datastates verify` says why, "
-                "`datastates repair` brings it back where it is elsewhere"
+                f"every pack, because {unread[0]}{more} cannot be read and may need any of them:"
+                " `datastates verify` says why, `datastates repair` brings it back where it is"
+                " elsewhere"
             )
             return None
-        return {name: [member for member in each.members if member.uid not in self._without] for name, each in listed.items()}
+        return {
+            name: [member for member in each.members if member.uid not in self._without]
+            for name, each in listed.items()
+        }
 
     def _unneeded(self, manifests: Mapping[str, list[Member]]) -> list[str]:
-        needed = {pack.name for members in manifests.values() for member in members for pack in member.packs}
-        return sorted(name for name in os.listdir(self._root) if uid_of(name, "safetensors") is not None and name not in needed)
+        needed = {
+            pack.name
+            for members in manifests.values()
+            for member in members
+            for pack in member.packs
+        }
+        return sorted(
+            name
+            for name in os.listdir(self._root)
+            if uid_of(name, "safetensors") is not None and name not in needed
+        )
 
     def _remove_temporaries(self) -> None:
         found = self._temporaries()
@@ -366,7 +471,9 @@ class Collector:
         try:
             freed = self._rewriting.rewrite(pack)
         except (Corrupt, NotFound, Unavailable, Unsupported, OSError) as exc:
-            self._collected.left.append(f"{pack.name}, of which {pack.dead_bytes} bytes are not needed: {exc}")
+            self._collected.left.append(
+                f"{pack.name}, of which {pack.dead_bytes} bytes are not needed: {exc}"
+            )
             return
         if freed is not None:
             self._collected.rewritten += 1

@@ -1,19 +1,23 @@
 """The local tier: packs and manifests in one folder, each state whole or not there.
 
-A state becomes durable in this order, and ``on_step`` is called after each step, on the thread that puts:
+A state becomes durable in this order, and ``on_step`` is called after each step, on the thread that
+puts:
 
     pack-written        its new bytes, under a temporary name, fsynced
     pack-renamed        and the folder fsynced
     manifest-written    likewise
     manifest-renamed    from here on the state is visible, and durable
 
-States that are put together take these steps together: they share a pack and a file of manifests, and all become visible at once. A state
-is found by the name of its own file, by the index, or by reading every manifest (``references``).
+States that are put together take these steps together: they share a pack and a file of manifests,
+and all become visible at once. A state is found by the name of its own file, by the index, or by
+reading every manifest (``references``).
 
-Chunks that the folder already holds, for any state, are referred to and not written again (``borrowing``).
+Chunks that the folder already holds, for any state, are referred to and not written again
+(``borrowing``).
 
-A state is removed in the opposite order: its manifest first (``manifest-removed``), then the packs that no manifest in the
-folder needs. Several processes may use one folder. Committing and opening share the folder's lock; removing holds it alone.
+A state is removed in the opposite order: its manifest first (``manifest-removed``), then the packs
+that no manifest in the folder needs. Several processes may use one folder. Committing and opening
+share the folder's lock; removing holds it alone.
 """
 
 from __future__ import annotations
@@ -66,7 +70,18 @@ from .durable_files import (
     write_file,
 )
 from .garbage import Collected, Collector, Moved, Place, Rewriting
-from .pack import Catalogue, Listed, Member, bytes_of_packs, free_name, manifest_name, packs_of, padded, payload_bytes, uid_of
+from .pack import (
+    Catalogue,
+    Listed,
+    Member,
+    bytes_of_packs,
+    free_name,
+    manifest_name,
+    packs_of,
+    padded,
+    payload_bytes,
+    uid_of,
+)
 from .pack_reader import MappedReader
 from .roles import DurableTier, Put, Staged
 from .tier import Payload, Placed, Reader
@@ -85,8 +100,9 @@ def _untold(done: int, total: int) -> None:
 class LocalTier(DurableTier):
     """States in a folder of this machine, or of a shared file system that has ``flock``.
 
-    ``direct`` writes past the page cache (None: if the file system can). ``pace`` is how fast payload is written. ``rank`` is the rank
-    whose part is used by methods that name only the state; the parts of all ranks may lie in one folder.
+    ``direct`` writes past the page cache (None: if the file system can). ``pace`` is how fast
+    payload is written. ``rank`` is the rank whose part is used by methods that name only the state;
+    the parts of all ranks may lie in one folder.
     """
 
     name = "local"
@@ -111,7 +127,10 @@ class LocalTier(DurableTier):
         try:
             make_folders(self.root)
         except (FileExistsError, NotADirectoryError) as exc:
-            raise Unavailable(f"{exc.filename} is no folder, so no packs can be there: move it away, or name another folder") from exc
+            raise Unavailable(
+                f"{exc.filename} is no folder, so no packs can be there: move it away, or name"
+                " another folder"
+            ) from exc
         except OSError as exc:
             if exc.errno not in FORBIDDEN:
                 raise  # otherwise there is nothing to read here, and writers get the error
@@ -121,7 +140,9 @@ class LocalTier(DurableTier):
         """Whether packs are written past the page cache."""
         return supports_direct(self.root) if self._direct is None else self._direct
 
-    def put(self, payload: Payload, *, base: Manifest | None = None, is_of_base: bool = False) -> Placed:
+    def put(
+        self, payload: Payload, *, base: Manifest | None = None, is_of_base: bool = False
+    ) -> Placed:
         """See ``DurableTier.put``."""
         return self.put_all([Put(payload, base, is_of_base)])[0]
 
@@ -130,21 +151,27 @@ class LocalTier(DurableTier):
         self._check_open()
         for put in puts:
             put.payload.check()
-        uid = ", ".join(put.payload.manifest.origin.uid for put in puts[:_NAMED]) + (" and others" if len(puts) > _NAMED else "")
+        uid = ", ".join(put.payload.manifest.origin.uid for put in puts[:_NAMED]) + (
+            " and others" if len(puts) > _NAMED else ""
+        )
         try:
             return self._put(puts)
         except OSError as exc:
             if not self.root.is_dir():
-                raise Unavailable(f"state {uid} was not written: {self._gone()}", trouble=f"gone: {self.root}") from exc
+                raise Unavailable(
+                    f"state {uid} was not written: {self._gone()}", trouble=f"gone: {self.root}"
+                ) from exc
             if exc.errno in FORBIDDEN:
                 raise Unavailable(
-                    f"state {uid} was not written: {exc.filename or self.root} may not be written here ({exc.strerror}); "
-                    "get the right to write in that folder, or choose another one for packs"
+                    f"state {uid} was not written: {exc.filename or self.root} may not be written"
+                    f" here ({exc.strerror}); get the right to write in that folder, or choose"
+                    " another one for packs"
                 ) from exc
             needed = sum(padded(view.nbytes) for put in puts for view in put.payload.chunks)
             raise Unavailable(
-                f"state {uid} was not written to {self.root} ({exc}): it needs up to {needed} bytes, {_free(self.root)} are free; "
-                "make room, or choose another folder for packs"
+                f"state {uid} was not written to {self.root} ({exc}): it needs up to {needed}"
+                f" bytes, {_free(self.root)} are free; make room, or choose another folder for"
+                " packs"
             ) from exc
 
     def open(self, uid: str, *, verify: bool = True) -> Reader:
@@ -158,12 +185,16 @@ class LocalTier(DurableTier):
         """``open`` for any rank's part: all lie in one folder."""
         self._check_open()
         if not self.root.is_dir():
-            raise Unavailable(f"state {uid} cannot be read: {self._gone()}", trouble=f"gone: {self.root}")
+            raise Unavailable(
+                f"state {uid} cannot be read: {self._gone()}", trouble=f"gone: {self.root}"
+            )
         try:
             with locked(self.root, is_shared=True, is_needed=False):
                 return MappedReader(self.root, self._sound(uid, rank).manifest, verify=verify)
         except OSError as exc:
-            raise Unavailable(f"state {uid} cannot be read in {self.root} ({exc}): {next_step(exc)}") from exc
+            raise Unavailable(
+                f"state {uid} cannot be read in {self.root} ({exc}): {next_step(exc)}"
+            ) from exc
 
     def manifest(self, uid: str) -> Manifest:
         """See ``DurableTier.manifest``."""
@@ -202,9 +233,13 @@ class LocalTier(DurableTier):
         """See ``DurableTier.parts``."""
         self._check_open()
         listed = self._catalogue.listed() if self.root.is_dir() else {}
-        members = {(member.uid, member.rank): None for each in listed.values() for member in each.members}
+        members = {
+            (member.uid, member.rank): None for each in listed.values() for member in each.members
+        }
         damaged = (uid_of(name, "manifest") for name, each in listed.items() if not each.is_sound)
-        return iter([*members, *(each for each in damaged if each is not None and each not in members)])
+        return iter(
+            [*members, *(each for each in damaged if each is not None and each not in members)]
+        )
 
     def part_manifest(self, uid: str, rank: int) -> Manifest:
         """See ``DurableTier.part_manifest``."""
@@ -213,7 +248,10 @@ class LocalTier(DurableTier):
 
     def whole(self, uids: Iterable[str]) -> dict[str, Placed]:
         """See ``DurableTier.whole``."""
-        return {uid: placed for (uid, _), placed in self.whole_parts((uid, self._rank) for uid in uids).items()}
+        return {
+            uid: placed
+            for (uid, _), placed in self.whole_parts((uid, self._rank) for uid in uids).items()
+        }
 
     def whole_parts(self, parts: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Placed]:
         """See ``DurableTier.whole_parts``."""
@@ -224,12 +262,18 @@ class LocalTier(DurableTier):
             for is_thorough in (False, True):
                 for part in {*self.parts()}.intersection(left) if is_thorough and left else left:
                     with suppress(NotFound, Corrupt, Unavailable):
-                        sound = self._find(*part, None if is_thorough else hints.get(state_key(*part), ()))
-                        if sound is not None and all(is_there(self.root / pack.name, pack.size) for pack in sound.manifest.packs):
+                        sound = self._find(
+                            *part, None if is_thorough else hints.get(state_key(*part), ())
+                        )
+                        if sound is not None and all(
+                            is_there(self.root / pack.name, pack.size)
+                            for pack in sound.manifest.packs
+                        ):
                             found[part] = Placed(sound.manifest, sound.manifest.bytes_new)
                 left = [part for part in left if part not in found]
             if found:
-                sync_folder(self.root)  # a process that was killed may have renamed the last file without syncing its name
+                # a process that was killed may have renamed the last file without syncing its name
+                sync_folder(self.root)
         return found
 
     def remove(self, uid: str) -> int:
@@ -279,7 +323,11 @@ class LocalTier(DurableTier):
         self._check_open()
         with locked(self.root, is_shared=False):
             found = [self.root / name for name in os.listdir(self.root)]
-            removed = [path for path in found if path.name.startswith(TEMPORARY) and is_abandoned(path, removes=True)]
+            removed = [
+                path
+                for path in found
+                if path.name.startswith(TEMPORARY) and is_abandoned(path, removes=True)
+            ]
             needed = self._catalogue.needed()
             if needed is not None:
                 packs = [path for path in found if uid_of(path.name, "safetensors") is not None]
@@ -294,18 +342,35 @@ class LocalTier(DurableTier):
         try:
             self._erase(wanted)
         except OSError as exc:
-            raise Unavailable(f"{len(wanted)} states were not removed from {self.root} ({exc})") from exc
+            raise Unavailable(
+                f"{len(wanted)} states were not removed from {self.root} ({exc})"
+            ) from exc
 
-    def collect(self, *, is_dry: bool = False, without: Iterable[str] = (), tell: Callable[[int, int], None] = _untold) -> Collected:
+    def collect(
+        self,
+        *,
+        is_dry: bool = False,
+        without: Iterable[str] = (),
+        tell: Callable[[int, int], None] = _untold,
+    ) -> Collected:
         """See ``DurableTier.collect``."""
         self._check_open()
-        collector = Collector(self.root, self._catalogue, self._rewriting(), tell=tell, without=without)
+        collector = Collector(
+            self.root, self._catalogue, self._rewriting(), tell=tell, without=without
+        )
         try:
             return collector.look() if is_dry else collector.collect()
         except OSError as exc:
             raise Unavailable(f"no room was made in {self.root} ({exc})") from exc
 
-    def mend(self, uid: str, rank: int, bad: Collection[Place], moved: Moved, chunk: Callable[[Reader, int], memoryview]) -> None:
+    def mend(
+        self,
+        uid: str,
+        rank: int,
+        bad: Collection[Place],
+        moved: Moved,
+        chunk: Callable[[Reader, int], memoryview],
+    ) -> None:
         """See ``DurableTier.mend``."""
         self._check_open()
         try:
@@ -325,16 +390,29 @@ class LocalTier(DurableTier):
 
     @contextmanager
     def stage(
-        self, payload: Payload, *, known: Places | None = None, likely: Places | None = None, is_sharing: bool = True
+        self,
+        payload: Payload,
+        *,
+        known: Places | None = None,
+        likely: Places | None = None,
+        is_sharing: bool = True,
     ) -> Iterator[Staged]:
         """See ``DurableTier.stage``."""
         self._check_open()
         payload.check()
-        with self._staged([_Wish(payload, known or {}, likely or {})], is_sharing=is_sharing) as staged:
+        with self._staged(
+            [_Wish(payload, known or {}, likely or {})], is_sharing=is_sharing
+        ) as staged:
             yield staged
 
     def _rewriting(self) -> Rewriting:
-        return Rewriting(self.root, self._catalogue, self._index, is_direct=lambda: self.is_direct, on_step=self._on_step)
+        return Rewriting(
+            self.root,
+            self._catalogue,
+            self._index,
+            is_direct=lambda: self.is_direct,
+            on_step=self._on_step,
+        )
 
     def _sound(self, uid: str, rank: int) -> Sound:
         if uid_of(manifest_name(uid, rank), "manifest") is None:
@@ -344,18 +422,28 @@ class LocalTier(DurableTier):
             raise NotFound(f"state {uid} is not in {self.root}")
         if len(sound.manifest.refs) != len(sound.manifest.content.chunks):
             where = self.root / manifest_name(uid, rank)
-            raise Corrupt(f"{where} says of {len(sound.manifest.content.chunks)} chunks where {len(sound.manifest.refs)} lie")
+            raise Corrupt(
+                f"{where} says of {len(sound.manifest.content.chunks)} chunks where"
+                f" {len(sound.manifest.refs)} lie"
+            )
         return sound
 
     def _find(self, uid: str, rank: int, hints: Sequence[Hint] | None = None) -> Sound | None:
-        """The manifest of a state; None if it is not here. Its own file and the index are tried first, and with ``hints`` nothing else.
+        """The manifest of a state; None if it is not here. Its own file and the index are tried
+        first, and with ``hints`` nothing else.
 
         :raises Corrupt: it is damaged.
         """
         is_thorough = hints is None
         if hints is None:
             hints = self._index.find([key := state_key(uid, rank)]).get(key, ())
-        places = [(manifest_name(uid, rank), 0), *((f"{hint.pack.removesuffix('.safetensors')}.manifest", hint.offset) for hint in hints)]
+        places = [
+            (manifest_name(uid, rank), 0),
+            *(
+                (f"{hint.pack.removesuffix('.safetensors')}.manifest", hint.offset)
+                for hint in hints
+            ),
+        ]
         doubt: Corrupt | None = None
         for name, offset in dict.fromkeys(places):
             try:
@@ -363,7 +451,10 @@ class LocalTier(DurableTier):
             except Corrupt as exc:
                 doubt = exc
                 continue
-            if sound is not None and (sound.manifest.origin.uid, sound.manifest.origin.rank) == (uid, rank):
+            if sound is not None and (sound.manifest.origin.uid, sound.manifest.origin.rank) == (
+                uid,
+                rank,
+            ):
                 return sound
         if is_thorough or doubt is not None:
             found = self._catalogue.find(uid, rank) if self.root.is_dir() else None
@@ -391,10 +482,18 @@ class LocalTier(DurableTier):
         return None
 
     def _members(self, uids: Collection[str]) -> list[Member]:
-        return [member for each in self._catalogue.listed().values() for member in each.members if member.uid in uids]
+        return [
+            member
+            for each in self._catalogue.listed().values()
+            for member in each.members
+            if member.uid in uids
+        ]
 
     def _put(self, puts: Sequence[Put]) -> list[Placed]:
-        wishes = [_Wish(put.payload, places_of(put.base if put.is_of_base else None), places_of(put.base)) for put in puts]
+        wishes = [
+            _Wish(put.payload, places_of(put.base if put.is_of_base else None), places_of(put.base))
+            for put in puts
+        ]
         with self._staged(wishes) as staged:
             placed = staged.commit_all()
         if placed is None:  # a pack to which it refers was removed meanwhile
@@ -408,15 +507,23 @@ class LocalTier(DurableTier):
         """States whose bytes are written, and that are not visible."""
         origin = wishes[0].payload.manifest.origin
         if any(
-            uid_of(manifest_name(each.uid, each.rank), "manifest") is None for each in (wish.payload.manifest.origin for wish in wishes)
+            uid_of(manifest_name(each.uid, each.rank), "manifest") is None
+            for each in (wish.payload.manifest.origin for wish in wishes)
         ):
-            raise InvalidInput(f"state {origin.uid!r}, rank {origin.rank}: this tier holds states of uids without dots or slashes")
+            raise InvalidInput(
+                f"state {origin.uid!r}, rank {origin.rank}: this tier holds states of uids without"
+                " dots or slashes"
+            )
         with ExitStack() as stack:
             while True:
-                file = stack.enter_context(temporary(self.root / free_name(self.root, origin.uid, origin.rank, "manifest")))
+                file = stack.enter_context(
+                    temporary(self.root / free_name(self.root, origin.uid, origin.rank, "manifest"))
+                )
                 if not file.final.exists():  # otherwise another writer had the name first
                     break
-            hints = self._index.find(key for wish in wishes for key in (wish.key, *shared_keys(wish.payload, wish.known)))
+            hints = self._index.find(
+                key for wish in wishes for key in (wish.key, *shared_keys(wish.payload, wish.known))
+            )
             here = {
                 number: Placed(manifest, 0)
                 for number, wish in enumerate(wishes)
@@ -426,25 +533,45 @@ class LocalTier(DurableTier):
             if not new:
                 yield _Staged(self, here, None, (), None, file, {})
                 return
-            found = [find_borrowed(self.root, hints, wish.payload, wish.known, wish.likely) if is_sharing else Borrowed() for wish in new]
+            found = [
+                (
+                    find_borrowed(self.root, hints, wish.payload, wish.known, wish.likely)
+                    if is_sharing
+                    else Borrowed()
+                )
+                for wish in new
+            ]
             plan = plan_put(
                 [wish.payload.manifest for wish in new],
-                [{**wish.known, **borrowed.places} for wish, borrowed in zip(new, found, strict=True)],
+                [
+                    {**wish.known, **borrowed.places}
+                    for wish, borrowed in zip(new, found, strict=True)
+                ],
                 free_name(self.root, origin.uid, origin.rank, "safetensors"),
-                lambda one, other: are_equal(new[one[0]].payload.chunks[one[1]], new[other[0]].payload.chunks[other[1]]),
+                lambda one, other: are_equal(
+                    new[one[0]].payload.chunks[one[1]], new[other[0]].payload.chunks[other[1]]
+                ),
             )
             encoded, pack = readable(plan.manifests), None
             if plan.layout is not None:
                 pack = stack.enter_context(temporary(self.root / plan.name))
                 chunks = (new[state].payload.chunks[index] for state, index in plan.new)
-                write_chunks(pack.fd, pack.path, plan.layout, chunks, is_direct=self.is_direct, pace=self._pace)
+                write_chunks(
+                    pack.fd,
+                    pack.path,
+                    plan.layout,
+                    chunks,
+                    is_direct=self.is_direct,
+                    pace=self._pace,
+                )
                 self._on_step("pack-written")
             stamps = {name: stamp for borrowed in found for name, stamp in borrowed.stamps.items()}
             yield _Staged(self, here, plan, encoded, pack, file, stamps)
 
     def _same(self, payload: Payload, hints: Sequence[Hint]) -> Manifest | None:
-        """The manifest of a state that is already here, if it is the same state. Its bytes are compared, because uid and digest prove
-        nothing: the earlier one may be forged. None: it is not here, or its manifest is damaged.
+        """The manifest of a state that is already here, if it is the same state. Its bytes are
+        compared, because uid and digest prove nothing: the earlier one may be forged. None: it is
+        not here, or its manifest is damaged.
 
         :raises Conflict: another state of this uid is here, or a chunk of it is damaged.
         """
@@ -458,20 +585,31 @@ class LocalTier(DurableTier):
         try:
             with self.open_part(uid, rank) as reader:
                 is_same = reader.manifest.digest == payload.manifest.digest and all(
-                    are_equal(reader.chunk(index), chunk) for index, chunk in enumerate(payload.chunks)
+                    are_equal(reader.chunk(index), chunk)
+                    for index, chunk in enumerate(payload.chunks)
                 )
                 if is_same:
                     return reader.manifest
-                why = f"is another state of that uid, of digest {reader.manifest.digest[:16]} and other bytes: one of them is forged"
+                why = (
+                    f"is another state of that uid, of digest {reader.manifest.digest[:16]} and"
+                    " other bytes: one of them is forged"
+                )
         except Corrupt as exc:
             why = f"is damaged ({exc})"
         here = f"the one in {self.root}"
-        raise Conflict(f"state {uid} was not written: {here} {why}; drop that one, or delete its file, and bring this state again")
+        raise Conflict(
+            f"state {uid} was not written: {here} {why}; drop that one, or delete its file, and"
+            " bring this state again"
+        )
 
     def _erase(self, uids: Collection[str]) -> bool:
         """Remove the manifests of states, of all their parts; returns whether there were any."""
         found = self._index.find(state_key(uid, self._rank) for uid in uids).values()
-        owned = {(f"{hint.pack.removesuffix('.safetensors')}.manifest", hint.offset) for hints in found for hint in hints}
+        owned = {
+            (f"{hint.pack.removesuffix('.safetensors')}.manifest", hint.offset)
+            for hints in found
+            for hint in hints
+        }
 
         def going(name: str, each: Listed) -> set[int]:
             is_named = (uid_of(name, "manifest") or ("",))[0] in uids
@@ -482,7 +620,8 @@ class LocalTier(DurableTier):
         for name, each in self._catalogue.listed().items():
             gone = going(name, each)
             has_any |= bool(gone)
-            is_dead = 0 in each.damaged and 0 in gone  # the others were deflated with what is damaged
+            # the others were deflated with what is damaged
+            is_dead = 0 in each.damaged and 0 in gone
             if gone and (is_dead or len(gone) == len(each.members) + len(each.damaged)):
                 whole.append(self.root / name)
             elif gone:
@@ -508,7 +647,10 @@ class LocalTier(DurableTier):
             if 0 in gone:  # the others were deflated with it
                 first = next(frame for _, frame in frames(data))
                 sound = [number for number, (at, _) in enumerate(kept) if at not in listed.damaged]
-                bodies = [bytes(opened(kept[number][1], source=str(path), first=first)[1]) for number in sound]
+                bodies = [
+                    bytes(opened(kept[number][1], source=str(path), first=first)[1])
+                    for number in sound
+                ]
                 for number, frame in zip(sound, joined(bodies) if bodies else (), strict=True):
                     encoded[number] = frame
             write_file(file.fd, file.path, b"".join(encoded))
@@ -521,8 +663,12 @@ class LocalTier(DurableTier):
     def _commit(self, staged: _Staged, plan: PutPlan) -> bool:
         file = staged.file
         try:
-            with locked(self.root, is_shared=True):  # packs to which it refers must stay until the manifest names them
-                if not all(is_there(self.root / info.name, info.size, staged.stamps.get(info.name)) for info in plan.borrowed):
+            with locked(self.root, is_shared=True):
+                # packs to which it refers must stay until the manifest names them
+                if not all(
+                    is_there(self.root / info.name, info.size, staged.stamps.get(info.name))
+                    for info in plan.borrowed
+                ):
                     return False
                 if staged.pack is not None:
                     staged.pack.commit()
@@ -551,8 +697,9 @@ class LocalTier(DurableTier):
 
     def _gone(self) -> str:
         return (
-            f"the folder {self.root} is gone, so somebody deleted, moved or unmounted it: bring it back; or restore what is still "
-            "in memory here, and open a repository in another folder"
+            f"the folder {self.root} is gone, so somebody deleted, moved or unmounted it: bring it"
+            " back; or restore what is still in memory here, and open a repository in another"
+            " folder"
         )
 
     def _check_open(self) -> None:
@@ -575,7 +722,9 @@ class _Wish:
 
 @dataclass(frozen=True, slots=True)
 class _Staged:
-    """States that are written together; those ``here`` were there before, by their number. Without ``plan`` all of them were."""
+    """States that are written together; those ``here`` were there before, by their number.
+
+    Without ``plan`` all of them were."""
 
     tier: LocalTier
     here: dict[int, Placed]
@@ -590,11 +739,21 @@ class _Staged:
         return self.plan is None
 
     def places(self) -> Iterator[tuple[PackInfo, int]]:
-        manifests = [placed.manifest for placed in self.here.values()] if self.plan is None else self.plan.manifests
-        return ((manifest.packs[ref.pack], ref.offset) for manifest in manifests for ref in manifest.refs)
+        manifests = (
+            [placed.manifest for placed in self.here.values()]
+            if self.plan is None
+            else self.plan.manifests
+        )
+        return (
+            (manifest.packs[ref.pack], ref.offset)
+            for manifest in manifests
+            for ref in manifest.refs
+        )
 
     def commit_all(self) -> list[Placed] | None:
-        """Commit; the result for each state, in order. None if something on which one of them relies is gone."""
+        """Commit; the result for each state, in order.
+
+        None if something on which one of them relies is gone."""
         for placed in self.here.values():
             if not self.tier.has_part(placed.manifest.origin.uid, placed.manifest.origin.rank):
                 return None
@@ -602,7 +761,10 @@ class _Staged:
             return None
         new = iter(self.plan.manifests if self.plan is not None else ())
         total = len(self.here) + (0 if self.plan is None else len(self.plan.manifests))
-        return [self.here.get(number) or Placed(manifest := next(new), manifest.bytes_new) for number in range(total)]
+        return [
+            self.here.get(number) or Placed(manifest := next(new), manifest.bytes_new)
+            for number in range(total)
+        ]
 
     def commit(self) -> Placed | None:
         placed = self.commit_all()
@@ -614,7 +776,9 @@ class _Staged:
 
 
 def _unlink(path: Path) -> bool:
-    """Delete a file; returns whether it is gone. In a folder with the sticky bit only its owner can delete it."""
+    """Delete a file; returns whether it is gone.
+
+    In a folder with the sticky bit only its owner can delete it."""
     try:
         path.unlink(missing_ok=True)
     except PermissionError:

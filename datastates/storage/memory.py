@@ -1,8 +1,10 @@
-"""The memory tier: states held as slots of the arena, each distinct chunk once, however many states have it.
+"""The memory tier: states held as slots of the arena, each distinct chunk once, however many states
+have it.
 
-Equal digests mean equal chunks only within one *party*: what was captured or made here (``OURS``), or what came from one source. xxh3 finds
-rot, but does not resist an attacker who makes two chunks of one digest. So chunks of two parties share a slot only once their bytes were
-compared. An arriving state may use our own chunks without a comparison: then it gets our bytes.
+Equal digests mean equal chunks only within one *party*: what was captured or made here (``OURS``),
+or what came from one source. xxh3 finds rot, but does not resist an attacker who makes two chunks
+of one digest. So chunks of two parties share a slot only once their bytes were compared. An
+arriving state may use our own chunks without a comparison: then it gets our bytes.
 """
 
 from __future__ import annotations
@@ -41,13 +43,16 @@ _K = TypeVar("_K")
 _V = TypeVar("_V")
 
 _ENTRY_BYTES = 256
-"""The bytes that each chunk, metric and attribute takes as Python objects, here and in records for the lineage (measured)."""
+"""The bytes that each chunk, metric and attribute takes as Python objects, here and in records
+for the lineage (measured)."""
 
 
 @dataclass(slots=True)
 class _State:
-    """A state that is held. ``readers`` keep its slots when it is removed; ``yielding`` are those that can be told to release them. For a
-    state that came with all its ``parts``, one for each rank, ``manifest`` is that of all together, and ``chunks`` are those of all."""
+    """A state that is held. ``readers`` keep its slots when it is removed; ``yielding`` are those
+    that can be told to release them. For a state that came with all its ``parts``, one for each
+    rank, ``manifest`` is that of all together, and ``chunks`` are those of all.
+    """
 
     manifest: Manifest
     chunks: tuple[Held, ...]
@@ -84,16 +89,22 @@ class MemoryTier(CaptureTier):
         """See ``CaptureTier.adopt``."""
         keys = _keys(manifest)
         if len(slots) != len(keys):
-            raise InvalidInput(f"state {manifest.origin.uid} has {len(keys)} chunks, but came with {len(slots)} slots")
+            raise InvalidInput(
+                f"state {manifest.origin.uid} has {len(keys)} chunks, but came with {len(slots)}"
+                " slots"
+            )
         with self._lock:
             self._check_open()
             placed = self._find(manifest)
             if placed is None:
                 with self._wholly(manifest):
-                    chunks = tuple(self._place(key, slot, OURS) for key, slot in zip(keys, slots, strict=True))
+                    chunks = tuple(
+                        self._place(key, slot, OURS) for key, slot in zip(keys, slots, strict=True)
+                    )
                     placed = self._enter(manifest, chunks, slots)
                     taken = {chunk.slot for chunk in chunks}
-                    slots[:] = [slot for slot in slots if slot not in taken]  # the last step: after it nothing is undone
+                    # the last step: after it nothing is undone
+                    slots[:] = [slot for slot in slots if slot not in taken]
             self._arena.take_back(slots)
             return placed
 
@@ -106,7 +117,9 @@ class MemoryTier(CaptureTier):
                 self._beside += weight - state.weight
                 state.manifest, state.weight = manifest, weight
 
-    def hold(self, keys: Iterable[tuple[bytes, int]], party: str = OURS) -> dict[tuple[bytes, int], Held]:
+    def hold(
+        self, keys: Iterable[tuple[bytes, int]], party: str = OURS
+    ) -> dict[tuple[bytes, int], Held]:
         """See ``CaptureTier.hold``."""
         with self._lock:
             self._check_open()
@@ -133,7 +146,10 @@ class MemoryTier(CaptureTier):
         keys = _keys(manifest)
         left = set(keys).difference(held, filled)
         if left:
-            raise InvalidInput(f"state {manifest.origin.uid} came without {len(left)} of its {len(set(keys))} chunks")
+            raise InvalidInput(
+                f"state {manifest.origin.uid} came without {len(left)} of its {len(set(keys))}"
+                " chunks"
+            )
         with self._lock:
             self._check_open()
             with self._wholly(manifest, held, filled):
@@ -142,7 +158,8 @@ class MemoryTier(CaptureTier):
             return placed
 
     def put(self, payload: Payload, *, base: Manifest | None = None) -> Placed:
-        """Copy a state of ours into the arena; only chunks that no state of ours has take memory. ``base`` is ignored.
+        """Copy a state of ours into the arena; only chunks that no state of ours has take memory.
+        ``base`` is ignored.
 
         :raises OverBudget: it does not fit.
         """
@@ -153,12 +170,23 @@ class MemoryTier(CaptureTier):
             placed = self._find(manifest)
             if placed is not None:
                 return placed
-        held, filled = self.hold(keys), dict[_Key, int]()  # held while the rest is copied without the lock
+        # held while the rest is copied without the lock
+        held, filled = (
+            self.hold(keys),
+            dict[_Key, int](),
+        )
         try:
-            views = {key: view for key, view in zip(keys, payload.chunks, strict=True) if key not in held}
-            filled.update(zip(views, self._acquire(manifest, [length for _, length in views]), strict=True))
+            views = {
+                key: view for key, view in zip(keys, payload.chunks, strict=True) if key not in held
+            }
+            filled.update(
+                zip(views, self._acquire(manifest, [length for _, length in views]), strict=True)
+            )
             for key, slot in filled.items():
-                np.copyto(np.frombuffer(self._arena.memory(slot, key[1]), np.uint8), np.frombuffer(views[key], np.uint8))
+                np.copyto(
+                    np.frombuffer(self._arena.memory(slot, key[1]), np.uint8),
+                    np.frombuffer(views[key], np.uint8),
+                )
             return self.settle(manifest, held, filled)
         except BaseException:
             self.let_go(held.values())
@@ -170,7 +198,8 @@ class MemoryTier(CaptureTier):
         return self._open(uid, None, verify=verify)
 
     def open_part(self, uid: str, rank: int, *, verify: bool = True) -> Reader:
-        """``open`` for one rank's part of a state that came with all its parts, or of which only this part is here."""
+        """``open`` for one rank's part of a state that came with all its parts, or of which only
+        this part is here."""
         return self._open(uid, rank, verify=verify)
 
     def ranks(self, uid: str) -> Sequence[int]:
@@ -183,7 +212,10 @@ class MemoryTier(CaptureTier):
             self._check_open()
             state = self._find_held(uid)
             if rank is not None and rank not in _ranks(state):
-                raise NotFound(f"rank {rank} of state {uid} is not in memory, rank {', '.join(map(str, _ranks(state)))} is")
+                raise NotFound(
+                    f"rank {rank} of state {uid} is not in memory, rank"
+                    f" {', '.join(map(str, _ranks(state)))} is"
+                )
             manifest, chunks = state.manifest, state.chunks
             if rank is not None and state.parts:
                 first = first_chunks(state.parts)
@@ -211,7 +243,14 @@ class MemoryTier(CaptureTier):
     def bytes_of(self, uids: Iterable[str]) -> int:
         """See ``CaptureTier.bytes_of``."""
         with self._lock:
-            return _bytes_of({chunk for uid in uids if (state := self._states.get(uid)) is not None for chunk in state.chunks})
+            return _bytes_of(
+                {
+                    chunk
+                    for uid in uids
+                    if (state := self._states.get(uid)) is not None
+                    for chunk in state.chunks
+                }
+            )
 
     def recall(self, size: int) -> bool:
         """See ``CaptureTier.recall``."""
@@ -223,7 +262,10 @@ class MemoryTier(CaptureTier):
                     continue
                 told += state.yielding.values()
                 uses.update(state.chunks)
-                if _bytes_of(chunk for chunk, number in uses.items() if chunk.uses == number) >= size:
+                if (
+                    _bytes_of(chunk for chunk, number in uses.items() if chunk.uses == number)
+                    >= size
+                ):
                     break
         for tell in told:
             tell()
@@ -247,7 +289,9 @@ class MemoryTier(CaptureTier):
         return self._beside
 
     def close(self) -> None:
-        """Drop every state; slots that readers have open are released when these close. Idempotent."""
+        """Drop every state; slots that readers have open are released when these close.
+
+        Idempotent."""
         with self._lock:
             self._is_closed = True
             states, self._states = self._states, {}
@@ -289,19 +333,29 @@ class MemoryTier(CaptureTier):
         slots = self._arena.acquire(lengths)
         if slots is None:
             raise OverBudget(
-                f"state {manifest.origin.uid} needs {sum(lengths)} bytes of memory, {self._arena.available} are available: remove states, "
-                "or give the repository more memory_bytes"
+                f"state {manifest.origin.uid} needs {sum(lengths)} bytes of memory,"
+                f" {self._arena.available} are available: remove states, or give the repository"
+                " more memory_bytes"
             )
         return slots
 
     @contextmanager
     def _wholly(self, manifest: Manifest, *given: dict[_Key, Any]) -> Iterator[None]:
-        """A block that takes a state in wholly or, on an error, restores what is known of states and chunks, and what was ``given``.
+        """A block that takes a state in wholly or, on an error, restores what is known of states
+        and chunks, and what was ``given``.
 
         No slot may go back to the arena inside the block, since that cannot be undone.
         """
-        uid, keys, parts = manifest.origin.uid, _keys(manifest), [id(part) for part in _shared_parts(manifest)]
-        state, beside, shared = self._states.get(uid), self._beside, {part: self._shared[part] for part in parts}
+        uid, keys, parts = (
+            manifest.origin.uid,
+            _keys(manifest),
+            [id(part) for part in _shared_parts(manifest)],
+        )
+        state, beside, shared = (
+            self._states.get(uid),
+            self._beside,
+            {part: self._shared[part] for part in parts},
+        )
         chunks = {key: {chunk: chunk.uses for chunk in self._chunks.get(key, ())} for key in keys}
         copies = [each.copy() for each in given]
         try:
@@ -327,7 +381,8 @@ class MemoryTier(CaptureTier):
         party: str,
         parts: tuple[Manifest, ...],
     ) -> Placed:
-        """Enter a state whose chunks are ``held`` already or were ``filled``; others may have brought the same chunks meanwhile.
+        """Enter a state whose chunks are ``held`` already or were ``filled``; others may have
+        brought the same chunks meanwhile.
 
         The caller gives the slots that are left in ``filled`` back to the arena.
         """
@@ -337,8 +392,9 @@ class MemoryTier(CaptureTier):
             if parts and not here.parts:
                 rank, uid = here.manifest.origin.rank, manifest.origin.uid
                 raise Conflict(
-                    f"this process holds the part of rank {rank} of state {uid}, which it captured: restore the state, or clone it into "
-                    "live objects; another process can take in all parts"
+                    f"this process holds the part of rank {rank} of state {uid}, which it captured:"
+                    " restore the state, or clone it into live objects; another process can take"
+                    " in all parts"
                 )
             self._check_same(here, manifest, slots)
             filled.update((chunk.key, chunk.slot) for chunk in self._unused(held.values()))
@@ -354,22 +410,33 @@ class MemoryTier(CaptureTier):
         return placed
 
     def _check_same(self, here: _State, manifest: Manifest, slots: Mapping[_Key, int]) -> None:
-        """Compare the bytes of two states whose uid and digest are equal, since the earlier one may be forged."""
+        """Compare the bytes of two states whose uid and digest are equal, since the earlier one
+        may be forged."""
         is_same = here.manifest.digest == manifest.digest and all(
-            chunk.key in slots and self._are_equal(chunk.slot, slots[chunk.key], chunk.key[1]) for chunk in here.chunks
+            chunk.key in slots and self._are_equal(chunk.slot, slots[chunk.key], chunk.key[1])
+            for chunk in here.chunks
         )
         if not is_same:
             raise Conflict(
-                f"another state of the uid {manifest.origin.uid} is in memory, of digest {here.manifest.digest[:16]} and other bytes: "
-                "one of them is forged; drop the one that is not to be trusted"
+                f"another state of the uid {manifest.origin.uid} is in memory, of digest"
+                f" {here.manifest.digest[:16]} and other bytes: one of them is forged; drop the one"
+                " that is not to be trusted"
             )
 
-    def _enter(self, manifest: Manifest, chunks: tuple[Held, ...], slots: Iterable[int], parts: tuple[Manifest, ...] = ()) -> Placed:
+    def _enter(
+        self,
+        manifest: Manifest,
+        chunks: tuple[Held, ...],
+        slots: Iterable[int],
+        parts: tuple[Manifest, ...] = (),
+    ) -> Placed:
         """Register a state; ``slots`` were brought for it, and it keeps those with its chunks."""
         kept = {chunk.slot: chunk.key[1] for chunk in chunks}
         bytes_new = sum(kept[slot] for slot in kept.keys() & slots)
         manifest = msgspec.structs.replace(manifest, packs=(), refs=(), bytes_new=0)
-        weight = _weight(manifest) + sum(_weight(part) + sum(map(_length, _shared_parts(part))) for part in parts)
+        weight = _weight(manifest) + sum(
+            _weight(part) + sum(map(_length, _shared_parts(part))) for part in parts
+        )
         own = tuple(msgspec.structs.replace(part, packs=(), refs=(), bytes_new=0) for part in parts)
         self._states[manifest.origin.uid] = _State(manifest, chunks, weight, own)
         self._beside += weight
@@ -382,10 +449,14 @@ class MemoryTier(CaptureTier):
     def _known(self, key: _Key, party: str) -> Held | None:
         """A chunk of this digest that is the party's, or ours."""
         held = self._chunks.get(key, ())
-        return next((chunk for chunk in held if party in chunk.parties), next((chunk for chunk in held if OURS in chunk.parties), None))
+        return next(
+            (chunk for chunk in held if party in chunk.parties),
+            next((chunk for chunk in held if OURS in chunk.parties), None),
+        )
 
     def _place(self, key: _Key, slot: int, party: str) -> Held:
-        """Count one more use of a chunk that the party has in ``slot``; the slot becomes its place if no equal chunk is here."""
+        """Count one more use of a chunk that the party has in ``slot``; the slot becomes its
+        place if no equal chunk is here."""
         held = self._chunks.setdefault(key, [])
         for chunk in held:
             if party in chunk.parties or self._are_equal(chunk.slot, slot, key[1]):
@@ -396,7 +467,9 @@ class MemoryTier(CaptureTier):
         return held[-1]
 
     def _are_equal(self, one: int, other: int, length: int) -> bool:
-        return one == other or are_equal(self._arena.memory(one, length), self._arena.memory(other, length))
+        return one == other or are_equal(
+            self._arena.memory(one, length), self._arena.memory(other, length)
+        )
 
     def _drop(self, state: _State) -> int:
         state.is_removed = True
@@ -412,13 +485,15 @@ class MemoryTier(CaptureTier):
         return self._unuse(state.chunks)
 
     def _unuse(self, chunks: Iterable[Held]) -> int:
-        """Count the uses down, and give back the slots of chunks that nothing uses any more; returns the bytes freed."""
+        """Count the uses down, and give back the slots of chunks that nothing uses any more;
+        returns the bytes freed."""
         unused = self._unused(chunks)
         self._arena.release(chunk.slot for chunk in unused)
         return _bytes_of(unused)
 
     def _unused(self, chunks: Iterable[Held]) -> list[Held]:
-        """Count the uses down; returns the chunks that nothing uses any more, which are forgotten."""
+        """Count the uses down; returns the chunks that nothing uses any more, which are
+        forgotten."""
         unused = []
         for chunk in chunks:
             chunk.uses -= 1
@@ -433,7 +508,16 @@ class MemoryTier(CaptureTier):
 class _MemoryReader(Reader):
     """A state in memory, opened. Its views are the slots themselves, read-only."""
 
-    def __init__(self, tier: MemoryTier, arena: Arena, state: _State, manifest: Manifest, slots: list[int], *, verify: bool) -> None:
+    def __init__(
+        self,
+        tier: MemoryTier,
+        arena: Arena,
+        state: _State,
+        manifest: Manifest,
+        slots: list[int],
+        *,
+        verify: bool,
+    ) -> None:
         self.manifest = manifest
         self._tier, self._arena, self._state, self._slots = tier, arena, state, slots
         self._unverified = set(range(len(slots))) if verify else set[int]()
@@ -454,19 +538,23 @@ class _MemoryReader(Reader):
         if index in self._unverified:
             if chunk_digest(view) != chunk.digest:
                 raise Corrupt(
-                    f"state {self.manifest.origin.uid}: chunk {index} fails its digest in memory (slot {slot}): restore another state"
+                    f"state {self.manifest.origin.uid}: chunk {index} fails its digest in memory"
+                    f" (slot {slot}): restore another state"
                 )
             self._unverified.discard(index)
         return view
 
     def span(self, start: int, length: int) -> memoryview | None:
-        """A view if the slots of its chunks follow each other, and may be copied to a device in one go."""
+        """A view if the slots of its chunks follow each other, and may be copied to a device in
+        one go."""
         self._check_open()
         touched = self.chunks_of(start, length)
         slots = self._slots[touched.start : touched.stop]
         if not slots:
             return memoryview(b"")
-        if slots != [slots[0] + number * CHUNK_BYTES for number in range(len(slots))] or not self._arena.is_joint(slots[0], slots[-1]):
+        if slots != [
+            slots[0] + number * CHUNK_BYTES for number in range(len(slots))
+        ] or not self._arena.is_joint(slots[0], slots[-1]):
             return None
         for index in touched:
             self.chunk(index)
@@ -476,10 +564,15 @@ class _MemoryReader(Reader):
     def check(self, indices: Sequence[int]) -> None:
         """See ``SupportsPouring``."""
         self._check_open()
-        on_threads([index for index in indices if index in self._unverified], self._look_at, between=checkpoint)
+        on_threads(
+            [index for index in indices if index in self._unverified],
+            self._look_at,
+            between=checkpoint,
+        )
 
     def pour(self, pieces: Mapping[int, Sequence[Piece]]) -> None:
-        """See ``SupportsPouring``; nothing is checked twice, since chunks in our own memory do not change."""
+        """See ``SupportsPouring``; nothing is checked twice, since chunks in our own memory do
+        not change."""
         self.check(list(pieces))
         on_threads(list(pieces), lambda index: self._pour(index, pieces[index]))
 
@@ -508,7 +601,9 @@ class _MemoryReader(Reader):
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise Closed(f"the reader of state {self.manifest.origin.uid} is closed: open the state again")
+            raise Closed(
+                f"the reader of state {self.manifest.origin.uid} is closed: open the state again"
+            )
 
 
 def _bytes_of(chunks: Iterable[Held]) -> int:
@@ -535,7 +630,9 @@ def _put_back(known: dict[_K, _V], before: Mapping[_K, _V | None]) -> None:
 def _weight(manifest: Manifest) -> int:
     """The bytes of a state besides its slots, without what it shares with others of its layout."""
     origin, content = manifest.origin, manifest.content
-    said = len(origin.message or "") + sum(len(value) for value in origin.attributes.values() if isinstance(value, str))
+    said = len(origin.message or "") + sum(
+        len(value) for value in origin.attributes.values() if isinstance(value, str)
+    )
     entries = len(origin.metrics) + len(origin.attributes) + len(content.chunks)
     return STATE_BYTES + said + entries * _ENTRY_BYTES + _length(content.values)
 

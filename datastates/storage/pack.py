@@ -1,17 +1,21 @@
-"""The pack: one file with the tensor bytes that states add on one rank; any reader of safetensors opens it.
+"""The pack: one file with the tensor bytes that states add on one rank; any reader of safetensors
+opens it.
 
     8 bytes   length of the JSON, little-endian
     …         JSON: name -> dtype, shape, data_offsets; padded with spaces
-    …         data: the new chunks of at least 64 KiB, each from the start of a page; then the others, each at a multiple of 16 bytes
+    …         data: the new chunks of at least 64 KiB, each from the start of a page; then the
+    others, each at a multiple of 16 bytes
 
-A tensor whose bytes are contiguous here is an entry under its path. Pieces of other tensors are ``path@start:end`` (bytes of the
-tensor), and zeros that fill a page are ``__padding__.N``, since the format allows no holes. Readers of the format know only row-major
-tensors. So a tensor with another layout has the shape of its memory order, and one of a dtype that they do not know is an entry of bytes;
-``layouts`` in the metadata says (as JSON) what such tensors are. If a tensor has several shards, each is an entry ``path#N``, and
-``layouts`` says where in the whole it belongs.
+A tensor whose bytes are contiguous here is an entry under its path. Pieces of other tensors are
+``path@start:end`` (bytes of the tensor), and zeros that fill a page are ``__padding__.N``, since
+the format allows no holes. Readers of the format know only row-major tensors. So a tensor with
+another layout has the shape of its memory order, and one of a dtype that they do not know is an
+entry of bytes; ``layouts`` in the metadata says (as JSON) what such tensors are. If a tensor has
+several shards, each is an entry ``path#N``, and ``layouts`` says where in the whole it belongs.
 
-In a pack of several states, ``<uid>.<rank>/`` comes before each path, and a chunk of less than 64 KiB is one entry of bytes,
-``<uid>.<rank>/chunk.N``: an entry for each of its tensors would take more room than they do.
+In a pack of several states, ``<uid>.<rank>/`` comes before each path, and a chunk of less than 64
+KiB is one entry of bytes, ``<uid>.<rank>/chunk.N``: an entry for each of its tensors would take
+more room than they do.
 """
 
 from __future__ import annotations
@@ -33,7 +37,16 @@ import msgspec
 
 from datastates.errors import Corrupt, Unavailable
 from datastates.state.digest import MAX_MANIFEST, decode_places, frames, tensors_of
-from datastates.state.manifest import CHUNK_BYTES, LARGE_BYTES, ChunkRef, Content, Manifest, PackInfo, Shard, TensorSpec
+from datastates.state.manifest import (
+    CHUNK_BYTES,
+    LARGE_BYTES,
+    ChunkRef,
+    Content,
+    Manifest,
+    PackInfo,
+    Shard,
+    TensorSpec,
+)
 from datastates.system.files import open_regular, read_regular
 from datastates.system.interrupts import Mutex
 
@@ -63,7 +76,8 @@ _DTYPES = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-"""The dtypes that safetensors' readers have known for years; a single name that they do not know makes them refuse the whole file."""
+"""The dtypes that safetensors' readers have known for years; a single name that they do not know
+makes them refuse the whole file."""
 
 
 MAX_HEADER = 100 << 20
@@ -78,7 +92,8 @@ class _Header(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class PackLayout:
-    """The layout of a new pack: its header, the byte offset of each new chunk in the file, and its whole size.
+    """The layout of a new pack: its header, the byte offset of each new chunk in the file, and its
+    whole size.
 
     ``has_pages``: it has large chunks, and they begin at pages.
     """
@@ -111,7 +126,8 @@ def padded(length: int) -> int:
 
 
 def lay_out(manifests: Sequence[Manifest], new: Sequence[tuple[int, int]]) -> PackLayout:
-    """The layout of the pack of states that add the chunks ``new``, at least one: index into ``manifests``, and into that state's stream.
+    """The layout of the pack of states that add the chunks ``new``, at least one: index into
+    ``manifests``, and into that state's stream.
 
     They are in the order of the pack: large ones first, and rising within a state.
     """
@@ -126,7 +142,9 @@ def lay_out(manifests: Sequence[Manifest], new: Sequence[tuple[int, int]]) -> Pa
         "states": str(len(manifests)),
     }
     if len(manifests) == 1:
-        entries, layouts, _ = _entries(bytes(manifests[0].content.tensors), tuple(chunk for _, chunk in new), tuple(lengths))
+        entries, layouts, _ = _entries(
+            bytes(manifests[0].content.tensors), tuple(chunk for _, chunk in new), tuple(lengths)
+        )
         body = _rendered(entries)
     else:
         body, layouts = _of_several(manifests, new, lengths)
@@ -176,11 +194,14 @@ _Entry = tuple[str, str, int, int]
 
 def _rendered(entries: Sequence[_Entry], prefix: str = "", shift: int = 0) -> bytes:
     return ",".join(
-        f'"{prefix}{name}":{said},"data_offsets":[{start + shift},{end + shift}]}}' for name, said, start, end in entries
+        f'"{prefix}{name}":{said},"data_offsets":[{start + shift},{end + shift}]}}'
+        for name, said, start, end in entries
     ).encode()
 
 
-def _of_several(manifests: Sequence[Manifest], new: Sequence[tuple[int, int]], lengths: Sequence[int]) -> tuple[bytes, dict[str, Any]]:
+def _of_several(
+    manifests: Sequence[Manifest], new: Sequence[tuple[int, int]], lengths: Sequence[int]
+) -> tuple[bytes, dict[str, Any]]:
     """The entries and the layouts of a pack of several states."""
     large: dict[int, list[int]] = {}
     for (state, chunk), length in zip(new, lengths, strict=True):
@@ -189,13 +210,22 @@ def _of_several(manifests: Sequence[Manifest], new: Sequence[tuple[int, int]], l
     found, layouts, end = list[bytes](), dict[str, Any](), 0
     for state, chunks in large.items():
         content, prefix = manifests[state].content, _prefix(manifests[state])
-        entries, strange, size = _entries(bytes(content.tensors), tuple(chunks), tuple(content.chunks[chunk].length for chunk in chunks))
+        entries, strange, size = _entries(
+            bytes(content.tensors),
+            tuple(chunks),
+            tuple(content.chunks[chunk].length for chunk in chunks),
+        )
         found.append(_rendered(entries, prefix, end))
         layouts |= {f"{prefix}{name}": layout for name, layout in strange.items()}
         end += size
     for (state, chunk), length in zip(new, lengths, strict=True):
         if length < LARGE_BYTES:
-            entry = (f"chunk.{chunk}", f'{{"dtype":"U8","shape":[{padded(length)}]', end, end + padded(length))
+            entry = (
+                f"chunk.{chunk}",
+                f'{{"dtype":"U8","shape":[{padded(length)}]',
+                end,
+                end + padded(length),
+            )
             found.append(_rendered([entry], _prefix(manifests[state])))
             end += padded(length)
     return b",".join(found), layouts
@@ -206,8 +236,12 @@ def _prefix(manifest: Manifest) -> str:
 
 
 @lru_cache(maxsize=16)
-def _entries(tensors: bytes, new: tuple[int, ...], lengths: tuple[int, ...]) -> tuple[list[_Entry], dict[str, Any], int]:
-    """The entries of the chunks of one state, the layouts, and the number of data bytes. These are the same at most captures."""
+def _entries(
+    tensors: bytes, new: tuple[int, ...], lengths: tuple[int, ...]
+) -> tuple[list[_Entry], dict[str, Any], int]:
+    """The entries of the chunks of one state, the layouts, and the number of data bytes.
+
+    These are the same at most captures."""
     table = _Table()
     places = places_of(tensors)
     position = 0
@@ -270,12 +304,19 @@ class _Table:
     def add(self, place: Place, start: int, end: int) -> None:
         """Add the bytes of a shard that lie in ``[start, end)`` of the stream."""
         if (start, end) != (place.start, place.end):
-            self._enter(f"{place.name}@{start - place.start}:{end - place.start}", "U8", (end - start,), end - start)
+            self._enter(
+                f"{place.name}@{start - place.start}:{end - place.start}",
+                "U8",
+                (end - start,),
+                end - start,
+            )
             return
         dtype = _DTYPES.get(place.spec.dtype)
         spec, shard = place.spec, place.shard
         shape = _memory_shape(shard.shape, spec.strides)
-        name = self._enter(place.name, dtype or "U8", shape if dtype else (end - start,), end - start)
+        name = self._enter(
+            place.name, dtype or "U8", shape if dtype else (end - start,), end - start
+        )
         if dtype is None or shape != spec.shape:
             self.layouts[name] = {"dtype": spec.dtype, "shape": spec.shape, "strides": spec.strides}
         if shard.shape != spec.shape:
@@ -290,11 +331,18 @@ class _Table:
 
 
 def _memory_shape(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a dense tensor in the order of its memory, which for a row-major tensor is its own shape."""
-    stored = tuple(size if stride or not size else 1 for size, stride in zip(shape, strides, strict=True))
+    """The shape of a dense tensor in the order of its memory, which for a row-major tensor is
+    its own shape."""
+    stored = tuple(
+        size if stride or not size else 1 for size, stride in zip(shape, strides, strict=True)
+    )
     wide = [dim for dim, size in enumerate(stored) if size != 1]
     order = sorted(wide, key=lambda dim: -strides[dim])
-    return stored if order == wide else tuple(stored[dim] for dim in sorted(range(len(stored)), key=lambda dim: -strides[dim]))
+    return (
+        stored
+        if order == wide
+        else tuple(stored[dim] for dim in sorted(range(len(stored)), key=lambda dim: -strides[dim]))
+    )
 
 
 # The names of the files in a folder of packs, the packs that a state there needs, and what all of
@@ -305,24 +353,28 @@ _NAME = re.compile(r"([0-9A-Za-z_-]{1,64})\.(\d{1,9})(?:-\d+)?\.(?:manifest|safe
 
 
 def manifest_name(uid: str, rank: int) -> str:
-    """The name of the file with a state's manifest on one rank, if the state is the first or only one in it."""
+    """The name of the file with a state's manifest on one rank, if the state is the first or
+    only one in it."""
     return f"{uid}.{rank}.manifest"
 
 
 def free_name(root: Path, uid: str, rank: int, kind: str) -> str:
-    """A name for a ``manifest`` or pack (``safetensors``) that no file has: others may still need a file of an earlier state."""
+    """A name for a ``manifest`` or pack (``safetensors``) that no file has: others may still
+    need a file of an earlier state."""
     names = (f"{uid}.{rank}{(number and -number) or ''}.{kind}" for number in count())
     return next(name for name in names if not (root / name).exists())
 
 
 def uid_of(name: str, kind: str) -> tuple[str, int] | None:
-    """The uid and rank in the name of a ``manifest`` or of a pack (``safetensors``); None for any other name."""
+    """The uid and rank in the name of a ``manifest`` or of a pack (``safetensors``); None for
+    any other name."""
     match = _NAME.fullmatch(name)
     return (match[1], int(match[2])) if match is not None and name.endswith(kind) else None
 
 
 def packs_of(root: Path, uid: str, rank: int = 0) -> tuple[PackInfo, ...]:
-    """The packs that a state needs, as its manifest in this folder says; none if it has no manifest that can be read."""
+    """The packs that a state needs, as its manifest in this folder says; none if it has no
+    manifest that can be read."""
     own = manifest_name(uid, rank)
     with suppress(OSError):
         for name in sorted(os.listdir(root), key=lambda name: name != own):
@@ -338,7 +390,9 @@ def packs_of(root: Path, uid: str, rank: int = 0) -> tuple[PackInfo, ...]:
 
 
 def bytes_of_packs(root: Path) -> int:
-    """The bytes that the packs in a folder take; none if it cannot be read. What is deleted meanwhile takes none."""
+    """The bytes that the packs in a folder take; none if it cannot be read.
+
+    What is deleted meanwhile takes none."""
     taken = 0
     with suppress(OSError), os.scandir(root) as entries:
         for entry in entries:
@@ -375,7 +429,9 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A manifest file: its ``members``, and the offsets of manifests that are ``damaged``. ``is_read``: the file could be read at all."""
+    """A manifest file: its ``members``, and the offsets of manifests that are ``damaged``.
+
+    ``is_read``: the file could be read at all."""
 
     stamp: _Stamp
     members: tuple[Member, ...]
@@ -391,7 +447,8 @@ class Listed:
 class Catalogue:
     """The manifests of a folder and the packs that they need. Safe from any thread.
 
-    Decide what to remove under the folder's exclusive lock, so that nothing is added meanwhile; looking needs no lock.
+    Decide what to remove under the folder's exclusive lock, so that nothing is added meanwhile;
+    looking needs no lock.
     """
 
     def __init__(self, root: Path) -> None:
@@ -400,21 +457,36 @@ class Catalogue:
         self._turn = Mutex()
 
     def needed(self) -> frozenset[str] | None:
-        """The packs that any manifest needs. None if one cannot be read: it may need any pack, so none may be removed."""
+        """The packs that any manifest needs.
+
+        None if one cannot be read: it may need any pack, so none may be removed."""
         listed = self.listed().values()
-        return frozenset(pack.name for each in listed for member in each.members for pack in member.packs) if _are_sound(listed) else None
+        return (
+            frozenset(
+                pack.name for each in listed for member in each.members for pack in member.packs
+            )
+            if _are_sound(listed)
+            else None
+        )
 
     def find(self, uid: str, rank: int) -> tuple[str, int] | None:
         """The file of a state's manifest, and the offset in it."""
         found = ((name, each) for name, listed in self.listed().items() for each in listed.members)
-        return next(((name, each.offset) for name, each in found if (each.uid, each.rank) == (uid, rank)), None)
+        return next(
+            ((name, each.offset) for name, each in found if (each.uid, each.rank) == (uid, rank)),
+            None,
+        )
 
-    def files(self, extent: Callable[[int], int]) -> dict[tuple[str, int], tuple[tuple[str, int], ...]]:
-        """What belongs to each state: its manifest and the packs that it needs, each with a name and its bytes on disk. The first manifest
-        of a file belongs to all states there, as the others are deflated with it.
+    def files(
+        self, extent: Callable[[int], int]
+    ) -> dict[tuple[str, int], tuple[tuple[str, int], ...]]:
+        """What belongs to each state: its manifest and the packs that it needs, each with a name
+        and its bytes on disk. The first manifest of a file belongs to all states there, as the
+        others are deflated with it.
 
-        A pack that several states need is divided: the name is ``<pack>@<offset>`` for each chunk, and its bytes include its part of what
-        nothing needs any more. ``extent`` returns the bytes of a pack that a chunk of some length takes.
+        A pack that several states need is divided: the name is ``<pack>@<offset>`` for each chunk,
+        and its bytes include its part of what nothing needs any more. ``extent`` returns the bytes
+        of a pack that a chunk of some length takes.
         """
         listed = self.listed()
         live: defaultdict[str, dict[int, int]] = defaultdict(dict)
@@ -431,12 +503,19 @@ class Catalogue:
                     yield pack.name, pack.size
                     continue
                 offsets = {ref.offset for ref in member.refs if ref.pack == number}
-                yield from ((f"{pack.name}@{at}", pack.size * live[pack.name][at] // totals[pack.name]) for at in offsets)
+                yield from (
+                    (f"{pack.name}@{at}", pack.size * live[pack.name][at] // totals[pack.name])
+                    for at in offsets
+                )
 
         return {
             (member.uid, member.rank): (
                 (name, each.members[0].length),
-                *([(f"{name}@{member.offset}", member.length)] if member is not each.members[0] else []),
+                *(
+                    [(f"{name}@{member.offset}", member.length)]
+                    if member is not each.members[0]
+                    else []
+                ),
                 *shares(member),
             )
             for name, each in listed.items()
@@ -444,7 +523,8 @@ class Catalogue:
         }
 
     def listed(self) -> dict[str, Listed]:
-        """Every manifest file, read again if its stamp has changed: a uid may have come back with other packs."""
+        """Every manifest file, read again if its stamp has changed: a uid may have come back
+        with other packs."""
         with self._turn:
             found: dict[str, Listed] = {}
             with os.scandir(self._root) as entries:
@@ -477,13 +557,19 @@ class Catalogue:
         except OSError as exc:
             _logger.warning("no pack is removed while a manifest cannot be read: %s", exc)
             is_passing = exc.errno in LACKING  # it is tried again
-            return Listed((stamp[0], _NEVER if is_passing else stamp[1], stamp[2]), (), is_read=False)
+            return Listed(
+                (stamp[0], _NEVER if is_passing else stamp[1], stamp[2]), (), is_read=False
+            )
         first = memoryview(b"")
         for offset, frame in frames(data):
             first = first or frame
             try:
                 read = decode_places(frame, source=os.fspath(entry), first=first)
-                members.append(Member(read.origin.uid, read.origin.rank, offset, len(frame), read.packs, read.refs))
+                members.append(
+                    Member(
+                        read.origin.uid, read.origin.rank, offset, len(frame), read.packs, read.refs
+                    )
+                )
             except (Corrupt, Unavailable) as exc:
                 damaged.append(offset)
                 _logger.warning("no pack is removed while a manifest cannot be read: %s", exc)

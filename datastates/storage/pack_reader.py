@@ -1,7 +1,8 @@
 """Reads a state from packs.
 
-Bytes are read into memory of our own, because a mapped file that is cut short kills the process that reads it. Only what the caller keeps
-for longer than the reader, and what does not fit into memory twice, is mapped: privately, so that nothing written there reaches a file.
+Bytes are read into memory of our own, because a mapped file that is cut short kills the process
+that reads it. Only what the caller keeps for longer than the reader, and what does not fit into
+memory twice, is mapped: privately, so that nothing written there reaches a file.
 """
 
 from __future__ import annotations
@@ -33,13 +34,22 @@ __all__ = ["MappedReader"]
 _NAMED_PATHS = 8
 _FEWEST = 4  # chunks; fewer are read sooner than threads start
 _KEPT = 2  # the chunks read last: tensors that follow each other share them
-_NO_PACK = (errno.ENOENT, errno.ENOTDIR, errno.EINVAL, errno.ELOOP, errno.ENXIO)  # nothing is there, or no regular file
+# nothing is there, or no regular file
+_NO_PACK = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EINVAL,
+    errno.ELOOP,
+    errno.ENXIO,
+)
 
 
 class MappedReader(Reader):
-    """A state on disk, opened. It opens the packs when it is made, so that it outlives their removal.
+    """A state on disk, opened. It opens the packs when it is made, so that it outlives their
+    removal.
 
-    A pack that is missing, damaged or out of reach raises only when one of its chunks is asked for; chunks in other packs can be read.
+    A pack that is missing, damaged or out of reach raises only when one of its chunks is asked for;
+    chunks in other packs can be read.
 
     :raises OSError: this process, or the machine, lacks descriptors or memory.
     """
@@ -76,7 +86,8 @@ class MappedReader(Reader):
         return view
 
     def span(self, start: int, length: int) -> memoryview | None:
-        """A private, writable mapping if the chunks follow each other in one pack; it stays when the reader is closed.
+        """A private, writable mapping if the chunks follow each other in one pack; it stays when
+        the reader is closed.
 
         The kernel kills a process that reads it after the file was cut short.
         """
@@ -85,7 +96,10 @@ class MappedReader(Reader):
         if not touched:
             return memoryview(b"")
         first, *rest = (self.manifest.refs[index] for index in touched)
-        if any((ref.pack, ref.offset) != (first.pack, first.offset + number * CHUNK_BYTES) for number, ref in enumerate(rest, 1)):
+        if any(
+            (ref.pack, ref.offset) != (first.pack, first.offset + number * CHUNK_BYTES)
+            for number, ref in enumerate(rest, 1)
+        ):
             return None
         for index in touched:
             self._check(index)
@@ -93,12 +107,19 @@ class MappedReader(Reader):
         return self._pack(touched.start).mapped()[begin : begin + length]
 
     def prepare(self, stretches: Sequence[tuple[int, int]]) -> None:
-        """Read the chunks of these stretches on a few threads, if memory has room for them and they hold little else."""
+        """Read the chunks of these stretches on a few threads, if memory has room for them and
+        they hold little else."""
         self._check_open()
         chunks = self.manifest.content.chunks
-        wanted = sorted({index for start, length in stretches for index in self.chunks_of(start, length)})
+        wanted = sorted(
+            {index for start, length in stretches for index in self.chunks_of(start, length)}
+        )
         whole = sum(chunks[index].length for index in wanted)
-        if len(wanted) < _FEWEST or sum(length for _, length in stretches) < whole // 2 or not self._has_room:
+        if (
+            len(wanted) < _FEWEST
+            or sum(length for _, length in stretches) < whole // 2
+            or not self._has_room
+        ):
             return
         for index in wanted:
             self._pack(index)  # checks its header, on this thread
@@ -107,9 +128,18 @@ class MappedReader(Reader):
         self._stage = stage
 
     def loan(self, start: int, length: int) -> memoryview | None:
-        """The bytes that ``prepare`` has read; for others None, if memory has room for the whole state, else a mapping."""
+        """The bytes that ``prepare`` has read; for others None, if memory has room for the whole
+        state, else a mapping."""
         self._check_open()
-        if self._stage is not None and (staged := self._stage.view(self.chunks_of(start, length), start % CHUNK_BYTES, length)) is not None:
+        if (
+            self._stage is not None
+            and (
+                staged := self._stage.view(
+                    self.chunks_of(start, length), start % CHUNK_BYTES, length
+                )
+            )
+            is not None
+        ):
             return staged
         return None if self._has_room else self.span(start, length)
 
@@ -131,15 +161,21 @@ class MappedReader(Reader):
         on_threads(wanted, partial(self._look_through, Room()), between=checkpoint)
 
     def pour(self, pieces: Mapping[int, Sequence[Piece]]) -> None:
-        """See ``SupportsPouring``; chunks are checked again, since the file may have been written to meanwhile."""
+        """See ``SupportsPouring``; chunks are checked again, since the file may have been
+        written to meanwhile."""
         self._check_open()
         room = Room()
         on_threads(list(pieces), lambda index: self._pour(index, pieces[index], room))
 
     def lying(self, index: int) -> memoryview:
-        """A chunk as it is mapped, for other processes to read: a file that was cut short gives them an error."""
+        """A chunk as it is mapped, for other processes to read: a file that was cut short gives
+        them an error."""
         ref = self.manifest.refs[index]
-        return self._pack(index).mapped()[ref.offset : ref.offset + self.manifest.content.chunks[index].length].toreadonly()
+        return (
+            self._pack(index)
+            .mapped()[ref.offset : ref.offset + self.manifest.content.chunks[index].length]
+            .toreadonly()
+        )
 
     def verify(self) -> None:
         """Check every chunk, and the header of every pack."""
@@ -161,11 +197,16 @@ class MappedReader(Reader):
     def _has_room(self) -> bool:
         """Whether the whole state fits into memory that is free now."""
         if self._is_roomy is None:
-            self._is_roomy = sum(chunk.length for chunk in self.manifest.content.chunks) <= available_memory_bytes() // 2
+            self._is_roomy = (
+                sum(chunk.length for chunk in self.manifest.content.chunks)
+                <= available_memory_bytes() // 2
+            )
         return self._is_roomy
 
     def _read_staged(self, index: int, into: memoryview) -> None:
-        """Read a whole chunk into ``into``, and check it while it is in the processor's cache. Runs on any thread."""
+        """Read a whole chunk into ``into``, and check it while it is in the processor's cache.
+
+        Runs on any thread."""
         length = self.manifest.content.chunks[index].length
         into = into[: padded(length) if self._verifies else length]
         count = read_at(self._pack(index).fd, into, self.manifest.refs[index].offset)
@@ -181,10 +222,14 @@ class MappedReader(Reader):
         self._verify(into[:count], index)
 
     def _pour(self, index: int, pieces: Sequence[Piece], room: Room) -> None:
-        """Read each leg into place, and digest it there, or in the room, while it is in the cache. Runs on any thread."""
+        """Read each leg into place, and digest it there, or in the room, while it is in the cache.
+
+        Runs on any thread."""
 
         def strides() -> Iterator[memoryview]:
-            for leg in legs(pieces, self.manifest.content.chunks[index].length, is_whole=self._verifies):
+            for leg in legs(
+                pieces, self.manifest.content.chunks[index].length, is_whole=self._verifies
+            ):
                 stride = room.memory[: leg.length] if leg.memory is None else leg.memory
                 self._read_whole(index, leg.offset, stride)
                 yield stride
@@ -238,7 +283,9 @@ class MappedReader(Reader):
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise Closed(f"the reader of state {self.manifest.origin.uid} is closed: open the state again")
+            raise Closed(
+                f"the reader of state {self.manifest.origin.uid} is closed: open the state again"
+            )
 
     def _verify(self, data: memoryview, index: int) -> None:
         """Check a chunk, and what follows it to the end of its page, if there is any."""
@@ -252,24 +299,36 @@ class MappedReader(Reader):
 
     def _failed(self, index: int) -> Corrupt:
         chunk, ref = self.manifest.content.chunks[index], self.manifest.refs[index]
-        return Corrupt(f"{self._path(ref)}: bytes {ref.offset}-{ref.offset + chunk.length} fail their digest: {self._whose(index)}")
+        return Corrupt(
+            f"{self._path(ref)}: bytes {ref.offset}-{ref.offset + chunk.length} fail their digest:"
+            f" {self._whose(index)}"
+        )
 
     def _check_zeros(self, index: int, behind: memoryview) -> None:
         chunk, ref = self.manifest.content.chunks[index], self.manifest.refs[index]
         if any(behind):
             end, filled = ref.offset + chunk.length, ref.offset + padded(chunk.length)
-            raise Corrupt(f"{self._path(ref)}: bytes {end}-{filled} are to be zeros behind a chunk, and are not: {self._whose(index)}")
+            raise Corrupt(
+                f"{self._path(ref)}: bytes {end}-{filled} are to be zeros behind a chunk, and are"
+                f" not: {self._whose(index)}"
+            )
 
     def _cut(self, index: int, count: int) -> Corrupt:
         ref = self.manifest.refs[index]
-        return Corrupt(f"{self._path(ref)} was cut short while it was read, at {ref.offset + count}: {self._whose(index)}")
+        return Corrupt(
+            f"{self._path(ref)} was cut short while it was read, at {ref.offset + count}:"
+            f" {self._whose(index)}"
+        )
 
     def _verify_header(self, pack: _Pack, index: int) -> None:
         info = self.manifest.packs[index]
-        if info.header_length > MAX_HEADER or pieces_digest(_pieces(pack.fd, info.header_length)) != info.header_digest:
+        if (
+            info.header_length > MAX_HEADER
+            or pieces_digest(_pieces(pack.fd, info.header_length)) != info.header_digest
+        ):
             raise Corrupt(
-                f"{self._root / info.name}: its header, bytes 0-{info.header_length}, fails its digest: state {self.manifest.origin.uid} "
-                "needs this pack: restore another state"
+                f"{self._root / info.name}: its header, bytes 0-{info.header_length}, fails its"
+                f" digest: state {self.manifest.origin.uid} needs this pack: restore another state"
             )
         self._unverified_packs.discard(index)
 
@@ -279,10 +338,17 @@ class MappedReader(Reader):
     def _whose(self, index: int) -> str:
         """A text that names a chunk and the tensors in it."""
         start, end = index * CHUNK_BYTES, (index + 1) * CHUNK_BYTES
-        paths = [place.spec.path for place in places_of(bytes(self.manifest.content.tensors)) if place.start < end and place.end > start]
+        paths = [
+            place.spec.path
+            for place in places_of(bytes(self.manifest.content.tensors))
+            if place.start < end and place.end > start
+        ]
         more = f" and {len(paths) - _NAMED_PATHS} more" if len(paths) > _NAMED_PATHS else ""
         held = ", ".join(paths[:_NAMED_PATHS]) + more or "no tensor"
-        return f"chunk {index} of state {self.manifest.origin.uid}, which holds {held}: restore another state"
+        return (
+            f"chunk {index} of state {self.manifest.origin.uid}, which holds {held}: restore"
+            " another state"
+        )
 
 
 class _Pack:
@@ -299,14 +365,28 @@ class _Pack:
         :raises Unavailable: this process, or the machine, lacks what a map needs.
         """
         if self._map is None:
-            flags = mmap.MAP_PRIVATE | (getattr(mmap, "MAP_NORESERVE", 0x4000) if sys.platform == "linux" else 0)
+            flags = mmap.MAP_PRIVATE | (
+                getattr(mmap, "MAP_NORESERVE", 0x4000) if sys.platform == "linux" else 0
+            )
             options = {"trackfd": False} if sys.version_info >= (3, 13) else {}
             try:
-                self._map = memoryview(mmap.mmap(self.fd, self._size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE, **options))
+                self._map = memoryview(
+                    mmap.mmap(
+                        self.fd,
+                        self._size,
+                        flags=flags,
+                        prot=mmap.PROT_READ | mmap.PROT_WRITE,
+                        **options,
+                    )
+                )
             except ValueError as exc:
-                raise Corrupt(f"a pack of {self._size} bytes cannot be mapped ({exc}): it was cut short") from exc
+                raise Corrupt(
+                    f"a pack of {self._size} bytes cannot be mapped ({exc}): it was cut short"
+                ) from exc
             except OSError as exc:
-                raise Unavailable(f"a pack of {self._size} bytes cannot be mapped ({exc}): {next_step(exc)}") from exc
+                raise Unavailable(
+                    f"a pack of {self._size} bytes cannot be mapped ({exc}): {next_step(exc)}"
+                ) from exc
         return self._map
 
     def __del__(self) -> None:
@@ -329,7 +409,8 @@ def _open(path: Path, pack: PackInfo) -> _Pack | Corrupt | Unavailable:
         return Corrupt(said) if exc.errno in _NO_PACK else Unavailable(f"{said}: {next_step(exc)}")
     size = os.fstat(fd).st_size
     if size == pack.size:
-        # Not WILLNEED: it fills the page cache with small pages, from which later reads take twice as long.
+        # Not WILLNEED: it fills the page cache with small pages, from which later reads take twice
+        # as long.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         return _Pack(fd, size)
     os.close(fd)

@@ -1,7 +1,9 @@
-"""Lets several ranks read one state at once: a chunk that more than one wants is read once, and passed on to the others.
+"""Lets several ranks read one state at once: a chunk that more than one wants is read once, and
+passed on to the others.
 
-Everything is collective, on the training threads: every rank opens what it reaches, and tells the others what that is and which chunks it
-wants. Each rank computes in the same way which rank reads what for which others. Each rank that uses a chunk has checked it.
+Everything is collective, on the training threads: every rank opens what it reaches, and tells the
+others what that is and which chunks it wants. Each rank computes in the same way which rank reads
+what for which others. Each rank that uses a chunk has checked it.
 """
 
 from __future__ import annotations
@@ -38,12 +40,15 @@ class Passage:
     to: tuple[int, ...]
 
 
-def passages(wants: Sequence[Sequence[int]], places: Sequence[Sequence[int]], starts: Sequence[int]) -> list[Passage]:
+def passages(
+    wants: Sequence[Sequence[int]], places: Sequence[Sequence[int]], starts: Sequence[int]
+) -> list[Passage]:
     """Which rank reads which chunk for which others, for every chunk that is passed on.
 
-    ``wants`` has the chunks by rank. ``places`` says by rank and part how far away the part is, with 255 if the rank does not reach it.
-    ``starts`` has the first chunk of each part, and the end. Of the ranks that want a chunk, the nearest to it reads it; of several equally
-    near ones, the one that has read least. Only if none of them reaches it does another rank read it.
+    ``wants`` has the chunks by rank. ``places`` says by rank and part how far away the part is,
+    with 255 if the rank does not reach it. ``starts`` has the first chunk of each part, and the
+    end. Of the ranks that want a chunk, the nearest to it reads it; of several equally near ones,
+    the one that has read least. Only if none of them reaches it does another rank read it.
     """
     wanting: dict[int, list[int]] = {}
     for rank, chunks in enumerate(wants):
@@ -74,9 +79,12 @@ class SupportsAhead(Protocol):
 
 
 class SharedReader(PartsReader):
-    """A reader of all parts of a state, of which this rank reaches some; chunks that others pass on to it lie in its memory."""
+    """A reader of all parts of a state, of which this rank reaches some; chunks that others pass
+    on to it lie in its memory."""
 
-    def __init__(self, meeting: Meeting, parts: Sequence[Reader], places: Sequence[bytes], *, rank: int) -> None:
+    def __init__(
+        self, meeting: Meeting, parts: Sequence[Reader], places: Sequence[bytes], *, rank: int
+    ) -> None:
         super().__init__(parts, rank=rank)
         self._meeting, self._places = meeting, places
         self._first = first_chunks([part.manifest for part in parts])
@@ -91,20 +99,33 @@ class SharedReader(PartsReader):
     def fetch(self, chunks: Sequence[int]) -> None:
         """Make these chunks available here; collective, and each rank gives its own.
 
-        :raises Corrupt: a chunk that was read, or passed on, fails its digest, here or on another rank.
+        :raises Corrupt: a chunk that was read, or passed on, fails its digest, here or on another
+            rank.
         """
         marks = np.zeros(self._first[-1], np.uint8)
         marks[list(chunks)] = 1
         said = self._meeting.meet(np.packbits(marks).tobytes())
-        wants = [np.flatnonzero(np.unpackbits(np.frombuffer(each, np.uint8), count=self._first[-1])).tolist() for each in said]
+        wants = [
+            np.flatnonzero(
+                np.unpackbits(np.frombuffer(each, np.uint8), count=self._first[-1])
+            ).tolist()
+            for each in said
+        ]
         rank = self._meeting.group.rank
         error: Exception | None = None
         bad: list[Passage] = []
         planned = passages(wants, self._places, self._first)
         given = {each.chunk for each in planned if rank in each.to}
-        self.ahead([*sorted(each.chunk for each in planned if each.root == rank), *sorted(set(wants[rank]) - given)])
+        self.ahead(
+            [
+                *sorted(each.chunk for each in planned if each.root == rank),
+                *sorted(set(wants[rank]) - given),
+            ]
+        )
         shared = {each.chunk for each in planned}.intersection(wants[rank])
-        if shared:  # chunks that follow each other in the stream do so there, so tensors over several chunks are views
+        if shared:
+            # chunks that follow each other in the stream do so there, so tensors over several
+            # chunks are views
             self._passed = Stage(sorted(shared), self.manifest.content.chunks[max(shared)].length)
         for passage in planned:
             if passage.root == rank:
@@ -116,8 +137,9 @@ class SharedReader(PartsReader):
         self._meeting.meet()
         if bad:
             raise Corrupt(
-                f"chunk {bad[0].chunk} of state {self.manifest.origin.uid}, which rank {bad[0].root} read and passed on, came to rank"
-                f" {rank} as something else: check the network, and the memory of both"
+                f"chunk {bad[0].chunk} of state {self.manifest.origin.uid}, which rank"
+                f" {bad[0].root} read and passed on, came to rank {rank} as something else: check"
+                " the network, and the memory of both"
             )
 
     def chunk(self, index: int) -> memoryview:
@@ -131,21 +153,34 @@ class SharedReader(PartsReader):
 
     def loan(self, start: int, length: int) -> memoryview | None:
         """The part's own loan, or a view of what was passed on."""
-        return self._view(start, length) if self._is_passed(start, length) else super().loan(start, length)
+        return (
+            self._view(start, length)
+            if self._is_passed(start, length)
+            else super().loan(start, length)
+        )
 
     def prepare(self, stretches: Sequence[tuple[int, int]]) -> None:
-        """Have each part prepare the stretches that it holds entirely, and of which nothing was passed on."""
+        """Have each part prepare the stretches that it holds entirely, and of which nothing was
+        passed on."""
         super().prepare([each for each in stretches if not self._is_passed(*each)])
 
     def _is_passed(self, start: int, length: int) -> bool:
-        return self._passed is not None and any(map(self._passed.holds, self.chunks_of(start, length)))
+        return self._passed is not None and any(
+            map(self._passed.holds, self.chunks_of(start, length))
+        )
 
     def _view(self, start: int, length: int) -> memoryview | None:
         """A view of the stretch, if all of its chunks were passed on."""
-        return None if self._passed is None else self._passed.view(self.chunks_of(start, length), start % CHUNK_BYTES, length)
+        return (
+            None
+            if self._passed is None
+            else self._passed.view(self.chunks_of(start, length), start % CHUNK_BYTES, length)
+        )
 
     def _give(self, passage: Passage, error: Exception | None) -> Exception | None:
-        """Read a chunk and pass it on. An error is returned, not raised, since the others wait until they are told."""
+        """Read a chunk and pass it on.
+
+        An error is returned, not raised, since the others wait until they are told."""
         length = self.manifest.content.chunks[passage.chunk].length
         data: memoryview | None = None
         if error is None:
@@ -153,7 +188,11 @@ class SharedReader(PartsReader):
                 data = self._read(passage.chunk, length)
             except Exception as exc:  # whatever it is, the others must not wait for ever
                 error = exc
-        self._meeting.group.pass_on(memoryview(bytes(length)) if data is None else data, passage.root, self._receivers(passage))
+        self._meeting.group.pass_on(
+            memoryview(bytes(length)) if data is None else data,
+            passage.root,
+            self._receivers(passage),
+        )
         return error
 
     def _read(self, index: int, length: int) -> memoryview:
@@ -186,7 +225,10 @@ class _Elsewhere(Reader):
     def chunk(self, index: int) -> memoryview:
         """Raise: the chunk was not asked for."""
         origin = self.manifest.origin
-        raise Unavailable(f"chunk {index} of rank {origin.rank} of state {origin.uid} is not here, and was not passed on")
+        raise Unavailable(
+            f"chunk {index} of rank {origin.rank} of state {origin.uid} is not here, and was not"
+            " passed on"
+        )
 
     def span(self, start: int, length: int) -> memoryview | None:
         """None: nothing is here."""
@@ -196,8 +238,16 @@ class _Elsewhere(Reader):
         """Do nothing: nothing is held."""
 
 
-def open_shared(meeting: Meeting, uid: str, size: int, open_part: Callable[[int], tuple[Reader, int]], *, rank: int) -> SharedReader:
-    """A reader of a state of ``size`` parts, of which each rank opens what it reaches; collective. Values are those of ``rank``.
+def open_shared(
+    meeting: Meeting,
+    uid: str,
+    size: int,
+    open_part: Callable[[int], tuple[Reader, int]],
+    *,
+    rank: int,
+) -> SharedReader:
+    """A reader of a state of ``size`` parts, of which each rank opens what it reaches; collective.
+    Values are those of ``rank``.
 
     ``open_part`` returns a part, and how far away it is: 0 is this process's memory.
 
@@ -214,21 +264,32 @@ def open_shared(meeting: Meeting, uid: str, size: int, open_part: Callable[[int]
                 continue
             parts[number], near[number] = stack.enter_context(part), min(far, NOT_HERE - 1)
         places = meeting.meet(bytes(near))
-        parts |= {number: _Elsewhere(found) for number, found in _manifests(meeting, uid, parts, places).items()}
+        parts |= {
+            number: _Elsewhere(found)
+            for number, found in _manifests(meeting, uid, parts, places).items()
+        }
         reader = SharedReader(meeting, [parts[number] for number in range(size)], places, rank=rank)
         stack.pop_all()
         return reader
 
 
-def _manifests(meeting: Meeting, uid: str, parts: Mapping[int, Reader], places: Sequence[bytes]) -> dict[int, Manifest]:
+def _manifests(
+    meeting: Meeting, uid: str, parts: Mapping[int, Reader], places: Sequence[bytes]
+) -> dict[int, Manifest]:
     """The manifests of the parts that this rank does not reach, from those that do."""
     group, size = meeting.group, len(places[0])
-    nearest = [min(range(group.size), key=lambda rank: places[rank][number]) for number in range(size)]
-    lacking = [tuple(rank for rank in range(group.size) if places[rank][number] == NOT_HERE) for number in range(size)]
+    nearest = [
+        min(range(group.size), key=lambda rank: places[rank][number]) for number in range(size)
+    ]
+    lacking = [
+        tuple(rank for rank in range(group.size) if places[rank][number] == NOT_HERE)
+        for number in range(size)
+    ]
     missing = [str(number) for number in range(size) if len(lacking[number]) == group.size]
     if missing:
         raise Unavailable(
-            f"no rank reaches the parts of rank {', '.join(missing)} of state {uid}: bring their folder, or restore another state"
+            f"no rank reaches the parts of rank {', '.join(missing)} of state {uid}: bring their"
+            " folder, or restore another state"
         )
     if not any(lacking):
         return {}
@@ -238,15 +299,21 @@ def _manifests(meeting: Meeting, uid: str, parts: Mapping[int, Reader], places: 
         if lacking[number] and nearest[number] == group.rank
     }
     lengths: dict[int, int] = {}
-    for said in meeting.meet(msgspec.msgpack.encode({number: len(data) for number, data in own.items()})):
+    for said in meeting.meet(
+        msgspec.msgpack.encode({number: len(data) for number, data in own.items()})
+    ):
         lengths |= msgspec.msgpack.decode(said, type=dict[int, int])
-    received = {number: bytearray(length) for number, length in lengths.items() if number not in parts}
+    received = {
+        number: bytearray(length) for number, length in lengths.items() if number not in parts
+    }
     for number in sorted(lengths):
         data = own.get(number, received.get(number))
         if data is not None:
             group.pass_on(data, nearest[number], lacking[number])
     return {
-        number: decode(memoryview(data), source=f"part {number} of state {uid} from rank {nearest[number]}")
+        number: decode(
+            memoryview(data), source=f"part {number} of state {uid} from rank {nearest[number]}"
+        )
         for number, data in received.items()
     }
 
@@ -268,15 +335,20 @@ def seal_of(digest: str, chunks: Iterable[bytes]) -> str:
 
 
 class SealedChunks(Sequence[memoryview]):
-    """The chunks of an open state. Each is read and checked again whenever it is asked for, so that what is written is what was checked.
+    """The chunks of an open state. Each is read and checked again whenever it is asked for, so that
+    what is written is what was checked.
 
-    ``digests`` has the BLAKE3 of each chunk. If it is None, later reads are compared with the first read of each chunk.
+    ``digests`` has the BLAKE3 of each chunk. If it is None, later reads are compared with the first
+    read of each chunk.
     """
 
     def __init__(self, reader: Reader, digests: Sequence[bytes] | None = None) -> None:
         count = len(reader.manifest.content.chunks)
         if digests is not None and len(digests) != count:
-            raise Corrupt(f"state {reader.manifest.origin.uid} has {count} chunks, and {len(digests)} digests were given for them")
+            raise Corrupt(
+                f"state {reader.manifest.origin.uid} has {count} chunks, and {len(digests)} digests"
+                " were given for them"
+            )
         self._reader = reader
         self._known: dict[_Place, bytes] = {}
         if digests is not None:
@@ -315,8 +387,9 @@ class SealedChunks(Sequence[memoryview]):
     def _note(self, index: int, digest: bytes) -> None:
         if self._known.setdefault(self._place(index), digest) != digest:
             raise Corrupt(
-                f"chunk {index} of state {self._reader.manifest.origin.uid} has the digest that guards against rot and is not what it was "
-                "when it was sealed, or a moment ago: somebody has forged it, or writes to it now"
+                f"chunk {index} of state {self._reader.manifest.origin.uid} has the digest that"
+                " guards against rot and is not what it was when it was sealed, or a moment ago:"
+                " somebody has forged it, or writes to it now"
             )
 
     def _place(self, index: int) -> _Place:

@@ -19,7 +19,15 @@ from datastates.errors import Closed, Corrupt, NotFound, Unavailable, Unsupporte
 from datastates.lineage.states import State
 from datastates.state.digest import chunk_digest, first_chunks, join
 from datastates.state.encoding import decode_values
-from datastates.state.geometry import assemble, bytes_of, dense_strides, dtype_of, is_whole, rebuild, stored_bytes
+from datastates.state.geometry import (
+    assemble,
+    bytes_of,
+    dense_strides,
+    dtype_of,
+    is_whole,
+    rebuild,
+    stored_bytes,
+)
 from datastates.state.manifest import CHUNK_BYTES, Manifest, Shard, TensorSpec
 from datastates.state.skeleton import decode_skeleton
 from datastates.state.tree import unflatten
@@ -38,8 +46,9 @@ def of_state(reader: Reader, state: State) -> Reader:
         return reader
     reader.close()
     raise Corrupt(
-        f"state {state.uid} has the digest {found[:16]} where its bytes lie, and {state.digest[:16]} in the lineage: its manifest is "
-        "another state's, forged or left by a clone or an import that was refused; restore another state, or clone this one again"
+        f"state {state.uid} has the digest {found[:16]} where its bytes lie, and"
+        f" {state.digest[:16]} in the lineage: its manifest is another state's, forged or left by a"
+        " clone or an import that was refused; restore another state, or clone this one again"
     )
 
 
@@ -60,15 +69,18 @@ def read_tree(
 ) -> Any:
     """The state's tree, every byte of it checked against its digest.
 
-    Tensors that are not wanted are ``None``. With ``is_borrowing`` tensors may lie in the tier's own memory: the caller may only read
-    them, and only until the reader is closed. Without it they belong to the caller: private, writable and lasting.
-    ``on_progress`` gets the number of bytes of each tensor once it is read. ``given`` has, by index, tensors to use instead of reading
-    them. ``specs`` are ``specs_of(reader)``, if the caller has them.
+    Tensors that are not wanted are ``None``. With ``is_borrowing`` tensors may lie in the tier's
+    own memory: the caller may only read them, and only until the reader is closed. Without it they
+    belong to the caller: private, writable and lasting. ``on_progress`` gets the number of bytes of
+    each tensor once it is read. ``given`` has, by index, tensors to use instead of reading them.
+    ``specs`` are ``specs_of(reader)``, if the caller has them.
 
     :raises Corrupt: a chunk fails its digest.
     """
     with torch.inference_mode(False):  # training must be able to use the tensors
-        return _read_tree(reader, wants, is_borrowing, device, on_progress, given or {}, specs or specs_of(reader))
+        return _read_tree(
+            reader, wants, is_borrowing, device, on_progress, given or {}, specs or specs_of(reader)
+        )
 
 
 def _read_tree(
@@ -82,7 +94,9 @@ def _read_tree(
 ) -> Any:
     content = reader.manifest.content
     tensors: list[torch.Tensor | None] = []
-    owners: dict[int, torch.Tensor] = {}  # those that are not wanted, and that wanted ones are tied to
+    owners: dict[
+        int, torch.Tensor
+    ] = {}  # those that are not wanted, and that wanted ones are tied to
     if is_borrowing:
         reader.prepare(_stretches(specs, wants, given))
     for index, spec in enumerate(specs):
@@ -105,18 +119,39 @@ def _read_tree(
     return unflatten(decode_skeleton(content.skeleton), decode_values(content.values), tensors)
 
 
-def _stretches(specs: Sequence[TensorSpec], wants: Callable[[str], bool], given: Mapping[int, torch.Tensor]) -> list[tuple[int, int]]:
+def _stretches(
+    specs: Sequence[TensorSpec], wants: Callable[[str], bool], given: Mapping[int, torch.Tensor]
+) -> list[tuple[int, int]]:
     """The stretches of the stream with the tensors that are wanted and not given, each once."""
-    sources = dict.fromkeys(index if spec.alias is None else spec.alias for index, spec in enumerate(specs) if wants(spec.path))
-    return [(shard.start, shard.length) for index in sources if index not in given for shard in specs[index].shards if shard.length]
+    sources = dict.fromkeys(
+        index if spec.alias is None else spec.alias
+        for index, spec in enumerate(specs)
+        if wants(spec.path)
+    )
+    return [
+        (shard.start, shard.length)
+        for index in sources
+        if index not in given
+        for shard in specs[index].shards
+        if shard.length
+    ]
 
 
-def sketch_tree(reader: Reader, specs: Sequence[TensorSpec], *, wants: Callable[[str], bool]) -> tuple[Any, list[torch.Tensor | None]]:
-    """A tree of tensors with the state's shapes and types but without its values, in memory that is never touched; and its tensors by
-    index."""
+def sketch_tree(
+    reader: Reader, specs: Sequence[TensorSpec], *, wants: Callable[[str], bool]
+) -> tuple[Any, list[torch.Tensor | None]]:
+    """A tree of tensors with the state's shapes and types but without its values, in memory that
+    is never touched; and its tensors by index."""
     content = reader.manifest.content
-    sources = dict.fromkeys(index if spec.alias is None else spec.alias for index, spec in enumerate(specs) if wants(spec.path))
-    sizes = {index: stored_bytes(dtype_of(specs[index].dtype), specs[index].shape, specs[index].strides) for index in sources}
+    sources = dict.fromkeys(
+        index if spec.alias is None else spec.alias
+        for index, spec in enumerate(specs)
+        if wants(spec.path)
+    )
+    sizes = {
+        index: stored_bytes(dtype_of(specs[index].dtype), specs[index].shape, specs[index].strides)
+        for index in sources
+    }
     untouched = torch.from_numpy(np.empty(max((1, *sizes.values())), np.uint8))
     tensors: list[torch.Tensor | None] = [None] * len(specs)
     for index, spec in enumerate(specs):
@@ -124,20 +159,36 @@ def sketch_tree(reader: Reader, specs: Sequence[TensorSpec], *, wants: Callable[
             tensors[index] = rebuild(untouched[: sizes[index]], spec)
         elif spec.alias is not None and wants(spec.path):
             tensors[index] = tensors[spec.alias]
-    return unflatten(decode_skeleton(content.skeleton), decode_values(content.values), tensors, is_sketch=True), tensors
+    return (
+        unflatten(
+            decode_skeleton(content.skeleton),
+            decode_values(content.values),
+            tensors,
+            is_sketch=True,
+        ),
+        tensors,
+    )
 
 
 def read_flat(reader: Reader, spec: TensorSpec) -> torch.Tensor:
-    """The stored bytes of a tensor that is not tied to an earlier one, checked. The caller may only read them, until the reader is closed.
+    """The stored bytes of a tensor that is not tied to an earlier one, checked. The caller may only
+    read them, until the reader is closed.
 
     A tensor of several shards is put together in separate memory.
     """
-    return assemble(spec, lambda shard: _flat_reading(reader, shard.start, shard.length, is_borrowing=True))
+    return assemble(
+        spec, lambda shard: _flat_reading(reader, shard.start, shard.length, is_borrowing=True)
+    )
 
 
-def _read(reader: Reader, spec: TensorSpec, is_borrowing: bool, device: torch.device | str | None) -> torch.Tensor:
+def _read(
+    reader: Reader, spec: TensorSpec, is_borrowing: bool, device: torch.device | str | None
+) -> torch.Tensor:
     is_lent = is_borrowing or not is_whole(spec)  # several shards are copied together anyway
-    tensor = rebuild(assemble(spec, lambda shard: _flat_reading(reader, shard.start, shard.length, is_lent)), spec)
+    tensor = rebuild(
+        assemble(spec, lambda shard: _flat_reading(reader, shard.start, shard.length, is_lent)),
+        spec,
+    )
     return tensor if device is None else tensor.to(device)
 
 
@@ -154,7 +205,9 @@ def _flat_reading(reader: Reader, start: int, length: int, is_borrowing: bool) -
 
 
 def over(view: memoryview) -> torch.Tensor:
-    """The bytes of ``view`` as a tensor over its memory. If that is read-only, which torch cannot express, callers must not write."""
+    """The bytes of ``view`` as a tensor over its memory.
+
+    If that is read-only, which torch cannot express, callers must not write."""
     if not view.readonly:
         return torch.frombuffer(view, dtype=torch.uint8)
     address = np.frombuffer(view, dtype=np.uint8).ctypes.data
@@ -173,15 +226,19 @@ Point = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A box of a tensor: ``shape`` elements from ``offset`` on. The tensor must not be tied to an earlier one: use that one instead."""
+    """A box of a tensor: ``shape`` elements from ``offset`` on. The tensor must not be tied to
+    an earlier one: use that one instead."""
 
     spec: TensorSpec
     offset: Point
     shape: Point
 
     def as_tensor(self) -> TensorSpec:
-        """The box as a separate tensor, whose dimensions are in the order of the whole tensor's strides."""
-        return msgspec.structs.replace(self.spec, shape=self.shape, strides=dense_strides(self.shape, self.spec.strides))
+        """The box as a separate tensor, whose dimensions are in the order of the whole tensor's
+        strides."""
+        return msgspec.structs.replace(
+            self.spec, shape=self.shape, strides=dense_strides(self.shape, self.spec.strides)
+        )
 
 
 def whole(spec: TensorSpec) -> Region:
@@ -191,14 +248,18 @@ def whole(spec: TensorSpec) -> Region:
 
 def chunks_of(regions: Iterable[Region]) -> list[int]:
     """The chunks from which ``read_regions`` reads something, in rising order."""
-    return sorted({index for region in regions for piece in _pieces(region) for index, _ in piece.by_chunk()})
+    return sorted(
+        {index for region in regions for piece in _pieces(region) for index, _ in piece.by_chunk()}
+    )
 
 
-def read_regions(reader: Reader, regions: Sequence[Region], *, is_borrowing: bool = False) -> list[torch.Tensor]:
+def read_regions(
+    reader: Reader, regions: Sequence[Region], *, is_borrowing: bool = False
+) -> list[torch.Tensor]:
     """Each box as a tensor, in the order of the whole tensor's strides; every byte is checked.
 
-    With ``is_borrowing`` tensors may lie in the tier's own memory: the caller may only read them, and only until the reader is closed.
-    Without it they belong to the caller.
+    With ``is_borrowing`` tensors may lie in the tier's own memory: the caller may only read them,
+    and only until the reader is closed. Without it they belong to the caller.
 
     :raises Corrupt: a chunk fails its digest.
     """
@@ -217,7 +278,9 @@ def read_regions(reader: Reader, regions: Sequence[Region], *, is_borrowing: boo
         found.append(rebuild(flat, region.as_tensor()))
         for piece in mine:
             for index, cuts in piece.by_chunk():
-                copies.setdefault(index, []).append(_Copy(piece, cuts, _ordered(region, flat, piece.item)))
+                copies.setdefault(index, []).append(
+                    _Copy(piece, cuts, _ordered(region, flat, piece.item))
+                )
     for index in sorted(copies):
         checkpoint()
         data = np.frombuffer(reader.chunk(index), np.uint8)
@@ -237,9 +300,11 @@ class _Cut:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """The intersection of a region and a shard: from ``begin`` to ``end`` of a shard of size ``sizes``, and where that is in the region.
+    """The intersection of a region and a shard: from ``begin`` to ``end`` of a shard of size
+    ``sizes``, and where that is in the region.
 
-    Dimensions are in the order of memory, the innermost last; dimensions that are stored only once have one element.
+    Dimensions are in the order of memory, the innermost last; dimensions that are stored only once
+    have one element.
     """
 
     start: int
@@ -251,15 +316,23 @@ class _Piece:
 
     def extent(self) -> tuple[int, int]:
         """The number of its first element in the shard, and of the one after its last."""
-        return _flat_regions(self.begin, self.sizes), _flat_regions(tuple(each - 1 for each in self.end), self.sizes) + 1
+        return (
+            _flat_regions(self.begin, self.sizes),
+            _flat_regions(tuple(each - 1 for each in self.end), self.sizes) + 1,
+        )
 
     def by_chunk(self) -> Iterator[tuple[int, list[_Cut]]]:
         """Each chunk from which something is needed, and the cuts needed."""
         first, last = self.extent()
-        for index in range((self.start + first * self.item) // CHUNK_BYTES, -(-(self.start + last * self.item) // CHUNK_BYTES)):
+        for index in range(
+            (self.start + first * self.item) // CHUNK_BYTES,
+            -(-(self.start + last * self.item) // CHUNK_BYTES),
+        ):
             low = max(first, (index * CHUNK_BYTES - self.start) // self.item)
             high = min(last, ((index + 1) * CHUNK_BYTES - self.start) // self.item)
-            cuts = [cut for box in _boxes(low, high, self.sizes) if (cut := self._cut(*box)) is not None]
+            cuts = [
+                cut for box in _boxes(low, high, self.sizes) if (cut := self._cut(*box)) is not None
+            ]
             if cuts:
                 yield index, cuts
 
@@ -267,7 +340,13 @@ class _Piece:
         low, high = tuple(map(max, begin, self.begin)), tuple(map(min, end, self.end))
         if not all(map(operator.lt, low, high)):
             return None
-        return _Cut(low, high, tuple(at - first + to for at, first, to in zip(low, self.begin, self.target, strict=True)))
+        return _Cut(
+            low,
+            high,
+            tuple(
+                at - first + to for at, first, to in zip(low, self.begin, self.target, strict=True)
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -281,12 +360,16 @@ class _Copy:
     def put(self, chunk: np.ndarray[Any, Any], index: int) -> None:
         """Copy them from the bytes of the chunk."""
         item, start = self.piece.item, self.piece.start - index * CHUNK_BYTES
-        strides = [item * math.prod(self.piece.sizes[dim + 1 :]) for dim in range(len(self.piece.sizes))]
+        strides = [
+            item * math.prod(self.piece.sizes[dim + 1 :]) for dim in range(len(self.piece.sizes))
+        ]
         for cut in self.cuts:
             shape = tuple(map(operator.sub, cut.end, cut.begin))
             begin = start + item * _flat_regions(cut.begin, self.piece.sizes)
             source: np.ndarray[Any, Any] = np.ndarray(shape, self.into.dtype, chunk, begin, strides)
-            self.into[tuple(slice(at, at + size) for at, size in zip(cut.target, shape, strict=True))] = source
+            self.into[
+                tuple(slice(at, at + size) for at, size in zip(cut.target, shape, strict=True))
+            ] = source
 
 
 def _pieces(region: Region) -> Iterator[_Piece]:
@@ -295,7 +378,10 @@ def _pieces(region: Region) -> Iterator[_Piece]:
         return
     for shard in spec.shards:
         low = tuple(map(max, region.offset, shard.offset))
-        high = tuple(min(sum(one), sum(other)) for one, other in zip(_sides(region), _sides(shard), strict=True))
+        high = tuple(
+            min(sum(one), sum(other))
+            for one, other in zip(_sides(region), _sides(shard), strict=True)
+        )
         if all(map(operator.lt, low, high)):
             yield _piece(region, shard, low, high)
 
@@ -307,7 +393,8 @@ def _piece(region: Region, shard: Shard, low: Point, high: Point) -> _Piece:
     begin = tuple(low[dim] - shard.offset[dim] for dim in kept)
     end = tuple(high[dim] - shard.offset[dim] for dim in kept)
     target = tuple(low[dim] - region.offset[dim] for dim in kept)
-    if shard.start % item:  # an element may lie in two chunks, so its bytes become a separate dimension
+    if shard.start % item:
+        # an element may lie in two chunks, so its bytes become a separate dimension
         return _Piece(shard.start, 1, (*sizes, item), (*begin, 0), (*end, item), (*target, 0))
     return _Piece(shard.start, item, sizes, begin, end, target)
 
@@ -318,7 +405,11 @@ def _sides(box: Region | Shard) -> Iterator[tuple[int, int]]:
 
 def _order(spec: TensorSpec) -> list[int]:
     """The dimensions in the order of memory, without those that are stored only once."""
-    return [dim for dim in sorted(range(len(spec.shape)), key=lambda dim: (-spec.strides[dim], dim)) if spec.strides[dim]]
+    return [
+        dim
+        for dim in sorted(range(len(spec.shape)), key=lambda dim: (-spec.strides[dim], dim))
+        if spec.strides[dim]
+    ]
 
 
 def _stretch(region: Region, pieces: Sequence[_Piece]) -> tuple[int, int] | None:
@@ -336,7 +427,8 @@ def _bytes_of(region: Region) -> int:
 
 
 def _ordered(region: Region, flat: torch.Tensor, item: int) -> np.ndarray[Any, Any]:
-    """The elements of the region, in the order of its memory; as bytes, if they are copied as bytes."""
+    """The elements of the region, in the order of its memory; as bytes, if they are copied as
+    bytes."""
     sizes = tuple(region.shape[dim] for dim in _order(region.spec))
     is_by_byte = item < dtype_of(region.spec.dtype).itemsize
     return flat.numpy().view(_WORDS[item]).reshape((*sizes, -1) if is_by_byte else sizes)
@@ -351,7 +443,8 @@ def _flat_regions(point: Point, sizes: Point) -> int:
 
 
 def _boxes(low: int, high: int, sizes: Point) -> Iterator[tuple[Point, Point]]:
-    """The elements from number ``low`` up to ``high``, as a few boxes, each given by its first point and its end."""
+    """The elements from number ``low`` up to ``high``, as a few boxes, each given by its first
+    point and its end."""
     if low >= high:
         return
     if not sizes:
@@ -381,20 +474,28 @@ _NAMED = 16
 """How many missing parts an error names."""
 
 _SOUGHT = 4096
-"""After how many missing parts the search ends: the number of parts is whatever a lineage from elsewhere claims."""
+"""After how many missing parts the search ends: the number of parts is whatever a lineage from
+elsewhere claims."""
 
 
-def refuse_parts(state: State, what: str, *, instead: str = "load it here, and capture that") -> None:
-    """Raise if a state has several parts, which ``what`` does not support; ``instead`` says what to do.
+def refuse_parts(
+    state: State, what: str, *, instead: str = "load it here, and capture that"
+) -> None:
+    """Raise if a state has several parts, which ``what`` does not support; ``instead`` says what to
+    do.
 
     :raises Unsupported: it has several.
     """
     if state.world_size > 1:
-        raise Unsupported(f"state {state.uid} has {state.world_size} parts, and {what} takes states of one part: {instead}")
+        raise Unsupported(
+            f"state {state.uid} has {state.world_size} parts, and {what} takes states of one part:"
+            f" {instead}"
+        )
 
 
 def open_parts(opened: Callable[[int], Reader], size: int, uid: str, *, rank: int = 0) -> Reader:
-    """A reader of the whole state of ``size`` parts; ``opened`` opens the part of a rank, and values are those of ``rank``.
+    """A reader of the whole state of ``size`` parts; ``opened`` opens the part of a rank, and
+    values are those of ``rank``.
 
     :raises NotFound: no part is there.
     :raises Unavailable: some parts are there and others are missing; names these.
@@ -413,8 +514,13 @@ def open_parts(opened: Callable[[int], Reader], size: int, uid: str, *, rank: in
             raise NotFound(f"no part of state {uid} is here")
         if missing:
             least = "at least " if len(missing) == _SOUGHT else ""
-            named = ", ".join(missing[:_NAMED]) + (f" and {least}{len(missing) - _NAMED} more" if len(missing) > _NAMED else "")
-            raise Unavailable(f"state {uid} has {size} parts, and those of rank {named} are not here: bring them, too")
+            named = ", ".join(missing[:_NAMED]) + (
+                f" and {least}{len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+            )
+            raise Unavailable(
+                f"state {uid} has {size} parts, and those of rank {named} are not here: bring"
+                " them, too"
+            )
         found = PartsReader(readers, rank=rank)
         stack.pop_all()
         return found
@@ -447,7 +553,11 @@ class PartsReader(Reader):
     def prepare(self, stretches: Sequence[tuple[int, int]]) -> None:
         """Have each part prepare the stretches that it holds entirely."""
         for part, first in zip(self._parts, self._starts, strict=False):
-            mine = [each for each in stretches if (touched := self.chunks_of(*each)) and self._holds(part, touched)]
+            mine = [
+                each
+                for each in stretches
+                if (touched := self.chunks_of(*each)) and self._holds(part, touched)
+            ]
             part.prepare([(start - first * CHUNK_BYTES, length) for start, length in mine])
 
     def loan(self, start: int, length: int) -> memoryview | None:
@@ -493,11 +603,23 @@ class PartsReader(Reader):
 
 
 class HeldReader(Reader):
-    """Reads ``chunks``, in the order of the manifest. Errors name ``source`` as the place from which they came."""
+    """Reads ``chunks``, in the order of the manifest.
 
-    def __init__(self, manifest: Manifest, chunks: Sequence[bytes | memoryview], *, source: str, verify: bool = True) -> None:
+    Errors name ``source`` as the place from which they came."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        chunks: Sequence[bytes | memoryview],
+        *,
+        source: str,
+        verify: bool = True,
+    ) -> None:
         if len(chunks) != len(manifest.content.chunks):
-            raise Corrupt(f"state {manifest.origin.uid}: {len(manifest.content.chunks)} chunks are listed, {len(chunks)} are in {source}")
+            raise Corrupt(
+                f"state {manifest.origin.uid}: {len(manifest.content.chunks)} chunks are listed,"
+                f" {len(chunks)} are in {source}"
+            )
         self.manifest = manifest
         self._chunks: list[memoryview] | None = [memoryview(chunk).toreadonly() for chunk in chunks]
         self._source = source
@@ -511,7 +633,10 @@ class HeldReader(Reader):
         view, chunk = self._chunks[index], self.manifest.content.chunks[index]
         if index in self._unverified:
             if view.nbytes != chunk.length or chunk_digest(view) != chunk.digest:
-                raise Corrupt(f"state {uid}: chunk {index} fails its digest in {self._source}: restore another state")
+                raise Corrupt(
+                    f"state {uid}: chunk {index} fails its digest in {self._source}: restore"
+                    " another state"
+                )
             self._unverified.discard(index)
         return view
 

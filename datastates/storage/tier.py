@@ -16,16 +16,25 @@ from datastates.system.interrupts import checkpoint
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Payload", "Placed", "Reader", "SupportsDirectWrite", "SupportsManifests", "SupportsRemoval", "Tier"]
+__all__ = [
+    "Payload",
+    "Placed",
+    "Reader",
+    "SupportsDirectWrite",
+    "SupportsManifests",
+    "SupportsRemoval",
+    "Tier",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
     """A whole state to put: its manifest and, in the manifest's order, the bytes of each chunk.
 
-    ``chunks[i]`` has exactly ``manifest.content.chunks[i].length`` bytes, may lie anywhere (best at the start of a page: such
-    memory is written as it is), and stays unchanged until ``put`` returns. With ``is_on_demand`` each chunk is made, and checked, whenever
-    it is asked for, so that a state that is larger than memory can be put.
+    ``chunks[i]`` has exactly ``manifest.content.chunks[i].length`` bytes, may lie anywhere (best at
+    the start of a page: such memory is written as it is), and stays unchanged until ``put``
+    returns. With ``is_on_demand`` each chunk is made, and checked, whenever it is asked for, so
+    that a state that is larger than memory can be put.
     """
 
     manifest: Manifest
@@ -42,24 +51,33 @@ class Payload:
         wanted = [chunk.length for chunk in self.manifest.content.chunks]
         found = [view.nbytes for view in self.chunks]
         if found != wanted:
-            raise InvalidInput(f"state {self.manifest.origin.uid} lists chunks of {_brief(wanted)} bytes, but came with {_brief(found)}")
+            raise InvalidInput(
+                f"state {self.manifest.origin.uid} lists chunks of {_brief(wanted)} bytes, but came"
+                f" with {_brief(found)}"
+            )
         if not all(view.c_contiguous for view in self.chunks):
-            raise InvalidInput(f"state {self.manifest.origin.uid}: a chunk is no contiguous memory: pass one stretch of bytes for each")
+            raise InvalidInput(
+                f"state {self.manifest.origin.uid}: a chunk is no contiguous memory: pass one"
+                " stretch of bytes for each"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """The result of ``put``: the manifest with this tier's places in it, and how many payload bytes this call added."""
+    """The result of ``put``: the manifest with this tier's places in it, and how many payload
+    bytes this call added."""
 
     manifest: Manifest
     bytes_new: int
 
 
 class Reader(ABC):
-    """One state opened for reading. Views are valid, and their bytes stay as they are, until ``close``.
+    """One state opened for reading. Views are valid, and their bytes stay as they are, until
+    ``close``.
 
-    Every chunk is checked against its digest the first time that it is read, unless the reader was opened with
-    ``verify=False``. Only ``span`` and ``lying`` may return memory to which a file is mapped.
+    Every chunk is checked against its digest the first time that it is read, unless the reader was
+    opened with ``verify=False``. Only ``span`` and ``lying`` may return memory to which a file is
+    mapped.
     """
 
     manifest: Manifest
@@ -70,19 +88,22 @@ class Reader(ABC):
     def chunk(self, index: int) -> memoryview:
         """The bytes of one chunk, read-only.
 
-        :raises Corrupt: the bytes fail their digest or are cut short; names the file, the offset and the chunk.
+        :raises Corrupt: the bytes fail their digest or are cut short; names the file, the offset
+            and the chunk.
         """
 
     @abstractmethod
     def span(self, start: int, length: int) -> memoryview | None:
         """The verified bytes of ``[start, start + length)`` of the stream without a copy.
 
-        If the tier can give private (copy-on-write) memory, the view is writable, and its memory outlives ``close`` for as long as
-        the view exists. None if the bytes are not contiguous or cannot be handed out: gather them from chunks then.
+        If the tier can give private (copy-on-write) memory, the view is writable, and its memory
+        outlives ``close`` for as long as the view exists. None if the bytes are not contiguous or
+        cannot be handed out: gather them from chunks then.
         """
 
     def when_wanted(self, tell: Callable[[], None]) -> None:
-        """Let this reader give way: ``tell`` is called, on any thread, when the memory that it keeps is wanted back. Close it soon then.
+        """Let this reader give way: ``tell`` is called, on any thread, when the memory that it
+        keeps is wanted back. Close it soon then.
 
         Does nothing if the reader keeps no memory.
         """
@@ -92,14 +113,18 @@ class Reader(ABC):
     def close(self) -> None:
         """Release the state; idempotent."""
 
-    def prepare(self, stretches: Sequence[tuple[int, int]]) -> None:  # noqa: B027  # memory has nothing to do ahead
-        """Read these stretches of the stream (start, length), which are borrowed next, at once if that is faster than one by one.
+    # memory has nothing to do ahead
+    def prepare(self, stretches: Sequence[tuple[int, int]]) -> None:  # noqa: B027
+        """Read these stretches of the stream (start, length), which are borrowed next, at once if
+        that is faster than one by one.
 
         :raises Corrupt: as for ``chunk``.
         """
 
     def loan(self, start: int, length: int) -> memoryview | None:
-        """A ``span`` that may only be read, and only while the reader is open. None: ``gather`` the bytes instead."""
+        """A ``span`` that may only be read, and only while the reader is open.
+
+        None: ``gather`` the bytes instead."""
         return self.span(start, length)
 
     def gather(self, start: int, into: memoryview) -> None:
@@ -115,11 +140,13 @@ class Reader(ABC):
             done += piece.nbytes
 
     def lying(self, index: int) -> memoryview:
-        """A chunk in place, unverified, for other processes to read; its address stays the same while the reader is open."""
+        """A chunk in place, unverified, for other processes to read; its address stays the same
+        while the reader is open."""
         return self.chunk(index)
 
     def pinned(self, index: int) -> torch.Tensor | None:
-        """One chunk, checked, in memory from which devices copy while the host goes on, if it lies in such memory. Valid until ``close``.
+        """One chunk, checked, in memory from which devices copy while the host goes on, if it lies
+        in such memory. Valid until ``close``.
 
         :raises Corrupt: as for ``chunk``.
         """
@@ -131,11 +158,18 @@ class Reader(ABC):
         :raises InvalidInput: the stream has no such bytes.
         """
         chunks = self.manifest.content.chunks
-        touched = range(start // CHUNK_BYTES, -(-(start + length) // CHUNK_BYTES)) if length > 0 else range(0)
+        touched = (
+            range(start // CHUNK_BYTES, -(-(start + length) // CHUNK_BYTES))
+            if length > 0
+            else range(0)
+        )
         for index in touched:
             end = min(start + length - index * CHUNK_BYTES, CHUNK_BYTES)
             if not 0 <= index < len(chunks) or end > chunks[index].length:
-                raise InvalidInput(f"state {self.manifest.origin.uid} has no bytes {start}-{start + length}: chunk {index} ends before")
+                raise InvalidInput(
+                    f"state {self.manifest.origin.uid} has no bytes {start}-{start + length}: chunk"
+                    f" {index} ends before"
+                )
         return touched
 
     def verify(self) -> None:
@@ -156,17 +190,24 @@ class Reader(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
 class Tier(ABC):
     """A place for payload. Every method is safe from any thread.
 
-    ``name`` is its name in the lineage, of at most twelve letters. ``gives`` is the status of a state that is whole here, which says
-    what it survives. ``node`` names the process, folder or machine with which the tier is lost, and is empty if there is none.
-    ``holds_parts`` says that the ranks of a job may each put their own part of one state (``manifest.origin.rank``), and that
-    ``open_part`` opens any of them. ``open`` and ``has`` are then about the part of rank 0, and ``remove`` removes all parts.
+    ``name`` is its name in the lineage, of at most twelve letters. ``gives`` is the status of a
+    state that is whole here, which says what it survives. ``node`` names the process, folder or
+    machine with which the tier is lost, and is empty if there is none. ``holds_parts`` says that
+    the ranks of a job may each put their own part of one state (``manifest.origin.rank``), and that
+    ``open_part`` opens any of them. ``open`` and ``has`` are then about the part of rank 0, and
+    ``remove`` removes all parts.
     """
 
     name: ClassVar[str]
@@ -176,23 +217,26 @@ class Tier(ABC):
 
     @abstractmethod
     def put(self, payload: Payload, *, base: Manifest | None = None) -> Placed:
-        """Store a state completely, or leave no trace of it. It is visible to ``open`` only once every byte is safe.
+        """Store a state completely, or leave no trace of it. It is visible to ``open`` only once
+        every byte is safe.
 
-        ``base`` is a manifest that this tier placed earlier (the nearest ancestor): chunks whose digest it has are
-        referenced, not stored again. A tier may find further chunks that it holds. Putting a uid that is already here is a no-op
-        that returns what is here.
+        ``base`` is a manifest that this tier placed earlier (the nearest ancestor): chunks whose
+        digest it has are referenced, not stored again. A tier may find further chunks that it
+        holds. Putting a uid that is already here is a no-op that returns what is here.
         """
 
     @abstractmethod
     def open(self, uid: str, *, verify: bool = True) -> Reader:
-        """Open a state for reading; its bytes stay until the reader is closed, even if it is removed.
+        """Open a state for reading; its bytes stay until the reader is closed, even if it is
+        removed.
 
         :raises NotFound: it is not here.
         :raises Corrupt: its manifest is damaged.
         """
 
     def open_part(self, uid: str, rank: int, *, verify: bool = True) -> Reader:
-        """Open the part of a state that one of its ranks captured; the only part of a state is that of rank 0.
+        """Open the part of a state that one of its ranks captured; the only part of a state is that
+        of rank 0.
 
         :raises NotFound: it is not here.
         :raises Corrupt: its manifest is damaged.
@@ -222,18 +266,24 @@ class Tier(ABC):
 
 @runtime_checkable
 class SupportsRemoval(Protocol):
-    """A tier that can drop a state. Any other keeps what it was given, such as an archive, or a bucket that only its owner cleans."""
+    """A tier that can drop a state.
+
+    Any other keeps what it was given, such as an archive, or a bucket that only its owner
+    cleans."""
 
     def remove(self, uid: str) -> int:
-        """Drop a state and every byte that no other state here needs; returns the payload bytes freed, 0 for an unknown uid.
+        """Drop a state and every byte that no other state here needs; returns the payload bytes
+        freed, 0 for an unknown uid.
 
-        It is gone for ``open`` and ``uids`` at once; what open readers need is freed when the last of them closes.
+        It is gone for ``open`` and ``uids`` at once; what open readers need is freed when the last
+        of them closes.
         """
 
 
 @runtime_checkable
 class SupportsManifests(Protocol):
-    """A tier whose states can be inspected, and read in part, without opening all of their bytes."""
+    """A tier whose states can be inspected, and read in part, without opening all of their
+    bytes."""
 
     def manifest(self, uid: str) -> Manifest:
         """The manifest of a state, with the place of each chunk.
@@ -253,4 +303,8 @@ class SupportsDirectWrite(Protocol):
 
 
 def _brief(lengths: list[int]) -> str:
-    return ", ".join(map(str, lengths[:4])) + (f" and {len(lengths) - 4} more" if len(lengths) > 4 else "") or "no"
+    return (
+        ", ".join(map(str, lengths[:4]))
+        + (f" and {len(lengths) - 4} more" if len(lengths) > 4 else "")
+        or "no"
+    )

@@ -1,11 +1,13 @@
-"""The tiers of a repository, nearest first: from which of them a state is read, and their names in the lineage.
+"""The tiers of a repository, nearest first: from which of them a state is read, and their names in
+the lineage.
 
     tiers.captured   takes captures and arrivals, once there is one; it is lost with its process
     tiers.durable    the repository's own folder of packs
     tiers.further    the user's tiers: each state that becomes durable is put there too
 
-No code outside ``store`` names a tier: the lineage is told ``tier.name`` and ``tier.node``, and is asked with ``VOLATILE``. No such code
-knows the classes of the first two either: ``captures_in`` and ``packs_in`` make them, and their roles say what they can do (``roles``).
+No code outside ``store`` names a tier: the lineage is told ``tier.name`` and ``tier.node``, and is
+asked with ``VOLATILE``. No such code knows the classes of the first two either: ``captures_in`` and
+``packs_in`` make them, and their roles say what they can do (``roles``).
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ _GIVEN = (Status.DURABLE, Status.REPLICATED, Status.EXTERNAL)
 
 
 class Tiers:
-    """The tiers of one repository. Safe from any thread. ``captured`` is None until something is captured or arrives."""
+    """The tiers of one repository.
+
+    Safe from any thread. ``captured`` is None until something is captured or arrives."""
 
     def __init__(self, durable: DurableTier, further: Sequence[object] = ()) -> None:
         self.durable, self.further = durable, check_further(further)
@@ -72,8 +76,10 @@ class Tiers:
         refused = [tier.name for tier in self.further if size > 1 and not tier.holds_parts]
         if refused:
             raise Unsupported(
-                f"the {refused[0]} tier holds states of one process, and this training has {size} ranks: open the repository without it, or"
-                " let its class inherit datastates.storage.KeyedTier, or hold the part of each rank by itself and say holds_parts = True"
+                f"the {refused[0]} tier holds states of one process, and this training has {size}"
+                " ranks: open the repository without it, or let its class inherit"
+                " datastates.storage.KeyedTier, or hold the part of each rank by itself and say"
+                " holds_parts = True"
             )
 
     def has(self, uid: str) -> bool:
@@ -85,7 +91,8 @@ class Tiers:
         return False
 
     def open(self, state: State, *, verify: bool = True, rank: int = 0) -> Reader:
-        """A state from the nearest tier that has it; what each rank has of its own is read for ``rank``.
+        """A state from the nearest tier that has it; what each rank has of its own is read for
+        ``rank``.
 
         :raises NotFound: no tier has it.
         :raises Corrupt: it is damaged there, or is not the state of the lineage.
@@ -94,7 +101,8 @@ class Tiers:
         return _open(iter(self), state, verify=verify, rank=rank)
 
     def open_part(self, state: State, rank: int, *, verify: bool = True) -> tuple[Reader, int]:
-        """One part of a state from the nearest tier that has it, and how far away that is: 0 is this process's memory.
+        """One part of a state from the nearest tier that has it, and how far away that is: 0 is
+        this process's memory.
 
         :raises NotFound: no tier that answers has it; another rank may reach it.
         """
@@ -116,7 +124,8 @@ class Tiers:
         return _open_part(self.lasting, state.uid, rank, verify)
 
     def placed(self, uid: str) -> Manifest | None:
-        """The manifest of a state that is durable here, so that another state can refer to what they share; None if there is none."""
+        """The manifest of a state that is durable here, so that another state can refer to what
+        they share; None if there is none."""
         try:
             return self.durable.manifest(uid)
         except (NotFound, Corrupt):
@@ -134,21 +143,36 @@ def captures_in(arena: Arena, node: str = "") -> CaptureTier:
 
 
 def packs_in(
-    folder: Path, *, direct: bool | None = None, bytes_per_s: int | None = None, on_step: Callable[[str], None] | None = None
+    folder: Path,
+    *,
+    direct: bool | None = None,
+    bytes_per_s: int | None = None,
+    on_step: Callable[[str], None] | None = None,
 ) -> DurableTier:
     """A folder of packs, which is made if it is not there.
 
     :param direct: whether to write past the page cache; None: if the file system can.
     :param bytes_per_s: the fastest rate at which payload is written.
-    :param on_step: called with a name after each durable step, on the thread that puts: ``pack-written``, ``pack-renamed``,
-        ``manifest-written``, ``manifest-renamed`` (from here on the state is visible, and durable), ``manifest-removed``.
+    :param on_step: called with a name after each durable step, on the thread that puts:
+        ``pack-written``, ``pack-renamed``, ``manifest-written``, ``manifest-renamed`` (from here on
+        the state is visible, and durable), ``manifest-removed``.
     """
-    return LocalTier(folder, direct=direct, pace=None if bytes_per_s is None else Pace(bytes_per_s), on_step=on_step)
+    return LocalTier(
+        folder,
+        direct=direct,
+        pace=None if bytes_per_s is None else Pace(bytes_per_s),
+        on_step=on_step,
+    )
 
 
 def payload_of(reader: Reader) -> Payload:
-    """The payload of an open reader, to put elsewhere; each chunk is read and checked when it is asked for. It has no places."""
-    return Payload(msgspec.structs.replace(reader.manifest, packs=(), refs=()), SealedChunks(reader), is_on_demand=True)
+    """The payload of an open reader, to put elsewhere; each chunk is read and checked when it is
+    asked for. It has no places."""
+    return Payload(
+        msgspec.structs.replace(reader.manifest, packs=(), refs=()),
+        SealedChunks(reader),
+        is_on_demand=True,
+    )
 
 
 def check_further(tiers: Sequence[object]) -> tuple[Tier, ...]:
@@ -159,23 +183,45 @@ def check_further(tiers: Sequence[object]) -> tuple[Tier, ...]:
     names = {MemoryTier.name, LocalTier.name}
     for tier in tiers:
         if not isinstance(tier, Tier):
-            raise InvalidInput(f"tiers holds {values.shown(tier)}: give objects of a class that inherits datastates.storage.Tier")
+            raise InvalidInput(
+                f"tiers holds {values.shown(tier)}: give objects of a class that inherits"
+                " datastates.storage.Tier"
+            )
         name = getattr(tier, "name", None)
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise InvalidInput(f"the name of {values.shown(tier)} is {name!r}: say one of 1 to 12 lower-case letters, digits and dashes")
+            raise InvalidInput(
+                f"the name of {values.shown(tier)} is {name!r}: say one of 1 to 12 lower-case"
+                " letters, digits and dashes"
+            )
         if name in names:
-            raise InvalidInput(f"two tiers are called {name!r}: states are found by the names of tiers, so give each one of its own")
+            raise InvalidInput(
+                f"two tiers are called {name!r}: states are found by the names of tiers, so give"
+                " each one of its own"
+            )
         if tier.gives not in _GIVEN:
-            raise InvalidInput(f"the {name} tier gives {tier.gives!r}: say one of {', '.join(map(repr, map(str, _GIVEN)))}")
+            raise InvalidInput(
+                f"the {name} tier gives {tier.gives!r}: say one of"
+                f" {', '.join(map(repr, map(str, _GIVEN)))}"
+            )
         names.add(name)
     return tuple(tier for tier in tiers if isinstance(tier, Tier))
 
 
 def _open(tiers: Iterable[Tier], state: State, *, verify: bool, rank: int = 0) -> Reader:
     if state.world_size == 1:
-        return _open_first(tiers, state.uid, lambda tier: of_state(tier.open(state.uid, verify=verify), state))
+        return _open_first(
+            tiers, state.uid, lambda tier: of_state(tier.open(state.uid, verify=verify), state)
+        )
     each = tuple(tiers)
-    return of_state(open_parts(lambda part: _open_part(each, state.uid, part, verify), state.world_size, state.uid, rank=rank), state)
+    return of_state(
+        open_parts(
+            lambda part: _open_part(each, state.uid, part, verify),
+            state.world_size,
+            state.uid,
+            rank=rank,
+        ),
+        state,
+    )
 
 
 def _open_part(tiers: Iterable[Tier], uid: str, rank: int, verify: bool) -> Reader:
@@ -207,11 +253,13 @@ _UID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 
 
 class KeyedTier(Tier):
-    """A tier that keeps each state as objects under keys; a subclass defines how objects are read, written and listed.
+    """A tier that keeps each state as objects under keys; a subclass defines how objects are read,
+    written and listed.
 
-    A chunk's key is its BLAKE3 digest, so that states share equal chunks. The object that makes a state visible is written last. A
-    state is fetched whole when it is opened, and nothing is ever removed. Each rank of a job puts its part under a key of its own, which
-    looks like any other key to the subclass.
+    A chunk's key is its BLAKE3 digest, so that states share equal chunks. The object that makes a
+    state visible is written last. A state is fetched whole when it is opened, and nothing is ever
+    removed. Each rank of a job puts its part under a key of its own, which looks like any other key
+    to the subclass.
     """
 
     holds_parts = True
@@ -245,7 +293,10 @@ class KeyedTier(Tier):
                     if not self._holds(keys[-1]):
                         self.write(keys[-1], bytes(view))
                         bytes_new += view.nbytes
-                self.write(_key(origin.uid, origin.rank), msgspec.msgpack.encode([encode(payload.manifest), keys]))
+                self.write(
+                    _key(origin.uid, origin.rank),
+                    msgspec.msgpack.encode([encode(payload.manifest), keys]),
+                )
         return Placed(payload.manifest, bytes_new)
 
     def open(self, uid: str, *, verify: bool = True) -> Reader:
@@ -258,17 +309,25 @@ class KeyedTier(Tier):
 
     def open_part(self, uid: str, rank: int, *, verify: bool = True) -> Reader:
         """Fetch the part of one rank."""
-        place, what = f"the {self.name} tier", f"rank {rank} of state {uid}" if rank else f"state {uid}"
+        place, what = (
+            f"the {self.name} tier",
+            (f"rank {rank} of state {uid}" if rank else f"state {uid}"),
+        )
         if not self._has(uid, rank):
             raise NotFound(f"{what} is not on {place}")
         try:
-            encoded, keys = msgspec.msgpack.decode(self.read(_key(uid, rank)), type=tuple[bytes, list[str]])
+            encoded, keys = msgspec.msgpack.decode(
+                self.read(_key(uid, rank)), type=tuple[bytes, list[str]]
+            )
             chunks = [self.read(key) for key in keys]
         except (KeyError, msgspec.DecodeError) as exc:
             raise Corrupt(f"{what} is damaged on {place} ({exc}): restore another state") from exc
         manifest = decode(encoded, source=place)
         if (manifest.origin.uid, manifest.origin.rank) != (uid, rank):
-            raise Corrupt(f"{what} is damaged on {place}, which has another one under its key: restore another state")
+            raise Corrupt(
+                f"{what} is damaged on {place}, which has another one under its key: restore"
+                " another state"
+            )
         return HeldReader(manifest, chunks, source=place, verify=verify)
 
     def has(self, uid: str) -> bool:
@@ -293,5 +352,7 @@ class KeyedTier(Tier):
 
 
 def _key(uid: str, rank: int) -> str:
-    """The key of a part's list of chunks. No key has a dot, or is the folder of another: a subclass may use keys as file names."""
+    """The key of a part's list of chunks.
+
+    No key has a dot, or is the folder of another: a subclass may use keys as file names."""
     return f"{_PART}{uid}/{rank}" if rank else f"{_STATE}{uid}"

@@ -1,4 +1,6 @@
-"""Executors for variants: our own processes, this process, or Ray. Any other ``concurrent.futures.Executor`` works as it is."""
+"""Executors for variants: our own processes, this process, or Ray.
+
+Any other ``concurrent.futures.Executor`` works as it is."""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ T = TypeVar("T")
 
 
 class SerialExecutor(Executor):
-    """Runs each call at once in the thread that submits it: for tests, and for a debugger in the train function."""
+    """Runs each call at once in the thread that submits it: for tests, and for a debugger in the
+    train function."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run the call, and return its result as a finished future."""
@@ -43,15 +46,17 @@ class SerialExecutor(Executor):
 class _Slot:
     """One worker process, started with the first call.
 
-    The fork server of ``multiprocessing`` forks it, a process that has imported torch and done nothing else. So the worker begins after a
-    tenth of a second rather than after seconds, and workers share the memory of what was imported. The worker is sent the present
-    environment.
+    The fork server of ``multiprocessing`` forks it, a process that has imported torch and done
+    nothing else. So the worker begins after a tenth of a second rather than after seconds, and
+    workers share the memory of what was imported. The worker is sent the present environment.
     """
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        self.pool = ProcessPoolExecutor(1, mp_context=context, initializer=begin_worker, initargs=(dict(os.environ),))
+        self.pool = ProcessPoolExecutor(
+            1, mp_context=context, initializer=begin_worker, initargs=(dict(os.environ),)
+        )
         self.pid = self.pool.submit(os.getpid)
 
     def terminate(self, number: int) -> None:
@@ -62,10 +67,12 @@ class _Slot:
 
 
 class Processes(Executor):
-    """Worker processes that are independent: one that dies fails its call with ``BrokenProcessPool``, and is replaced.
+    """Worker processes that are independent: one that dies fails its call with
+    ``BrokenProcessPool``, and is replaced.
 
-    The process that became free last gets the next call, so that a child finds its parent's state in memory. ``SIGTERM`` ends the task of a
-    process; processes end with the process that made them.
+    The process that became free last gets the next call, so that a child finds its parent's state
+    in memory. ``SIGTERM`` ends the task of a process; processes end with the process that made
+    them.
     """
 
     def __init__(self, workers: int) -> None:
@@ -94,7 +101,8 @@ class Processes(Executor):
         return future
 
     def terminate(self, number: int = signal.SIGTERM) -> None:
-        """Ask every process to stop its task, in an orderly way unless the signal is SIGKILL; calls that are waiting are cancelled."""
+        """Ask every process to stop its task, in an orderly way unless the signal is SIGKILL;
+        calls that are waiting are cancelled."""
         with self._lock:
             slots = [*self._at_work, *self._free]
             waiting, self._waiting = self._waiting, deque()
@@ -104,10 +112,14 @@ class Processes(Executor):
             slot.terminate(number)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more calls. Wait for the calls under way, and for waiting calls unless they are cancelled."""
+        """Take no more calls.
+
+        Wait for the calls under way, and for waiting calls unless they are cancelled."""
         with self._lock:
             self._is_closed = True
-            waiting, self._waiting = (self._waiting, deque()) if cancel_futures else (deque(), self._waiting)
+            waiting, self._waiting = (
+                (self._waiting, deque()) if cancel_futures else (deque(), self._waiting)
+            )
         for future, _ in waiting:
             future.cancel()
         with self._lock:
@@ -121,7 +133,8 @@ class Processes(Executor):
         """Give a waiting task to a free worker, or to a new one."""
         try:
             given = self._given()
-        except Exception as exc:  # no process can be started: too many of them, or too many open files
+        except Exception as exc:
+            # no process can be started: too many of them, or too many open files
             self._fail_waiting(exc)
             return
         if given is None:
@@ -138,7 +151,8 @@ class Processes(Executor):
         inner.add_done_callback(partial(self._done, slot, future))
 
     def _given(self) -> tuple[_Slot, Future[Any], Callable[[], Any]] | None:
-        """A worker, and the task that it gets; None if no task waits, or every worker is at work."""
+        """A worker, and the task that it gets; None if no task waits, or every worker is at
+        work."""
         with self._lock:
             if not self._waiting or (not self._free and len(self._at_work) >= self._workers):
                 return None
@@ -149,7 +163,9 @@ class Processes(Executor):
     def _fail_waiting(self, error: Exception) -> None:
         """Fail the tasks that wait, unless a worker is left that takes them."""
         with self._lock:
-            waiting, self._waiting = (deque(), self._waiting) if self._at_work else (self._waiting, deque())
+            waiting, self._waiting = (
+                (deque(), self._waiting) if self._at_work else (self._waiting, deque())
+            )
             self._lock.notify_all()
         for future, _ in waiting:
             if future.set_running_or_notify_cancel():
@@ -178,8 +194,9 @@ _held: set[ProcessPoolExecutor] = set()
 
 
 def _hold(pool: ProcessPoolExecutor) -> None:
-    """Hold a broken pool until its own thread has ended. From Python 3.12 on, that thread waits for itself without end if it is the last to
-    let go of the pool, and the process, which waits for it at exit, never ends.
+    """Hold a broken pool until its own thread has ended. From Python 3.12 on, that thread waits for
+    itself without end if it is the last to let go of the pool, and the process, which waits for it
+    at exit, never ends.
     """
 
     def end() -> None:
@@ -187,13 +204,14 @@ def _hold(pool: ProcessPoolExecutor) -> None:
         _held.discard(pool)
 
     _held.add(pool)
-    with suppress(RuntimeError):  # no thread can be started as the interpreter ends: it is held until then
+    with suppress(RuntimeError):
+        # no thread can be started as the interpreter ends: it is held until then
         threading.Thread(target=end, name="datastates-broken-pool", daemon=True).start()
 
 
 class RayExecutor(Executor):
-    """Runs calls as tasks of Ray, which has no executor of its own. The caller calls ``ray.init``; ``options`` are those of
-    ``ray.remote``.
+    """Runs calls as tasks of Ray, which has no executor of its own. The caller calls ``ray.init``;
+    ``options`` are those of ``ray.remote``.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -216,7 +234,8 @@ def _call(call: Callable[[], Any]) -> Any:
 
 
 class Pool:
-    """The executor of a study: the caller's own, one that the caller's function makes, or our own processes."""
+    """The executor of a study: the caller's own, one that the caller's function makes, or our
+    own processes."""
 
     def __init__(self, executor: Executor | Callable[[], Executor] | None, *, workers: int) -> None:
         self._make: Callable[[], Executor] | None
@@ -241,7 +260,8 @@ class Pool:
         return self._make is not None or not self._is_broken
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """Ask every worker process to stop; with SIGKILL, end those that are left, for which the exit of this process would wait."""
+        """Ask every worker process to stop; with SIGKILL, end those that are left, for which the
+        exit of this process would wait."""
         if isinstance(self._executor, Processes):
             self._executor.terminate(number)
         elif isinstance(self._executor, ProcessPoolExecutor):
@@ -263,22 +283,30 @@ class Pool:
 def check_executor(executor: object) -> Executor:
     """The executor itself, if it can train variants.
 
-    :raises InvalidInput: it is not an executor, or its workers would share random number generators or this process's connections.
+    :raises InvalidInput: it is not an executor, or its workers would share random number generators
+        or this process's connections.
     """
     if not isinstance(executor, Executor):
         raise InvalidInput(
-            f"the function that is to make an executor made {values.shown(executor)}: let it return a concurrent.futures.Executor"
+            f"the function that is to make an executor made {values.shown(executor)}: let it return"
+            " a concurrent.futures.Executor"
         )
     if isinstance(executor, ThreadPoolExecutor):
         raise InvalidInput(
-            "variants cannot be trained by threads of one process: they would draw from the same random number generators;"
-            " leave the executor out for processes, or pass SerialExecutor() for one after the other in this process"
+            "variants cannot be trained by threads of one process: they would draw from the same"
+            " random number generators; leave the executor out for processes, or pass"
+            " SerialExecutor() for one after the other in this process"
         )
     context: Any = getattr(executor, "_mp_context", None)
-    if isinstance(executor, ProcessPoolExecutor) and context is not None and context.get_start_method() == "fork":
+    if (
+        isinstance(executor, ProcessPoolExecutor)
+        and context is not None
+        and context.get_start_method() == "fork"
+    ):
         raise InvalidInput(
-            "forked workers would share this process's threads and connections:"
-            " pass ProcessPoolExecutor(…, mp_context=multiprocessing.get_context('spawn')), or leave the executor out"
+            "forked workers would share this process's threads and connections: pass"
+            " ProcessPoolExecutor(…, mp_context=multiprocessing.get_context('spawn')), or leave the"
+            " executor out"
         )
     return executor
 
@@ -292,4 +320,7 @@ def check_pickles(train: Train, stop: Stop | None) -> None:
         try:
             pickle.dumps(value)
         except Exception as exc:
-            raise InvalidInput(f"{what} does not pickle, so no other process can call it ({exc}): define it in a module") from exc
+            raise InvalidInput(
+                f"{what} does not pickle, so no other process can call it ({exc}): define it in a"
+                " module"
+            ) from exc

@@ -1,4 +1,5 @@
-"""Running a plan: each variant is a task of an executor, and its results are states of the lineage."""
+"""Running a plan: each variant is a task of an executor, and its results are states of the
+lineage."""
 
 from __future__ import annotations
 
@@ -32,7 +33,17 @@ from . import records
 from .executors import Pool, check_executor, check_pickles
 from .plan import Plan, Variant, plan_of
 from .records import Claim, Outcome, failed, holder
-from .results import Display, Exploration, announce, display_for, prefix_epochs, read_study, say_alike, storage, work
+from .results import (
+    Display,
+    Exploration,
+    announce,
+    display_for,
+    prefix_epochs,
+    read_study,
+    say_alike,
+    storage,
+    work,
+)
 from .worker import Assignment, Explorer, Share, Stop, Task, Train, noted, train_variant
 
 if TYPE_CHECKING:
@@ -43,7 +54,8 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """A plan that is trained in a repository under a name; ``config`` is the configuration that the variants' configurations change."""
+    """A plan that is trained in a repository under a name; ``config`` is the configuration that
+    the variants' configurations change."""
 
     repo: Repository
     name: str
@@ -51,14 +63,19 @@ class Study:
     config: Mapping[str, Value] | None
 
     def begin(self, start: str) -> tuple[State, Exploration]:
-        """The state from which the study forks, tagged and durable, and what is known of its variants, which are noted as planned.
+        """The state from which the study forks, tagged and durable, and what is known of its
+        variants, which are noted as planned.
 
-        :raises Conflict: the study began from another state, or a variant was trained by another plan.
+        :raises Conflict: the study began from another state, or a variant was trained by another
+            plan.
         """
         origin = records.tag_start(self.repo, self.name, start)  # from here on there is a study
         known = read_study(self.repo, self.name, self.plan, config=self.config)
         with self.repo.core.writing() as session:
-            planned = [attachments.Planned(one.name, one.parent, one.epochs, one.config) for one in self.plan.variants]
+            planned = [
+                attachments.Planned(one.name, one.parent, one.epochs, one.config)
+                for one in self.plan.variants
+            ]
             attachments.plan(session, self.name, planned)
         return origin, known
 
@@ -78,7 +95,9 @@ class Study:
 
     def report(self, errors: Mapping[str, str], reused: Collection[str]) -> Exploration:
         """The result of the study; suspicious results are logged."""
-        report = read_study(self.repo, self.name, self.plan, config=self.config, errors=errors, reused=reused)
+        report = read_study(
+            self.repo, self.name, self.plan, config=self.config, errors=errors, reused=reused
+        )
         for alike in report.alike:
             _logger.warning("study %s: %s", self.name, say_alike(alike))
         return replace(report, storage=storage(self.repo, self.name))
@@ -94,9 +113,11 @@ _SHARED = "groups since "
 _HEARD = re.compile(r"\w+: rank \d+ of \d+ could not ")
 
 
-def explore_among(study: Study, start: str, train: Train, group: Group, *, stop: Stop | None, retries: int) -> Exploration:
-    """Train variants of a study in this group until all are over, whichever group trained them; see ``explore``. Collective among its
-    ranks.
+def explore_among(
+    study: Study, start: str, train: Train, group: Group, *, stop: Stop | None, retries: int
+) -> Exploration:
+    """Train variants of a study in this group until all are over, whichever group trained them; see
+    ``explore``. Collective among its ranks.
     """
     ranks = Together(group)
     with ExitStack() as stack:
@@ -111,7 +132,8 @@ def explore_among(study: Study, start: str, train: Train, group: Group, *, stop:
 
 
 def _begin(stack: ExitStack, study: Study, start: str) -> int:
-    """Begin the study, or join the groups that have begun it; returns when they did, in microseconds. One group holds the study's claim.
+    """Begin the study, or join the groups that have begun it; returns when they did, in
+    microseconds. One group holds the study's claim.
 
     :raises Conflict: an explorer of another kind holds the claim.
     """
@@ -123,7 +145,10 @@ def _begin(stack: ExitStack, study: Study, start: str) -> int:
         if claim is None:
             note = holder(folder, name) or ""
             if not note.startswith(_SHARED):
-                raise Conflict(f"study {study.name!r} is being explored by {note or 'another process'}: wait for it, or end it")
+                raise Conflict(
+                    f"study {study.name!r} is being explored by {note or 'another process'}: wait"
+                    " for it, or end it"
+                )
             since = int(note.removeprefix(_SHARED).partition(",")[0])
         stack.enter_context(claim or nullcontext())
         study.begin(start)
@@ -141,7 +166,9 @@ def _turn(folder: Path, name: str) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Ours:
-    """The part of a study that one group trains. Only rank 0 calls ``choose``; all ranks call the other methods."""
+    """The part of a study that one group trains.
+
+    Only rank 0 calls ``choose``; all ranks call the other methods."""
 
     study: Study
     ranks: Together
@@ -157,8 +184,13 @@ class _Ours:
     def done(self) -> dict[str, State]:
         """The variants that are finished."""
         study, refs = self.study, records.refs_of(self.study.repo)
-        digests = {one.name: study.plan.digest(one.name, study.config) for one in study.plan.variants}
-        found = {name: records.finished(study.repo, study.name, name, digest, refs) for name, digest in digests.items()}
+        digests = {
+            one.name: study.plan.digest(one.name, study.config) for one in study.plan.variants
+        }
+        found = {
+            name: records.finished(study.repo, study.name, name, digest, refs)
+            for name, digest in digests.items()
+        }
         return {name: state for name, state in found.items() if state is not None}
 
     def errors(self) -> dict[str, str]:
@@ -167,7 +199,8 @@ class _Ours:
             return attachments.failures(session, self.study.name, self.since)
 
     def choose(self) -> str:
-        """The next variant, which is now claimed; an empty name when all are over; ``_NONE_NOW`` while others hold all that is left."""
+        """The next variant, which is now claimed; an empty name when all are over; ``_NONE_NOW``
+        while others hold all that is left."""
         self.let_go()
         done, errors = self.done(), self.errors()
         lost: set[str] = set()
@@ -186,13 +219,16 @@ class _Ours:
         return "" if is_over else _NONE_NOW
 
     def _is_lost(self, variant: Variant) -> bool:
-        """Whether a failed variant is given up: no group holds it, and its error is still recorded after that check."""
+        """Whether a failed variant is given up: no group holds it, and its error is still
+        recorded after that check."""
         folder, claim = self._claim_of(variant)
         return holder(folder, claim) is None and variant.name in self.errors()
 
     def _take(self, variant: Variant) -> bool:
         """Claim the variant; False if another group holds it, or it is over since the last look."""
-        self.claim = Claim.take(*self._claim_of(variant), f"process {os.getpid()} on {self.study.repo.node}")
+        self.claim = Claim.take(
+            *self._claim_of(variant), f"process {os.getpid()} on {self.study.repo.node}"
+        )
         if self.claim is None:
             return False
         if variant.name in self.done() or variant.name in self.errors():
@@ -207,7 +243,11 @@ class _Ours:
     def train(self, variant: Variant, train: Train, stop: Stop | None, retries: int) -> None:
         """Train the variant, again if it fails."""
         study, repo = self.study.name, self.study.repo
-        start = records.start_tag(study) if variant.parent is None else records.done_tag(study, variant.parent)
+        start = (
+            records.start_tag(study)
+            if variant.parent is None
+            else records.done_tag(study, variant.parent)
+        )
         assignment = self.study.assign(variant, repo.state(start))
         for attempt in range(1, 2 + retries):
             error = None
@@ -217,14 +257,21 @@ class _Ours:
                 try:
                     with using(self.ranks.group):
                         train_variant(repo, assignment, train, stop=stop, group=self.ranks.group)
-                except Exception as exc:  # the user's function may raise anything: the variant failed
+                except Exception as exc:
+                    # the user's function may raise anything: the variant failed
                     error = exc
-                said = self.ranks.ended("train a variant", None if error is None else _text(variant.name, error))
+                said = self.ranks.ended(
+                    "train a variant", None if error is None else _text(variant.name, error)
+                )
             if not said:
                 return
             rank = min(said, key=lambda each: (_HEARD.match(said[each]) is not None, each))
             if self.ranks.is_first:
-                why = f"rank {rank} of {self.ranks.size}: {said[rank]}" if self.ranks.size > 1 else said[rank]
+                why = (
+                    f"rank {rank} of {self.ranks.size}: {said[rank]}"
+                    if self.ranks.size > 1
+                    else said[rank]
+                )
                 _logger.warning("variant %s of study %s failed: %s", variant.name, study, why)
                 with repo.core.writing() as session:
                     attachments.fail(session, study, variant.name, why)
@@ -280,7 +327,8 @@ def explore(
     group: Group | None = None,
     **options: Unpack[RunOptions],
 ) -> Exploration:
-    """Train every variant of a plan, each on its own branch ``<study>/<variant>``; the same call again goes on where this one stopped.
+    """Train every variant of a plan, each on its own branch ``<study>/<variant>``; the same call
+    again goes on where this one stopped.
 
         def train(job):
             model, optimizer = build()
@@ -289,41 +337,54 @@ def explore(
                 job.report(val_loss=train_step(next(iter(loader))))
 
 
-        report = explore(repo, "main", grid({"lr": [0.1, 0.2]}, epochs=1), train, SerialExecutor(), study="rates")
-        print(report.best("val_loss").variant)
+        report = explore(repo, "main", grid({"lr": [0.1, 0.2]}, epochs=1), train, SerialExecutor(),
+        study="rates") print(report.best("val_loss").variant)
 
-    The configuration of ``repo`` decides what a worker keeps in memory, and what becomes durable when.
+    The configuration of ``repo`` decides what a worker keeps in memory, and what becomes durable
+    when.
 
     :param repo: the repository that holds the variants' branches.
     :param start: the state from which the plan's first variants fork.
     :param plan: the plan to train.
     :param train: a function that gets a ``Job`` and trains one variant.
-    :param executor: any ``concurrent.futures.Executor`` whose calls run in processes, or a function that makes one and is called again
-        when that one breaks; None: as many processes as there is room for, with ``threads`` each.
+    :param executor: any ``concurrent.futures.Executor`` whose calls run in processes, or a function
+        that makes one and is called again when that one breaks; None: as many processes as there is
+        room for, with ``threads`` each.
     :param study: the name of the study.
     :param config: the configuration that the variants' configurations change.
-    :param retries: how often a variant that raises is tried again before it is reported with its error and its descendants are skipped.
+    :param retries: how often a variant that raises is tried again before it is reported with its
+        error and its descendants are skipped.
     :param threads: torch's threads in each worker.
-    :param ranks: how many processes train each variant together. The variant's worker starts them on its machine, as torchrun would, with
-        torch.distributed initialised. If one fails or dies, the variant is tried again.
-    :param group: this process is already a rank of this group, which trains variants in place: every rank of a job calls this, each with
-        the group that it is in, and each group takes the next variant that no other has.
+    :param ranks: how many processes train each variant together. The variant's worker starts them
+        on its machine, as torchrun would, with torch.distributed initialised. If one fails or dies,
+        the variant is tried again.
+    :param group: this process is already a rank of this group, which trains variants in place:
+        every rank of a job calls this, each with the group that it is in, and each group takes the
+        next variant that no other has.
     :param stop: asked after each epoch whether a variant ends there.
-    :param share: a url such as ``ucx://127.0.0.1:0`` at which ``repo`` is served meanwhile: workers then take starting states from its
-        memory; with ``ranks`` the first rank does, and passes on what the others want of it too.
+    :param share: a url such as ``ucx://127.0.0.1:0`` at which ``repo`` is served meanwhile: workers
+        then take starting states from its memory; with ``ranks`` the first rank does, and passes on
+        what the others want of it too.
     :param progress: whether the plan and its progress are shown.
-    :raises Conflict: the study is being explored by another process, began from another state, or a variant was trained by another plan;
-        nothing was run.
+    :raises Conflict: the study is being explored by another process, began from another state, or a
+        variant was trained by another plan; nothing was run.
     :raises InvalidInput: the executor, the train function or a name cannot be used; says why.
-    :raises KeyboardInterrupt: the study was interrupted; its states stay, and the same call goes on. After 3 s, worker processes that have
-        not ended are killed.
+    :raises KeyboardInterrupt: the study was interrupted; its states stay, and the same call goes
+        on. After 3 s, worker processes that have not ended are killed.
     :raises SystemExit: likewise, by SIGTERM or SIGHUP.
     """
-    config, threads, share, ranks = options["config"], options["threads"], options["share"], options["ranks"]
+    config, threads, share, ranks = (
+        options["config"],
+        options["threads"],
+        options["share"],
+        options["ranks"],
+    )
     _check(plan, study, train, executor, stop, options, group)
     of = Study(repo, study, plan, config)
     if group is not None:
-        return explore_among(of, values.revision(start), train, group, stop=stop, retries=options["retries"])
+        return explore_among(
+            of, values.revision(start), train, group, stop=stop, retries=options["retries"]
+        )
     take_signals()
     with ExitStack() as stack:
         presence = stack.enter_context(closing(_Presence(repo, study)))
@@ -334,19 +395,42 @@ def explore(
         worker_config = replace(repo.config, on_step=None, trace=None)  # a trace is of one process
 
         def task(variant: Variant, parent: State) -> Task:
-            return Task(repo.location, worker_config, of.assign(variant, parent), train, stop, presence.explorer, shared, threads, ranks)
+            return Task(
+                repo.location,
+                worker_config,
+                of.assign(variant, parent),
+                train,
+                stop,
+                presence.explorer,
+                shared,
+                threads,
+                ranks,
+            )
 
         if options["progress"]:
             announce(study, plan, work(plan, prefix_epochs=prefix_epochs(repo, origin.uid)))
         display = stack.enter_context(display_for(study, plan, progress=options["progress"]))
-        run = _Run(repo, study, plan, origin, dict(known.done), pool, task, display, options["retries"], presence.close)
+        run = _Run(
+            repo,
+            study,
+            plan,
+            origin,
+            dict(known.done),
+            pool,
+            task,
+            display,
+            options["retries"],
+            presence.close,
+        )
         run.until_done()
         return of.report(run.errors, run.reused)
 
 
 @dataclass(slots=True)
 class _Run:
-    """One pass over a plan: which variants may begin, are under way, or have failed. All of it runs on the explorer's thread."""
+    """One pass over a plan: which variants may begin, are under way, or have failed.
+
+    All of it runs on the explorer's thread."""
 
     repo: Repository
     study: str
@@ -362,7 +446,9 @@ class _Run:
     errors: dict[str, str] = field(default_factory=dict)
     _attempts: Counter[str] = field(default_factory=Counter)
     _at_work: dict[str, _Flight] = field(default_factory=dict)
-    _ended: queue.SimpleQueue[tuple[str, Future[Outcome]]] = field(default_factory=queue.SimpleQueue)
+    _ended: queue.SimpleQueue[tuple[str, Future[Outcome]]] = field(
+        default_factory=queue.SimpleQueue
+    )
 
     def __post_init__(self) -> None:
         self.reused = frozenset(self.done)
@@ -436,21 +522,30 @@ class _Run:
             attachments.fail(session, self.study, name, said)
         if attempts <= self.retries:
             self.display.ended(name, f"tried again: {error}")
-            _logger.warning("variant %s of study %s failed, it is tried again: %s", name, self.study, error)
+            _logger.warning(
+                "variant %s of study %s failed, it is tried again: %s", name, self.study, error
+            )
             return
         self.errors[name] = said
         self.display.ended(name, "failed")
-        _logger.error("variant %s of study %s failed after %d attempts: %s", name, self.study, attempts, error)
+        _logger.error(
+            "variant %s of study %s failed after %d attempts: %s", name, self.study, attempts, error
+        )
 
     def _broke(self, name: str, flight: _Flight, error: BrokenExecutor) -> None:
-        """Note that a worker, or another one of the same pool, died. A variant that made progress meanwhile is not to blame."""
+        """Note that a worker, or another one of the same pool, died.
+
+        A variant that made progress meanwhile is not to blame."""
         what = (
-            "its worker process died (a crash, the kernel's out-of-memory killer, a script without `if __name__ == '__main__'`,"
-            " or a train function that no module has, as in a notebook)"
+            "its worker process died (a crash, the kernel's out-of-memory killer, a script without"
+            " `if __name__ == '__main__'`, or a train function that no module has, as in a"
+            " notebook)"
         )
         if not self.pool.mend():
             self._attempts[name] = self.retries + 1
-            return self._failed(name, f"{what}; the executor is broken: pass a function that makes one: {error}", "")
+            return self._failed(
+                name, f"{what}; the executor is broken: pass a function that makes one: {error}", ""
+            )
         return self._died(name, flight, f"{what}: {error}")
 
     def _died(self, name: str, flight: _Flight, what: str) -> None:
@@ -472,12 +567,19 @@ class _Run:
                 continue
             flight.shown = ref.state
             state = self.repo.state(ref.state)
-            if state.attributes.get(records.VARIANT) == name and state.attributes.get(records.STUDY) == self.study:
+            if (
+                state.attributes.get(records.VARIANT) == name
+                and state.attributes.get(records.STUDY) == self.study
+            ):
                 self.display.reported(name, state)
 
     def _interrupt(self) -> None:
         """Ask every worker to stop, and wait a while for what they then make durable."""
-        _logger.warning("study %s is interrupted: %d variants make their last state durable", self.study, len(self._at_work))
+        _logger.warning(
+            "study %s is interrupted: %d variants make their last state durable",
+            self.study,
+            len(self._at_work),
+        )
         self.leave()
         self.pool.stop()
         for flight in self._at_work.values():
@@ -490,12 +592,18 @@ class _Run:
             except queue.Empty:
                 continue
             self._at_work.pop(name, None)
-        _logger.warning("study %s: %d of %d variants are done; the same call goes on from here", self.study, len(self.done), len(self.plan))
+        _logger.warning(
+            "study %s: %d of %d variants are done; the same call goes on from here",
+            self.study,
+            len(self.done),
+            len(self.plan),
+        )
 
 
 @dataclass(slots=True)
 class _Flight:
-    """A variant at work: the state that it comes from, what it had reported when it was submitted, and what the display has shown."""
+    """A variant at work: the state that it comes from, what it had reported when it was
+    submitted, and what the display has shown."""
 
     parent: State
     epochs: int
@@ -504,14 +612,19 @@ class _Flight:
 
 
 class _Presence:
-    """The claim on a study. It keeps other explorers out, and shows workers that theirs is alive."""
+    """The claim on a study.
+
+    It keeps other explorers out, and shows workers that theirs is alive."""
 
     def __init__(self, repo: Repository, study: str) -> None:
         folder, name = records.claims_folder(repo), records.claim_name(repo, study)
         note = f"process {os.getpid()} on {repo.node}, {secrets.token_hex(6)}"
         claim = Claim.take(folder, name, note)
         if claim is None:
-            raise Conflict(f"study {study!r} is being explored by {holder(folder, name) or 'another process'}: wait for it, or end it")
+            raise Conflict(
+                f"study {study!r} is being explored by {holder(folder, name) or 'another process'}:"
+                " wait for it, or end it"
+            )
         self._claim = claim
         self.explorer = Explorer(name, note, node_id())
 
@@ -520,7 +633,15 @@ class _Presence:
         self._claim.close()
 
 
-def _check(plan: Plan, study: str, train: Train, executor: object, stop: Stop | None, options: RunOptions, group: Group | None) -> None:
+def _check(
+    plan: Plan,
+    study: str,
+    train: Train,
+    executor: object,
+    stop: Stop | None,
+    options: RunOptions,
+    group: Group | None,
+) -> None:
     for variant in plan.variants:
         records.branch_of(study, variant.name)
         records.done_tag(study, variant.name)
@@ -542,20 +663,29 @@ def _check(plan: Plan, study: str, train: Train, executor: object, stop: Stop | 
     if isinstance(executor, Executor):
         check_executor(executor)
     elif not callable(executor):
-        raise InvalidInput(f"the executor is {values.shown(executor)}: pass a concurrent.futures.Executor, or a function that makes one")
+        raise InvalidInput(
+            f"the executor is {values.shown(executor)}: pass a concurrent.futures.Executor, or a"
+            " function that makes one"
+        )
     return None
 
 
 def _check_group(group: object, executor: object, options: RunOptions) -> None:
     if not isinstance(group, Group):
-        raise InvalidInput(f"group is {values.shown(group)}: give a datastates.ranks.MPIGroup, TorchGroup or SoloGroup")
+        raise InvalidInput(
+            f"group is {values.shown(group)}: give a datastates.ranks.MPIGroup, TorchGroup or"
+            " SoloGroup"
+        )
     for name, given in (
         ("executor", executor),
         ("share", options["share"]),
         ("ranks", None if options["ranks"] == 1 else options["ranks"]),
     ):
         if given is not None:
-            raise InvalidInput(f"{name} is for variants in other processes, and group trains them in this one: give one of the two")
+            raise InvalidInput(
+                f"{name} is for variants in other processes, and group trains them in this one:"
+                " give one of the two"
+            )
 
 
 def _serve(repo: Repository, url: str, stack: ExitStack) -> Share:

@@ -31,7 +31,8 @@ LEAST = 12
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A text on one line, cut to the room that there is: rich would cut the whole table for a column that does not wrap."""
+    """A text on one line, cut to the room that there is: rich would cut the whole table for a
+    column that does not wrap."""
 
     text: str
 
@@ -45,8 +46,12 @@ class _Line:
         return Measurement(min(LEAST, length), min(length, options.max_width))
 
 
-def tables(report: Ranking, *, most: int = TOP, describe: Callable[[int], str] | None = None) -> Iterator[RenderableType]:
-    """The summary, the highest ranked samples and the subsets. ``describe(index)`` adds a line to each sample."""
+def tables(
+    report: Ranking, *, most: int = TOP, describe: Callable[[int], str] | None = None
+) -> Iterator[RenderableType]:
+    """The summary, the highest ranked samples and the subsets.
+
+    ``describe(index)`` adds a line to each sample."""
     yield Text("\n".join(summary(report)))
     yield _samples_table(report.top(most), losses_of(report), describe)
     if report.subsets:
@@ -56,16 +61,24 @@ def tables(report: Ranking, *, most: int = TOP, describe: Callable[[int], str] |
 def summary(report: Ranking) -> list[str]:
     """A few lines about what was read, selected, spent and skipped."""
     selection = report.selection
-    rate = f"{100 * selection.noise_rate:.1f} % ({'estimated' if selection.is_estimated else 'given'})"
+    rate = (
+        f"{100 * selection.noise_rate:.1f} % ({'estimated' if selection.is_estimated else 'given'})"
+    )
     lines = [
-        f"{int(selection.suspects.sum())} suspects among {len(report)} samples, at a noise rate of {rate}",
+        (
+            f"{int(selection.suspects.sum())} suspects among {len(report)} samples, at a noise rate"
+            f" of {rate}"
+        ),
         f"read: {_read(report)}",
         f"cost: {report.cost}",
     ]
     if all(source.held_out is None for source in report.sources) and len(report.sources) < 2:
-        lines.append("one branch only, so there is no spread: another seed would tell how sure the ranks are")
+        lines.append(
+            "one branch only, so there is no spread: another seed would tell how sure the ranks are"
+        )
     lines += [
-        f"skipped: {skipped.branch}{'' if skipped.step is None else f', step {skipped.step}'}: {skipped.reason}"
+        f"skipped: {skipped.branch}{'' if skipped.step is None else f', step {skipped.step}'}:"
+        f" {skipped.reason}"
         for skipped in report.skipped
     ]
     return lines
@@ -81,8 +94,14 @@ def _read(report: Ranking) -> str:
     for kind, held in (("along the lineage", False), ("of variants that held samples out", True)):
         sources = [source for source in report.sources if (source.held_out is not None) is held]
         if sources:
-            states, of = sum(len(source.states) for source in sources), sum(source.of for source in sources)
-            parts.append(f"{states} of {of} states {kind} ({len(sources)} {'branch' if len(sources) == 1 else 'branches'})")
+            states, of = (
+                sum(len(source.states) for source in sources),
+                sum(source.of for source in sources),
+            )
+            parts.append(
+                f"{states} of {of} states {kind} ({len(sources)}"
+                f" {'branch' if len(sources) == 1 else 'branches'})"
+            )
     gone = sum(source.gone for source in report.sources)
     return ", ".join(parts) + (f"; {gone} have no bytes any more" if gone else "")
 
@@ -91,19 +110,45 @@ def losses_of(report: Ranking) -> list[tuple[str, str]]:
     """The kinds of loss that the report has, each as a heading and a field of a sample."""
     held = any(source.held_out is not None for source in report.sources)
     along = any(source.held_out is None for source in report.sources)
-    return [*([("lineage loss", "lineage_loss")] if along else []), *([("held-out loss", "held_out_loss")] if held else [])]
+    return [
+        *([("lineage loss", "lineage_loss")] if along else []),
+        *([("held-out loss", "held_out_loss")] if held else []),
+    ]
 
 
-def _samples_table(samples: Sequence[SampleScore], losses: Sequence[tuple[str, str]], describe: Callable[[int], str] | None) -> Table:
-    table = Table(title="Most suspicious samples", title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    for name in ("rank", "sample", "percentile", "± spread", *(heading for heading, _ in losses), "suspect"):
+def _samples_table(
+    samples: Sequence[SampleScore],
+    losses: Sequence[tuple[str, str]],
+    describe: Callable[[int], str] | None,
+) -> Table:
+    table = Table(
+        title="Most suspicious samples",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for name in (
+        "rank",
+        "sample",
+        "percentile",
+        "± spread",
+        *(heading for heading, _ in losses),
+        "suspect",
+    ):
         table.add_column(name.replace(" ", "\n"), justify="right")
     if describe is not None:
         table.add_column("what")
     for sample in samples:
         values = (number(getattr(sample, field)) for _, field in losses)
         what = [] if describe is None else [_Line(describe(sample.index))]
-        row = (str(sample.rank), str(sample.index), number(sample.score), number(sample.spread), *values)
+        row = (
+            str(sample.rank),
+            str(sample.index),
+            number(sample.score),
+            number(sample.spread),
+            *values,
+        )
         table.add_row(*row, "yes" if sample.is_suspect else "", *what)
     return table
 
@@ -115,7 +160,13 @@ def _subsets_table(subsets: Sequence[SubsetScore]) -> Table:
         table.add_column(name, justify="right")
     for subset in subsets:
         share = f"{subset.suspects} ({100 * subset.suspects / subset.samples:.0f} %)"
-        table.add_row(Text(subset.name), str(subset.samples), f"{subset.score:.1f}", number(subset.error, 1), share)
+        table.add_row(
+            Text(subset.name),
+            str(subset.samples),
+            f"{subset.score:.1f}",
+            number(subset.error, 1),
+            share,
+        )
     return table
 
 
@@ -174,7 +225,14 @@ hard. Look before you delete.</p>"""
 # A report on outliers as one HTML page that loads no other files and runs no scripts.
 
 
-def page(report: Ranking, *, title: str, show: Callable[[int], object] | None, describe: Callable[[int], str] | None, most: int) -> str:
+def page(
+    report: Ranking,
+    *,
+    title: str,
+    show: Callable[[int], object] | None,
+    describe: Callable[[int], str] | None,
+    most: int,
+) -> str:
     """The page. ``show`` and ``describe`` are called for the ``most`` highest ranked samples."""
     top = report.top(most)
     parts = [
@@ -205,16 +263,25 @@ def _facts(report: Ranking) -> str:
     facts = {
         "samples": f"{len(report):,}",
         "suspects": f"{int(selection.suspects.sum()):,}",
-        f"noise rate, {'estimated' if selection.is_estimated else 'given'}": f"{100 * selection.noise_rate:.1f} %",
+        f"noise rate, {'estimated' if selection.is_estimated else 'given'}": (
+            f"{100 * selection.noise_rate:.1f} %"
+        ),
         "epochs, training and scoring": ("≥ " if cost.unrecorded else "") + f"{cost.total:.1f}",
         "states read": str(sum(len(source.states) for source in report.sources)),
     }
-    return "<dl>" + "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items()) + "</dl>"
+    return (
+        "<dl>"
+        + "".join(
+            f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
+            for name, value in facts.items()
+        )
+        + "</dl>"
+    )
 
 
 def _histogram(report: Ranking, width: int = 900, height: int = 190, bins: int = 60) -> str:
-    """Bars of all samples, with the suspects at their foot. Heights are square roots, so that a bar of a few is visible beside one of
-    thousands.
+    """Bars of all samples, with the suspects at their foot. Heights are square roots, so that a bar
+    of a few is visible beside one of thousands.
     """
     known = np.isfinite(report.scores.strength)
     strength, suspects = report.scores.strength[known], report.selection.suspects[known]
@@ -227,38 +294,75 @@ def _histogram(report: Ranking, width: int = 900, height: int = 190, bins: int =
         share = tall * hot / total if total else 0.0
         for name, bottom, top in (("rest", share, tall), ("found", 0.0, share)):
             if top > bottom:
-                place = f'x="{at * step:.1f}" y="{height - 20 - top:.1f}" width="{step - 1:.1f}" height="{top - bottom:.1f}"'
-                bars.append(f'<rect class="{name}" {place}><title>{total} samples, {hot} of them suspects</title></rect>')
-    ticks = [(0, "start", edges[0]), (width / 2, "middle", (edges[0] + edges[-1]) / 2), (width, "end", edges[-1])]
-    texts = "".join(f'<text x="{x:.0f}" y="{height - 5}" text-anchor="{anchor}">{value:.1f}</text>' for x, anchor, value in ticks)
-    caption = "Mean standardised loss, in standard deviations above the mean; suspects in red. Heights are square roots of counts."
+                place = (
+                    f'x="{at * step:.1f}" y="{height - 20 - top:.1f}" width="{step - 1:.1f}"'
+                    f' height="{top - bottom:.1f}"'
+                )
+                bars.append(
+                    f'<rect class="{name}" {place}><title>{total} samples, {hot} of them'
+                    " suspects</title></rect>"
+                )
+    ticks = [
+        (0, "start", edges[0]),
+        (width / 2, "middle", (edges[0] + edges[-1]) / 2),
+        (width, "end", edges[-1]),
+    ]
+    texts = "".join(
+        f'<text x="{x:.0f}" y="{height - 5}" text-anchor="{anchor}">{value:.1f}</text>'
+        for x, anchor, value in ticks
+    )
+    caption = (
+        "Mean standardised loss, in standard deviations above the mean; suspects in red. Heights"
+        " are square roots of counts."
+    )
     label = "Histogram of the scores of all samples"
     return (
-        f'<figure><svg viewBox="0 0 {width} {height}" role="img" aria-label="{label}">{"".join(bars)}{texts}</svg>'
+        f'<figure><svg viewBox="0 0 {width} {height}" role="img"'
+        f' aria-label="{label}">{"".join(bars)}{texts}</svg>'
         f"<figcaption>{caption}</figcaption></figure>"
     )
 
 
-def _gallery(samples: Sequence[SampleScore], show: Callable[[int], object], describe: Callable[[int], str] | None) -> str:
+def _gallery(
+    samples: Sequence[SampleScore],
+    show: Callable[[int], object],
+    describe: Callable[[int], str] | None,
+) -> str:
     figures = []
     for sample in samples:
         data = base64.b64encode(thumbnail(show(sample.index), sample.index)).decode()
         what = f"<br>{escape(describe(sample.index))}" if describe is not None else ""
         kind = ' class="suspect"' if sample.is_suspect else ""
         image = f'<img alt="sample {sample.index}" src="data:image/png;base64,{data}">'
-        figures.append(f"<figure{kind}>{image}<figcaption><b>{sample.rank}</b> · #{sample.index}{what}</figcaption></figure>")
+        figures.append(
+            f"<figure{kind}>{image}<figcaption><b>{sample.rank}</b> ·"
+            f" #{sample.index}{what}</figcaption></figure>"
+        )
     return f'<div class="gallery">{"".join(figures)}</div>'
 
 
-def _samples_page(samples: Sequence[SampleScore], losses: Sequence[tuple[str, str]], describe: Callable[[int], str] | None) -> str:
-    names = ["rank", "sample", "percentile", "± spread", *(heading for heading, _ in losses), "suspect"]
+def _samples_page(
+    samples: Sequence[SampleScore],
+    losses: Sequence[tuple[str, str]],
+    describe: Callable[[int], str] | None,
+) -> str:
+    names = [
+        "rank",
+        "sample",
+        "percentile",
+        "± spread",
+        *(heading for heading, _ in losses),
+        "suspect",
+    ]
     rows = []
     for sample in samples:
         values = [str(sample.rank), str(sample.index), number(sample.score), number(sample.spread)]
         values += [number(getattr(sample, field)) for _, field in losses]
         values.append("yes" if sample.is_suspect else "")
         rows.append([*values, *([describe(sample.index)] if describe is not None else [])])
-    return _table([*names, *(["what"] if describe is not None else [])], rows, text={"what"}, hot={"suspect"})
+    return _table(
+        [*names, *(["what"] if describe is not None else [])], rows, text={"what"}, hot={"suspect"}
+    )
 
 
 def _subsets_page(report: Ranking) -> str:
@@ -272,7 +376,9 @@ def _subsets_page(report: Ranking) -> str:
         ]
         for subset in report.subsets
     ]
-    return _table(["subset", "samples", "mean percentile", "± error", "suspects"], rows, text={"subset"})
+    return _table(
+        ["subset", "samples", "mean percentile", "± error", "suspects"], rows, text={"subset"}
+    )
 
 
 def _sources(report: Ranking) -> str:
@@ -280,16 +386,35 @@ def _sources(report: Ranking) -> str:
     for source in report.sources:
         held = "" if source.held_out is None else str(len(source.held_out))
         read = f"{len(source.states)} of {source.of}"
-        rows.append([source.name, read, str(source.gone), f"{source.states[0].step} to {source.states[-1].step}", held])
-    return _table(["branch", "states read", "bytes gone", "steps", "samples held out"], rows, text={"branch"})
+        rows.append(
+            [
+                source.name,
+                read,
+                str(source.gone),
+                f"{source.states[0].step} to {source.states[-1].step}",
+                held,
+            ]
+        )
+    return _table(
+        ["branch", "states read", "bytes gone", "steps", "samples held out"], rows, text={"branch"}
+    )
 
 
 def _skipped(report: Ranking) -> str:
-    rows = [[skipped.branch, "" if skipped.step is None else str(skipped.step), skipped.reason] for skipped in report.skipped]
+    rows = [
+        [skipped.branch, "" if skipped.step is None else str(skipped.step), skipped.reason]
+        for skipped in report.skipped
+    ]
     return _table(["branch", "step", "why"], rows, text={"branch", "why"})
 
 
-def _table(names: Sequence[str], rows: Sequence[Sequence[str]], *, text: Collection[str], hot: Collection[str] = ()) -> str:
+def _table(
+    names: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    text: Collection[str],
+    hot: Collection[str] = (),
+) -> str:
     def cells(tag: str, values: Sequence[str]) -> Iterator[str]:
         for name, value in zip(names, values, strict=True):
             kind = ' class="text"' if name in text else ' class="hot"' if name in hot else ""
@@ -297,7 +422,10 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[str]], *, text: Collect
 
     head = "".join(cells("th", names))
     body = "".join(f"<tr>{''.join(cells('td', row))}</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return (
+        "<div"
+        f' class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
 
 
 # Samples as a sheet of pictures, drawn by matplotlib.
@@ -306,7 +434,12 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[str]], *, text: Collect
 COLUMNS = 8
 
 
-def sheet(samples: Sequence[SampleScore], path: Path, show: Callable[[int], object], describe: Callable[[int], str] | None) -> Path:
+def sheet(
+    samples: Sequence[SampleScore],
+    path: Path,
+    show: Callable[[int], object],
+    describe: Callable[[int], str] | None,
+) -> Path:
     """Write a grid of the samples, each under its rank and index, with suspects in red."""
     columns = min(COLUMNS, max(1, len(samples)))
     rows = max(1, math.ceil(len(samples) / columns))
@@ -315,9 +448,13 @@ def sheet(samples: Sequence[SampleScore], path: Path, show: Callable[[int], obje
     grid = drawn.subplots(rows, columns, squeeze=False).ravel()
     for axes, sample in zip(grid, samples, strict=False):
         draw(axes, array_of(show(sample.index), sample.index))
-        text = f"{sample.rank}: #{sample.index}" + (f"\n{describe(sample.index)}" if describe is not None else "")
+        text = f"{sample.rank}: #{sample.index}" + (
+            f"\n{describe(sample.index)}" if describe is not None else ""
+        )
         # A user's text is not a formula: parse_math would treat its dollar signs as one.
-        axes.set_title(text, fontsize=8, color="#b3261e" if sample.is_suspect else "#1b1f24", parse_math=False)
+        axes.set_title(
+            text, fontsize=8, color="#b3261e" if sample.is_suspect else "#1b1f24", parse_math=False
+        )
     for axes in grid:
         axes.set_axis_off()
     drawn.savefig(path, dpi=150, facecolor="white")

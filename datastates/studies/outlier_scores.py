@@ -1,4 +1,5 @@
-"""How suspicious each sample is: losses under many states, combined into one score for each sample."""
+"""How suspicious each sample is: losses under many states, combined into one score for each
+sample."""
 
 from __future__ import annotations
 
@@ -61,9 +62,14 @@ class Spread:
         self.sources[known] += 1
 
     def deviation(self) -> Floats:
-        """The sample standard deviation, over the sources, of a sample's percentile (0 to 100); NaN with fewer than two."""
+        """The sample standard deviation, over the sources, of a sample's percentile (0 to 100);
+        NaN with fewer than two."""
         times = np.maximum(self.sources, 1)
-        variance = np.maximum(self._squares / times - (self._sum / times) ** 2, 0.0) * times / np.maximum(times - 1, 1)
+        variance = (
+            np.maximum(self._squares / times - (self._sum / times) ** 2, 0.0)
+            * times
+            / np.maximum(times - 1, 1)
+        )
         return np.where(self.sources >= 2, np.sqrt(variance), np.nan)
 
 
@@ -71,10 +77,12 @@ class Spread:
 class Scores:
     """One array for each column, one element for each sample; NaN where a value is not known.
 
-    ``score`` decides the ranking: the percentile (0 to 100) of the sample's loss, or the mean of two percentiles if both losses are known.
-    ``strength`` says how far the sample stands out: the mean of the standardised losses. ``lineage`` is the mean loss under states that
-    were, or may have been, trained on the sample. ``held_out`` is the mean loss under variants that held it out. ``spread`` is the standard
-    deviation of the sample's percentile over the ``sources`` (branches, variants) that know it.
+    ``score`` decides the ranking: the percentile (0 to 100) of the sample's loss, or the mean of
+    two percentiles if both losses are known. ``strength`` says how far the sample stands out: the
+    mean of the standardised losses. ``lineage`` is the mean loss under states that were, or may
+    have been, trained on the sample. ``held_out`` is the mean loss under variants that held it out.
+    ``spread`` is the standard deviation of the sample's percentile over the ``sources`` (branches,
+    variants) that know it.
     """
 
     score: Floats
@@ -93,8 +101,9 @@ class Scores:
 def put_together(lineage: Floats, held_out: Floats, spread: Spread) -> Scores:
     """Scores from the mean losses of both kinds, with equal weights.
 
-    Ranks are averaged rather than losses. On Fashion-MNIST that was never worse (docs/benchmarks.md), and the size of a model's losses on
-    samples that it was not trained on does not matter.
+    Ranks are averaged rather than losses. On Fashion-MNIST that was never worse
+    (docs/benchmarks.md), and the size of a model's losses on samples that it was not trained on
+    does not matter.
     """
     score = _mean_of_known(percentiles(lineage), percentiles(held_out))
     strength = _mean_of_known(standardise(lineage), standardise(held_out))
@@ -111,7 +120,8 @@ def _mean_of_known(*parts: Floats) -> Floats:
 
 
 def standardise(values: Floats) -> Floats:
-    """The values with mean 0 and standard deviation 1 over those that are finite, once these are ``capped``; all 0 if all are equal."""
+    """The values with mean 0 and standard deviation 1 over those that are finite, once these are
+    ``capped``; all 0 if all are equal."""
     known = capped(values)
     if known.size == 0:
         return values.copy()
@@ -121,7 +131,8 @@ def standardise(values: Floats) -> Floats:
 
 
 def capped(values: Floats) -> Floats:
-    """The finite values, those that are much too high set to a limit, so that a few gross errors do not decide the scale.
+    """The finite values, those that are much too high set to a limit, so that a few gross errors do
+    not decide the scale.
 
     The limit is 10 standard deviations, of all values but the highest 5 %, above the median.
     """
@@ -131,7 +142,8 @@ def capped(values: Floats) -> Floats:
 
 
 def percentiles(values: Floats) -> Floats:
-    """The share (0 to 100) of the others that each value stands above, ties counted half; NaN stays NaN."""
+    """The share (0 to 100) of the others that each value stands above, ties counted half; NaN
+    stays NaN."""
     found = np.full(len(values), np.nan)
     known = np.flatnonzero(~np.isnan(values))
     if known.size == 1:
@@ -147,13 +159,15 @@ def percentiles(values: Floats) -> Floats:
 
 
 FORWARD = 1 / 3
-"""The cost of a forward pass, in epochs: a step also goes backward, which costs about twice as much as going forward."""
+"""The cost of a forward pass, in epochs: a step also goes backward, which costs about twice as
+much as going forward."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutlierCost:
-    """The cost of a report. ``training`` is the epochs that the lineage records, and ``unrecorded`` names the branches that record none.
-    ``passes`` counts the forward passes over the whole data that scoring took.
+    """The cost of a report. ``training`` is the epochs that the lineage records, and ``unrecorded``
+    names the branches that record none. ``passes`` counts the forward passes over the whole data
+    that scoring took.
     """
 
     training: float
@@ -167,17 +181,29 @@ class OutlierCost:
 
     def __str__(self) -> str:
         least = "at least " if self.unrecorded else ""
-        text = f"{least}{self.total:.1f} epochs: {self.training:.1f} of training, and {self.passes:.1f} forward passes at 1/3 epoch each"
-        return text + (f"; no epochs on record for {', '.join(self.unrecorded)}" if self.unrecorded else "")
+        text = (
+            f"{least}{self.total:.1f} epochs: {self.training:.1f} of training, and"
+            f" {self.passes:.1f} forward passes at 1/3 epoch each"
+        )
+        return text + (
+            f"; no epochs on record for {', '.join(self.unrecorded)}" if self.unrecorded else ""
+        )
 
 
-def trained(log: Sequence[State], known: dict[str, tuple[str | None, float]], count: int, steps_per_epoch: int | None) -> float | None:
-    """The epochs over the whole data that one branch adds to those in ``known``; None if its own states record none.
+def trained(
+    log: Sequence[State],
+    known: dict[str, tuple[str | None, float]],
+    count: int,
+    steps_per_epoch: int | None,
+) -> float | None:
+    """The epochs over the whole data that one branch adds to those in ``known``; None if its own
+    states record none.
 
-    ``log`` is oldest first. ``known`` maps each state that was counted before to its variant and that variant's epochs at the state; the
-    states of this log are added to it. A state records its epochs as the attribute or metric ``epoch``; in a study they count from the
-    variant's fork. ``samples`` of ``samples_all`` says how much of the data an epoch was. A state without a record counts its steps over
-    ``steps_per_epoch``.
+    ``log`` is oldest first. ``known`` maps each state that was counted before to its variant and
+    that variant's epochs at the state; the states of this log are added to it. A state records its
+    epochs as the attribute or metric ``epoch``; in a study they count from the variant's fork.
+    ``samples`` of ``samples_all`` says how much of the data an epoch was. A state without a record
+    counts its steps over ``steps_per_epoch``.
     """
     total, variant, before = 0.0, None, 0.0
     is_new = is_recorded = False
@@ -188,7 +214,11 @@ def trained(log: Sequence[State], known: dict[str, tuple[str | None, float]], co
         is_new = True
         epoch, own = _epoch(state, steps_per_epoch), _variant(state)
         if own != variant:
-            variant, before = own, before if _recorded(state) is None else 0.0  # a variant counts its epochs from its fork
+            # a variant counts its epochs from its fork
+            variant, before = (
+                own,
+                (before if _recorded(state) is None else 0.0),
+            )
         if epoch is not None:
             is_recorded = True
             total += max(0.0, epoch - before) * _share(state, count)
@@ -204,7 +234,11 @@ def _variant(state: State) -> str | None:
 
 def _epoch(state: State, steps_per_epoch: int | None) -> float | None:
     recorded = _recorded(state)
-    return recorded if recorded is not None or steps_per_epoch is None else state.step / steps_per_epoch
+    return (
+        recorded
+        if recorded is not None or steps_per_epoch is None
+        else state.step / steps_per_epoch
+    )
 
 
 def _recorded(state: State) -> float | None:
@@ -224,7 +258,8 @@ def _share(state: State, count: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One branch: its states that are to be read, oldest first, and the samples that it held out, if those are known.
+    """One branch: its states that are to be read, oldest first, and the samples that it held out,
+    if those are known.
 
     The branch has ``of`` states of its own; ``gone`` of them have lost their bytes.
     """
@@ -238,7 +273,8 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Something that was not read, and why: a state of a branch, or the whole branch (``uid`` None)."""
+    """Something that was not read, and why: a state of a branch, or the whole branch (``uid``
+    None)."""
 
     branch: str
     reason: str
@@ -260,7 +296,9 @@ class Gathered:
     seen: dict[str, tuple[str | None, float]] = field(default_factory=dict)
 
     def add(self, name: str, log: Sequence[State], held_out: Rows | None = None) -> None:
-        """Add a branch, oldest state first. States that it shares with earlier branches count as theirs."""
+        """Add a branch, oldest state first.
+
+        States that it shares with earlier branches count as theirs."""
         own = [state for state in log if state.uid not in self.seen]
         begin = max((state.step for state in log if state.uid in self.seen), default=0)
         epochs = trained(log, self.seen, self.count, self.steps_per_epoch)
@@ -274,7 +312,9 @@ class Gathered:
             self.sources.append(Source(name, tuple(picked), held_out, len(own), gone))
         else:
             why = (
-                f"none of its {len(own)} states has its bytes any more" if own else "it has no state after step 0 that no other branch has"
+                f"none of its {len(own)} states has its bytes any more"
+                if own
+                else "it has no state after step 0 that no other branch has"
             )
             self.skipped.append(Skipped(name, why))
 
@@ -293,7 +333,8 @@ def gather(
     states: int,
     steps_per_epoch: int | None,
 ) -> Gathered:
-    """The named branches (any revision), then the branch that the study's variants forked from, then each finished variant.
+    """The named branches (any revision), then the branch that the study's variants forked from,
+    then each finished variant.
 
     :raises NotFound: there is no such branch or study.
     :raises InvalidInput: a plan is given without its study, or its subsets do not fit ``count``.
@@ -303,7 +344,9 @@ def gather(
         found.add(branch, repo.log(branch)[::-1])
     if plan is not None:
         if study is None:
-            raise InvalidInput("a plan comes without its study: pass study=, the name that explore ran it under")
+            raise InvalidInput(
+                "a plan comes without its study: pass study=, the name that explore ran it under"
+            )
         _check_rows(plan, count)
     if study is not None:
         _add_study(found, repo, study, plan)
@@ -311,7 +354,8 @@ def gather(
 
 
 def pick(states: Sequence[State], most: int, begin: int = 0) -> list[State]:
-    """At most ``most`` of the states that have their bytes, spread evenly over the steps after ``begin``, and including the last one."""
+    """At most ``most`` of the states that have their bytes, spread evenly over the steps after
+    ``begin``, and including the last one."""
     there = [state for state in states if state.status.is_restorable]
     if len(there) <= most:
         return there
@@ -324,7 +368,11 @@ def pick(states: Sequence[State], most: int, begin: int = 0) -> list[State]:
 
 def _add_study(found: Gathered, repo: Repository, study: str, plan: Plan | None) -> None:
     refs = {ref.name: ref.kind for ref in repo.refs()}
-    names = [variant.name for variant in plan.variants] if plan is not None else _members(repo, refs, study)
+    names = (
+        [variant.name for variant in plan.variants]
+        if plan is not None
+        else _members(repo, refs, study)
+    )
     if f"start/{study}" in refs:
         log = repo.log(f"start/{study}")[::-1]
         if any(state.uid not in found.seen and state.step > 0 for state in log):
@@ -335,20 +383,36 @@ def _add_study(found: Gathered, repo: Repository, study: str, plan: Plan | None)
     for name in names:
         branch, done = f"{study}/{name}", f"done/{study}/{name}"
         if done in refs:
-            found.add(branch, repo.log(done)[::-1], _held_out(plan, name, found.count) if plan is not None else None)
+            found.add(
+                branch,
+                repo.log(done)[::-1],
+                _held_out(plan, name, found.count) if plan is not None else None,
+            )
         else:
-            found.skipped.append(Skipped(branch, "not finished" if branch in refs else "never begun"))
+            found.skipped.append(
+                Skipped(branch, "not finished" if branch in refs else "never begun")
+            )
 
 
 def _members(repo: Repository, refs: Mapping[str, RefKind], study: str) -> list[str]:
-    """The study's variants, finished ones with parents before children, because a child's log begins with its parent's."""
-    names = [name.removeprefix(f"{study}/") for name, kind in refs.items() if kind is RefKind.BRANCH and name.startswith(f"{study}/")]
-    depths = {name: repo.state(done).generation for name in names if (done := f"done/{study}/{name}") in refs}
+    """The study's variants, finished ones with parents before children, because a child's log
+    begins with its parent's."""
+    names = [
+        name.removeprefix(f"{study}/")
+        for name, kind in refs.items()
+        if kind is RefKind.BRANCH and name.startswith(f"{study}/")
+    ]
+    depths = {
+        name: repo.state(done).generation
+        for name in names
+        if (done := f"done/{study}/{name}") in refs
+    }
     return sorted(names, key=lambda name: (depths.get(name, 0), name))
 
 
 def _held_out(plan: Plan, name: str, count: int) -> Rows | None:
-    """The samples on which neither the variant nor an ancestor was trained, ascending; None if there are none, or the plan does not say."""
+    """The samples on which neither the variant nor an ancestor was trained, ascending; None if
+    there are none, or the plan does not say."""
     path = plan.path(name)
     if any(variant.train is None for variant in path):
         return None
@@ -361,7 +425,10 @@ def _check_rows(plan: Plan, count: int) -> None:
     for name, rows in plan.subsets.items():
         if rows and not (min(rows) >= 0 and max(rows) < count):
             wrong = min(rows) if min(rows) < 0 else max(rows)
-            raise InvalidInput(f"subset {name!r} of the plan has sample {wrong}, but count is {count}: pass the count of all samples")
+            raise InvalidInput(
+                f"subset {name!r} of the plan has sample {wrong}, but count is {count}: pass the"
+                " count of all samples"
+            )
 
 
 # The loss of each sample under states of the lineage: states are restored one after another into
@@ -369,12 +436,15 @@ def _check_rows(plan: Plan, count: int) -> None:
 
 
 LossOf = Callable[[nn.Module, Tensor], Tensor]
-"""A function that takes the model and int64 indices ``[n]`` on the CPU, and returns the loss of each sample, ``[n]``."""
+"""A function that takes the model and int64 indices ``[n]`` on the CPU, and returns the loss of
+each sample, ``[n]``."""
 
 
 @dataclass(slots=True)
 class Losses:
-    """The measured losses, as sums only, so that memory does not grow with the number of states. ``sources`` are those that were read."""
+    """The measured losses, as sums only, so that memory does not grow with the number of states.
+
+    ``sources`` are those that were read."""
 
     count: int
     lineage: Tally = field(init=False)
@@ -385,16 +455,40 @@ class Losses:
     passes: float = 0.0
 
     def __post_init__(self) -> None:
-        self.lineage, self.held_out, self.spread = Tally(self.count), Tally(self.count), Spread(self.count)
+        self.lineage, self.held_out, self.spread = (
+            Tally(self.count),
+            Tally(self.count),
+            Spread(self.count),
+        )
 
 
 class Meter:
-    """Measures losses under states. ``name`` is the name under which the model was tracked; ``batch`` samples go through it at a time."""
+    """Measures losses under states.
 
-    def __init__(self, repo: Repository, model: nn.Module, loss: LossOf, *, name: str = "model", batch: int = 1024) -> None:
+    ``name`` is the name under which the model was tracked; ``batch`` samples go through it at a
+    time."""
+
+    def __init__(
+        self,
+        repo: Repository,
+        model: nn.Module,
+        loss: LossOf,
+        *,
+        name: str = "model",
+        batch: int = 1024,
+    ) -> None:
         if batch < 1:
-            raise InvalidInput(f"batch is {batch}: it counts the samples that go through the model at a time, from 1")
-        self._repo, self._model, self._loss, self._name, self._batch = repo, model, loss, name, batch
+            raise InvalidInput(
+                f"batch is {batch}: it counts the samples that go through the model at a time,"
+                " from 1"
+            )
+        self._repo, self._model, self._loss, self._name, self._batch = (
+            repo,
+            model,
+            loss,
+            name,
+            batch,
+        )
 
     def restore(self, state: State) -> None:
         """Restore the state into the model.
@@ -415,19 +509,27 @@ class Meter:
             return np.concatenate([self._part(part) for part in indices.split(self._batch)])
 
     def _part(self, indices: Tensor) -> Floats:
-        found: object = self._loss(self._model, indices)  # what the user's function actually returned
+        # what the user's function actually returned
+        found: object = self._loss(self._model, indices)
         if not isinstance(found, Tensor) or tuple(found.shape) != (len(indices),):
-            what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+            what = (
+                f"a tensor of shape {tuple(found.shape)}"
+                if isinstance(found, Tensor)
+                else f"a {type(found).__name__}"
+            )
             raise InvalidInput(
-                f"loss(model, indices) gave {what} for {len(indices)} indices: give one loss a sample, with reduction='none'"
+                f"loss(model, indices) gave {what} for {len(indices)} indices: give one loss a"
+                " sample, with reduction='none'"
             )
         plain: Floats = found.detach().to("cpu", torch.float64).numpy()
         return plain
 
 
-def measure(meter: Meter, sources: Sequence[Source], count: int, on_progress: Callable[[int, int], None]) -> Losses:
-    """Read every source. Skips a state that cannot be restored, or under which most losses are not finite. Any other loss that is not
-    finite counts as infinite.
+def measure(
+    meter: Meter, sources: Sequence[Source], count: int, on_progress: Callable[[int, int], None]
+) -> Losses:
+    """Read every source. Skips a state that cannot be restored, or under which most losses are not
+    finite. Any other loss that is not finite counts as infinite.
 
     :raises Unavailable: not one state could be read.
     """
@@ -448,7 +550,8 @@ def measure(meter: Meter, sources: Sequence[Source], count: int, on_progress: Ca
             found.sources.append(replace(source, states=tuple(read)))
     if not found.sources:
         raise Unavailable(
-            f"none of {total} states could be read: {'; '.join(skipped.reason for skipped in found.skipped[:3]) or 'there are none'}"
+            f"none of {total} states could be read:"
+            f" {'; '.join(skipped.reason for skipped in found.skipped[:3]) or 'there are none'}"
         )
     return found
 
@@ -463,14 +566,22 @@ def _read(meter: Meter, source: Source, state: State, rows: Rows, found: Losses)
     found.passes += len(rows) / found.count
     wrong = ~np.isfinite(losses)
     if 2 * wrong.sum() > len(rows):
-        found.skipped.append(Skipped(source.name, f"{wrong.sum()} of its {len(rows)} losses are not finite", state.uid, state.step))
+        found.skipped.append(
+            Skipped(
+                source.name,
+                f"{wrong.sum()} of its {len(rows)} losses are not finite",
+                state.uid,
+                state.step,
+            )
+        )
         return None
     return np.where(wrong, np.inf, losses)
 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every part of the model into evaluation mode, and afterwards back into the mode that it had."""
+    """Put every part of the model into evaluation mode, and afterwards back into the mode that
+    it had."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -486,7 +597,8 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selection:
-    """The suspects: ``suspects`` is True for the ``noise_rate`` highest scores. ``is_estimated``: the rate was estimated, not given."""
+    """The suspects: ``suspects`` is True for the ``noise_rate`` highest scores.
+    ``is_estimated``: the rate was estimated, not given."""
 
     noise_rate: float
     is_estimated: bool
@@ -500,7 +612,9 @@ def check_rate(value: object, what: str = "noise_rate") -> float:
     """
     rate = values.number(value, what)
     if not 0 <= rate <= 1:
-        raise InvalidInput(f"{what} is {rate:g}: it is a share of the samples, from 0 to 1, or None to estimate it")
+        raise InvalidInput(
+            f"{what} is {rate:g}: it is a share of the samples, from 0 to 1, or None to estimate it"
+        )
     return rate
 
 
@@ -520,23 +634,29 @@ def select(scores: Scores, noise_rate: float | None = None) -> Selection:
 
 
 def estimate(strength: Floats) -> float:
-    """The share of samples that a mixture of two normal distributions assigns to the higher one, and of those that are not finite.
+    """The share of samples that a mixture of two normal distributions assigns to the higher one,
+    and of those that are not finite.
 
     The values are ``capped`` first: otherwise one gross error would be the higher group alone.
 
-    Both distributions have one variance. With separate variances the higher one also takes samples that are merely hard (Fashion-MNIST with
-    10 % of labels flipped: 30 % instead of 10 %). The mixture finds two groups even where there is one: clean data gives a few per cent.
-    The estimate is never more than half, because what most samples are is not an outlier.
+    Both distributions have one variance. With separate variances the higher one also takes samples
+    that are merely hard (Fashion-MNIST with 10 % of labels flipped: 30 % instead of 10 %). The
+    mixture finds two groups even where there is one: clean data gives a few per cent. The estimate
+    is never more than half, because what most samples are is not an outlier.
     """
     finite = capped(strength)
     wrong = strength.size - finite.size
     if finite.size < 10 or math.isclose(float(np.ptp(finite)), 0.0):
         return min(0.5, wrong / max(1, strength.size))
     try:
-        from sklearn.mixture import GaussianMixture  # takes a second to import, and is only needed here
+        # takes a second to import, and is only needed here
+        from sklearn.mixture import (
+            GaussianMixture,
+        )
     except ImportError as exc:
         raise Unsupported(
-            "the noise rate is estimated with scikit-learn: pip install 'datastates[workflows]', or pass noise_rate="
+            "the noise rate is estimated with scikit-learn: pip install 'datastates[workflows]', or"
+            " pass noise_rate="
         ) from exc
     column = finite.reshape(-1, 1)
     mixture = GaussianMixture(2, covariance_type="tied", n_init=2, random_state=0).fit(column)
@@ -549,7 +669,10 @@ def estimate(strength: Floats) -> float:
 
 @dataclass(frozen=True, slots=True)
 class SubsetScore:
-    """The score of one subset. ``score`` is the mean of the samples' percentiles (50: like all the data), ``error`` its standard error."""
+    """The score of one subset.
+
+    ``score`` is the mean of the samples' percentiles (50: like all the data), ``error`` its
+    standard error."""
 
     name: str
     samples: int
@@ -566,10 +689,15 @@ def check_subsets(subsets: Mapping[str, Sequence[int]], count: int) -> None:
     for name, indices in subsets.items():
         wrong = next((index for index in indices if not 0 <= index < count), None)
         if wrong is not None:
-            raise InvalidInput(f"subset {name!r} has sample {wrong}, but count is {count}: pass the count of all samples")
+            raise InvalidInput(
+                f"subset {name!r} has sample {wrong}, but count is {count}: pass the count of all"
+                " samples"
+            )
 
 
-def score_subsets(scores: Scores, selection: Selection, subsets: Mapping[str, Sequence[int]]) -> tuple[SubsetScore, ...]:
+def score_subsets(
+    scores: Scores, selection: Selection, subsets: Mapping[str, Sequence[int]]
+) -> tuple[SubsetScore, ...]:
     """The subsets, the most suspicious first; a subset without a scored sample is left out.
 
     :raises InvalidInput: a subset has a sample that does not exist.
@@ -581,8 +709,18 @@ def score_subsets(scores: Scores, selection: Selection, subsets: Mapping[str, Se
         values = scores.score[rows]
         values = values[~np.isnan(values)]
         if values.size:
-            error = float(values.std(ddof=1)) / math.sqrt(values.size) if values.size > 1 else math.nan
-            found.append(SubsetScore(name, int(values.size), float(values.mean()), error, int(selection.suspects[rows].sum())))
+            error = (
+                float(values.std(ddof=1)) / math.sqrt(values.size) if values.size > 1 else math.nan
+            )
+            found.append(
+                SubsetScore(
+                    name,
+                    int(values.size),
+                    float(values.mean()),
+                    error,
+                    int(selection.suspects[rows].sum()),
+                )
+            )
     return tuple(sorted(found, key=lambda subset: -subset.score))
 
 
@@ -591,7 +729,8 @@ def score_subsets(scores: Scores, selection: Selection, subsets: Mapping[str, Se
 
 @dataclass(frozen=True, slots=True)
 class SampleScore:
-    """One sample; ``rank`` 1 is the most suspicious. None means not known. The other fields are as in ``Scores``."""
+    """One sample; ``rank`` 1 is the most suspicious. None means not known. The other fields are
+    as in ``Scores``."""
 
     index: int
     rank: int
@@ -606,7 +745,9 @@ class SampleScore:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Ranking:
-    """All samples, ranked. ``sources`` are the branches that were read, ``skipped`` those that could not be."""
+    """All samples, ranked.
+
+    ``sources`` are the branches that were read, ``skipped`` those that could not be."""
 
     scores: Scores
     selection: Selection

@@ -1,4 +1,5 @@
-"""Finding the samples that a training could not make sense of: by losses along the lineage, and under variants that held them out."""
+"""Finding the samples that a training could not make sense of: by losses along the lineage, and
+under variants that held them out."""
 
 from __future__ import annotations
 
@@ -48,12 +49,15 @@ MOST_KEPT = 2000
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class OutlierReport(Ranking):
-    """Every sample ranked, with suspects, subsets and cost; rich prints it as a table. ``sources`` are the branches that were read,
-    ``skipped`` those that could not be.
+    """Every sample ranked, with suspects, subsets and cost; rich prints it as a table. ``sources``
+    are the branches that were read, ``skipped`` those that could not be.
     """
 
     def __repr__(self) -> str:
-        return f"<OutlierReport: {int(self.selection.suspects.sum())} suspects among {len(self)} samples>"
+        return (
+            f"<OutlierReport: {int(self.selection.suspects.sum())} suspects among {len(self)}"
+            " samples>"
+        )
 
     def to_csv(self, path: str | os.PathLike[str]) -> Path:
         """Write CSV, one line for each sample, by rank; values that are not known are empty."""
@@ -61,7 +65,10 @@ class OutlierReport(Ranking):
             writer = csv.writer(file)
             names = [field.name for field in fields(SampleScore)]
             writer.writerow(names)
-            writer.writerows(["" if (value := getattr(sample, name)) is None else value for name in names] for sample in self.samples())
+            writer.writerows(
+                ["" if (value := getattr(sample, name)) is None else value for name in names]
+                for sample in self.samples()
+            )
         return Path(path)
 
     def to_dict(self) -> dict[str, Any]:
@@ -71,10 +78,17 @@ class OutlierReport(Ranking):
             "count": len(self),
             "noise_rate": self.selection.noise_rate,
             "is_noise_rate_estimated": self.selection.is_estimated,
-            "cost_epochs": {**asdict(self.cost), "unrecorded": list(self.cost.unrecorded), "total": self.cost.total},
+            "cost_epochs": {
+                **asdict(self.cost),
+                "unrecorded": list(self.cost.unrecorded),
+                "total": self.cost.total,
+            },
             "sources": [_source(source) for source in self.sources],
             "skipped": [asdict(skipped) for skipped in self.skipped],
-            "subsets": [{key: known(value) for key, value in asdict(subset).items()} for subset in self.subsets],
+            "subsets": [
+                {key: known(value) for key, value in asdict(subset).items()}
+                for subset in self.subsets
+            ],
             "samples": [asdict(sample) for sample in self.samples()],
         }
 
@@ -101,10 +115,15 @@ class OutlierReport(Ranking):
         :param most: how many of the highest ranked samples are shown.
         :raises Unsupported: there is something to draw, and matplotlib is not installed.
         """
-        from .outlier_report import page  # the page and the picture are imported only where they are asked for
+        # the page and the picture are imported only where they are asked for
+        from .outlier_report import (
+            page,
+        )
 
         _check_most(most)
-        Path(path).write_text(page(self, title=title, show=show, describe=describe, most=most), encoding="utf-8")
+        Path(path).write_text(
+            page(self, title=title, show=show, describe=describe, most=most), encoding="utf-8"
+        )
         return Path(path)
 
     def to_picture(
@@ -115,10 +134,12 @@ class OutlierReport(Ranking):
         describe: Callable[[int], str] | None = None,
         most: int = 24,
     ) -> Path:
-        """Write the highest ranked samples as a sheet of pictures (PNG, or the format of the suffix).
+        """Write the highest ranked samples as a sheet of pictures (PNG, or the format of the
+        suffix).
 
         :param path: the file to write.
-        :param show: returns the grey or colour picture of a sample, or a curve, as an array or tensor, given its index.
+        :param show: returns the grey or colour picture of a sample, or a curve, as an array or
+            tensor, given its index.
         :param describe: returns a line about a sample, given its index.
         :param most: how many samples are shown.
         :raises Unsupported: matplotlib is not installed.
@@ -137,15 +158,18 @@ class OutlierReport(Ranking):
         describe: Callable[[int], str] | None = None,
         most: int = 200,
     ) -> None:
-        """Keep the highest ranked samples in the lineage, where the page shows them. A report of the same name is replaced.
+        """Keep the highest ranked samples in the lineage, where the page shows them. A report of
+        the same name is replaced.
 
-            report = outliers(repo, "main", model=model, loss=losses_of, count=len(inputs), noise_rate=0.1)
-            report.to_repository(repo, "labels", show=lambda index: inputs[index].reshape(2, 2), most=24)
+            report = outliers(repo, "main", model=model, loss=losses_of, count=len(inputs),
+            noise_rate=0.1) report.to_repository(repo, "labels", show=lambda index:
+            inputs[index].reshape(2, 2), most=24)
 
         :param repo: the repository whose page shows them.
         :param name: the name of the report there.
-        :param show: returns the picture of a sample, given its index: an array as for ``to_html``, or bytes of a PNG, JPEG, GIF or WebP of
-            at most 1 MiB. None: the page asks the function that ``serve`` was given as ``pictures``, if it was.
+        :param show: returns the picture of a sample, given its index: an array as for ``to_html``,
+            or bytes of a PNG, JPEG, GIF or WebP of at most 1 MiB. None: the page asks the function
+            that ``serve`` was given as ``pictures``, if it was.
         :param describe: returns a line about a sample, given its index.
         :param most: how many samples are kept, at most 2000.
         :raises InvalidInput: a picture is not one, or is too large.
@@ -154,7 +178,10 @@ class OutlierReport(Ranking):
         core = core_of(repo)
         _check_most(most)
         if most > MOST_KEPT:
-            raise InvalidInput(f"most is {most}: at most {MOST_KEPT} samples are kept; to_html and to_json write all of them")
+            raise InvalidInput(
+                f"most is {most}: at most {MOST_KEPT} samples are kept; to_html and to_json write"
+                " all of them"
+            )
         facts = {
             "count": len(self),
             "suspects": int(self.selection.suspects.sum()),
@@ -173,10 +200,14 @@ class OutlierReport(Ranking):
         yield from tables(self)
 
 
-def _kept(sample: SampleScore, show: Callable[[int], object] | None, describe: Callable[[int], str] | None) -> attachments.NewSample:
+def _kept(
+    sample: SampleScore, show: Callable[[int], object] | None, describe: Callable[[int], str] | None
+) -> attachments.NewSample:
     facts = {key: value for key, value in asdict(sample).items() if key not in ("rank", "index")}
     facts["description"] = (
-        None if describe is None else values.text(str(describe(sample.index)), f"the description of sample {sample.index}")
+        None
+        if describe is None
+        else values.text(str(describe(sample.index)), f"the description of sample {sample.index}")
     )
     picture = None if show is None else image_of(show(sample.index), sample.index)
     return attachments.NewSample(sample.rank, sample.index, facts, picture)
@@ -190,7 +221,13 @@ def _check_most(most: int) -> None:
 def _source(source: Source) -> dict[str, Any]:
     held_out = None if source.held_out is None else len(source.held_out)
     states = [{"uid": state.uid, "step": state.step} for state in source.states]
-    return {"branch": source.name, "held_out": held_out, "states": states, "of": source.of, "gone": source.gone}
+    return {
+        "branch": source.name,
+        "held_out": held_out,
+        "states": states,
+        "of": source.of,
+        "gone": source.gone,
+    }
 
 
 # Finding the samples that a training could not make sense of: by losses along the lineage, and
@@ -199,7 +236,10 @@ def _source(source: Source) -> dict[str, Any]:
 
 def _model(value: object, what: str) -> nn.Module:
     if not isinstance(value, nn.Module):
-        raise InvalidInput(f"{what} is {values.shown(value)}: give the torch.nn.Module that states are to be restored into")
+        raise InvalidInput(
+            f"{what} is {values.shown(value)}: give the torch.nn.Module that states are to be"
+            " restored into"
+        )
     return value
 
 
@@ -231,7 +271,16 @@ class OutlierOptions(TypedDict, total=False):
     steps_per_epoch=values.optional(arguments.positive),
     on_progress=values.optional(values.callback),
 )
-@values.unpacks(OutlierOptions, subsets=None, states=8, noise_rate=None, name="model", batch=1024, steps_per_epoch=None, on_progress=None)
+@values.unpacks(
+    OutlierOptions,
+    subsets=None,
+    states=8,
+    noise_rate=None,
+    name="model",
+    batch=1024,
+    steps_per_epoch=None,
+    on_progress=None,
+)
 def outliers(
     repo: Repository,
     branches: str | State | Sequence[str | State] = (),
@@ -243,48 +292,63 @@ def outliers(
     plan: Plan | None = None,
     **options: Unpack[OutlierOptions],
 ) -> OutlierReport:
-    """Score ``count`` samples by their losses under states that the lineage already holds, and rank them.
+    """Score ``count`` samples by their losses under states that the lineage already holds, and rank
+    them.
 
-    A sample that has a *lineage* score (from ``branches``) and a *held-out* score (from ``study`` and ``plan``) is scored by the mean of
-    both percentiles. More branches (other seeds) make the score better, and their disagreement is its ``spread``.
+    A sample that has a *lineage* score (from ``branches``) and a *held-out* score (from ``study``
+    and ``plan``) is scored by the mean of both percentiles. More branches (other seeds) make the
+    score better, and their disagreement is its ``spread``.
 
         def losses_of(model, indices):
             return (model(inputs[indices]) - targets[indices]).square().flatten()
 
 
-        report = outliers(repo, "main", model=model, loss=losses_of, count=len(inputs), noise_rate=0.1, steps_per_epoch=4)
+        report = outliers(repo, "main", model=model, loss=losses_of, count=len(inputs),
+        noise_rate=0.1, steps_per_epoch=4)
 
-    States that cannot be restored are skipped; the report says which and why. The more epochs have their bytes, the better: if the study's
-    repository has ``Config(durable_every=1)``, every epoch is read whatever writing costs.
+    States that cannot be restored are skipped; the report says which and why. The more epochs have
+    their bytes, the better: if the study's repository has ``Config(durable_every=1)``, every epoch
+    is read whatever writing costs.
 
     :param repo: where the states are.
-    :param branches: any revisions. The mean loss along at most ``states`` of each one's own states, spread evenly, counts.
-    :param model: the model into which the states are restored, one after another. It ends with the weights of the last.
-    :param loss: ``loss(model, indices)`` returns one loss for each sample, ``[n]``. It is called in evaluation mode, without gradients.
+    :param branches: any revisions. The mean loss along at most ``states`` of each one's own states,
+        spread evenly, counts.
+    :param model: the model into which the states are restored, one after another. It ends with the
+        weights of the last.
+    :param loss: ``loss(model, indices)`` returns one loss for each sample, ``[n]``. It is called in
+        evaluation mode, without gradients.
     :param count: how many samples there are.
     :param study: adds the finished variants of ``explore``.
-    :param plan: the study's plan. Each variant scores the samples on which neither it nor an ancestor of it was trained, and the states
-        that they forked from count as a branch.
+    :param plan: the study's plan. Each variant scores the samples on which neither it nor an
+        ancestor of it was trained, and the states that they forked from count as a branch.
     :param subsets: subsets that are scored too; by default those of the plan.
     :param states: the most states of a branch that are read.
     :param noise_rate: the share of suspects; None: scikit-learn estimates it.
     :param name: the name under which the model was tracked.
     :param batch: how many indices ``loss`` gets at a time.
-    :param steps_per_epoch: needed for the cost of training if the states do not record an ``epoch``.
+    :param steps_per_epoch: needed for the cost of training if the states do not record an
+        ``epoch``.
     :param on_progress: called with how many states are done, and how many there are.
     :raises NotFound: there is no such branch or study.
     :raises InvalidInput: an argument does not fit, or the loss is not one number for each sample.
     :raises Unavailable: not one state could be read.
-    :raises Unsupported: ``noise_rate`` is None, and scikit-learn, which estimates it, is not installed.
+    :raises Unsupported: ``noise_rate`` is None, and scikit-learn, which estimates it, is not
+        installed.
     """
     names, subsets = values.revisions(branches), options["subsets"]
     check_subsets(subsets or {}, count)
     if not names and study is None:
-        raise InvalidInput("outliers was given neither branches nor a study: name at least one of them")
+        raise InvalidInput(
+            "outliers was given neither branches nor a study: name at least one of them"
+        )
     epoch, most = options["steps_per_epoch"], options["states"]
-    found = gather(repo, names, study=study, plan=plan, count=count, states=most, steps_per_epoch=epoch)
+    found = gather(
+        repo, names, study=study, plan=plan, count=count, states=most, steps_per_epoch=epoch
+    )
     meter = Meter(repo, model, loss, name=options["name"], batch=options["batch"])
-    losses = measure(meter, found.sources, count, options["on_progress"] or (lambda done, total: None))
+    losses = measure(
+        meter, found.sources, count, options["on_progress"] or (lambda done, total: None)
+    )
     scores = put_together(losses.lineage.mean(), losses.held_out.mean(), losses.spread)
     selection = select(scores, options["noise_rate"])
     if subsets is None:

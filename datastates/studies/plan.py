@@ -30,7 +30,8 @@ _BITS = 2**63
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What the variants of a plan are trained and validated on; ``train=None`` leaves that to the train function."""
+    """What the variants of a plan are trained and validated on; ``train=None`` leaves that to
+    the train function."""
 
     subsets: dict[str, tuple[int, ...]]
     train: tuple[str, ...] | None
@@ -43,7 +44,9 @@ def split(value: object, what: str) -> Split:
     given = values.named(value, what)
     known = [each.name for each in fields(Split)]
     if unknown := sorted(set(given).difference(known)):
-        raise InvalidInput(f"a plan takes no {unknown[0]!r}: its data are {', '.join(sorted(known))}")
+        raise InvalidInput(
+            f"a plan takes no {unknown[0]!r}: its data are {', '.join(sorted(known))}"
+        )
     train = None if given.get("train") is None else names(given["train"], "train")
     validation, seen = (names(given.get(name), name) for name in ("validation", "seen"))
     return Split(check_subsets(given.get("subsets", {}), "subsets"), train, validation, seen)
@@ -64,7 +67,8 @@ def samples(value: object, what: str) -> int:
 
 
 def check_subsets(value: object, what: str) -> dict[str, tuple[int, ...]]:
-    """Parts of the data by name, each as indices: any integers from 0, in ranges, arrays or tensors."""
+    """Parts of the data by name, each as indices: any integers from 0, in ranges, arrays or
+    tensors."""
     found: dict[str, tuple[int, ...]] = {}
     left = MOST_SAMPLES
     for name, rows in values.named(value, what).items():
@@ -78,9 +82,13 @@ def _indices(rows: Any, what: str, most: int) -> tuple[int, ...]:
         is_over = isinstance(rows, range) and bool(rows[most:])
         found = () if is_over else tuple(operator.index(row) for row in islice(rows, most + 1))
     except Exception as exc:
-        raise InvalidInput(f"{what} holds what is no index ({exc}): give it integers from 0") from exc
+        raise InvalidInput(
+            f"{what} holds what is no index ({exc}): give it integers from 0"
+        ) from exc
     if is_over or len(found) > most:
-        raise InvalidInput(f"with {what} there are over {MOST_SAMPLES:,} indices: a plan has at most that many")
+        raise InvalidInput(
+            f"with {what} there are over {MOST_SAMPLES:,} indices: a plan has at most that many"
+        )
     if found and min(found) < 0:
         raise InvalidInput(f"{what} holds {values.shown(min(found))}: indices count from 0")
     if found and max(found) >= _BITS:
@@ -90,7 +98,10 @@ def _indices(rows: Any, what: str, most: int) -> tuple[int, ...]:
 
 def configuration(value: object, what: str) -> dict[str, Value]:
     """A configuration: plain, finite values by name."""
-    return {values.string(key, f"a name in {what}"): _config_value(each, str(key), what) for key, each in values.named(value, what).items()}
+    return {
+        values.string(key, f"a name in {what}"): _config_value(each, str(key), what)
+        for key, each in values.named(value, what).items()
+    }
 
 
 def _config_value(value: object, key: str, what: str) -> Value:
@@ -98,9 +109,14 @@ def _config_value(value: object, key: str, what: str) -> Value:
     try:
         found = values.string(value, key) if isinstance(value, str) else values.plain(value, key)
     except InvalidInput as exc:
-        raise InvalidInput(f"{what} has {key}={values.shown(value)}: give a text, a number, a truth value or None ({exc})") from None
+        raise InvalidInput(
+            f"{what} has {key}={values.shown(value)}: give a text, a number, a truth value or None"
+            f" ({exc})"
+        ) from None
     if isinstance(found, int) and found >= _BITS:
-        raise InvalidInput(f"{what} has {key}={value}: whole numbers have 64 bits here; write it as a text")
+        raise InvalidInput(
+            f"{what} has {key}={value}: whole numbers have 64 bits here; write it as a text"
+        )
     if isinstance(found, float) and not math.isfinite(found):
         raise InvalidInput(f"{what} has {key}={value}: give a finite number")
     return found
@@ -153,9 +169,11 @@ def plain_values(value: object, what: str) -> Sequence[Value]:
         if value[_BITS - 1 :]:
             raise InvalidInput(f"{what} is a range of more than 64 bits: give a shorter one")
         return value
-    found: list[Value] = values.several(lambda each, of: values.string(each, of) if isinstance(each, str) else values.plain(each, of))(
-        value, what
-    )
+    found: list[Value] = values.several(
+        lambda each, of: (
+            values.string(each, of) if isinstance(each, str) else values.plain(each, of)
+        )
+    )(value, what)
     return tuple(found)
 
 
@@ -168,7 +186,9 @@ def _some_values(key: str, value: object) -> Sequence[Value]:
     try:
         found = plain_values(value, key)
     except InvalidInput as exc:
-        raise InvalidInput(f"{key}={values.shown(value)}: give a sequence of values to try ({exc})") from None
+        raise InvalidInput(
+            f"{key}={values.shown(value)}: give a sequence of values to try ({exc})"
+        ) from None
     if not found:
         raise InvalidInput(f"{key}=[]: give a sequence of values to try")
     return found
@@ -187,10 +207,11 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One training job that forks from ``parent``, another variant of the plan, or from the plan's start if that is None.
+    """One training job that forks from ``parent``, another variant of the plan, or from the plan's
+    start if that is None.
 
-    ``config`` changes the configuration of the parent. ``train`` and ``validation`` name subsets of the plan; ``train=None`` leaves
-    the choice of data to the train function.
+    ``config`` changes the configuration of the parent. ``train`` and ``validation`` name subsets of
+    the plan; ``train=None`` leaves the choice of data to the train function.
     """
 
     name: str
@@ -203,13 +224,13 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A tree of variants, parents before their children; the ``subsets`` of the data by name, as indices; the ones that the start has
-    ``seen``.
+    """A tree of variants, parents before their children; the ``subsets`` of the data by name, as
+    indices; the ones that the start has ``seen``.
 
     The plan copies what it is given. Any integers serve as indices: ranges, arrays, tensors.
 
-    :raises InvalidInput: names, parents, epochs or data do not fit together, or a variant is validated on data that it or an ancestor of
-        it was trained on.
+    :raises InvalidInput: names, parents, epochs or data do not fit together, or a variant is
+        validated on data that it or an ancestor of it was trained on.
     """
 
     variants: tuple[Variant, ...]
@@ -221,7 +242,13 @@ class Plan:
 
     def __post_init__(self) -> None:
         subsets = check_subsets(self.subsets, "subsets")
-        self._set("variants", tuple(_taken(variant) for variant in values.several(lambda each, _: each)(self.variants, "variants")))
+        self._set(
+            "variants",
+            tuple(
+                _taken(variant)
+                for variant in values.several(lambda each, _: each)(self.variants, "variants")
+            ),
+        )
         self._set("subsets", subsets)
         self._set("seen", tuple(values.patterns(self.seen, "seen") or ()))
         self._set("_by_name", {variant.name: variant for variant in self.variants})
@@ -236,7 +263,9 @@ class Plan:
         try:
             return self._by_name[name]
         except KeyError:
-            raise InvalidInput(f"the plan has no variant {name!r}: it has {_some(self._by_name)}") from None
+            raise InvalidInput(
+                f"the plan has no variant {name!r}: it has {_some(self._by_name)}"
+            ) from None
 
     @property
     def size(self) -> int:
@@ -244,7 +273,8 @@ class Plan:
         return self._size
 
     def samples(self, name: str) -> int:
-        """How many samples an epoch of a variant has: all of the plan's if the plan leaves the data to the train function."""
+        """How many samples an epoch of a variant has: all of the plan's if the plan leaves the
+        data to the train function."""
         train = self[name].train
         return self.size if train is None else len(self._row_set(train))
 
@@ -274,27 +304,46 @@ class Plan:
         return tuple(sorted(self._row_set(names)))
 
     def leaks(self) -> dict[str, tuple[str, ...]]:
-        """The variants that are validated on subsets that the start has seen, with those subsets: their validation tells less."""
+        """The variants that are validated on subsets that the start has seen, with those
+        subsets: their validation tells less."""
         known = self._row_set(self.seen)
         leaking = {name for name, rows in self.subsets.items() if not known.isdisjoint(rows)}
-        found = {variant.name: tuple(name for name in variant.validation if name in leaking) for variant in self.variants}
+        found = {
+            variant.name: tuple(name for name in variant.validation if name in leaking)
+            for variant in self.variants
+        }
         return {name: bad for name, bad in found.items() if bad}
 
     def digest(self, name: str, base: Mapping[str, Value] | None = None) -> str:
-        """A hash of everything that decides a variant's outcome: the configuration, data and epochs of its path. 32 hex digits.
+        """A hash of everything that decides a variant's outcome: the configuration, data and epochs
+        of its path. 32 hex digits.
 
-        The names of variants and subsets do not matter; nor does a change of the configuration that changes none of its values. A variant
-        with a ``seed`` of its own is seeded where it forks, so repeating the inherited seed does change the digest.
+        The names of variants and subsets do not matter; nor does a change of the configuration that
+        changes none of its values. A variant with a ``seed`` of its own is seeded where it forks,
+        so repeating the inherited seed does change the digest.
         """
         config, path = dict(base or {}), []
         for step in self.path(name):
             config |= step.config
-            path.append((step.epochs, dict(config), "seed" in step.config, self._hash(step.train), self._hash(step.validation)))
+            path.append(
+                (
+                    step.epochs,
+                    dict(config),
+                    "seed" in step.config,
+                    self._hash(step.train),
+                    self._hash(step.validation),
+                )
+            )
         return hashlib.sha256(msgspec.json.encode(path, order="sorted")).hexdigest()[:32]
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as values that JSON can hold."""
-        parts = {"version": _VERSION, "variants": self.variants, "subsets": self.subsets, "seen": self.seen}
+        parts = {
+            "version": _VERSION,
+            "variants": self.variants,
+            "subsets": self.subsets,
+            "seen": self.seen,
+        }
         plain: dict[str, Any] = msgspec.to_builtins(parts)
         return plain
 
@@ -311,7 +360,10 @@ class Plan:
         except msgspec.ValidationError as exc:
             raise InvalidInput(f"not a plan: {exc}") from exc
         if form.version != _VERSION:
-            raise InvalidInput(f"a plan of version {form.version}: this release reads version {_VERSION}; upgrade datastates")
+            raise InvalidInput(
+                f"a plan of version {form.version}: this release reads version {_VERSION}; upgrade"
+                " datastates"
+            )
         return cls(form.variants, form.subsets, form.seen)
 
     def _set(self, name: str, value: object) -> None:
@@ -321,7 +373,9 @@ class Plan:
         try:
             return set().union(*(self.subsets[name] for name in names))
         except KeyError as exc:
-            raise InvalidInput(f"the plan has no subset {exc.args[0]!r}: it has {_some(self.subsets)}") from None
+            raise InvalidInput(
+                f"the plan has no subset {exc.args[0]!r}: it has {_some(self.subsets)}"
+            ) from None
 
     def _hash(self, names: tuple[str, ...] | None) -> str | None:
         if names is None:
@@ -354,30 +408,50 @@ def _check_fields(index: int, given: Mapping[str, Any]) -> None:
     """Refuse unknown fields: a misspelt one would silently have its default."""
     known = [each.name for each in fields(Variant)]
     if unknown := sorted(set(given).difference(known)):
-        raise InvalidInput(f"not a plan: variants[{index}] has {_some(unknown)}; a variant has {_some(known)}")
+        raise InvalidInput(
+            f"not a plan: variants[{index}] has {_some(unknown)}; a variant has {_some(known)}"
+        )
 
 
 def _taken(variant: object) -> Variant:
     """The variant with exact plain values, which a plan's file and the lineage can hold."""
     if not isinstance(variant, Variant):
-        raise InvalidInput(f"the plan has {values.shown(variant)} among its variants: make a Variant of it")
+        raise InvalidInput(
+            f"the plan has {values.shown(variant)} among its variants: make a Variant of it"
+        )
     name = values.string(variant.name, "the name of a variant")
     config = configuration(variant.config, f"the configuration of variant {name!r}")
     try:
         epochs = values.integer(variant.epochs, "epochs", least=1)
     except InvalidInput:
-        raise InvalidInput(f"variant {name!r} has {values.shown(variant.epochs)} epochs: give it a whole number, at least 1") from None
+        raise InvalidInput(
+            f"variant {name!r} has {values.shown(variant.epochs)} epochs: give it a whole number,"
+            " at least 1"
+        ) from None
     train = values.patterns(variant.train, f"what variant {name!r} is trained on")
     validation = values.patterns(variant.validation, f"what variant {name!r} is validated on")
-    parent = None if variant.parent is None else values.string(variant.parent, f"the parent of variant {name!r}")
-    return Variant(name, parent, epochs, config, None if train is None else tuple(train), tuple(validation or ()))
+    parent = (
+        None
+        if variant.parent is None
+        else values.string(variant.parent, f"the parent of variant {name!r}")
+    )
+    return Variant(
+        name,
+        parent,
+        epochs,
+        config,
+        None if train is None else tuple(train),
+        tuple(validation or ()),
+    )
 
 
 def _check(plan: Plan) -> None:
     if not plan.variants:
         raise InvalidInput("the plan has no variants: add one")
     if unknown := [name for name in plan.seen if name not in plan.subsets]:
-        raise InvalidInput(f"seen names {_some(unknown)}, which is no subset: there are {_some(plan.subsets)}")
+        raise InvalidInput(
+            f"seen names {_some(unknown)}, which is no subset: there are {_some(plan.subsets)}"
+        )
     sharing = _sharing(plan.subsets)
     trained: dict[str, frozenset[str]] = {}
     for variant in plan.variants:
@@ -390,16 +464,31 @@ def _check_names(plan: Plan, variant: Variant, before: Container[str]) -> None:
     if variant.name in before:
         raise InvalidInput(f"two variants are called {variant.name!r}: give each its own name")
     if variant.parent is not None and variant.parent not in before:
-        raise InvalidInput(f"variant {variant.name!r} comes from {variant.parent!r}, which is no variant before it")
-    if unknown := [name for name in (*(variant.train or ()), *variant.validation) if name not in plan.subsets]:
-        raise InvalidInput(f"variant {variant.name!r} uses {_some(unknown)}, which is no subset: there are {_some(plan.subsets)}")
+        raise InvalidInput(
+            f"variant {variant.name!r} comes from {variant.parent!r}, which is no variant before it"
+        )
+    if unknown := [
+        name for name in (*(variant.train or ()), *variant.validation) if name not in plan.subsets
+    ]:
+        raise InvalidInput(
+            f"variant {variant.name!r} uses {_some(unknown)}, which is no subset: there are"
+            f" {_some(plan.subsets)}"
+        )
     if variant.train is not None and not any(plan.subsets[name] for name in variant.train):
-        raise InvalidInput(f"variant {variant.name!r} is trained on nothing: name subsets that hold samples, or leave train None")
+        raise InvalidInput(
+            f"variant {variant.name!r} is trained on nothing: name subsets that hold samples, or"
+            " leave train None"
+        )
 
 
-def _check_data(plan: Plan, variant: Variant, trained: dict[str, frozenset[str]], sharing: Mapping[str, frozenset[str]]) -> None:
-    """Check the data of one variant. ``trained`` maps each earlier variant to the subsets that it and its ancestors were trained on; this
-    one's are added.
+def _check_data(
+    plan: Plan,
+    variant: Variant,
+    trained: dict[str, frozenset[str]],
+    sharing: Mapping[str, frozenset[str]],
+) -> None:
+    """Check the data of one variant. ``trained`` maps each earlier variant to the subsets that it
+    and its ancestors were trained on; this one's are added.
     """
     known = frozenset(variant.train or ())
     if variant.parent is not None:
@@ -407,13 +496,15 @@ def _check_data(plan: Plan, variant: Variant, trained: dict[str, frozenset[str]]
     if not known.isdisjoint(chain.from_iterable(sharing[name] for name in variant.validation)):
         leaked = plan._row_set(known) & plan._row_set(variant.validation)
         raise InvalidInput(
-            f"variant {variant.name!r} is validated on {len(leaked)} samples that it or an ancestor is trained on, {min(leaked)} among them"
+            f"variant {variant.name!r} is validated on {len(leaked)} samples that it or an ancestor"
+            f" is trained on, {min(leaked)} among them"
         )
     trained[variant.name] = known
 
 
 def _sharing(subsets: Mapping[str, tuple[int, ...]]) -> dict[str, frozenset[str]]:
-    """For each subset, the subsets that share a sample with it (itself included, if it is not empty)."""
+    """For each subset, the subsets that share a sample with it (itself included, if it is not
+    empty)."""
     holders: dict[int, list[str]] = {}
     counts = Counter(row for rows in subsets.values() for row in set(rows))
     for name, rows in subsets.items():
@@ -430,4 +521,7 @@ def _sharing(subsets: Mapping[str, tuple[int, ...]]) -> dict[str, frozenset[str]
 def _some(names: Iterable[str]) -> str:
     """The first few names, for messages."""
     listed = [repr(name) for name in names]
-    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "") or "none"
+    return (
+        ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
+        or "none"
+    )

@@ -1,4 +1,5 @@
-"""Builders for the plans of usual studies: grids and samples of configurations, ensembles, folds, leave-out trees."""
+"""Builders for the plans of usual studies: grids and samples of configurations, ensembles,
+folds, leave-out trees."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def distributions(value: object, what: str) -> dict[str, Distribution]:
     found: dict[str, Any] = take.named(value, what)
     for key, each in found.items():
         if not isinstance(each, Uniform | LogUniform | Choice):
-            raise InvalidInput(f"{key} is drawn from {take.shown(each)}: give a Uniform, a LogUniform or a Choice")
+            raise InvalidInput(
+                f"{key} is drawn from {take.shown(each)}: give a Uniform, a LogUniform or a Choice"
+            )
     return found
 
 
@@ -53,16 +56,22 @@ def _schedule(value: object, what: str) -> Schedule:
     try:
         return take.choice(value, Schedule, what)
     except InvalidInput:
-        raise InvalidInput(f"there is no schedule {take.shown(value)}: choose one of {', '.join(Schedule)}") from None
+        raise InvalidInput(
+            f"there is no schedule {take.shown(value)}: choose one of {', '.join(Schedule)}"
+        ) from None
 
 
 def _set_numbers(of: Uniform | LogUniform) -> None:
     for name in ("low", "high"):
-        object.__setattr__(of, name, take.number(getattr(of, name), f"{name} of {type(of).__name__}"))  # frozen for everybody else
+        # frozen for everybody else
+        object.__setattr__(
+            of, name, take.number(getattr(of, name), f"{name} of {type(of).__name__}")
+        )
 
 
 class Data(TypedDict, total=False):
-    """The data that every variant of a plan is trained and validated on; if not given, the train function chooses."""
+    """The data that every variant of a plan is trained and validated on; if not given, the train
+    function chooses."""
 
     subsets: Mapping[str, Sequence[int]]
     train: Sequence[str]
@@ -80,7 +89,9 @@ class Uniform:
     def __post_init__(self) -> None:
         _set_numbers(self)
         if not -math.inf < self.low < self.high < math.inf:
-            raise InvalidInput(f"Uniform from {self.low:g} to {self.high:g}: give a finite low below a finite high")
+            raise InvalidInput(
+                f"Uniform from {self.low:g} to {self.high:g}: give a finite low below a finite high"
+            )
 
     def draw(self, source: random.Random) -> Value:
         """Draw one value."""
@@ -89,7 +100,8 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class LogUniform:
-    """A distribution of numbers from ``low`` to ``high``, each order of magnitude as likely as the other."""
+    """A distribution of numbers from ``low`` to ``high``, each order of magnitude as likely as
+    the other."""
 
     low: float
     high: float
@@ -97,7 +109,10 @@ class LogUniform:
     def __post_init__(self) -> None:
         _set_numbers(self)
         if not 0 < self.low < self.high < math.inf:
-            raise InvalidInput(f"LogUniform from {self.low:g} to {self.high:g}: give a low above 0, below a finite high")
+            raise InvalidInput(
+                f"LogUniform from {self.low:g} to {self.high:g}: give a low above 0, below a finite"
+                " high"
+            )
 
     def draw(self, source: random.Random) -> Value:
         """Draw one value."""
@@ -112,7 +127,8 @@ class Choice:
     values: Sequence[Value]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "values", arguments.plain_values(self.values, "values of Choice"))  # frozen for everybody else
+        # frozen for everybody else
+        object.__setattr__(self, "values", arguments.plain_values(self.values, "values of Choice"))
         if not self.values:
             raise InvalidInput("Choice of no values: give it one at least")
 
@@ -125,7 +141,8 @@ Distribution = Uniform | LogUniform | Choice
 
 
 class Schedule(StrEnum):
-    """How the number of epochs changes along the stages of a tree; these are the schedules of CANDLE's supervisor."""
+    """How the number of epochs changes along the stages of a tree; these are the schedules of
+    CANDLE's supervisor."""
 
     FLAT = "flat"
     LINEAR = "linear"
@@ -138,30 +155,51 @@ ScheduleName = Literal["flat", "linear", "log", "sqrt"]
 
 @take.takes(config=arguments.tried, epochs=arguments.positive)
 def grid(config: Mapping[str, Sequence[Value]], *, epochs: int, **data: Unpack[Data]) -> Plan:
-    """A plan with a variant for each combination of the values of ``config``; the last key changes fastest.
+    """A plan with a variant for each combination of the values of ``config``; the last key changes
+    fastest.
 
         plan = grid({"lr": [1e-2, 1e-3], "dropout": [0.0, 0.1]}, epochs=3)
 
-    :raises InvalidInput: a key has no values, or has a value twice, or the combinations are more than a million.
+    :raises InvalidInput: a key has no values, or has a value twice, or the combinations are more
+        than a million.
     """
     for key, values in config.items():
         if isinstance(values, range):
             continue
         if len({repr(value) for value in values}) < len(values):
             raise InvalidInput(f"{key} has a value twice: {', '.join(map(repr, values))}")
-    if (count := math.prod(_length(values) for values in config.values())) > arguments.MOST_VARIANTS:
-        raise InvalidInput(f"the grid has {count:,} variants: give values for at most {arguments.MOST_VARIANTS:,}")
-    combined = [dict(zip(config, values, strict=True)) for values in itertools.product(*config.values())]
+    if (
+        count := math.prod(_length(values) for values in config.values())
+    ) > arguments.MOST_VARIANTS:
+        raise InvalidInput(
+            f"the grid has {count:,} variants: give values for at most {arguments.MOST_VARIANTS:,}"
+        )
+    combined = [
+        dict(zip(config, values, strict=True)) for values in itertools.product(*config.values())
+    ]
     return _flat(_names(combined), combined, epochs, data)
 
 
-@take.takes(distributions=distributions, count=arguments.variants, seed=arguments.seed, epochs=arguments.positive)
-def sample(distributions: Mapping[str, Distribution], count: int, seed: int, epochs: int, **data: Unpack[Data]) -> Plan:
+@take.takes(
+    distributions=distributions,
+    count=arguments.variants,
+    seed=arguments.seed,
+    epochs=arguments.positive,
+)
+def sample(
+    distributions: Mapping[str, Distribution],
+    count: int,
+    seed: int,
+    epochs: int,
+    **data: Unpack[Data],
+) -> Plan:
     """A plan of ``count`` variants with values drawn at random; the same for the same seed.
 
-    Each value depends only on the seed, its key and the variant's number: a larger count, or another key, changes no value that was there.
+    Each value depends only on the seed, its key and the variant's number: a larger count, or
+    another key, changes no value that was there.
 
-        plan = sample({"lr": LogUniform(1e-4, 1e-1), "layers": Choice(range(2, 5))}, count=8, seed=0, epochs=3)
+        plan = sample({"lr": LogUniform(1e-4, 1e-1), "layers": Choice(range(2, 5))}, count=8,
+        seed=0, epochs=3)
 
     :param distributions: what is drawn, by its name in the configuration.
     :param count: how many variants.
@@ -171,15 +209,21 @@ def sample(distributions: Mapping[str, Distribution], count: int, seed: int, epo
     """
     if count < 1:
         raise InvalidInput(f"a sample of {count} variants: draw at least 1")
-    drawn = [{key: of.draw(random.Random(f"{seed}/{number}/{key}")) for key, of in distributions.items()} for number in range(1, count + 1)]
+    drawn = [
+        {key: of.draw(random.Random(f"{seed}/{number}/{key}")) for key, of in distributions.items()}
+        for number in range(1, count + 1)
+    ]
     return _flat([f"sample-{number}" for number in range(1, count + 1)], drawn, epochs, data)
 
 
 @take.takes(seeds=arguments.counted(arguments.MOST_VARIANTS), epochs=arguments.positive)
 def ensemble(seeds: int | Sequence[int], epochs: int, **data: Unpack[Data]) -> Plan:
-    """A plan with a variant for each seed, or for the seeds from 0 on; each is seeded with ``config["seed"]`` where it forks."""
+    """A plan with a variant for each seed, or for the seeds from 0 on; each is seeded with
+    ``config["seed"]`` where it forks."""
     chosen = range(seeds) if isinstance(seeds, int) else seeds
-    return _flat([f"seed-{seed}" for seed in chosen], [{"seed": int(seed)} for seed in chosen], epochs, data)
+    return _flat(
+        [f"seed-{seed}" for seed in chosen], [{"seed": int(seed)} for seed in chosen], epochs, data
+    )
 
 
 @take.takes(
@@ -206,20 +250,29 @@ def kfold(
     :param samples: indices, or how many there are.
     :param seed: the seed of the cut.
     :param seen: subsets that the start was trained on.
-    :raises InvalidInput: there are fewer than 2 folds, or samples are missing, or are given beside subsets.
+    :raises InvalidInput: there are fewer than 2 folds, or samples are missing, or are given beside
+        subsets.
     """
     if isinstance(folds, Mapping):
         if samples is not None:
-            raise InvalidInput("kfold was given both subsets and samples: cut the samples, or leave them out")
+            raise InvalidInput(
+                "kfold was given both subsets and samples: cut the samples, or leave them out"
+            )
         subsets = folds
     elif samples is None:
-        raise InvalidInput(f"kfold is to make {folds} folds of nothing: give samples, indices or how many there are")
+        raise InvalidInput(
+            f"kfold is to make {folds} folds of nothing: give samples, indices or how many"
+            " there are"
+        )
     else:
         subsets = cut(samples, folds, seed=seed)
     if len(subsets) < 2:
         raise InvalidInput(f"kfold was given {len(subsets)} folds: give it at least 2")
     names = [f"without-{name}" for name in subsets]
-    variants = [Variant(name, None, epochs, {}, _without(subsets, (out,)), (out,)) for name, out in zip(names, subsets, strict=True)]
+    variants = [
+        Variant(name, None, epochs, {}, _without(subsets, (out,)), (out,))
+        for name, out in zip(names, subsets, strict=True)
+    ]
     return _plan(variants, subsets, seen)
 
 
@@ -242,11 +295,14 @@ def leave_out(
     seen: Sequence[str] = (),
     always: Sequence[str] = (),
 ) -> Plan:
-    """The tree of variants that each leave out, and are validated on, a part of what their parent left out.
+    """The tree of variants that each leave out, and are validated on, a part of what their parent
+    left out.
 
-    Variant ``2`` leaves out the second of ``fan_out`` groups of subsets, and its child ``2.1`` the first ``fan_out``-th of that group. The
-    child is trained on everything else, including what ``2`` left out and it does not. So no variant is validated on data that an ancestor
-    was trained on (the leave-out tree of CANDLE's challenge problem). Groups that cannot be cut evenly differ by one subset.
+    Variant ``2`` leaves out the second of ``fan_out`` groups of subsets, and its child ``2.1`` the
+    first ``fan_out``-th of that group. The child is trained on everything else, including what
+    ``2`` left out and it does not. So no variant is validated on data that an ancestor was trained
+    on (the leave-out tree of CANDLE's challenge problem). Groups that cannot be cut evenly differ
+    by one subset.
 
         plan = leave_out(cut(range(1000), 8), depth=3, epochs=6, schedule="sqrt")
 
@@ -256,32 +312,51 @@ def leave_out(
     :param fan_out: how many children each variant has.
     :param schedule: how the epochs fall from stage to stage.
     :param seen: subsets that the start was trained on.
-    :param always: subsets that are never left out. Pass those that the start was trained on, if no variant should be validated on data that
-        it has ``seen``.
+    :param always: subsets that are never left out. Pass those that the start was trained on, if no
+        variant should be validated on data that it has ``seen``.
     :raises InvalidInput: there are fewer subsets to leave out than leaves.
     """
     if depth < 1 or fan_out < 2:
-        raise InvalidInput(f"a tree of depth {depth} and fan-out {fan_out}: give it a depth of at least 1, a fan-out of at least 2")
+        raise InvalidInput(
+            f"a tree of depth {depth} and fan-out {fan_out}: give it a depth of at least 1, a"
+            " fan-out of at least 2"
+        )
     if unknown := sorted(set(always) - set(subsets)):
-        raise InvalidInput(f"always names {unknown[0]!r}, which is no subset: there are {', '.join(map(repr, subsets))}")
+        raise InvalidInput(
+            f"always names {unknown[0]!r}, which is no subset: there are"
+            f" {', '.join(map(repr, subsets))}"
+        )
     parted = _without(subsets, always)
     if len(parted) < fan_out**depth:
         raise InvalidInput(
-            f"{len(parted)} subsets to leave out, for {fan_out**depth} leaves: cut the data into at least as many, see cut()"
+            f"{len(parted)} subsets to leave out, for {fan_out**depth} leaves: cut the data into at"
+            " least as many, see cut()"
         )
     variants = []
     for name, held in _parts(parted, fan_out, depth):
         stage = name.count(".") + 1
         parent = name.rpartition(".")[0] or None
-        variants.append(Variant(name, parent, epochs_at(schedule, epochs, stage, depth), {}, _without(subsets, held), held))
+        variants.append(
+            Variant(
+                name,
+                parent,
+                epochs_at(schedule, epochs, stage, depth),
+                {},
+                _without(subsets, held),
+                held,
+            )
+        )
     return _plan(variants, subsets, seen)
 
 
-@take.takes(schedule=_schedule, epochs=arguments.whole, stage=arguments.whole, stages=arguments.whole)
+@take.takes(
+    schedule=_schedule, epochs=arguments.whole, stage=arguments.whole, stages=arguments.whole
+)
 def epochs_at(schedule: Schedule | ScheduleName, epochs: int, stage: int, stages: int) -> int:
     """The epochs of a stage of a tree; never less than 1.
 
-    For E epochs of the first stage, at stage s of S: flat E, linear E (S - s + 1) // S, log E // 2^(s - 1), sqrt round(E / sqrt(s)).
+    For E epochs of the first stage, at stage s of S: flat E, linear E (S - s + 1) // S, log E //
+    2^(s - 1), sqrt round(E / sqrt(s)).
 
     :param schedule: one of these.
     :param epochs: E.
@@ -289,7 +364,9 @@ def epochs_at(schedule: Schedule | ScheduleName, epochs: int, stage: int, stages
     :param stages: S.
     """
     if epochs < 1 or not 1 <= stage <= stages:
-        raise InvalidInput(f"{epochs} epochs at stage {stage} of {stages}: epochs and stages count from 1")
+        raise InvalidInput(
+            f"{epochs} epochs at stage {stage} of {stages}: epochs and stages count from 1"
+        )
     match schedule:
         case Schedule.FLAT:
             return epochs
@@ -304,21 +381,33 @@ def epochs_at(schedule: Schedule | ScheduleName, epochs: int, stage: int, stages
 
 @take.takes(plan=plan_of, seeds=arguments.counted(arguments.MOST_VARIANTS))
 def repeat(plan: Plan, seeds: int | Sequence[int]) -> Plan:
-    """The whole plan once for each seed, with which its first variants are seeded; variant ``1.2`` becomes ``seed-0/1.2``.
+    """The whole plan once for each seed, with which its first variants are seeded; variant ``1.2``
+    becomes ``seed-0/1.2``.
 
     :raises InvalidInput: a first variant of the plan has a seed of its own.
     """
     chosen = range(seeds) if isinstance(seeds, int) else seeds
     if taken := [variant.name for variant in plan.children(None) if "seed" in variant.config]:
-        raise InvalidInput(f"variant {taken[0]!r} has a seed of its own: repeat a plan whose variants have none")
+        raise InvalidInput(
+            f"variant {taken[0]!r} has a seed of its own: repeat a plan whose variants have none"
+        )
     if len(chosen) * len(plan) > arguments.MOST_VARIANTS:
-        raise InvalidInput(f"{len(plan)} variants for {len(chosen)} seeds: give at most {arguments.MOST_VARIANTS:,} together")
-    return replace(plan, variants=tuple(_seeded(variant, int(seed)) for seed in chosen for variant in plan.variants))
+        raise InvalidInput(
+            f"{len(plan)} variants for {len(chosen)} seeds: give at most"
+            f" {arguments.MOST_VARIANTS:,} together"
+        )
+    return replace(
+        plan,
+        variants=tuple(_seeded(variant, int(seed)) for seed in chosen for variant in plan.variants),
+    )
 
 
-@take.takes(samples=arguments.counted(arguments.MOST_SAMPLES), count=take.integer, seed=arguments.seed)
+@take.takes(
+    samples=arguments.counted(arguments.MOST_SAMPLES), count=take.integer, seed=arguments.seed
+)
 def cut(samples: int | Sequence[int], count: int, *, seed: int = 0) -> dict[str, tuple[int, ...]]:
-    """Indices (or ``range(samples)``) in random order, cut into ``count`` subsets whose sizes differ by one at most.
+    """Indices (or ``range(samples)``) in random order, cut into ``count`` subsets whose sizes
+    differ by one at most.
 
     The subsets are named by their numbers, ``01`` to ``16``. The same seed gives the same cut.
 
@@ -326,10 +415,16 @@ def cut(samples: int | Sequence[int], count: int, *, seed: int = 0) -> dict[str,
     """
     indices = [int(index) for index in (range(samples) if isinstance(samples, int) else samples)]
     if not 1 <= count <= len(indices):
-        raise InvalidInput(f"{len(indices)} samples cannot be cut into {count} subsets: give from 1 to {len(indices)}")
+        raise InvalidInput(
+            f"{len(indices)} samples cannot be cut into {count} subsets: give from 1 to"
+            f" {len(indices)}"
+        )
     random.Random(seed).shuffle(indices)
     width = len(str(count))
-    return {f"{number:0{width}}": tuple(sorted(part)) for number, part in enumerate(_cut(indices, count), 1)}
+    return {
+        f"{number:0{width}}": tuple(sorted(part))
+        for number, part in enumerate(_cut(indices, count), 1)
+    }
 
 
 def _cut(items: Sequence[int], count: int) -> list[Sequence[int]]:
@@ -338,8 +433,11 @@ def _cut(items: Sequence[int], count: int) -> list[Sequence[int]]:
     return [items[begin:end] for begin, end in itertools.pairwise(ends)]
 
 
-def _parts(held: tuple[str, ...], fan_out: int, depth: int, parent: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The variants below a parent that holds out ``held``, parents first, each with the subsets that it holds out."""
+def _parts(
+    held: tuple[str, ...], fan_out: int, depth: int, parent: str = ""
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The variants below a parent that holds out ``held``, parents first, each with the subsets
+    that it holds out."""
     if depth == 0:
         return
     for number, part in enumerate(_cut(range(len(held)), fan_out), 1):
@@ -360,14 +458,21 @@ def _seeded(variant: Variant, seed: int) -> Variant:
     return replace(variant, name=prefix + variant.name, parent=prefix + variant.parent)
 
 
-def _flat(names: Sequence[str], configs: Sequence[Mapping[str, Value]], epochs: int, data: Data) -> Plan:
+def _flat(
+    names: Sequence[str], configs: Sequence[Mapping[str, Value]], epochs: int, data: Data
+) -> Plan:
     """Variants that all fork from the start, on the same data."""
     split = arguments.split(data, "the data")
-    variants = [Variant(name, None, epochs, config, split.train, split.validation) for name, config in zip(names, configs, strict=True)]
+    variants = [
+        Variant(name, None, epochs, config, split.train, split.validation)
+        for name, config in zip(names, configs, strict=True)
+    ]
     return Plan(tuple(variants), split.subsets, split.seen)
 
 
-def _plan(variants: Sequence[Variant], subsets: Mapping[str, Sequence[int]], seen: Sequence[str]) -> Plan:
+def _plan(
+    variants: Sequence[Variant], subsets: Mapping[str, Sequence[int]], seen: Sequence[str]
+) -> Plan:
     split = arguments.split({"subsets": subsets, "seen": seen}, "the data")
     return Plan(tuple(variants), split.subsets, split.seen)
 
@@ -382,7 +487,11 @@ def _names(configs: Sequence[Mapping[str, Value]]) -> list[str]:
 
 def _length(values: Sequence[Value]) -> int:
     """The length, even of a range that ``len`` cannot count."""
-    return len(values) if not isinstance(values, range) else max(0, -((values.start - values.stop) // values.step))
+    return (
+        len(values)
+        if not isinstance(values, range)
+        else max(0, -((values.start - values.stop) // values.step))
+    )
 
 
 def _may_name(name: str) -> bool:

@@ -1,6 +1,8 @@
-"""A process that trains variants: its beginning, the repositories that it keeps open, and its end with the process that made it.
+"""A process that trains variants: its beginning, the repositories that it keeps open, and its end
+with the process that made it.
 
-It keeps the repositories that it opened, so that a variant whose parent was trained here finds the parent's state in memory.
+It keeps the repositories that it opened, so that a variant whose parent was trained here finds the
+parent's state in memory.
 """
 
 from __future__ import annotations
@@ -25,7 +27,12 @@ from typing import TypeVar
 
 import msgspec
 import numpy as np
-from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, ProcessRaisedException, start_processes
+from torch.multiprocessing.spawn import (
+    ProcessContext,
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
 
 from datastates.config import Config
 from datastates.errors import Closed
@@ -52,10 +59,12 @@ class _Kept:
     pickled: bytes | None
 
     def is_for(self, config: Config) -> bool:
-        """Whether a task with this configuration takes the repository. Each brings its own copies of the user's modules, tiers and
-        policies, which may equal nothing but themselves.
+        """Whether a task with this configuration takes the repository. Each brings its own copies
+        of the user's modules, tiers and policies, which may equal nothing but themselves.
         """
-        return config == self.config or (self.pickled is not None and _pickled(config) == self.pickled)
+        return config == self.config or (
+            self.pickled is not None and _pickled(config) == self.pickled
+        )
 
 
 busy = threading.Lock()
@@ -66,9 +75,11 @@ _repositories: dict[tuple[int, Location], _Kept] = {}
 
 
 def begin_worker(environ: dict[str, str]) -> None:
-    """Set up a worker process. Ctrl-C is left to the explorer, which then asks us to stop; if the explorer dies, we stop as well.
+    """Set up a worker process. Ctrl-C is left to the explorer, which then asks us to stop; if the
+    explorer dies, we stop as well.
 
-    ``environ`` replaces the environment, and random numbers begin anew, because a fork has those of the process that it was forked from.
+    ``environ`` replaces the environment, and random numbers begin anew, because a fork has those of
+    the process that it was forked from.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.clear()
@@ -78,8 +89,8 @@ def begin_worker(environ: dict[str, str]) -> None:
 
 
 def repository_at(location: Location, config: Config, threads: int) -> Repository:
-    """The process's own repository, kept open until another configuration is asked for. The free memory is shared among as many workers as
-    the machine has room for.
+    """The process's own repository, kept open until another configuration is asked for. The free
+    memory is shared among as many workers as the machine has room for.
     """
     key = (os.getpid(), location)
     kept = _repositories.get(key)
@@ -90,9 +101,13 @@ def repository_at(location: Location, config: Config, threads: int) -> Repositor
     asked, pickled = config, _pickled(config)
     if config.memory_bytes is None:
         workers = max(1, len(os.sched_getaffinity(0)) // threads)
-        config = replace(config, memory_bytes=max(2 * CHUNK_BYTES, available_memory_bytes() // (_FREE_SHARE * workers)))
+        config = replace(
+            config,
+            memory_bytes=max(2 * CHUNK_BYTES, available_memory_bytes() // (_FREE_SHARE * workers)),
+        )
     if not any(pid == os.getpid() for pid, _ in _repositories):
-        Finalize(None, close_repositories, exitpriority=10)  # processes of multiprocessing may end without atexit
+        # processes of multiprocessing may end without atexit
+        Finalize(None, close_repositories, exitpriority=10)
     repository = Repository(location, config)
     _repositories[key] = _Kept(repository, asked, pickled)
     return repository
@@ -122,11 +137,15 @@ def end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None and _watching != os.getpid():
         _watching = os.getpid()
-        threading.Thread(target=_end_with, args=(parent.sentinel,), name="datastates-parent-watch", daemon=True).start()
+        threading.Thread(
+            target=_end_with, args=(parent.sentinel,), name="datastates-parent-watch", daemon=True
+        ).start()
 
 
 def _end_with(sentinel: int) -> None:
-    """Wait until the parent is dead. Then give the task a short time to end in an orderly way, and end the process."""
+    """Wait until the parent is dead.
+
+    Then give the task a short time to end in an orderly way, and end the process."""
     wait_for([sentinel])
     if not busy.acquire(blocking=False):  # and no task begins after this
         os.kill(os.getpid(), signal.SIGTERM)
@@ -148,25 +167,47 @@ A = TypeVar("A")
 
 
 def launch(
-    count: int, work: Callable[[A], Outcome], given: A, variant: str, *, look: Callable[[], None], settle: Callable[[], object]
+    count: int,
+    work: Callable[[A], Outcome],
+    given: A,
+    variant: str,
+    *,
+    look: Callable[[], None],
+    settle: Callable[[], object],
 ) -> Outcome:
-    """The outcome of ``work(given)`` in ``count`` processes that have met: that of rank 0, or of the first rank that failed.
+    """The outcome of ``work(given)`` in ``count`` processes that have met: that of rank 0, or of
+    the first rank that failed.
 
-    If a rank fails or dies, the others are ended; if this raises, all are. ``work`` and ``given`` are pickled.
+    If a rank fails or dies, the others are ended; if this raises, all are. ``work`` and ``given``
+    are pickled.
 
     :param look: called twice a second meanwhile; an error that it raises ends all ranks.
-    :param settle: called when a rank has failed, before the others are waited for: what they wait for may be lost with it.
+    :param settle: called when a rank has failed, before the others are waited for: what they wait
+        for may be lost with it.
     """
     from torch import distributed
 
     with tempfile.TemporaryDirectory(prefix="datastates-ranks-") as name:
         # on a port that nobody else has
-        store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]  # torch does not list it
-        environ = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")  # the host's name may resolve elsewhere
+        # torch does not list it
+        store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        environ = {
+            **os.environ,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        # the host's name may resolve elsewhere
+        environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         environ |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
         multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
-        ranks = start_processes(_begin, (environ, name, work, given), nprocs=count, join=False, start_method="forkserver")
+        ranks = start_processes(
+            _begin,
+            (environ, name, work, given),
+            nprocs=count,
+            join=False,
+            start_method="forkserver",
+        )
         try:
             while not _is_over(ranks):
                 look()
@@ -175,13 +216,16 @@ def launch(
             settle()
             found = _failure(variant, ranks, Path(name))
             with suppress(ProcessExitedException, ProcessRaisedException):
-                ranks.join(grace_period=_GRACE_S)  # ranks that wait for the failed one notice by themselves
+                # ranks that wait for the failed one notice by themselves
+                ranks.join(grace_period=_GRACE_S)
             return found
         finally:
             _end(ranks)
 
 
-def _begin(rank: int, environ: dict[str, str], folder: str, work: Callable[[A], Outcome], given: A) -> None:
+def _begin(
+    rank: int, environ: dict[str, str], folder: str, work: Callable[[A], Outcome], given: A
+) -> None:
     """Run in a rank: meet the others, work, and write the outcome."""
     from torch import distributed
 
@@ -204,7 +248,9 @@ def _is_over(ranks: ProcessContext) -> bool:
 
 
 def _failure(variant: str, ranks: ProcessContext, folder: Path) -> Outcome:
-    """The report of the rank that failed first. A rank that was killed reports nothing, and is the cause of the others' failures."""
+    """The report of the rank that failed first.
+
+    A rank that was killed reports nothing, and is the cause of the others' failures."""
     ended = [rank for rank, process in enumerate(ranks.processes) if process.exitcode]
     silent = [rank for rank in ended if not (folder / str(rank)).exists()]
     if silent:
@@ -216,7 +262,11 @@ def _failure(variant: str, ranks: ProcessContext, folder: Path) -> Outcome:
 
 def _silent(variant: str, ranks: ProcessContext, rank: int) -> Outcome:
     code = ranks.processes[rank].exitcode
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code} and no result"
+    how = (
+        f"was killed by {signal.Signals(-code).name}"
+        if code < 0
+        else f"ended with exit code {code} and no result"
+    )
     return Outcome(variant, None, f"rank {rank} of {len(ranks.processes)} {how}", is_death=True)
 
 

@@ -1,4 +1,6 @@
-"""What a study leaves in the lineage, and how it is read back: names of refs, attributes of states. There is no other record."""
+"""What a study leaves in the lineage, and how it is read back: names of refs, attributes of states.
+
+There is no other record."""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ EPOCH = "epoch"
 SAMPLES = "samples"
 SAMPLES_ALL = "samples_all"
 SET = "variant_set"
-"""The attributes of every state that a job reports. The last one says what the variant set in restored optimizers, if anything."""
+"""The attributes of every state that a job reports.
+
+The last one says what the variant set in restored optimizers, if anything."""
 
 _DURABLE_S = 60.0
 _ASK_AGAIN_S = 0.05
@@ -57,7 +61,13 @@ def refs_of(repository: Repository) -> dict[str, Ref]:
     return {ref.name: ref for ref in repository.refs()}
 
 
-def finished(repository: Repository, study: str, variant: str, digest: str, refs: Mapping[str, Ref] | None = None) -> State | None:
+def finished(
+    repository: Repository,
+    study: str,
+    variant: str,
+    digest: str,
+    refs: Mapping[str, Ref] | None = None,
+) -> State | None:
     """The result of a variant; None while it has none.
 
     :raises Conflict: another plan finished it.
@@ -70,15 +80,26 @@ def finished(repository: Repository, study: str, variant: str, digest: str, refs
     return state
 
 
-def reports(repository: Repository, study: str, variant: str, origin: State, refs: Mapping[str, Ref] | None = None) -> list[State]:
-    """The states that a variant that forked from ``origin`` has reported so far, first epoch first."""
+def reports(
+    repository: Repository,
+    study: str,
+    variant: str,
+    origin: State,
+    refs: Mapping[str, Ref] | None = None,
+) -> list[State]:
+    """The states that a variant that forked from ``origin`` has reported so far, first epoch
+    first."""
     ref = (refs if refs is not None else refs_of(repository)).get(branch_of(study, variant))
     if ref is None:
         return []
     head = repository.state(ref.state)
     length = head.generation - origin.generation
     path = repository.log(head, limit=length) if length > 0 else []
-    return [state for state in reversed(path) if (state.attributes.get(STUDY), state.attributes.get(VARIANT)) == (study, variant)]
+    return [
+        state
+        for state in reversed(path)
+        if (state.attributes.get(STUDY), state.attributes.get(VARIANT)) == (study, variant)
+    ]
 
 
 def states_of(repository: Repository, study: str) -> list[State]:
@@ -94,13 +115,15 @@ def check_digest(state: State, study: str, variant: str, digest: str) -> None:
     """
     if state.attributes.get(DIGEST) != digest:
         raise Conflict(
-            f"variant {variant!r} of study {study!r} was trained by another plan: its configuration, data or epochs differ"
-            f" (state {state.uid[:10]}); give the changed variant or the study another name"
+            f"variant {variant!r} of study {study!r} was trained by another plan: its"
+            f" configuration, data or epochs differ (state {state.uid[:10]}); give the changed"
+            " variant or the study another name"
         )
 
 
 def make_durable(core: Core, uid: str, *, timeout_s: float = _DURABLE_S) -> State:
-    """The state, once it survives the process that has it in memory, which may be this one or another.
+    """The state, once it survives the process that has it in memory, which may be this one or
+    another.
 
     :raises Unavailable: the state's bytes are gone, or that process does not write it.
     """
@@ -118,14 +141,16 @@ def make_durable(core: Core, uid: str, *, timeout_s: float = _DURABLE_S) -> Stat
                 raise explain(core, session, state)
         if time.monotonic() > deadline:
             raise Unavailable(
-                f"state {uid[:10]} (step {state.step}) is only in the memory of another process, which did not write it"
-                f" in {timeout_s:.0f} s: see whether it lives, or start from a durable state"
+                f"state {uid[:10]} (step {state.step}) is only in the memory of another process,"
+                f" which did not write it in {timeout_s:.0f} s: see whether it lives, or start from"
+                " a durable state"
             )
         time.sleep(_ASK_AGAIN_S)  # that process looks at refs once a second
 
 
 def tag_done(repository: Repository, study: str, variant: str, digest: str, state: State) -> State:
-    """Tag a durable state as a variant's result; returns the state that has the tag now, which another worker may have tagged first.
+    """Tag a durable state as a variant's result; returns the state that has the tag now, which
+    another worker may have tagged first.
 
     :raises Conflict: another plan finished it.
     """
@@ -149,8 +174,9 @@ def tag_start(repository: Repository, study: str, start: str) -> State:
         there = repository.state(name)
         if there.uid != state.uid:
             raise Conflict(
-                f"study {study!r} began from {there.uid[:10]} (step {there.step}), and {start!r}"
-                f" is {state.uid[:10]} (step {state.step}) now: start from {name!r}, or give the study another name"
+                f"study {study!r} began from {there.uid[:10]} (step {there.step}), and {start!r} is"
+                f" {state.uid[:10]} (step {state.step}) now: start from {name!r}, or give the study"
+                " another name"
             ) from None
     return make_durable(repository.core, state.uid)
 
@@ -160,19 +186,26 @@ def claims_folder(repository: Repository) -> Path:
     return repository.location.packs / LEASES
 
 
-def claim_name(repository: Repository, study: str, variant: str = "", rank: int | None = None) -> str:
-    """The file name of the claim on a study, on one of its variants, or on the part of one rank in a variant."""
+def claim_name(
+    repository: Repository, study: str, variant: str = "", rank: int | None = None
+) -> str:
+    """The file name of the claim on a study, on one of its variants, or on the part of one rank
+    in a variant."""
     with repository.core.database.read() as session:
         lineage = clones.repository_uid(session)
     kind = "variant" if variant else "study"
-    name = f"{kind}-{hashlib.sha256(chr(0).join((lineage, study, variant)).encode()).hexdigest()[:32]}"
+    name = (
+        f"{kind}-{hashlib.sha256(chr(0).join((lineage, study, variant)).encode()).hexdigest()[:32]}"
+    )
     return name if rank is None else f"{name}-{rank}"
 
 
 def back_to_what_is_here(repository: Repository, branch: str, origin: State) -> State:
-    """The state from which a branch can go on in this process; the branch is moved back to it. ``origin`` if the branch does not exist yet.
+    """The state from which a branch can go on in this process; the branch is moved back to it.
+    ``origin`` if the branch does not exist yet.
 
-    Call it while holding the claim: then states that only another process's memory held belonged to a process that is dead.
+    Call it while holding the claim: then states that only another process's memory held belonged to
+    a process that is dead.
 
     :raises Unavailable: not even ``origin`` can be read here.
     """
@@ -209,7 +242,9 @@ def is_in_memory(repository: Repository, uid: str) -> bool:
 
 
 class Claim:
-    """An exclusive lock on ``<folder>/<name>``, with a note for others to read. Made by ``take``; a context manager."""
+    """An exclusive lock on ``<folder>/<name>``, with a note for others to read.
+
+    Made by ``take``; a context manager."""
 
     def __init__(self, held: Held) -> None:
         self._held = held
@@ -235,7 +270,12 @@ class Claim:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
@@ -253,7 +293,8 @@ def holder(folder: Path, name: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of a task: the uid of the result, or an error with its traceback. ``source`` is where the starting state came from.
+    """The outcome of a task: the uid of the result, or an error with its traceback. ``source`` is
+    where the starting state came from.
 
     ``is_death``: the error is that a process died, which may not be the variant's fault.
     """
@@ -268,4 +309,9 @@ class Outcome:
 
 def failed(variant: str, error: BaseException) -> Outcome:
     """The outcome of a variant that raised."""
-    return Outcome(variant, None, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
+    return Outcome(
+        variant,
+        None,
+        f"{type(error).__name__}: {error}",
+        "".join(traceback.format_exception(error)),
+    )

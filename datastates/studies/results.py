@@ -28,7 +28,18 @@ from datastates.values import Value
 from . import plan, records
 from . import plan as arguments
 from .plan import Plan, Variant, plan_of
-from .records import EPOCH, SAMPLES, SAMPLES_ALL, STUDY, VARIANT, branch_of, done_tag, refs_of, start_tag, states_of
+from .records import (
+    EPOCH,
+    SAMPLES,
+    SAMPLES_ALL,
+    STUDY,
+    VARIANT,
+    branch_of,
+    done_tag,
+    refs_of,
+    start_tag,
+    states_of,
+)
 
 if TYPE_CHECKING:
     from datastates.repository import Repository
@@ -36,10 +47,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """What a study takes on disk. ``states`` counts the states there, including the study's start; ``bytes_stored`` is the size of all
-    packs that any of them needs.
+    """What a study takes on disk. ``states`` counts the states there, including the study's start;
+    ``bytes_stored`` is the size of all packs that any of them needs.
 
-    A pack that states share counts once. ``bytes_full_copies`` is the size of the states stored one by one.
+    A pack that states share counts once. ``bytes_full_copies`` is the size of the states stored one
+    by one.
     """
 
     states: int
@@ -56,7 +68,8 @@ class Storage:
         said = f"{self.states} states in {stored:,.1f} MiB on disk"
         if not self.states:
             return said
-        if self.ratio > 0.99:  # small states fill pages, and states that differ everywhere share nothing
+        if self.ratio > 0.99:
+            # small states fill pages, and states that differ everywhere share nothing
             return f"{said}, as full copies would take"
         return f"{said}; full copies would take {full:,.1f} MiB ({self.ratio:.0%})"
 
@@ -87,7 +100,11 @@ class _Printed(JupyterMixin):
     __slots__ = ()
 
     def __str__(self) -> str:
-        console = Console(file=StringIO(), width=max(80, shutil.get_terminal_size((120, 40)).columns), no_color=True)
+        console = Console(
+            file=StringIO(),
+            width=max(80, shutil.get_terminal_size((120, 40)).columns),
+            no_color=True,
+        )
         with console.capture() as captured:
             console.print(self)
         return "\n".join(line.rstrip() for line in captured.get().splitlines())
@@ -107,7 +124,8 @@ class PrintedGroup(_Printed, Group):
 
 
 class Progress(StrEnum):
-    """How far a variant has come: done; begun, and to be continued; failed; skipped because an ancestor failed; not begun."""
+    """How far a variant has come: done; begun, and to be continued; failed; skipped because an
+    ancestor failed; not begun."""
 
     DONE = "done"
     BEGUN = "begun"
@@ -118,7 +136,10 @@ class Progress(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One variant. ``state`` is its result, or until it has one the last state that it reported; ``error`` ends with the traceback."""
+    """One variant.
+
+    ``state`` is its result, or until it has one the last state that it reported; ``error`` ends
+    with the traceback."""
 
     variant: str
     progress: Progress
@@ -134,13 +155,15 @@ class Result:
 
     @property
     def set(self) -> str:
-        """What the variant set in restored optimizers, such as ``lr 0.1 -> 0.01``; empty if nothing."""
+        """What the variant set in restored optimizers, such as ``lr 0.1 -> 0.01``; empty if
+        nothing."""
         return "" if self.state is None else str(self.state.attributes.get(records.SET, ""))
 
 
 @dataclass(frozen=True, slots=True)
 class Exploration:
-    """A study as the lineage has it; ``results`` are in the order of the plan. It is true when all variants are done.
+    """A study as the lineage has it; ``results`` are in the order of the plan. It is true when all
+    variants are done.
 
     ``storage`` says what the study's states take on disk, if ``explore`` made the result.
     """
@@ -167,11 +190,16 @@ class Exploration:
     @property
     def done(self) -> dict[str, State]:
         """The results of the finished variants."""
-        return {each.variant: each.state for each in self if each.progress is Progress.DONE and each.state is not None}
+        return {
+            each.variant: each.state
+            for each in self
+            if each.progress is Progress.DONE and each.state is not None
+        }
 
     @property
     def alike(self) -> list[tuple[str, ...]]:
-        """The finished variants that ended with the same bytes, if there are any: the differences in their configurations had no effect."""
+        """The finished variants that ended with the same bytes, if there are any: the
+        differences in their configurations had no effect."""
         names: dict[str, list[str]] = {}
         for name, state in self.done.items():
             names.setdefault(state.digest, []).append(name)
@@ -183,8 +211,8 @@ class Exploration:
         return {each.variant: each.error for each in self if each.error is not None}
 
     def best(self, metric: str, *, mode: str = "min") -> Result:
-        """The finished variant with the lowest value of a metric (``mode="max"``: the highest). NaN, as of a variant that diverged, is no
-        value.
+        """The finished variant with the lowest value of a metric (``mode="max"``: the highest).
+        NaN, as of a variant that diverged, is no value.
 
         :raises InvalidInput: the mode is neither.
         :raises NotFound: no finished variant has a value of it.
@@ -195,16 +223,38 @@ class Exploration:
         have = [self.results[name] for name, state in self.done.items() if metric in state.metrics]
         if not have:
             known = sorted({key for each in self for key in each.metrics})
-            raise NotFound(f"no finished variant of study {self.study!r} has the metric {metric!r}: there are {', '.join(known) or 'none'}")
+            raise NotFound(
+                f"no finished variant of study {self.study!r} has the metric {metric!r}: there are"
+                f" {', '.join(known) or 'none'}"
+            )
         numbers = [each for each in have if not math.isnan(each.metrics[metric])]
         if not numbers:
-            raise NotFound(f"{metric} is NaN in every finished variant of study {self.study!r}: none is the best")
+            raise NotFound(
+                f"{metric} is NaN in every finished variant of study {self.study!r}: none is the"
+                " best"
+            )
         return better(numbers, key=lambda each: each.metrics[metric])
 
     def table(self) -> PrintedTable:
         """A table for a terminal, ``print`` or a notebook."""
-        table = PrintedTable("variant", "from", "progress", "epochs", "state", title=f"study {self.study}", title_justify="left")
-        table.caption = "\n".join([*map(say_alike, self.alike), *([] if self.storage is None else [str(self.storage)])]) or None
+        table = PrintedTable(
+            "variant",
+            "from",
+            "progress",
+            "epochs",
+            "state",
+            title=f"study {self.study}",
+            title_justify="left",
+        )
+        table.caption = (
+            "\n".join(
+                [
+                    *map(say_alike, self.alike),
+                    *([] if self.storage is None else [str(self.storage)]),
+                ]
+            )
+            or None
+        )
         is_set = any(each.set for each in self)
         if is_set:
             table.add_column("set", overflow="fold")
@@ -214,8 +264,16 @@ class Exploration:
         for each in self:
             variant = self.plan[each.variant]
             state = "" if each.state is None else each.state.uid[:10]
-            metrics = [f"{each.metrics[name]:.4g}" if name in each.metrics else "" for name in names]
-            facts = [each.variant, variant.parent or "start", str(each.progress), f"{each.epochs}/{variant.epochs}", state]
+            metrics = [
+                f"{each.metrics[name]:.4g}" if name in each.metrics else "" for name in names
+            ]
+            facts = [
+                each.variant,
+                variant.parent or "start",
+                str(each.progress),
+                f"{each.epochs}/{variant.epochs}",
+                state,
+            ]
             table.add_row(*facts, *[each.set] * is_set, *metrics)
         return table
 
@@ -223,11 +281,17 @@ class Exploration:
 def say_alike(variants: Sequence[str]) -> str:
     """A line about variants that ended alike."""
     some = ", ".join(variants[:5]) + (f" and {len(variants) - 5} more" if len(variants) > 5 else "")
-    return f"{some} ended with the same bytes: what their configurations differ in reached nothing that trains"
+    return (
+        f"{some} ended with the same bytes: what their configurations differ in reached nothing"
+        " that trains"
+    )
 
 
 def _errors(value: object, what: str) -> dict[str, str]:
-    return {name: values.string(each, f"the error of {name!r}") for name, each in values.named(value, what).items()}
+    return {
+        name: values.string(each, f"the error of {name!r}")
+        for name, each in values.named(value, what).items()
+    }
 
 
 @values.takes(
@@ -285,7 +349,9 @@ def read_study(
             progress = Progress.FAILED
         else:
             progress = Progress.BEGUN if reported else Progress.WAITING
-        results[name] = Result(name, progress, last, epochs, error if state is None else None, name in reused)
+        results[name] = Result(
+            name, progress, last, epochs, error if state is None else None, name in reused
+        )
     return Exploration(study, start, plan, results, dict(config or {}))
 
 
@@ -309,7 +375,12 @@ class Display(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
 
 
 class Quiet:
@@ -327,7 +398,12 @@ class Quiet:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         pass
 
 
@@ -339,12 +415,19 @@ class Lines(Quiet):
 
     def begun(self, variant: str, attempt: int) -> None:
         """Log that the variant begins."""
-        _logger.info("study %s: %s begins%s", self._study, variant, f", attempt {attempt}" if attempt > 1 else "")
+        _logger.info(
+            "study %s: %s begins%s",
+            self._study,
+            variant,
+            f", attempt {attempt}" if attempt > 1 else "",
+        )
 
     def reported(self, variant: str, state: State) -> None:
         """Log the epoch and the metrics."""
         epoch, epochs = state.attributes.get(records.EPOCH), self._plan[variant].epochs
-        _logger.info("study %s: %s epoch %s/%s: %s", self._study, variant, epoch, epochs, _metrics(state))
+        _logger.info(
+            "study %s: %s epoch %s/%s: %s", self._study, variant, epoch, epochs, _metrics(state)
+        )
 
     def ended(self, variant: str, how: str) -> None:
         """Log how the variant ended."""
@@ -367,15 +450,22 @@ class _Row:
             return None
         newest = max(self.seen)
         done = newest - (self.began_at or 0)
-        return (self.epochs - newest) * (self.seen[newest] - self.began) / done if done > 0 else None
+        return (
+            (self.epochs - newest) * (self.seen[newest] - self.began) / done if done > 0 else None
+        )
 
 
 class Screen:
     """A table that is kept up to date; ``clock`` counts seconds."""
 
-    def __init__(self, study: str, plan: Plan, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, study: str, plan: Plan, console: Console, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._clock = clock
-        self._study, self._rows = study, {variant.name: _Row(variant.epochs) for variant in plan.variants}
+        self._study, self._rows = (
+            study,
+            {variant.name: _Row(variant.epochs) for variant in plan.variants},
+        )
         self._live = Live(self._table(), console=console, refresh_per_second=4)
 
     def begun(self, variant: str, attempt: int) -> None:
@@ -401,20 +491,40 @@ class Screen:
         self._live.start(refresh=True)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._live.update(self._table(), refresh=True)
         self._live.stop()
 
     def _table(self) -> Table:
         done = sum(row.how in ("done", "reused") for row in self._rows.values())
-        table = Table("variant", "", "epoch", "metrics", "left", title=f"study {self._study}: {done} of {len(self._rows)} done")
+        table = Table(
+            "variant",
+            "",
+            "epoch",
+            "metrics",
+            "left",
+            title=f"study {self._study}: {done} of {len(self._rows)} done",
+        )
         for name, row in self._rows.items():
             left = row.left_s()
-            table.add_row(name, row.how, f"{row.epoch}/{row.epochs}", row.metrics, "" if left is None else f"{left:.0f} s")
+            table.add_row(
+                name,
+                row.how,
+                f"{row.epoch}/{row.epochs}",
+                row.metrics,
+                "" if left is None else f"{left:.0f} s",
+            )
         return table
 
 
-def display_for(study: str, plan: Plan, *, progress: bool, console: Console | None = None) -> Display:
+def display_for(
+    study: str, plan: Plan, *, progress: bool, console: Console | None = None
+) -> Display:
     """The display that suits where standard error goes."""
     if not progress:
         return Quiet()
@@ -432,7 +542,8 @@ def _metrics(state: State) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Epochs over the full data: ``tree_epochs`` is W_D and ``scratch_epochs`` is W_N; the prefix is in both."""
+    """Epochs over the full data: ``tree_epochs`` is W_D and ``scratch_epochs`` is W_N; the
+    prefix is in both."""
 
     tree_epochs: float
     scratch_epochs: float
@@ -459,15 +570,27 @@ def work(plan: Plan, *, prefix_epochs: float = 0.0) -> Work:
     :raises InvalidInput: ``prefix_epochs`` is negative, or not finite.
     """
     if not 0 <= prefix_epochs < math.inf:
-        raise InvalidInput(f"prefix_epochs is {prefix_epochs}: give the epochs that the start took, 0 or more")
-    shares = {variant.name: _share(plan.samples(variant.name), plan.size) for variant in plan.variants}
-    parts = {variant.name: _Part(Fraction(variant.epochs), shares[variant.name]) for variant in plan.variants}
-    return _sum(Fraction(prefix_epochs), parts, {name: [step.name for step in plan.path(name)] for name in parts})
+        raise InvalidInput(
+            f"prefix_epochs is {prefix_epochs}: give the epochs that the start took, 0 or more"
+        )
+    shares = {
+        variant.name: _share(plan.samples(variant.name), plan.size) for variant in plan.variants
+    }
+    parts = {
+        variant.name: _Part(Fraction(variant.epochs), shares[variant.name])
+        for variant in plan.variants
+    }
+    return _sum(
+        Fraction(prefix_epochs),
+        parts,
+        {name: [step.name for step in plan.path(name)] for name in parts},
+    )
 
 
 @values.takes(repo=arguments.repository, study=values.string)
 def work_done(repo: Repository, study: str) -> Work:
-    """The work of a study so far, read from the lineage alone: from the states above each variant's branch, or its ``done`` tag.
+    """The work of a study so far, read from the lineage alone: from the states above each variant's
+    branch, or its ``done`` tag.
 
     Training that was lost with a process that died is on no path, and does not count.
 
@@ -486,15 +609,19 @@ def work_done(repo: Repository, study: str) -> Work:
 
 @values.takes(repo=arguments.repository, rev=values.revision)
 def prefix_epochs(repo: Repository, rev: str | State) -> float:
-    """The cost of a state, in epochs over the full data, as far as it and its ancestors record it; 0 if none does.
+    """The cost of a state, in epochs over the full data, as far as it and its ancestors record it;
+    0 if none does.
 
-    It counts the newest ``epoch`` of the states that belong to no study, and the epochs of each study's variants among the ancestors.
+    It counts the newest ``epoch`` of the states that belong to no study, and the epochs of each
+    study's variants among the ancestors.
     """
     state = repo.state(rev)
     newest: dict[object, State] = {}
     for found in (state, *repo.find(f'attr.{EPOCH} exists and ancestor_of("{state.uid}")')):
         key = (found.attributes.get(STUDY), found.attributes.get(VARIANT))
-        if _is_number(found.attributes.get(EPOCH)) and (key not in newest or newest[key].generation < found.generation):
+        if _is_number(found.attributes.get(EPOCH)) and (
+            key not in newest or newest[key].generation < found.generation
+        ):
             newest[key] = found
     parts = map(_part, newest.values())
     return float(sum((part.epochs * part.share for part in parts), Fraction(0)))
@@ -502,7 +629,9 @@ def prefix_epochs(repo: Repository, rev: str | State) -> float:
 
 def _sum(prefix: Fraction, parts: Mapping[str, _Part], paths: Mapping[str, Iterable[str]]) -> Work:
     tree = prefix + sum(part.epochs * part.share for part in parts.values())
-    whole = {name: prefix + sum(parts[step].epochs for step in path) for name, path in paths.items()}
+    whole = {
+        name: prefix + sum(parts[step].epochs for step in path) for name, path in paths.items()
+    }
     scratch = sum((whole[name] * parts[name].share for name in paths), Fraction(0))
     return Work(float(tree), float(scratch), float(prefix))
 
@@ -511,7 +640,11 @@ def _tips(repo: Repository, study: str) -> dict[str, str]:
     """The newest state of each variant that has reported anything, by the variant's name."""
     refs = refs_of(repo)
     names = {state.attributes.get(VARIANT) for state in states_of(repo, study)}
-    tips = {name: refs.get(done_tag(study, name)) or refs.get(branch_of(study, name)) for name in names if isinstance(name, str)}
+    tips = {
+        name: refs.get(done_tag(study, name)) or refs.get(branch_of(study, name))
+        for name in names
+        if isinstance(name, str)
+    }
     return {name: ref.state for name, ref in sorted(tips.items()) if ref is not None}
 
 
@@ -521,7 +654,11 @@ def _path(repo: Repository, study: str, start: State, tip: str) -> dict[str, Sta
     path: dict[str, State] = {}
     for state in repo.log(head, limit=max(head.generation - start.generation, 1)):
         variant = state.attributes.get(VARIANT)
-        if state.attributes.get(STUDY) == study and isinstance(variant, str) and _is_number(state.attributes.get(EPOCH)):
+        if (
+            state.attributes.get(STUDY) == study
+            and isinstance(variant, str)
+            and _is_number(state.attributes.get(EPOCH))
+        ):
             path.setdefault(variant, state)
     return path
 
@@ -534,7 +671,11 @@ def _part(state: State) -> _Part:
 
 def _share(samples: object, size: object) -> Fraction:
     """The share of the data; all of it if nothing says how many samples there are."""
-    return Fraction(samples, size) if isinstance(samples, int) and isinstance(size, int) and size > 0 else Fraction(1)
+    return (
+        Fraction(samples, size)
+        if isinstance(samples, int) and isinstance(size, int) and size > 0
+        else Fraction(1)
+    )
 
 
 def _is_number(value: object) -> bool:
@@ -564,7 +705,8 @@ def announce(study: str, plan: Plan, work: Work, console: Console | None = None)
 
 @values.takes(plan=plan_of, work=_work_of, limit=values.count)
 def describe(plan: Plan, work: Work, *, limit: int = 40) -> PrintedGroup:
-    """A plan's variants as a tree with their data and cost, its saving, and what its validation cannot tell.
+    """A plan's variants as a tree with their data and cost, its saving, and what its validation
+    cannot tell.
 
     At most ``limit`` variants are shown.
     """
@@ -587,7 +729,9 @@ def _headline(plan: Plan) -> str:
 def _table(plan: Plan, limit: int) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for title in ("variant", "changes", "trained on", "validated on", "epochs", "full epochs"):
-        table.add_column(title, justify="left" if title in ("variant", "changes") else "right", overflow="fold")
+        table.add_column(
+            title, justify="left" if title in ("variant", "changes") else "right", overflow="fold"
+        )
     depths = _depths(plan)
     for variant in plan.variants[:limit]:
         table.add_row(*map(Text, _cells(plan, variant, depths[variant.name])))
@@ -596,17 +740,28 @@ def _table(plan: Plan, limit: int) -> Table:
 
 def _cells(plan: Plan, variant: Variant, depth: int) -> tuple[str, ...]:
     share = plan.samples(variant.name) / plan.size if plan.size else 1.0
-    trained = "as it chooses" if variant.train is None else f"{plan.samples(variant.name):,} ({share:.0%})"
+    trained = (
+        "as it chooses"
+        if variant.train is None
+        else f"{plan.samples(variant.name):,} ({share:.0%})"
+    )
     validated = f"{len(plan.rows(variant.validation)):,}" if variant.validation else "-"
     changes = ", ".join(f"{key}={value}" for key, value in variant.config.items())
-    return ("  " * depth + variant.name, changes, trained, validated, str(variant.epochs), f"{variant.epochs * share:.1f}")
+    return (
+        "  " * depth + variant.name,
+        changes,
+        trained,
+        validated,
+        str(variant.epochs),
+        f"{variant.epochs * share:.1f}",
+    )
 
 
 def _cost(work: Work) -> str:
     prefix = f", the prefix's {work.prefix_epochs:g} in it" if work.prefix_epochs else ""
     return (
-        f"costs {work.tree_epochs:.1f} epochs over the full data{prefix}; each variant from scratch would cost {work.scratch_epochs:.1f}: "
-        f"W_N/W_D = {work.saving:.2f}"
+        f"costs {work.tree_epochs:.1f} epochs over the full data{prefix}; each variant from scratch"
+        f" would cost {work.scratch_epochs:.1f}: W_N/W_D = {work.saving:.2f}"
     )
 
 
@@ -614,8 +769,9 @@ def _warning(plan: Plan, leaks: dict[str, tuple[str, ...]]) -> str:
     names = list(leaks)
     some = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return (
-        f"the start was trained on what {_count(len(names), 'variant')} of {len(plan)} {'is' if len(names) == 1 else 'are'} validated on "
-        f"({some}): their validation shows what they forgot, not what they never saw"
+        f"the start was trained on what {_count(len(names), 'variant')} of {len(plan)}"
+        f" {'is' if len(names) == 1 else 'are'} validated on ({some}): their validation shows what"
+        " they forgot, not what they never saw"
     )
 
 

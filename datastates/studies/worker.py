@@ -46,12 +46,14 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 Stop = Callable[[Sequence[State]], bool]
-"""A study's stop rule: takes the states that a variant has reported so far, first epoch first, and says whether the variant ends here."""
+"""A study's stop rule: takes the states that a variant has reported so far, first epoch first,
+and says whether the variant ends here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One variant of a study, as its worker needs it; ``origin`` is the uid of the state from which it forks.
+    """One variant of a study, as its worker needs it; ``origin`` is the uid of the state from which
+    it forks.
 
     ``samples_all`` is the number of samples in the plan's whole data.
     """
@@ -67,18 +69,21 @@ class Assignment:
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """Where a variant stands: the uid of the state from which it goes on, and the uids of its reports."""
+    """Where a variant stands: the uid of the state from which it goes on, and the uids of its
+    reports."""
 
     at: str
     reported: list[str]
 
 
 class Job:
-    """One variant in the process that trains it. A train function calls ``track`` once, then loops over ``epochs``.
+    """One variant in the process that trains it. A train function calls ``track`` once, then loops
+    over ``epochs``.
 
-    If a group trains the variant, each of its ranks has a job, and all ranks call the same methods in the same order: all but ``report``
-    are collective. Every method belongs to the training thread. ``check`` is called once an epoch and raises if the variant must not go
-    on; ``fetch`` brings a state near before it is restored.
+    If a group trains the variant, each of its ranks has a job, and all ranks call the same methods
+    in the same order: all but ``report`` are collective. Every method belongs to the training
+    thread. ``check`` is called once an epoch and raises if the variant must not go on; ``fetch``
+    brings a state near before it is restored.
     """
 
     def __init__(
@@ -112,7 +117,8 @@ class Job:
 
     @property
     def group(self) -> Group:
-        """The ranks that train the variant together: a group of one, unless ``explore`` was given ``ranks`` or a ``group``."""
+        """The ranks that train the variant together: a group of one, unless ``explore`` was
+        given ``ranks`` or a ``group``."""
         return self._ranks.group
 
     @property
@@ -122,7 +128,8 @@ class Job:
 
     @property
     def train(self) -> tuple[int, ...]:
-        """The indices to train on, ascending; empty if the plan leaves that to the train function."""
+        """The indices to train on, ascending; empty if the plan leaves that to the train
+        function."""
         return self._assignment.train
 
     @property
@@ -132,8 +139,8 @@ class Job:
 
     @property
     def is_new(self) -> bool:
-        """Whether the variant stands where it forks. Apply then what its configuration changes in restored objects, other than options of
-        optimizers.
+        """Whether the variant stands where it forks. Apply then what its configuration changes in
+        restored objects, other than options of optimizers.
         """
         return self._from.uid == self._origin.uid
 
@@ -145,24 +152,34 @@ class Job:
         return self._ranks.first("ask the stop rule", partial(self._is_stopped, self._stop), bool)
 
     def track(self, **objects: Any) -> Tracker:
-        """Track on the variant's branch: restored from its newest state, or else from the state where it forks.
+        """Track on the variant's branch: restored from its newest state, or else from the state
+        where it forks.
 
-        A variant uses the options with which ``train`` built optimizers and schedulers, as ``hyperparameters="script"`` does, unless that
-        argument is given. The variant's configuration is recorded. It has precedence over a ``config`` that is given here.
+        A variant uses the options with which ``train`` built optimizers and schedulers, as
+        ``hyperparameters="script"`` does, unless that argument is given. The variant's
+        configuration is recorded. It has precedence over a ``config`` that is given here.
 
-        ``objects`` and options are those of ``Repository.track``, without branch, start, resume and group. ``only`` and ``strict`` apply to
-        the fork alone: what the variant itself captured is restored whole. A variant with its own ``seed`` is seeded at the fork. Each
-        rank of a group gets another number that follows from the seed.
+        ``objects`` and options are those of ``Repository.track``, without branch, start, resume and
+        group. ``only`` and ``strict`` apply to the fork alone: what the variant itself captured is
+        restored whole. A variant with its own ``seed`` is seeded at the fork. Each rank of a group
+        gets another number that follows from the seed.
 
         :raises InvalidInput: it was called before, or an object does not fit.
         :raises Conflict: somebody else moved the branch.
         """
         if self._tracker is not None:
-            raise InvalidInput(f"track was called twice for variant {self.variant.name!r}: track everything in one call")
+            raise InvalidInput(
+                f"track was called twice for variant {self.variant.name!r}: track everything in one"
+                " call"
+            )
         if taken := sorted({"branch", "start", "resume", "group"} & objects.keys()):
-            raise InvalidInput(f"{', '.join(taken)}: the plan decides that; rename what you track, or leave it out")
+            raise InvalidInput(
+                f"{', '.join(taken)}: the plan decides that; rename what you track, or leave it out"
+            )
         if not self.is_new:
-            objects = {name: value for name, value in objects.items() if name not in ("only", "strict")}
+            objects = {
+                name: value for name, value in objects.items() if name not in ("only", "strict")
+            }
         config = configuration(objects.pop("config", None)) | configuration(self.config)
         seed = self.variant.config.get("seed")
         if self.is_new and isinstance(seed, int):
@@ -170,15 +187,20 @@ class Job:
             objects = {"rng": "script", **objects}
         self._fetch(self._from)
         objects = {"takeover": True, **objects}  # the claim on the variant decides who trains it
-        self._tracker = self._repository.track(branch=self._branch, start=self._origin.uid, config=config, group=self.group, **objects)
-        self._tracker.training.loops.begin_elsewhere(is_between=self.is_new or records.EPOCH in self._from.attributes)
+        self._tracker = self._repository.track(
+            branch=self._branch, start=self._origin.uid, config=config, group=self.group, **objects
+        )
+        self._tracker.training.loops.begin_elsewhere(
+            is_between=self.is_new or records.EPOCH in self._from.attributes
+        )
         self._step = self._tracker.step
         if self.is_new:
             self._set = ", ".join(map(str, self._tracker.training.built.differences))
         return self._tracker
 
     def epochs(self) -> Iterator[int]:
-        """The epochs that are left, from 0 in the variant; ends early if the study's stop rule says so.
+        """The epochs that are left, from 0 in the variant; ends early if the study's stop rule says
+        so.
 
         :raises InvalidInput: an epoch ended without a report.
         """
@@ -190,22 +212,36 @@ class Job:
                 self._tracker.training.settle()
             yield epoch
             if self._done == epoch:
-                raise InvalidInput(f"epoch {epoch} of variant {self.variant.name!r} was not reported: end each with job.report(...)")
+                raise InvalidInput(
+                    f"epoch {epoch} of variant {self.variant.name!r} was not reported: end each"
+                    " with job.report(...)"
+                )
 
     def report(self, **metrics: SupportsFloat) -> Capture:
-        """Report the end of an epoch: capture the state with its metrics. The last report is the variant's result.
+        """Report the end of an epoch: capture the state with its metrics. The last report is the
+        variant's result.
 
         :raises InvalidInput: nothing is tracked yet, or more epochs are reported than the plan has.
         """
         name = self.variant.name
         if self._tracker is None:
-            raise InvalidInput(f"variant {name!r} reported before it tracked anything: call job.track(model=model, …) first")
+            raise InvalidInput(
+                f"variant {name!r} reported before it tracked anything: call job.track(model=model,"
+                " …) first"
+            )
         if self._done >= self.variant.epochs:
-            raise InvalidInput(f"variant {name!r} has {self.variant.epochs} epochs and reported one more: loop over job.epochs()")
+            raise InvalidInput(
+                f"variant {name!r} has {self.variant.epochs} epochs and reported one more: loop"
+                " over job.epochs()"
+            )
         self._check()
-        step = None if self._tracker.step == self._step else self._tracker.step  # run.steps has counted
-        capture = self._tracker.capture(metrics=metrics, step=step, attributes=self._attributes(self._done + 1))
-        self._tracker.fence()  # once an epoch: weights may be edited right after, for an evaluation for example
+        # run.steps has counted
+        step = None if self._tracker.step == self._step else self._tracker.step
+        capture = self._tracker.capture(
+            metrics=metrics, step=step, attributes=self._attributes(self._done + 1)
+        )
+        # once an epoch: weights may be edited right after, for an evaluation for example
+        self._tracker.fence()
         self._step = self._tracker.step
         self._captures.append(capture)
         self._done += 1
@@ -227,20 +263,33 @@ class Job:
         elif self._history:
             state = records.make_durable(self._repository.core, self._history[-1].uid)
         else:
-            raise InvalidInput(f"variant {self.variant.name!r} ended without a result: call job.report(...) at the end of each epoch")
-        return self._repository.state(self._ranks.first("tag the result", lambda: self._tag(state), str))
+            raise InvalidInput(
+                f"variant {self.variant.name!r} ended without a result: call job.report(...) at the"
+                " end of each epoch"
+            )
+        return self._repository.state(
+            self._ranks.first("tag the result", lambda: self._tag(state), str)
+        )
 
     def _tag(self, state: State) -> str:
         assignment = self._assignment
-        return records.tag_done(self._repository, assignment.study, assignment.variant.name, assignment.digest, state).uid
+        return records.tag_done(
+            self._repository, assignment.study, assignment.variant.name, assignment.digest, state
+        ).uid
 
     def _stand(self) -> _Place:
-        """Where the variant stands. One rank finds it, because the branch may have to be moved back."""
+        """Where the variant stands.
+
+        One rank finds it, because the branch may have to be moved back."""
         assignment = self._assignment
         at = records.back_to_what_is_here(self._repository, self._branch, self._origin)
-        history = records.reports(self._repository, assignment.study, assignment.variant.name, self._origin)
+        history = records.reports(
+            self._repository, assignment.study, assignment.variant.name, self._origin
+        )
         if history:
-            records.check_digest(history[-1], assignment.study, assignment.variant.name, assignment.digest)
+            records.check_digest(
+                history[-1], assignment.study, assignment.variant.name, assignment.digest
+            )
         return _Place(at.uid, [state.uid for state in history])
 
     def _is_stopped(self, stop: Stop) -> bool:
@@ -261,12 +310,16 @@ class Job:
         if self._set:
             attributes[records.SET] = self._set
         if assignment.variant.train is not None:
-            attributes |= {records.SAMPLES: len(assignment.train), records.SAMPLES_ALL: assignment.samples_all}
+            attributes |= {
+                records.SAMPLES: len(assignment.train),
+                records.SAMPLES_ALL: assignment.samples_all,
+            }
         return attributes
 
 
 def _seed_of(seed: int, rank: int) -> int:
-    """The seed of a rank: the variant's own on rank 0, others on other ranks, so that no two ranks draw the same numbers."""
+    """The seed of a rank: the variant's own on rank 0, others on other ranks, so that no two
+    ranks draw the same numbers."""
     return int(hashlib.sha256(f"{seed}/{rank}".encode()).hexdigest()[:15], 16) if rank else seed
 
 
@@ -306,7 +359,9 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A task for a worker. The executor pickles it; it is never shown, because a database's url may hold a password."""
+    """A task for a worker.
+
+    The executor pickles it; it is never shown, because a database's url may hold a password."""
 
     location: Location = field(repr=False)
     config: Config
@@ -322,20 +377,24 @@ class Task:
 def run(task: Task) -> Outcome:
     """Train one variant, and tag its result; an error of the variant is returned as an outcome.
 
-    :raises InvalidInput: this process is already training another variant: both would draw from the same random number generators.
+    :raises InvalidInput: this process is already training another variant: both would draw from the
+        same random number generators.
     """
     if not busy.acquire(blocking=False):
         raise InvalidInput(
-            "two variants at once in one process would draw from the same random number generators: give the executor processes of"
-            " one thread each, such as dask's LocalCluster(threads_per_worker=1)"
+            "two variants at once in one process would draw from the same random number generators:"
+            " give the executor processes of one thread each, such as dask's"
+            " LocalCluster(threads_per_worker=1)"
         )
     end_with_parent()
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(task.threads)
-        with using(SoloGroup()):  # the processes of an executor may be ranks to MPI, but each trains a variant of its own
+        with using(SoloGroup()):
+            # the processes of an executor may be ranks to MPI, but each trains a variant of its own
             return _run(task)
-    except Exception as exc:  # the user's function may raise anything: the variant failed, and the report says how
+    except Exception as exc:
+        # the user's function may raise anything: the variant failed, and the report says how
         return failed(task.assignment.variant.name, exc)
     finally:
         torch.set_num_threads(before)
@@ -348,10 +407,19 @@ def run_as_rank(task: Task) -> Outcome:
         torch.set_num_threads(task.threads)
         name, group = task.assignment.variant.name, find()
         repository = repository_at(task.location, task.config, task.threads)
-        near = _Near(repository, task.share if group.rank == 0 else None)  # rank 0 passes on what several ranks want of it
+        # rank 0 passes on what several ranks want of it
+        near = _Near(repository, task.share if group.rank == 0 else None)
         try:
-            with _claimed(repository, task.assignment, lambda: None, rank=group.rank):  # ranks of an earlier attempt may still be ending
-                done = train_variant(repository, task.assignment, task.train, stop=task.stop, group=group, fetch=near.fetch)
+            with _claimed(repository, task.assignment, lambda: None, rank=group.rank):
+                # ranks of an earlier attempt may still be ending
+                done = train_variant(
+                    repository,
+                    task.assignment,
+                    task.train,
+                    stop=task.stop,
+                    group=group,
+                    fetch=near.fetch,
+                )
                 return Outcome(name, done.uid, source=near.source)
         except Exception as exc:  # likewise
             return failed(name, exc)
@@ -367,11 +435,14 @@ def train_variant(
     check: Callable[[], None] = lambda: None,
     fetch: Callable[[State], None] = lambda state: None,
 ) -> State:
-    """Train one variant from where it stands; returns its result, tagged. Collective among the ranks of the group.
+    """Train one variant from where it stands; returns its result, tagged. Collective among the
+    ranks of the group.
 
-    All ranks are seeded alike before ``train`` builds anything, so that objects that the start does not hold begin the same.
+    All ranks are seeded alike before ``train`` builds anything, so that objects that the start does
+    not hold begin the same.
     """
-    seed_everything(1 << 62 | int(assignment.digest[:8], 16))  # as large as a seed that was drawn, because the script did not choose it
+    # as large as a seed that was drawn, because the script did not choose it
+    seed_everything(1 << 62 | int(assignment.digest[:8], 16))
     job = Job(repository, assignment, stop=stop, check=check, fetch=fetch, group=group)
     try:
         if not job.is_over:
@@ -388,69 +459,106 @@ def _run(task: Task) -> Outcome:
     with _watched(repository, task.explorer) as check, _claimed(repository, assignment, check):
         if (state := records.finished(repository, study, name, assignment.digest)) is not None:
             return Outcome(name, state.uid)
-        settle = partial(recover, repository.core.database, repository.core.tiers.durable, repository.core.home)
+        settle = partial(
+            recover, repository.core.database, repository.core.tiers.durable, repository.core.home
+        )
         settle()  # the previous holder of the claim may have died
         with noted(repository, study, name):
             if task.ranks > 1:
                 return launch(task.ranks, run_as_rank, task, name, look=check, settle=settle)
             near, group = _Near(repository, task.share), SoloGroup()
-            done = train_variant(repository, assignment, task.train, stop=task.stop, group=group, check=check, fetch=near.fetch)
+            done = train_variant(
+                repository,
+                assignment,
+                task.train,
+                stop=task.stop,
+                group=group,
+                check=check,
+                fetch=near.fetch,
+            )
             return Outcome(name, done.uid, source=near.source)
 
 
 @contextmanager
 def noted(repository: Repository, study: str, variant: str) -> Iterator[None]:
-    """Note in the lineage that the variant is being trained, and what that cost, however it ends."""
+    """Note in the lineage that the variant is being trained, and what that cost, however it
+    ends."""
     began = time.monotonic()
     with repository.core.database.write() as session:
         attachments.begin(session, study, variant)
     try:
         yield
     finally:
-        with suppress(Unavailable), repository.core.database.write() as session:  # the database may be away; the variant's own end counts
+        with (
+            suppress(Unavailable),
+            repository.core.database.write() as session,
+        ):
+            # the database may be away; the variant's own end counts
             attachments.end(session, study, variant, time.monotonic() - began)
 
 
 class _Near:
-    """Brings the starting state into this process's memory if a peer has it, and remembers where it came from."""
+    """Brings the starting state into this process's memory if a peer has it, and remembers where
+    it came from."""
 
     def __init__(self, repository: Repository, share: Share | None) -> None:
         self._repository, self._share = repository, share
         self.source: str | None = None
 
     def fetch(self, state: State) -> None:
-        """Take the state from our own memory, from a peer, or from disk; the restore itself reads the disk."""
+        """Take the state from our own memory, from a peer, or from disk; the restore itself
+        reads the disk."""
         if records.is_in_memory(self._repository, state.uid):
             self.source = CAPTURED
             return
         self.source = "disk"
         if self._share is not None:
-            from datastates.transport.peer import connect  # the transport takes a while to import, and few studies share
+            # the transport takes a while to import, and few studies share
+            from datastates.transport.peer import (
+                connect,
+            )
 
             try:
                 with connect(self._share.url, token=self._share.token) as peer:
                     peer.clone(state.uid, repo=self._repository)
             except DatastatesError as exc:
-                _logger.warning("state %s did not come from %s, it is read from disk: %s", state.uid[:10], self._share.url, exc)
+                _logger.warning(
+                    "state %s did not come from %s, it is read from disk: %s",
+                    state.uid[:10],
+                    self._share.url,
+                    exc,
+                )
             else:
                 self.source = "peer"
 
 
 @contextmanager
-def _claimed(repository: Repository, assignment: Assignment, check: Callable[[], None], *, rank: int | None = None) -> Iterator[None]:
-    """Hold the claim of the variant, or of one of its ranks. Waits for a worker whose explorer died: it stops at its next epoch.
+def _claimed(
+    repository: Repository,
+    assignment: Assignment,
+    check: Callable[[], None],
+    *,
+    rank: int | None = None,
+) -> Iterator[None]:
+    """Hold the claim of the variant, or of one of its ranks. Waits for a worker whose explorer
+    died: it stops at its next epoch.
 
     :raises Conflict: that worker did not stop.
     """
-    folder, name = records.claims_folder(repository), records.claim_name(repository, assignment.study, assignment.variant.name, rank)
+    folder, name = (
+        records.claims_folder(repository),
+        records.claim_name(repository, assignment.study, assignment.variant.name, rank),
+    )
     deadline = time.monotonic() + _PATIENCE_S
-    while (claim := Claim.take(folder, name, f"process {os.getpid()} on {repository.node}")) is None:
+    while (
+        claim := Claim.take(folder, name, f"process {os.getpid()} on {repository.node}")
+    ) is None:
         check()
         if time.monotonic() > deadline:
             who = holder(folder, name) or "another process"
             raise Conflict(
-                f"variant {assignment.variant.name!r} is still being trained by {who}, and did not stop in {_PATIENCE_S:.0f} s:"
-                " wait for it or end it, then explore again"
+                f"variant {assignment.variant.name!r} is still being trained by {who}, and did not"
+                f" stop in {_PATIENCE_S:.0f} s: wait for it or end it, then explore again"
             )
         time.sleep(_LOOK_S / 5)
     with claim:
@@ -459,15 +567,18 @@ def _claimed(repository: Repository, assignment: Assignment, check: Callable[[],
 
 @contextmanager
 def _watched(repository: Repository, explorer: Explorer) -> Iterator[Callable[[], None]]:
-    """A check that raises once the explorer is gone. The check watches the explorer's claim where it is visible; elsewhere compare-and-swap
-    protects the branch.
+    """A check that raises once the explorer is gone. The check watches the explorer's claim where
+    it is visible; elsewhere compare-and-swap protects the branch.
     """
     folder = records.claims_folder(repository)
     is_gone = threading.Event()
 
     def check() -> None:
         if is_gone.is_set():
-            raise Cancelled(f"the explorer ({explorer.note}) has ended: what was captured stays; explore again to go on")
+            raise Cancelled(
+                f"the explorer ({explorer.note}) has ended: what was captured stays; explore again"
+                " to go on"
+            )
 
     def is_alive() -> bool:
         try:
@@ -502,16 +613,19 @@ def _watched(repository: Repository, explorer: Explorer) -> Iterator[Callable[[]
 # the old values, and would keep them.
 
 
-def reconfigure(job: Job, optimizer: Optimizer, scheduler: LRScheduler | None = None) -> dict[str, Value]:
-    """Set the options of ``optimizer`` that the variant itself changes (``lr``, ``weight_decay``, ``momentum``); returns those that were
-    set.
+def reconfigure(
+    job: Job, optimizer: Optimizer, scheduler: LRScheduler | None = None
+) -> dict[str, Value]:
+    """Set the options of ``optimizer`` that the variant itself changes (``lr``, ``weight_decay``,
+    ``momentum``); returns those that were set.
 
-    Call it after ``job.track``, because the restored state holds the options of the parent. It does nothing if the variant is resumed: the
-    variant's own state has them.
+    Call it after ``job.track``, because the restored state holds the options of the parent. It does
+    nothing if the variant is resumed: the variant's own state has them.
 
-    A group whose value differed from that of the first group keeps its own, so that biases stay without weight decay; the learning rates of
-    all groups are scaled alike. Where a scheduler has begun, ``lr`` is the rate that it started from: the rate that it has reached is
-    scaled, and goes on along the same curve. Pass the scheduler, so that it is updated too.
+    A group whose value differed from that of the first group keeps its own, so that biases stay
+    without weight decay; the learning rates of all groups are scaled alike. Where a scheduler has
+    begun, ``lr`` is the rate that it started from: the rate that it has reached is scaled, and goes
+    on along the same curve. Pass the scheduler, so that it is updated too.
     """
     if not job.is_new:
         return {}
@@ -529,7 +643,8 @@ def reconfigure(job: Job, optimizer: Optimizer, scheduler: LRScheduler | None = 
 
 
 def _follow(scheduler: LRScheduler, groups: Sequence[dict[str, Any]]) -> None:
-    """Let a scheduler, and those that it is made of, start from the rates of the groups; ``ReduceLROnPlateau`` starts from none."""
+    """Let a scheduler, and those that it is made of, start from the rates of the groups;
+    ``ReduceLROnPlateau`` starts from none."""
     for part in getattr(scheduler, "_schedulers", ()):
         _follow(part, groups)
     if hasattr(scheduler, "base_lrs"):

@@ -1,8 +1,11 @@
-"""Places for connections, counted from ``accept`` on, by address and in all; descriptors that the training needs are left to it.
+"""Places for connections, counted from ``accept`` on, by address and in all; descriptors that the
+training needs are left to it.
 
-A place is *held* while its connection is worth keeping: the connection has proved a token, or one of its requests is being answered. When
-all places are taken, the oldest place that is not held gives way, of the address that has most of them: silent connections keep nobody out.
-This module knows no sockets and no event loop: the acceptor asks it, and closes connections that are refused or give way.
+A place is *held* while its connection is worth keeping: the connection has proved a token, or one
+of its requests is being answered. When all places are taken, the oldest place that is not held
+gives way, of the address that has most of them: silent connections keep nobody out. This module
+knows no sockets and no event loop: the acceptor asks it, and closes connections that are refused or
+give way.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from functools import lru_cache
 __all__ = ["Admission", "Descriptors", "Limits", "Place", "of_process"]
 
 _SHARE = 4
-"""Connections of all servers get at most a quarter of a process's descriptors, and none of the last quarter."""
+"""Connections of all servers get at most a quarter of a process's descriptors, and none of the
+last quarter."""
 
 _MANY = 1 << 20  # where there is no limit on descriptors
 _REMEMBERED = 1024  # addresses: reading one takes longer than all else that a connection costs here
@@ -27,9 +31,11 @@ _REMEMBERED = 1024  # addresses: reading one takes longer than all else that a c
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The most connections at a time. ``per_address`` counts an IPv6 network of 64 bits as one address, because one host owns all of it.
+    """The most connections at a time. ``per_address`` counts an IPv6 network of 64 bits as one
+    address, because one host owns all of it.
 
-    A connection for clones may go on for ``proof_s`` without having proved the token, including the TLS handshake.
+    A connection for clones may go on for ``proof_s`` without having proved the token, including the
+    TLS handshake.
     """
 
     connections: int = 256
@@ -38,7 +44,9 @@ class Limits:
 
 
 class Descriptors:
-    """The descriptors that connections may use, in all servers of a process together. Safe from any thread."""
+    """The descriptors that connections may use, in all servers of a process together.
+
+    Safe from any thread."""
 
     def __init__(self, soft_limit: int) -> None:
         self.limit = max(1, soft_limit // _SHARE)
@@ -64,8 +72,8 @@ class Descriptors:
         return self._taken
 
     def leaves_room(self, descriptor: int) -> bool:
-        """Whether the process has enough descriptors left. The kernel gives the lowest free number, so ``descriptor`` says how many are
-        used.
+        """Whether the process has enough descriptors left. The kernel gives the lowest free number,
+        so ``descriptor`` says how many are used.
         """
         return descriptor < self._beyond
 
@@ -105,11 +113,18 @@ class Place:
 
 
 class Admission:
-    """The places of one server; every call is made on its thread. ``unlimited`` are addresses with no limit of their own, such as proxies;
-    this machine is one of them. ``refused`` counts connections that were not let in, ``displaced`` those that gave way.
+    """The places of one server; every call is made on its thread. ``unlimited`` are addresses with
+    no limit of their own, such as proxies; this machine is one of them. ``refused`` counts
+    connections that were not let in, ``displaced`` those that gave way.
     """
 
-    def __init__(self, limits: Limits | None = None, *, descriptors: Descriptors | None = None, unlimited: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        *,
+        descriptors: Descriptors | None = None,
+        unlimited: Collection[str] = (),
+    ) -> None:
         self.limits = Limits() if limits is None else limits
         self._descriptors = of_process() if descriptors is None else descriptors
         self._descriptors.join(self)
@@ -118,7 +133,9 @@ class Admission:
         self.connections = self.refused = self.displaced = 0
 
     def admit(self, address: str, descriptor: int, give_way: Callable[[], None]) -> Place | None:
-        """A place for a connection from an address, or None: then close it. ``give_way`` closes the connection when its place is needed."""
+        """A place for a connection from an address, or None: then close it.
+
+        ``give_way`` closes the connection when its place is needed."""
         host = _host(address)
         if not self._descriptors.leaves_room(descriptor) or not self._make_room(host):
             self.refused += 1
@@ -133,18 +150,26 @@ class Admission:
         return len(self._places.get(_host(address), ()))
 
     def _make_room(self, host: str) -> bool:
-        """Take a descriptor for one more connection, after another connection has given way if necessary; returns whether there is one."""
+        """Take a descriptor for one more connection, after another connection has given way if
+        necessary; returns whether there is one."""
         has_own_limit = host not in self._unlimited and not _is_loopback(host)
-        if has_own_limit and len(self._places.get(host, ())) >= self.limits.per_address and not self._displace([host]):
+        if (
+            has_own_limit
+            and len(self._places.get(host, ())) >= self.limits.per_address
+            and not self._displace([host])
+        ):
             return False
         if self.connections >= self.limits.connections and not self._displace(self._places):
             return False
         if self.connections >= self._descriptors.share:
             self._displace(self._places)
-        return self._descriptors.take() or (self._displace(self._places) and self._descriptors.take())
+        return self._descriptors.take() or (
+            self._displace(self._places) and self._descriptors.take()
+        )
 
     def _displace(self, hosts: Collection[str]) -> bool:
-        """Send away the oldest place that is not held, of the host that has most of them; returns whether there was one."""
+        """Send away the oldest place that is not held, of the host that has most of them;
+        returns whether there was one."""
         idle = [[place for place in self._places[host] if not place.is_held] for host in hosts]
         most = max(idle, key=len, default=[])
         if not most:
@@ -187,7 +212,8 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 @lru_cache(_REMEMBERED)
 def _host(address: str) -> str:
-    """The key of an address: an IPv4 address in one form, however it is written; 64 bits of IPv6; anything else as it is."""
+    """The key of an address: an IPv4 address in one form, however it is written; 64 bits of
+    IPv6; anything else as it is."""
     try:
         said = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -195,7 +221,11 @@ def _host(address: str) -> str:
     if isinstance(said, ipaddress.IPv6Address):
         if said.ipv4_mapped is not None:
             return str(said.ipv4_mapped)
-        return str(said) if said.is_loopback else str(ipaddress.IPv6Network((said, 64), strict=False).network_address)
+        return (
+            str(said)
+            if said.is_loopback
+            else str(ipaddress.IPv6Network((said, 64), strict=False).network_address)
+        )
     return str(said)
 
 

@@ -1,11 +1,15 @@
-"""The single door to accelerators: streams, events, pinned memory and generators of CUDA, ROCm and XPU, as ``torch`` offers them.
+"""The single door to accelerators: streams, events, pinned memory and generators of CUDA, ROCm and
+XPU, as ``torch`` offers them.
 
-Nothing else in ``datastates`` or ``transport`` touches a device except by operators on tensors. So this module keeps devices that nobody
-uses untouched, and here tests put in a device of their own (``swapped``), on which everything happens late.
+Nothing else in ``datastates`` or ``transport`` touches a device except by operators on tensors. So
+this module keeps devices that nobody uses untouched, and here tests put in a device of their own
+(``swapped``), on which everything happens late.
 
-A *context* is what a process has on a device that it uses: hundreds of megabytes there. The first call that reaches the device makes one,
-and calls of a fresh thread reach device 0. So every call for a device is made with that device selected. While a user records a graph on
-one thread, drivers refuse many calls on all other threads. So calls are also made with that rule off; it concerns no graph of ours.
+A *context* is what a process has on a device that it uses: hundreds of megabytes there. The first
+call that reaches the device makes one, and calls of a fresh thread reach device 0. So every call
+for a device is made with that device selected. While a user records a graph on one thread, drivers
+refuse many calls on all other threads. So calls are also made with that rule off; it concerns no
+graph of ours.
 """
 
 from __future__ import annotations
@@ -27,7 +31,8 @@ _LAZY_PEER_ACCESS = 1
 """``cudaIpcMemLazyEnablePeerAccess``, the only value that there is."""
 
 _PORTABLE = 1
-"""``cudaHostRegisterPortable``: pinned for every context of the process, not only for that of one device."""
+"""``cudaHostRegisterPortable``: pinned for every context of the process, not only for that of
+one device."""
 
 _RUNTIMES = ("libcudart", "libamdhip64")
 
@@ -41,7 +46,9 @@ def register(address: int, length: int) -> None:
 
     :raises RuntimeError: the driver refuses; says why.
     """
-    _call("HostRegister", ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_uint(_PORTABLE))
+    _call(
+        "HostRegister", ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_uint(_PORTABLE)
+    )
 
 
 def unregister(address: int) -> None:
@@ -53,7 +60,8 @@ def unregister(address: int) -> None:
 
 
 def allocate(length: int) -> int:
-    """The address of ``length`` bytes on the selected device, in an allocation that nothing else shares.
+    """The address of ``length`` bytes on the selected device, in an allocation that nothing else
+    shares.
 
     :raises RuntimeError: there is none; says why.
     """
@@ -81,7 +89,8 @@ def export(address: int) -> bytes:
 
 
 def open_handle(raw: bytes) -> tuple[int, int]:
-    """The address here of another process's memory on the selected device, and its length, as the driver knows it.
+    """The address here of another process's memory on the selected device, and its length, as the
+    driver knows it.
 
     :raises RuntimeError: it is not a handle, or the driver refuses it.
     """
@@ -91,7 +100,9 @@ def open_handle(raw: bytes) -> tuple[int, int]:
     opened = runtime_call("IpcOpenMemHandle")
     if opened is None:
         raise RuntimeError("this torch came without the runtime's calls")
-    _check("IpcOpenMemHandle", opened(ctypes.byref(address), handle, ctypes.c_uint(_LAZY_PEER_ACCESS)))
+    _check(
+        "IpcOpenMemHandle", opened(ctypes.byref(address), handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
+    )
     found = int(address.value or 0)
     try:
         return found, _length(found)
@@ -110,39 +121,63 @@ def close(address: int) -> None:
 
 @functools.cache
 def runtime_call(name: str) -> Any:
-    """A call of the runtime that torch has loaded, by its name without ``cuda`` or ``hip``; None if torch came without it."""
-    found = (getattr(library, prefix + name, None) for library in _libraries() for prefix in ("cuda", "hip"))
+    """A call of the runtime that torch has loaded, by its name without ``cuda`` or ``hip``; None
+    if torch came without it."""
+    found = (
+        getattr(library, prefix + name, None)
+        for library in _libraries()
+        for prefix in ("cuda", "hip")
+    )
     return next((call for call in found if call is not None), None)
 
 
 @functools.cache
 def _libraries() -> tuple[ctypes.CDLL, ...]:
-    """The places where the runtime may be: visible to all libraries, as usual, or loaded only for the libraries that asked for it."""
-    return (ctypes.CDLL(None), *(ctypes.CDLL(path, mode=os.RTLD_NOLOAD) for path in loaded(_RUNTIMES)))
+    """The places where the runtime may be: visible to all libraries, as usual, or loaded only
+    for the libraries that asked for it."""
+    return (
+        ctypes.CDLL(None),
+        *(ctypes.CDLL(path, mode=os.RTLD_NOLOAD) for path in loaded(_RUNTIMES)),
+    )
 
 
 def loaded(names: tuple[str, ...]) -> list[str]:
-    """The paths of this process's libraries whose file names begin like this; a wheel's own libraries have a hash behind that."""
+    """The paths of this process's libraries whose file names begin like this; a wheel's own
+    libraries have a hash behind that."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
         return []
-    paths = (line.split(maxsplit=5)[5] for line in maps.splitlines() if line.count("/") and not line.endswith(" (deleted)"))
-    return [path for path in dict.fromkeys(paths) if Path(path).name.startswith(names) and ".so" in path]
+    paths = (
+        line.split(maxsplit=5)[5]
+        for line in maps.splitlines()
+        if line.count("/") and not line.endswith(" (deleted)")
+    )
+    return [
+        path for path in dict.fromkeys(paths) if Path(path).name.startswith(names) and ".so" in path
+    ]
 
 
 def _length(address: int) -> int:
-    """The length of the memory as the driver knows it; what a peer says of its own is not believed."""
+    """The length of the memory as the driver knows it; what a peer says of its own is not
+    believed."""
     start, length = ctypes.c_void_p(), ctypes.c_size_t()
     ask = _driver_call()
-    if ask is None or ask(ctypes.byref(start), ctypes.byref(length), ctypes.c_void_p(address)) != 0 or start.value != address:
+    if (
+        ask is None
+        or ask(ctypes.byref(start), ctypes.byref(length), ctypes.c_void_p(address)) != 0
+        or start.value != address
+    ):
         raise RuntimeError("the driver does not say how long the memory behind a handle is")
     return int(length.value)
 
 
 @functools.cache
 def _driver_call() -> Callable[..., int] | None:
-    for library, name in (("libcuda.so.1", "cuMemGetAddressRange_v2"), ("libamdhip64.so", "hipMemGetAddressRange")):
+    for library, name in (
+        ("libcuda.so.1", "cuMemGetAddressRange_v2"),
+        ("libamdhip64.so", "hipMemGetAddressRange"),
+    ):
         try:
             found: Callable[..., int] = getattr(ctypes.CDLL(library), name)
         except (AttributeError, OSError):
@@ -178,15 +213,18 @@ def _meaning(error: int) -> str:
 
 
 _ASYNCHRONOUS = frozenset({"cuda", "xpu"})
-"""Kinds of devices (ROCm's call themselves ``cuda``) that have streams and events; others are read and written like host memory."""
+"""Kinds of devices (ROCm's call themselves ``cuda``) that have streams and events; others are
+read and written like host memory."""
 
 _PRIORITY = -1
-"""The priority of our streams. torch hands out the same 32 streams of a priority again and again, to all code of a process. Code that
-records graphs uses the usual priority, and work that we queued on a stream being recorded would become a part of its graph.
+"""The priority of our streams. torch hands out the same 32 streams of a priority again and again,
+to all code of a process. Code that records graphs uses the usual priority, and work that we queued
+on a stream being recorded would become a part of its graph.
 """
 
 _RELAXED = 2
-"""``cudaStreamCaptureModeRelaxed``: recordings of other threads do not make a call of this thread fail."""
+"""``cudaStreamCaptureModeRelaxed``: recordings of other threads do not make a call of this
+thread fail."""
 
 
 class Mark(Protocol):
@@ -216,16 +254,20 @@ class Shared(Protocol):
 
     @property
     def handle(self) -> bytes:
-        """The handle with which the other process opens the memory; empty in the process that opened it."""
+        """The handle with which the other process opens the memory; empty in the process that
+        opened it."""
 
     def close(self) -> None:
-        """Release the memory; idempotent. Nothing that was queued here may read or write it any more. Its owner closes it last."""
+        """Release the memory; idempotent.
+
+        Nothing that was queued here may read or write it any more. Its owner closes it last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A device's memory, in bytes: all of it, what torch has or could have there, and the most that tensors took at once, as far as torch
-    remembers. ``failures``: how often torch's allocator found no memory, or found some only after it had given back what it keeps.
+    """A device's memory, in bytes: all of it, what torch has or could have there, and the most that
+    tensors took at once, as far as torch remembers. ``failures``: how often torch's allocator found
+    no memory, or found some only after it had given back what it keeps.
     """
 
     total: int
@@ -235,7 +277,10 @@ class Memory:
 
 
 class Devices(Protocol):
-    """What we ask of accelerators. Every method is safe from any thread, and none waits for a device, except ``Mark.synchronize``."""
+    """What we ask of accelerators.
+
+    Every method is safe from any thread, and none waits for a device, except
+    ``Mark.synchronize``."""
 
     @property
     def kind(self) -> str:
@@ -245,7 +290,8 @@ class Devices(Protocol):
         """The device on which a tensor lies."""
 
     def is_on(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies on an accelerator: what is queued on it happens later, in the order of streams."""
+        """Whether a tensor lies on an accelerator: what is queued on it happens later, in the
+        order of streams."""
 
     def current(self, device: torch.device) -> Stream:
         """The stream on which this thread's operators are queued."""
@@ -260,10 +306,13 @@ class Devices(Protocol):
         """The point behind what is queued on a stream now."""
 
     def wait(self, stream: Stream, mark: Mark) -> None:
-        """Make everything that is queued on the stream from now on wait for the mark. The host goes on."""
+        """Make everything that is queued on the stream from now on wait for the mark.
+
+        The host goes on."""
 
     def is_recording(self, device: torch.device) -> bool:
-        """Whether work that this thread queues there is recorded into a graph, to be replayed, and does not happen now."""
+        """Whether work that this thread queues there is recorded into a graph, to be replayed,
+        and does not happen now."""
 
     def memory(self, device: torch.device) -> Memory:
         """The device's memory, and how much of it was needed so far."""
@@ -295,11 +344,13 @@ class Devices(Protocol):
     def open_shared(self, handle: bytes) -> Shared:
         """The memory that another process shares, if this process uses that device already.
 
-        :raises RuntimeError: this process does not use the device, or the handle is not one; says why.
+        :raises RuntimeError: this process does not use the device, or the handle is not one; says
+            why.
         """
 
     def generators(self) -> Mapping[int, torch.Tensor]:
-        """The states of the random number generators of the devices that this process uses, by index."""
+        """The states of the random number generators of the devices that this process uses, by
+        index."""
 
     def set_generators(self, states: Mapping[int, torch.Tensor]) -> int:
         """Set the generators of those devices that this machine has; returns how many it has."""
@@ -324,7 +375,13 @@ class _Memory:
 
     def __init__(self, device: torch.device, address: int, length: int, handle: bytes) -> None:
         self.handle, self._device, self._address = handle, device, address
-        self.__cuda_array_interface__ = {"shape": (length,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None}
+        self.__cuda_array_interface__ = {
+            "shape": (length,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+            "strides": None,
+        }
         self._tensor: torch.Tensor | None = torch.as_tensor(self, device=device)
 
     @property
@@ -365,7 +422,8 @@ class _Torch:
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        # The module's own context manager returns to the stream that was current, and so to its device: that must be this one.
+        # The module's own context manager returns to the stream that was current, and so to its
+        # device: that must be this one.
         with _selected(stream.device), torch.get_device_module(stream.device).stream(stream):
             yield
 
@@ -394,7 +452,12 @@ class _Torch:
             free, total = module.mem_get_info(device)
             stats = module.memory_stats(device)
         failures = stats.get("num_alloc_retries", 0) + stats.get("num_ooms", 0)
-        return Memory(total, free + stats.get("reserved_bytes.all.current", 0), stats.get("allocated_bytes.all.peak", 0), failures)
+        return Memory(
+            total,
+            free + stats.get("reserved_bytes.all.current", 0),
+            stats.get("allocated_bytes.all.peak", 0),
+            failures,
+        )
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         with _unhindered():  # torch itself selects a device that is in use
@@ -414,7 +477,11 @@ class _Torch:
         module = _module()
         if module is None or not module.is_initialized():
             return []
-        return [torch.device(self.kind, index) for index in range(module.device_count()) if _is_used(module, index)]
+        return [
+            torch.device(self.kind, index)
+            for index in range(module.device_count())
+            if _is_used(module, index)
+        ]
 
     def share(self, device: torch.device, length: int) -> Shared:
         with _selected(device):
@@ -429,7 +496,9 @@ class _Torch:
         name, raw = handle[:-HANDLE_BYTES], handle[-HANDLE_BYTES:]
         device = next((each for each in self.in_use() if name and _name(each) == name), None)
         if device is None:
-            raise RuntimeError("this process does not use the device on which the memory is that is to be opened")
+            raise RuntimeError(
+                "this process does not use the device on which the memory is that is to be opened"
+            )
         with _selected(device):
             address, length = open_handle(raw)
             try:
@@ -439,7 +508,10 @@ class _Torch:
                 raise
 
     def generators(self) -> Mapping[int, torch.Tensor]:
-        return {device.index: torch.get_device_module(device).get_rng_state(device.index) for device in self.in_use()}
+        return {
+            device.index: torch.get_device_module(device).get_rng_state(device.index)
+            for device in self.in_use()
+        }
 
     def set_generators(self, states: Mapping[int, torch.Tensor]) -> int:
         module = _module()
@@ -470,7 +542,8 @@ def swapped(others: Devices) -> Iterator[None]:
 
 
 def built_for() -> str | None:
-    """The accelerators for which this torch is built, and the version of their library; None: for none."""
+    """The accelerators for which this torch is built, and the version of their library; None:
+    for none."""
     if torch.version.cuda:
         return f"CUDA {torch.version.cuda}"
     if torch.version.hip:
@@ -487,9 +560,12 @@ def names() -> list[str]:
 
 
 def _module() -> Any:
-    """torch's module for the accelerators for which it is built; None: for none that has streams."""
+    """torch's module for the accelerators for which it is built; None: for none that has
+    streams."""
     kind = _accelerator()
-    return torch.get_device_module(kind) if kind is not None and kind.type in _ASYNCHRONOUS else None
+    return (
+        torch.get_device_module(kind) if kind is not None and kind.type in _ASYNCHRONOUS else None
+    )
 
 
 def _accelerator() -> torch.device | None:
@@ -510,10 +586,14 @@ def _is_used(module: Any, index: int) -> bool:
 
 @contextmanager
 def _selected(device: torch.device) -> Iterator[None]:
-    """Select the device, and allow calls while other threads record. Afterwards the earlier device is selected again only if it is in
-    use.
+    """Select the device, and allow calls while other threads record. Afterwards the earlier device
+    is selected again only if it is in use.
     """
-    with torch.get_device_module(device).device(device.index), _unhindered():  # torch.accelerator.device_index came with torch 2.8
+    with (
+        torch.get_device_module(device).device(device.index),
+        _unhindered(),
+    ):
+        # torch.accelerator.device_index came with torch 2.8
         yield
 
 
@@ -534,7 +614,8 @@ def _unhindered() -> Iterator[None]:
 
 @functools.cache
 def _exchange_mode() -> Any:
-    """The runtime's call that switches whether recordings of other threads concern this one; None if torch came without it."""
+    """The runtime's call that switches whether recordings of other threads concern this one;
+    None if torch came without it."""
     return runtime_call("ThreadExchangeStreamCaptureMode")
 
 

@@ -37,25 +37,48 @@ class Failure(Struct, frozen=True):
 
 
 def describe(error: BaseException) -> Failure:
-    """An error as the peer learns it. Of one that is not ours the peer learns only the type; the log here has the rest."""
+    """An error as the peer learns it.
+
+    Of one that is not ours the peer learns only the type; the log here has the rest."""
     if not isinstance(error, DatastatesError):
         _logger.error("what a peer asked for failed here", exc_info=error)
-        return Failure(DatastatesError.kind, f"the peer failed with {type(error).__name__}: its log says why")
+        return Failure(
+            DatastatesError.kind, f"the peer failed with {type(error).__name__}: its log says why"
+        )
     if isinstance(error, SyntaxProblem):
         expected = tuple(_clean(word)[:255] for word in error.expected[:100])
-        return Failure(error.kind, _clean(str(error)), text=_clean(error.text), column=max(error.column, 1), expected=expected)
+        return Failure(
+            error.kind,
+            _clean(str(error)),
+            text=_clean(error.text),
+            column=max(error.column, 1),
+            expected=expected,
+        )
     nearest = error.nearest if isinstance(error, Corrupt | Unavailable) else None
-    return Failure(error.kind, _clean(str(error)), nearest=nearest, is_gone=isinstance(error, Unavailable) and error.is_gone)
+    return Failure(
+        error.kind,
+        _clean(str(error)),
+        nearest=nearest,
+        is_gone=isinstance(error, Unavailable) and error.is_gone,
+    )
 
 
 def revive(failure: Failure) -> DatastatesError:
-    """The same error on this side, ready to be raised; for a kind that this version does not know, the root of our tree."""
-    cls = next((each for each in _tree(DatastatesError) if each.kind == failure.kind), DatastatesError)
+    """The same error on this side, ready to be raised; for a kind that this version does not
+    know, the root of our tree."""
+    cls = next(
+        (each for each in _tree(DatastatesError) if each.kind == failure.kind), DatastatesError
+    )
     message = _clean(failure.message)
-    error = cls.__new__(cls, message)  # its own __init__ would compose a message that is already complete
+    # its own __init__ would compose a message that is already complete
+    error = cls.__new__(cls, message)
     Exception.__init__(error, message)
     if isinstance(error, SyntaxProblem):
-        error.text, error.column, error.expected = failure.text or "", failure.column or 1, failure.expected
+        error.text, error.column, error.expected = (
+            failure.text or "",
+            failure.column or 1,
+            failure.expected,
+        )
     elif isinstance(error, Corrupt | Unavailable):
         error.nearest = failure.nearest
     if isinstance(error, Unavailable):
@@ -64,7 +87,8 @@ def revive(failure: Failure) -> DatastatesError:
 
 
 def again(error: DatastatesError) -> DatastatesError:
-    """An equal error for another waiting task: raising one object in several tasks would mix up their tracebacks."""
+    """An equal error for another waiting task: raising one object in several tasks would mix up
+    their tracebacks."""
     return revive(describe(error))
 
 
@@ -76,4 +100,6 @@ def _tree(cls: type[DatastatesError]) -> Iterator[type[DatastatesError]]:
 
 def _clean(text: str) -> str:
     """A text cut to what fits a frame, without anything that a terminal would obey."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text[:_CHARACTERS])
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else "?" for letter in text[:_CHARACTERS]
+    )

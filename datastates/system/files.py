@@ -1,7 +1,8 @@
-"""Files in folders where others may have put anything: only a regular file is opened, and links are never followed.
+"""Files in folders where others may have put anything: only a regular file is opened, and links are
+never followed.
 
-A FIFO would make its opener wait for ever, a link would have us read or write somewhere else, and a name that is also a name of a file
-elsewhere (a hard link) would have us empty that file.
+A FIFO would make its opener wait for ever, a link would have us read or write somewhere else, and a
+name that is also a name of a file elsewhere (a hard link) would have us empty that file.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ FILE_MODE = 0o666
 
 
 def share(folder: Path, made: Path | int) -> None:
-    """Give what root made in ``folder`` to the folder's owner, and let the group write it if the folder is shared."""
+    """Give what root made in ``folder`` to the folder's owner, and let the group write it if the
+    folder is shared."""
     _hand_over(folder, made)
     if is_shared(folder):
         _add(made, stat.S_IWGRP | stat.S_IRGRP)
@@ -39,7 +41,8 @@ def is_shared(folder: Path) -> bool:
 
 
 def make_folders(path: Path) -> None:
-    """Make a folder, and those above it that are missing; their names are durable when this returns.
+    """Make a folder, and those above it that are missing; their names are durable when this
+    returns.
 
     :raises FileExistsError: something else has that name.
     """
@@ -57,14 +60,19 @@ def make_folders(path: Path) -> None:
 
 
 def may_read(folder: Path, made: int) -> None:
-    """Let everybody who may enter its folder read the file: a lock that cannot be opened cannot be seen."""
+    """Let everybody who may enter its folder read the file: a lock that cannot be opened cannot
+    be seen."""
     mode = folder.stat().st_mode
-    of_group, of_others = (stat.S_IRGRP if mode & stat.S_IXGRP else 0), (stat.S_IROTH if mode & stat.S_IXOTH else 0)
+    of_group, of_others = (
+        (stat.S_IRGRP if mode & stat.S_IXGRP else 0),
+        (stat.S_IROTH if mode & stat.S_IXOTH else 0),
+    )
     _add(made, stat.S_IRUSR | of_group | of_others)
 
 
 def make_folder_like(parent: Path, path: Path) -> None:
-    """Make a folder in another one, writable for those who may write in that one; an existing folder is opened to them too."""
+    """Make a folder in another one, writable for those who may write in that one; an existing
+    folder is opened to them too."""
     path.mkdir(exist_ok=True)
     _hand_over(parent, path)
     _add(path, stat.S_IMODE(parent.stat().st_mode))
@@ -92,12 +100,19 @@ def _add(made: Path | int, bits: int) -> None:
 _READ_BYTES = 16 << 20
 
 
-def open_regular(path: str | Path, flags: int = os.O_RDONLY, mode: int = FILE_MODE, *, may_have_links: bool = False) -> int:
+def open_regular(
+    path: str | Path,
+    flags: int = os.O_RDONLY,
+    mode: int = FILE_MODE,
+    *,
+    may_have_links: bool = False,
+) -> int:
     """A descriptor of a regular file, which the caller closes.
 
     ``may_have_links``: the file may have other hard links, because the caller only locks it.
 
-    :raises OSError: as ``os.open``; also if it is not a regular file, or is opened for writing and has a second name.
+    :raises OSError: as ``os.open``; also if it is not a regular file, or is opened for writing and
+        has a second name.
     """
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     error = _objection(os.fstat(fd), path, os.O_RDONLY if may_have_links else flags)
@@ -111,7 +126,9 @@ def _objection(status: os.stat_result, path: str | Path, flags: int) -> OSError 
     if not stat.S_ISREG(status.st_mode):
         return OSError(errno.EINVAL, "it is no regular file", str(path))
     if flags & (os.O_WRONLY | os.O_RDWR) and status.st_nlink > 1:
-        return OSError(errno.EMLINK, "it has a second name, and would be written under that too", str(path))
+        return OSError(
+            errno.EMLINK, "it has a second name, and would be written under that too", str(path)
+        )
     return None
 
 
@@ -129,17 +146,22 @@ def read_regular(path: str | Path, *, most: int) -> bytes:
     fd = open_regular(path)
     try:
         found, size = bytearray(), os.fstat(fd).st_size
-        while len(found) <= most and (piece := os.read(fd, min(_READ_BYTES, most + 1 - len(found)))):
+        while len(found) <= most and (
+            piece := os.read(fd, min(_READ_BYTES, most + 1 - len(found)))
+        ):
             found += piece
     finally:
         os.close(fd)
     if max(size, len(found)) > most:
-        raise Corrupt(f"{path} has {max(size, len(found))} bytes, {most} are the most that such a file has")
+        raise Corrupt(
+            f"{path} has {max(size, len(found))} bytes, {most} are the most that such a file has"
+        )
     return bytes(found)
 
 
 def read_at(fd: int, into: memoryview, offset: int) -> int:
-    """Fill ``into`` from ``offset`` on; returns how many bytes there were, fewer only at the end of the file."""
+    """Fill ``into`` from ``offset`` on; returns how many bytes there were, fewer only at the end
+    of the file."""
     done = 0
     while done < into.nbytes and (count := os.preadv(fd, [into[done:]], offset + done)):
         done += count
@@ -147,7 +169,8 @@ def read_at(fd: int, into: memoryview, offset: int) -> int:
 
 
 def write_at(fd: int, data: bytes, offset: int) -> None:
-    """Write all of ``data`` from ``offset`` on. The kernel may take less if the disk fills, a quota or limit is reached, or a signal comes.
+    """Write all of ``data`` from ``offset`` on. The kernel may take less if the disk fills, a quota
+    or limit is reached, or a signal comes.
 
     :raises OSError: the rest cannot be written; the bytes before it are there.
     """
@@ -177,7 +200,8 @@ def is_sendable(token: str) -> bool:
 
 
 def read_secret(path: str | os.PathLike[str], what: str) -> bytes:
-    """The content of a secret file; ``what`` names it in messages. Only its owner and its group may read it.
+    """The content of a secret file; ``what`` names it in messages. Only its owner and its group may
+    read it.
 
     :raises InvalidInput: it cannot be read, or others can read or write it.
     """
@@ -186,12 +210,15 @@ def read_secret(path: str | os.PathLike[str], what: str) -> bytes:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             if mode & _OTHERS:
                 raise InvalidInput(
-                    f"{what} can be read or written by every user of this machine (mode {mode:04o}): chmod o= {os.fspath(path)}, "
-                    "and take another token, for this one is known"
+                    f"{what} can be read or written by every user of this machine (mode"
+                    f" {mode:04o}): chmod o= {os.fspath(path)}, and take another token, for this"
+                    " one is known"
                 )
             return file.read()
     except OSError as exc:
-        raise InvalidInput(f"{what} cannot be read ({exc.strerror}): name a file that holds it") from exc
+        raise InvalidInput(
+            f"{what} cannot be read ({exc.strerror}): name a file that holds it"
+        ) from exc
 
 
 def write_secret(path: Path, line: str) -> None:
@@ -226,15 +253,21 @@ _SET = getattr(fcntl, "F_OFD_SETLK", None)
 _GET = getattr(fcntl, "F_OFD_GETLK", None)
 _FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 _UNKNOWN_TO_KERNEL = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-_REFUSED = (errno.EAGAIN, errno.EACCES)  # the two errors that POSIX has for a lock that somebody holds
+# the two errors that POSIX has for a lock that somebody holds
+_REFUSED = (
+    errno.EAGAIN,
+    errno.EACCES,
+)
 _held: weakref.WeakSet[Held] = weakref.WeakSet()
 _lockable: set[int] = set()
 _forking = threading.RLock()
-"""Held while a process is forked, and while a descriptor is opened or closed that no child may keep."""
+"""Held while a process is forked, and while a descriptor is opened or closed that no child may
+keep."""
 
 
 def open_lockable(path: Path, flags: int = os.O_RDONLY, *, may_have_links: bool = False) -> int:
-    """A descriptor like that of ``open_regular``, to be locked and then closed by ``close_lockable``; a forked child closes it at once.
+    """A descriptor like that of ``open_regular``, to be locked and then closed by
+    ``close_lockable``; a forked child closes it at once.
 
     :raises OSError: as of ``open_regular``.
     """
@@ -247,14 +280,17 @@ def open_lockable(path: Path, flags: int = os.O_RDONLY, *, may_have_links: bool 
 def close_lockable(fd: int) -> None:
     """Release the descriptor's lock and close it."""
     with suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_UN)  # explicitly: a child that Python did not fork shares it until it executes a program
+        # explicitly: a child that Python did not fork shares it until it executes a program
+        fcntl.flock(fd, fcntl.LOCK_UN)
     with _forking:
         _lockable.discard(fd)
         os.close(fd)
 
 
 class Held:
-    """A file that this process has locked, as long as the process lives or until ``close``. Made by ``hold``."""
+    """A file that this process has locked, as long as the process lives or until ``close``.
+
+    Made by ``hold``."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path, self._fd = path, fd
@@ -278,8 +314,10 @@ class Held:
             raise
 
     def touch(self) -> None:
-        """Set the file's time to now, which shows others that the holder is at work, not only that it lives."""
-        with suppress(OSError):  # the file may be on a full disk, or just gone: the lock is what counts
+        """Set the file's time to now, which shows others that the holder is at work, not only
+        that it lives."""
+        with suppress(OSError):
+            # the file may be on a full disk, or just gone: the lock is what counts
             if self._fd >= 0:
                 os.utime(self._fd)
 
@@ -321,7 +359,8 @@ def hold(path: Path) -> Held | None:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a live process holds the file, this one included. Needs no permission to write, and takes no lock that others could see.
+    """Whether a live process holds the file, this one included. Needs no permission to write, and
+    takes no lock that others could see.
 
     :raises FileNotFoundError: there is no such file.
     :raises OSError: it cannot be read, or the file system cannot say.
@@ -363,15 +402,18 @@ def _is_locked(fd: int) -> bool:
             if struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK:
                 return True
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two checks at once do not take each other for the holder
+        # shared: two checks at once do not take each other for the holder
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     return False
 
 
 def is_ours(fd: int, path: Path) -> bool:
-    """Whether a locked file is still at its path and may be written. A file with other hard links loses this name, and the caller makes
-    another file: what is written to it would also appear under those links, as in a snapshot made by ``cp -al``."""
+    """Whether a locked file is still at its path and may be written. A file with other hard links
+    loses this name, and the caller makes another file: what is written to it would also appear
+    under those links, as in a snapshot made by ``cp -al``.
+    """
     is_here = is_at(fd, path)
     if is_here and os.fstat(fd).st_nlink > 1:
         path.unlink(missing_ok=True)
@@ -398,11 +440,14 @@ def _let_go() -> None:
     _forking.release()
 
 
-os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_let_go)
+os.register_at_fork(
+    before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_let_go
+)
 
 
 def check_archive(file: Path | BinaryIO, size: int) -> None:
-    """Raise if a file of ``torch.save`` has more bytes than its ``size`` once it is unpacked; torch would unpack it first.
+    """Raise if a file of ``torch.save`` has more bytes than its ``size`` once it is unpacked; torch
+    would unpack it first.
 
     :raises InvalidInput: it is compressed, or uses the same bytes again and again.
     """
@@ -410,4 +455,7 @@ def check_archive(file: Path | BinaryIO, size: int) -> None:
         with zipfile.ZipFile(file) as archive:
             unpacked = sum(info.file_size for info in archive.infolist())
         if unpacked > size:
-            raise InvalidInput(f"it unpacks to {unpacked} bytes from {size}: write it with torch.save, which does not compress")
+            raise InvalidInput(
+                f"it unpacks to {unpacked} bytes from {size}: write it with torch.save, which does"
+                " not compress"
+            )

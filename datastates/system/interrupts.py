@@ -1,16 +1,20 @@
-"""Signals that come at a bad moment wait for a good one: an exception (Ctrl-C, SIGTERM, a time limit) leaves nothing half done.
+"""Signals that come at a bad moment wait for a good one: an exception (Ctrl-C, SIGTERM, a time
+limit) leaves nothing half done.
 
-Python runs signal handlers in the main thread, between any two instructions. A handler that raises between the taking of a lock and the
-block that releases it leaves the lock taken for ever, and every thread that needs it waits for ever. So code that a training thread must
-not leave halfway runs ``with undisturbed():``. A section is short, or calls ``checkpoint`` while it waits for something. Only the main
-thread is ever interrupted, so in other threads all of this does nothing.
+Python runs signal handlers in the main thread, between any two instructions. A handler that raises
+between the taking of a lock and the block that releases it leaves the lock taken for ever, and
+every thread that needs it waits for ever. So code that a training thread must not leave halfway
+runs ``with undisturbed():``. A section is short, or calls ``checkpoint`` while it waits for
+something. Only the main thread is ever interrupted, so in other threads all of this does nothing.
 
-The handlers are restored when the outermost section ends; signals that came meanwhile are then handed to them, once for each signal.
+The handlers are restored when the outermost section ends; signals that came meanwhile are then
+handed to them, once for each signal.
 """
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # has no stubs; ``signal`` wraps it in enums, which takes 50 times as long
+# has no stubs; ``signal`` wraps it in enums, which takes 50 times as long
+import _signal  # type: ignore[import-not-found]
 import os
 import signal
 import threading
@@ -22,14 +26,22 @@ from typing import Any
 __all__ = ["PATIENCE_S", "Mutex", "checkpoint", "undisturbed"]
 
 PATIENCE_S = 2.0
-"""A signal that comes again this many seconds after it was put off goes through: a user who asks twice can break off what hangs."""
+"""A signal that comes again this many seconds after it was put off goes through: a user who asks
+twice can break off what hangs."""
 
-_NAMES = "HUP INT QUIT ABRT ALRM TERM USR1 USR2 CHLD CONT TSTP TTIN TTOU XCPU XFSZ VTALRM PROF WINCH IO PWR"
-_SIGNALS = [int(getattr(signal, f"SIG{name}")) for name in _NAMES.split() if hasattr(signal, f"SIG{name}")]
+_NAMES = (
+    "HUP INT QUIT ABRT ALRM TERM USR1 USR2 CHLD CONT TSTP TTIN TTOU XCPU XFSZ VTALRM PROF WINCH"
+    " IO PWR"
+)
+_SIGNALS = [
+    int(getattr(signal, f"SIG{name}")) for name in _NAMES.split() if hasattr(signal, f"SIG{name}")
+]
 
 
 class _Section:
-    """Whether the main thread must be left alone. The order of steps matters: a handler may run after any call that is made outside."""
+    """Whether the main thread must be left alone.
+
+    The order of steps matters: a handler may run after any call that is made outside."""
 
     def __init__(self) -> None:
         self._main = threading.main_thread().ident
@@ -45,7 +57,8 @@ class _Section:
             self._depth += 1
 
     def __exit__(self, *_: object) -> None:
-        if self._depth and threading.get_ident() == self._main:  # in a child that was forked inside, the depth is 0
+        if self._depth and threading.get_ident() == self._main:
+            # in a child that was forked inside, the depth is 0
             self._depth -= 1
             if not self._depth:  # from here on a handler may raise again
                 try:
@@ -59,13 +72,17 @@ class _Section:
             self._deliver()
 
     def leave_to_parent(self) -> None:
-        """Start anew in a forked child, whose main thread may have been forked inside a section, and never leave it."""
+        """Start anew in a forked child, whose main thread may have been forked inside a section,
+        and never leave it."""
         self._main, self._depth = threading.get_ident(), 0
         self._waiting.clear()
         self._give_back()
 
     def _take(self) -> None:
-        """Take over the handlers. Until the depth is raised they are called at once, so an exception in here changes nothing."""
+        """Take over the handlers.
+
+        Until the depth is raised they are called at once, so an exception in here changes
+        nothing."""
         for number in _SIGNALS:
             handler = _signal.getsignal(number)
             if handler is not self._put_off and callable(handler):
@@ -102,18 +119,23 @@ _section = _Section()
 def undisturbed() -> _Section:
     """A ``with`` block of the main thread in which no signal handler runs; such blocks nest.
 
-    Inside a generator with ``contextmanager`` this must be the first block: the code that it yields to is then undisturbed too, to the end.
+    Inside a generator with ``contextmanager`` this must be the first block: the code that it yields
+    to is then undisturbed too, to the end.
     """
     return _section
 
 
 def checkpoint() -> None:
-    """Run the handlers that wait, which may raise. Call it inside a section where nothing is half done, whichever way it was reached."""
+    """Run the handlers that wait, which may raise.
+
+    Call it inside a section where nothing is half done, whichever way it was reached."""
     _section.checkpoint()
 
 
 class Mutex:
-    """A lock that its holder may take again, and whose holder is undisturbed. A forked child finds it free."""
+    """A lock that its holder may take again, and whose holder is undisturbed.
+
+    A forked child finds it free."""
 
     __slots__ = ("__weakref__", "_lock")
 

@@ -1,8 +1,10 @@
-"""Events for machines: each event that is worth a counter or an alarm has a stable name, and fields.
+"""Events for machines: each event that is worth a counter or an alarm has a stable name, and
+fields.
 
     _logger.warning("the lineage does not answer: …", extra=event("lineage.away", reason=why))
 
-The fields are plain attributes of the record, as ``extra`` makes them, so any JSON formatter finds them.
+The fields are plain attributes of the record, as ``extra`` makes them, so any JSON formatter finds
+them.
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ _PLAIN = frozenset({*vars(logging.makeLogRecord({})), "message", "asctime"})
 
 
 def event(name: str, /, **fields: object) -> dict[str, object]:
-    """The ``extra`` of a call of a logger: the event's stable name and its fields; ``docs/guide/observing.md`` lists them."""
+    """The ``extra`` of a call of a logger: the event's stable name and its fields;
+    ``docs/guide/observing.md`` lists them."""
     return {"event": name, **fields}
 
 
 def reason_of(error: BaseException, spell: Callable[[BaseException], str] = str) -> str:
-    """What an error of a user's code says; the name of its type if it says nothing, or cannot say it."""
+    """What an error of a user's code says; the name of its type if it says nothing, or cannot
+    say it."""
     try:
         said = spell(error)
     except Exception:  # its own methods may raise anything
@@ -37,9 +41,11 @@ def reason_of(error: BaseException, spell: Callable[[BaseException], str] = str)
 
 
 class JsonLines(logging.Formatter):
-    """A formatter for the standard library's logging: one JSON object a line, with ``time`` (UTC), ``level``, ``logger`` and ``message``.
+    """A formatter for the standard library's logging: one JSON object a line, with ``time`` (UTC),
+    ``level``, ``logger`` and ``message``.
 
-    Events also have ``event``, their fields, and anything else given as ``extra``; an exception is a text. For any handler::
+    Events also have ``event``, their fields, and anything else given as ``extra``; an exception is
+    a text. For any handler::
 
         import logging
 
@@ -58,14 +64,23 @@ class JsonLines(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        line |= {key: value for key, value in vars(record).items() if key not in _PLAIN and key not in line}
+        line |= {
+            key: value
+            for key, value in vars(record).items()
+            if key not in _PLAIN and key not in line
+        }
         if record.exc_info or record.exc_text:
-            line["exception"] = record.exc_text or self.formatException(record.exc_info or (None, None, None))
-        return json.dumps({key: _sound(value) for key, value in line.items()}, default=str, ensure_ascii=False)
+            line["exception"] = record.exc_text or self.formatException(
+                record.exc_info or (None, None, None)
+            )
+        return json.dumps(
+            {key: _sound(value) for key, value in line.items()}, default=str, ensure_ascii=False
+        )
 
 
 def _sound(value: object) -> object:
-    """A value that JSON can hold: a number that it cannot, such as the loss of a training that diverged, becomes a text."""
+    """A value that JSON can hold: a number that it cannot, such as the loss of a training that
+    diverged, becomes a text."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -88,9 +103,14 @@ def say(text: str, extra: Mapping[str, object] | None = None) -> None:
 
 
 def _is_turned_down() -> bool:
-    """Whether the level of this logger or of the package's was raised; the root's, which is raised from the start, does not count."""
+    """Whether the level of this logger or of the package's was raised; the root's, which is
+    raised from the start, does not count."""
     logger = _logger
-    while logger.level == logging.NOTSET and logger.parent is not None and logger.parent is not logging.root:
+    while (
+        logger.level == logging.NOTSET
+        and logger.parent is not None
+        and logger.parent is not logging.root
+    ):
         logger = logger.parent
     return logger.level > logging.INFO
 
@@ -106,7 +126,8 @@ _plain = logging.Formatter()
 
 
 class Seldom(logging.Filter):
-    """A filter for a logger that lets through one message a minute for each text (without its arguments), and counts the others."""
+    """A filter for a logger that lets through one message a minute for each text (without its
+    arguments), and counts the others."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -116,7 +137,8 @@ class Seldom(logging.Filter):
         self._unsaid: dict[str, int] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the message passes; text that a peer chose is cut, and cannot control a terminal."""
+        """Whether the message passes; text that a peer chose is cut, and cannot control a
+        terminal."""
         kind, now = str(record.msg), self._clock()
         with self._lock:
             said = self._said.get(kind)
@@ -126,7 +148,10 @@ class Seldom(logging.Filter):
             self._said[kind] = now
             unsaid = self._unsaid.pop(kind, 0)
         text = _clean(record.getMessage())
-        record.msg, record.args = (f"{text} (and {unsaid} more like it, which were not logged)" if unsaid else text), ()
+        record.msg, record.args = (
+            (f"{text} (and {unsaid} more like it, which were not logged)" if unsaid else text),
+            (),
+        )
         if record.exc_info:
             record.exc_text = _plain.formatException(record.exc_info)[-_TRACE_CHARACTERS:]
         return True
@@ -165,11 +190,33 @@ _WORDS = frozenset(
         "bearer",
     )
 )
-_ENDINGS = ("password", "passwd", "passphrase", "apikey", "authtoken", "accesstoken", "secretkey", "accesskey")
-_KEYS = frozenset(
-    ("api", "access", "secret", "private", "encryption", "signing", "account", "storage", "master", "service", "subscription")
+_ENDINGS = (
+    "password",
+    "passwd",
+    "passphrase",
+    "apikey",
+    "authtoken",
+    "accesstoken",
+    "secretkey",
+    "accesskey",
 )
-_OWNERS = frozenset(("db", "user", "smtp", "mysql", "redis", "mail", "proxy", "login"))  # of a ``pass``
+_KEYS = frozenset(
+    (
+        "api",
+        "access",
+        "secret",
+        "private",
+        "encryption",
+        "signing",
+        "account",
+        "storage",
+        "master",
+        "service",
+        "subscription",
+    )
+)
+# of a ``pass``
+_OWNERS = frozenset(("db", "user", "smtp", "mysql", "redis", "mail", "proxy", "login"))
 _OF_MODELS = frozenset(
     (
         "pad",
@@ -197,12 +244,16 @@ _OF_MODELS = frozenset(
         "prompt",
     )
 )
-_PARAMETERS = frozenset(("key", "sig", "signature", "credential", "code"))  # besides those above, in a URL
+# besides those above, in a URL
+_PARAMETERS = frozenset(("key", "sig", "signature", "credential", "code"))
 
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _USERINFO = re.compile(r"(?<![\w+.-])([A-Za-z][\w+.-]*://)([^\s/?#'\"@:]*):([^\s/?#'\"]*)@")
-_DATABASE = re.compile(r"(?i)(?<![\w+.-])(postgres(?:ql)?(?:\+\w+)?://)([^\s:/]*):([^\s@]*(?:@[^\s/?#'\"@]*)*)@")
-"""The user and the password of a database as SQLAlchemy reads them; the first ``@`` of a password need not be its last."""
+_DATABASE = re.compile(
+    r"(?i)(?<![\w+.-])(postgres(?:ql)?(?:\+\w+)?://)([^\s:/]*):([^\s@]*(?:@[^\s/?#'\"@]*)*)@"
+)
+"""The user and the password of a database as SQLAlchemy reads them; the first ``@`` of a
+password need not be its last."""
 _PARAMETER = re.compile(r"""([?&;])([\w.%~-]+)=("[^"]*"|'[^']*'|["']?[^\s&;#'"]+)""")
 _ASSIGNED = re.compile(r"""(["']?)(?<![\w.-])([\w.-]+)\1\s*[=:]\s*|(?<!\S)--([\w.-]+)\s+(?!-)""")
 _QUOTED = r""""[^"]*"|'[^']*'"""
@@ -210,8 +261,8 @@ _ASSIGNED_VALUE = re.compile(
     rf"""(?:{_QUOTED})(?:(?!\W*[A-Za-z_][\w.-]*["']?\s*[=:])(?:{_QUOTED}|[^\s,;&}}\])"'])+)?"""
     r"""|["'][^\n]*|(?:(?i:bearer|basic)\s+)?[^\s,;&}\])"'](?:[^\s,;&}\])]*[^\s,;&}\])"'])?"""
 )
-"""What stands in quotes and what is joined to it, unless that is the next name; after a quote that never ends, the rest of the line; else
-all up to a blank or a sign that ends it."""
+"""What stands in quotes and what is joined to it, unless that is the next name; after a quote
+that never ends, the rest of the line; else all up to a blank or a sign that ends it."""
 _SHAPES = re.compile(
     r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}|npm_[A-Za-z0-9]{30,}"
     r"|sk-(?=[\w-]*[0-9])(?=[\w-]*[A-Z])[\w-]{20,}|xox[abeprs]-[A-Za-z0-9-]{10,}|(?:AKIA|ASIA)[A-Z0-9]{16}"
@@ -247,14 +298,17 @@ def text(said: str) -> str:
 
 
 def arguments(argv: Iterable[str]) -> tuple[str, ...]:
-    """The command line with secrets masked: the word after ``--token`` in ``--token X``, and the value in ``NAME=X``, ``name: X`` and
-    ``{"name": "X"}``; also in a word that is itself a command line, as of ``sh -c``.
+    """The command line with secrets masked: the word after ``--token`` in ``--token X``, and the
+    value in ``NAME=X``, ``name: X`` and ``{"name": "X"}``; also in a word that is itself a command
+    line, as of ``sh -c``.
     """
     found: list[str] = []
     is_next = False
     for word in argv:
         found.append(MASK if is_next and not word.startswith("--") else _in_full(word))
-        is_next = word.startswith("-") and "=" not in word and word.split() == [word] and is_secret(word)
+        is_next = (
+            word.startswith("-") and "=" not in word and word.split() == [word] and is_secret(word)
+        )
     return tuple(found)
 
 
@@ -263,7 +317,8 @@ def named(values: Mapping[str, _Plain]) -> dict[str, _Plain]: ...
 @overload
 def named(values: Mapping[str, _Value]) -> dict[str, _Value | str]: ...
 def named(values: Mapping[str, _Value]) -> dict[str, _Value | str]:
-    """The configuration with secrets masked: texts and numbers whose key says that they are secret, and secrets in other texts."""
+    """The configuration with secrets masked: texts and numbers whose key says that they are
+    secret, and secrets in other texts."""
     return {key: _value(key, value) for key, value in values.items()}
 
 
@@ -275,15 +330,22 @@ def _value(key: str, value: _Value) -> _Value | str:
 
 
 def _in_full(said: str) -> str:
-    """The text with all secrets masked. What a name hides may end a parameter of a URL elsewhere, which is looked at again."""
+    """The text with all secrets masked.
+
+    What a name hides may end a parameter of a URL elsewhere, which is looked at again."""
     return text(_without_assigned(text(said)))
 
 
 def _without_assigned(word: str) -> str:
-    """The word with the values in ``NAME=X``, ``name: X``, ``"name": "X"`` and ``--name X`` masked, however deep they are nested."""
+    """The word with the values in ``NAME=X``, ``name: X``, ``"name": "X"`` and ``--name X``
+    masked, however deep they are nested."""
     kept, at = [], 0
     for match in _ASSIGNED.finditer(word):
-        value = _ASSIGNED_VALUE.match(word, match.end()) if match.start() >= at and is_secret(match[2] or match[3]) else None
+        value = (
+            _ASSIGNED_VALUE.match(word, match.end())
+            if match.start() >= at and is_secret(match[2] or match[3])
+            else None
+        )
         if value is not None and value[0].lower() not in ("true", "false", "none", "null"):
             kept += [word[at : match.end()], _masked(value[0])]
             at = value.end()
@@ -299,4 +361,8 @@ def _masked(value: str) -> str:
 def _parameter(match: re.Match[str]) -> str:
     sign, name, value = match.groups()
     last = [word.lower() for word in _PART.findall(name)][-1:]
-    return f"{sign}{name}={_masked(value)}" if is_secret(name) or (last and last[0] in _PARAMETERS) else match[0]
+    return (
+        f"{sign}{name}={_masked(value)}"
+        if is_secret(name) or (last and last[0] in _PARAMETERS)
+        else match[0]
+    )

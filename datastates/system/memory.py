@@ -1,4 +1,5 @@
-"""How much memory a process may still take: what the machine has free, or less where control groups of version 1 or 2 leave less."""
+"""How much memory a process may still take: what the machine has free, or less where control
+groups of version 1 or 2 leave less."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ __all__ = ["available_memory_bytes", "memory_left"]
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """The names of a version's files; ``cache`` is the line of the statistics that says what the kernel would drop first."""
+    """The names of a version's files; ``cache`` is the line of the statistics that says what the
+    kernel would drop first."""
 
     limit: str
     used: str
@@ -25,8 +27,8 @@ _NO_LIMIT = 1 << 60
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
-    """The memory that this process may still take: the machine's available memory, or less if its control group, or one above that, leaves
-    less.
+    """The memory that this process may still take: the machine's available memory, or less if its
+    control group, or one above that, leaves less.
     """
     meminfo = (root / "proc/meminfo").read_text().split()
     available = int(meminfo[meminfo.index("MemAvailable:") + 1]) * 1024
@@ -34,9 +36,11 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
 
 
 def memory_left(root: Path = Path("/")) -> Iterator[int]:
-    """The bytes that each group with a limit leaves: this process's own group and all above it, as far as they are visible.
+    """The bytes that each group with a limit leaves: this process's own group and all above it, as
+    far as they are visible.
 
-    File cache that the kernel would drop does not count as taken. ``root`` is where ``proc`` and the mounts are looked for.
+    File cache that the kernel would drop does not count as taken. ``root`` is where ``proc`` and
+    the mounts are looked for.
     """
     groups = _groups_of_process(_lines(root / "proc/self/cgroup"))
     for line in _lines(root / "proc/self/mountinfo"):
@@ -51,7 +55,8 @@ def memory_left(root: Path = Path("/")) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Mount:
-    """A hierarchy, from its group ``top`` on, mounted at ``point``; ``controller`` is ``memory`` in version 1 and empty in version 2."""
+    """A hierarchy, from its group ``top`` on, mounted at ``point``; ``controller`` is ``memory``
+    in version 1 and empty in version 2."""
 
     controller: str
     top: str
@@ -59,7 +64,8 @@ class _Mount:
 
 
 def _groups_of_process(lines: list[str]) -> dict[str, str]:
-    """The path of this process's group by controller: ``memory`` for version 1, the empty text for version 2."""
+    """The path of this process's group by controller: ``memory`` for version 1, the empty text
+    for version 2."""
     groups = {}
     for line in lines:
         number, controllers, path = (*line.split(":", 2), "", "")[:3]
@@ -71,7 +77,8 @@ def _groups_of_process(lines: list[str]) -> dict[str, str]:
 
 
 def _mount(line: str) -> _Mount | None:
-    """The mount in a line of ``mountinfo``, if the line is about a hierarchy that may limit memory."""
+    """The mount in a line of ``mountinfo``, if the line is about a hierarchy that may limit
+    memory."""
     before, _, after = line.partition(" - ")
     fields, (kind, *rest) = before.split(), (after.split() or [""])
     if len(fields) < 5 or kind not in ("cgroup", "cgroup2"):
@@ -82,7 +89,9 @@ def _mount(line: str) -> _Mount | None:
 
 
 def _upwards(root: Path, mount: _Mount, group: str) -> Iterator[Path]:
-    """The folders of a group and of those above it. A container may see its own group as the top of the mount."""
+    """The folders of a group and of those above it.
+
+    A container may see its own group as the top of the mount."""
     point = root / mount.point.lstrip("/")
     path = PurePosixPath(group)
     try:

@@ -1,10 +1,11 @@
-"""Counts and times of what this process does with its states; its spans are kept if a trace was asked for.
+"""Counts and times of what this process does with its states; its spans are kept if a trace was
+asked for.
 
-    recorder.span("digest", began, ended, uid, step)     something took from here to there, on the thread that says so
-    recorder.count("evicted", 3)
+    recorder.span("digest", began, ended, uid, step)     something took from here to there, on the
+    thread that says so recorder.count("evicted", 3)
 
-A caller appends to a queue and goes on: no lock, no clock. The entries are added up on the engine thread after each round, and
-whenever a caller asks.
+A caller appends to a queue and goes on: no lock, no clock. The entries are added up on the engine
+thread after each round, and whenever a caller asks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ MOST_SPANS = 100_000
 
 
 class Span(NamedTuple):
-    """What a thread did from ``began`` to ``ended``, of the monotonic clock, and for which state."""
+    """What a thread did from ``began`` to ``ended``, of the monotonic clock, and for which
+    state."""
 
     name: str
     thread: int
@@ -49,7 +51,9 @@ def write_trace(path: Path, spans: Sequence[Span], *, left_out: int = 0) -> None
     try:
         with unfinished.open("w", encoding="utf-8") as file:
             file.write(
-                '{"displayTimeUnit": "ms", "otherData": ' + json.dumps({"earlier spans left out": left_out}) + ', "traceEvents": [\n'
+                '{"displayTimeUnit": "ms", "otherData": '
+                + json.dumps({"earlier spans left out": left_out})
+                + ', "traceEvents": [\n'
             )
             file.write(",\n".join(json.dumps(event) for event in _events(spans)))
             file.write("\n]}\n")
@@ -59,21 +63,44 @@ def write_trace(path: Path, spans: Sequence[Span], *, left_out: int = 0) -> None
 
 
 def _events(spans: Sequence[Span]) -> Iterator[dict[str, object]]:
-    """The names of process and threads, then the spans, each after the spans that contain it. Threads of one number follow each other.
+    """The names of process and threads, then the spans, each after the spans that contain it.
+    Threads of one number follow each other.
 
-    Times are whole microseconds, so that spans of a thread lie within or beside each other for programs that read the times as floats. Of
-    spans that overlap for a nanosecond Perfetto shows only one.
+    Times are whole microseconds, so that spans of a thread lie within or beside each other for
+    programs that read the times as floats. Of spans that overlap for a nanosecond Perfetto shows
+    only one.
     """
     pid = os.getpid()
-    threads = {thread: number for number, thread in enumerate(dict.fromkeys((span.thread, span.thread_name) for span in spans), 1)}
+    threads = {
+        thread: number
+        for number, thread in enumerate(
+            dict.fromkeys((span.thread, span.thread_name) for span in spans), 1
+        )
+    }
     yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": "datastates"}}
     for (_, name), number in threads.items():
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": number, "args": {"name": name}}
-        yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": number, "args": {"sort_index": number}}
+        yield {
+            "ph": "M",
+            "name": "thread_sort_index",
+            "pid": pid,
+            "tid": number,
+            "args": {"sort_index": number},
+        }
     for span in sorted(spans, key=lambda one: (one.began, -one.ended)):
         began, ended = round(span.began * 1e6), round(span.ended * 1e6)
-        said = {key: value for key, value in (("step", span.step), ("state", span.uid)) if value not in (None, "")}
-        event = {"ph": "X", "name": span.name, "cat": "datastates", "ts": began, "dur": ended - began}
+        said = {
+            key: value
+            for key, value in (("step", span.step), ("state", span.uid))
+            if value not in (None, "")
+        }
+        event = {
+            "ph": "X",
+            "name": span.name,
+            "cat": "datastates",
+            "ts": began,
+            "dur": ended - began,
+        }
         yield {**event, "pid": pid, "tid": threads[span.thread, span.thread_name], "args": said}
 
 
@@ -84,7 +111,8 @@ def _events(spans: Sequence[Span]) -> Iterator[dict[str, object]]:
 _logger = logging.getLogger(__name__)
 
 BOUNDS_S = (0.0001, 0.001, 0.01, 0.1, 1.0, 10.0)
-"""The upper bounds of the histogram of a stage, in seconds; its last place counts runs that took longer than all of them."""
+"""The upper bounds of the histogram of a stage, in seconds; its last place counts runs that took
+longer than all of them."""
 
 Counted = Literal[
     "skipped",
@@ -103,7 +131,8 @@ Counted = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One stage: how often it ran, the total, shortest and longest time, and how many runs took as long as ``BOUNDS_S`` say."""
+    """One stage: how often it ran, the total, shortest and longest time, and how many runs took
+    as long as ``BOUNDS_S`` say."""
 
     stage: str
     count: int = 0
@@ -115,7 +144,11 @@ class Timing:
     def plus(self, took_s: float) -> Timing:
         """The timing with one more run."""
         place = bisect_left(BOUNDS_S, took_s)
-        histogram = (*self.histogram[:place], self.histogram[place] + 1, *self.histogram[place + 1 :])
+        histogram = (
+            *self.histogram[:place],
+            self.histogram[place] + 1,
+            *self.histogram[place + 1 :],
+        )
         least, most = min(self.least_s, took_s), max(self.most_s, took_s)
         return Timing(self.stage, self.count + 1, self.total_s + took_s, least, most, histogram)
 
@@ -129,11 +162,12 @@ class Timing:
 class Activity:
     """What one process did with the states of one repository, since it opened the repository.
 
-    ``captures`` were taken, and ``skipped`` were not, for lack of room. ``failed`` were lost afterwards, ``recorded`` are in the lineage,
-    ``written`` are on disk; ``snapshots`` left a copy on the device. ``bytes_copied`` of tensors were copied into memory, where
-    ``bytes_new`` of them were new, and ``bytes_written`` went to disk; ``chunks_shared`` of what was written were there already.
-    ``retries`` are writes that failed and are tried again, ``evicted`` are states that left memory to make room. ``timings`` are in the
-    order in which stages first ran.
+    ``captures`` were taken, and ``skipped`` were not, for lack of room. ``failed`` were lost
+    afterwards, ``recorded`` are in the lineage, ``written`` are on disk; ``snapshots`` left a copy
+    on the device. ``bytes_copied`` of tensors were copied into memory, where ``bytes_new`` of them
+    were new, and ``bytes_written`` went to disk; ``chunks_shared`` of what was written were there
+    already. ``retries`` are writes that failed and are tried again, ``evicted`` are states that
+    left memory to make room. ``timings`` are in the order in which stages first ran.
     """
 
     captures: int = 0
@@ -170,17 +204,29 @@ class Counter(NamedTuple):
 
 COUNTERS = (
     Counter("captures", "captures", "{capture}", "Captures that this process took"),
-    Counter("skipped", "captures.skipped", "{capture}", "Captures that were not taken for want of room"),
+    Counter(
+        "skipped", "captures.skipped", "{capture}", "Captures that were not taken for want of room"
+    ),
     Counter("failed", "captures.failed", "{capture}", "Captures that came to nothing"),
     Counter("recorded", "states.recorded", "{state}", "Captures that are in the lineage"),
     Counter("written", "states.written", "{state}", "States that were written to disk"),
     Counter("bytes_copied", "bytes.copied", "By", "Bytes of tensors that were copied into memory"),
     Counter("bytes_new", "bytes.new", "By", "Those of them that no other state in memory had"),
     Counter("bytes_written", "bytes.written", "By", "Bytes of tensors that were written to disk"),
-    Counter("chunks_shared", "chunks.shared", "{chunk}", "Chunks of written states that were on disk already"),
+    Counter(
+        "chunks_shared",
+        "chunks.shared",
+        "{chunk}",
+        "Chunks of written states that were on disk already",
+    ),
     Counter("retries", "writes.retried", "{write}", "Writes that failed and are tried again"),
     Counter("evicted", "states.evicted", "{state}", "States that left memory to make room"),
-    Counter("snapshots", "captures.snapshots", "{capture}", "Captures of which a copy stayed on the device"),
+    Counter(
+        "snapshots",
+        "captures.snapshots",
+        "{capture}",
+        "Captures of which a copy stayed on the device",
+    ),
 )
 
 
@@ -190,22 +236,29 @@ class _Count(NamedTuple):
 
 
 class Recorder:
-    """Belongs to the engine of a repository. Safe from any thread; ``span`` and ``count`` never wait.
+    """Belongs to the engine of a repository. Safe from any thread; ``span`` and ``count`` never
+    wait.
 
-    With ``trace`` the newest spans are kept, and ``write`` writes them there: Chrome's JSON, which Perfetto opens.
+    With ``trace`` the newest spans are kept, and ``write`` writes them there: Chrome's JSON, which
+    Perfetto opens.
     """
 
     def __init__(self, trace: str | os.PathLike[str] | None = None) -> None:
         self._trace = trace
         self._told: deque[Span | _Count] = deque()
         self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
-        self._counts: dict[str, int] = {field.name: 0 for field in fields(Activity) if field.name != "timings"}
+        self._counts: dict[str, int] = {
+            field.name: 0 for field in fields(Activity) if field.name != "timings"
+        }
         self._timings: dict[str, Timing] = {}
         self._left_out = 0
         self._lock = Mutex()
 
-    def span(self, name: str, began: float, ended: float, uid: str = "", step: int | None = None) -> None:
-        """Note that this thread did something from ``began`` to ``ended``, of the monotonic clock."""
+    def span(
+        self, name: str, began: float, ended: float, uid: str = "", step: int | None = None
+    ) -> None:
+        """Note that this thread did something from ``began`` to ``ended``, of the monotonic
+        clock."""
         thread = threading.current_thread()
         self._told.append(Span(name, thread.ident or 0, thread.name, began, ended, uid, step))
 
@@ -230,7 +283,8 @@ class Recorder:
             return Activity(timings=tuple(self._timings.values()), **self._counts)
 
     def write(self) -> None:
-        """Write the trace, if one was asked for, in place of the earlier one; a failure is logged."""
+        """Write the trace, if one was asked for, in place of the earlier one; a failure is
+        logged."""
         if self._trace is None:
             return
         self.add_up()
@@ -242,7 +296,9 @@ class Recorder:
             _logger.warning("the trace was not written to %s: %s", self._trace, error)
 
     def _add(self, span: Span) -> None:
-        self._timings[span.name] = self._timings.get(span.name, Timing(span.name)).plus(span.ended - span.began)
+        self._timings[span.name] = self._timings.get(span.name, Timing(span.name)).plus(
+            span.ended - span.began
+        )
         if span.name == "capture":
             self._counts["captures"] += 1
         if self._trace is not None:

@@ -1,7 +1,9 @@
-"""Waiting for other threads without a lock that both sides need: a thread that is interrupted while waiting leaves nothing locked.
+"""Waiting for other threads without a lock that both sides need: a thread that is interrupted while
+waiting leaves nothing locked.
 
-``threading.Condition`` and ``Event`` are written in Python: Ctrl-C in the middle of their ``wait`` can leave their lock taken, and a thread
-that wants to wake the waiter then waits for that lock. Here each waiter has a lock of its own, which it alone takes.
+``threading.Condition`` and ``Event`` are written in Python: Ctrl-C in the middle of their ``wait``
+can leave their lock taken, and a thread that wants to wake the waiter then waits for that lock.
+Here each waiter has a lock of its own, which it alone takes.
 """
 
 from __future__ import annotations
@@ -20,11 +22,14 @@ from pathlib import Path
 from datastates.errors import Closed
 
 _LOOK_S = 0.5
-"""The length of one piece of a wait, in seconds: a signal that was delivered to another thread wakes no waiter."""
+"""The length of one piece of a wait, in seconds: a signal that was delivered to another thread
+wakes no waiter."""
 
 
 class Bell:
-    """Tells waiting threads that something changed: make the change, then ``ring``. Any thread may ring; no thread ever holds it."""
+    """Tells waiting threads that something changed: make the change, then ``ring``.
+
+    Any thread may ring; no thread ever holds it."""
 
     def __init__(self) -> None:
         self._waiters: set[threading.Lock] = set()  # one call adds to it, or takes from it
@@ -32,7 +37,8 @@ class Bell:
 
     def ring(self) -> None:
         """Wake every thread that waits now."""
-        for waiter in self._waiters.copy():  # making a tuple of it may collect garbage, and let another thread change it meanwhile
+        for waiter in self._waiters.copy():
+            # making a tuple of it may collect garbage, and let another thread change it meanwhile
             try:
                 self._waiters.remove(waiter)
             except KeyError:
@@ -40,17 +46,22 @@ class Bell:
             waiter.release()
 
     def wait_for(self, is_so: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Wait until ``is_so()``, which is called after each ring; False if ``timeout_s`` passes first.
+        """Wait until ``is_so()``, which is called after each ring; False if ``timeout_s`` passes
+        first.
 
         :raises Closed: this is a forked child, and the thread that would ring is the parent's.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not is_so():
             if self._pid != os.getpid():
-                raise Closed("this belongs to the parent process, whose threads are not here: open the repository and track again")
+                raise Closed(
+                    "this belongs to the parent process, whose threads are not here: open the"
+                    " repository and track again"
+                )
             waiter = threading.Lock()
             waiter.acquire()
-            self._waiters.add(waiter)  # before the condition is checked again: changes from here on ring for this waiter
+            # before the condition is checked again: changes from here on ring for this waiter
+            self._waiters.add(waiter)
             try:
                 if is_so():
                     return True
@@ -93,7 +104,8 @@ Hindrance = Callable[[str, Path, int], None]
 """Called with the next call, its file, and its number of bytes: waits, raises or does nothing."""
 
 _SLOWEST = 20e6
-"""Bytes a second of a slow disk: one call may bring gigabytes from the page cache to the disk, without a sign of progress."""
+"""Bytes a second of a slow disk: one call may bring gigabytes from the page cache to the disk,
+without a sign of progress."""
 
 _hindrances: list[Hindrance] = []
 _deeds: dict[int, Deed] = {}
@@ -101,7 +113,9 @@ _deeds: dict[int, Deed] = {}
 
 @dataclass(slots=True)
 class Deed:
-    """One thing that a thread does. ``call`` and ``path`` say where the thread is, since ``since`` (of the monotonic clock)."""
+    """One thing that a thread does.
+
+    ``call`` and ``path`` say where the thread is, since ``since`` (of the monotonic clock)."""
 
     what: str
     call: str = ""
@@ -110,7 +124,8 @@ class Deed:
     since: float = field(default_factory=time.monotonic)
 
     def is_stalled(self, now: float, limit_s: float) -> bool:
-        """Whether there was no progress for ``limit_s``, plus the time that a slow disk takes for the call's bytes."""
+        """Whether there was no progress for ``limit_s``, plus the time that a slow disk takes
+        for the call's bytes."""
         return now - self.since >= limit_s + self.size / _SLOWEST
 
     def describe(self, now: float) -> str:
@@ -167,22 +182,24 @@ _NUMBERS = {"x86_64": (251, 252), "aarch64": (30, 31)}
 _THREAD = 1
 
 LOWEST = (2 << 13) | 7
-"""The last priority of those that share the disk by turns. Not the class *idle*, which gets nothing at all while others use the disk:
-writes that a checkpoint waits for must come to an end.
+"""The last priority of those that share the disk by turns. Not the class *idle*, which gets nothing
+at all while others use the disk: writes that a checkpoint waits for must come to an end.
 """
 
 
 def yield_disk() -> bool:
-    """Let the disk serve other threads and processes before this thread, if its scheduler knows priorities; returns whether that was
-    accepted.
+    """Let the disk serve other threads and processes before this thread, if its scheduler knows
+    priorities; returns whether that was accepted.
 
-    The processor's priority stays: a thread that holds the interpreter's lock and waits for its turn would hold up the training.
+    The processor's priority stays: a thread that holds the interpreter's lock and waits for its
+    turn would hold up the training.
     """
     return _call(0, _THREAD, 0, LOWEST) == 0
 
 
 def disk_priority(thread: int = 0) -> int | None:
-    """The priority of a thread by its native id (0: this one), in the kernel's numbers; None if the kernel does not say."""
+    """The priority of a thread by its native id (0: this one), in the kernel's numbers; None if
+    the kernel does not say."""
     found = _call(1, _THREAD, thread)
     return None if found < 0 else found
 

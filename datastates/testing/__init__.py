@@ -1,4 +1,5 @@
-"""Help for testing your own parts: suites that a tier, a transport or a module has to pass, and faults to test against.
+"""Help for testing your own parts: suites that a tier, a transport or a module has to pass, and
+faults to test against.
 
     from datastates.testing import TierSuite
 
@@ -7,7 +8,8 @@
         def tier(self, tmp_path):
             return MyTier(tmp_path)
 
-The suites need pytest and are imported when they are first used; the faults need nothing besides ``datastates``.
+The suites need pytest and are imported when they are first used; the faults need nothing besides
+``datastates``.
 """
 
 from __future__ import annotations
@@ -16,7 +18,18 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .faults import Fault, FaultyDatabase, FaultyDisk, FaultyTier, FullDiskTier, SlowTier, TornTier, WrappedTier, crash_at, fail_at
+from .faults import (
+    Fault,
+    FaultyDatabase,
+    FaultyDisk,
+    FaultyTier,
+    FullDiskTier,
+    SlowTier,
+    TornTier,
+    WrappedTier,
+    crash_at,
+    fail_at,
+)
 
 if TYPE_CHECKING:
     from .modules import ModuleSuite
@@ -44,7 +57,8 @@ _SUITES = {"ModuleSuite": "modules", "TierSuite": "tiers", "TransportSuite": "tr
 
 
 def __getattr__(name: str) -> object:
-    """Import a suite when it is first used, so that pytest explains its failed assertions as it does those of a test file."""
+    """Import a suite when it is first used, so that pytest explains its failed assertions as it
+    does those of a test file."""
     if name not in _SUITES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = f"{__name__}.{_SUITES[name]}"

@@ -1,6 +1,8 @@
-"""Faults to test against: steps that fail or end the process; disks that fail, stall or are slow; tiers that are torn or full.
+"""Faults to test against: steps that fail or end the process; disks that fail, stall or are slow;
+tiers that are torn or full.
 
-The test switches a lasting fault (``Fault``) on and off: ``fail``, ``stall`` or ``slow``, then ``mend``.
+The test switches a lasting fault (``Fault``) on and off: ``fail``, ``stall`` or ``slow``, then
+``mend``.
 """
 
 from __future__ import annotations
@@ -38,8 +40,11 @@ __all__ = [
 ]
 
 
-def fail_at(step: str, error: BaseException | None = None, *, after: int = 0) -> Callable[[str], None]:
-    """An ``on_step`` that raises once when ``step`` is done, after it has let the step pass ``after`` times."""
+def fail_at(
+    step: str, error: BaseException | None = None, *, after: int = 0
+) -> Callable[[str], None]:
+    """An ``on_step`` that raises once when ``step`` is done, after it has let the step pass
+    ``after`` times."""
     left = after
 
     def on_step(name: str) -> None:
@@ -47,13 +52,18 @@ def fail_at(step: str, error: BaseException | None = None, *, after: int = 0) ->
         if name == step:
             left -= 1
             if left == -1:
-                raise error if error is not None else OSError(errno.ENOSPC, f"no space left, as asked for at {step}")
+                raise (
+                    error
+                    if error is not None
+                    else OSError(errno.ENOSPC, f"no space left, as asked for at {step}")
+                )
 
     return on_step
 
 
 def crash_at(step: str, *, after: int = 0, code: int = 137) -> Callable[[str], None]:
-    """An ``on_step`` that ends the process when ``step`` is done, as if it were killed: nothing is flushed or cleaned up."""
+    """An ``on_step`` that ends the process when ``step`` is done, as if it were killed: nothing
+    is flushed or cleaned up."""
     left = after
 
     def on_step(name: str) -> None:
@@ -67,7 +77,9 @@ def crash_at(step: str, *, after: int = 0, code: int = 137) -> Callable[[str], N
 
 
 class Fault:
-    """A fault in the way of an operation. The test switches it, from any thread; ``is_met`` is set once an operation has met it."""
+    """A fault in the way of an operation.
+
+    The test switches it, from any thread; ``is_met`` is set once an operation has met it."""
 
     def __init__(self) -> None:
         self.is_met = threading.Event()
@@ -78,7 +90,8 @@ class Fault:
         self._lock = threading.Lock()
 
     def fail(self, number: int = errno.ENOSPC) -> None:
-        """From now on the system refuses with this error number: ``errno.EIO``, ``errno.EROFS``, ``errno.EDQUOT``, …"""
+        """From now on the system refuses with this error number: ``errno.EIO``, ``errno.EROFS``,
+        ``errno.EDQUOT``, …"""
         self._begin(number=number)
 
     def stall(self) -> None:
@@ -101,7 +114,12 @@ class Fault:
         :raises OSError: the operation fails, with the number that was given to ``fail``.
         """
         with self._lock:
-            number, bytes_per_s, is_stalling, mended = self._number, self._bytes_per_s, self._is_stalling, self._mended
+            number, bytes_per_s, is_stalling, mended = (
+                self._number,
+                self._bytes_per_s,
+                self._is_stalling,
+                self._mended,
+            )
         if number is None and bytes_per_s is None and not is_stalling:
             return
         self.is_met.set()
@@ -109,7 +127,13 @@ class Fault:
             raise OSError(number, f"{os.strerror(number)}, as the test wants it")
         mended.wait(None if bytes_per_s is None else size / bytes_per_s)
 
-    def _begin(self, *, number: int | None = None, bytes_per_s: float | None = None, is_stalling: bool = False) -> None:
+    def _begin(
+        self,
+        *,
+        number: int | None = None,
+        bytes_per_s: float | None = None,
+        is_stalling: bool = False,
+    ) -> None:
         with self._lock:
             self._mended.set()  # operations that met the previous fault go on
             self._mended = threading.Event()
@@ -167,7 +191,8 @@ class Kept(Protocol):
 
 
 class FaultyDatabase(Fault):
-    """The database of an open repository, which answers or not. ``fail`` is a server that refuses, ``stall`` one that does not answer.
+    """The database of an open repository, which answers or not. ``fail`` is a server that refuses,
+    ``stall`` one that does not answer.
 
     ``is_met`` then says that the database was asked.
     """
@@ -178,7 +203,8 @@ class FaultyDatabase(Fault):
         self._connect = self._pool.connect
 
     def __enter__(self) -> Self:
-        self._pool.connect = self._asked  # type: ignore[method-assign]  # a listener that is removed breaks a thread that goes over them
+        # a listener that is removed breaks a thread that goes over them
+        self._pool.connect = self._asked  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -236,7 +262,8 @@ class WrappedTier(Tier):
 
 
 class SlowTier(WrappedTier):
-    """A tier whose ``put`` waits: ``is_waiting`` says that it has begun, and it goes on only when the test sets ``go_on``."""
+    """A tier whose ``put`` waits: ``is_waiting`` says that it has begun, and it goes on only
+    when the test sets ``go_on``."""
 
     def __init__(self, inner: Tier) -> None:
         super().__init__(inner)
@@ -250,7 +277,8 @@ class SlowTier(WrappedTier):
 
 
 class FaultyTier(Fault, WrappedTier):
-    """A tier of yours whose ``put`` fails, stalls or is slow, as the test says; reads go on working."""
+    """A tier of yours whose ``put`` fails, stalls or is slow, as the test says; reads go on
+    working."""
 
     def __init__(self, inner: Tier) -> None:
         Fault.__init__(self)
@@ -265,12 +293,16 @@ class FaultyTier(Fault, WrappedTier):
         try:
             self.strike(size)
         except OSError as error:
-            raise Unavailable(f"state {payload.manifest.origin.uid} was not put onto the {self.name} tier ({error})") from error
+            raise Unavailable(
+                f"state {payload.manifest.origin.uid} was not put onto the {self.name} tier"
+                f" ({error})"
+            ) from error
         return super().put(payload, base=base)
 
 
 class TornTier(WrappedTier):
-    """A tier that flips the first byte of each chunk that it hands on, which only a check after the hop can find."""
+    """A tier that flips the first byte of each chunk that it hands on, which only a check after
+    the hop can find."""
 
     def open(self, uid: str, *, verify: bool = True) -> Reader:
         """A reader of torn chunks."""
@@ -308,7 +340,10 @@ class FullDiskTier(WrappedTier):
         needed = sum(view.nbytes for view in payload.chunks)
         if needed > self.bytes_free:
             uid = payload.manifest.origin.uid
-            raise Unavailable(f"state {uid} was not written: it needs {needed} bytes, {self.bytes_free} are free (no space left on device)")
+            raise Unavailable(
+                f"state {uid} was not written: it needs {needed} bytes, {self.bytes_free} are free"
+                " (no space left on device)"
+            )
         placed = super().put(payload, base=base)
         self.bytes_free -= placed.bytes_new
         return placed

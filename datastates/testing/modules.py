@@ -1,4 +1,6 @@
-"""The suite that every module must pass, whatever it is for. A test class inherits the suite and gives it a ``module``."""
+"""The suite that every module must pass, whatever it is for.
+
+A test class inherits the suite and gives it a ``module``."""
 
 from __future__ import annotations
 
@@ -34,15 +36,19 @@ def of(uid: str, tree: dict[str, object]) -> Payload:
     flat = flatten(tree)
     made = payload(uid, *({leaf.path: leaf.tensor} for leaf in flat.tensors))
     content = msgspec.structs.replace(
-        made.manifest.content, skeleton=msgspec.Raw(encode_skeleton(flat.skeleton)), values=msgspec.Raw(encode_values(flat.values))
+        made.manifest.content,
+        skeleton=msgspec.Raw(encode_skeleton(flat.skeleton)),
+        values=msgspec.Raw(encode_values(flat.values)),
     )
-    manifest = msgspec.structs.replace(made.manifest, digest=state_digest(content, ()), content=content)
+    manifest = msgspec.structs.replace(
+        made.manifest, digest=state_digest(content, ()), content=content
+    )
     return Payload(manifest, made.chunks)
 
 
 class ModuleSuite(ABC):
-    """The suite for modules. Inherit it as ``class TestMyModule(ModuleSuite)`` with a fixture ``module``: a new one that has seen no
-    state.
+    """The suite for modules. Inherit it as ``class TestMyModule(ModuleSuite)`` with a fixture
+    ``module``: a new one that has seen no state.
     """
 
     @pytest.fixture
@@ -59,7 +65,9 @@ class ModuleSuite(ABC):
         assert Config(modules=[module]).modules == (module,)
         module.close()  # there is no repository to close it
 
-    def test_it_may_be_closed_before_it_has_seen_anything(self, module: Module, memory: CaptureTier) -> None:
+    def test_it_may_be_closed_before_it_has_seen_anything(
+        self, module: Module, memory: CaptureTier
+    ) -> None:
         assert _run(module, memory, []) == []
 
     @pytest.mark.parametrize(
@@ -68,32 +76,77 @@ class ModuleSuite(ABC):
             of("empty", {}),
             of("values", {"epoch": 3, "name": "a", "nested": [{"x": None}]}),
             of("half", {"model": {"w": torch.ones(3, 5, dtype=torch.bfloat16)}}),
-            of("whole", {"model": {"count": torch.tensor(7), "mask": torch.ones(4, dtype=torch.bool), "none": torch.empty(0)}}),
-            of("plain", {"model": {"w": torch.arange(12.0).reshape(3, 4)}, "optimizer": {"lr": 0.1, "state": {"w": torch.zeros(3, 4)}}}),
+            of(
+                "whole",
+                {
+                    "model": {
+                        "count": torch.tensor(7),
+                        "mask": torch.ones(4, dtype=torch.bool),
+                        "none": torch.empty(0),
+                    }
+                },
+            ),
+            of(
+                "plain",
+                {
+                    "model": {"w": torch.arange(12.0).reshape(3, 4)},
+                    "optimizer": {"lr": 0.1, "state": {"w": torch.zeros(3, 4)}},
+                },
+            ),
         ],
         ids=lambda state: state.manifest.origin.uid,
     )
-    def test_it_takes_states_of_any_content(self, module: Module, memory: CaptureTier, state: Payload) -> None:
+    def test_it_takes_states_of_any_content(
+        self, module: Module, memory: CaptureTier, state: Payload
+    ) -> None:
         assert _run(module, memory, [state]) == []
 
-    def test_it_takes_a_state_of_no_branch_without_metrics_and_one_with_both(self, module: Module, memory: CaptureTier) -> None:
-        states = [of("one", {"model": {"w": torch.zeros(2)}}), of("two", {"model": {"w": torch.ones(2)}})]
-        assert _run(module, memory, states, branches=[None, "main"], metrics=[{}, {"loss": 0.5, "é": 1.0}]) == []
+    def test_it_takes_a_state_of_no_branch_without_metrics_and_one_with_both(
+        self, module: Module, memory: CaptureTier
+    ) -> None:
+        states = [
+            of("one", {"model": {"w": torch.zeros(2)}}),
+            of("two", {"model": {"w": torch.ones(2)}}),
+        ]
+        assert (
+            _run(
+                module,
+                memory,
+                states,
+                branches=[None, "main"],
+                metrics=[{}, {"loss": 0.5, "é": 1.0}],
+            )
+            == []
+        )
 
     def test_it_changes_no_byte_of_a_state(self, module: Module, memory: CaptureTier) -> None:
         state = of("kept", {"model": {"w": torch.arange(1000.0)}})
         _run(module, memory, [state])
         with memory.open("kept") as reader:
-            assert [chunk_digest(reader.chunk(0))] == [chunk.digest for chunk in state.manifest.content.chunks]
+            assert [chunk_digest(reader.chunk(0))] == [
+                chunk.digest for chunk in state.manifest.content.chunks
+            ]
 
     def test_it_keeps_no_state_in_memory(self, module: Module, memory: CaptureTier) -> None:
-        _run(module, memory, [of(f"state{index}", {"model": {"w": torch.full((100,), float(index))}}) for index in range(4)])
+        _run(
+            module,
+            memory,
+            [
+                of(f"state{index}", {"model": {"w": torch.full((100,), float(index))}})
+                for index in range(4)
+            ],
+        )
         for uid in list(memory.uids()):
             memory.remove(uid)
         assert memory.slots_held == 0
 
-    def test_a_state_whose_bytes_are_gone_does_not_end_it(self, module: Module, memory: CaptureTier) -> None:
-        gone, here = of("gone", {"model": {"w": torch.zeros(3)}}), of("here", {"model": {"w": torch.ones(3)}})
+    def test_a_state_whose_bytes_are_gone_does_not_end_it(
+        self, module: Module, memory: CaptureTier
+    ) -> None:
+        gone, here = (
+            of("gone", {"model": {"w": torch.zeros(3)}}),
+            of("here", {"model": {"w": torch.ones(3)}}),
+        )
         failed = _run(module, memory, [gone, here], without=("gone",))
         assert [error for error in failed if "on state here " in str(error)] == []
 
@@ -107,8 +160,8 @@ def _run(
     metrics: list[dict[str, float]] | None = None,
     without: tuple[str, ...] = (),
 ) -> list[ModuleFailed]:
-    """Hand states to the module as the engine does, then close it; returns the errors that it raised. States in ``without`` are not in
-    memory.
+    """Hand states to the module as the engine does, then close it; returns the errors that it
+    raised. States in ``without`` are not in memory.
     """
     failed: list[ModuleFailed] = []
     own = Own([module], memory, lambda: None)
@@ -116,7 +169,12 @@ def _run(
         if state.manifest.origin.uid not in without:
             memory.put(state)
         known = _state(state, metrics[index] if metrics is not None else {"loss": 1.0})
-        own.put(lambda known=known: known, "main" if branches is None else branches[index], failed.append)  # type: ignore[misc]  # mypy takes the default for a parameter
+        # mypy takes the default for a parameter
+        own.put(
+            lambda known=known: known,  # type: ignore[misc]
+            "main" if branches is None else branches[index],
+            failed.append,
+        )
     own.close()
     own.join()
     return failed

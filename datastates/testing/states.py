@@ -1,4 +1,5 @@
-"""States for tests, made without the capture engine: tensors laid out over chunks as a manifest describes."""
+"""States for tests, made without the capture engine: tensors laid out over chunks as a manifest
+describes."""
 
 from __future__ import annotations
 
@@ -10,16 +11,37 @@ import torch
 
 from datastates.state.digest import chunk_digest, state_digest
 from datastates.state.geometry import dense_view, spec_of
-from datastates.state.manifest import CHUNK_BYTES, VERSION, Chunk, Content, Manifest, Origin, Shard, TensorSpec
+from datastates.state.manifest import (
+    CHUNK_BYTES,
+    VERSION,
+    Chunk,
+    Content,
+    Manifest,
+    Origin,
+    Shard,
+    TensorSpec,
+)
 from datastates.storage.tier import Payload, Reader
 
-__all__ = ["Group", "aligned", "chunks_of", "lengths", "numbers", "part", "payload", "small", "stream"]
+__all__ = [
+    "Group",
+    "aligned",
+    "chunks_of",
+    "lengths",
+    "numbers",
+    "part",
+    "payload",
+    "small",
+    "stream",
+]
 
 Group = dict[str, torch.Tensor]
 
 
 def payload(uid: str, *groups: Group, is_aligned: bool = False) -> Payload:
-    """A state of these groups of tensors; each group ends its last chunk. Aligned memory starts at a page, as an arena's does."""
+    """A state of these groups of tensors; each group ends its last chunk.
+
+    Aligned memory starts at a page, as an arena's does."""
     specs: list[TensorSpec] = []
     views: list[memoryview] = []
     for group in groups:
@@ -32,10 +54,15 @@ def payload(uid: str, *groups: Group, is_aligned: bool = False) -> Payload:
             shard = Shard((0,) * tensor.dim(), tuple(tensor.shape), start + len(data), len(stored))
             specs.append(spec_of(path, tensor, shards=(shard,)))
             data += stored
-        views += [memoryview(data[begin : begin + CHUNK_BYTES]) for begin in range(0, len(data), CHUNK_BYTES)]
+        views += [
+            memoryview(data[begin : begin + CHUNK_BYTES])
+            for begin in range(0, len(data), CHUNK_BYTES)
+        ]
     chunks = tuple(Chunk(chunk_digest(view), view.nbytes) for view in views)
     encode = msgspec.msgpack.encode
-    content = Content(msgspec.Raw(encode(0)), msgspec.Raw(encode([])), msgspec.Raw(encode(specs)), chunks)
+    content = Content(
+        msgspec.Raw(encode(0)), msgspec.Raw(encode([])), msgspec.Raw(encode(specs)), chunks
+    )
     origin = Origin(uid, (), (), None, None, 0, 0, 0, None, {}, {})
     manifest = Manifest(VERSION, state_digest(content, ()), origin, content)
     return Payload(manifest, [aligned(view) for view in views] if is_aligned else views)
@@ -56,7 +83,9 @@ def numbers(count: int, seed: int = 0) -> torch.Tensor:
 
 def small(uid: str, *seeds: int) -> Payload:
     """A state of one small chunk for each seed; equal seeds give equal chunks."""
-    return payload(uid, *({f"model/{number}": numbers(25, seed)} for number, seed in enumerate(seeds)))
+    return payload(
+        uid, *({f"model/{number}": numbers(25, seed)} for number, seed in enumerate(seeds))
+    )
 
 
 def part(uid: str, rank: int, *seeds: int) -> Payload:

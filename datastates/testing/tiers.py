@@ -1,4 +1,6 @@
-"""The suite that every tier must pass, whatever it stores into. A test class inherits it and gives it a ``tier`` and a way to do damage."""
+"""The suite that every tier must pass, whatever it stores into.
+
+A test class inherits it and gives it a ``tier`` and a way to do damage."""
 
 from __future__ import annotations
 
@@ -18,10 +20,14 @@ __all__ = ["TierSuite"]
 
 
 class TierSuite(ABC):
-    """The suite for tiers. Inherit it as ``class TestMyTier(TierSuite)`` with a fixture ``tier``, empty, and the method ``flip``."""
+    """The suite for tiers.
+
+    Inherit it as ``class TestMyTier(TierSuite)`` with a fixture ``tier``, empty, and the method
+    ``flip``."""
 
     keeps_whole_packs = False
-    """Whether bytes that no state needs stay as long as other bytes that were put with them are needed."""
+    """Whether bytes that no state needs stay as long as other bytes that were put with them are
+    needed."""
 
     @pytest.fixture
     @abstractmethod
@@ -47,7 +53,12 @@ class TierSuite(ABC):
             small("many", *range(64)),
             payload("full", {"model/w": numbers(CHUNK_BYTES // 4)}),
             payload(
-                "long", {"model/w": numbers(CHUNK_BYTES // 4 * 2 + 3), "model/b": torch.ones(7, dtype=torch.bool)}, {"step": numbers(1)}
+                "long",
+                {
+                    "model/w": numbers(CHUNK_BYTES // 4 * 2 + 3),
+                    "model/b": torch.ones(7, dtype=torch.bool),
+                },
+                {"step": numbers(1)},
             ),
         ],
         ids=lambda state: state.manifest.origin.uid,
@@ -59,7 +70,10 @@ class TierSuite(ABC):
         with tier.open(uid) as reader:
             assert stream(reader) == chunks_of(state)
             assert reader.manifest.content == state.manifest.content
-            assert (reader.manifest.origin, reader.manifest.digest) == (state.manifest.origin, state.manifest.digest)
+            assert (reader.manifest.origin, reader.manifest.digest) == (
+                state.manifest.origin,
+                state.manifest.digest,
+            )
             reader.verify()
 
     def test_an_unknown_state_is_not_found(self, tier: Tier) -> None:
@@ -74,7 +88,9 @@ class TierSuite(ABC):
         assert remove(tier, "nobody") == 0
         assert list(tier.uids()) == ["known"]
 
-    @pytest.mark.parametrize("uid", ["../known", "known/", "", "known.0", "..", "a" * 80, "known\n"])
+    @pytest.mark.parametrize(
+        "uid", ["../known", "known/", "", "known.0", "..", "a" * 80, "known\n"]
+    )
     def test_a_uid_reaches_nothing_but_its_state(self, tier: Tier, uid: str) -> None:
         tier.put(small("known", 1))
         assert not tier.has(uid)
@@ -173,7 +189,11 @@ class TierSuite(ABC):
 
     @pytest.mark.parametrize("chunk", [0, 1, 2])
     def test_a_flipped_bit_is_found_and_named(self, tier: Tier, chunk: int) -> None:
-        tier.put(payload("flip", {"model/w": numbers(CHUNK_BYTES // 4 + 10)}, {"optimizer/step": numbers(5)}))
+        tier.put(
+            payload(
+                "flip", {"model/w": numbers(CHUNK_BYTES // 4 + 10)}, {"optimizer/step": numbers(5)}
+            )
+        )
         self.flip(tier, "flip", chunk, 17)
         with tier.open("flip") as reader:
             for index in {0, 1, 2} - {chunk}:
@@ -187,15 +207,26 @@ class TierSuite(ABC):
         with tier.open("flip", verify=False) as reader:
             assert (
                 reader.chunk(chunk)[17]
-                == chunks_of(payload("flip", {"model/w": numbers(CHUNK_BYTES // 4 + 10)}, {"o": numbers(5)}))[chunk][17] ^ 1
+                == chunks_of(
+                    payload("flip", {"model/w": numbers(CHUNK_BYTES // 4 + 10)}, {"o": numbers(5)})
+                )[chunk][17]
+                ^ 1
             )
 
     def test_spans_give_the_bytes_of_the_stream(self, tier: Tier) -> None:
-        state = payload("span", {"model/w": numbers(CHUNK_BYTES // 4 * 2 + 5)}, {"step": numbers(3)})
+        state = payload(
+            "span", {"model/w": numbers(CHUNK_BYTES // 4 * 2 + 5)}, {"step": numbers(3)}
+        )
         tier.put(state)
         whole = b"".join(chunks_of(state)[:3])
         with tier.open("span") as reader:
-            for start, length in [(0, 8), (4, 0), (CHUNK_BYTES - 4, 8), (0, len(whole)), (CHUNK_BYTES, CHUNK_BYTES + 20)]:
+            for start, length in [
+                (0, 8),
+                (4, 0),
+                (CHUNK_BYTES - 4, 8),
+                (0, len(whole)),
+                (CHUNK_BYTES, CHUNK_BYTES + 20),
+            ]:
                 view = reader.span(start, length)
                 assert view is None or bytes(view) == whole[start : start + length]
             inside = reader.span(3 * CHUNK_BYTES + 4, 8)
@@ -211,11 +242,21 @@ class TierSuite(ABC):
             for first in range(4):
                 for end in range(first + 1, 5):
                     view = reader.span(first * CHUNK_BYTES, (end - first) * CHUNK_BYTES)
-                    assert view is None or bytes(view) == whole[first * CHUNK_BYTES : end * CHUNK_BYTES]
+                    assert (
+                        view is None
+                        or bytes(view) == whole[first * CHUNK_BYTES : end * CHUNK_BYTES]
+                    )
 
-    @pytest.mark.parametrize(("start", "length"), [(0, 4 * CHUNK_BYTES), (2 * CHUNK_BYTES, 24), (9 * CHUNK_BYTES, 1), (-4, 8)])
-    def test_a_span_that_the_stream_does_not_have_is_refused(self, tier: Tier, start: int, length: int) -> None:
-        tier.put(payload("span", {"model/w": numbers(CHUNK_BYTES // 4 * 2 + 5)}, {"step": numbers(3)}))
+    @pytest.mark.parametrize(
+        ("start", "length"),
+        [(0, 4 * CHUNK_BYTES), (2 * CHUNK_BYTES, 24), (9 * CHUNK_BYTES, 1), (-4, 8)],
+    )
+    def test_a_span_that_the_stream_does_not_have_is_refused(
+        self, tier: Tier, start: int, length: int
+    ) -> None:
+        tier.put(
+            payload("span", {"model/w": numbers(CHUNK_BYTES // 4 * 2 + 5)}, {"step": numbers(3)})
+        )
         with tier.open("span") as reader, pytest.raises(InvalidInput):
             reader.span(start, length)
 
@@ -296,7 +337,10 @@ class TierSuite(ABC):
         assert sorted(tier.uids()) == ["both", "one"]
         for rank, state in enumerate((first, second)):
             with tier.open_part("both", rank) as reader:
-                assert (reader.manifest.origin, reader.manifest.digest) == (state.manifest.origin, state.manifest.digest)
+                assert (reader.manifest.origin, reader.manifest.digest) == (
+                    state.manifest.origin,
+                    state.manifest.digest,
+                )
                 assert stream(reader) == chunks_of(state)
         with tier.open("both") as reader:
             assert stream(reader) == chunks_of(first)
@@ -325,7 +369,9 @@ class TierSuite(ABC):
 
 
 def remove(tier: Tier, uid: str) -> int:
-    """Remove a state; returns the payload bytes set free. A tier that keeps everything skips the rest of the test."""
+    """Remove a state; returns the payload bytes set free.
+
+    A tier that keeps everything skips the rest of the test."""
     if not isinstance(tier, SupportsRemoval):
         pytest.skip("this tier removes nothing")
     return tier.remove(uid)

@@ -1,4 +1,6 @@
-"""The suite that every transport must pass, whatever it sends over. A test class inherits it and gives it a ``transport`` and a ``url``."""
+"""The suite that every transport must pass, whatever it sends over.
+
+A test class inherits it and gives it a ``transport`` and a ``url``."""
 
 from __future__ import annotations
 
@@ -51,7 +53,10 @@ async def meeting(transport: Transport, url: str) -> AsyncIterator[tuple[Channel
 @asynccontextmanager
 async def linked(transport: Transport) -> AsyncIterator[tuple[Link, Link]]:
     """Both ends of the data plane, in one process here."""
-    here, there = await transport.link(await transport.address()), await transport.link(await transport.address())
+    here, there = (
+        await transport.link(await transport.address()),
+        await transport.link(await transport.address()),
+    )
     try:
         yield here, there
     finally:
@@ -60,7 +65,10 @@ async def linked(transport: Transport) -> AsyncIterator[tuple[Link, Link]]:
 
 
 class TransportSuite(ABC):
-    """The suite for transports. Inherit it as ``class TestMyTransport(TransportSuite)`` with fixtures ``transport`` and ``url``."""
+    """The suite for transports.
+
+    Inherit it as ``class TestMyTransport(TransportSuite)`` with fixtures ``transport`` and
+    ``url``."""
 
     @pytest.fixture
     @abstractmethod
@@ -75,7 +83,9 @@ class TransportSuite(ABC):
     def run(self, work: Coroutine[Any, Any, object]) -> None:
         loop.run(work, timeout_s=PATIENCE_S)
 
-    def test_frames_arrive_whole_and_in_order_both_ways(self, transport: Transport, url: str) -> None:
+    def test_frames_arrive_whole_and_in_order_both_ways(
+        self, transport: Transport, url: str
+    ) -> None:
         frames = [random.Random(i).randbytes(i % 300) for i in range(10_000)]
 
         async def work() -> None:
@@ -88,13 +98,17 @@ class TransportSuite(ABC):
                 async def receive(end: Channel) -> list[bytes]:
                     return [await end.receive(LIMIT) for _ in frames]
 
-                _, _, mine, theirs = await asyncio.gather(send(here), send(there), receive(here), receive(there))
+                _, _, mine, theirs = await asyncio.gather(
+                    send(here), send(there), receive(here), receive(there)
+                )
                 assert mine == frames
                 assert theirs == frames
 
         self.run(work())
 
-    def test_a_frame_of_the_limit_arrives_and_a_longer_one_ends_the_channel(self, transport: Transport, url: str) -> None:
+    def test_a_frame_of_the_limit_arrives_and_a_longer_one_ends_the_channel(
+        self, transport: Transport, url: str
+    ) -> None:
         async def work() -> None:
             async with meeting(transport, url) as (here, there):
                 await here.send(b"x" * 5000)
@@ -145,7 +159,9 @@ class TransportSuite(ABC):
 
     def test_many_messages_arrive_exactly_whatever_comes_first(self, transport: Transport) -> None:
         rng = random.Random(0)
-        messages = {1000 + i: rng.randbytes(rng.choice([1, 100, 4096, 70_000])) for i in range(1000)}
+        messages = {
+            1000 + i: rng.randbytes(rng.choice([1, 100, 4096, 70_000])) for i in range(1000)
+        }
 
         async def work() -> None:
             async with linked(transport) as (here, there):
@@ -158,19 +174,26 @@ class TransportSuite(ABC):
 
         self.run(work())
 
-    def test_bytes_go_straight_into_the_given_memory_and_not_beyond(self, transport: Transport) -> None:
+    def test_bytes_go_straight_into_the_given_memory_and_not_beyond(
+        self, transport: Transport
+    ) -> None:
         async def work() -> None:
             async with linked(transport) as (here, there):
                 memory = bytearray(b"." * (9 << 20))
                 data = random.Random(1).randbytes(8 << 20)
-                await asyncio.gather(here.send(5, memoryview(data)), there.receive(5, memoryview(memory)[100 : 100 + len(data)]))
+                await asyncio.gather(
+                    here.send(5, memoryview(data)),
+                    there.receive(5, memoryview(memory)[100 : 100 + len(data)]),
+                )
                 assert memory[:100] == b"." * 100
                 assert memory[100 : 100 + len(data)] == data
                 assert memory[100 + len(data) :] == b"." * ((1 << 20) - 100)
 
         self.run(work())
 
-    def test_a_long_message_arrives_while_others_go_the_other_way(self, transport: Transport) -> None:
+    def test_a_long_message_arrives_while_others_go_the_other_way(
+        self, transport: Transport
+    ) -> None:
         long = random.Random(2).randbytes(64 << 20)
         short = [random.Random(n).randbytes(1 << 20) for n in range(16)]
 
@@ -192,7 +215,9 @@ class TransportSuite(ABC):
         async def one(number: int) -> None:
             async with linked(transport) as (here, there):
                 data, into = number.to_bytes(2, "big") * 50_000, bytearray(100_000)
-                await asyncio.gather(here.send(number, memoryview(data)), there.receive(number, memoryview(into)))
+                await asyncio.gather(
+                    here.send(number, memoryview(data)), there.receive(number, memoryview(into))
+                )
                 assert into == data
 
         async def work() -> None:
@@ -207,7 +232,9 @@ class TransportSuite(ABC):
                 with pytest.raises(InvalidInput, match="read-only"):
                     await there.receive(3, memoryview(constant))
                 into = bytearray(10)
-                await asyncio.gather(here.send(3, memoryview(b"x" * 10)), there.receive(3, memoryview(into)))
+                await asyncio.gather(
+                    here.send(3, memoryview(b"x" * 10)), there.receive(3, memoryview(into))
+                )
                 assert into == b"x" * 10
                 assert constant == bytes(10)
 
@@ -219,13 +246,17 @@ class TransportSuite(ABC):
                 for number in range(20):
                     await here.send(bytes([number]))
                 await here.close()
-                assert [await there.receive(1) for _ in range(20)] == [bytes([number]) for number in range(20)]
+                assert [await there.receive(1) for _ in range(20)] == [
+                    bytes([number]) for number in range(20)
+                ]
                 with pytest.raises(Disconnected):
                     await there.receive(1)
 
         self.run(work())
 
-    def test_a_sender_waits_for_a_receiver_that_does_not_read(self, transport: Transport, url: str) -> None:
+    def test_a_sender_waits_for_a_receiver_that_does_not_read(
+        self, transport: Transport, url: str
+    ) -> None:
         async def work() -> None:
             async with meeting(transport, url) as (here, there):
                 sent = 0
@@ -248,7 +279,9 @@ class TransportSuite(ABC):
         self.run(work())
 
     @pytest.mark.parametrize("length", [101, 70_000, 5_000_000])
-    def test_a_longer_message_than_was_waited_for_is_a_fault(self, transport: Transport, length: int) -> None:
+    def test_a_longer_message_than_was_waited_for_is_a_fault(
+        self, transport: Transport, length: int
+    ) -> None:
         async def work() -> None:
             async with linked(transport) as (here, there):
                 sending = asyncio.ensure_future(here.send(7, memoryview(bytes(length))))
@@ -258,11 +291,16 @@ class TransportSuite(ABC):
 
         self.run(work())
 
-    def test_after_an_abort_nothing_is_written_and_all_who_wait_know(self, transport: Transport) -> None:
+    def test_after_an_abort_nothing_is_written_and_all_who_wait_know(
+        self, transport: Transport
+    ) -> None:
         async def work() -> None:
             async with linked(transport) as (here, there):
                 memory = [bytearray(4 << 20) for _ in range(8)]
-                waiting = [asyncio.ensure_future(there.receive(100 + i, memoryview(each))) for i, each in enumerate(memory)]
+                waiting = [
+                    asyncio.ensure_future(there.receive(100 + i, memoryview(each)))
+                    for i, each in enumerate(memory)
+                ]
                 await asyncio.sleep(0.01)
                 began = time.monotonic()
                 await there.abort()
@@ -270,7 +308,10 @@ class TransportSuite(ABC):
                 for each in waiting:
                     with pytest.raises(Disconnected):
                         await each
-                late = [asyncio.ensure_future(here.send(100 + i, memoryview(b"x" * (4 << 20)))) for i in range(8)]
+                late = [
+                    asyncio.ensure_future(here.send(100 + i, memoryview(b"x" * (4 << 20))))
+                    for i in range(8)
+                ]
                 await asyncio.sleep(0.2)
                 assert not any(map(any, memory))
                 await here.abort()
@@ -319,7 +360,14 @@ class TransportSuite(ABC):
         async def work() -> None:
             address = await transport.address()
             assert len(address) <= 8 << 10
-            damaged = [b"", b"x", address[:-1], address + b"x", address[1:], rng.randbytes(len(address))]
+            damaged = [
+                b"",
+                b"x",
+                address[:-1],
+                address + b"x",
+                address[1:],
+                rng.randbytes(len(address)),
+            ]
             for position in range(len(address)):
                 flipped = bytearray(address)
                 flipped[position] ^= 1 << rng.randrange(8)
@@ -342,14 +390,23 @@ class TransportSuite(ABC):
         tasks = loop.run(count_tasks())
         self.run(work())
         deadline = time.monotonic() + 5
-        while _count_threads() > threads or count_descriptors() > descriptors or loop.run(count_tasks()) > tasks:
-            assert time.monotonic() < deadline, (threading.enumerate(), count_descriptors(), descriptors, loop.run(count_tasks()))
+        while (
+            _count_threads() > threads
+            or count_descriptors() > descriptors
+            or loop.run(count_tasks()) > tasks
+        ):
+            assert time.monotonic() < deadline, (
+                threading.enumerate(),
+                count_descriptors(),
+                descriptors,
+                loop.run(count_tasks()),
+            )
             self.run(asyncio.sleep(0.01))
 
 
 def _count_threads() -> int:
-    """The number of threads without those of asyncio's own pool, which resolves names and starts another of at most a few whenever all are
-    busy.
+    """The number of threads without those of asyncio's own pool, which resolves names and starts
+    another of at most a few whenever all are busy.
     """
     return sum(not thread.name.startswith("asyncio_") for thread in threading.enumerate())
 

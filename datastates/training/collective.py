@@ -1,6 +1,8 @@
-"""The ranks of one training act as one: they agree on where it begins and on what went wrong, and one of them moves the branch.
+"""The ranks of one training act as one: they agree on where it begins and on what went wrong, and
+one of them moves the branch.
 
-Each method is collective, and belongs to the training thread. A rank that fails tells the others before it raises, and all raise.
+Each method is collective, and belongs to the training thread. A rank that fails tells the others
+before it raises, and all raise.
 """
 
 from __future__ import annotations
@@ -15,7 +17,16 @@ from typing import Any, TypeVar
 import msgspec
 
 from datastates import values
-from datastates.collective import EXCHANGE_BYTES, Group, Meeting, MPIGroup, SoloGroup, TorchGroup, group_of, initialized
+from datastates.collective import (
+    EXCHANGE_BYTES,
+    Group,
+    Meeting,
+    MPIGroup,
+    SoloGroup,
+    TorchGroup,
+    group_of,
+    initialized,
+)
 from datastates.errors import InvalidInput
 from datastates.lineage.states import State
 from datastates.maintenance.core import Core
@@ -37,10 +48,11 @@ class Together:
 
     @contextmanager
     def united(self, what: str) -> Iterator[None]:
-        """A block that every rank goes through; it ends once all ranks have ended it, with or without an error. ``what`` says what they
-        do in it, as in "could not …".
+        """A block that every rank goes through; it ends once all ranks have ended it, with or
+        without an error. ``what`` says what they do in it, as in "could not …".
 
-        :raises DatastatesError: this rank's own error, as it is; or that of the first rank that failed, with its number.
+        :raises DatastatesError: this rank's own error, as it is; or that of the first rank that
+            failed, with its number.
         """
         if self.size == 1:
             yield
@@ -49,7 +61,8 @@ class Together:
             yield
 
     def first(self, what: str, work: Callable[[], T], kind: type[T]) -> T:
-        """The result of the work, on every rank; rank 0 does the work, and the result is a ``kind``.
+        """The result of the work, on every rank; rank 0 does the work, and the result is a
+        ``kind``.
 
         :raises DatastatesError: the error of rank 0.
         """
@@ -64,25 +77,34 @@ class Together:
         return found
 
     def ended(self, what: str, error: str | None) -> dict[int, str]:
-        """Wait until every rank has come to the end of ``what`` they did together; returns the errors of those that failed, by rank.
+        """Wait until every rank has come to the end of ``what`` they did together; returns the
+        errors of those that failed, by rank.
 
-        A rank that failed comes here before the others. They hear of it wherever they meet until they arrive here too.
+        A rank that failed comes here before the others. They hear of it wherever they meet until
+        they arrive here too.
         """
         if self.size == 1:
             return {} if error is None else {0: error}
         return Meeting(self.group, what).end(error)
 
-    def state(self, core: Core, rev: str | State, *, nearest: bool = False, **terms: object) -> State:
-        """The state that ``rev`` names for rank 0, on every rank, to restore it on these terms; ``nearest`` as in ``Core.state``.
+    def state(
+        self, core: Core, rev: str | State, *, nearest: bool = False, **terms: object
+    ) -> State:
+        """The state that ``rev`` names for rank 0, on every rank, to restore it on these terms;
+        ``nearest`` as in ``Core.state``.
 
-        Ranks that give another text for the revision must mean the same state. A branch may move meanwhile: they look only the uid up.
+        Ranks that give another text for the revision must mean the same state. A branch may move
+        meanwhile: they look only the uid up.
 
-        :raises InvalidInput: the ranks give different states, or different terms; the error is the same on each.
+        :raises InvalidInput: the ranks give different states, or different terms; the error is the
+            same on each.
         """
         if self.size == 1:
             return core.state(rev, nearest=nearest)
         said = values.revision(rev)
-        theirs, uid = self.first("find the state", lambda: (said, core.state(said, nearest=nearest).uid), tuple[str, str])
+        theirs, uid = self.first(
+            "find the state", lambda: (said, core.state(said, nearest=nearest).uid), tuple[str, str]
+        )
         with self.united("find the state"):
             state = core.state(uid)
             own = uid if said == theirs else core.state(said, nearest=nearest).uid
@@ -98,28 +120,35 @@ class Together:
         what: Mapping[str, object],
         *,
         task: str = "track the same training",
-        advice: str = "let all ranks call track with the same arguments, or give those that train something else, as the stages of a"
-        " pipeline do, a group and a branch of their own",
+        advice: str = (
+            "let all ranks call track with the same arguments, or give those that train something"
+            " else, as the stages of a pipeline do, a group and a branch of their own"
+        ),
     ) -> None:
-        """Raise unless all ranks give the same value under each name, as their ``task`` needs; ``advice`` says what to do about it.
+        """Raise unless all ranks give the same value under each name, as their ``task`` needs;
+        ``advice`` says what to do about it.
 
         :raises InvalidInput: they do not; the error is the same on each.
         """
         if self.size == 1:
             return
         own = {name: str(value) for name, value in what.items()}
-        everyone = [msgspec.msgpack.decode(said, type=dict[str, str]) for said in self.group.exchange(_fit(own))]
+        everyone = [
+            msgspec.msgpack.decode(said, type=dict[str, str])
+            for said in self.group.exchange(_fit(own))
+        ]
         for name in sorted({name for said in everyone for name in said}):
             for rank, said in enumerate(everyone):
                 if said.get(name) != everyone[0].get(name):
                     raise InvalidInput(
-                        f"the ranks of this job do not {task}: {name} is {everyone[0].get(name)} on rank 0 and"
-                        f" {said.get(name)} on rank {rank}; {advice}"
+                        f"the ranks of this job do not {task}: {name} is {everyone[0].get(name)} on"
+                        f" rank 0 and {said.get(name)} on rank {rank}; {advice}"
                     )
 
 
 def _fit(said: Mapping[str, str]) -> bytes:
-    """The encoded texts, small enough for one exchange: texts that are too long are cut, which still shows most differences."""
+    """The encoded texts, small enough for one exchange: texts that are too long are cut, which
+    still shows most differences."""
     encoded = msgspec.msgpack.encode(said)
     if len(encoded) <= EXCHANGE_BYTES:
         return encoded
@@ -133,13 +162,23 @@ def _fit(said: Mapping[str, str]) -> bytes:
 
 _in_force: ContextVar[Group | None] = ContextVar("datastates_group", default=None)
 _made: dict[str, tuple[object, Group]] = {}
-"""The group of each kind that was found last, and what it was made from: all trainings of a process share one group."""
+"""The group of each kind that was found last, and what it was made from: all trainings of a
+process share one group."""
 
 _SIZES: Mapping[str, tuple[str, str]] = {
     "WORLD_SIZE": ("torchrun", "call torch.distributed.init_process_group() before it"),
-    "OMPI_COMM_WORLD_SIZE": ("mpiexec", "import mpi4py.MPI, or call torch.distributed.init_process_group(), before it"),
-    "PMI_SIZE": ("mpiexec", "import mpi4py.MPI, or call torch.distributed.init_process_group(), before it"),
-    "SLURM_STEP_NUM_TASKS": ("srun", "call torch.distributed.init_process_group(), or import mpi4py.MPI, before it"),
+    "OMPI_COMM_WORLD_SIZE": (
+        "mpiexec",
+        "import mpi4py.MPI, or call torch.distributed.init_process_group(), before it",
+    ),
+    "PMI_SIZE": (
+        "mpiexec",
+        "import mpi4py.MPI, or call torch.distributed.init_process_group(), before it",
+    ),
+    "SLURM_STEP_NUM_TASKS": (
+        "srun",
+        "call torch.distributed.init_process_group(), or import mpi4py.MPI, before it",
+    ),
 }
 
 
@@ -147,7 +186,8 @@ _SIZES: Mapping[str, tuple[str, str]] = {
 def using(group: Group) -> Iterator[Group]:
     """Make this the group of every ``track`` in the block that is given none.
 
-        with datastates.ranks.using(datastates.ranks.SoloGroup()):  # each rank trains something of its own
+        with datastates.ranks.using(datastates.ranks.SoloGroup()):  # each rank trains something of
+        its own
             run = repo.track(branch=f"rank-{rank}", model=model)
 
     It applies to this thread only.
@@ -160,9 +200,11 @@ def using(group: Group) -> Iterator[Group]:
 
 
 def find() -> Group:
-    """The group of the job in which this process is a rank: that of ``using``, of torch.distributed, of MPI, or this process alone.
+    """The group of the job in which this process is a rank: that of ``using``, of
+    torch.distributed, of MPI, or this process alone.
 
-    Collective unless this process is alone. Neither torch.distributed nor mpi4py is imported for it.
+    Collective unless this process is alone. Neither torch.distributed nor mpi4py is imported for
+    it.
 
     :raises InvalidInput: the launcher of this process launched several, and they have not met yet.
     """
@@ -186,7 +228,8 @@ def find() -> Group:
 
 
 def _mpi() -> Any:
-    """``mpi4py.MPI``, if this program uses it and has several ranks, and they are not those of a pool; else None."""
+    """``mpi4py.MPI``, if this program uses it and has several ranks, and they are not those of a
+    pool; else None."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized() or _is_pool():
         return None
@@ -194,7 +237,8 @@ def _mpi() -> Any:
 
 
 def _is_pool() -> bool:
-    """Whether the ranks are those of ``mpi4py.futures``: the workers and the process that gives them tasks. Each works by itself."""
+    """Whether the ranks are those of ``mpi4py.futures``: the workers and the process that gives
+    them tasks. Each works by itself."""
     core = sys.modules.get("mpi4py.futures._core")
     return "mpi4py.futures.server" in sys.modules or getattr(core, "SharedPool", None) is not None
 
@@ -204,6 +248,7 @@ def _check_environment() -> None:
         said = os.environ.get(name, "")
         if said.isdecimal() and int(said) > 1:
             raise InvalidInput(
-                f"{launcher} began {said} processes ({name}), of which this is one, and they have not met: each would make states of its"
-                f" own, where the job has one: {advice}, or pass group=datastates.ranks.SoloGroup() if each trains by itself"
+                f"{launcher} began {said} processes ({name}), of which this is one, and they have"
+                f" not met: each would make states of its own, where the job has one: {advice}, or"
+                " pass group=datastates.ranks.SoloGroup() if each trains by itself"
             )

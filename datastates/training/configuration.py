@@ -1,11 +1,14 @@
-"""The configuration of a training as plain values by flat names, whatever kind of object a script keeps it in.
+"""The configuration of a training as plain values by flat names, whatever kind of object a script
+keeps it in.
 
-    {"optimizer": {"lr": 0.1, "betas": (0.9, 0.99)}}    optimizer.lr = 0.1, optimizer.betas.0 = 0.9, optimizer.betas.1 = 0.99
+    {"optimizer": {"lr": 0.1, "betas": (0.9, 0.99)}}    optimizer.lr = 0.1, optimizer.betas.0 = 0.9,
+    optimizer.betas.1 = 0.99
 
-Mappings (OmegaConf's too), argparse and other namespaces, dataclasses, named tuples, objects of attrs, pydantic and msgspec are
-nested, and so are lists and tuples, by their indices. A member of an Enum becomes its value, a path its text, a number of NumPy or of a
-tensor that number. A dtype, a device, a class, a function or a module becomes its name. Secrets are masked. Anything else has no meaning
-that a search could compare, and is refused by name.
+Mappings (OmegaConf's too), argparse and other namespaces, dataclasses, named tuples, objects of
+attrs, pydantic and msgspec are nested, and so are lists and tuples, by their indices. A member of
+an Enum becomes its value, a path its text, a number of NumPy or of a tensor that number. A dtype, a
+device, a class, a function or a module becomes its name. Secrets are masked. Anything else has no
+meaning that a search could compare, and is refused by name.
 """
 
 from __future__ import annotations
@@ -25,13 +28,29 @@ from datastates.values import Value
 __all__ = ["configuration", "with_used"]
 
 _ALIASES = {
-    **{name: name for name in ("lr", "weight_decay", "betas", "momentum", "T_max", "seed", "batch_size")},
+    **{
+        name: name
+        for name in ("lr", "weight_decay", "betas", "momentum", "T_max", "seed", "batch_size")
+    },
     **{"learning_rate": "lr", "wd": "weight_decay"},
 }
-"""The names in a configuration that mean a hyperparameter: alone, below one of ``_SECTIONS``, or below the name of a tracked object."""
+"""The names in a configuration that mean a hyperparameter: alone, below one of ``_SECTIONS``, or
+below the name of a tracked object."""
 
 _SECTIONS = frozenset(
-    {"optimizer", "optim", "opt", "scheduler", "sched", "lr_scheduler", "loader", "dataloader", "train", "training", "trainer"}
+    {
+        "optimizer",
+        "optim",
+        "opt",
+        "scheduler",
+        "sched",
+        "lr_scheduler",
+        "loader",
+        "dataloader",
+        "train",
+        "training",
+        "trainer",
+    }
     | {"hparams", "hyperparameters", "config", "args"}
 )
 
@@ -52,26 +71,36 @@ def configuration(given: object) -> dict[str, Value]:
     parts = _parts(given)
     if parts is None or isinstance(parts, list):
         raise InvalidInput(
-            f"config is {values.shown(given)}: give a mapping, a namespace or a dataclass; an object that is to be tracked by that name"
-            " goes into objects={'config': …}"
+            f"config is {values.shown(given)}: give a mapping, a namespace or a dataclass; an"
+            " object that is to be tracked by that name goes into objects={'config': …}"
         )
     found: dict[str, Value] = {}
     for key, value in _flat("", parts, ()):
         if key in found:
-            raise InvalidInput(f"config says {key} twice, nested and by a name with a dot: rename one of them")
+            raise InvalidInput(
+                f"config says {key} twice, nested and by a name with a dot: rename one of them"
+            )
         if len(found) == _MOST:
-            raise InvalidInput(f"config has over {_MOST:,} values, {key} among them: record the file that it comes from by name")
+            raise InvalidInput(
+                f"config has over {_MOST:,} values, {key} among them: record the file that it comes"
+                " from by name"
+            )
         found[key] = value
     return logs.named(found)
 
 
-def with_used(given: Mapping[str, Value], used: Mapping[str, Value]) -> tuple[dict[str, Value], list[str]]:
-    """The configuration to record: what the user gave, and the values that the training uses. A used value of None is not known.
+def with_used(
+    given: Mapping[str, Value], used: Mapping[str, Value]
+) -> tuple[dict[str, Value], list[str]]:
+    """The configuration to record: what the user gave, and the values that the training uses. A
+    used value of None is not known.
 
-    Where the user gave another value than is used, the one in use is recorded under the name, and the user's under ``given.NAME``. Returns
-    also a line for each of those.
+    Where the user gave another value than is used, the one in use is recorded under the name, and
+    the user's under ``given.NAME``. Returns also a line for each of those.
     """
-    found: dict[str, Value] = {key: value for key, value in used.items() if value is not None and value is not False}
+    found: dict[str, Value] = {
+        key: value for key, value in used.items() if value is not None and value is not False
+    }
     lines = []
     for key, value in given.items():
         values_in_use = _in_use(key, value, used)
@@ -86,24 +115,35 @@ def with_used(given: Mapping[str, Value], used: Mapping[str, Value]) -> tuple[di
         else:
             found[key] = values_in_use[0]
             lines.append(
-                f"config {key}={value!r} is not in use: {found[key]!r} is, and is recorded as {key}; yours is recorded as given.{key}"
+                f"config {key}={value!r} is not in use: {found[key]!r} is, and is recorded as"
+                f" {key}; yours is recorded as given.{key}"
             )
     return found, lines
 
 
 def _in_use(key: str, value: Value, used: Mapping[str, Value]) -> list[Value]:
-    """The values that the training uses for what a name of the configuration means; none if it means nothing that is known."""
+    """The values that the training uses for what a name of the configuration means; none if it
+    means nothing that is known."""
     *above, leaf = key.split(".")
     if key in used:
         return [used[key]]
     suffix = f".{leaf}" if leaf.isdigit() and above else ""
     name = _ALIASES.get(above.pop() if suffix else leaf)
     tracked = {each.partition(".")[0] for each in used}
-    if name is None or isinstance(value, str | bool) or value is None or any(each not in _SECTIONS | tracked for each in above):
+    if (
+        name is None
+        or isinstance(value, str | bool)
+        or value is None
+        or any(each not in _SECTIONS | tracked for each in above)
+    ):
         return []
     ends = [f".{each}{suffix}" for each in (name, "max_lr" if name == "lr" else name)]
     found = [each for other, each in used.items() if any(f".{other}".endswith(end) for end in ends)]
-    is_whole = name == "batch_size" and isinstance(value, int) and any(isinstance(each, int) and value % each == 0 for each in found)
+    is_whole = (
+        name == "batch_size"
+        and isinstance(value, int)
+        and any(isinstance(each, int) and value % each == 0 for each in found)
+    )
     return [value] if is_whole else found  # of all processes, or of all that are accumulated
 
 
@@ -111,9 +151,14 @@ def _equals(one: Value, other: Value) -> bool:
     return one == other or (one != one and other != other)
 
 
-def _flat(path: str, parts: Mapping[Any, Any] | list[Any], above: tuple[int, ...]) -> Iterator[tuple[str, Value]]:
+def _flat(
+    path: str, parts: Mapping[Any, Any] | list[Any], above: tuple[int, ...]
+) -> Iterator[tuple[str, Value]]:
     if len(above) > _DEEPEST:
-        raise InvalidInput(f"config is nested over {_DEEPEST} deep at {path[:80]}: record the file that it comes from by name")
+        raise InvalidInput(
+            f"config is nested over {_DEEPEST} deep at {path[:80]}: record the file that it comes"
+            " from by name"
+        )
     for key, value in parts.items() if isinstance(parts, Mapping) else enumerate(parts):
         here = _joined(path, key)
         inner = None if _is_one(value) else _parts(value, here)
@@ -128,10 +173,14 @@ def _flat(path: str, parts: Mapping[Any, Any] | list[Any], above: tuple[int, ...
 def _joined(path: str, key: object) -> str:
     name = values.plain(key, f"a name in config{'.' * bool(path)}{path}")
     if name is None or name == "":
-        raise InvalidInput(f"config{'.' * bool(path)}{path} has the name {key!r}: give each value a name")
+        raise InvalidInput(
+            f"config{'.' * bool(path)}{path} has the name {key!r}: give each value a name"
+        )
     found = values.key(f"{path}.{name}" if path else str(name), f"the name {name!r} in config")
     if found.startswith(OURS):
-        raise InvalidInput(f"config has {found!r}: names that begin with {OURS!r} are ours, rename it")
+        raise InvalidInput(
+            f"config has {found!r}: names that begin with {OURS!r} are ours, rename it"
+        )
     return found
 
 
@@ -146,12 +195,24 @@ def _parts(value: object, path: str = "") -> Mapping[Any, Any] | list[Any] | Non
             return None
         if dataclasses.is_dataclass(value):
             return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        for names in ("_fields", "__struct_fields__", "__attrs_attrs__"):  # of named tuples, msgspec, attrs
+        for names in (
+            "_fields",
+            "__struct_fields__",
+            "__attrs_attrs__",
+        ):
+            # of named tuples, msgspec, attrs
             if isinstance(fields := getattr(type(value), names, None), tuple):
-                return {name: getattr(value, name) for field in fields if (name := getattr(field, "name", field))}
+                return {
+                    name: getattr(value, name)
+                    for field in fields
+                    if (name := getattr(field, "name", field))
+                }
         if isinstance(getattr(type(value), "model_fields", None), Mapping):  # of pydantic
-            return {name: getattr(value, name) for name in type(value).model_fields}  # type: ignore[attr-defined]  # it was just found
-        if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview):
+            # it was just found
+            return {name: getattr(value, name) for name in type(value).model_fields}  # type: ignore[attr-defined]
+        if isinstance(value, Sequence) and not isinstance(
+            value, str | bytes | bytearray | memoryview
+        ):
             return list(value)
         if isinstance(value, set | frozenset):
             return sorted(value, key=repr)
@@ -159,7 +220,8 @@ def _parts(value: object, path: str = "") -> Mapping[Any, Any] | list[Any] | Non
         raise
     except Exception as exc:  # a mapping of the user's; OmegaConf's missing values
         raise InvalidInput(
-            f"config{'.' * bool(path)}{path} cannot be read ({type(exc).__name__}: {exc}): fill it in, or leave it out"
+            f"config{'.' * bool(path)}{path} cannot be read ({type(exc).__name__}: {exc}): fill it"
+            " in, or leave it out"
         ) from exc
     return None
 
@@ -176,13 +238,17 @@ def _plain(value: object, path: str) -> Value:
         return values.plain(value, f"config.{path}")
     except InvalidInput as exc:
         said = str(exc).removesuffix(": store a text, a number, True, False or None")
-        raise InvalidInput(f"{said}: give a text, a number, True, False or None, such as its name, or leave it out") from exc
+        raise InvalidInput(
+            f"{said}: give a text, a number, True, False or None, such as its name, or leave it out"
+        ) from exc
 
 
 def _name_of(value: object) -> str | None:
     """The name of an object that is recorded by its name; None for any other."""
     kind = type(value)
-    if kind.__name__ in _NAMED.get(kind.__module__.split(".")[0], ()) or (kind.__module__.startswith("numpy.dtypes")):
+    if kind.__name__ in _NAMED.get(kind.__module__.split(".")[0], ()) or (
+        kind.__module__.startswith("numpy.dtypes")
+    ):
         return str(value)
     if isinstance(value, ModuleType):
         return value.__name__

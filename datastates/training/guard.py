@@ -1,4 +1,5 @@
-"""``run.guard`` notices that a training goes wrong, and takes it back to a state where it went well.
+"""``run.guard`` notices that a training goes wrong, and takes it back to a state where it went
+well.
 
     guard = run.guard()
     for batch in run.steps(loader):
@@ -7,8 +8,9 @@
             continue
         run.capture(metrics={"loss": loss})
 
-The loss of a step depends on the parameters that the step before left behind. So a state is good only once the loss of the step after
-it was normal: the guard never goes back to the state that is newest at the time of trouble.
+The loss of a step depends on the parameters that the step before left behind. So a state is good
+only once the loss of the step after it was normal: the guard never goes back to the state that is
+newest at the time of trouble.
 """
 
 from __future__ import annotations
@@ -49,20 +51,39 @@ from .training import Training, without_later_groups
 
 
 def is_sound(reader: Reader, adapted: Adapted, near: Sequence[Snapshot] = ()) -> bool:
-    """Whether in this state no module or optimizer of ``adapted`` holds a NaN, and no parameter or optimizer an infinity.
+    """Whether in this state no module or optimizer of ``adapted`` holds a NaN, and no parameter or
+    optimizer an infinity.
 
-    A buffer may hold an infinity, as a mask does. Other tracked objects are not checked: NaN may mean something there. Tensors that the
-    snapshots ``near`` hold are checked there.
+    A buffer may hold an infinity, as a mask does. Other tracked objects are not checked: NaN may
+    mean something there. Tensors that the snapshots ``near`` hold are checked there.
     """
     optimizers = {path for path, found in parts(adapted.objects) if isinstance(found, Optimizer)}
     models = adapted.models()
-    parameters = {join(path, name) for path, model in models for name, leaf in model.tree().items() if isinstance(leaf, nn.Parameter)}
+    parameters = {
+        join(path, name)
+        for path, model in models
+        for name, leaf in model.tree().items()
+        if isinstance(leaf, nn.Parameter)
+    }
     finite = optimizers | parameters
     watched = finite | {path for path, _ in models}
     specs = specs_of(reader)
-    given = {index: tensor for index, tensor in tensors_of(near, specs).items() if _is_under(specs[index].path, watched)}
-    tree = read_tree(reader, wants=lambda path: _is_under(path, watched), is_borrowing=True, given=given, specs=specs)
-    return all(_is_good(leaf.tensor, may_be_infinite=not _is_under(leaf.path, finite)) for leaf in flatten(tree).tensors)
+    given = {
+        index: tensor
+        for index, tensor in tensors_of(near, specs).items()
+        if _is_under(specs[index].path, watched)
+    }
+    tree = read_tree(
+        reader,
+        wants=lambda path: _is_under(path, watched),
+        is_borrowing=True,
+        given=given,
+        specs=specs,
+    )
+    return all(
+        _is_good(leaf.tensor, may_be_infinite=not _is_under(leaf.path, finite))
+        for leaf in flatten(tree).tensors
+    )
 
 
 def _is_under(path: str, roots: set[str]) -> bool:
@@ -86,25 +107,32 @@ _NORMAL = 1.4826
 """The deviation of a normal distribution, in median absolute deviations."""
 
 _LEAST = 0.05
-"""The least deviation that is assumed, as a part of the median: when a loss hardly moves, noise must not count as a spike."""
+"""The least deviation that is assumed, as a part of the median: when a loss hardly moves, noise
+must not count as a spike."""
 
 
 class Spikes:
     """Judges each loss by the last ``window`` normal ones.
 
-    A loss is too high if it is more than ``factor`` deviations above their median. The deviation is 1.4826 times the median absolute
-    deviation (Hampel's rule, which outliers among the losses do not move), and at least a twentieth of the median. Losses near zero scatter
-    over orders of magnitude, so where all losses are positive, their logarithms must be too high as well. Single batches are hard without
-    harm: ``patience`` losses in a row make a spike; fewer count as normal once the next loss is normal. Before a quarter of the window is
-    known, no loss is too high. NaN and infinity are trouble at once; with ``factor`` None only those are looked for.
+    A loss is too high if it is more than ``factor`` deviations above their median. The deviation is
+    1.4826 times the median absolute deviation (Hampel's rule, which outliers among the losses do
+    not move), and at least a twentieth of the median. Losses near zero scatter over orders of
+    magnitude, so where all losses are positive, their logarithms must be too high as well. Single
+    batches are hard without harm: ``patience`` losses in a row make a spike; fewer count as normal
+    once the next loss is normal. Before a quarter of the window is known, no loss is too high. NaN
+    and infinity are trouble at once; with ``factor`` None only those are looked for.
 
-    Both scales, 6 and 2 gave 1 false alarm in 54,000 losses of 36 trainings on digits, and found 48 of 48 updates that were made 1,000
-    times too large; one scale and one loss (the plain rule) gave 1,134.
+    Both scales, 6 and 2 gave 1 false alarm in 54,000 losses of 36 trainings on digits, and found 48
+    of 48 updates that were made 1,000 times too large; one scale and one loss (the plain rule) gave
+    1,134.
     """
 
     def __init__(self, factor: float | None, window: int, patience: int) -> None:
         if factor is not None and not factor > 0:
-            raise InvalidInput(f"spike is {factor}: it is how many deviations above the median a loss may lie, or None")
+            raise InvalidInput(
+                f"spike is {factor}: it is how many deviations above the median a loss may lie, or"
+                " None"
+            )
         if window < 4:
             raise InvalidInput(f"window is {window}: judge a loss by at least 4 before it")
         if patience < 1:
@@ -119,7 +147,8 @@ class Spikes:
         return not self._high
 
     def problem(self, loss: float) -> str | None:
-        """The problem, as the end of a sentence about the loss; None if there is none, or it is not certain yet."""
+        """The problem, as the end of a sentence about the loss; None if there is none, or it is
+        not certain yet."""
         if not math.isfinite(loss):
             self._high.clear()
             return f"is {loss}"
@@ -167,7 +196,8 @@ _FURTHER = 256
 
 @dataclass(frozen=True, slots=True)
 class Rewind:
-    """One rewind: the loss of ``step`` had a ``problem``, training went on from ``good``, and the states in between are on ``branch``."""
+    """One rewind: the loss of ``step`` had a ``problem``, training went on from ``good``, and
+    the states in between are on ``branch``."""
 
     step: int
     loss: float
@@ -204,30 +234,41 @@ class Run(Protocol):
     def step(self) -> int:
         """The number of steps so far."""
 
-    def capture(self, *, metrics: Mapping[str, float] | None = None, step: int | None = None, message: str | None = None) -> Capture:
+    def capture(
+        self,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        step: int | None = None,
+        message: str | None = None,
+    ) -> Capture:
         """Take a state."""
 
 
 class Guard:
-    """Judges the loss of each step, and rewinds the training when one is bad. ``Tracker.guard`` makes it.
+    """Judges the loss of each step, and rewinds the training when one is bad. ``Tracker.guard``
+    makes it.
 
     Ask it about each loss after the update and before the capture. A rewind takes these steps:
 
-    - It captures the current state, with its loss, and makes a branch ``abandoned/<branch>/<step>`` there. So everything that was
-      tried stays, and becomes durable as the head of any branch does.
-    - It restores the newest good state that has no NaN, and no infinity in parameters and optimizer: weights, optimizer, scheduler,
-      scaler, random number generators, ``run.step``. Gradients are dropped (unless they are tracked).
+    - It captures the current state, with its loss, and makes a branch ``abandoned/<branch>/<step>``
+      there. So everything that was tried stays, and becomes durable as the head of any branch does.
+    - It restores the newest good state that has no NaN, and no infinity in parameters and
+      optimizer: weights, optimizer, scheduler, scaler, random number generators, ``run.step``.
+      Gradients are dropped (unless they are tracked).
     - It moves the branch back, with ``rewind`` in its reflog.
 
-    With ``data="skip"`` loaders and samplers stay where they are: the batches since the good state are not seen again, and parameters that
-    the script froze or unfroze since then stay so. So do parameter groups that it added, as they were when it had just added them. With
-    ``data="reshuffle"`` all this goes back too, and the rest of the epoch of each tracked ``PermutationSampler`` is shuffled anew. Use
-    ``run.steps`` then, which begins a new iteration of the loader, and let ``run.epochs`` or ``run.step`` end the training, since it may go
-    back over the beginning of an epoch. The training will meet broken data again in that case.
+    With ``data="skip"`` loaders and samplers stay where they are: the batches since the good state
+    are not seen again, and parameters that the script froze or unfroze since then stay so. So do
+    parameter groups that it added, as they were when it had just added them. With
+    ``data="reshuffle"`` all this goes back too, and the rest of the epoch of each tracked
+    ``PermutationSampler`` is shuffled anew. Use ``run.steps`` then, which begins a new iteration of
+    the loader, and let ``run.epochs`` or ``run.step`` end the training, since it may go back over
+    the beginning of an epoch. The training will meet broken data again in that case.
 
-    A loss on a device is read one call later, when the next step is under way: training does not wait for it, and a rewind comes
-    one step later. Pass ``float(loss)`` to know at once. A guard watches one process; trainings of several ranks cannot have one.
-    The guard's memory of the last losses starts afresh in each process.
+    A loss on a device is read one call later, when the next step is under way: training does not
+    wait for it, and a rewind comes one step later. Pass ``float(loss)`` to know at once. A guard
+    watches one process; trainings of several ranks cannot have one. The guard's memory of the last
+    losses starts afresh in each process.
     """
 
     def __init__(self, run: Run, training: Training, rules: Rules) -> None:
@@ -239,11 +280,14 @@ class Guard:
         refs.check_name(_name(run.branch, 10**12, 100))
         self._run, self._training, self._rules = run, training, rules
         self._spikes = Spikes(rules.spike, rules.window, rules.patience)
-        self._samplers = [found for _, found in parts(training.objects) if isinstance(found, PermutationSampler)]
+        self._samplers = [
+            found for _, found in parts(training.objects) if isinstance(found, PermutationSampler)
+        ]
         self._kept = _kept(training, rules.keep, is_skipping=data == "skip")
         if data == "reshuffle" and not self._samplers:
             raise InvalidInput(
-                "data='reshuffle' changes the order of a PermutationSampler, and none is tracked: track one, or choose data='skip'"
+                "data='reshuffle' changes the order of a PermutationSampler, and none is tracked:"
+                " track one, or choose data='skip'"
             )
         self.rewinds: list[Rewind] = []
         self._began: str | None = None
@@ -256,16 +300,20 @@ class Guard:
         training.newest = self._good[0]
 
     def rewound(self, loss: float | torch.Tensor | None = None) -> bool:
-        """Whether the loss of this step was trouble and everything is back at a good state: ``continue`` then, and do not capture.
+        """Whether the loss of this step was trouble and everything is back at a good state:
+        ``continue`` then, and do not capture.
 
-        Without a loss, it judges the losses that are still on their way from a device: call it so at the end of the training.
+        Without a loss, it judges the losses that are still on their way from a device: call it so
+        at the end of the training.
 
-        :raises Unavailable: there have been ``limit`` rewinds in a row (everything is back once more; the message names the branches),
-            or there is no good state to go back to.
+        :raises Unavailable: there have been ``limit`` rewinds in a row (everything is back once
+            more; the message names the branches), or there is no good state to go back to.
         """
         if loss is not None:
             self._arriving.append(_Loss.of(loss, self._training))
-        while self._arriving and (self._arriving[0].is_here or loss is None or len(self._arriving) > 1):
+        while self._arriving and (
+            self._arriving[0].is_here or loss is None or len(self._arriving) > 1
+        ):
             read = self._arriving.popleft()
             value = read.value()
             problem = self._spikes.problem(value)
@@ -298,8 +346,9 @@ class Guard:
         good = self._find(depth)
         if good is None:
             raise Unavailable(
-                f"the loss of step {step} on branch {run.branch!r} {problem}, and no good state before it can be restored:"
-                f" what there is lies on {branch!r}; start again with a lower learning rate, other data, or more memory_bytes"
+                f"the loss of step {step} on branch {run.branch!r} {problem}, and no good state"
+                f" before it can be restored: what there is lies on {branch!r}; start again with a"
+                " lower learning rate, other data, or more memory_bytes"
             )
         self._put_back(good)
         self.rewinds.append(Rewind(step, loss, problem, good, branch))
@@ -307,13 +356,28 @@ class Guard:
         if self._in_a_row > self._rules.limit:
             raise self._gave_up(self.rewinds[-self._in_a_row :])
         _logger.warning(
-            "the loss of step %d %s: back at step %d (%s), what came since is on %s; rewind %d of %d in a row",
-            step, problem, good.step, good.uid[:10], branch, self._in_a_row, self._rules.limit,
-            extra=event("guard.rewound", branch=self._training.branch, step=step, loss=loss, state=good.uid, abandoned=branch),
-        )  # fmt: skip
+            "the loss of step %d %s: back at step %d (%s), what came since is on %s; rewind %d of"
+            " %d in a row",
+            step,
+            problem,
+            good.step,
+            good.uid[:10],
+            branch,
+            self._in_a_row,
+            self._rules.limit,
+            extra=event(
+                "guard.rewound",
+                branch=self._training.branch,
+                step=step,
+                loss=loss,
+                state=good.uid,
+                abandoned=branch,
+            ),
+        )
 
     def _abandon(self, step: int, loss: float, problem: str) -> str:
-        """The name of a new branch for the states that went wrong; its head is the current state."""
+        """The name of a new branch for the states that went wrong; its head is the current
+        state."""
         run = self._run
         run.capture(metrics={"loss": loss}, message=f"abandoned: the loss of step {step} {problem}")
         head, core = _uid(run.head), self._training.core
@@ -325,7 +389,8 @@ class Guard:
         return branch
 
     def _find(self, depth: int) -> State | None:
-        """The ``depth``-th newest good state, or the next older one that is whole; the oldest one if there are fewer."""
+        """The ``depth``-th newest good state, or the next older one that is whole; the oldest
+        one if there are fewer."""
         history = self._history(depth)
         in_order = [*history[depth - 1 :], *reversed(history[: depth - 1])]
         return next((state for state in in_order if self._is_sound(state)), None)
@@ -334,13 +399,20 @@ class Guard:
         """Good states, newest first, down to where the branch began."""
         with self._training.core.reading() as session:
             if self._began is None:
-                self._began = next(event.new for event in names_query.reflog(session, self._run.branch) if event.old is None)
+                self._began = next(
+                    event.new
+                    for event in names_query.reflog(session, self._run.branch)
+                    if event.old is None
+                )
             for uid in reversed(self._good):
                 try:
                     states = walk.log(session, uid, limit=depth + _FURTHER)
                 except NotFound:
                     continue  # its capture failed
-                end = next((index for index, state in enumerate(states) if state.uid == self._began), len(states))
+                end = next(
+                    (index for index, state in enumerate(states) if state.uid == self._began),
+                    len(states),
+                )
                 return states[: end + 1]
         return []
 
@@ -351,10 +423,14 @@ class Guard:
             return False
         snapshots = self._training.host.snapshots
         try:
-            with self._training.core.open_payload(state) as reader, snapshots.reading(state.uid, state.digest) as near:
+            with (
+                self._training.core.open_payload(state) as reader,
+                snapshots.reading(state.uid, state.digest) as near,
+            ):
                 try:
                     return is_sound(reader, adapted, near)
-                except torch.OutOfMemoryError:  # the check takes some memory on the device of the tensors
+                except torch.OutOfMemoryError:
+                    # the check takes some memory on the device of the tensors
                     return is_sound(reader, adapted)
         except Unavailable:
             return False  # dropped meanwhile, or in the memory of another process
@@ -365,7 +441,9 @@ class Guard:
         try:
             go_back()
         except InvalidInput:
-            with without_later_groups(training, good, without=self._kept, are_kept=self._rules.data == "skip") as were_any:
+            with without_later_groups(
+                training, good, without=self._kept, are_kept=self._rules.data == "skip"
+            ) as were_any:
                 if not were_any:
                     raise
                 go_back()
@@ -388,10 +466,11 @@ class Guard:
         last = rewinds[-1]
         branches = ", ".join(repr(rewind.branch) for rewind in rewinds)
         return Unavailable(
-            f"branch {self._run.branch!r} does not get over step {last.step}: its loss {last.problem}, after {self._rules.limit} rewinds"
-            f" in a row; the branch and what it tracks are back at step {last.good.step} ({last.good.uid[:10]}), what was tried is on"
-            f" {branches}:"
-            " lower the learning rate, look at the data, or go further back (back=…)",
+            f"branch {self._run.branch!r} does not get over step {last.step}: its loss"
+            f" {last.problem}, after {self._rules.limit} rewinds in a row; the branch and what it"
+            f" tracks are back at step {last.good.step} ({last.good.uid[:10]}), what was tried is"
+            f" on {branches}: lower the learning rate, look at the data, or go further back"
+            " (back=…)",
             nearest=last.good.uid,
         )
 
@@ -407,22 +486,38 @@ class _Loss:
 
     @classmethod
     def of(cls, loss: float | torch.Tensor, training: Training) -> _Loss:
-        read = cls(training.step + (not training.is_driven), training.newest, loss.detach() if isinstance(loss, torch.Tensor) else loss)
-        if not isinstance(read.number, torch.Tensor) or not devices().is_on(read.number) or read.number.numel() != 1:
+        read = cls(
+            training.step + (not training.is_driven),
+            training.newest,
+            loss.detach() if isinstance(loss, torch.Tensor) else loss,
+        )
+        if (
+            not isinstance(read.number, torch.Tensor)
+            or not devices().is_on(read.number)
+            or read.number.numel() != 1
+        ):
             return replace(read, number=values.number(read.number, "loss"))
         host = devices().pinned((), torch.float32)
         host.copy_(read.number.float().reshape(()), non_blocking=True)
-        return replace(read, number=host, is_copied=devices().mark(devices().current(devices().of(read.number))))
+        return replace(
+            read,
+            number=host,
+            is_copied=devices().mark(devices().current(devices().of(read.number))),
+        )
 
     @property
     def is_here(self) -> bool:
-        """Whether reading it never waits. It does not tell whether a copy has arrived: a training that is repeated must do the same."""
+        """Whether reading it never waits.
+
+        It does not tell whether a copy has arrived: a training that is repeated must do the
+        same."""
         return self.is_copied is None
 
     def value(self) -> float:
         """The number; waits until the device has computed it."""
         if self.is_copied is not None:
-            self.is_copied.synchronize()  # the host waits for the device, for a step that ended before the last one began
+            # the host waits for the device, for a step that ended before the last one began
+            self.is_copied.synchronize()
         return float(self.number)
 
 
@@ -439,13 +534,17 @@ def _kept(training: Training, keep: Iterable[str], *, is_skipping: bool) -> froz
     """The names of the objects that a rewind does not restore."""
     known = {**training.objects, **training.values}
     if unknown := sorted(set(keep) - set(known)):
-        raise InvalidInput(f"keep names {', '.join(unknown)}, and nothing of that name is tracked: there are {', '.join(sorted(known))}")
+        raise InvalidInput(
+            f"keep names {', '.join(unknown)}, and nothing of that name is tracked: there are"
+            f" {', '.join(sorted(known))}"
+        )
     kept = {*keep, LOOPS} if is_skipping else set(keep)
     for name, found in training.objects.items() if is_skipping else ():
         kinds = [isinstance(each, DataLoader | Sampler) for _, each in parts({name: found})]
         if any(kinds) and not all(kinds) and name not in kept:
             raise InvalidInput(
-                f"{name!r} holds a loader among other things, and only the loader is to go on: track it under a name of its own"
+                f"{name!r} holds a loader among other things, and only the loader is to go on:"
+                " track it under a name of its own"
             )
         if any(kinds):
             kept.add(name)

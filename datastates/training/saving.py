@@ -1,7 +1,9 @@
-"""Captures whole trees that other code makes: what the checkpoint functions of other libraries save becomes the next state of a branch.
+"""Captures whole trees that other code makes: what the checkpoint functions of other libraries save
+becomes the next state of a branch.
 
-Nothing is restored, and everything is copied before a capture returns. If another process or a user moved the branch meanwhile, it is
-tracked anew: the parent of the next state is the branch's head at that time.
+Nothing is restored, and everything is copied before a capture returns. If another process or a user
+moved the branch meanwhile, it is tracked anew: the parent of the next state is the branch's head at
+that time.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ _saving = Mutex()
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """The facts recorded with a state; see ``Tracker.capture``. ``step`` None: one more than the step of the branch."""
+    """The facts recorded with a state; see ``Tracker.capture``.
+
+    ``step`` None: one more than the step of the branch."""
 
     step: int | None = None
     metrics: Mapping[str, float] | None = None
@@ -39,8 +43,17 @@ class About:
     attributes: Mapping[str, Value] | None = None
 
 
-def save_tree(core: Core, tree: Mapping[str, object], about: About, *, branch: str, start: str | None, until: str = "durable") -> State:
-    """Make ``tree`` the next state of a branch, and wait until it has reached the status ``until``. Callable from any thread.
+def save_tree(
+    core: Core,
+    tree: Mapping[str, object],
+    about: About,
+    *,
+    branch: str,
+    start: str | None,
+    until: str = "durable",
+) -> State:
+    """Make ``tree`` the next state of a branch, and wait until it has reached the status ``until``.
+    Callable from any thread.
 
     ``start`` is the state from which a new branch forks.
 
@@ -66,7 +79,12 @@ def _capture(tracker: Tracker, tree: Mapping[str, object], about: About) -> Capt
     training = tracker.training
     tracker.values, before = dict(tree), training.step
     try:
-        return tracker.capture(step=about.step, metrics=about.metrics, message=about.message, attributes=about.attributes)
+        return tracker.capture(
+            step=about.step,
+            metrics=about.metrics,
+            message=about.message,
+            attributes=about.attributes,
+        )
     except BaseException:
         training.step = before  # nothing was saved
         raise

@@ -38,7 +38,8 @@ _IDLE = 3
 """How many captures in a row must find an optimizer idle while its parameters change."""
 
 _OFTEN = 64
-"""Buffers are checked at each of the first captures, and then at every one in this many: there may be hundreds."""
+"""Buffers are checked at each of the first captures, and then at every one in this many: there
+may be hundreds."""
 
 _KNOWN = (nn.Module, Optimizer, LRScheduler, RngState, torch.amp.GradScaler)
 """Objects that do not have the parameters of others in their state."""
@@ -50,9 +51,14 @@ def refuse_misspelt(given: Iterable[str], options: Collection[str]) -> None:
     :raises InvalidInput: names the option.
     """
     for name in given:
-        close = get_close_matches(name, options, n=1, cutoff=0.82) or [each for each in options if sorted(each) == sorted(name)]
+        close = get_close_matches(name, options, n=1, cutoff=0.82) or [
+            each for each in options if sorted(each) == sorted(name)
+        ]
         if close and name not in options:
-            raise InvalidInput(f"{name} is no option and would be tracked as a value: did you mean {close[0]}? If not, rename it")
+            raise InvalidInput(
+                f"{name} is no option and would be tracked as a value: did you mean {close[0]}? If"
+                " not, rename it"
+            )
 
 
 class Oversights:
@@ -70,8 +76,15 @@ class Oversights:
         self._steps_of = steps_of
         self._objects = objects
         self._passed: set[str] | None = None
-        self._optimizers = [_Watched(path, found) for path, found in parts(objects) if isinstance(found, Optimizer)]
-        self._buffers = [each for path, found in parts(objects) if isinstance(found, nn.Module) for each in _left_out(path, found)]
+        self._optimizers = [
+            _Watched(path, found) for path, found in parts(objects) if isinstance(found, Optimizer)
+        ]
+        self._buffers = [
+            each
+            for path, found in parts(objects)
+            if isinstance(found, nn.Module)
+            for each in _left_out(path, found)
+        ]
         self._stamps: list[object] | None = None
         self._modules = [found for _, found in parts(objects) if isinstance(found, nn.Module)]
         is_asked = all(tree is not None for tree in outlook.values())
@@ -83,36 +96,59 @@ class Oversights:
             for _, found in parts({name: tracked})
             if has_state(found) and not isinstance(found, _KNOWN)
         ]
-        embeddings = [part for module in self._modules for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
-        self._clipped = {id(part.weight) for part in embeddings if part.max_norm is not None}  # a pass changes these weights
+        embeddings = [
+            part
+            for module in self._modules
+            for part in module.modules()
+            if isinstance(part, nn.Embedding | nn.EmbeddingBag)
+        ]
+        # a pass changes these weights
+        self._clipped = {id(part.weight) for part in embeddings if part.max_norm is not None}
         for watched in self._optimizers:
             self._find_ends(watched)
         for path, found in () if self._optimizers else parts(objects):
             if isinstance(found, nn.Module):
-                self.gradients.hook(path, None, [each for each in found.parameters() if each.requires_grad][-1:])
-        metrics = [each for path, found in parts(objects) if isinstance(found, nn.Module) for each in _metrics(path, found)]
+                self.gradients.hook(
+                    path, None, [each for each in found.parameters() if each.requires_grad][-1:]
+                )
+        metrics = [
+            each
+            for path, found in parts(objects)
+            if isinstance(found, nn.Module)
+            for each in _metrics(path, found)
+        ]
         empty = [name for name, tree in outlook.items() if isinstance(tree, dict) and not tree]
         empty = [name for name in empty if name in objects and _keeps_something(objects[name])]
         for names, said in (
-            (metrics, "what it has counted is not in its state_dict, so no state has it; call its persistent(True) before it is tracked"),
+            (
+                metrics,
+                (
+                    "what it has counted is not in its state_dict, so no state has it; call its"
+                    " persistent(True) before it is tracked"
+                ),
+            ),
             (empty, "its state_dict is empty, so no state has anything of it"),
         ):
             if names:
                 _logger.warning("%s: %s", ", ".join(names), said)
 
     def note_passed(self, ours: Callable[[], Iterable[object]]) -> None:
-        """Note, when the script first uses the tracker, what it made only to pass it: no name of that could be bound to something else."""
+        """Note, when the script first uses the tracker, what it made only to pass it: no name of
+        that could be bound to something else."""
         if self._passed is None and not self.gradients.captures:
             self._passed = {*self._alone(ours)}
 
     def look(self, ours: Callable[[], Iterable[object]] = tuple) -> None:
-        """Report what is seen now for the first time. ``ours`` returns what the last capture keeps, which refers to tracked tensors."""
+        """Report what is seen now for the first time.
+
+        ``ours`` returns what the last capture keeps, which refers to tracked tensors."""
         self.gradients.captures += 1
-        if (
-            self.gradients.captures > 1 and self.gradients.captures.bit_count() == 1
-        ):  # at 2, 4, 8, …: it takes milliseconds in a large state
+        if self.gradients.captures > 1 and self.gradients.captures.bit_count() == 1:
+            # at 2, 4, 8, …: it takes milliseconds in a large state
             self._look_for_rebound(ours)
-        if self._buffers and (self.gradients.captures < _OFTEN or not self.gradients.captures % _OFTEN):
+        if self._buffers and (
+            self.gradients.captures < _OFTEN or not self.gradients.captures % _OFTEN
+        ):
             self._look_at_buffers()
         if self._optimizers:
             self._look_for_owners()
@@ -122,13 +158,22 @@ class Oversights:
         """The paths of the arrays, tensors and modules to which nothing but this tracker refers."""
         objects = self._objects
         named, modules = [*map(id, objects.values())], [*map(id, self._modules)]
-        own = Counter[object]([*named, *named, *modules, *set(modules)])  # in two dicts; in ``_modules`` and in a ModelState
-        most = {name: 8 * isinstance(found, torch.Tensor | np.ndarray) for name, found in objects.items()}  # by a capture
-        if all(_references(objects, name) > own[id(objects[name])] + most[name] for name in objects):
+        # in two dicts; in ``_modules`` and in a ModelState
+        own = Counter[object]([*named, *named, *modules, *set(modules)])
+        # by a capture
+        most = {
+            name: 8 * isinstance(found, torch.Tensor | np.ndarray)
+            for name, found in objects.items()
+        }
+        if all(
+            _references(objects, name) > own[id(objects[name])] + most[name] for name in objects
+        ):
             return []
         _count_references(ours(), own)
         # Containers come first: what they refer to may be tracked by itself, too.
-        names = sorted(objects, key=lambda name: not isinstance(objects[name], dict | list | tuple | deque))
+        names = sorted(
+            objects, key=lambda name: not isinstance(objects[name], dict | list | tuple | deque)
+        )
         return [path for name in names for path in _rebound(join("", name), objects, name, own)]
 
     def _look_for_rebound(self, ours: Callable[[], Iterable[object]]) -> None:
@@ -138,28 +183,39 @@ class Oversights:
             if path not in passed:
                 passed.add(path)
                 _logger.warning(
-                    "%s: nothing but the tracker refers to what was tracked, so all states have it as it was; if the script bound its name"
-                    " to another object, change the object in place instead, as in tensor.copy_(new), array[...] = new or"
-                    " module.load_state_dict(new.state_dict()), or track what holds it, as in track(%s=vars(holder))",
-                    path, path.split("/")[0],
-                )  # fmt: skip
+                    "%s: nothing but the tracker refers to what was tracked, so all states have it"
+                    " as it was; if the script bound its name to another object, change the object"
+                    " in place instead, as in tensor.copy_(new), array[...] = new or"
+                    " module.load_state_dict(new.state_dict()), or track what holds it, as in"
+                    " track(%s=vars(holder))",
+                    path,
+                    path.split("/")[0],
+                )
 
     def _look_at_buffers(self) -> None:
         stamps = [_stamp(buffers.get(name)) for _, buffers, name in self._buffers]
-        changed = [self._buffers[i][0] for i, stamp in enumerate(stamps) if self._stamps is not None and stamp != self._stamps[i]]
+        changed = [
+            self._buffers[i][0]
+            for i, stamp in enumerate(stamps)
+            if self._stamps is not None and stamp != self._stamps[i]
+        ]
         self._stamps = stamps
         if changed:
             self._buffers = []
             _logger.warning(
-                "%s: registered with persistent=False, and changed since the last capture: no state has it; register it without that if"
-                " training depends on it",
+                "%s: registered with persistent=False, and changed since the last capture: no state"
+                " has it; register it without that if training depends on it",
                 ", ".join(changed[:6]),
             )
 
     def _look_for_owners(self) -> None:
-        """Report parameters that an optimizer trains and that nothing tracked has: at first, and when it has got others."""
+        """Report parameters that an optimizer trains and that nothing tracked has: at first, and
+        when it has got others."""
         for watched in self._optimizers:
-            rows = [(len(params), id(params[0]) if params else 0) for params in map(_PARAMS, watched.optimizer.param_groups)]
+            rows = [
+                (len(params), id(params[0]) if params else 0)
+                for params in map(_PARAMS, watched.optimizer.param_groups)
+            ]
             if watched.rows == rows:
                 continue
             watched.rows, watched.ends = rows, ()
@@ -175,14 +231,23 @@ class Oversights:
             ]
             if lost:
                 _logger.warning(
-                    "%s trains %s that nothing tracked has, of shape %s: no state has them; track the module that they are in, too",
-                    watched.path, "a parameter" if len(lost) == 1 else f"{len(lost)} parameters",
-                    ", ".join(str(tuple(each.shape)) for each in lost[:3]) + (", …" if len(lost) > 3 else ""),
-                )  # fmt: skip
+                    "%s trains %s that nothing tracked has, of shape %s: no state has them; track"
+                    " the module that they are in, too",
+                    watched.path,
+                    "a parameter" if len(lost) == 1 else f"{len(lost)} parameters",
+                    ", ".join(str(tuple(each.shape)) for each in lost[:3])
+                    + (", …" if len(lost) > 3 else ""),
+                )
 
     def _look_at_optimizers(self) -> None:
-        steps = [sum(map(self._steps_of, with_inner(watched.optimizer))) for watched in self._optimizers]
-        stepped = [watched for watched, count in zip(self._optimizers, steps, strict=True) if watched.steps != count]
+        steps = [
+            sum(map(self._steps_of, with_inner(watched.optimizer))) for watched in self._optimizers
+        ]
+        stepped = [
+            watched
+            for watched, count in zip(self._optimizers, steps, strict=True)
+            if watched.steps != count
+        ]
         for watched, count in zip(self._optimizers, steps, strict=True):
             if not watched.ends or not all(map(_REQUIRES_GRAD, watched.ends)):
                 self._find_ends(watched)
@@ -191,18 +256,27 @@ class Oversights:
             watched.versions, watched.steps = versions, count
             if watched in stepped:
                 watched.idle = 0
-            elif versions and len(versions) == len(before) and all(map(operator.ne, versions, before)):
+            elif (
+                versions
+                and len(versions) == len(before)
+                and all(map(operator.ne, versions, before))
+            ):
                 watched.idle += 1
             if watched.idle == _IDLE and not _is_shared(watched, stepped):
                 _logger.warning(
-                    "%s takes no step although its parameters change: if another optimizer took its place, no state has that one; track it"
-                    " instead",
+                    "%s takes no step although its parameters change: if another optimizer took its"
+                    " place, no state has that one; track it instead",
                     watched.path,
                 )
 
     def _find_ends(self, watched: _Watched) -> None:
-        """Find the first and the last of the parameters that only a step changes: an optimizer in its place would change both."""
-        trained = [each for each in _parameters(watched.optimizer) if each.requires_grad and id(each) not in self._clipped]
+        """Find the first and the last of the parameters that only a step changes: an optimizer
+        in its place would change both."""
+        trained = [
+            each
+            for each in _parameters(watched.optimizer)
+            if each.requires_grad and id(each) not in self._clipped
+        ]
         watched.ends = (trained[0], trained[-1]) if trained else ()
         self.gradients.hook(watched.path, watched.optimizer, watched.ends)
 
@@ -213,8 +287,8 @@ class Oversights:
 class Gradients:
     """Reports captures in the middle of an accumulation of gradients, which states do not have.
 
-    ``captures`` is their number so far. Hooks on parameters refer to this, so it refers to nothing tracked: Python cannot collect a cycle
-    that leads through a hook of a tensor.
+    ``captures`` is their number so far. Hooks on parameters refer to this, so it refers to nothing
+    tracked: Python cannot collect a cycle that leads through a hook of a tensor.
     """
 
     def __init__(self, *, is_over: bool) -> None:
@@ -223,19 +297,28 @@ class Gradients:
         self._seen: dict[int, _Gradient] = {}
         self._trained: defaultdict[int, dict[int, _Gradient]] = defaultdict(dict)
 
-    def hook(self, path: str, optimizer: Optimizer | None, parameters: Iterable[torch.Tensor]) -> None:
-        """Look at the gradients of these parameters after each backward pass. They tell for all parameters of ``path``."""
+    def hook(
+        self, path: str, optimizer: Optimizer | None, parameters: Iterable[torch.Tensor]
+    ) -> None:
+        """Look at the gradients of these parameters after each backward pass.
+
+        They tell for all parameters of ``path``."""
         for parameter in () if self._is_over else parameters:
             if id(parameter) not in self._seen and not is_lazy(parameter):
                 self._seen[id(parameter)] = _Gradient(path, is_stepped_unseen=optimizer is None)
-                # Every optimizer has imported Dynamo; nothing else should, because that takes seconds.
+                # Every optimizer has imported Dynamo; nothing else should, because that takes
+                # seconds.
                 hook = (
                     torch.compiler.disable(self._after_backward, reason="it reads versions")
                     if optimizer is not None
                     else self._after_backward
                 )
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
-            for each in with_inner(optimizer) if optimizer is not None and id(parameter) in self._seen else ():
+            for each in (
+                with_inner(optimizer)
+                if optimizer is not None and id(parameter) in self._seen
+                else ()
+            ):
                 self._trained[id(each)][id(parameter)] = self._seen[id(parameter)]
 
     def unhook(self) -> None:
@@ -246,19 +329,35 @@ class Gradients:
             self._hooks.pop().remove()
 
     def _after_backward(self, parameter: torch.Tensor) -> None:
-        """Compare a gradient with what the pass before it left. Runs on the thread of the backward pass."""
+        """Compare a gradient with what the pass before it left.
+
+        Runs on the thread of the backward pass."""
         seen, gradient = self._seen[id(parameter)], parameter.grad
         before, seen.last = seen.last, None
         if gradient is not None:
-            seen.last = (now := (TensorWeakRef(gradient), (gradient._version, parameter._version), self.captures))
-            # Each pass adds 1 to the version. So does setting the gradient to zero between two passes.
-            is_added = before is not None and before[0]() is gradient and now[1] == (before[1][0] + 1, before[1][1])
-            seen.has_captured = is_added and (seen.has_captured or (before is not None and before[2] < self.captures))
+            seen.last = (
+                now := (
+                    TensorWeakRef(gradient),
+                    (gradient._version, parameter._version),
+                    self.captures,
+                )
+            )
+            # Each pass adds 1 to the version. So does setting the gradient to zero between two
+            # passes.
+            is_added = (
+                before is not None
+                and before[0]() is gradient
+                and now[1] == (before[1][0] + 1, before[1][1])
+            )
+            seen.has_captured = is_added and (
+                seen.has_captured or (before is not None and before[2] < self.captures)
+            )
             if seen.has_captured and seen.is_stepped_unseen:
                 self._tell(seen.path)
 
     def stepped(self, optimizer: object) -> None:
-        """Called before a step of a tracked optimizer, or of one inside it: the step uses gradients that ``zero_grad`` left."""
+        """Called before a step of a tracked optimizer, or of one inside it: the step uses
+        gradients that ``zero_grad`` left."""
         for seen in self._trained.get(id(optimizer), {}).values():
             last, seen.last = seen.last, None
             if seen.has_captured and last is not None and last[0]() is not None:
@@ -268,8 +367,9 @@ class Gradients:
     def _tell(self, path: str) -> None:
         self.unhook()
         _logger.warning(
-            "captured while %s accumulates gradients, which this state does not have: a training that goes on from it begins the"
-            " accumulation with the next batch; capture after optimizer.step(), or track with gradients=True",
+            "captured while %s accumulates gradients, which this state does not have: a training"
+            " that goes on from it begins the accumulation with the next batch; capture after"
+            " optimizer.step(), or track with gradients=True",
             path,
         )
 
@@ -278,9 +378,10 @@ class Gradients:
 class _Watched:
     """A tracked optimizer, and what the last capture saw of it.
 
-    ``rows`` are the length and the id of the first parameter of each group: they differ once it has got other parameters. ``ends`` are the
-    parameters by which a step is seen, and ``versions`` their stamps. ``steps`` is the number of steps. ``idle`` counts the captures in a
-    row that found it without a step while its parameters changed.
+    ``rows`` are the length and the id of the first parameter of each group: they differ once it has
+    got other parameters. ``ends`` are the parameters by which a step is seen, and ``versions``
+    their stamps. ``steps`` is the number of steps. ``idle`` counts the captures in a row that found
+    it without a step while its parameters changed.
     """
 
     path: str
@@ -294,7 +395,8 @@ class _Watched:
 
 @dataclass(slots=True)
 class _Gradient:
-    """What the last backward pass left of one parameter: its gradient, the versions of both, and the number of captures by then.
+    """What the last backward pass left of one parameter: its gradient, the versions of both, and
+    the number of captures by then.
 
     ``has_captured``: a part of the gradient was there at a capture, and no step has used it yet.
     """
@@ -315,17 +417,31 @@ def _references(holder: Any, key: Any) -> int:
 
 
 def _count_references(ours: Iterable[object], own: Counter[object]) -> None:
-    """Add the references from these objects, and from the containers and objects of this package inside them. A tensor in them also counts
-    for the array whose memory it has.
+    """Add the references from these objects, and from the containers and objects of this package
+    inside them. A tensor in them also counts for the array whose memory it has.
     """
     waiting, seen = [*{id(each): each for each in ours}.values()], set[int]()
     while waiting:
         seen.update(map(id, waiting))
         found = gc.get_referents(*waiting)
         own.update(map(id, found))
-        kinds = {kind for kind in set(map(type, found)) if kind in _CONTAINERS or kind.__module__.startswith("datastates.")}
-        waiting = [each for each in {id(each): each for each in found if type(each) in kinds}.values() if id(each) not in seen]
-        plain = (each for each in found if type(each) is torch.Tensor and each.dtype is torch.uint8 and each.device.type == "cpu")
+        kinds = {
+            kind
+            for kind in set(map(type, found))
+            if kind in _CONTAINERS or kind.__module__.startswith("datastates.")
+        }
+        waiting = [
+            each
+            for each in {id(each): each for each in found if type(each) in kinds}.values()
+            if id(each) not in seen
+        ]
+        plain = (
+            each
+            for each in found
+            if type(each) is torch.Tensor
+            and each.dtype is torch.uint8
+            and each.device.type == "cpu"
+        )
         own |= Counter({("array", each.data_ptr()): 1 for each in plain})
 
 
@@ -333,7 +449,8 @@ _CONTAINERS = frozenset({dict, list, tuple, OrderedDict, deque})
 
 
 def _rebound(path: str, holder: Any, key: Any, own: Counter[object]) -> Iterator[str]:
-    """The paths of the arrays, tensors and modules in ``holder[key]`` to which only ``own`` references lead."""
+    """The paths of the arrays, tensors and modules in ``holder[key]`` to which only ``own``
+    references lead."""
     memory = own["array", holder[key].ctypes.data] if isinstance(holder[key], np.ndarray) else 0
     if _references(holder, key) > own[id(holder[key])] + memory:
         return
@@ -347,15 +464,29 @@ def _rebound(path: str, holder: Any, key: Any, own: Counter[object]) -> Iterator
 
 
 def _is_alone(found: Any, own: Counter[object]) -> bool:
-    """Whether no view, and no part of a module, leads to an object that is itself not referred to."""
+    """Whether no view, and no part of a module, leads to an object that is itself not referred
+    to."""
     if isinstance(found, np.ndarray):
         return found.base is None or sys.getrefcount(found.base) <= _ASKED + 1
     if isinstance(found, nn.Module):
-        members = [(held, name) for part in found.modules() for held in _MEMBERS(part) for name in held if held[name] is not None]
+        members = [
+            (held, name)
+            for part in found.modules()
+            for held in _MEMBERS(part)
+            for name in held
+            if held[name] is not None
+        ]
         own.update(id(held[name]) for held, name in members)
-        return bool(members) and all(_references(held, name) <= own[id(held[name])] for held, name in members)
-    is_plain = isinstance(found, torch.Tensor) and type(found) in (torch.Tensor, nn.Parameter) and found.layout is torch.strided
-    return is_plain and found._base is None and found.untyped_storage().resizable()  # that of an array's memory cannot be resized
+        return bool(members) and all(
+            _references(held, name) <= own[id(held[name])] for held, name in members
+        )
+    is_plain = (
+        isinstance(found, torch.Tensor)
+        and type(found) in (torch.Tensor, nn.Parameter)
+        and found.layout is torch.strided
+    )
+    # that of an array's memory cannot be resized
+    return is_plain and found._base is None and found.untyped_storage().resizable()
 
 
 _MEMBERS = operator.attrgetter("_parameters", "_buffers", "_modules")
@@ -366,23 +497,38 @@ _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 def _is_shared(watched: _Watched, stepped: Iterable[_Watched]) -> bool:
     """Whether another tracked optimizer, which has stepped, trains the same parameters."""
     mine = {id(parameter) for parameter in _parameters(watched.optimizer)}
-    return any(id(parameter) in mine for other in stepped for parameter in _parameters(other.optimizer))
+    return any(
+        id(parameter) in mine for other in stepped for parameter in _parameters(other.optimizer)
+    )
 
 
 def _shapes_in(tree: object) -> set[tuple[int, ...]]:
     """The shapes of the tensors and arrays in an object's state."""
-    return {tuple(found.shape) for _, found in parts({"": tree}) if isinstance(found, torch.Tensor | np.ndarray)}
+    return {
+        tuple(found.shape)
+        for _, found in parts({"": tree})
+        if isinstance(found, torch.Tensor | np.ndarray)
+    }
 
 
 def _may_have(parameter: torch.Tensor, found: object, shapes: Collection[tuple[int, ...]]) -> bool:
-    """Whether a copy of the parameter may be in the state of an object, which has these shapes in it."""
-    return tuple(parameter.shape) in shapes or any(member is parameter for member in getattr(found, "__dict__", {}).values())
+    """Whether a copy of the parameter may be in the state of an object, which has these shapes
+    in it."""
+    return tuple(parameter.shape) in shapes or any(
+        member is parameter for member in getattr(found, "__dict__", {}).values()
+    )
 
 
 def _keeps_something(found: object) -> bool:
-    is_known = isinstance(found, nn.Module | RngState | torch.amp.GradScaler)  # a scaler that is switched off has no state
+    # a scaler that is switched off has no state
+    is_known = isinstance(found, nn.Module | RngState | torch.amp.GradScaler)
     is_asked_later = hasattr(found, "__iter__")  # not in the outlook
-    return has_state(found) and not is_known and not is_asked_later and bool(getattr(found, "__dict__", None))
+    return (
+        has_state(found)
+        and not is_known
+        and not is_asked_later
+        and bool(getattr(found, "__dict__", None))
+    )
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
@@ -390,13 +536,15 @@ def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _memory_of(tensor: torch.Tensor) -> object:
-    """What two tensors of the same memory have in common; the tensor's own id if its memory cannot be told."""
+    """What two tensors of the same memory have in common; the tensor's own id if its memory
+    cannot be told."""
     extent = None if is_lazy(tensor) else extent_of(tensor)
     return id(tensor) if extent is None else extent[:3]
 
 
 def _left_out(path: str, module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """The buffers that ``state_dict`` leaves out: each one's name, where it is, and its key there."""
+    """The buffers that ``state_dict`` leaves out: each one's name, where it is, and its key
+    there."""
     for where, part in module.named_modules():
         for name in part._non_persistent_buffers_set:
             yield f"{path}/{where}.{name}" if where else f"{path}/{name}", part._buffers, name
@@ -406,10 +554,19 @@ def _metrics(path: str, module: nn.Module) -> Iterator[str]:
     """The metrics, of torchmetrics' kind, whose state is not in their ``state_dict``."""
     for where, part in module.named_modules():
         persistent = part.__dict__.get("_persistent")
-        if part.__dict__.get("_defaults") and isinstance(persistent, dict) and not all(persistent.values()):
+        if (
+            part.__dict__.get("_defaults")
+            and isinstance(persistent, dict)
+            and not all(persistent.values())
+        ):
             yield f"{path}/{where}" if where else path
 
 
 def _stamp(tensor: torch.Tensor | None) -> object:
-    """A value that differs once the tensor was replaced or changed in place, as far as torch counts that."""
-    return None if tensor is None else (id(tensor), None if is_lazy(tensor) or tensor.is_inference() else tensor._version)
+    """A value that differs once the tensor was replaced or changed in place, as far as torch
+    counts that."""
+    return (
+        None
+        if tensor is None
+        else (id(tensor), None if is_lazy(tensor) or tensor.is_inference() else tensor._version)
+    )

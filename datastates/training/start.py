@@ -1,4 +1,5 @@
-"""Starts to track a training: an earlier tracker of its branch gives way, and its objects are restored to the head of the branch."""
+"""Starts to track a training: an earlier tracker of its branch gives way, and its objects are
+restored to the head of the branch."""
 
 from __future__ import annotations
 
@@ -51,7 +52,14 @@ from datastates.values import Value
 
 from .collective import Together
 from .tracker import Tracker, check_replicas
-from .training import Training, go_on_training, lose_groups, regain_groups, say_gained, say_what_differs
+from .training import (
+    Training,
+    go_on_training,
+    lose_groups,
+    regain_groups,
+    say_gained,
+    say_what_differs,
+)
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -65,8 +73,12 @@ def enter(training: Training) -> None:
 
 
 def take_over(core: Core, branch: str, check: Callable[[], object]) -> None:
-    """End the trainings of this process on the branch. ``check`` is called first, and raises if the new training would be refused."""
-    earlier = [training for training in list(_living) if training.branch == branch and training.is_living]
+    """End the trainings of this process on the branch.
+
+    ``check`` is called first, and raises if the new training would be refused."""
+    earlier = [
+        training for training in list(_living) if training.branch == branch and training.is_living
+    ]
     earlier = [training for training in earlier if _is_same(training.core, core)]
     if earlier:
         check()
@@ -74,38 +86,55 @@ def take_over(core: Core, branch: str, check: Callable[[], object]) -> None:
         training.give_way()
 
 
-def claim(session: Session, training: Training, begin: State | None, *, takeover: bool, is_taken: bool) -> None:
-    """Take the branch, in the transaction that begins a training. The trainings of other processes that hold it end there, and with
-    ``is_taken`` the branch goes back to the state ``begin``.
+def claim(
+    session: Session, training: Training, begin: State | None, *, takeover: bool, is_taken: bool
+) -> None:
+    """Take the branch, in the transaction that begins a training. The trainings of other processes
+    that hold it end there, and with ``is_taken`` the branch goes back to the state ``begin``.
 
     :raises Conflict: one holds it, and ``takeover`` is False.
     """
     branch, by = training.branch, f"process {training.run.pid} on {training.run.host}"
     segments.lock(session)  # of two that begin at once, the later one sees the other
     for other in holders(training.core, session, branch, takeover=takeover):
-        runs.note(session, other.uid, {TAKEN: by})  # ``record`` refuses what it captures on the branch from now on
+        # ``record`` refuses what it captures on the branch from now on
+        runs.note(session, other.uid, {TAKEN: by})
         runs.finish(session, other.uid)
     if is_taken and begin is None:
-        refs.delete_ref(session, branch, reason=f"takeover: by {by}, none of its states can be restored there")
+        refs.delete_ref(
+            session, branch, reason=f"takeover: by {by}, none of its states can be restored there"
+        )
     elif is_taken and begin is not None:
-        refs.move(session, branch, begin.uid, expected=names.get(session, branch).state, reason=f"takeover: by {by}")
+        refs.move(
+            session,
+            branch,
+            begin.uid,
+            expected=names.get(session, branch).state,
+            reason=f"takeover: by {by}",
+        )
 
 
 def holders(core: Core, session: Session, branch: str, *, takeover: bool) -> list[Run]:
     """The trainings of other living processes that hold a branch, each by its rank 0.
 
-    A process on another host that has another folder of packs is left out: its lease cannot be seen from here.
+    A process on another host that has another folder of packs is left out: its lease cannot be seen
+    from here.
 
     :raises Conflict: there is one, and ``takeover`` is False.
     """
     here = core.node, os.getpid(), whereabouts().get(PROCESS)
-    others = [run for run in runs.unfinished(session, branch) if (run.host, run.pid, run.config.get(PROCESS)) != here]
+    others = [
+        run
+        for run in runs.unfinished(session, branch)
+        if (run.host, run.pid, run.config.get(PROCESS)) != here
+    ]
     firsts = [run for run in others if not run.config.get(runs.RANK) and SAVES not in run.config]
     held = [run for run in firsts if is_alive(run, core.home)]
     if held and not takeover:
         raise Conflict(
-            f"branch {branch!r} is held by process {held[0].pid} on {held[0].host} since {held[0].started_at:%Y-%m-%d %H:%M:%S} UTC:"
-            " end that process, track a branch of another name, or take this one over with track(..., takeover=True)"
+            f"branch {branch!r} is held by process {held[0].pid} on {held[0].host} since"
+            f" {held[0].started_at:%Y-%m-%d %H:%M:%S} UTC: end that process, track a branch of"
+            " another name, or take this one over with track(..., takeover=True)"
         )
     return held
 
@@ -115,7 +144,9 @@ def _is_same(one: Core, other: Core) -> bool:
 
 
 def _file(location: Location) -> object:
-    """The key of a lineage, however its path is written; a copy has another key. None if the lineage's file was deleted."""
+    """The key of a lineage, however its path is written; a copy has another key.
+
+    None if the lineage's file was deleted."""
     if location.root is None:
         return location.database_url
     try:
@@ -134,8 +165,9 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Outset:
-    """The state from which a tracker starts; None begins a new root. ``is_fork``: the branch does not exist yet. ``is_beyond``: the branch
-    stands at another state than ``start``. ``is_taken``: a living process holds the branch, which is taken over from it.
+    """The state from which a tracker starts; None begins a new root. ``is_fork``: the branch does
+    not exist yet. ``is_beyond``: the branch stands at another state than ``start``. ``is_taken``: a
+    living process holds the branch, which is taken over from it.
     """
 
     state: State | None
@@ -144,9 +176,18 @@ class Outset:
     is_taken: bool = False
 
 
-def origin_of(core: Core, branch: str, start: str | State | None, *, resume: bool, takeover: bool = False, nearest: bool = False) -> Outset:
-    """The state from which a tracker starts. A branch whose head cannot be restored is moved back; no branch is made. With ``nearest``, a
-    fork of a state that cannot be restored starts from the nearest one that can.
+def origin_of(
+    core: Core,
+    branch: str,
+    start: str | State | None,
+    *,
+    resume: bool,
+    takeover: bool = False,
+    nearest: bool = False,
+) -> Outset:
+    """The state from which a tracker starts. A branch whose head cannot be restored is moved back;
+    no branch is made. With ``nearest``, a fork of a state that cannot be restored starts from the
+    nearest one that can.
 
     :raises Conflict: another living process holds the branch, and ``takeover`` is False.
     """
@@ -166,7 +207,9 @@ def origin_of(core: Core, branch: str, start: str | State | None, *, resume: boo
         else:
             head = lookup.state(session, ref.state)
             begun = origin
-            origin = head if is_elsewhere(core, session, head) else nearest_here(core, session, head.uid)
+            origin = (
+                head if is_elsewhere(core, session, head) else nearest_here(core, session, head.uid)
+            )
             if origin is None:
                 raise explain(core, session, head)
             why = None if origin.uid == head.uid else explain(core, session, head)
@@ -174,57 +217,103 @@ def origin_of(core: Core, branch: str, start: str | State | None, *, resume: boo
         return Outset(origin, is_fork=True)
     if origin.uid != ref.state:
         back = event("branch.moved_back", branch=branch, state=origin.uid, reason=str(why))
-        _logger.warning("branch %s goes back to state %s (step %d): %s", branch, origin.uid[:10], origin.step, why, extra=back)
+        _logger.warning(
+            "branch %s goes back to state %s (step %d): %s",
+            branch,
+            origin.uid[:10],
+            origin.step,
+            why,
+            extra=back,
+        )
         with core.writing() as session:
             refs.move(session, branch, origin.uid, expected=ref.state)
     return Outset(origin, is_beyond=begun is None or begun.uid != origin.uid)
 
 
-def check_origin(core: Core, branch: str, start: str | State | None, *, resume: bool, nearest: bool = False) -> None:
+def check_origin(
+    core: Core, branch: str, start: str | State | None, *, resume: bool, nearest: bool = False
+) -> None:
     """Raise, as ``origin_of`` does, unless a training may start from there."""
     with core.reading() as session:
         _named(core, session, branch, start, resume=resume, nearest=nearest)
 
 
 def _named(
-    core: Core, session: Session, branch: str, start: str | State | None, *, resume: bool, nearest: bool
+    core: Core,
+    session: Session,
+    branch: str,
+    start: str | State | None,
+    *,
+    resume: bool,
+    nearest: bool,
 ) -> tuple[Ref | None, State | None]:
-    """The branch, if it exists, and the state that ``start`` names; of a branch that exists, the one from which ``nearest`` forked it."""
+    """The branch, if it exists, and the state that ``start`` names; of a branch that exists, the
+    one from which ``nearest`` forked it."""
     ref = names_query.find(session, branch)
-    origin = None if start is None else revision.resolve(session, start.uid if isinstance(start, State) else start)
+    origin = (
+        None
+        if start is None
+        else revision.resolve(session, start.uid if isinstance(start, State) else start)
+    )
     if ref is None:
         refs.check_name(branch)
         return None, origin
     if ref.kind is not RefKind.BRANCH:
         raise Conflict(f"{branch!r} is a tag: choose another name for the branch")
     if not resume:
-        raise Conflict(f"branch {branch!r} exists at {ref.state[:10]}: choose another name, or go on there with resume=True")
+        raise Conflict(
+            f"branch {branch!r} exists at {ref.state[:10]}: choose another name, or go on there"
+            " with resume=True"
+        )
     if origin is not None:
         kept = nearest_kept(core, session, origin, is_told=False) if nearest else origin
         if not any(walk.is_ancestor(session, uid, ref.state) for uid in {kept.uid, origin.uid}):
-            raise Conflict(f"branch {branch!r} exists and does not descend from {start!r}: choose another name, or no start")
+            raise Conflict(
+                f"branch {branch!r} exists and does not descend from {start!r}: choose another"
+                " name, or no start"
+            )
         origin = kept
     return ref, origin
 
 
 def set_out(
-    training: Training, state: State, *, only: str | Sequence[str] | None, strict: bool, is_resumed: bool, rng: str | bool = "state"
+    training: Training,
+    state: State,
+    *,
+    only: str | Sequence[str] | None,
+    strict: bool,
+    is_resumed: bool,
+    rng: str | bool = "state",
 ) -> None:
-    """Restore ``state`` into the training's objects; the first capture then shares with it what is unchanged.
+    """Restore ``state`` into the training's objects; the first capture then shares with it what is
+    unchanged.
 
-    With ``rng="script"``, a fork keeps the random numbers of the script, and so does a training that is resumed with another seed.
+    With ``rng="script"``, a fork keeps the random numbers of the script, and so does a training
+    that is resumed with another seed.
     """
-    is_reseeded = not is_resumed or (training.seed is not None and training.seed != state.config.get("seed"))
-    without = [name for name, found in training.objects.items() if isinstance(found, RngState) or is_generator(found)]
+    is_reseeded = not is_resumed or (
+        training.seed is not None and training.seed != state.config.get("seed")
+    )
+    without = [
+        name
+        for name, found in training.objects.items()
+        if isinstance(found, RngState) or is_generator(found)
+    ]
     if rng != "script" or not is_reseeded:
         without = []
-    report = _restored(training, state, only=only, strict=strict, is_resumed=is_resumed, without=without)
+    report = _restored(
+        training, state, only=only, strict=strict, is_resumed=is_resumed, without=without
+    )
     stand(training, state, is_resumed=is_resumed)
     if is_resumed:
-        go_on_training(training.branch, training.adapted, report, is_told=training.ranks.is_first, at=state.uid)
+        go_on_training(
+            training.branch, training.adapted, report, is_told=training.ranks.is_first, at=state.uid
+        )
     if not training.ranks.is_first:
         return  # rank 0 logs it for all
-    where = f"state {state.uid[:10]}, step {state.step}" + (f", epoch {training.loops.epoch}" if training.loops.is_counted else "")
+    where = f"state {state.uid[:10]}, step {state.step}" + (
+        f", epoch {training.loops.epoch}" if training.loops.is_counted else ""
+    )
     if not is_resumed:
         begun = event("branch.begun", branch=training.branch, state=state.uid, step=state.step)
         _logger.info("branch %s begins at %s", training.branch, where, extra=begun)
@@ -234,16 +323,27 @@ def set_out(
     say(f"branch {training.branch} goes on from {where}", resumed)
     if forgotten := _forgotten(training, only):
         _logger.warning(
-            "branch %s has %s too, and %s not tracked now: begun anew, and missing in what is captured from here; pass %s to track, or fork"
-            " with start=",
-            training.branch, ", ".join(forgotten), "they are" if len(forgotten) > 1 else "it is", ", ".join(forgotten),
-        )  # fmt: skip
+            "branch %s has %s too, and %s not tracked now: begun anew, and missing in what is"
+            " captured from here; pass %s to track, or fork with start=",
+            training.branch,
+            ", ".join(forgotten),
+            "they are" if len(forgotten) > 1 else "it is",
+            ", ".join(forgotten),
+        )
 
 
 def _restored(
-    training: Training, state: State, *, only: str | Sequence[str] | None, strict: bool, is_resumed: bool, without: Sequence[str]
+    training: Training,
+    state: State,
+    *,
+    only: str | Sequence[str] | None,
+    strict: bool,
+    is_resumed: bool,
+    without: Sequence[str],
 ) -> RestoreReport:
-    """Restore the state, except for the objects ``without``. A resumed training first gets back the groups that it had given optimizers."""
+    """Restore the state, except for the objects ``without``.
+
+    A resumed training first gets back the groups that it had given optimizers."""
     try:
         return training.restore(state, only=only, strict=strict, without=without)
     except InvalidInput as misfit:
@@ -264,31 +364,47 @@ def _restored(
 
 
 def stand(training: Training, state: State, *, is_resumed: bool) -> None:
-    """Make ``state`` the one where the training stands, whatever its objects hold; the first capture shares with it what is unchanged."""
+    """Make ``state`` the one where the training stands, whatever its objects hold; the first
+    capture shares with it what is unchanged."""
     training.step, training.micro_step = state.step, state.micro_step
     training.resumed_from, training.is_resumed = state, is_resumed
     training.line.base = training.core.tiers.placed(state.uid)
     if training.line.base is None:
-        training.line.kin = training.host.line_of(state.uid)  # in memory only: shared bytes are written with the first of the two
+        # in memory only: shared bytes are written with the first of the two
+        training.line.kin = training.host.line_of(state.uid)
 
 
 def _forgotten(training: Training, only: str | Sequence[str] | None) -> list[str]:
-    """The objects of the resumed state that this training no longer tracks, without having said so by ``only``."""
+    """The objects of the resumed state that this training no longer tracks, without having said
+    so by ``only``."""
     if only is not None or training.report is None:
         return []
-    return [name for name in training.report.skipped if "/" not in name and name not in ("rng", IN_BACKWARD, *training.objects)]
+    return [
+        name
+        for name in training.report.skipped
+        if "/" not in name and name not in ("rng", IN_BACKWARD, *training.objects)
+    ]
 
 
 def _warn_of_misspelling(session: Session, branch: str) -> None:
-    """Log a warning if this branch, which begins from nothing, has nearly the name of one that exists."""
+    """Log a warning if this branch, which begins from nothing, has nearly the name of one that
+    exists."""
     plain = re.sub(r"\d+", "0", branch)
-    names = [name for name in names_query.near(session, branch, RefKind.BRANCH) if re.sub(r"\d+", "0", name) != plain]
+    names = [
+        name
+        for name in names_query.near(session, branch, RefKind.BRANCH)
+        if re.sub(r"\d+", "0", name) != plain
+    ]
     close = get_close_matches(branch, names, n=3, cutoff=0.75)
     if close:
         _logger.warning(
-            "branch %r is new and begins without a state, and there is %s: branch=%r would go on there, start=%r fork from it",
-            branch, " and ".join(map(repr, close)), close[0], close[0],
-        )  # fmt: skip
+            "branch %r is new and begins without a state, and there is %s: branch=%r would go on"
+            " there, start=%r fork from it",
+            branch,
+            " and ".join(map(repr, close)),
+            close[0],
+            close[0],
+        )
 
 
 # Starts to track a training: an earlier tracker of its branch gives way, and its objects are
@@ -297,8 +413,8 @@ def _warn_of_misspelling(session: Session, branch: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """How a training is tracked; see ``Repository.track``. Unless ``restores`` is set, its objects stay as they are. ``ranks`` track it
-    together.
+    """How a training is tracked; see ``Repository.track``. Unless ``restores`` is set, its objects
+    stay as they are. ``ranks`` track it together.
     """
 
     branch: str
@@ -325,20 +441,41 @@ class Terms:
     nearest: bool = False
 
     def said(self, names: Collection[str]) -> dict[str, object]:
-        """The terms on which all ranks must agree, with the names of the objects that they track."""
+        """The terms on which all ranks must agree, with the names of the objects that they
+        track."""
         told = {
             name: getattr(self, name)
             for name in (
-                *("branch", "start", "resume", "only", "strict", "gradients", "frozen", "restores", "is_checking"),
+                *(
+                    "branch",
+                    "start",
+                    "resume",
+                    "only",
+                    "strict",
+                    "gradients",
+                    "frozen",
+                    "restores",
+                    "is_checking",
+                ),
                 *("hyperparameters", "rng", "takeover", "nearest"),
             )
         }
-        told |= {"own": sorted(self.own), "reduce": self.reduce, "cadence": self.cadence.told(), "back_pressure": str(self.back_pressure)}
-        return told | {"on_failure": str(self.on_failure), "retention": self.retention, "what is tracked": ", ".join(sorted(names))}
+        told |= {
+            "own": sorted(self.own),
+            "reduce": self.reduce,
+            "cadence": self.cadence.told(),
+            "back_pressure": str(self.back_pressure),
+        }
+        return told | {
+            "on_failure": str(self.on_failure),
+            "retention": self.retention,
+            "what is tracked": ", ".join(sorted(names)),
+        }
 
 
 class _Job(msgspec.Struct, frozen=True):
-    """What rank 0 tells the other ranks of a training: its uid, the run of rank 0's process, and where the training begins."""
+    """What rank 0 tells the other ranks of a training: its uid, the run of rank 0's process, and
+    where the training begins."""
 
     uid: str
     process: str
@@ -348,24 +485,37 @@ class _Job(msgspec.Struct, frozen=True):
     is_taken: bool
 
 
-def together(more: Mapping[str, object], objects: Mapping[str, object], *, rng: object) -> dict[str, object]:
-    """Everything that is tracked, by name; ``rng`` says whether the global random number generators are.
+def together(
+    more: Mapping[str, object], objects: Mapping[str, object], *, rng: object
+) -> dict[str, object]:
+    """Everything that is tracked, by name; ``rng`` says whether the global random number generators
+    are.
 
     :raises InvalidInput: nothing is given, a name is taken, or given twice.
     """
     if not isinstance(rng, bool | str) or rng not in ("state", "script", False):
         raise InvalidInput(
-            "the name 'rng' is taken by the random number generators, which come from 'state' or 'script' or are left out by False: rename"
-            " what you track"
+            "the name 'rng' is taken by the random number generators, which come from 'state' or"
+            " 'script' or are left out by False: rename what you track"
         )
     twice = sorted(more.keys() & objects.keys())
     if twice:
-        raise InvalidInput(f"{', '.join(twice)}: given by keyword and in objects=; give each of them once")
+        raise InvalidInput(
+            f"{', '.join(twice)}: given by keyword and in objects=; give each of them once"
+        )
     if "rng" in objects:
-        raise InvalidInput("the name 'rng' is taken by the random number generators: rename what you track")
-    tracked = {values.text(name, "the name of what is tracked"): found for name, found in {**more, **objects}.items()}
+        raise InvalidInput(
+            "the name 'rng' is taken by the random number generators: rename what you track"
+        )
+    tracked = {
+        values.text(name, "the name of what is tracked"): found
+        for name, found in {**more, **objects}.items()
+    }
     if not tracked:
-        raise InvalidInput("there is nothing to capture: name what is trained, as in track(model=model, optimizer=optimizer)")
+        raise InvalidInput(
+            "there is nothing to capture: name what is trained, as in track(model=model,"
+            " optimizer=optimizer)"
+        )
     taken = {
         LOOPS: "the place of run.epochs and run.steps",
         MODES: "the train and eval modes of modules",
@@ -377,15 +527,23 @@ def together(more: Mapping[str, object], objects: Mapping[str, object], *, rng: 
     return tracked | {"rng": RngState()} if rng else tracked
 
 
-def follow(core: Core, objects: Mapping[str, object], plain: dict[str, object], terms: Terms) -> Tracker:
-    """The tracker that captures these objects from now on; see ``Repository.track``. Collective among the ranks of ``terms``."""
+def follow(
+    core: Core, objects: Mapping[str, object], plain: dict[str, object], terms: Terms
+) -> Tracker:
+    """The tracker that captures these objects from now on; see ``Repository.track``.
+
+    Collective among the ranks of ``terms``."""
     branch, start, ranks = terms.branch, terms.start, terms.ranks
     settle()
     ranks.same(terms.said({*objects, *plain}))
     with ranks.united("begin on this branch"):
         core.tiers.check_parts(ranks.size)
         cadence = _informed(core, terms.cadence)
-        take_over(core, branch, partial(check_origin, core, branch, start, resume=terms.resume, nearest=terms.nearest))
+        take_over(
+            core,
+            branch,
+            partial(check_origin, core, branch, start, resume=terms.resume, nearest=terms.nearest),
+        )
     with undisturbed():
         job, origin = _outset(core, terms)
         built: list[Training] = []
@@ -411,7 +569,9 @@ def follow(core: Core, objects: Mapping[str, object], plain: dict[str, object], 
 
 
 def _outset(core: Core, terms: Terms) -> tuple[str, Outset]:
-    """The uid of the job, and where its training begins. With several ranks, rank 0 decides both."""
+    """The uid of the job, and where its training begins.
+
+    With several ranks, rank 0 decides both."""
     ranks = terms.ranks
     if ranks.size == 1:
         return "", _origin(core, terms)
@@ -422,39 +582,73 @@ def _outset(core: Core, terms: Terms) -> tuple[str, Outset]:
                 runs.get(session, job.process)
             except NotFound as exc:
                 raise InvalidInput(
-                    f"this rank opened {core.location}, and rank 0 another repository: open one that all ranks share, a folder that"
-                    " all reach or a database"
+                    f"this rank opened {core.location}, and rank 0 another repository: open one"
+                    " that all ranks share, a folder that all reach or a database"
                 ) from exc
         return job.uid, Outset(
-            None if job.origin is None else core.state(job.origin), is_fork=job.is_fork, is_beyond=job.is_beyond, is_taken=job.is_taken
+            None if job.origin is None else core.state(job.origin),
+            is_fork=job.is_fork,
+            is_beyond=job.is_beyond,
+            is_taken=job.is_taken,
         )
 
 
 def _origin(core: Core, terms: Terms) -> Outset:
-    return origin_of(core, terms.branch, terms.start, resume=terms.resume, takeover=terms.takeover, nearest=terms.nearest)
+    return origin_of(
+        core,
+        terms.branch,
+        terms.start,
+        resume=terms.resume,
+        takeover=terms.takeover,
+        nearest=terms.nearest,
+    )
 
 
 def _job(core: Core, terms: Terms) -> _Job:
     origin = _origin(core, terms)
     begin = None if origin.state is None else origin.state.uid
     return _Job(
-        secrets.token_hex(12), core.engage().run.uid, begin, is_fork=origin.is_fork, is_beyond=origin.is_beyond, is_taken=origin.is_taken
+        secrets.token_hex(12),
+        core.engage().run.uid,
+        begin,
+        is_fork=origin.is_fork,
+        is_beyond=origin.is_beyond,
+        is_taken=origin.is_taken,
     )
 
 
 def _training(
-    core: Core, objects: Mapping[str, object], plain: dict[str, object], terms: Terms, cadence: Policy, origin: Outset, job: str
+    core: Core,
+    objects: Mapping[str, object],
+    plain: dict[str, object],
+    terms: Terms,
+    cadence: Policy,
+    origin: Outset,
+    job: str,
 ) -> Training:
     begin, ranks = origin.state, terms.ranks
-    config = terms.config if terms.retention is None else {**terms.config, KEY: terms.retention.text}
-    line = Line(f"{terms.branch}#{secrets.token_hex(4)}", terms.branch, None if begin is None else (begin.uid, begin.digest), None)
+    config = (
+        terms.config if terms.retention is None else {**terms.config, KEY: terms.retention.text}
+    )
+    line = Line(
+        f"{terms.branch}#{secrets.token_hex(4)}",
+        terms.branch,
+        None if begin is None else (begin.uid, begin.digest),
+        None,
+    )
     line.is_patient = terms.on_failure is OnFailure.CONTINUE
     line.keeps_bests = ranks.is_first and str(cadence) != "never"
     if ranks.size > 1:
-        line.part, line.uids, line.reduce = Part(ranks.rank, ranks.size, job), Agreed(job), terms.reduce
+        line.part, line.uids, line.reduce = (
+            Part(ranks.rank, ranks.size, job),
+            Agreed(job),
+            terms.reduce,
+        )
         config = {**config, **runs.of_job(job, ranks.rank, ranks.size)}
     parts = {"gradients": terms.gradients, "frozen": terms.frozen}
-    training = Training(core, line=line, objects=objects, values=plain, cadence=cadence, config=config, **parts)
+    training = Training(
+        core, line=line, objects=objects, values=plain, cadence=cadence, config=config, **parts
+    )
     training.ranks, training.own = ranks, terms.own
     if ranks.size > 1:
         training.adapted.own_buffers = OwnBuffers(ranks.rank, ranks.size)
@@ -464,22 +658,39 @@ def _training(
 
 def _put_back(training: Training, terms: Terms, origin: Outset) -> None:
     begin = origin.state
-    only = None if origin.is_beyond and terms.start is not None else terms.only  # it selects of ``start``; a resumed fork gets all its own
+    # it selects of ``start``; a resumed fork gets all its own
+    only = None if origin.is_beyond and terms.start is not None else terms.only
     if begin is not None and not terms.restores:
         stand(training, begin, is_resumed=origin.is_beyond)
     elif begin is not None:
-        training.takes_script = (terms.hyperparameters or ("state" if origin.is_beyond else "script")) == "script"
-        set_out(training, begin, only=only, strict=terms.strict, is_resumed=origin.is_beyond, rng=terms.rng)
+        training.takes_script = (
+            terms.hyperparameters or ("state" if origin.is_beyond else "script")
+        ) == "script"
+        set_out(
+            training,
+            begin,
+            only=only,
+            strict=terms.strict,
+            is_resumed=origin.is_beyond,
+            rng=terms.rng,
+        )
     else:
-        training.say_once(training.configure(training.built.values | ({} if training.seed is None else {"seed": training.seed})))
+        training.say_once(
+            training.configure(
+                training.built.values | ({} if training.seed is None else {"seed": training.seed})
+            )
+        )
 
 
 def _begin_run(training: Training, terms: Terms, origin: Outset) -> None:
-    """Record the run of this rank, and make the branch of a fork, now that its objects are restored: a fork that fails leaves no branch."""
+    """Record the run of this rank, and make the branch of a fork, now that its objects are
+    restored: a fork that fails leaves no branch."""
     core, ranks, begin = training.core, terms.ranks, origin.state
 
     def begin_first() -> None:
-        with core.writing() if origin.is_fork or origin.is_taken else core.database.write() as session:
+        with (
+            core.writing() if origin.is_fork or origin.is_taken else core.database.write()
+        ) as session:
             claim(session, training, begin, takeover=terms.takeover, is_taken=origin.is_taken)
             training.begin_run(session)
             if begin is not None and origin.is_fork:
@@ -493,17 +704,25 @@ def _begin_run(training: Training, terms: Terms, origin: Outset) -> None:
 
 
 def _layout(training: Training) -> dict[str, object]:
-    """What the models of all ranks must have in common, so that each rank knows what the others hold."""
+    """What the models of all ranks must have in common, so that each rank knows what the others
+    hold."""
     told: dict[str, object] = {}
     for path, model in training.adapted.models() if training.ranks.size > 1 else ():
         if path.split("/")[0] not in training.own:
-            leaves = [f"{name} {tuple(leaf.shape)} {leaf.dtype}" for name, leaf in model.tree().items() if isinstance(leaf, torch.Tensor)]
-            told[f"the model {path!r}"] = f"{len(leaves)} tensors ({hashlib.sha256(repr(leaves).encode()).hexdigest()[:10]})"
+            leaves = [
+                f"{name} {tuple(leaf.shape)} {leaf.dtype}"
+                for name, leaf in model.tree().items()
+                if isinstance(leaf, torch.Tensor)
+            ]
+            told[f"the model {path!r}"] = (
+                f"{len(leaves)} tensors ({hashlib.sha256(repr(leaves).encode()).hexdigest()[:10]})"
+            )
     return told
 
 
 def _informed(core: Core, cadence: Policy) -> Policy:
-    """The cadence; if it asks for it, it has been told how often processes of this repository died."""
+    """The cadence; if it asks for it, it has been told how often processes of this repository
+    died."""
     if not cadence.asks_mtbf:
         return cadence
     with core.database.read() as session:

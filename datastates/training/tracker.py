@@ -54,14 +54,17 @@ def check_replicas(training: Training) -> None:
         shown = [f"{each.path} (rank {', '.join(map(str, each.ranks))})" for each in found[:_SHOWN]]
         more = f", and {len(found) - len(shown)} more" if len(found) > len(shown) else ""
         raise InvalidInput(
-            f"branch {training.branch!r}: a state has one value of what all ranks hold, and these differ: {', '.join(shown)}{more}."
-            " Make them equal (DistributedDataParallel does so when it wraps a model: track it afterwards), name what is each rank's own"
-            " in own=…, or pass check=None"
+            f"branch {training.branch!r}: a state has one value of what all ranks hold, and these"
+            f" differ: {', '.join(shown)}{more}. Make them equal (DistributedDataParallel does so"
+            " when it wraps a model: track it afterwards), name what is each rank's own in own=…,"
+            " or pass check=None"
         )
 
 
 def differing(training: Training) -> list[Difference]:
-    """The differences between ranks that should hold the same, by path. Collective; it waits for copies and devices."""
+    """The differences between ranks that should hold the same, by path.
+
+    Collective; it waits for copies and devices."""
     ranks = training.ranks
     if ranks.size == 1:
         return []
@@ -69,11 +72,15 @@ def differing(training: Training) -> list[Difference]:
         training.fence()
         apart = {id(tensor) for tensor in training.adapted.buffers()}
         tree = owned({**training.adapted.outlook(is_shared=True), **training.values}, training.own)
-        copies = copies_of(flatten(tree).tensors, ranks.rank, ranks.size, apart=apart, members=ranks.group.members)
+        copies = copies_of(
+            flatten(tree).tensors, ranks.rank, ranks.size, apart=apart, members=ranks.group.members
+        )
     everyone: list[list[Copy]] = [[] for _ in range(ranks.size)]
     count = max(int(said) for said in ranks.group.exchange(str(len(copies)).encode()))
     for start in range(0, count, _BATCH):
-        for rank, said in enumerate(ranks.group.exchange(msgspec.msgpack.encode(copies[start : start + _BATCH]))):
+        for rank, said in enumerate(
+            ranks.group.exchange(msgspec.msgpack.encode(copies[start : start + _BATCH]))
+        ):
             everyone[rank] += msgspec.msgpack.decode(said, type=list[Copy])
     return differences(everyone)
 
@@ -86,14 +93,18 @@ Batch = TypeVar("Batch")
 
 
 class Tracker:
-    """Captures the tracked objects as states of one branch. ``Repository.track`` makes it; use it as a context manager.
+    """Captures the tracked objects as states of one branch. ``Repository.track`` makes it; use it
+    as a context manager.
 
-    Call all methods on the training thread. ``step`` counts optimizer steps: ``steps`` advances it, or else each ``capture``
-    does. ``micro_step`` counts the batches of a step that is being accumulated (0: the step is complete). ``values`` are the
-    plain values that were tracked; change them there and the next capture has them.
+    Call all methods on the training thread. ``step`` counts optimizer steps: ``steps`` advances it,
+    or else each ``capture`` does. ``micro_step`` counts the batches of a step that is being
+    accumulated (0: the step is complete). ``values`` are the plain values that were tracked; change
+    them there and the next capture has them.
     """
 
-    def __init__(self, training: Training, *, back_pressure: BackPressure, is_deferring: bool) -> None:
+    def __init__(
+        self, training: Training, *, back_pressure: BackPressure, is_deferring: bool
+    ) -> None:
         self._training = training
         self._host = training.host
         self._back_pressure, self._is_deferring = back_pressure, is_deferring
@@ -110,10 +121,11 @@ class Tracker:
 
     @property
     def head(self) -> State | None:
-        """The newest state of the branch, once every capture so far is recorded; None before the first.
+        """The newest state of the branch, once every capture so far is recorded; None before the
+        first.
 
-        A torn capture has no state: the head is then the state before it, and a log message says so. While the lineage cannot be
-        written, the head is the newest state that is recorded.
+        A torn capture has no state: the head is then the state before it, and a log message says
+        so. While the lineage cannot be written, the head is the newest state that is recorded.
         """
         return self._training.head()
 
@@ -146,7 +158,8 @@ class Tracker:
 
     @property
     def attributes(self) -> dict[str, Value]:
-        """Attributes that every further state gets besides its own, such as the number of the job; add to them at any time.
+        """Attributes that every further state gets besides its own, such as the number of the job;
+        add to them at any time.
 
         with repo.track(branch="in-a-job", model=model, optimizer=optimizer) as run:
             run.attributes["job"] = 4711
@@ -161,7 +174,8 @@ class Tracker:
 
     @property
     def cadence(self) -> CadenceChoice:
-        """How often states of this training become durable without being asked for, and why; see ``CadenceChoice``."""
+        """How often states of this training become durable without being asked for, and why; see
+        ``CadenceChoice``."""
         return self._training.cadence
 
     @property
@@ -176,64 +190,101 @@ class Tracker:
 
     @property
     def epoch(self) -> int:
-        """The current epoch of ``epochs``, from 0; once ``epochs`` is over, the number of epochs done."""
+        """The current epoch of ``epochs``, from 0; once ``epochs`` is over, the number of epochs
+        done."""
         return self._training.loops.epoch
 
     @property
     def batch(self) -> int:
-        """The number of the current batch of ``steps`` in its pass over the data, from 0, also if that pass was resumed in the middle.
+        """The number of the current batch of ``steps`` in its pass over the data, from 0, also if
+        that pass was resumed in the middle.
 
-        ``enumerate(run.steps(loader))`` counts from 0 again there. If several loaders are read side by side, it is that of the pass
-        that began last.
+        ``enumerate(run.steps(loader))`` counts from 0 again there. If several loaders are read side
+        by side, it is that of the pass that began last.
         """
         return self._training.loops.batch
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The numbers, from 0, of those of ``count`` epochs that are left: a training that was stopped goes on in its epoch.
+        """The numbers, from 0, of those of ``count`` epochs that are left: a training that was
+        stopped goes on in its epoch.
 
             with repo.track(branch="three-epochs", model=model, optimizer=optimizer) as run:
                 for epoch in run.epochs(3):
                     for batch in run.steps(loader):
                         run.capture(metrics={"loss": train_step(batch)})
 
-        Loop over ``steps`` in the body. A state captured inside that inner loop resumes with the next batch, and then with what follows
-        the inner loop in the body. A state captured after the inner loop counts the epoch as done, so capture there last of all. Samplers
-        that have ``set_epoch`` are told the epoch. A training that has finished has no epochs left, unless ``count`` is raised.
+        Loop over ``steps`` in the body. A state captured inside that inner loop resumes with the
+        next batch, and then with what follows the inner loop in the body. A state captured after
+        the inner loop counts the epoch as done, so capture there last of all. Samplers that have
+        ``set_epoch`` are told the epoch. A training that has finished has no epochs left, unless
+        ``count`` is raised.
 
         :raises InvalidInput: ``count`` is no number of epochs.
         """
         self._training.oversights.note_passed(self._training.kept)
-        return self._training.loops.count(checks.integer(count, "the number of epochs", least=0), is_resumed=self._training.is_resumed)
+        return self._training.loops.count(
+            checks.integer(count, "the number of epochs", least=0),
+            is_resumed=self._training.is_resumed,
+        )
 
-    @checks.takes(loader=checks.iterable, accumulate=checks.positive, limit=checks.optional(checks.positive), verify=checks.flag)
-    def steps(self, loader: Iterable[Batch], *, accumulate: int = 1, limit: int | None = None, verify: bool = True) -> Steps[Batch]:
-        """The loader's batches; ``step`` advances with every ``accumulate``-th of them, before it is handed out.
+    @checks.takes(
+        loader=checks.iterable,
+        accumulate=checks.positive,
+        limit=checks.optional(checks.positive),
+        verify=checks.flag,
+    )
+    def steps(
+        self,
+        loader: Iterable[Batch],
+        *,
+        accumulate: int = 1,
+        limit: int | None = None,
+        verify: bool = True,
+    ) -> Steps[Batch]:
+        """The loader's batches; ``step`` advances with every ``accumulate``-th of them, before it
+        is handed out.
 
             with repo.track(branch="one-pass", model=model, optimizer=optimizer) as run:
                 for batch in run.steps(loader):
                     run.capture(metrics={"loss": train_step(batch)})
 
-        Capture inside the loop body, after the update: the state then records which batches were used, and a training that resumes from
-        it begins with the next one. The loader need not be tracked for that: a plain DataLoader, with workers or without, is started again
-        with the random numbers that it had, and the batches that were used are read and dropped. Tracked loaders and samplers find their
-        place by themselves. Outside of ``epochs``, a training that resumes from the last batch's state makes another pass over the data.
-        ``len`` is the number of batches in a whole pass. ``next`` and ``close`` work as for a generator.
+        Capture inside the loop body, after the update: the state then records which batches were
+        used, and a training that resumes from it begins with the next one. The loader need not be
+        tracked for that: a plain DataLoader, with workers or without, is started again with the
+        random numbers that it had, and the batches that were used are read and dropped. Tracked
+        loaders and samplers find their place by themselves. Outside of ``epochs``, a training that
+        resumes from the last batch's state makes another pass over the data. ``len`` is the number
+        of batches in a whole pass. ``next`` and ``close`` work as for a generator.
 
         :param loader: what is iterated over: a loader, a sampler's batches, a list.
         :param accumulate: how many batches make a step.
-        :param limit: the most batches of a pass, counted from its beginning also where a pass is resumed. ``islice`` and ``enumerate``
-            count from 0 again there; see ``enumerate`` of this class.
-        :param verify: whether the last of the batches that are read again must be the one that was used.
-        :raises InvalidInput: a sampler is tracked and its loader has workers, which read from the sampler ahead of the training; the loader
-            is in a wrapper, such as a progress bar; or, with the first batch, the data come in another order than before.
+        :param limit: the most batches of a pass, counted from its beginning also where a pass is
+            resumed. ``islice`` and ``enumerate`` count from 0 again there; see ``enumerate`` of
+            this class.
+        :param verify: whether the last of the batches that are read again must be the one that was
+            used.
+        :raises InvalidInput: a sampler is tracked and its loader has workers, which read from the
+            sampler ahead of the training; the loader is in a wrapper, such as a progress bar; or,
+            with the first batch, the data come in another order than before.
         """
         return self._steps(loader, limit, accumulate, verify=verify, is_numbered=False)
 
-    @checks.takes(loader=checks.iterable, accumulate=checks.positive, limit=checks.optional(checks.positive), verify=checks.flag)
+    @checks.takes(
+        loader=checks.iterable,
+        accumulate=checks.positive,
+        limit=checks.optional(checks.positive),
+        verify=checks.flag,
+    )
     def enumerate(
-        self, loader: Iterable[Batch], *, accumulate: int = 1, limit: int | None = None, verify: bool = True
+        self,
+        loader: Iterable[Batch],
+        *,
+        accumulate: int = 1,
+        limit: int | None = None,
+        verify: bool = True,
     ) -> Steps[tuple[int, Batch]]:
-        """``steps``, where each batch comes with its number in its pass, from 0, also if that pass was resumed in the middle.
+        """``steps``, where each batch comes with its number in its pass, from 0, also if that pass
+        was resumed in the middle.
 
         with repo.track(branch="numbered", model=model, optimizer=optimizer) as run:
             for number, batch in run.enumerate(loader, limit=100):
@@ -246,7 +297,15 @@ class Tracker:
         """
         return self._steps(loader, limit, accumulate, verify=verify, is_numbered=True)
 
-    def _steps(self, loader: Iterable[Any], limit: int | None, accumulate: int, *, verify: bool, is_numbered: bool) -> Steps[Any]:
+    def _steps(
+        self,
+        loader: Iterable[Any],
+        limit: int | None,
+        accumulate: int,
+        *,
+        verify: bool,
+        is_numbered: bool,
+    ) -> Steps[Any]:
         self._training.oversights.note_passed(self._training.kept)
         batches = self._training.loops.batches(
             loader,
@@ -266,7 +325,8 @@ class Tracker:
                 self._training.count_batch(accumulate)
                 yield batch
         finally:
-            self._training.is_driven = self._training.loops.is_counting  # captures after this loop, in the same epoch, count no step
+            # captures after this loop, in the same epoch, count no step
+            self._training.is_driven = self._training.loops.is_counting
 
     def capture(
         self,
@@ -278,25 +338,29 @@ class Tracker:
     ) -> Capture:
         """Take a state of everything tracked, as it is now; returns at once.
 
-        What only the tracked optimizers change is copied in the background while training goes on, and their next ``step`` waits for that
-        copy. Everything else is copied before this returns. It blocks only when the arena has no room and ``back_pressure`` is not
-        ``skip``. While nothing can be written, older states that are not durable make room instead, or this capture is skipped. A refused
-        argument changes nothing. If anything else is raised, the step has been counted, since the training made it.
+        What only the tracked optimizers change is copied in the background while training goes on,
+        and their next ``step`` waits for that copy. Everything else is copied before this returns.
+        It blocks only when the arena has no room and ``back_pressure`` is not ``skip``. While
+        nothing can be written, older states that are not durable make room instead, or this capture
+        is skipped. A refused argument changes nothing. If anything else is raised, the step has
+        been counted, since the training made it.
 
             with repo.track(branch="captured", model=model, optimizer=optimizer) as run:
                 for batch in run.steps(loader):
-                    capture = run.capture(metrics={"loss": train_step(batch)}, attributes={"lr": 0.01})
+                    capture = run.capture(metrics={"loss": train_step(batch)}, attributes={"lr":
+                    0.01})
 
-        :param metrics: numbers or 0-d tensors, by name. A tensor on a device is read together with the state; this call does not wait for
-            it.
+        :param metrics: numbers or 0-d tensors, by name. A tensor on a device is read together with
+            the state; this call does not wait for it.
         :param step: the step to record; None: as counted.
         :param message: a text for people.
         :param attributes: plain values to search by.
         :raises InvalidInput: an argument cannot be recorded; names it.
-        :raises DatastatesError: (or another error) an earlier capture could not be recorded in the background; this one was not taken.
+        :raises DatastatesError: (or another error) an earlier capture could not be recorded in the
+            background; this one was not taken.
         :raises Dirty: a clone into the tracked objects did not finish.
-        :raises OverBudget: a state does not fit ``memory_bytes``; or, with ``on_failure="raise"``, memory is full and nothing can be
-            written. The capture was not taken.
+        :raises OverBudget: a state does not fit ``memory_bytes``; or, with ``on_failure="raise"``,
+            memory is full and nothing can be written. The capture was not taken.
         :raises Unsupported: something tracked cannot be encoded; names it.
         :raises Closed: the tracker was closed, or this is a forked child.
         """
@@ -304,20 +368,31 @@ class Tracker:
             return self._capture(metrics, step, message, attributes)
 
     def _capture(
-        self, metrics: Mapping[str, SupportsFloat] | None, step: int | None, message: str | None, attributes: Mapping[str, Value] | None
+        self,
+        metrics: Mapping[str, SupportsFloat] | None,
+        step: int | None,
+        message: str | None,
+        attributes: Mapping[str, Value] | None,
     ) -> Capture:
         began, training = time.monotonic(), self._training
         training.check_usable()
         noted = _Noted.of(metrics, attributes, message, training.attributes)
         self.micro_step = checks.integer(self.micro_step, "run.micro_step", least=0, most=2**31 - 1)
         self.step = (
-            checks.step(checks.integer(self.step, "run.step") + (not training.is_driven), "run.step")  # ``steps`` counts if it drives
+            checks.step(
+                checks.integer(self.step, "run.step") + (not training.is_driven), "run.step"
+            )  # ``steps`` counts if it drives
             if step is None
             else checks.step(step)
         )
         line = training.line
-        # Ranks whose captures count the steps may drift apart unnoticed, but their optimizers step together.
-        updates = training.updates() if line.part is not None and step is None and not training.is_driven else None
+        # Ranks whose captures count the steps may drift apart unnoticed, but their optimizers step
+        # together.
+        updates = (
+            training.updates()
+            if line.part is not None and step is None and not training.is_driven
+            else None
+        )
         uid = line.uids.next(training.branch, self.step, self.micro_step)
         facts = StateFacts(
             uid=uid,
@@ -338,8 +413,11 @@ class Tracker:
             self._host.skip(line, facts, Why.FAILED, str(exc) or repr(exc))
             raise
 
-    def _take(self, facts: StateFacts, late: Mapping[str, torch.Tensor], began: float, updates: int | None) -> Capture:
-        """The capture of a state with these facts; ``began`` is when it started. ``updates``: as in ``Staged``."""
+    def _take(
+        self, facts: StateFacts, late: Mapping[str, torch.Tensor], began: float, updates: int | None
+    ) -> Capture:
+        """The capture of a state with these facts; ``began`` is when it started. ``updates``: as
+        in ``Staged``."""
         training, uid = self._training, facts.uid
         training.raise_background_error()
         training.heed_edits()
@@ -362,11 +440,18 @@ class Tracker:
             missing=host.missing,
             check=host.check_goal,
         )
-        slots = self._host.acquire(plan.layout.chunk_lengths, self._back_pressure, line=training.line)
+        slots = self._host.acquire(
+            plan.layout.chunk_lengths, self._back_pressure, line=training.line
+        )
         if slots is None:
             host.recorder.count("skipped")
             progress.skip(None if self._back_pressure is BackPressure.SKIP else self._host.trouble)
-            host.skip(training.line, facts, Why.SKIPPED, progress.why_skipped or "there was no room (back_pressure='skip')")
+            host.skip(
+                training.line,
+                facts,
+                Why.SKIPPED,
+                progress.why_skipped or "there was no room (back_pressure='skip')",
+            )
             return handle
         try:
             staged = Staged(
@@ -380,12 +465,20 @@ class Tracker:
                 updates=updates,
                 arriving=arriving,
             )
-            job = staged.job = CopyJob(plan, slots, on_done=lambda _: None, numbers=[] if arriving is None else arriving.tensors, uid=uid)
+            job = staged.job = CopyJob(
+                plan,
+                slots,
+                on_done=lambda _: None,
+                numbers=[] if arriving is None else arriving.tensors,
+                uid=uid,
+            )
         except BaseException:
             self._host.release(slots)
             raise
         try:
-            self._host.submit(staged, is_deferring=self._is_deferring and not training.line.edits.are_anywhere)
+            self._host.submit(
+                staged, is_deferring=self._is_deferring and not training.line.edits.are_anywhere
+            )
         finally:
             if not job.is_copied.is_set():
                 training.pending.add(job)
@@ -396,13 +489,16 @@ class Tracker:
 
     @property
     def group(self) -> Group:
-        """The ranks that track this training together: ``run.group.rank`` of ``run.group.size``; rank 0 of 1 in a single process."""
+        """The ranks that track this training together: ``run.group.rank`` of ``run.group.size``;
+        rank 0 of 1 in a single process."""
         return self._training.ranks.group
 
     def check_replicas(self) -> list[Difference]:
-        """The differences between ranks that should hold the same: each has its ``path``, and the ``ranks`` that disagree with the others.
+        """The differences between ranks that should hold the same: each has its ``path``, and the
+        ``ranks`` that disagree with the others.
 
-        Collective. It waits for all copies and devices, so it is too slow for every step. In a single process it finds no differences.
+        Collective. It waits for all copies and devices, so it is too slow for every step. In a
+        single process it finds no differences.
 
             with repo.track(branch="replicas", model=model, optimizer=optimizer) as run:
                 assert not run.check_replicas()
@@ -411,24 +507,35 @@ class Tracker:
         return differing(self._training)
 
     def fence(self) -> None:
-        """Wait until no copy reads the tracked tensors any more; call it before changing them by hand.
+        """Wait until no copy reads the tracked tensors any more; call it before changing them by
+        hand.
 
-        The host waits for copies of tensors in its memory, and each device's current stream waits for copies of tensors on that device.
-        Call it before each replay of a recorded step (``torch.cuda.CUDAGraph``), on the stream of the replay, because no hook runs then.
-        Compiled steps need no fence.
+        The host waits for copies of tensors in its memory, and each device's current stream waits
+        for copies of tensors on that device. Call it before each replay of a recorded step
+        (``torch.cuda.CUDAGraph``), on the stream of the replay, because no hook runs then. Compiled
+        steps need no fence.
         """
         self._training.fence()
 
-    @checks.takes(rev=checks.revision, only=checks.patterns, strict=checks.flag, nearest=checks.flag)
+    @checks.takes(
+        rev=checks.revision, only=checks.patterns, strict=checks.flag, nearest=checks.flag
+    )
     def restore(
-        self, rev: str | State, *, only: str | Sequence[str] | None = None, strict: bool = True, nearest: bool = False
+        self,
+        rev: str | State,
+        *,
+        only: str | Sequence[str] | None = None,
+        strict: bool = True,
+        nearest: bool = False,
     ) -> RestoreReport:
-        """Restore a state into the tracked objects and go on from there: the branch moves to it, with a reflog entry. Collective.
+        """Restore a state into the tracked objects and go on from there: the branch moves to it,
+        with a reflog entry. Collective.
 
         :param rev: the state.
         :param only: as in ``Repository.restore``.
         :param strict: as in ``Repository.restore``.
-        :param nearest: True goes back to the nearest state by steps, if the bytes of this one are gone. The log names it.
+        :param nearest: True goes back to the nearest state by steps, if the bytes of this one are
+            gone. The log names it.
 
         :raises InvalidInput: the ranks give different states or other arguments.
         :raises NotFound: no such revision.
@@ -440,7 +547,11 @@ class Tracker:
             training.check_usable()
             training.fence()
             self._host.settle(training.line)
-        return training.go_back(ranks.state(training.core, rev, nearest=nearest, only=only, strict=strict), only=only, strict=strict)
+        return training.go_back(
+            ranks.state(training.core, rev, nearest=nearest, only=only, strict=strict),
+            only=only,
+            strict=strict,
+        )
 
     @checks.takes(
         spike=checks.optional(checks.number),
@@ -462,7 +573,8 @@ class Tracker:
         limit: int = 5,
         keep: Sequence[str] = (),
     ) -> Guard:
-        """Watch the loss: on NaN, infinity or a spike, the last good state is restored from memory. See ``Guard``.
+        """Watch the loss: on NaN, infinity or a spike, the last good state is restored from memory.
+        See ``Guard``.
 
             with repo.track(branch="guarded", model=model, optimizer=optimizer) as run:
                 guard = run.guard()
@@ -474,15 +586,20 @@ class Tracker:
 
         A branch without a state gets its first one now.
 
-        :param spike: how many deviations above the median of the window a loss must be (``policy.spikes`` has the rule); None: only NaN and
-            infinity are trouble.
+        :param spike: how many deviations above the median of the window a loss must be
+            (``policy.spikes`` has the rule); None: only NaN and infinity are trouble.
         :param patience: how many such losses in a row make a spike.
-        :param window: how many normal losses the median is taken over; as many normal losses also end a series of rewinds.
-        :param back: how many good states the first rewind goes back; each further rewind in a series goes back twice as many.
-        :param data: ``skip`` goes on with the batches that follow; ``reshuffle`` repeats those since the good state in another order.
+        :param window: how many normal losses the median is taken over; as many normal losses also
+            end a series of rewinds.
+        :param back: how many good states the first rewind goes back; each further rewind in a
+            series goes back twice as many.
+        :param data: ``skip`` goes on with the batches that follow; ``reshuffle`` repeats those
+            since the good state in another order.
         :param limit: the most rewinds in a series.
-        :param keep: names of tracked objects that keep their present values, such as a count of batches.
-        :raises InvalidInput: an argument makes no sense, or the data have no order that could be changed.
+        :param keep: names of tracked objects that keep their present values, such as a count of
+            batches.
+        :raises InvalidInput: an argument makes no sense, or the data have no order that could be
+            changed.
         :raises Unsupported: the training has several ranks.
         """
         from .guard import Guard, Rules  # few trainings use it
@@ -490,15 +607,17 @@ class Tracker:
         self._training.check_usable()
         if self.group.size > 1:
             raise Unsupported(
-                f"run.guard is for one process, and this training has {self.group.size}: its ranks would have to agree on every loss;"
-                " reduce the loss over them yourself, and call run.restore on all of them"
+                f"run.guard is for one process, and this training has {self.group.size}: its ranks"
+                " would have to agree on every loss; reduce the loss over them yourself, and call"
+                " run.restore on all of them"
             )
         return Guard(self, self._training, Rules(spike, patience, window, back, data, limit, keep))
 
     def close(self) -> None:
         """Remove the hooks and make the branch's head durable; idempotent.
 
-        :raises DatastatesError: (or another error of the background) the last captures could not be recorded.
+        :raises DatastatesError: (or another error of the background) the last captures could not be
+            recorded.
         """
         self._training.close()
 
@@ -506,7 +625,12 @@ class Tracker:
         self._training.oversights.note_passed(self._training.kept)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         try:
             self._training.close(error)
         except Exception as exc:  # it must not hide the error that ended the block
@@ -517,7 +641,8 @@ class Tracker:
 
 
 class Steps(Iterator[Batch]):
-    """The batches of ``Tracker.steps``; ``len`` is their number in a whole pass, if the loader has a length."""
+    """The batches of ``Tracker.steps``; ``len`` is their number in a whole pass, if the loader
+    has a length."""
 
     def __init__(self, loader: Any, limit: int | None, batches: Generator[Batch]) -> None:
         self._loader, self._limit, self._batches = loader, limit, batches
@@ -536,7 +661,8 @@ class Steps(Iterator[Batch]):
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """The arguments of a capture, copied for the background. What cannot be recorded is refused here, on the caller's thread.
+    """The arguments of a capture, copied for the background. What cannot be recorded is refused
+    here, on the caller's thread.
 
     The ``metrics`` that are also in ``late`` lie on a device, and their values are not known yet.
     """
@@ -547,13 +673,30 @@ class _Noted:
     message: str | None
 
     @classmethod
-    def of(cls, metrics: object, attributes: object, message: object, standing: dict[str, Value]) -> Self:
+    def of(
+        cls, metrics: object, attributes: object, message: object, standing: dict[str, Value]
+    ) -> Self:
         said = None if message is None else checks.message(message)
         own = checks.attributes(attributes)
-        late = [is_late(value) for value in metrics.values()] if isinstance(metrics, Mapping) else []
+        late = (
+            [is_late(value) for value in metrics.values()] if isinstance(metrics, Mapping) else []
+        )
         if not any(late):
-            return cls(checks.metrics(metrics), {}, {**checks.attributes(standing), **own} if standing else own, said)
+            return cls(
+                checks.metrics(metrics),
+                {},
+                {**checks.attributes(standing), **own} if standing else own,
+                said,
+            )
         assert isinstance(metrics, Mapping)
-        known = checks.metrics({name: math.nan if is_late(value) else value for name, value in metrics.items()})
-        arriving = {name: value for name, value in zip(known, metrics.values(), strict=True) if is_late(value)}
-        return cls(known, arriving, {**checks.attributes(standing), **own} if standing else own, said)
+        known = checks.metrics(
+            {name: math.nan if is_late(value) else value for name, value in metrics.items()}
+        )
+        arriving = {
+            name: value
+            for name, value in zip(known, metrics.values(), strict=True)
+            if is_late(value)
+        }
+        return cls(
+            known, arriving, {**checks.attributes(standing), **own} if standing else own, said
+        )

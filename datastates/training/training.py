@@ -25,7 +25,14 @@ from datastates.engine.handle import Line
 from datastates.engine.outbox import end_later
 from datastates.engine.plan import CopyPlan, compile_plan
 from datastates.engine.threads import facts_of
-from datastates.errors import Closed, DatastatesError, InvalidInput, NotFound, Unavailable, Unsupported
+from datastates.errors import (
+    Closed,
+    DatastatesError,
+    InvalidInput,
+    NotFound,
+    Unavailable,
+    Unsupported,
+)
 from datastates.lineage import states
 from datastates.lineage.states import OURS, Run, State
 from datastates.lineage.views.branch_rows import kept_of
@@ -63,14 +70,19 @@ if TYPE_CHECKING:
 
 
 class Companion(Protocol):
-    """What ``Training.accompany`` takes. It must refer to neither the tracker nor its objects, or it would keep them alive."""
+    """What ``Training.accompany`` takes.
+
+    It must refer to neither the tracker nor its objects, or it would keep them alive."""
 
     def recorded(self, state: State, /) -> None:
-        """Called once for each state of this training that is recorded, in order, on any thread. It returns at once and raises nothing."""
+        """Called once for each state of this training that is recorded, in order, on any thread.
+
+        It returns at once and raises nothing."""
 
     def ended(self, error: BaseException | None, /) -> None:
-        """Called when the training is closed, on the closing thread, with the error that ended its block, if any. ``recorded`` was called
-        for every state before. An error that this raises is logged."""
+        """Called when the training is closed, on the closing thread, with the error that ended
+        its block, if any. ``recorded`` was called for every state before. An error that this
+        raises is logged."""
 
 
 # What becomes of the parameters that a restored state trained and that are not trained here, or
@@ -84,13 +96,19 @@ _parted = WeakIdKeyDictionary()
 
 
 def regain_groups(core: Core, state: State, adapted: Adapted) -> list[tuple[Optimizer, int]]:
-    """Give optimizers the parameter groups that they had in the state and lack here; returns these optimizers and how many each has got.
+    """Give optimizers the parameter groups that they had in the state and lack here; returns these
+    optimizers and how many each has got.
 
     ``lose_groups`` undoes it.
     """
-    found = [(path, bare(each)) for path, each in parts(adapted.objects) if isinstance(each, Optimizer)]
-    stored = [(each, groups_in(core, state, path)) for path, each in found if is_plain(each)]  # all are read before any is changed
-    return [(each, count) for each, groups in stored if (count := add_groups(each, groups, adapted))]
+    found = [
+        (path, bare(each)) for path, each in parts(adapted.objects) if isinstance(each, Optimizer)
+    ]
+    # all are read before any is changed
+    stored = [(each, groups_in(core, state, path)) for path, each in found if is_plain(each)]
+    return [
+        (each, count) for each, groups in stored if (count := add_groups(each, groups, adapted))
+    ]
 
 
 def lose_groups(gained: Sequence[tuple[Optimizer, int]]) -> None:
@@ -103,12 +121,15 @@ def say_gained(branch: str, gained: Sequence[tuple[Optimizer, int]]) -> None:
     """Say which groups were added."""
     for optimizer, count in gained:
         sizes = " and ".join(str(len(group["params"])) for group in optimizer.param_groups[-count:])
-        gained_group = f"{type(optimizer).__name__} has {sizes} parameters in a group of their own again"
+        gained_group = (
+            f"{type(optimizer).__name__} has {sizes} parameters in a group of their own again"
+        )
         say(f"branch {branch}: {gained_group}, as in the state that was restored")
 
 
 def part_at(uid: str, adapted: Adapted) -> None:
-    """Note that a training of this process ends at a state: as long as its parameters live, the script that made them is running on."""
+    """Note that a training of this process ends at a state: as long as its parameters live, the
+    script that made them is running on."""
     for module in adapted.modules:
         for found in (*module.modules(), *module.parameters()):
             _parted[found] = uid
@@ -122,35 +143,55 @@ _DIFFERENCES = (
 )
 
 
-def go_on_training(branch: str, adapted: Adapted, report: RestoreReport, *, is_told: bool, at: str | None = None) -> None:
-    """Freeze and unfreeze parameters, and set the modes of modules, as the state had them, because the script may not come by there again.
+def go_on_training(
+    branch: str, adapted: Adapted, report: RestoreReport, *, is_told: bool, at: str | None = None
+) -> None:
+    """Freeze and unfreeze parameters, and set the modes of modules, as the state had them, because
+    the script may not come by there again.
 
-    What a training of this process left ``at`` that state stays: what was done to it since then is the script's next line. The mode of a
-    whole model that only an evaluation changed stays, too.
+    What a training of this process left ``at`` that state stays: what was done to it since then is
+    the script's next line. The mode of a whole model that only an evaluation changed stays, too.
     """
-    kept_back, report = divided(report, adapted, lambda found: at is not None and _parted.get(found) == at, is_running=at is None)
+    kept_back, report = divided(
+        report,
+        adapted,
+        lambda found: at is not None and _parted.get(found) == at,
+        is_running=at is None,
+    )
     if is_told:
         say_what_differs(branch, kept_back, "goes on")
     left = set(put_back(report, adapted))
     for name, kind, done, _, _ in _DIFFERENCES:
-        changed, kept = ([path for path in getattr(report, name) if (path in left) is is_left] for is_left in (False, True))
+        changed, kept = (
+            [path for path in getattr(report, name) if (path in left) is is_left]
+            for is_left in (False, True)
+        )
         if changed and is_told:
-            say(f"branch {branch}: {_counted(changed, kind)} {done} again, as in the state that was restored")
+            say(
+                f"branch {branch}: {_counted(changed, kind)} {done} again, as in the state that was"
+                " restored"
+            )
         if kept:
             _logger.warning(
-                "branch %s: %s %s in the state that was restored, and not here: set requires_grad before DistributedDataParallel wraps the"
-                " model, because it exchanges the gradients of the parameters that are trained then",
-                branch, _counted(kept, kind), done,
-            )  # fmt: skip
+                "branch %s: %s %s in the state that was restored, and not here: set requires_grad"
+                " before DistributedDataParallel wraps the model, because it exchanges the"
+                " gradients of the parameters that are trained then",
+                branch,
+                _counted(kept, kind),
+                done,
+            )
 
 
 def say_what_differs(branch: str, report: RestoreReport, does: str = "begins") -> None:
-    """Say what the script freezes, trains or evaluates otherwise than the state where its branch begins or goes on: it may be meant, or
-    forgotten.
+    """Say what the script freezes, trains or evaluates otherwise than the state where its branch
+    begins or goes on: it may be meant, or forgotten.
     """
     for name, kind, was, now, option in _DIFFERENCES:
         if paths := getattr(report, name):
-            say(f"branch {branch}: {_counted(paths, kind)} {was} where it {does}, and {now} here; {option} stays as the script set it")
+            say(
+                f"branch {branch}: {_counted(paths, kind)} {was} where it {does}, and {now} here;"
+                f" {option} stays as the script set it"
+            )
 
 
 def warn_of_misfits(branch: str, report: RestoreReport, step: int, *, is_beginning: bool) -> None:
@@ -158,17 +199,25 @@ def warn_of_misfits(branch: str, report: RestoreReport, step: int, *, is_beginni
     left = [*report.missing, *(misfit.path for misfit in report.mismatched), *report.unexpected]
     made, advice = "has", "run.report lists all"
     if is_beginning:
-        made, advice = "initialized", f"to train everything from step 0, write branch={branch + '-anew'!r} and no start="
+        made, advice = (
+            "initialized",
+            f"to train everything from step 0, write branch={branch + '-anew'!r} and no start=",
+        )
     if left:
         _logger.warning(
-            "branch %s: %s did not fit and are not restored (strict=False): what is here stays as the script %s it, while the step"
-            " counts on from %s; %s",
-            branch, ", ".join(left[:6]) + (f" and {len(left) - 6} more" if len(left) > 6 else ""), made, step, advice,
-        )  # fmt: skip
+            "branch %s: %s did not fit and are not restored (strict=False): what is here stays as"
+            " the script %s it, while the step counts on from %s; %s",
+            branch,
+            ", ".join(left[:6]) + (f" and {len(left) - 6} more" if len(left) > 6 else ""),
+            made,
+            step,
+            advice,
+        )
 
 
 def groups_in(core: Core, state: State, path: str) -> object:
-    """The parameter groups that the state has of the optimizer at a path; None if there are none."""
+    """The parameter groups that the state has of the optimizer at a path; None if there are
+    none."""
     try:
         found = load(core, state, only=f"{path}/param_groups")
         for key in path.split("/"):
@@ -188,13 +237,16 @@ def _counted(paths: Sequence[str], kind: str) -> str:
 
 
 class Training:
-    """One training, from ``Repository.track`` to ``close``. Everything belongs to the training thread.
+    """One training, from ``Repository.track`` to ``close``. Everything belongs to the training
+    thread.
 
-    ``run`` is its record in the lineage. ``newest`` is the uid of the newest capture, recorded or not, or of the state that was restored
-    last. ``is_driven``: ``Tracker.steps`` counts the steps. ``completes``: where another library accumulates, it tells whether the current
-    batch completes a step. ``is_resumed``: the branch existed before. ``held_s``: for how long the newest capture held the training up.
-    ``ranks`` track it together. ``own`` names the objects that each rank has for itself, besides those that always are its own.
-    ``takes_script``: where the script has other hyperparameters than a state, a restore puts the script's.
+    ``run`` is its record in the lineage. ``newest`` is the uid of the newest capture, recorded or
+    not, or of the state that was restored last. ``is_driven``: ``Tracker.steps`` counts the steps.
+    ``completes``: where another library accumulates, it tells whether the current batch completes a
+    step. ``is_resumed``: the branch existed before. ``held_s``: for how long the newest capture
+    held the training up. ``ranks`` track it together. ``own`` names the objects that each rank has
+    for itself, besides those that always are its own. ``takes_script``: where the script has other
+    hyperparameters than a state, a restore puts the script's.
     """
 
     def __init__(
@@ -222,7 +274,8 @@ class Training:
         self.pending = Pending(self.host.fence)
         self.newest: str | None = None
         self.is_driven = self.is_resumed = False
-        self.loops = Loops(partial(_found, self.objects))  # it must not refer to this training, or it would keep it alive
+        # it must not refer to this training, or it would keep it alive
+        self.loops = Loops(partial(_found, self.objects))
         self.step = self.micro_step = 0
         self.completes: Callable[[], bool] | None = None
         self.bests: tuple[Best, ...] = ()
@@ -243,10 +296,15 @@ class Training:
         self._pid = os.getpid()
         self._fence = Fence(self.pending.wait)
         self._fence.install(self.adapted.optimizers, self.adapted.modules)
-        self.oversights = Oversights(self.adapted.objects, outlook, self._fence.steps_of, has_gradients=gradients)
+        self.oversights = Oversights(
+            self.adapted.objects, outlook, self._fence.steps_of, has_gradients=gradients
+        )
         self._fence.on_step = self.oversights.gradients.stepped
-        self.host.open_line(line, cadence, self.adapted.size_bytes())  # the last call here that may fail
-        self._finalizer = weakref.finalize(self, _end_dropped, self.host, line, self._fence, core.database, self.run.uid, self._pid)
+        # the last call here that may fail
+        self.host.open_line(line, cadence, self.adapted.size_bytes())
+        self._finalizer = weakref.finalize(
+            self, _end_dropped, self.host, line, self._fence, core.database, self.run.uid, self._pid
+        )
         self._finalizer.atexit = False  # at exit the repository is closed anyway
 
     @property
@@ -260,7 +318,11 @@ class Training:
         self.heed_edits()
         if self.line.tip is None:
             return None
-        for rev in (self.line.tip[0], self.branch):  # the tip is not recorded while the lineage cannot be written
+        for rev in (
+            self.line.tip[0],
+            self.branch,
+        ):
+            # the tip is not recorded while the lineage cannot be written
             with suppress(NotFound):
                 return self.core.state(rev)
         return None
@@ -286,8 +348,12 @@ class Training:
         self.host.begin_run(self.run)
 
     def _begin_another_run(self, before: Run) -> None:
-        """Record what follows as another run, because other hyperparameters are in use now. The states of ``before`` keep theirs."""
-        self.run = self.line.run = replace(self.run, uid=secrets.token_hex(12), started_at=datetime.now(UTC))
+        """Record what follows as another run, because other hyperparameters are in use now.
+
+        The states of ``before`` keep theirs."""
+        self.run = self.line.run = replace(
+            self.run, uid=secrets.token_hex(12), started_at=datetime.now(UTC)
+        )
         with self.core.database.write() as session:
             self.begin_run(session)
             runs.finish(session, before.uid)
@@ -300,10 +366,12 @@ class Training:
         elif self.completes is None:
             self.micro_step %= accumulate
 
-    # --- what a capture asks -------------------------------------------------------------------------------------------------
+    # --- what a capture asks ----------------------------------------------------------------------
 
     def tree(self) -> dict[str, object]:
-        """Everything that a capture holds, as it is now. With several ranks, the objects that are each rank's own are marked as such."""
+        """Everything that a capture holds, as it is now.
+
+        With several ranks, the objects that are each rank's own are marked as such."""
         own = None if self.line.part is None else self.own
         tree = {**self.adapted.tree(is_shared=own is not None, is_waiting=False), **self.values}
         if self.loops.is_used:
@@ -314,15 +382,21 @@ class Training:
         return tree if own is None else owned(tree, {*own, LOOPS})
 
     def known(self) -> Flat | None:
-        """The leaves of the last capture, if the next one can be expected to have the same; else None."""
+        """The leaves of the last capture, if the next one can be expected to have the same; else
+        None."""
         return None if self._plan is None else self._plan.flat
 
     def kept(self) -> list[object]:
         """What the last capture keeps, which refers to tracked tensors and modules."""
-        return [self._plan, *self.adapted.lasting, *(model.references for _, model in self.adapted.models())]
+        return [
+            self._plan,
+            *self.adapted.lasting,
+            *(model.references for _, model in self.adapted.models()),
+        ]
 
     def plan_for(self, flat: Flat) -> CopyPlan:
-        """The plan by which these leaves are copied; the last plan again if their layout is unchanged."""
+        """The plan by which these leaves are copied; the last plan again if their layout is
+        unchanged."""
         if self._plan is not None and self._plan.refresh(flat):
             return self._plan
         self.fence()
@@ -343,9 +417,19 @@ class Training:
         return self._plan
 
     def updates(self) -> int:
-        """The most steps that a tracked optimizer has taken since ``track`` or ``go_back``, of those that are equal on all ranks."""
-        shared = {name: found for name, found in self.adapted.objects.items() if name not in self.own}
-        return max((self._fence.steps_of(found) for _, found in parts(shared) if isinstance(found, Optimizer)), default=0)
+        """The most steps that a tracked optimizer has taken since ``track`` or ``go_back``, of
+        those that are equal on all ranks."""
+        shared = {
+            name: found for name, found in self.adapted.objects.items() if name not in self.own
+        }
+        return max(
+            (
+                self._fence.steps_of(found)
+                for _, found in parts(shared)
+                if isinstance(found, Optimizer)
+            ),
+            default=0,
+        )
 
     def forget_layout(self) -> None:
         """Drop the plan of the last capture: the next capture is laid out anew."""
@@ -366,22 +450,30 @@ class Training:
     def check_usable(self) -> None:
         """Raise unless captures may be taken here and now.
 
-        :raises Closed: the training was closed, gave way to another, or belongs to the parent process.
+        :raises Closed: the training was closed, gave way to another, or belongs to the parent
+            process.
         :raises InvalidInput: this is a thread of the engine.
         """
         if self._pid != os.getpid():
-            raise Closed("this tracker belongs to the parent process: open the repository and track again in the child")
+            raise Closed(
+                "this tracker belongs to the parent process: open the repository and track again in"
+                " the child"
+            )
         if self._has_given_way:
             raise Closed(
-                f"this tracker gave way to another that was made for branch {self.branch} in this process: capture with that one, "
-                "or track a branch of another name"
+                f"this tracker gave way to another that was made for branch {self.branch} in this"
+                " process: capture with that one, or track a branch of another name"
             )
         if self._is_closed:
-            raise Closed(f"the tracker of branch {self.branch} was closed: call repo.track(...) again")
+            raise Closed(
+                f"the tracker of branch {self.branch} was closed: call repo.track(...) again"
+            )
         if threading.current_thread().name.startswith("datastates-"):
-            raise InvalidInput("captures are taken on the training thread, not from callbacks of the engine")
+            raise InvalidInput(
+                "captures are taken on the training thread, not from callbacks of the engine"
+            )
 
-    # --- going back ----------------------------------------------------------------------------------------------------------
+    # --- going back -------------------------------------------------------------------------------
 
     def go_back(
         self,
@@ -392,8 +484,8 @@ class Training:
         without: Collection[str] = (),
         reason: str = "move",
     ) -> RestoreReport:
-        """Restore a state, except for the objects ``without``, and move the branch to it; ``reason`` goes into the reflog. No capture may
-        be in flight.
+        """Restore a state, except for the objects ``without``, and move the branch to it;
+        ``reason`` goes into the reflog. No capture may be in flight.
 
         The script goes on where the loops are: if these stay, so does what it trains.
         """
@@ -422,30 +514,51 @@ class Training:
                     refs.move(session, self.branch, state.uid, expected=tip[0], reason=reason)
 
     def know_best(self) -> None:
-        """Tell the engine which states up to the branch's head are the best, by the metrics whose best is kept. By metrics for which the
-        user did not ask, only the branch's own states count."""
+        """Tell the engine which states up to the branch's head are the best, by the metrics
+        whose best is kept. By metrics for which the user did not ask, only the branch's own
+        states count."""
         tip = self.line.tip and self.line.tip[0]
         bests = bests_at(self.core, tip, self.bests)
         if self.line.keeps_bests and tip is not None:
             asked = {rule.key for rule in self.bests}
-            bests |= {rule: best for rule, best in bests_of(self.core, self.branch).items() if rule.key not in asked}
+            bests |= {
+                rule: best
+                for rule, best in bests_of(self.core, self.branch).items()
+                if rule.key not in asked
+            }
         if bests or tip is not None:
             self.host.know_best(self.line, bests)
 
-    def restore(self, state: State, *, only: str | Sequence[str] | None, strict: bool, without: Collection[str] = ()) -> RestoreReport:
+    def restore(
+        self,
+        state: State,
+        *,
+        only: str | Sequence[str] | None,
+        strict: bool,
+        without: Collection[str] = (),
+    ) -> RestoreReport:
         """Restore a state into the objects, and set ``step`` to its step; the branch stays."""
         everything = {LOOPS: self.loops, **self.objects, **self.values}
         lines, whole = self._choose(state, only, without)
-        into = {name: found for name, found in everything.items() if name not in without and name not in whole}
+        into = {
+            name: found
+            for name, found in everything.items()
+            if name not in without and name not in whole
+        }
         version = self.loops.version
-        self.report = restore(self.core, state, into, only=only, strict=strict, group=self.ranks.group)
+        self.report = restore(
+            self.core, state, into, only=only, strict=strict, group=self.ranks.group
+        )
         self.say_once(lines)
         if self.takes_script:
             self.built.put()
         restored = set(self.report.restored)
-        for optimizer in (each for tracked in self.adapted.optimizers for each in with_inner(tracked)):
+        for optimizer in (
+            each for tracked in self.adapted.optimizers for each in with_inner(tracked)
+        ):
             if optimizer.state:
-                optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn that it never stepped
+                # else schedulers warn that it never stepped
+                optimizer._opt_called = True  # type: ignore[attr-defined]
         if LOOPS in into and only is None and self.loops.version == version:
             self.loops.load_state_dict({})
         for path, model in self.adapted.models():
@@ -457,54 +570,100 @@ class Training:
             say(f"branch {self.branch}: {line}")
         if self.ranks.is_first:
             warn_of_misfits(self.branch, self.report, state.step, is_beginning=self.newest is None)
-        self.values.update({key: value for key, value in self.report.values.items() if key in self.values})
+        self.values.update(
+            {key: value for key, value in self.report.values.items() if key in self.values}
+        )
         self.step, self.micro_step = state.step, state.micro_step
         self._plan, self._hyperparameters = None, self.built.now()
         return self.report
 
-    def _choose(self, state: State, only: str | Sequence[str] | None, without: Collection[str]) -> tuple[list[str], set[str]]:
-        """Compare the script's hyperparameters with those of a state. Returns a line for each difference, and the objects that get the
-        script's values whole.
+    def _choose(
+        self, state: State, only: str | Sequence[str] | None, without: Collection[str]
+    ) -> tuple[list[str], set[str]]:
+        """Compare the script's hyperparameters with those of a state. Returns a line for each
+        difference, and the objects that get the script's values whole.
 
-        :raises InvalidInput: a scheduler is of another class than the state's, or its schedule ends before the state.
+        :raises InvalidInput: a scheduler is of another class than the state's, or its schedule ends
+            before the state.
         """
         wants = Selection(only).wants
-        tree = load_values(self.core, state, self.ranks.group, wants=self.built.reads) if self.built else None
-        found = self.built.compare(tree, state.config, lambda path: path.split("/")[0] not in without and wants(path))
+        tree = (
+            load_values(self.core, state, self.ranks.group, wants=self.built.reads)
+            if self.built
+            else None
+        )
+        found = self.built.compare(
+            tree, state.config, lambda path: path.split("/")[0] not in without and wants(path)
+        )
         if not self.takes_script:
             self.built.check_classes()
         lines = [self._line(each, state) for each in found]
         lines += self.built.choose() if self.takes_script else []
-        is_continued = wants("rng") and any(isinstance(each, RngState) for name, each in self.objects.items() if name not in without)
+        is_continued = wants("rng") and any(
+            isinstance(each, RngState) for name, each in self.objects.items() if name not in without
+        )
         before, used = state.config.get("seed"), self.built.in_use(is_chosen=self.takes_script)
         if self.seed not in (None, before) and "world_size" in state.config:
-            mine, theirs = (f"the script (seed {shown(self.seed)})", f"state {state.uid[:10]} (seed {shown(before)})")
+            mine, theirs = (
+                f"the script (seed {shown(self.seed)})",
+                f"state {state.uid[:10]} (seed {shown(before)})",
+            )
             lines.append(
-                f'random numbers come from {theirs}, and not from {mine}: pass rng="script" to a fork to use the script\'s'
+                f'random numbers come from {theirs}, and not from {mine}: pass rng="script" to a'
+                " fork to use the script's"
                 if is_continued
-                else f'random numbers come from {mine}, and not from {theirs}: pass rng="state" to use the state\'s'
+                else (
+                    f'random numbers come from {mine}, and not from {theirs}: pass rng="state" to'
+                    " use the state's"
+                )
             )
         if is_continued and (before is not None or "world_size" in state.config):
             used["seed"] = before
         elif self.seed is not None:
             used["seed"] = self.seed
-        return [*lines, *self.configure(used)], {path for path in self.built.replayed if "/" not in path}
+        return [*lines, *self.configure(used)], {
+            path for path in self.built.replayed if "/" not in path
+        }
 
     def _line(self, difference: Difference, state: State) -> str:
         key, script, stored = difference.key, shown(difference.script), shown(difference.state)
         if key.endswith(".lr_lambdas") and isinstance(difference.script, str):
-            until = "" if self.takes_script else ' from the next step of the schedule on: pass hyperparameters="script" to use it now'
-            return f"{key} gives {script} in the script, and gave {stored} in state {state.uid[:10]}: the script's function is used{until}"
+            until = (
+                ""
+                if self.takes_script
+                else (
+                    ' from the next step of the schedule on: pass hyperparameters="script" to use'
+                    " it now"
+                )
+            )
+            return (
+                f"{key} gives {script} in the script, and gave {stored} in state {state.uid[:10]}:"
+                f" the script's function is used{until}"
+            )
         if self.takes_script:
-            return f'{key} is {script}, as in the script; state {state.uid[:10]} has {stored}: pass hyperparameters="state" to use that'
-        end = ", since torch raises an error after that step" if key.endswith(".total_steps") else ""
-        return f'{key} is {stored}, as in state {state.uid[:10]}; the script has {script}: pass hyperparameters="script" to use that{end}'
+            return (
+                f"{key} is {script}, as in the script; state {state.uid[:10]} has {stored}: pass"
+                ' hyperparameters="state" to use that'
+            )
+        end = (
+            ", since torch raises an error after that step" if key.endswith(".total_steps") else ""
+        )
+        return (
+            f"{key} is {stored}, as in state {state.uid[:10]}; the script has {script}: pass"
+            f' hyperparameters="script" to use that{end}'
+        )
 
     def configure(self, used: Mapping[str, Value]) -> list[str]:
-        """Make the configuration of the run of what the user gave and of the values in use. Returns a line for each that is not in use."""
-        self.used = {**used, "world_size": self.ranks.size} if self.built or self.adapted.modules else {}
+        """Make the configuration of the run of what the user gave and of the values in use.
+
+        Returns a line for each that is not in use."""
+        self.used = (
+            {**used, "world_size": self.ranks.size} if self.built or self.adapted.modules else {}
+        )
         sizes = {
-            f"{path.replace('/', '.')}.batch_size": found.batch_size for path, found in parts(self.objects) if isinstance(found, DataLoader)
+            f"{path.replace('/', '.')}.batch_size": found.batch_size
+            for path, found in parts(self.objects)
+            if isinstance(found, DataLoader)
         }
         if self._loader_size is not None and not sizes:
             sizes = {"loader.batch_size": self._loader_size}
@@ -514,7 +673,8 @@ class Training:
         return lines
 
     def settle(self, loader: object = None) -> None:
-        """Called before the first batch: record its size, and the hyperparameters that the script has set since ``track``."""
+        """Called before the first batch: record its size, and the hyperparameters that the
+        script has set since ``track``."""
         if self._is_begun and (loader is None or self._has_loader):
             return
         size = getattr(loader, "batch_size", None)
@@ -526,24 +686,54 @@ class Training:
     def note_capture(self) -> None:
         """Called at each capture: record the options that the script has set since ``track``.
 
-        A rate that it sets may follow its own schedule. The rate in use is then the one with which the script built the optimizer, or the
-        one that its configuration names.
+        A rate that it sets may follow its own schedule. The rate in use is then the one with which
+        the script built the optimizer, or the one that its configuration names.
         """
         self._captures += 1
         if self._captures == 2:
             now = self.built.now()
             rates = {
-                key: value for key, value in now.items() if key.endswith(".lr") and not is_alike(value, self._hyperparameters.get(key))
+                key: value
+                for key, value in now.items()
+                if key.endswith(".lr") and not is_alike(value, self._hyperparameters.get(key))
             }
-            named = {key for key, value in rates.items() if any(is_alike(value, given) for given in self.given.values())}
-            lasting = {key: value for key, value in now.items() if key in named or not {*key.split(".")} & {*SCHEDULED}}
-            self._record_changes(lasting | {key: self._script.get(key, value) for key, value in rates.items() if key not in named})
+            named = {
+                key
+                for key, value in rates.items()
+                if any(is_alike(value, given) for given in self.given.values())
+            }
+            lasting = {
+                key: value
+                for key, value in now.items()
+                if key in named or not {*key.split(".")} & {*SCHEDULED}
+            }
+            self._record_changes(
+                lasting
+                | {
+                    key: self._script.get(key, value)
+                    for key, value in rates.items()
+                    if key not in named
+                }
+            )
 
     def _record_changes(self, now: Mapping[str, Value]) -> None:
         """Record the hyperparameters that differ from the ones after ``track``."""
-        before, changed = self.run, {key: now[key] for key in now if not is_alike(now[key], self._hyperparameters.get(key))}
+        before, changed = (
+            self.run,
+            {
+                key: now[key]
+                for key in now
+                if not is_alike(now[key], self._hyperparameters.get(key))
+            },
+        )
         lines = self.configure(self.used | changed)
-        self._hyperparameters, self._script = {**self._hyperparameters, **changed}, {**self._script, **changed}
+        self._hyperparameters, self._script = (
+            {**self._hyperparameters, **changed},
+            {
+                **self._script,
+                **changed,
+            },
+        )
         if self.run.config != before.config:
             self.host.begin_run(self.run)
             with suppress(Unavailable), self.core.database.write() as session:
@@ -558,20 +748,28 @@ class Training:
                 _logger.warning("branch %s: %s", self.branch, line)
 
     def _warn_of_trained(self, path: str, model: ModelState, restored: set[str]) -> None:
-        """Log a warning if the restored state leaves out parameters that are trained here: they keep the values that they have."""
+        """Log a warning if the restored state leaves out parameters that are trained here: they
+        keep the values that they have."""
         assert self.report is not None
         known = {id(model.whole[name]) for name in restored}  # of a tied tensor one name is enough
         others = {*self.report.missing, *(each.path for each in self.report.mismatched)}
-        lost = [join(path, name) for name in sorted(model.trained or ()) if name in model.whole and id(model.whole[name]) not in known]
+        lost = [
+            join(path, name)
+            for name in sorted(model.trained or ())
+            if name in model.whole and id(model.whole[name]) not in known
+        ]
         lost = [name for name in lost if name not in others]
         if restored and lost and self.ranks.is_first:
             _logger.warning(
-                "branch %s: %s parameters, such as %s, are frozen in the state that was restored, which leaves them out, and trained"
-                " here: they keep their values; make the model again, frozen as it was then",
-                self.branch, len(lost), lost[0],
-            )  # fmt: skip
+                "branch %s: %s parameters, such as %s, are frozen in the state that was restored,"
+                " which leaves them out, and trained here: they keep their values; make the model"
+                " again, frozen as it was then",
+                self.branch,
+                len(lost),
+                lost[0],
+            )
 
-    # --- the end -------------------------------------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------
 
     @property
     def is_living(self) -> bool:
@@ -579,25 +777,39 @@ class Training:
         return not self._is_ended and self._pid == os.getpid()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Remove the hooks and make the branch's head durable; idempotent. ``error`` is the one that ended the training, if any. After an
-        error, also one that is being handled, parts of other ranks are waited for at most 3 s.
+        """Remove the hooks and make the branch's head durable; idempotent. ``error`` is the one
+        that ended the training, if any. After an error, also one that is being handled, parts of
+        other ranks are waited for at most 3 s.
 
-        :raises DatastatesError: (or another error of the background) the last captures could not be recorded.
+        :raises DatastatesError: (or another error of the background) the last captures could not be
+            recorded.
         """
         if not self.is_living:
             return
         self._is_closed = True
-        self.host.close_line(self.line, is_failing=error is not None or sys.exc_info()[1] is not None)
+        self.host.close_line(
+            self.line, is_failing=error is not None or sys.exc_info()[1] is not None
+        )
         self._fence.remove()
         self.oversights.gradients.unhook()
-        self.core.trainings.discard(self)  # the repository may outlive the models, and must not keep them alive
+        # the repository may outlive the models, and must not keep them alive
+        self.core.trainings.discard(self)
         self.core.drain()
         self.forget_layout()  # it keeps captured tensors and places in memory alive
         if self.line.tip is not None:
             part_at(self.line.tip[0], self.adapted)
-        if not self.core.database.is_closed:  # the repository may have been closed after an interrupt of this
-            with suppress(Unavailable, NotFound), self.core.database.write() as session:  # its process finishes the run at the latest
-                runs.note(session, self.run.uid, {**facts_of(self.line), **states.facts_of(error, self.step)})
+        if not self.core.database.is_closed:
+            # the repository may have been closed after an interrupt of this
+            with (
+                suppress(Unavailable, NotFound),
+                self.core.database.write() as session,
+            ):
+                # its process finishes the run at the latest
+                runs.note(
+                    session,
+                    self.run.uid,
+                    {**facts_of(self.line), **states.facts_of(error, self.step)},
+                )
                 runs.finish(session, self.run.uid)
             self._tell_what_is_kept()
         self._is_ended = True  # an interrupt before this: the next call goes on
@@ -611,8 +823,16 @@ class Training:
         with suppress(Unavailable), self.core.database.read() as session:
             captured, restorable, size = kept_of(session, self.run.uid)
             if captured:
-                ended = event("training.ended", branch=self.branch, captured=captured, restorable=restorable, bytes=size)
-                _logger.info("branch %s: %s", self.branch, kept_text(captured, restorable, size), extra=ended)
+                ended = event(
+                    "training.ended",
+                    branch=self.branch,
+                    captured=captured,
+                    restorable=restorable,
+                    bytes=size,
+                )
+                _logger.info(
+                    "branch %s: %s", self.branch, kept_text(captured, restorable, size), extra=ended
+                )
 
     def _part(self, error: BaseException | None) -> None:
         """Tell the companions of the end."""
@@ -621,18 +841,25 @@ class Training:
             try:
                 companion.ended(error)
             except Exception:  # the other system may be away; the states are safe
-                _logger.warning("branch %s: %s could not be ended", self.branch, companion, exc_info=True)
+                _logger.warning(
+                    "branch %s: %s could not be ended", self.branch, companion, exc_info=True
+                )
 
     def give_way(self) -> None:
-        """End, because another training is about to begin on this branch: the head becomes durable, and this one captures no more."""
+        """End, because another training is about to begin on this branch: the head becomes
+        durable, and this one captures no more."""
         self._has_given_way = True
         try:
             self.close()
         except Exception as exc:  # the new tracker begins, whatever happened to the earlier one
-            _logger.warning("branch %s: the last captures of its earlier tracker failed: %s", self.branch, exc)
+            _logger.warning(
+                "branch %s: the last captures of its earlier tracker failed: %s", self.branch, exc
+            )
         with undisturbed():
             _logger.warning(
-                "branch %s is tracked anew in this process: the earlier tracker ends here and takes no more captures", self.branch
+                "branch %s is tracked anew in this process: the earlier tracker ends here and takes"
+                " no more captures",
+                self.branch,
             )
 
     def give_up(self) -> None:
@@ -643,16 +870,17 @@ class Training:
 
 
 def _refuse_gradients(flat: Flat) -> None:
-    """Raise if there are gradients that are not sharded. Between two steps each replica may have summed up gradients of its own, so that
-    pieces from several replicas would make up gradients that no replica has.
+    """Raise if there are gradients that are not sharded. Between two steps each replica may have
+    summed up gradients of its own, so that pieces from several replicas would make up gradients
+    that no replica has.
 
     :raises Unsupported: there are some.
     """
     for leaf in flat.tensors:
         if leaf.path.startswith(f"{GRADIENTS}/") and not is_spread(leaf.tensor):
             raise Unsupported(
-                f"{leaf.path} is tracked by several ranks, each of which may have gradients of its own: track without gradients=True, and "
-                "capture after optimizer.step()"
+                f"{leaf.path} is tracked by several ranks, each of which may have gradients of its"
+                " own: track without gradients=True, and capture after optimizer.step()"
             )
 
 
@@ -660,14 +888,18 @@ def _found(objects: Mapping[str, object]) -> list[object]:
     return [found for _, found in parts(objects)]
 
 
-def _end_dropped(host: Host, line: Line, fence: Fence, database: Database, run: str, pid: int) -> None:
+def _end_dropped(
+    host: Host, line: Line, fence: Fence, database: Database, run: str, pid: int
+) -> None:
     """End a training that was dropped without a close; runs on whichever thread collected it."""
     fence.is_over = True
     end_later(partial(_release, host, line, database, run), pid)
 
 
 def _release(host: Host, line: Line, database: Database, run: str) -> None:
-    """Release the branch of a training that was dropped. Where that cannot be recorded, the end of its process is."""
+    """Release the branch of a training that was dropped.
+
+    Where that cannot be recorded, the end of its process is."""
     host.close_line(line)
     with suppress(DatastatesError), database.write() as session:
         runs.finish(session, run)
@@ -677,13 +909,21 @@ def _release(host: Host, line: Line, database: Database, run: str) -> None:
 
 
 @contextmanager
-def without_later_groups(training: Training, state: State, *, without: Collection[str], are_kept: bool) -> Iterator[bool]:
-    """Take the groups that optimizers got after the state away for the block, which restores it; yields whether there were any.
+def without_later_groups(
+    training: Training, state: State, *, without: Collection[str], are_kept: bool
+) -> Iterator[bool]:
+    """Take the groups that optimizers got after the state away for the block, which restores it;
+    yields whether there were any.
 
-    If they ``are_kept``, they come back as ``add_param_group`` had made them: the optimizer has no state for their parameters. If the block
-    raises, everything is as it was. Objects that are restored ``without`` are left alone.
+    If they ``are_kept``, they come back as ``add_param_group`` had made them: the optimizer has no
+    state for their parameters. If the block raises, everything is as it was. Objects that are
+    restored ``without`` are left alone.
     """
-    later = [(each, count) for each, count in _known(training, state, without) if count < len(each.param_groups)]
+    later = [
+        (each, count)
+        for each, count in _known(training, state, without)
+        if count < len(each.param_groups)
+    ]
     taken = [(each, each.param_groups[count:], _taken(each, count)) for each, count in later]
     try:
         yield bool(taken)
@@ -696,11 +936,17 @@ def without_later_groups(training: Training, state: State, *, without: Collectio
         optimizer.param_groups += groups
 
 
-def _known(training: Training, state: State, without: Collection[str]) -> Iterator[tuple[Optimizer, int]]:
+def _known(
+    training: Training, state: State, without: Collection[str]
+) -> Iterator[tuple[Optimizer, int]]:
     """The optimizers whose first groups are those of the state, and how many these are."""
     adapted = training.adapted
     for path, found in parts(adapted.objects):
-        if isinstance(found, Optimizer) and is_plain(optimizer := bare(found)) and path.partition("/")[0] not in without:
+        if (
+            isinstance(found, Optimizer)
+            and is_plain(optimizer := bare(found))
+            and path.partition("/")[0] not in without
+        ):
             stored = groups_in(training.core, state, path)
             rows = [set(group["params"]) for group in stored] if isinstance(stored, list) else []
             if rows and rows == [set(row) for row in adapted.names_of(found)[: len(rows)]]:
@@ -708,7 +954,14 @@ def _known(training: Training, state: State, without: Collection[str]) -> Iterat
 
 
 def _taken(optimizer: Optimizer, count: int) -> dict[Any, Any]:
-    """The state of the parameters that are not in the first groups, which is taken from the optimizer together with their groups."""
-    parameters = [parameter for group in optimizer.param_groups[count:] for parameter in group["params"]]
+    """The state of the parameters that are not in the first groups, which is taken from the
+    optimizer together with their groups."""
+    parameters = [
+        parameter for group in optimizer.param_groups[count:] for parameter in group["params"]
+    ]
     del optimizer.param_groups[count:]
-    return {parameter: optimizer.state.pop(parameter) for parameter in parameters if parameter in optimizer.state}
+    return {
+        parameter: optimizer.state.pop(parameter)
+        for parameter in parameters
+        if parameter in optimizer.state
+    }

@@ -1,7 +1,9 @@
-"""Creates a new SQLite lineage at once, from ``new.sql``: the result of running all migrations on an empty database.
+"""Creates a new SQLite lineage at once, from ``new.sql``: the result of running all migrations on
+an empty database.
 
-Importing Alembic and running every migration takes 150 ms, at the start of each training that creates its repository. A test compares the
-file with the result of the migrations; ``python -m tests.lineage.write_new`` rewrites it after a migration was added.
+Importing Alembic and running every migration takes 150 ms, at the start of each training that
+creates its repository. A test compares the file with the result of the migrations; ``python -m
+tests.lineage.write_new`` rewrites it after a migration was added.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ FILE = Path(__file__).with_name("new.sql")
 
 
 def write(connection: Connection) -> None:
-    """Create the tables in the transaction of ``connection``, on an empty SQLite database, and give the lineage a uid of its own."""
+    """Create the tables in the transaction of ``connection``, on an empty SQLite database, and
+    give the lineage a uid of its own."""
     cursor = connection.connection.cursor()
     for statement in FILE.read_text(encoding="utf-8").removesuffix(";\n").split(";\n"):
         cursor.execute(statement)

@@ -24,5 +24,7 @@ def config(connection: Connection | None = None) -> Config:
 
 
 def upgrade(connection: Connection) -> None:
-    """Bring the schema to ``HEAD`` in the transaction of ``connection``. One thread at a time: Alembic has globals."""
+    """Bring the schema to ``HEAD`` in the transaction of ``connection``.
+
+    One thread at a time: Alembic has globals."""
     command.upgrade(config(connection), "head")

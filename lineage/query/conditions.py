@@ -1,7 +1,8 @@
 """The conditions of a query as SQL over ``state``, with every value bound.
 
-Logic is two-valued: each condition is true or false and never NULL. So a comparison with a field that a state lacks is
-false, and ``not`` of it is true. Texts compare by code point on both databases.
+Logic is two-valued: each condition is true or false and never NULL. So a comparison with a field
+that a state lacks is false, and ``not`` of it is true. Texts compare by code point on both
+databases.
 """
 
 from __future__ import annotations
@@ -52,7 +53,21 @@ from datastates.lineage.schema import (
 )
 from datastates.lineage.states import RefKind
 
-from .grammar import Ago, AllOf, Among, AnyOf, Compare, Exists, Field, Kind, Node, Not, Related, Value, clamp
+from .grammar import (
+    Ago,
+    AllOf,
+    Among,
+    AnyOf,
+    Compare,
+    Exists,
+    Field,
+    Kind,
+    Node,
+    Not,
+    Related,
+    Value,
+    clamp,
+)
 from .revision import above, below, chain, resolve
 
 if TYPE_CHECKING:
@@ -81,7 +96,8 @@ _COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The context in which conditions are compiled: a session, the time that ``now`` means, and the whole text for messages."""
+    """The context in which conditions are compiled: a session, the time that ``now`` means, and
+    the whole text for messages."""
 
     session: Session
     now_us: int
@@ -121,24 +137,38 @@ def condition(node: Node, scope: Scope) -> ColumnElement[bool]:
 
 
 def ids(node: Node, dialect: str) -> Select[Any] | None:
-    """The ids of the states for which a condition holds, read from an index; None where no index gives them."""
+    """The ids of the states for which a condition holds, read from an index; None where no index
+    gives them."""
     match node:
         case Compare(Field(kind=Kind.METRIC) as at, operator, value):
-            found = select(_metric.c.state_id).where(_metric.c.key == at.key, metric_is(_metric.c.value, operator, value))
+            found = select(_metric.c.state_id).where(
+                _metric.c.key == at.key, metric_is(_metric.c.value, operator, value)
+            )
             return _along(found, _metric.c.value, dialect)
         case Among(Field(kind=Kind.METRIC) as at, values):
             return select(_metric.c.state_id).where(
-                _metric.c.key == at.key, _any(metric_is(_metric.c.value, "=", value) for value in values)
+                _metric.c.key == at.key,
+                _any(metric_is(_metric.c.value, "=", value) for value in values),
             )
         case Compare(Field(name="attr") as at, operator, value) if operator != "~":
-            found = select(_attribute.c.state_id).where(_attribute.c.key == at.key, _typed_is(_attribute, operator, value, dialect))
-            return _along(found, beginning(_attribute.c.text) if isinstance(value, str) else _attribute.c.number, dialect)
+            found = select(_attribute.c.state_id).where(
+                _attribute.c.key == at.key, _typed_is(_attribute, operator, value, dialect)
+            )
+            return _along(
+                found,
+                beginning(_attribute.c.text) if isinstance(value, str) else _attribute.c.number,
+                dialect,
+            )
         case Compare(Field(name="config") as at, operator, value) if operator != "~":
-            return select(_state.c.id).where(_of_setting(at.key, _typed_is(_setting, operator, value, dialect)))
+            return select(_state.c.id).where(
+                _of_setting(at.key, _typed_is(_setting, operator, value, dialect))
+            )
         case Compare(Field(name="uid"), "=", str(prefix)):
             return select(_state.c.id).where(_begins(_state.c.uid, prefix))
         case Compare(Field(name="tag"), "=", str(name)):
-            return select(_ref.c.state_id).where(_ref.c.kind == RefKind.TAG.value, _ref.c.name == literal(name))
+            return select(_ref.c.state_id).where(
+                _ref.c.kind == RefKind.TAG.value, _ref.c.name == literal(name)
+            )
         case AnyOf(items):
             parts = [ids(item, dialect) for item in items]
             whole = [part for part in parts if part is not None]
@@ -147,8 +177,9 @@ def ids(node: Node, dialect: str) -> Select[Any] | None:
 
 
 def _along(found: Select[Any], column: ColumnElement[Any], dialect: str) -> Select[Any]:
-    """The query in the order of the index that it reads. PostgreSQL knows how all values are distributed, but not those of one key. Where
-    it expects many matches it reads the whole table; the order keeps it from doing so.
+    """The query in the order of the index that it reads. PostgreSQL knows how all values are
+    distributed, but not those of one key. Where it expects many matches it reads the whole table;
+    the order keeps it from doing so.
     """
     return found.order_by(column) if dialect == "postgresql" else found
 
@@ -172,34 +203,57 @@ def run_column(name: str) -> ColumnElement[Any]:
 # One kind of field after the other
 
 
-def _compare(at: Field, operator: str, values: tuple[Value, ...], scope: Scope) -> ColumnElement[bool]:
+def _compare(
+    at: Field, operator: str, values: tuple[Value, ...], scope: Scope
+) -> ColumnElement[bool]:
     """Compares the field with any of the values."""
-    if at.kind is Kind.NAMES and operator == "!=":  # a state has several names: none of them may be this one
+    if at.kind is Kind.NAMES and operator == "!=":
+        # a state has several names: none of them may be this one
         return not_(_compare(at, "=", values, scope))
     match at.name:
         case "metrics":
-            return _of_state(_metric, at.key, _any(metric_is(_metric.c.value, operator, value) for value in values))
+            return _of_state(
+                _metric,
+                at.key,
+                _any(metric_is(_metric.c.value, operator, value) for value in values),
+            )
         case "attr":
-            return _of_state(_attribute, at.key, _any(_typed_is(_attribute, operator, value, scope.dialect) for value in values))
+            return _of_state(
+                _attribute,
+                at.key,
+                _any(_typed_is(_attribute, operator, value, scope.dialect) for value in values),
+            )
         case "tag":
             return _state.c.id.in_(_named(RefKind.TAG, operator, values, scope))
         case "branch":
             reached = chain(_named(RefKind.BRANCH, operator, values, scope), scope.name())
             return _state.c.id.in_(select(reached.c.id))
         case "config":
-            return _of_setting(at.key, _any(_typed_is(_setting, operator, value, scope.dialect) for value in values))
+            return _of_setting(
+                at.key,
+                _any(_typed_is(_setting, operator, value, scope.dialect) for value in values),
+            )
         case "uid":
             found = _any(_begins(_state.c.uid, str(value)) for value in values)
             return found if operator == "=" else not_(found)
         case "created":
-            return _any(_operate(_state.c.created_at, operator, literal(_us(value, scope), BigInteger)) for value in values)
+            return _any(
+                _operate(_state.c.created_at, operator, literal(_us(value, scope), BigInteger))
+                for value in values
+            )
         case "step" | "micro_step":
             return _any(_operate(_COLUMNS[at.name], operator, _number(value)) for value in values)
         case "status" | "message":
             text = _COLUMNS[at.name]
-            return and_(text.is_not(None), _any(_text_is(text, operator, value, scope.dialect) for value in values))
+            return and_(
+                text.is_not(None),
+                _any(_text_is(text, operator, value, scope.dialect) for value in values),
+            )
     column = run_column(at.name)
-    return _of_run(column.is_not(None), _any(_text_is(column, operator, value, scope.dialect) for value in values))
+    return _of_run(
+        column.is_not(None),
+        _any(_text_is(column, operator, value, scope.dialect) for value in values),
+    )
 
 
 def _exists(at: Field, scope: Scope) -> ColumnElement[bool]:
@@ -227,7 +281,12 @@ def _related(node: Related, scope: Scope) -> ColumnElement[bool]:
         found = resolve(scope.session, node.revision, now=from_us(scope.now_us))
     except SyntaxProblem as problem:
         message = str(problem).split(" at column ")[0]
-        raise SyntaxProblem(message, text=scope.text, column=node.column - 1 + problem.column, expected=problem.expected) from None
+        raise SyntaxProblem(
+            message,
+            text=scope.text,
+            column=node.column - 1 + problem.column,
+            expected=problem.expected,
+        ) from None
     start = id_of(scope.session, found.uid)
     head = select(_state.c.id).where(_state.c.id == literal(start, BigInteger))
     reach = (above if node.is_ancestor else below)(head, scope.name(), scope.dialect)
@@ -236,7 +295,11 @@ def _related(node: Related, scope: Scope) -> ColumnElement[bool]:
 
 def _of_state(belongs: Any, key: str, *where: ColumnElement[bool]) -> ColumnElement[bool]:
     """The condition that the state has a metric or an attribute like this."""
-    return exists(select(literal(1)).select_from(belongs).where(belongs.c.state_id == _state.c.id, belongs.c.key == key, *where))
+    return exists(
+        select(literal(1))
+        .select_from(belongs)
+        .where(belongs.c.state_id == _state.c.id, belongs.c.key == key, *where)
+    )
 
 
 def _of_run(*where: ColumnElement[bool]) -> ColumnElement[bool]:
@@ -252,48 +315,64 @@ def _named(kind: RefKind, operator: str, values: tuple[Value, ...], scope: Scope
 
 def _of_setting(key: str, *where: ColumnElement[bool]) -> ColumnElement[bool]:
     """The condition that the state's run has a setting like this."""
-    return and_(_state.c.run_id.is_not(None), _state.c.run_id.in_(select(_setting.c.run_id).where(_setting.c.key == key, *where)))
+    return and_(
+        _state.c.run_id.is_not(None),
+        _state.c.run_id.in_(select(_setting.c.run_id).where(_setting.c.key == key, *where)),
+    )
 
 
 def _typed_is(belongs: Any, operator: str, value: Value, dialect: str) -> ColumnElement[bool]:
-    """Compares an attribute or a setting. Kinds do not mix: a number is compared with numbers, a text with texts."""
+    """Compares an attribute or a setting.
+
+    Kinds do not mix: a number is compared with numbers, a text with texts."""
     match value:
         case bool():
             return and_(belongs.c.type == "bool", metric_is(belongs.c.number, operator, value))
         case int() | float():
             return and_(belongs.c.type.in_(_NUMBERS), _number_is(belongs, operator, value, dialect))
     return and_(
-        belongs.c.type == "str", *_begins_so(belongs.c.text, operator, value, dialect), _text_is(belongs.c.text, operator, value, dialect)
+        belongs.c.type == "str",
+        *_begins_so(belongs.c.text, operator, value, dialect),
+        _text_is(belongs.c.text, operator, value, dialect),
     )
 
 
 def _number_is(belongs: Any, operator: str, value: float, dialect: str) -> ColumnElement[bool]:
-    """Compares numbers exactly, as Python does: where the nearest floats are equal the digits decide, which ints beyond 2**53 have."""
+    """Compares numbers exactly, as Python does: where the nearest floats are equal the digits
+    decide, which ints beyond 2**53 have."""
     number, digits, near = belongs.c.number, belongs.c.text, float(value)
     if not EXACT_INT <= abs(near) < math.inf:
         return metric_is(number, operator, near)
     whole = int(value)
     is_so = literal(bool(_OPERATORS[operator](int(near), whole)), Boolean)
-    tied = case((digits.is_(None), is_so), else_=_digits_are(by_code_point(digits, dialect), operator, whole))
+    tied = case(
+        (digits.is_(None), is_so),
+        else_=_digits_are(by_code_point(digits, dialect), operator, whole),
+    )
     return case((number == literal(near, Double), tied), else_=metric_is(number, operator, near))
 
 
 def _digits_are(digits: ColumnElement[Any], operator: str, whole: int) -> ColumnElement[bool]:
-    """Compares an int in a text column with one of the same sign: the longer is larger in magnitude, else the alphabetically later."""
+    """Compares an int in a text column with one of the same sign: the longer is larger in
+    magnitude, else the alphabetically later."""
     text = str(whole)
     length, longer = func.length(digits), literal(len(text), BigInteger)
     same = digits == literal(text, String)
     if operator in _EQUALITY:
         return same if operator == "=" else not_(same)
     is_beyond = _OPERATORS["<" if (operator[0] == "<") == (whole > 0) else ">"]
-    beyond = or_(is_beyond(length, longer), and_(length == longer, is_beyond(digits, literal(text, String))))
+    beyond = or_(
+        is_beyond(length, longer), and_(length == longer, is_beyond(digits, literal(text, String)))
+    )
     return or_(beyond, same) if operator.endswith("=") else beyond
 
 
 # Operators
 
 
-def _text_is(column: ColumnElement[Any], operator: str, value: Value, dialect: str) -> ColumnElement[bool]:
+def _text_is(
+    column: ColumnElement[Any], operator: str, value: Value, dialect: str
+) -> ColumnElement[bool]:
     text = literal(value, String)
     if operator == "~":
         return column.is_not(None) if value == "" else func.replace(column, text, "") != column
@@ -302,8 +381,11 @@ def _text_is(column: ColumnElement[Any], operator: str, value: Value, dialect: s
     return _operate(by_code_point(column, dialect), operator, text)
 
 
-def _begins_so(column: ColumnElement[Any], operator: str, value: Value, dialect: str) -> list[ColumnElement[bool]]:
-    """What a comparison implies of the beginnings of both texts, which are all that an index of PostgreSQL holds of a text."""
+def _begins_so(
+    column: ColumnElement[Any], operator: str, value: Value, dialect: str
+) -> list[ColumnElement[bool]]:
+    """What a comparison implies of the beginnings of both texts, which are all that an index of
+    PostgreSQL holds of a text."""
     if dialect != "postgresql" or operator in ("~", "!="):
         return []
     implied = operator if operator == "=" else f"{operator[0]}="
@@ -315,7 +397,9 @@ def _begins(column: ColumnElement[Any], prefix: str) -> ColumnElement[bool]:
     return and_(column >= literal(prefix, String), column < literal(prefix + "g", String))
 
 
-def _operate(column: ColumnElement[Any], operator: str, value: ColumnElement[Any]) -> ColumnElement[bool]:
+def _operate(
+    column: ColumnElement[Any], operator: str, value: ColumnElement[Any]
+) -> ColumnElement[bool]:
     compared: ColumnElement[bool] = _OPERATORS[operator](column, value)
     return compared
 

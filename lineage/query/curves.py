@@ -1,4 +1,5 @@
-"""Curves: a metric along the first parents of a state, the forks of several such paths, and the parts that branches lost."""
+"""Curves: a metric along the first parents of a state, the forks of several such paths, and the
+parts that branches lost."""
 
 from __future__ import annotations
 
@@ -15,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import BigInteger, Integer, bindparam, func, select
 
 from datastates.lineage.lookup import batches
-from datastates.lineage.schema import AttributeRow, MetricRow, RunRow, SegmentRow, StateRow, StretchRow, table
+from datastates.lineage.schema import (
+    AttributeRow,
+    MetricRow,
+    RunRow,
+    SegmentRow,
+    StateRow,
+    StretchRow,
+    table,
+)
 from datastates.lineage.states import DIED, STATES, Status, Tally, place_of
 
 from .walk import first_meeting, first_parent_at
@@ -38,22 +47,29 @@ _path_series = (
     .cte("path", recursive=True)
 )
 _path_series = _path_series.union_all(
-    # The bound is on the path: for a bound on the joined table, SQLite would first read all of that table.
+    # The bound is on the path: for a bound on the joined table, SQLite would first read all of that
+    # table.
     select(_next.c.id, _next.c.parent_id, _next.c.step)
     .join_from(_path_series, _next, _next.c.id == _path_series.c.parent_id)
     .where(_path_series.c.parent_id > _above)
 )
-# An outer join, so that SQLite begins with the path, however short, and not with all values of the metric; states without one are dropped.
+# An outer join, so that SQLite begins with the path, however short, and not with all values of the
+# metric; states without one are dropped.
 _POINTS = (
     select(_path_series.c.id, _path_series.c.step, _metric.c.value)
-    .outerjoin_from(_path_series, _metric, (_metric.c.state_id == _path_series.c.id) & (_metric.c.key == bindparam("key")))
+    .outerjoin_from(
+        _path_series,
+        _metric,
+        (_metric.c.state_id == _path_series.c.id) & (_metric.c.key == bindparam("key")),
+    )
     .where(func.coalesce(_metric.c.state_id, 0) > 0)
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """The values of one metric along a path, from the oldest state that has it to the newest; row ids rise. NaN is NaN."""
+    """The values of one metric along a path, from the oldest state that has it to the newest;
+    row ids rise. NaN is NaN."""
 
     ids: array[int]
     steps: array[int]
@@ -62,34 +78,48 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """The state, by row id, where the paths of some heads fork; ``heads`` are their positions in the input."""
+    """The state, by row id, where the paths of some heads fork; ``heads`` are their positions in
+    the input."""
 
     id: int
     heads: tuple[int, ...]
 
 
 def lost_parts(session: Session, heads: Mapping[str, int]) -> dict[str, list[Any]]:
-    """The parts that branches lost with a process, by name, the oldest first; ``heads`` has the row id of each branch's newest state.
+    """The parts that branches lost with a process, by name, the oldest first; ``heads`` has the row
+    id of each branch's newest state.
 
-    A part has the ``id``, ``uid`` and ``step`` of its newest state, and the row id ``after`` which it begins (None: from the first). It is
-    left out if the branch was moved elsewhere since: it begins on no state of the path to the newest state.
+    A part has the ``id``, ``uid`` and ``step`` of its newest state, and the row id ``after`` which
+    it begins (None: from the first). It is left out if the branch was moved elsewhere since: it
+    begins on no state of the path to the newest state.
     """
     found: defaultdict[str, list[Any]] = defaultdict(list)
-    for part in (row for some in batches(sorted(heads), 500) for row in session.execute(_LOST, {"names": some})):
+    for part in (
+        row
+        for some in batches(sorted(heads), 500)
+        for row in session.execute(_LOST, {"names": some})
+    ):
         if part.after is None or first_meeting(session, heads[part.name], part.after) == part.after:
             found[part.name].append(part)
     return found
 
 
-def curve(session: Session, head: int, key: str, *, base: Curve | None = None, above: int = 0) -> Curve:
+def curve(
+    session: Session, head: int, key: str, *, base: Curve | None = None, above: int = 0
+) -> Curve:
     """A metric along the first parents of ``head``, a row id.
 
-    ``base`` is the curve of a path that shares the state ``above`` with this one: only what is newer than that state is read.
+    ``base`` is the curve of a path that shares the state ``above`` with this one: only what is
+    newer than that state is read.
     """
     rows = session.connection().execute(_POINTS, {"start": head, "key": key, "above": above})
     found = sorted(map(tuple, rows), key=itemgetter(0))
     kept = bisect_right(base.ids, above) if base is not None else 0
-    ids, steps, values = (array("q"), array("q"), array("d")) if base is None else (base.ids[:kept], base.steps[:kept], base.values[:kept])
+    ids, steps, values = (
+        (array("q"), array("q"), array("d"))
+        if base is None
+        else (base.ids[:kept], base.steps[:kept], base.values[:kept])
+    )
     ids.extend([row[0] for row in found])
     steps.extend([row[1] for row in found])
     values.extend([math.nan if row[2] is None else row[2] for row in found])
@@ -97,17 +127,23 @@ def curve(session: Session, head: int, key: str, *, base: Curve | None = None, a
 
 
 def partings(session: Session, heads: Sequence[int]) -> list[Parting]:
-    """The places where the paths of first parents of ``heads``, which are row ids, fork; the newest first.
+    """The places where the paths of first parents of ``heads``, which are row ids, fork; the newest
+    first.
 
-    A head that lies on another head's path causes no fork. Usually costs a few times O(log n) for each head.
+    A head that lies on another head's path causes no fork. Usually costs a few times O(log n) for
+    each head.
     """
     found: dict[int, set[int]] = {}
     _part(session, sorted(set(heads)), found)
-    return [Parting(met, tuple(place for place, head in enumerate(heads) if head in found[met])) for met in sorted(found, reverse=True)]
+    return [
+        Parting(met, tuple(place for place, head in enumerate(heads) if head in found[met]))
+        for met in sorted(found, reverse=True)
+    ]
 
 
 def _part(session: Session, heads: list[int], found: dict[int, set[int]]) -> None:
-    """Group the other heads against the path of one, by where they leave it and by which child of that state."""
+    """Group the other heads against the path of one, by where they leave it and by which child
+    of that state."""
     if len(heads) < 2:
         return
     trunk, *others = heads
@@ -131,13 +167,20 @@ def _part(session: Session, heads: list[int], found: dict[int, set[int]]) -> Non
 
 _process = table(RunRow).alias("process")
 _left = (
-    select(_segment.c.name, _segment.c.fork_id.label("after"), func.max(_state.c.id).label("newest"))
+    select(
+        _segment.c.name, _segment.c.fork_id.label("after"), func.max(_state.c.id).label("newest")
+    )
     .join_from(_segment, _state, _state.c.segment_id == _segment.c.id)
-    .where(_segment.c.name.in_(bindparam("names", expanding=True)), _segment.c.branch.is_(None), _state.c.status == Status.LOST.value)
+    .where(
+        _segment.c.name.in_(bindparam("names", expanding=True)),
+        _segment.c.branch.is_(None),
+        _state.c.status == Status.LOST.value,
+    )
     .group_by(_segment.c.id, _segment.c.name, _segment.c.fork_id)
     .subquery()
 )
-# The newest state of each segment that a branch left, if it is lost, and the process that captured it was found dead.
+# The newest state of each segment that a branch left, if it is lost, and the process that captured
+# it was found dead.
 _LOST = (
     select(_left.c.name, _state.c.id, _state.c.uid, _state.c.step, _left.c.after)
     .join_from(_left, _state, _state.c.id == _left.c.newest)
@@ -160,7 +203,8 @@ Row = tuple[int, float]
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """Points of one metric along a path, by rising row id: all of them where it is short, else those that determine how it looks.
+    """Points of one metric along a path, by rising row id: all of them where it is short, else
+    those that determine how it looks.
 
     ``count`` is the number of all values.
     """
@@ -177,7 +221,8 @@ def generation_of(session: Session, id_: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """Sums of one metric along a path, by rising row id: one for each complete stretch, at its last state, and one for each other state.
+    """Sums of one metric along a path, by rising row id: one for each complete stretch, at its last
+    state, and one for each other state.
 
     ``counts`` says how many values are in each sum; gaps are in none.
     """
@@ -201,7 +246,8 @@ def outline(session: Session, head: int, key: str) -> Outline:
 
 
 def means(session: Session, head: int, key: str) -> Means:
-    """A metric along the first parents of ``head`` as sums: a mean over many states needs them, and extremes do not give them."""
+    """A metric along the first parents of ``head`` as sums: a mean over many states needs them,
+    and extremes do not give them."""
     found: dict[int, tuple[float, int]] = {}
     count = 0
     for stretches, rest in _spans_of(session, head, key):
@@ -209,13 +255,22 @@ def means(session: Session, head: int, key: str) -> Means:
         found.update((id_, (value, 1) if math.isfinite(value) else (0.0, 0)) for id_, value in rest)
         count += sum(int(row.number) for row in stretches) + len(rest)
     ids = sorted(found)
-    return Means(array("q", ids), array("d", [found[id_][0] for id_ in ids]), array("q", [found[id_][1] for id_ in ids]), count)
+    return Means(
+        array("q", ids),
+        array("d", [found[id_][0] for id_ in ids]),
+        array("q", [found[id_][1] for id_ in ids]),
+        count,
+    )
 
 
-def own_points(session: Session, head: int, generation: int, segment: int, key: str, states: int) -> list[Row]:
-    """Points of the part of a path that lies in the segment of its head, which has ``states`` states; ``generation`` is the head's.
+def own_points(
+    session: Session, head: int, generation: int, segment: int, key: str, states: int
+) -> list[Row]:
+    """Points of the part of a path that lies in the segment of its head, which has ``states``
+    states; ``generation`` is the head's.
 
-    If there are many states, all those outside complete stretches count as one more stretch, so that the points are spread evenly.
+    If there are many states, all those outside complete stretches count as one more stretch, so
+    that the points are spread evenly.
     """
     if states <= _EXACT:
         return _values(session, head, segment, 0, key)
@@ -231,21 +286,35 @@ def names_of(session: Session, ids: Sequence[int]) -> list[tuple[str, int]]:
     """The uid and the step of states by row id, in the order of ``ids``."""
     found: dict[int, tuple[str, int]] = {}
     for some in batches(ids, 1000):
-        found.update((row.id, (row.uid, row.step)) for row in session.execute(_NAMES, {"ids": some}))
+        found.update(
+            (row.id, (row.uid, row.step)) for row in session.execute(_NAMES, {"ids": some})
+        )
     return [found[id_] for id_ in ids]
 
 
 def _spans_of(session: Session, head: int, key: str) -> Iterator[tuple[Sequence[Any], list[Row]]]:
-    """What a path has in each segment: complete stretches, and the values beside them. Outside all segments there are no summaries."""
+    """What a path has in each segment: complete stretches, and the values beside them.
+
+    Outside all segments there are no summaries."""
     at: int | None = head
     while at is not None:
         spans = session.execute(_SPANS, {"head": at}).all()
         for span in spans:
             whole = 0 if span.segment_id is None else place_of(span.generation + 1)
-            stretches = session.execute(_STRETCHES, {"of": span.segment_id, "wanted": key, "upto": whole}).all() if whole else []
+            stretches = (
+                session.execute(
+                    _STRETCHES, {"of": span.segment_id, "wanted": key, "upto": whole}
+                ).all()
+                if whole
+                else []
+            )
             yield stretches, _values(session, span.head, span.segment_id, whole * STATES, key)
         last = min(spans, key=lambda span: int(span.head))
-        at = session.execute(_BEYOND, {"head": last.head, "of": 0, "low": 0}).scalar() if last.segment_id is None else None
+        at = (
+            session.execute(_BEYOND, {"head": last.head, "of": 0, "low": 0}).scalar()
+            if last.segment_id is None
+            else None
+        )
 
 
 def _points(stretches: Iterable[Any]) -> Iterator[Row]:
@@ -260,7 +329,8 @@ def _points(stretches: Iterable[Any]) -> Iterator[Row]:
 
 
 def _values(session: Session, head: int, segment: int | None, low: int, key: str) -> list[Row]:
-    """The values of a state and its first parents within its segment, or outside all segments, down to a generation."""
+    """The values of a state and its first parents within its segment, or outside all segments,
+    down to a generation."""
     rows = session.execute(_VALUES, {"head": head, "of": segment or 0, "low": low, "wanted": key})
     return sorted((int(row.id), _number(row.value)) for row in rows)
 
@@ -272,36 +342,52 @@ def _number(value: float | None) -> float:
 def _spans() -> Any:
     """The segments of a path, each with the newest state that is on the path."""
     walk = (
-        select(_state.c.id.label("head"), _state.c.segment_id, _state.c.generation, _segment.c.fork_id)
+        select(
+            _state.c.id.label("head"), _state.c.segment_id, _state.c.generation, _segment.c.fork_id
+        )
         .outerjoin_from(_state, _segment, _segment.c.id == _state.c.segment_id)
         .where(_state.c.id == bindparam("head", type_=BigInteger))
         .cte("spans", recursive=True)
     )
-    step = select(_next.c.id, _next.c.segment_id, _next.c.generation, _segment.c.fork_id).select_from(
-        walk.join(_next, _next.c.id == walk.c.fork_id).outerjoin(_segment, _segment.c.id == _next.c.segment_id)
+    step = select(
+        _next.c.id, _next.c.segment_id, _next.c.generation, _segment.c.fork_id
+    ).select_from(
+        walk.join(_next, _next.c.id == walk.c.fork_id).outerjoin(
+            _segment, _segment.c.id == _next.c.segment_id
+        )
     )
     walk = walk.union_all(step)
     return select(walk.c.head, walk.c.segment_id, walk.c.generation)
 
 
 def _columns(state: Any) -> tuple[Any, ...]:
-    return state.c.id, state.c.parent_id, state.c.generation, func.coalesce(state.c.segment_id, 0).label("segment")
+    return (
+        state.c.id,
+        state.c.parent_id,
+        state.c.generation,
+        func.coalesce(state.c.segment_id, 0).label("segment"),
+    )
 
 
 def _path_outline(name: str) -> Any:
-    """A state and its first parents down to ``low``, as long as they are in the segment ``of``, where 0 means none; and the one beyond.
+    """A state and its first parents down to ``low``, as long as they are in the segment ``of``,
+    where 0 means none; and the one beyond.
 
-    The conditions that stop the walk are on the path: for a condition on the joined table SQLite would first read all of that table.
+    The conditions that stop the walk are on the path: for a condition on the joined table SQLite
+    would first read all of that table.
     """
     low = bindparam("low", type_=Integer)
-    start = select(*_columns(_state)).where(_state.c.id == bindparam("head", type_=BigInteger), _state.c.generation >= low)
+    start = select(*_columns(_state)).where(
+        _state.c.id == bindparam("head", type_=BigInteger), _state.c.generation >= low
+    )
     walk = start.cte(name, recursive=True)
     step = select(*_columns(_next)).join_from(walk, _next, _next.c.id == walk.c.parent_id)
     return walk.union_all(step.where(walk.c.generation > low, walk.c.segment == _of))
 
 
 def _points_of(walk: Any) -> Any:
-    # An outer join, so that SQLite begins with the path, however short, and not with all values of the metric.
+    # An outer join, so that SQLite begins with the path, however short, and not with all values of
+    # the metric.
     points = select(walk.c.id, _metric.c.value).outerjoin_from(
         walk, _metric, (_metric.c.state_id == walk.c.id) & (_metric.c.key == bindparam("wanted"))
     )
@@ -310,7 +396,9 @@ def _points_of(walk: Any) -> Any:
 
 _of = bindparam("of", type_=BigInteger)
 _GENERATION = select(_state.c.generation).where(_state.c.id == bindparam("head", type_=BigInteger))
-_NAMES = select(_state.c.id, _state.c.uid, _state.c.step).where(_state.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True)))
+_NAMES = select(_state.c.id, _state.c.uid, _state.c.step).where(
+    _state.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True))
+)
 _SPANS = _spans()
 _way = _path_outline("own_path")
 _VALUES = _points_of(_way)
@@ -342,7 +430,8 @@ class Axis(StrEnum):
 
 
 def along(session: Session, ids: Sequence[int], axis: Axis) -> list[float | None]:
-    """The positions of states, by row id and in the order of ``ids``: seconds since 1970, or epochs, or None; nothing for steps."""
+    """The positions of states, by row id and in the order of ``ids``: seconds since 1970, or
+    epochs, or None; nothing for steps."""
     if axis is Axis.STEP:
         return []
     found: dict[int, float | None] = {}
@@ -358,7 +447,8 @@ def along(session: Session, ids: Sequence[int], axis: Axis) -> list[float | None
 
 
 def began(session: Session, id_: int) -> float:
-    """When the branch of ``id_``, a row id, began after its fork, or at its root: in seconds since 1970."""
+    """When the branch of ``id_``, a row id, began after its fork, or at its root: in seconds
+    since 1970."""
     return int(session.execute(_BEGAN, {"id": id_}).scalar_one()) / 1e6
 
 
@@ -371,5 +461,9 @@ _BEGAN = (
 )
 _ids = bindparam("ids", type_=BigInteger, expanding=True)
 _TIMES = select(_state.c.id, _state.c.created_at).where(_state.c.id.in_(_ids))
-_MEASURED = select(_metric.c.state_id, _metric.c.value).where(_metric.c.state_id.in_(_ids), _metric.c.key == EPOCH)
-_NOTED = select(_attribute.c.state_id, _attribute.c.number).where(_attribute.c.state_id.in_(_ids), _attribute.c.key == EPOCH)
+_MEASURED = select(_metric.c.state_id, _metric.c.value).where(
+    _metric.c.state_id.in_(_ids), _metric.c.key == EPOCH
+)
+_NOTED = select(_attribute.c.state_id, _attribute.c.number).where(
+    _attribute.c.state_id.in_(_ids), _attribute.c.key == EPOCH
+)

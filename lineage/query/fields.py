@@ -1,6 +1,8 @@
-"""The names that a lineage knows: its metrics, its attributes, the settings of its runs; and the error for a name that it does not know.
+"""The names that a lineage knows: its metrics, its attributes, the settings of its runs; and the
+error for a name that it does not know.
 
-A kind of names is called as in a query: ``metrics``, ``attr``, ``config``. To add a kind, add a line to ``_KINDS``.
+A kind of names is called as in a query: ``metrics``, ``attr``, ``config``. To add a kind, add a
+line to ``_KINDS``.
 """
 
 from __future__ import annotations
@@ -48,16 +50,20 @@ class _Names:
 
 
 def names(session: Session, kind: str) -> list[str]:
-    """Every name of a kind, in alphabetical order; the cost depends on the number of names, not of states."""
+    """Every name of a kind, in alphabetical order; the cost depends on the number of names, not
+    of states."""
     return _KINDS[kind].every(session)
 
 
 def check_names(session: Session, query: Query | str, text: str | None = None) -> None:
-    """Check that the lineage knows what a query compares and orders by; a lineage without states accepts every query.
+    """Check that the lineage knows what a query compares and orders by; a lineage without states
+    accepts every query.
 
-    ``text`` is what messages point into: the query's text, unless another is given. Names that ``exists`` asks for may be missing.
+    ``text`` is what messages point into: the query's text, unless another is given. Names that
+    ``exists`` asks for may be missing.
 
-    :raises SyntaxProblem: no state has such a metric or attribute, or no run such a setting: names close ones, and points at the column.
+    :raises SyntaxProblem: no state has such a metric or attribute, or no run such a setting: names
+        close ones, and points at the column.
     """
     text = query if isinstance(query, str) else text
     query = parse_query(query) if isinstance(query, str) else query
@@ -68,7 +74,8 @@ def check_names(session: Session, query: Query | str, text: str | None = None) -
 
 
 def field_of(session: Session, text: str) -> Field:
-    """The field that a column or a sort key names: as in a query, or a metric, an attribute or a setting by its bare name.
+    """The field that a column or a sort key names: as in a query, or a metric, an attribute or a
+    setting by its bare name.
 
     :raises SyntaxProblem: nothing has this name; the error names close ones.
     """
@@ -86,14 +93,30 @@ def field_of(session: Session, text: str) -> Field:
 
 
 def unknown(session: Session, field: Field, text: str) -> SyntaxProblem:
-    """The error for a name that nothing in the lineage has; ``text`` contains it, at the field's column."""
+    """The error for a name that nothing in the lineage has; ``text`` contains it, at the field's
+    column."""
     kind = _KINDS[field.name]
-    known = {written(Field(name, each.kind, key)): key for name, each in _KINDS.items() for key in each.every(session)}
+    known = {
+        written(Field(name, each.kind, key)): key
+        for name, each in _KINDS.items()
+        for key in each.every(session)
+    }
     own = [name for name in known if name.startswith(f"{field.name}.")]
     close = _close(field, known)
-    hint = f", did you mean {' or '.join(close)}?" if close else "" if own else f": no state has any {kind.word}"
+    hint = (
+        f", did you mean {' or '.join(close)}?"
+        if close
+        else ""
+        if own
+        else f": no state has any {kind.word}"
+    )
     listed = own[:_LISTED] + ["…"] * (len(own) > _LISTED)
-    return SyntaxProblem(f"there is no {kind.word} {field.key!r}{hint}", text=text, column=field.column, expected=tuple(listed))
+    return SyntaxProblem(
+        f"there is no {kind.word} {field.key!r}{hint}",
+        text=text,
+        column=field.column,
+        expected=tuple(listed),
+    )
 
 
 def written(field: Field) -> str:
@@ -135,11 +158,18 @@ def _keys(belongs: Table) -> Select[Any]:
 
 
 def _of_table(word: str, kind: Kind, belongs: Table) -> _Names:
-    every, one = _keys(belongs), select(belongs.c.key).where(belongs.c.key == bindparam("key", type_=String)).limit(1)
+    every, one = (
+        _keys(belongs),
+        select(belongs.c.key).where(belongs.c.key == bindparam("key", type_=String)).limit(1),
+    )
     return _Names(
         word,
         kind,
-        every=lambda session: sorted(key for key in session.execute(every).scalars() if not is_secret(key) or belongs is not _setting),
+        every=lambda session: sorted(
+            key
+            for key in session.execute(every).scalars()
+            if not is_secret(key) or belongs is not _setting
+        ),
         has=lambda session, key: session.execute(one, {"key": key}).first() is not None,
     )
 

@@ -1,9 +1,11 @@
 """The meaning of a search: its text as a tree of conditions, an order and a limit.
 
-    metrics.val_loss < 0.2 and (step > 500 or tag = 'warm') order by metrics.val_loss, step desc limit 5
-    not metrics."val/loss" >= 0.2 and config.optimizer.lr in (0.1, 0.01) and created > now-2h and descendant_of(warm~3)
+    metrics.val_loss < 0.2 and (step > 500 or tag = 'warm') order by metrics.val_loss, step desc
+    limit 5 not metrics."val/loss" >= 0.2 and config.optimizer.lr in (0.1, 0.01) and created >
+    now-2h and descendant_of(warm~3)
 
-Values are numbers, true and false, dates, and texts. The quotes of a text may be left out if it is one word.
+Values are numbers, true and false, dates, and texts. The quotes of a text may be left out if it is
+one word.
 """
 
 from __future__ import annotations
@@ -18,7 +20,15 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from lark import Lark, Token, Transformer, UnexpectedCharacters, UnexpectedInput, UnexpectedToken, v_args
+from lark import (
+    Lark,
+    Token,
+    Transformer,
+    UnexpectedCharacters,
+    UnexpectedInput,
+    UnexpectedToken,
+    v_args,
+)
 
 from datastates.errors import SyntaxProblem
 from datastates.lineage.states import Status
@@ -40,27 +50,42 @@ class Problem(Exception):
 
 
 def load(name: str, transformer: Transformer[Token, Any]) -> Lark:
-    """The parser of a grammar beside this file. ``transformer`` works while it parses, so nesting costs no recursion."""
+    """The parser of a grammar beside this file.
+
+    ``transformer`` works while it parses, so nesting costs no recursion."""
     grammar = Path(__file__).with_name(f"{name}.lark").read_text(encoding="utf-8")
-    return Lark(grammar, parser="lalr", lexer="contextual", transformer=transformer, maybe_placeholders=True)
+    return Lark(
+        grammar, parser="lalr", lexer="contextual", transformer=transformer, maybe_placeholders=True
+    )
 
 
 def parse(parser: Lark, text: str, names: dict[str, str]) -> Any:
-    """What the transformer makes of the text. ``names`` says what its terminals are called for a reader.
+    """What the transformer makes of the text. ``names`` says what its terminals are called for a
+    reader.
 
     :raises SyntaxProblem: it does not parse.
     """
     if len(text) > _LENGTH:
-        raise SyntaxProblem(f"the text has {len(text)} characters, at most {_LENGTH} are read", text=text[:60] + "...", column=1)
+        raise SyntaxProblem(
+            f"the text has {len(text)} characters, at most {_LENGTH} are read",
+            text=text[:60] + "...",
+            column=1,
+        )
     unstorable = _UNSTORABLE.search(text)
     if unstorable:
-        raise SyntaxProblem("a character that no name can hold", text=_UNSTORABLE.sub("?", text), column=unstorable.start() + 1)
+        raise SyntaxProblem(
+            "a character that no name can hold",
+            text=_UNSTORABLE.sub("?", text),
+            column=unstorable.start() + 1,
+        )
     try:
         return parser.parse(text)
     except UnexpectedInput as error:
         raise _syntax_problem(error, text, names) from None
     except Problem as problem:
-        raise SyntaxProblem(problem.message, text=text, column=problem.column, expected=problem.expected) from None
+        raise SyntaxProblem(
+            problem.message, text=text, column=problem.column, expected=problem.expected
+        ) from None
 
 
 def problem_at(token: Token, message: str, expected: Iterable[str] = ()) -> Problem:
@@ -93,7 +118,11 @@ def moment(token: Token) -> datetime:
     try:
         return datetime.fromisoformat(unquote(token)).astimezone()
     except (ValueError, OverflowError, OSError) as error:
-        raise problem_at(token, f"{unquote(token)!r} is no date ({error})", ("a date such as 2026-11-21 or 2026-11-21T10:00",)) from None
+        raise problem_at(
+            token,
+            f"{unquote(token)!r} is no date ({error})",
+            ("a date such as 2026-11-21 or 2026-11-21T10:00",),
+        ) from None
 
 
 def clamp(microseconds: int) -> int:
@@ -171,7 +200,8 @@ _OPERATORS = {
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """``name`` is one of the known ones; ``key`` is the rest of ``metrics.…``, ``attr.…`` and ``config.…``.
+    """``name`` is one of the known ones; ``key`` is the rest of ``metrics.…``, ``attr.…`` and
+    ``config.…``.
 
     ``column`` is the field's position in the text, from 1.
     """
@@ -218,7 +248,8 @@ class Exists:
 
 @dataclass(frozen=True, slots=True)
 class Related:
-    """An ancestor or a descendant of a revision; ``column`` is where the revision begins in the query."""
+    """An ancestor or a descendant of a revision; ``column`` is where the revision begins in the
+    query."""
 
     is_ancestor: bool
     revision: str
@@ -266,13 +297,15 @@ class Query:
 
     @property
     def fields(self) -> tuple[Field, ...]:
-        """The fields that it uses: first those that it orders by, then those that it filters by, each once."""
+        """The fields that it uses: first those that it orders by, then those that it filters by,
+        each once."""
         filtered = () if self.condition is None else _fields(self.condition)
         return tuple(dict.fromkeys((*(one.field for one in self.order), *filtered)))
 
     @property
     def presumed(self) -> tuple[Field, ...]:
-        """The fields that it compares or orders by, and so expects to exist; ``exists`` asks whether they do."""
+        """The fields that it compares or orders by, and so expects to exist; ``exists`` asks
+        whether they do."""
         filtered = () if self.condition is None else _fields(self.condition, is_sure=True)
         return (*filtered, *(one.field for one in self.order))
 
@@ -281,7 +314,8 @@ class Query:
 def parse_query(text: str) -> Query:
     """The query that a text means.
 
-    :raises SyntaxProblem: it does not parse, names an unknown field (the error lists the known ones), or compares what cannot be compared.
+    :raises SyntaxProblem: it does not parse, names an unknown field (the error lists the known
+        ones), or compares what cannot be compared.
     """
     query: Query = parse(_parser(), text, _TERMINALS)
     return query
@@ -297,18 +331,38 @@ class _Build(Transformer[Token, Any]):
         if condition is not None and sum(1 for _ in _values(condition)) > _VALUES:
             raise Problem(f"a query compares with at most {_VALUES} values: ask in several", 1)
         if condition is not None and _walks(condition) > _WALKS:
-            raise Problem(f"a query asks at most {_WALKS} times for branches, ancestors and descendants: ask in several", 1)
+            raise Problem(
+                f"a query asks at most {_WALKS} times for branches, ancestors and descendants: ask"
+                " in several",
+                1,
+            )
         if len(order or ()) > _KEYS:
             raise Problem(f"states are ordered by at most {_KEYS} fields, not by {len(order)}", 1)
         return Query(condition, order or (), limit)
 
     @v_args(inline=False)
     def either(self, items: list[Node]) -> Node:
-        return _shallow(AnyOf(tuple(part for item in items for part in (item.items if isinstance(item, AnyOf) else (item,)))))
+        return _shallow(
+            AnyOf(
+                tuple(
+                    part
+                    for item in items
+                    for part in (item.items if isinstance(item, AnyOf) else (item,))
+                )
+            )
+        )
 
     @v_args(inline=False)
     def both(self, items: list[Node]) -> Node:
-        return _shallow(AllOf(tuple(part for item in items for part in (item.items if isinstance(item, AllOf) else (item,)))))
+        return _shallow(
+            AllOf(
+                tuple(
+                    part
+                    for item in items
+                    for part in (item.items if isinstance(item, AllOf) else (item,))
+                )
+            )
+        )
 
     def negate(self, word: Token, item: Node) -> Node:
         return _shallow(Not(item), _column(word))
@@ -319,10 +373,20 @@ class _Build(Transformer[Token, Any]):
     def compare(self, field: _Named, operator: Token, value: Token) -> Node:
         sign = "=" if operator == "==" else str(operator)
         if sign not in _OPERATORS[field.field.kind]:
-            raise problem_at(operator, f"{field.text} cannot be compared by '{sign}'", (*_OPERATORS[field.field.kind], "in", "exists"))
+            raise problem_at(
+                operator,
+                f"{field.text} cannot be compared by '{sign}'",
+                (*_OPERATORS[field.field.kind], "in", "exists"),
+            )
         meant = _value(field, value)
-        if (isinstance(meant, bool) and sign not in _EQUALITY) or (sign == "~" and not isinstance(meant, str)):
-            raise problem_at(operator, f"{value} cannot be compared by '{sign}'", _EQUALITY if sign != "~" else ("a text after '~'",))
+        if (isinstance(meant, bool) and sign not in _EQUALITY) or (
+            sign == "~" and not isinstance(meant, str)
+        ):
+            raise problem_at(
+                operator,
+                f"{value} cannot be compared by '{sign}'",
+                _EQUALITY if sign != "~" else ("a text after '~'",),
+            )
         return Compare(field.field, sign, meant)
 
     def among(self, field: _Named, word: Token, *values: Token) -> Node:
@@ -336,7 +400,9 @@ class _Build(Transformer[Token, Any]):
 
     def related(self, relation: Token, revision: Token) -> Node:
         is_quoted = revision[:1] in ("'", '"')
-        return Related(relation.lower() == "ancestor_of", unquote(revision), _column(revision) + is_quoted)
+        return Related(
+            relation.lower() == "ancestor_of", unquote(revision), _column(revision) + is_quoted
+        )
 
     def field(self, name: Token) -> _Named:
         return _Named(_field(name), str(name), _column(name))
@@ -421,7 +487,9 @@ def _value(field: _Named, token: Token) -> Value:
             if token.type in ("NUMBER", "INFINITY"):
                 return _number(token)
             return token.lower() == "true" if token.type == "BOOLEAN" else unquote(token)
-    raise problem_at(token, f"{token} cannot be compared with {field.text}", (str(field.field.kind),))
+    raise problem_at(
+        token, f"{token} cannot be compared with {field.text}", (str(field.field.kind),)
+    )
 
 
 def _number(token: Token) -> int | float:
@@ -434,7 +502,9 @@ def _number(token: Token) -> int | float:
 def _shallow(node: Node, column: int = 1) -> Node:
     """The node itself, unless its conditions are nested too deeply for a database."""
     if _depth(node) > _DEPTH:
-        raise Problem(f"conditions are nested more than {_DEPTH} deep: ask in several queries", column)
+        raise Problem(
+            f"conditions are nested more than {_DEPTH} deep: ask in several queries", column
+        )
     return node
 
 

@@ -1,4 +1,5 @@
-"""States of several ranks that are not complete: those that wait for parts and those that were given up; and the part of each rank."""
+"""States of several ranks that are not complete: those that wait for parts and those that were
+given up; and the part of each rank."""
 
 from __future__ import annotations
 
@@ -31,9 +32,11 @@ WHYS = [why.value for why in Why]
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A state that is not complete yet: which ranks of ``world_size`` are missing, and since when the first reported part has waited.
+    """A state that is not complete yet: which ranks of ``world_size`` are missing, and since when
+    the first reported part has waited.
 
-    ``has_ended``: every run that reported a part has ended, so the state stays incomplete unless the missing ranks are run again.
+    ``has_ended``: every run that reported a part has ended, so the state stays incomplete unless
+      the missing ranks are run again.
     """
 
     uid: str
@@ -56,20 +59,31 @@ class Waiting:
         ranks = f"the parts of rank {ranks_text(self.missing)} of {self.world_size}"
         if not self.has_ended:
             return f"{said} waits for {ranks}"
-        return f"{said} is incomplete: it lacks {ranks}, and the runs that told the others have ended; run all its ranks again"
+        return (
+            f"{said} is incomplete: it lacks {ranks}, and the runs that told the others have ended;"
+            " run all its ranks again"
+        )
 
 
 def waiting(session: Session, uids: Collection[str] | None = None) -> list[Waiting]:
     """The states that wait for parts, by uid: those among ``uids``, or all."""
     found = []
-    rows_of = session.execute(_WAITING).all() if uids is None else session.execute(_THESE, {"uids": list(uids)}).all()
+    rows_of = (
+        session.execute(_WAITING).all()
+        if uids is None
+        else session.execute(_THESE, {"uids": list(uids)}).all()
+    )
     for uid, group in groupby(rows_of, key=lambda row: row.state_uid):
         rows = list(group)
         place = json.loads(rows[0].place)
         missing = tuple(sorted(set(range(rows[0].world_size)).difference(row.rank for row in rows)))
         since = from_us(min(row.told_at for row in rows))
         has_ended = all(row.run_id is None or row.finished_at is not None for row in rows)
-        found.append(Waiting(uid, rows[0].world_size, missing, place["branch"], place["step"], since, has_ended))
+        found.append(
+            Waiting(
+                uid, rows[0].world_size, missing, place["branch"], place["step"], since, has_ended
+            )
+        )
     return found
 
 
@@ -100,7 +114,8 @@ _THESE = _WAITING.where(_part.c.state_uid.in_(bindparam("uids", expanding=True))
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank captured of a state: its digest, its bytes, where the rank reported them to be, and the run that reported it.
+    """What one rank captured of a state: its digest, its bytes, where the rank reported them to be,
+    and the run that reported it.
 
     ``node`` is the host at that time; the replicas say where the part is now.
     """
@@ -126,12 +141,16 @@ class GivenUpState(GivenUp):
 
     def __str__(self) -> str:
         # super() without arguments knows no class that slots=True has created anew
-        return f"state {self.uid} (branch {self.branch}, step {self.step}) was given up because of {GivenUp.__str__(self)}"
+        return (
+            f"state {self.uid} (branch {self.branch}, step {self.step}) was given up because of"
+            f" {GivenUp.__str__(self)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Incomplete:
-    """The states that wait for parts, the longest first; and those that were given up, the last first, out of ``total_given_up``."""
+    """The states that wait for parts, the longest first; and those that were given up, the last
+    first, out of ``total_given_up``."""
 
     waiting: tuple[Waiting, ...]
     given_up: tuple[GivenUpState, ...]
@@ -147,7 +166,8 @@ def incomplete(session: Session, *, limit: int) -> Incomplete:
 
 
 def late(session: Session, uid: str) -> list[Waiting]:
-    """The states that wait for parts in the training that captured this complete one, as far as its first two ranks reported theirs."""
+    """The states that wait for parts in the training that captured this complete one, as far as
+    its first two ranks reported theirs."""
     uids = list(session.execute(_LATE, {"uid": uid}).scalars())
     return sorted(waiting(session, uids), key=lambda each: (each.since, each.uid)) if uids else []
 
@@ -155,13 +175,23 @@ def late(session: Session, uid: str) -> list[Waiting]:
 def parts_of(session: Session, uid: str) -> list[Part]:
     """The reported parts of a state, by rank; none for a state of one part."""
     return [
-        Part(row.rank, row.digest, row.tier, node_of(row.place_name), row.bytes_total, row.bytes_new, row.run, from_us(row.told_at))
+        Part(
+            row.rank,
+            row.digest,
+            row.tier,
+            node_of(row.place_name),
+            row.bytes_total,
+            row.bytes_new,
+            row.run,
+            from_us(row.told_at),
+        )
         for row in session.execute(_PARTS, {"uid": uid})
     ]
 
 
 def why_none(session: Session, prefix: str) -> str | None:
-    """Why there is no state for this prefix, if the only uid with it is one of several parts that waits or was given up."""
+    """Why there is no state for this prefix, if the only uid with it is one of several parts
+    that waits or was given up."""
     low = prefix.lower()
     uids = session.execute(_BEGINNING, {"low": low, "high": low + "g"}).scalars().all()
     if len(uids) != 1:
@@ -192,13 +222,26 @@ _GIVEN_UP = _ENDED.order_by(_part.c.told_at.desc(), _part.c.state_uid).limit(bin
 _THIS = _ENDED.where(_part.c.state_uid == bindparam("uid"))
 _COUNT = select(func.count()).select_from(_part).where(*_is_given_up)
 _BEGINNING = (
-    select(_part.c.state_uid).where(_part.c.state_uid >= bindparam("low"), _part.c.state_uid < bindparam("high")).distinct().limit(2)
+    select(_part.c.state_uid)
+    .where(_part.c.state_uid >= bindparam("low"), _part.c.state_uid < bindparam("high"))
+    .distinct()
+    .limit(2)
 )
 _same = _part.alias("same")
-_first_two = select(_same.c.run_id).where(_same.c.state_uid == bindparam("uid"), _same.c.rank.in_((0, 1)))
-_LATE = select(_part.c.state_uid).where(_part.c.run_id.in_(_first_two), _part.c.place.is_not(None), _part.c.status.not_in(WHYS)).distinct()
+_first_two = select(_same.c.run_id).where(
+    _same.c.state_uid == bindparam("uid"), _same.c.rank.in_((0, 1))
+)
+_LATE = (
+    select(_part.c.state_uid)
+    .where(_part.c.run_id.in_(_first_two), _part.c.place.is_not(None), _part.c.status.not_in(WHYS))
+    .distinct()
+)
 _PARTS = (
-    select(_part, _run.c.uid.label("run"), func.coalesce(_folder.c.host, _part.c.node).label("place_name"))
+    select(
+        _part,
+        _run.c.uid.label("run"),
+        func.coalesce(_folder.c.host, _part.c.node).label("place_name"),
+    )
     .outerjoin_from(_part, _run, _run.c.id == _part.c.run_id)
     .outerjoin(_folder, _folder.c.uid == _part.c.node)
     .where(_part.c.state_uid == bindparam("uid"), _part.c.rank >= 0, _part.c.status.not_in(WHYS))
@@ -214,7 +257,8 @@ _BATCH = 500  # uids in one IN list
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A state that no longer waits: the complete state, with the digests of its parents, or the reason why there is none."""
+    """A state that no longer waits: the complete state, with the digests of its parents, or the
+    reason why there is none."""
 
     uid: str
     state: State | None = None
@@ -223,7 +267,8 @@ class Outcome:
 
 
 def outcomes(session: Session, asked: Mapping[str, int]) -> tuple[dict[str, Outcome], list[str]]:
-    """What became of these states, by uid in the order of ``asked``; and those for which the lineage does not even have this rank's part.
+    """What became of these states, by uid in the order of ``asked``; and those for which the
+    lineage does not even have this rank's part.
 
     States that wait are in neither.
     """
@@ -233,8 +278,17 @@ def outcomes(session: Session, asked: Mapping[str, int]) -> tuple[dict[str, Outc
         ids = {row.uid: row.id for row in session.execute(_IDS, {"uids": batch})}
         whole = dict(zip(ids, states(session, list(ids.values())), strict=True)) if ids else {}
         digests = _digests(session, {parent for each in whole.values() for parent in each.parents})
-        own = _rows(session, _OWN, [uid for uid in batch if uid not in ids], ranks={asked[uid] for uid in batch})
-        told = {row.state_uid for row in own if row.status not in WHYS and row.rank == asked[row.state_uid]}
+        own = _rows(
+            session,
+            _OWN,
+            [uid for uid in batch if uid not in ids],
+            ranks={asked[uid] for uid in batch},
+        )
+        told = {
+            row.state_uid
+            for row in own
+            if row.status not in WHYS and row.rank == asked[row.state_uid]
+        }
         untold = [uid for uid in batch if uid not in ids and uid not in told]
         ends = {row.state_uid: row for row in _rows(session, _ENDS, untold)}
         for uid in batch:
@@ -244,7 +298,9 @@ def outcomes(session: Session, asked: Mapping[str, int]) -> tuple[dict[str, Outc
                 found[uid] = Outcome(uid, state, tuple(digests[parent] for parent in state.parents))
             elif ended is not None:
                 reason = json.loads(ended.said)["reason"]
-                found[uid] = Outcome(uid, given_up=GivenUp(uid, ended.rank, Why(ended.status), reason))
+                found[uid] = Outcome(
+                    uid, given_up=GivenUp(uid, ended.rank, Why(ended.status), reason)
+                )
             elif uid not in told:
                 forgotten.append(uid)
     return found, forgotten
@@ -252,21 +308,42 @@ def outcomes(session: Session, asked: Mapping[str, int]) -> tuple[dict[str, Outc
 
 def statuses_of(session: Session, uids: Sequence[str]) -> dict[str, Status]:
     """The status of each of these states that exists."""
-    return {row.uid: Status(row.status) for row in session.execute(_STATUSES, {"uids": list(uids)})} if uids else {}
+    return (
+        {row.uid: Status(row.status) for row in session.execute(_STATUSES, {"uids": list(uids)})}
+        if uids
+        else {}
+    )
 
 
-def _rows(session: Session, query: Select[Any], uids: list[str], **bound: Collection[int]) -> list[Any]:
-    return list(session.execute(query, {"uids": uids, **{name: list(values) for name, values in bound.items()}})) if uids else []
+def _rows(
+    session: Session, query: Select[Any], uids: list[str], **bound: Collection[int]
+) -> list[Any]:
+    return (
+        list(
+            session.execute(
+                query, {"uids": uids, **{name: list(values) for name, values in bound.items()}}
+            )
+        )
+        if uids
+        else []
+    )
 
 
 def _digests(session: Session, uids: Collection[str]) -> dict[str, str]:
-    return {row.uid: row.digest for row in session.execute(_DIGESTS, {"uids": list(uids)})} if uids else {}
+    return (
+        {row.uid: row.digest for row in session.execute(_DIGESTS, {"uids": list(uids)})}
+        if uids
+        else {}
+    )
 
 
 _uids: BindParameter[Any] = bindparam("uids", expanding=True)
 _IDS = select(_state.c.uid, _state.c.id).where(_state.c.uid.in_(_uids))
 _STATUSES = select(_state.c.uid, _state.c.status).where(_state.c.uid.in_(_uids))
 _DIGESTS = select(_state.c.uid, _state.c.digest).where(_state.c.uid.in_(_uids))
-_rows_of = select(_part.c.state_uid, _part.c.rank, _part.c.status, _part.c.said).where(_part.c.state_uid.in_(_uids))
+_rows_of = select(_part.c.state_uid, _part.c.rank, _part.c.status, _part.c.said).where(
+    _part.c.state_uid.in_(_uids)
+)
 _OWN = _rows_of.where(_part.c.rank.in_(bindparam("ranks", expanding=True)))
-_ENDS = _rows_of.where(_part.c.rank >= 0, _part.c.status.in_(WHYS))  # only this row is left of a state that was given up
+# only this row is left of a state that was given up
+_ENDS = _rows_of.where(_part.c.rank >= 0, _part.c.status.in_(WHYS))

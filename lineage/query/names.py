@@ -1,4 +1,5 @@
-"""Branches and tags, the notes on states and branches, and the processes that hold a state's bytes."""
+"""Branches and tags, the notes on states and branches, and the processes that hold a state's
+bytes."""
 
 from __future__ import annotations
 
@@ -57,7 +58,10 @@ def get(session: Session, name: str) -> Ref:
 
 def find(session: Session, name: str) -> Ref | None:
     """The ref of this name, or None."""
-    row = session.execute(_REFS.where(_ref.c.name == bindparam("ref")), {"ref": values.text(name, "the name of a branch or a tag")}).first()
+    row = session.execute(
+        _REFS.where(_ref.c.name == bindparam("ref")),
+        {"ref": values.text(name, "the name of a branch or a tag")},
+    ).first()
     return None if row is None else _to_ref(row)
 
 
@@ -68,17 +72,25 @@ def refs(session: Session, kind: RefKind | None = None) -> list[Ref]:
 
 
 def moved(session: Session, after: int) -> dict[str, Ref | None]:
-    """The refs that have a line of the reflog after the line ``after``, by name; None if they are deleted. All refs if that is negative."""
+    """The refs that have a line of the reflog after the line ``after``, by name; None if they
+    are deleted. All refs if that is negative."""
     if after < 0:
         return {ref.name: ref for ref in refs(session)}
-    found: dict[str, Ref | None] = dict.fromkeys(session.execute(_MOVED, {"after": after}).scalars())
+    found: dict[str, Ref | None] = dict.fromkeys(
+        session.execute(_MOVED, {"after": after}).scalars()
+    )
     for some in batches(list(found), _REFS_BATCH):
-        found.update((row.name, _to_ref(row)) for row in session.execute(_REFS.where(_ref.c.name.in_(some))))
+        found.update(
+            (row.name, _to_ref(row)) for row in session.execute(_REFS.where(_ref.c.name.in_(some)))
+        )
     return found
 
 
-def reflog(session: Session, name: str, *, limit: int | None = None, before: int | None = None) -> list[RefEvent]:
-    """The moves of a ref, newest first, even after it was deleted; with ``before`` only those with lower ids.
+def reflog(
+    session: Session, name: str, *, limit: int | None = None, before: int | None = None
+) -> list[RefEvent]:
+    """The moves of a ref, newest first, even after it was deleted; with ``before`` only those with
+    lower ids.
 
     :raises NotFound: there never was such a ref; the error names the nearest that exists.
     """
@@ -87,11 +99,23 @@ def reflog(session: Session, name: str, *, limit: int | None = None, before: int
     rows = session.execute(query.limit(limit), {"ref": name}).all()
     if not rows and limit != 0 and before is None:
         raise NotFound(f"there never was a branch or tag {name!r}{nearest(session, name)}")
-    return [RefEvent(row.id, row.name, RefKind(row.kind), row.old, row.new, row.reason, from_us(row.created_at)) for row in rows]
+    return [
+        RefEvent(
+            row.id,
+            row.name,
+            RefKind(row.kind),
+            row.old,
+            row.new,
+            row.reason,
+            from_us(row.created_at),
+        )
+        for row in rows
+    ]
 
 
 def last_event(session: Session) -> int:
-    """The id of the newest line of any reflog, 0 when there is none: one look-up shows whether a reflog has grown."""
+    """The id of the newest line of any reflog, 0 when there is none: one look-up shows whether a
+    reflog has grown."""
     return int(session.execute(_LAST_EVENT).scalar() or 0)
 
 
@@ -106,19 +130,34 @@ def nearest(session: Session, name: str) -> str:
 
 
 def near(session: Session, name: str, kind: RefKind | None = None) -> list[str]:
-    """Names that may be meant by this one: its neighbors in alphabetical order, and the names of the newest states.
+    """Names that may be meant by this one: its neighbors in alphabetical order, and the names of
+    the newest states.
 
-    Each of the three groups has at most ``_NEAR`` names, because to compare 60,000 names takes a second.
+    Each of the three groups has at most ``_NEAR`` names, because to compare 60,000 names takes a
+    second.
     """
-    query = select(_ref.c.name) if kind is None else select(_ref.c.name).where(_ref.c.kind == kind.value)
-    before, behind = query.where(_ref.c.name < name).order_by(_ref.c.name.desc()), query.where(_ref.c.name > name).order_by(_ref.c.name)
+    query = (
+        select(_ref.c.name)
+        if kind is None
+        else select(_ref.c.name).where(_ref.c.kind == kind.value)
+    )
+    before, behind = (
+        query.where(_ref.c.name < name).order_by(_ref.c.name.desc()),
+        query.where(_ref.c.name > name).order_by(_ref.c.name),
+    )
     newest = query.order_by(_ref.c.state_id.desc())
-    return sorted({each for some in (before, behind, newest) for each in session.execute(some.limit(_NEAR)).scalars()})
+    return sorted(
+        {
+            each
+            for some in (before, behind, newest)
+            for each in session.execute(some.limit(_NEAR)).scalars()
+        }
+    )
 
 
-_REFS: Select[Any] = select(_ref.c.name, _ref.c.kind, _ref.c.version, _ref.c.message, _state.c.uid).join_from(
-    _ref, _state, _state.c.id == _ref.c.state_id
-)
+_REFS: Select[Any] = select(
+    _ref.c.name, _ref.c.kind, _ref.c.version, _ref.c.message, _state.c.uid
+).join_from(_ref, _state, _state.c.id == _ref.c.state_id)
 _EVENTS: Select[Any] = (
     select(_event.c.id, _event.c.name, _event.c.kind, _event.c.reason, _event.c.created_at)
     .add_columns(_old.c.uid.label("old"), _new.c.uid.label("new"))
@@ -136,7 +175,9 @@ _LAST_EVENT = select(func.max(_event.c.id))
 
 _NOTES_BATCH = 500  # uids in one IN list
 
-_NOTES = select(_note, _state.c.uid.label("state")).outerjoin_from(_note, _state, _state.c.id == _note.c.state_id)
+_NOTES = select(_note, _state.c.uid.label("state")).outerjoin_from(
+    _note, _state, _state.c.id == _note.c.state_id
+)
 
 
 def get_note(session: Session, uid: str) -> Note:
@@ -146,14 +187,23 @@ def get_note(session: Session, uid: str) -> Note:
     """
     row = session.execute(_NOTES.where(_note.c.uid == bindparam("note")), {"note": uid}).first()
     if row is None:
-        raise NotFound(f"there is no note {uid!r}: it may have been deleted, the list of notes has those that are there")
+        raise NotFound(
+            f"there is no note {uid!r}: it may have been deleted, the list of notes has those that"
+            " are there"
+        )
     return _to_note(row)
 
 
 def notes(
-    session: Session, *, state: str | None = None, branch: str | None = None, limit: int | None = None, after: str | None = None
+    session: Session,
+    *,
+    state: str | None = None,
+    branch: str | None = None,
+    limit: int | None = None,
+    after: str | None = None,
 ) -> list[Note]:
-    """The notes on a state (by its uid) or a branch, or all of them, newest first; only those after the note ``after``, if given.
+    """The notes on a state (by its uid) or a branch, or all of them, newest first; only those after
+    the note ``after``, if given.
 
     :raises NotFound: there is no note ``after``.
     """
@@ -167,7 +217,9 @@ def notes(
     if after is not None:
         last = session.execute(select(_note.c.id).where(_note.c.uid == after)).scalar()
         if last is None:
-            raise NotFound(f"there is no note {after!r} to go on after: begin again at the first page")
+            raise NotFound(
+                f"there is no note {after!r} to go on after: begin again at the first page"
+            )
         query = query.where(_note.c.id < last)
     return [_to_note(row) for row in session.execute(query)]
 
@@ -182,7 +234,9 @@ def of_states(session: Session, uids: Iterable[str]) -> list[Note]:
 
 def _to_note(row: Any) -> Note:
     edited_at = None if row.edited_at is None else from_us(row.edited_at)
-    return Note(row.uid, row.state, row.branch, row.author, row.text, from_us(row.created_at), edited_at)
+    return Note(
+        row.uid, row.state, row.branch, row.author, row.text, from_us(row.created_at), edited_at
+    )
 
 
 # The holders of a state's bytes: its replicas, as they were reported.
@@ -192,7 +246,11 @@ _MARK = "#"
 
 _REPLICAS = (
     select(
-        *(_replica.c.rank, _replica.c.tier, func.coalesce(_folder.c.host, _replica.c.node).label("node")),
+        *(
+            _replica.c.rank,
+            _replica.c.tier,
+            func.coalesce(_folder.c.host, _replica.c.node).label("node"),
+        ),
         *(_replica.c.status, _replica.c.bytes),
     )
     .outerjoin_from(_replica, _folder, _folder.c.uid == _replica.c.node)
@@ -203,9 +261,11 @@ _REPLICAS = (
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One rank's shard is complete on a tier of a node; ``status`` is ``ok`` or ``gone``. In memory: in that of the process of ``run``.
+    """One rank's shard is complete on a tier of a node; ``status`` is ``ok`` or ``gone``. In
+    memory: in that of the process of ``run``.
 
-    ``bytes`` are those that it added there: bytes that other states held already came without a copy.
+    ``bytes`` are those that it added there: bytes that other states held already came without a
+    copy.
     """
 
     rank: int

@@ -1,4 +1,5 @@
-"""What a lineage has and its chronicle does not: runs, states, lines of the reflog, notes, clones, amendments; a page at a time."""
+"""What a lineage has and its chronicle does not: runs, states, lines of the reflog, notes,
+clones, amendments; a page at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +9,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import BigInteger, BindParameter, Integer, Select, bindparam, func, null, select, text, tuple_
+from sqlalchemy import (
+    BigInteger,
+    BindParameter,
+    Integer,
+    Select,
+    bindparam,
+    func,
+    null,
+    select,
+    text,
+    tuple_,
+)
 
 from datastates.errors import Unavailable
 from datastates.lineage import lookup
@@ -68,13 +80,14 @@ _PAGE = 200
 """How many to read at a time: an error has 20,000 characters, a report has pictures."""
 
 _PICTURES_BYTES = 256 << 20
-"""The pictures of a report are told if all of them take at most so much: an entry may not grow without bounds."""
+"""The pictures of a report are told if all of them take at most so much: an entry may not grow
+without bounds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Amendments:
-    """Some amendments: the uids of the runs among them, and the current values of the rest. ``last`` is the newest of them, ``amended`` its
-    name."""
+    """Some amendments: the uids of the runs among them, and the current values of the rest.
+    ``last`` is the newest of them, ``amended`` its name."""
 
     last: int
     amended: str
@@ -96,15 +109,27 @@ def metrics_version(session: Session) -> int:
     return int(session.execute(_MEASURED).scalar_one())
 
 
-def amendments(session: Session, after: int, *, again: int, until: int, most: int) -> Amendments | None:
-    """The next amendments after ``after`` up to ``until``, ``most`` at most, and those of the ``again`` ids before it.
+def amendments(
+    session: Session, after: int, *, again: int, until: int, most: int
+) -> Amendments | None:
+    """The next amendments after ``after`` up to ``until``, ``most`` at most, and those of the
+    ``again`` ids before it.
 
     None when there is no new one.
     """
-    rows = session.execute(_NEW, {"after": after - again, "until": until, "most": min(most, _PAGE) + again}).all()
+    rows = session.execute(
+        _NEW, {"after": after - again, "until": until, "most": min(most, _PAGE) + again}
+    ).all()
     if not rows or rows[-1].id <= after:
         return None
-    pictured = next((number for number, row in enumerate(rows, 1) if row.id > after and row.kind == Amended.REPORT), len(rows))
+    pictured = next(
+        (
+            number
+            for number, row in enumerate(rows, 1)
+            if row.id > after and row.kind == Amended.REPORT
+        ),
+        len(rows),
+    )
     rows = rows[:pictured]  # one new report at a time
     named: defaultdict[str, list[Any]] = defaultdict(list)
     for row in rows:
@@ -138,13 +163,18 @@ def _report_lines(session: Session, name: str) -> list[ReportLine]:
     if found is None:
         return []
     has_room = session.execute(_TAKEN, {"of": found.id}).scalar_one() <= _PICTURES_BYTES
-    samples = tuple(SampleLine(*row) for row in session.execute(_SAMPLES if has_room else _BARE_SAMPLES, {"of": found.id}))
+    samples = tuple(
+        SampleLine(*row)
+        for row in session.execute(_SAMPLES if has_room else _BARE_SAMPLES, {"of": found.id})
+    )
     return [ReportLine(found.name, found.created_at, found.body, samples)]
 
 
 def _attributes(session: Session, uids: list[str]) -> tuple[AttributesLine, ...]:
     ids = list(session.execute(_IDS, {"names": uids}).scalars()) if uids else []
-    return tuple(AttributesLine(state.uid, state.attributes, state.metrics) for state in states(session, ids))
+    return tuple(
+        AttributesLine(state.uid, state.attributes, state.metrics) for state in states(session, ids)
+    )
 
 
 _names: BindParameter[str] = bindparam("names", expanding=True)
@@ -152,7 +182,10 @@ _NAME_AT = select(_amendment.c.name).where(_amendment.c.id == bindparam("at"))
 _MEASURED = select(func.count()).where(_amendment.c.kind == Amended.METRICS.value)
 _NEW = (
     select(_amendment)
-    .where(_amendment.c.id > bindparam("after", type_=BigInteger), _amendment.c.id <= bindparam("until", type_=BigInteger))
+    .where(
+        _amendment.c.id > bindparam("after", type_=BigInteger),
+        _amendment.c.id <= bindparam("until", type_=BigInteger),
+    )
     .order_by(_amendment.c.id)
     .limit(bindparam("most", type_=Integer))
 )
@@ -163,9 +196,13 @@ _SEALS = (
     .where(_state.c.uid.in_(_names))
     .order_by(_state.c.id)
 )
-_VARIANTS = select(*(_variant.c[name] for name in VariantLine.__struct_fields__)).order_by(_variant.c.study, _variant.c.place)
+_VARIANTS = select(*(_variant.c[name] for name in VariantLine.__struct_fields__)).order_by(
+    _variant.c.study, _variant.c.place
+)
 _REPORT = select(_report).where(_report.c.name == bindparam("of"))
-_TAKEN = select(func.coalesce(func.sum(func.length(_sample.c.picture)), 0)).where(_sample.c.report_id == bindparam("of"))
+_TAKEN = select(func.coalesce(func.sum(func.length(_sample.c.picture)), 0)).where(
+    _sample.c.report_id == bindparam("of")
+)
 _BARE = {"picture": null().label("picture")}
 _SAMPLES, _BARE_SAMPLES = (
     select(*(left_out.get(name, _sample.c[name]) for name in SampleLine.__struct_fields__))
@@ -180,14 +217,16 @@ _SAMPLES, _BARE_SAMPLES = (
 
 
 _AGAIN = 256
-"""How many rows before the newest are read again on PostgreSQL: a server that was killed forgets its last moments, and may then give
-their ids to other rows."""
+"""How many rows before the newest are read again on PostgreSQL: a server that was killed forgets
+its last moments, and may then give their ids to other rows."""
 
 
 def is_behind(session: Session, mark: Mark) -> bool:
-    """Whether this lineage lacks what its chronicle was told: it was restored from an older copy, or it is another one.
+    """Whether this lineage lacks what its chronicle was told: it was restored from an older copy,
+    or it is another one.
 
-    A PostgreSQL server that is killed forgets its last moments, and is told of them again: its rows then have other ids, among the newest.
+    A PostgreSQL server that is killed forgets its last moments, and is told of them again: its rows
+    then have other ids, among the newest.
     """
     if mark.state and session.execute(_STATE_AT, {"at": mark.state}).scalar() != mark.state_uid:
         again = session.execute(_ID_OF, {"uid": mark.state_uid}).scalar()
@@ -200,14 +239,20 @@ def is_behind(session: Session, mark: Mark) -> bool:
 
 
 def news(session: Session, mark: Mark, *, most: int, until: Settled) -> Entry | None:
-    """What came after ``mark`` and not after ``until``, at most ``most`` of each kind; None when nothing did.
+    """What came after ``mark`` and not after ``until``, at most ``most`` of each kind; None when
+    nothing did.
 
     ``until`` was found before the session's transaction began.
     """
-    again = min(most, _again(session)) if mark.state else 0  # a frame that is divided is small all through
+    # a frame that is divided is small all through
+    again = min(most, _again(session)) if mark.state else 0
     count = most + again
     runs = _runs(session, _NEW_RUNS, {"after": mark.run, "until": until.run, "most": most})
-    ids = list(session.execute(_NEW_STATES, {"after": mark.state - again, "until": until.state, "most": count}).scalars())
+    ids = list(
+        session.execute(
+            _NEW_STATES, {"after": mark.state - again, "until": until.state, "most": count}
+        ).scalars()
+    )
     events = _events(session, {"after": mark.event - again, "until": until.event, "most": count})
     clones = _clones(session, {"after": mark.clone - again, "until": until.clone, "most": count})
     remarks, remarked, newest = _remarks(session, mark)
@@ -308,7 +353,12 @@ def _states(session: Session, ids: list[int]) -> list[StateLine]:
 
 def _events(session: Session, which: dict[str, object]) -> list[EventLine]:
     rows = session.execute(_NEW_EVENTS, which)
-    return [EventLine(row.id, row.name, row.kind, row.old, row.new, row.reason, row.created_at, row.message) for row in rows]
+    return [
+        EventLine(
+            row.id, row.name, row.kind, row.old, row.new, row.reason, row.created_at, row.message
+        )
+        for row in rows
+    ]
 
 
 def _clones(session: Session, which: dict[str, object]) -> list[CloneLine]:
@@ -334,9 +384,16 @@ _STATE_AT = select(_state.c.uid).where(_state.c.id == bindparam("at"))
 _ID_OF = select(_state.c.id).where(_state.c.uid == bindparam("uid"))
 _EVENT_AT = select(_event.c.created_at).where(_event.c.id == bindparam("at"))
 _CLONE_AT = select(_clone.c.created_at).where(_clone.c.id == bindparam("at"))
-_NEW_RUNS = select(_run).where(_run.c.id > _after, _run.c.id <= _until).order_by(_run.c.id).limit(_most)
+_NEW_RUNS = (
+    select(_run).where(_run.c.id > _after, _run.c.id <= _until).order_by(_run.c.id).limit(_most)
+)
 _RUNS_NAMED = select(_run).where(_run.c.uid.in_(bindparam("uids", expanding=True)))
-_NEW_STATES = select(_state.c.id).where(_state.c.id > _after, _state.c.id <= _until).order_by(_state.c.id).limit(_most)
+_NEW_STATES = (
+    select(_state.c.id)
+    .where(_state.c.id > _after, _state.c.id <= _until)
+    .order_by(_state.c.id)
+    .limit(_most)
+)
 _RUNS_OF = (
     select(_state.c.id, _run.c.uid)
     .join_from(_state, _run, _run.c.id == _state.c.run_id)
@@ -353,7 +410,14 @@ _NEW_EVENTS = (
     .limit(_most)
 )
 _NEW_CLONES = (
-    select(_clone.c.id, _state.c.uid, _clone.c.source, _clone.c.source_repository, _clone.c.node, _run.c.uid.label("run"))
+    select(
+        _clone.c.id,
+        _state.c.uid,
+        _clone.c.source,
+        _clone.c.source_repository,
+        _clone.c.node,
+        _run.c.uid.label("run"),
+    )
     .add_columns(_clone.c.bytes_moved, _clone.c.created_at)
     .join_from(_clone, _state, _state.c.id == _clone.c.state_id)
     .outerjoin(_run, _run.c.id == _clone.c.run_id)
@@ -361,9 +425,19 @@ _NEW_CLONES = (
     .order_by(_clone.c.id)
     .limit(_most)
 )
-_REMARKS_NOW = select(func.count(), func.max(_note.c.created_at), func.max(_note.c.edited_at)).select_from(_note)
+_REMARKS_NOW = select(
+    func.count(), func.max(_note.c.created_at), func.max(_note.c.edited_at)
+).select_from(_note)
 _REMARKS = (
-    select(_note.c.uid, _state.c.uid, _note.c.branch, _note.c.author, _note.c.text, _note.c.created_at, _note.c.edited_at)
+    select(
+        _note.c.uid,
+        _state.c.uid,
+        _note.c.branch,
+        _note.c.author,
+        _note.c.text,
+        _note.c.created_at,
+        _note.c.edited_at,
+    )
     .outerjoin_from(_note, _state, _state.c.id == _note.c.state_id)
     .order_by(_note.c.id)
 )
@@ -378,7 +452,8 @@ _PAUSE_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """An id of each table: a transaction that begins now sees all rows up to it that there will ever be."""
+    """An id of each table: a transaction that begins now sees all rows up to it that there will
+    ever be."""
 
     run: int = _LAST
     state: int = _LAST
@@ -391,7 +466,8 @@ EVERYTHING = Settled()
 
 
 def settled(database: Database, *, timeout_s: float) -> Settled:
-    """The newest rows, once every transaction that may still commit an older one has ended; it waits for these, and for no others.
+    """The newest rows, once every transaction that may still commit an older one has ended; it
+    waits for these, and for no others.
 
     :raises Unavailable: one of them did not end within ``timeout_s``.
     """
@@ -400,10 +476,14 @@ def settled(database: Database, *, timeout_s: float) -> Settled:
     end = time.monotonic() + timeout_s
     with database.read() as session:
         newest = Settled(*(id_ or 0 for id_ in session.execute(_NEWEST).one()))
-        waiting = writers(session, _TABLES)  # read after the rows, or one that commits in between would be missed
+        # read after the rows, or one that commits in between would be missed
+        waiting = writers(session, _TABLES)
     while waiting:
         if time.monotonic() > end:
-            raise Unavailable(f"a transaction that writes to the lineage did not end within {timeout_s:g} s: what is newer is told later")
+            raise Unavailable(
+                f"a transaction that writes to the lineage did not end within {timeout_s:g} s: what"
+                " is newer is told later"
+            )
         checkpoint()
         time.sleep(_PAUSE_S)
         with database.read() as session:
@@ -412,16 +492,19 @@ def settled(database: Database, *, timeout_s: float) -> Settled:
 
 
 def writers(session: Session, tables: Iterable[type[Base]]) -> frozenset[str]:
-    """The transactions that may commit rows to one of these tables whose ids they have drawn already; none on SQLite."""
+    """The transactions that may commit rows to one of these tables whose ids they have drawn
+    already; none on SQLite."""
     if session.get_bind().dialect.name != "postgresql":
         return frozenset()  # it has one writer at a time
-    return frozenset(session.execute(_WRITERS, {"tables": [each.__tablename__ for each in tables]}).scalars())
+    return frozenset(
+        session.execute(_WRITERS, {"tables": [each.__tablename__ for each in tables]}).scalars()
+    )
 
 
 _TABLES = (RunRow, StateRow, RefEventRow, CloneRow, AmendmentRow)
 _NEWEST = select(*(select(func.max(table(each).c.id)).scalar_subquery() for each in _TABLES))
 _WRITERS = text(
-    "SELECT DISTINCT virtualtransaction FROM pg_locks WHERE locktype = 'relation' AND mode = 'RowExclusiveLock' AND granted"
-    " AND relation = ANY(CAST(CAST(:tables AS text[]) AS regclass[]))"
-    " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+    "SELECT DISTINCT virtualtransaction FROM pg_locks WHERE locktype = 'relation' AND mode ="
+    " 'RowExclusiveLock' AND granted AND relation = ANY(CAST(CAST(:tables AS text[]) AS"
+    " regclass[])) AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
 )

@@ -1,12 +1,14 @@
 """Search: the states that a query finds, a page at a time.
 
-Pages follow each other by keyset: a cursor holds the sort keys of the last state, never an offset. So the thousandth page costs as much as
-the first, and states recorded meanwhile shift nothing. Of equal states the newest comes last when the last key rises, and first when it
-falls; without an order the newest come first. States that lack a sort key come last in either direction.
+Pages follow each other by keyset: a cursor holds the sort keys of the last state, never an offset.
+So the thousandth page costs as much as the first, and states recorded meanwhile shift nothing. Of
+equal states the newest comes last when the last key rises, and first when it falls; without an
+order the newest come first. States that lack a sort key come last in either direction.
 
-This module decides how a page is read, since SQLite knows nothing of how values are distributed. It counts the matches of conditions that
-an index serves, up to ``SELECTIVE``. If one of them matches few states, those are read and sorted. Otherwise the index of the first key is
-read in order, and each state is checked, until the page is full.
+This module decides how a page is read, since SQLite knows nothing of how values are distributed. It
+counts the matches of conditions that an index serves, up to ``SELECTIVE``. If one of them matches
+few states, those are read and sorted. Otherwise the index of the first key is read in order, and
+each state is checked, until the page is full.
 """
 
 from __future__ import annotations
@@ -42,7 +44,15 @@ from sqlalchemy import (
 
 from datastates.errors import InvalidInput
 from datastates.lineage.lookup import states
-from datastates.lineage.schema import AttributeRow, MetricRow, RunRow, SettingRow, StateRow, table, to_us
+from datastates.lineage.schema import (
+    AttributeRow,
+    MetricRow,
+    RunRow,
+    SettingRow,
+    StateRow,
+    table,
+    to_us,
+)
 from datastates.lineage.states import State
 
 from .conditions import Scope, by_code_point, condition, ids, metric_is, run_column
@@ -75,12 +85,20 @@ class Page:
     next: str | None
 
 
-def find(session: Session, text: str, *, after: str | None = None, limit: int | None = None, now: datetime | None = None) -> Page:
+def find(
+    session: Session,
+    text: str,
+    *,
+    after: str | None = None,
+    limit: int | None = None,
+    now: datetime | None = None,
+) -> Page:
     """The states that a query finds, in its order.
 
-    ``limit`` bounds the page. Without it a page has as many states as the query's own limit, at most 1000, or 100 if the query has none.
-    The query's own limit bounds all pages together. ``after`` is ``Page.next`` of the same query. ``now``, from which ages count, stays
-    what it was on the first page.
+    ``limit`` bounds the page. Without it a page has as many states as the query's own limit, at
+    most 1000, or 100 if the query has none. The query's own limit bounds all pages together.
+    ``after`` is ``Page.next`` of the same query. ``now``, from which ages count, stays what it was
+    on the first page.
 
     :raises SyntaxProblem: the query does not parse; the error points at the column.
     :raises NotFound: a revision in it names nothing.
@@ -90,12 +108,19 @@ def find(session: Session, text: str, *, after: str | None = None, limit: int | 
     if limit is not None and limit < 1:
         raise InvalidInput(f"limit is {limit}: a page has at least one state")
     place = _Place(to_us(now), query.limit, None) if after is None else _unseal(after, text, query)
-    found, following = _turn(session, query, text, place, limit or (_PAGE if query.limit is None else min(query.limit, _PAGE_MAX)))
+    found, following = _turn(
+        session,
+        query,
+        text,
+        place,
+        limit or (_PAGE if query.limit is None else min(query.limit, _PAGE_MAX)),
+    )
     return Page(found, None if following is None else _seal(following, text))
 
 
 def find_all(session: Session, text: str, *, now: datetime | None = None) -> Iterator[State]:
-    """Every state that a query finds, in its order, read a page at a time; the query's own limit bounds them.
+    """Every state that a query finds, in its order, read a page at a time; the query's own limit
+    bounds them.
 
     :raises SyntaxProblem: the query does not parse; the error points at the column.
     :raises NotFound: a revision in it names nothing.
@@ -103,7 +128,9 @@ def find_all(session: Session, text: str, *, now: datetime | None = None) -> Ite
     yield from find_each(session, parse_query(text), text, now=now)
 
 
-def find_each(session: Session, query: Query, text: str = "", *, now: datetime | None = None) -> Iterator[State]:
+def find_each(
+    session: Session, query: Query, text: str = "", *, now: datetime | None = None
+) -> Iterator[State]:
     """``find_all`` for a query that is already parsed; ``text`` is what messages show.
 
     :raises NotFound: a revision in it names nothing.
@@ -114,7 +141,9 @@ def find_each(session: Session, query: Query, text: str = "", *, now: datetime |
         yield from states
 
 
-def _turn(session: Session, query: Query, text: str, place: _Place, size: int) -> tuple[list[State], _Place | None]:
+def _turn(
+    session: Session, query: Query, text: str, place: _Place, size: int
+) -> tuple[list[State], _Place | None]:
     """At most ``size`` states after a place, and the place after them; None after the last."""
     size = size if place.left is None else min(size, place.left)
     rows = _rows(Scope(session, place.now_us, text), query, place.last, size + 1) if size else []
@@ -128,11 +157,13 @@ def _turn(session: Session, query: Query, text: str, place: _Place, size: int) -
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-_Moment = Annotated[int, msgspec.Meta(ge=0, le=250_000_000_000_000_000)]  # every such moment fits a datetime in every zone
+# every such moment fits a datetime in every zone
+_Moment = Annotated[int, msgspec.Meta(ge=0, le=250_000_000_000_000_000)]
 
 
 class _Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """``last`` is the id of the last state and its sort keys; ``left`` is what remains of the query's own limit."""
+    """``last`` is the id of the last state and its sort keys; ``left`` is what remains of the
+    query's own limit."""
 
     now_us: _Moment
     left: _Count | None
@@ -145,32 +176,48 @@ def _seal(place: _Place, text: str) -> str:
 
 
 def _unseal(token: str, text: str, query: Query) -> _Place:
-    """The place in a cursor. Its digest is no secret: it only tells a damaged cursor, or one of another query, from a good one. A client
-    that forges a cursor gets a place that the query could have led to (``_check_last`` checks the keys), and so no more than the query
-    finds."""
+    """The place in a cursor. Its digest is no secret: it only tells a damaged cursor, or one of
+    another query, from a good one. A client that forges a cursor gets a place that the query
+    could have led to (``_check_last`` checks the keys), and so no more than the query finds."""
     try:
         raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
         place = msgspec.msgpack.decode(raw[_SEAL_BYTES:], type=_Place)
-        is_sound = raw[:_SEAL_BYTES] == _digest(raw[_SEAL_BYTES:], text) and _seal(place, text) == token
+        is_sound = (
+            raw[:_SEAL_BYTES] == _digest(raw[_SEAL_BYTES:], text) and _seal(place, text) == token
+        )
     except (binascii.Error, ValueError, msgspec.MsgspecError) as error:
-        raise InvalidInput(f"{token[:40]!r} is no cursor: pass what Page.next of the same query gave") from error
-    if (place.left is None) != (query.limit is None) or (place.left is not None and not 0 < place.left < (query.limit or 0)):
+        raise InvalidInput(
+            f"{token[:40]!r} is no cursor: pass what Page.next of the same query gave"
+        ) from error
+    if (place.left is None) != (query.limit is None) or (
+        place.left is not None and not 0 < place.left < (query.limit or 0)
+    ):
         is_sound = False
     if not is_sound or place.last is None:
-        raise InvalidInput(f"the cursor {token[:40]!r} is damaged or of another query: pass what Page.next of this query gave")
+        raise InvalidInput(
+            f"the cursor {token[:40]!r} is damaged or of another query: pass what Page.next of this"
+            " query gave"
+        )
     return place
 
 
 def _check_last(last: tuple[_Scalar, ...], keys: Sequence[_Key]) -> None:
-    """Check that a cursor's last state has an id and as many sort keys as the query, each a value that the key may have."""
+    """Check that a cursor's last state has an id and as many sort keys as the query, each a
+    value that the key may have."""
     id_, *values = last or (None,)
     is_id = isinstance(id_, int) and 0 < id_ < 2**63
-    if not is_id or len(values) != len(keys) or not all(key.may_be(value) for key, value in zip(keys, values, strict=True)):
+    if (
+        not is_id
+        or len(values) != len(keys)
+        or not all(key.may_be(value) for key, value in zip(keys, values, strict=True))
+    ):
         raise InvalidInput("the cursor is of another query: pass what Page.next of this query gave")
 
 
 def _digest(body: bytes, text: str) -> bytes:
-    return hashlib.blake2b(body + text.encode(), digest_size=_SEAL_BYTES, person=b"datastates.find").digest()
+    return hashlib.blake2b(
+        body + text.encode(), digest_size=_SEAL_BYTES, person=b"datastates.find"
+    ).digest()
 
 
 # Sort keys
@@ -224,33 +271,49 @@ def _keys_of(at: Field, falls: bool, dialect: str) -> list[_Key]:
         case "metrics":
             return [_Key(_value_of(_metric, at.key, _metric.c.value), falls, True, Double)]
         case "attr":  # numbers before texts, here and below
-            return _typed_keys(_attribute, at.key, falls, dialect, _attribute.c.state_id == _state.c.id)
+            return _typed_keys(
+                _attribute, at.key, falls, dialect, _attribute.c.state_id == _state.c.id
+            )
         case "config":
-            return _typed_keys(_setting, at.key, falls, dialect, _setting.c.run_id == _state.c.run_id)
+            return _typed_keys(
+                _setting, at.key, falls, dialect, _setting.c.run_id == _state.c.run_id
+            )
         case "step" | "micro_step":
             return [_Key(_state.c[at.name], falls, False, BigInteger)]
         case "created":
             return [_Key(_state.c.created_at, falls, False, BigInteger)]
         case "uid" | "status" | "message":
-            return [_Key(by_code_point(_state.c[at.name], dialect), falls, at.name == "message", String)]
+            return [
+                _Key(by_code_point(_state.c[at.name], dialect), falls, at.name == "message", String)
+            ]
     column = select(run_column(at.name)).where(_run.c.id == _state.c.run_id).scalar_subquery()
     return [_Key(by_code_point(column, dialect), falls, True, String)]
 
 
-def _typed_keys(belongs: Any, key: str, falls: bool, dialect: str, is_its: ColumnElement[bool]) -> list[_Key]:
+def _typed_keys(
+    belongs: Any, key: str, falls: bool, dialect: str, is_its: ColumnElement[bool]
+) -> list[_Key]:
     """The keys for an attribute or a setting of a state."""
     of = select(belongs.c.number).where(is_its, belongs.c.key == literal(key, String))
     number = of.scalar_subquery()
     text = of.with_only_columns(belongs.c.text).where(belongs.c.type == "str").scalar_subquery()
-    return [_Key(number, falls, True, Double), _Key(by_code_point(text, dialect), falls, True, String)]
+    return [
+        _Key(number, falls, True, Double),
+        _Key(by_code_point(text, dialect), falls, True, String),
+    ]
 
 
 def _value_of(belongs: Any, key: str, column: ColumnElement[Any]) -> ColumnElement[Any]:
-    return select(column).where(belongs.c.state_id == _state.c.id, belongs.c.key == literal(key, String)).scalar_subquery()
+    return (
+        select(column)
+        .where(belongs.c.state_id == _state.c.id, belongs.c.key == literal(key, String))
+        .scalar_subquery()
+    )
 
 
 def _after(keys: Sequence[_Key], last: Sequence[_Scalar]) -> ColumnElement[bool]:
-    """The condition for what follows the last state: later in some key, and equal in those before it.
+    """The condition for what follows the last state: later in some key, and equal in those before
+    it.
 
     The bound on the first key is redundant, but an index can seek to it.
     """
@@ -264,7 +327,9 @@ def _after(keys: Sequence[_Key], last: Sequence[_Scalar]) -> ColumnElement[bool]
 # Plans
 
 
-def _rows(scope: Scope, query: Query, last: tuple[_Scalar, ...] | None, count: int) -> list[tuple[_Scalar, ...]]:
+def _rows(
+    scope: Scope, query: Query, last: tuple[_Scalar, ...] | None, count: int
+) -> list[tuple[_Scalar, ...]]:
     """Up to ``count`` states that follow ``last``, as id and sort keys."""
     where = true() if query.condition is None else condition(query.condition, scope)
     keys = _keys(query.order, scope.dialect)
@@ -279,40 +344,66 @@ def _rows(scope: Scope, query: Query, last: tuple[_Scalar, ...] | None, count: i
 
 
 def _rows_by_state(
-    scope: Scope, query: Query, keys: list[_Key], where: ColumnElement[bool], last: tuple[_Scalar, ...] | None, count: int
+    scope: Scope,
+    query: Query,
+    keys: list[_Key],
+    where: ColumnElement[bool],
+    last: tuple[_Scalar, ...] | None,
+    count: int,
 ) -> list[tuple[_Scalar, ...]]:
-    """Read rows from the table of states; the database sorts, or reads the index of the first key."""
+    """Read rows from the table of states; the database sorts, or reads the index of the first
+    key."""
     keys = [*keys, _Key(_state.c.id, _tie(query), False, BigInteger)]
     statement = select(_state.c.id, *(key.column for key in keys[:-1])).where(where)
     return _run_page(scope, statement, keys, last, count)
 
 
 def _rows_by_metric(
-    scope: Scope, query: Query, keys: list[_Key], where: ColumnElement[bool], last: tuple[_Scalar, ...] | None, count: int
+    scope: Scope,
+    query: Query,
+    keys: list[_Key],
+    where: ColumnElement[bool],
+    last: tuple[_Scalar, ...] | None,
+    count: int,
 ) -> list[tuple[_Scalar, ...]]:
-    """Read along the index of the metric that is the first sort key; then the states that lack it."""
+    """Read along the index of the metric that is the first sort key; then the states that lack
+    it."""
     metric = _metric.alias("sorted")
     key, falls = query.order[0].field.key, query.order[0].is_descending
     rows: list[tuple[_Scalar, ...]] = []
     if last is None or last[1] is not None:
         first = _Key(metric.c.value, falls, False, Double)
         along = [first, *keys[1:], _Key(metric.c.state_id, _tie(query), False, BigInteger)]
-        bounds = [metric_is(metric.c.value, item.operator, item.value) for item in _compared(query, key)]
-        statement = select(metric.c.state_id, *(each.column for each in along[:-1])).select_from(metric)
+        bounds = [
+            metric_is(metric.c.value, item.operator, item.value) for item in _compared(query, key)
+        ]
+        statement = select(metric.c.state_id, *(each.column for each in along[:-1])).select_from(
+            metric
+        )
         statement = statement.join(_state, _state.c.id == metric.c.state_id)
-        statement = statement.where(metric.c.key == literal(key, String), metric.c.value.is_not(None), *bounds, where)
+        statement = statement.where(
+            metric.c.key == literal(key, String), metric.c.value.is_not(None), *bounds, where
+        )
         rows = _run_page(scope, statement, along, last, count)
         last = None
     if len(rows) == count or _excludes_missing(query, key):
         return rows
-    lacking = ~exists(select(literal(1)).where(_metric.c.state_id == _state.c.id, _metric.c.key == key, _metric.c.value.is_not(None)))
+    lacking = ~exists(
+        select(literal(1)).where(
+            _metric.c.state_id == _state.c.id, _metric.c.key == key, _metric.c.value.is_not(None)
+        )
+    )
     rest = None if last is None else (last[0], *last[2:])
     found = _rows_by_state(scope, query, keys[1:], and_(where, lacking), rest, count - len(rows))
     return rows + [(row[0], None, *row[1:]) for row in found]
 
 
 def _run_page(
-    scope: Scope, statement: Select[Any], keys: list[_Key], last: tuple[_Scalar, ...] | None, count: int
+    scope: Scope,
+    statement: Select[Any],
+    keys: list[_Key],
+    last: tuple[_Scalar, ...] | None,
+    count: int,
 ) -> list[tuple[_Scalar, ...]]:
     """Run one page's query. ``keys`` ends with the id, ``last`` begins with it."""
     if last is not None:
@@ -336,7 +427,9 @@ def _few(scope: Scope, conjuncts: Iterable[Node]) -> ColumnElement[bool] | None:
     if few is None or scope.dialect != "postgresql":
         return None if few is None else _state.c.id.in_(few)
     # its planner would take them for many, and look for them among all states
-    return _state.c.id == any_(literal(list(scope.session.execute(few).scalars()), ARRAY(BigInteger)))
+    return _state.c.id == any_(
+        literal(list(scope.session.execute(few).scalars()), ARRAY(BigInteger))
+    )
 
 
 def _count(scope: Scope, found: Select[Any], most: int) -> int:
@@ -346,10 +439,19 @@ def _count(scope: Scope, found: Select[Any], most: int) -> int:
 
 def _compared(query: Query, key: str) -> list[Compare]:
     """The conditions on the metric that is sorted by: they bound how much of its index is read."""
-    return [item for item in query.conjuncts if isinstance(item, Compare) and item.field.kind is Kind.METRIC and item.field.key == key]
+    return [
+        item
+        for item in query.conjuncts
+        if isinstance(item, Compare) and item.field.kind is Kind.METRIC and item.field.key == key
+    ]
 
 
 def _excludes_missing(query: Query, key: str) -> bool:
-    """Whether the query cannot find a state without the metric, because a comparison with it would be false."""
-    among = (item for item in query.conjuncts if isinstance(item, Among) and item.field.kind is Kind.METRIC and item.field.key == key)
+    """Whether the query cannot find a state without the metric, because a comparison with it
+    would be false."""
+    among = (
+        item
+        for item in query.conjuncts
+        if isinstance(item, Among) and item.field.kind is Kind.METRIC and item.field.key == key
+    )
     return bool(_compared(query, key)) or any(True for _ in among)

@@ -1,7 +1,9 @@
-"""What retention needs to know of durable states: pages of those in a folder of packs, and which of them something counts on.
+"""What retention needs to know of durable states: pages of those in a folder of packs, and which of
+them something counts on.
 
-What looks at a whole lineage visits each state at most once, however many names lead there. It reads a page in one transaction, so that no
-transaction is long. States and parents never change, so the pages fit together.
+What looks at a whole lineage visits each state at most once, however many names lead there. It
+reads a page in one transaction, so that no transaction is long. States and parents never change, so
+the pages fit together.
 """
 
 from __future__ import annotations
@@ -12,10 +14,32 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import BigInteger, BindParameter, ColumnElement, Integer, Select, bindparam, exists, func, select, union
+from sqlalchemy import (
+    BigInteger,
+    BindParameter,
+    ColumnElement,
+    Integer,
+    Select,
+    bindparam,
+    exists,
+    func,
+    select,
+    union,
+)
 
 from datastates.lineage.lookup import batches
-from datastates.lineage.schema import EdgeRow, MetricRow, PartRow, RefRow, ReplicaRow, RunRow, SegmentRow, StateRow, StretchRow, table
+from datastates.lineage.schema import (
+    EdgeRow,
+    MetricRow,
+    PartRow,
+    RefRow,
+    ReplicaRow,
+    RunRow,
+    SegmentRow,
+    StateRow,
+    StretchRow,
+    table,
+)
 from datastates.lineage.states import WHOLE, Status
 
 from .incomplete import WHYS
@@ -45,7 +69,9 @@ _RETAINED_BATCH = 1000  # ids in one IN list
 
 @dataclass(frozen=True, slots=True)
 class Durable:
-    """A state that a folder of packs holds, as the lineage records it. ``created_us`` is in microseconds since the epoch."""
+    """A state that a folder of packs holds, as the lineage records it.
+
+    ``created_us`` is in microseconds since the epoch."""
 
     id: int
     uid: str
@@ -57,9 +83,12 @@ class Durable:
     metrics: Mapping[str, float]
 
 
-def durable(database: Database, *, tier: str, node: str, keys: Collection[str] = ()) -> Iterator[list[Durable]]:
-    """The states that a tier of a node holds, in the order of their row ids, in pages of ``_PAGE``. They have the values of the metrics
-    ``keys`` that are numbers. A separate transaction reads each page.
+def durable(
+    database: Database, *, tier: str, node: str, keys: Collection[str] = ()
+) -> Iterator[list[Durable]]:
+    """The states that a tier of a node holds, in the order of their row ids, in pages of ``_PAGE``.
+    They have the values of the metrics ``keys`` that are numbers. A separate transaction reads each
+    page.
     """
     after, place = 0, {"on_tier": tier, "on_node": node}
     while True:
@@ -67,7 +96,9 @@ def durable(database: Database, *, tier: str, node: str, keys: Collection[str] =
         with database.read() as session:
             rows = session.execute(_PAGES, {**place, "after": after}).all()
             for some in batches([row.id for row in rows], _RETAINED_BATCH) if keys else ():
-                for state_id, key, value in session.execute(_METRICS, {"ids": some, "keys": list(keys)}):
+                for state_id, key, value in session.execute(
+                    _METRICS, {"ids": some, "keys": list(keys)}
+                ):
                     if value is not None:
                         metrics[state_id][key] = value
         yield [Durable(*row, metrics.get(row.id, _NONE)) for row in rows]
@@ -77,9 +108,11 @@ def durable(database: Database, *, tier: str, node: str, keys: Collection[str] =
 
 
 def counted_on(database: Database, held: Set[int]) -> dict[int, str]:
-    """The states on which something counts, by row id, with the reason, given those that a folder holds.
+    """The states on which something counts, by row id, with the reason, given those that a folder
+    holds.
 
-    These are the states that names lead to, or their nearest first parent that is held; and the states where branches forked.
+    These are the states that names lead to, or their nearest first parent that is held; and the
+    states where branches forked.
     """
     with database.read() as session:
         found = {fork: f"branch {branch!r} forks here" for branch, fork in session.execute(_FORKS)}
@@ -90,47 +123,71 @@ def counted_on(database: Database, held: Set[int]) -> dict[int, str]:
         if at:
             what = "the head of" if kind == "branch" else "what"
             leads = f"{kind} {name!r}" + ("" if kind == "branch" else " names")
-            found[at] = f"{what} {leads}" if at == state_id else f"the newest durable state of {kind} {name!r}"
+            found[at] = (
+                f"{what} {leads}"
+                if at == state_id
+                else f"the newest durable state of {kind} {name!r}"
+            )
     return found
 
 
 def leading(session: Session, ids: Collection[int], *, tier: str, node: str) -> set[int]:
-    """The states among ``ids`` on which something counts (see ``counted_on``); a tier of a node holds all of ``ids``.
+    """The states among ``ids`` on which something counts (see ``counted_on``); a tier of a node
+    holds all of ``ids``.
 
-    The cost grows with the number of states below them that are not held. It does not depend on the number of names.
+    The cost grows with the number of states below them that are not held. It does not depend on the
+    number of names.
     """
     asked = {"ids": list(ids), "on_tier": tier, "on_node": node}
     return {row.start for query in (_LEADING, _FORKED) for row in session.execute(query, asked)}
 
 
-def best_on_the_way(database: Database, heads: Collection[int], key: str, *, is_max: bool) -> dict[int, int]:
-    """The state that ``@best`` names from each of these heads, by row ids (see ``revision.best_id``), in one pass over the lineage. A head
-    without one is left out.
+def best_on_the_way(
+    database: Database, heads: Collection[int], key: str, *, is_max: bool
+) -> dict[int, int]:
+    """The state that ``@best`` names from each of these heads, by row ids (see
+    ``revision.best_id``), in one pass over the lineage. A head without one is left out.
     """
     sign, best = 1 if is_max else -1, dict[int, tuple[float, int]]()
     for after in range(0, max(heads, default=0), _PAGE):
         with database.read() as session:
-            rows = session.execute(_VALUES, {"metric": key, "after": after, "last": after + _PAGE}).all()
+            rows = session.execute(
+                _VALUES, {"metric": key, "after": after, "last": after + _PAGE}
+            ).all()
         for id_, parent, other, value in rows:  # one for each further parent
             own = _WORST if value is None else (sign * value, id_)
             best[id_] = max(own, *(best.get(each, _WORST) for each in (id_, parent, other)))
     return {head: best[head][1] for head in heads if best[head] != _WORST}
 
 
-def elsewhere(session: Session, ids: Collection[int], *, volatile: Collection[str], holder: str) -> set[int]:
-    """Those of these row ids whose states other processes than ``holder`` have in their ``volatile`` tiers."""
+def elsewhere(
+    session: Session, ids: Collection[int], *, volatile: Collection[str], holder: str
+) -> set[int]:
+    """Those of these row ids whose states other processes than ``holder`` have in their
+    ``volatile`` tiers."""
     found = set[int]()
     for some in batches(sorted(ids), _RETAINED_BATCH):
-        found.update(session.execute(_ELSEWHERE, {"ids": some, "volatile": list(volatile), "own": holder}).scalars())
+        found.update(
+            session.execute(
+                _ELSEWHERE, {"ids": some, "volatile": list(volatile), "own": holder}
+            ).scalars()
+        )
     return found
 
 
 def only_of(session: Session, name: str) -> frozenset[int]:
-    """The states on a name's path of first parents that no other branch or tag leads to through any parents, by row id."""
+    """The states on a name's path of first parents that no other branch or tag leads to through
+    any parents, by row id."""
     own = select(_ref.c.state_id).where(_ref.c.name == name)
-    others = above(select(_ref.c.state_id).where(_ref.c.name != name), "others", session.get_bind().dialect.name)
+    others = above(
+        select(_ref.c.state_id).where(_ref.c.name != name),
+        "others",
+        session.get_bind().dialect.name,
+    )
     path = chain(own, "own")
-    return frozenset(session.execute(select(path.c.id).where(path.c.id.not_in(select(others.c.id)))).scalars())
+    return frozenset(
+        session.execute(select(path.c.id).where(path.c.id.not_in(select(others.c.id)))).scalars()
+    )
 
 
 def newest_at(session: Session) -> int | None:
@@ -139,27 +196,47 @@ def newest_at(session: Session) -> int | None:
 
 
 def segments_of(session: Session) -> dict[int, tuple[str, int | None]]:
-    """For each segment that a branch has: the branch, and the state that it forked from, by row id."""
+    """For each segment that a branch has: the branch, and the state that it forked from, by row
+    id."""
     return {row.id: (row.branch, row.fork_id) for row in session.execute(_SEGMENTS)}
 
 
-def extremes(session: Session, branch: str) -> Iterator[tuple[str, tuple[float, str] | None, tuple[float, str] | None]]:
-    """Each metric of a branch's own states, which come after its fork, with the least and the greatest value and their states' uids."""
+def extremes(
+    session: Session, branch: str
+) -> Iterator[tuple[str, tuple[float, str] | None, tuple[float, str] | None]]:
+    """Each metric of a branch's own states, which come after its fork, with the least and the
+    greatest value and their states' uids."""
     for key, least, least_uid, most, most_uid in session.execute(_EXTREMES, {"of": branch}):
-        yield key, None if least_uid is None else (least, least_uid), None if most_uid is None else (most, most_uid)
+        yield (
+            key,
+            None if least_uid is None else (least, least_uid),
+            None if most_uid is None else (most, most_uid),
+        )
 
 
 def told(session: Session, key: str) -> dict[str, str]:
-    """What the newest training of each branch noted under a key of ours, by branch; branches whose training noted nothing are left out."""
+    """What the newest training of each branch noted under a key of ours, by branch; branches
+    whose training noted nothing are left out."""
     found = ((branch, config.get(key)) for branch, config in session.execute(_NEWEST_RUNS))
     return {branch: str(value) for branch, value in found if value is not None}
 
 
 _NONE: Mapping[str, float] = {}
-_here = (_replica.c.tier == bindparam("on_tier"), _replica.c.node == bindparam("on_node"), _replica.c.status == "ok", _replica.c.rank == 0)
+_here = (
+    _replica.c.tier == bindparam("on_tier"),
+    _replica.c.node == bindparam("on_node"),
+    _replica.c.status == "ok",
+    _replica.c.rank == 0,
+)
 _PAGES = (
     select(
-        *(_state.c.id, _state.c.uid, func.coalesce(_state.c.segment_id, 0), _state.c.generation, _state.c.step),
+        *(
+            _state.c.id,
+            _state.c.uid,
+            func.coalesce(_state.c.segment_id, 0),
+            _state.c.generation,
+            _state.c.step,
+        ),
         *(_state.c.created_at, _state.c.world_size),
     )
     .join_from(_replica, _state, _state.c.id == _replica.c.state_id)
@@ -167,10 +244,15 @@ _PAGES = (
     .order_by(_replica.c.state_id)
     .limit(_PAGE)
 )
-_METRICS = select(_metric.c.state_id, _metric.c.key, _metric.c.value).where(  # with a condition on values SQLite may walk all of a metric
-    _metric.c.state_id.in_(bindparam("ids", type_=BigInteger, expanding=True)), _metric.c.key.in_(bindparam("keys", expanding=True))
+_METRICS = select(
+    _metric.c.state_id, _metric.c.key, _metric.c.value
+).where(  # with a condition on values SQLite may walk all of a metric
+    _metric.c.state_id.in_(bindparam("ids", type_=BigInteger, expanding=True)),
+    _metric.c.key.in_(bindparam("keys", expanding=True)),
 )
-_FORKS = select(_segment.c.branch, _segment.c.fork_id).where(_segment.c.branch.is_not(None), _segment.c.fork_id.is_not(None))
+_FORKS = select(_segment.c.branch, _segment.c.fork_id).where(
+    _segment.c.branch.is_not(None), _segment.c.fork_id.is_not(None)
+)
 _NAMED = select(_ref.c.name, _ref.c.kind, _ref.c.state_id).order_by(_ref.c.kind.desc(), _ref.c.name)
 _FORKED = (  # a branch that has no state yet is at its fork
     select(_state.c.parent_id.label("start"))
@@ -180,7 +262,10 @@ _FORKED = (  # a branch that has no state yet is at its fork
 )
 _FALLING = (
     select(_state.c.id, _state.c.parent_id)
-    .where(_state.c.id <= bindparam("top", type_=BigInteger), _state.c.id > bindparam("oldest", type_=BigInteger))
+    .where(
+        _state.c.id <= bindparam("top", type_=BigInteger),
+        _state.c.id > bindparam("oldest", type_=BigInteger),
+    )
     .order_by(_state.c.id.desc())
     .limit(bindparam("count", type_=Integer))
 )
@@ -188,35 +273,56 @@ _NEWEST_AT = select(func.max(_state.c.created_at))
 _VALUES = (
     select(_state.c.id, _state.c.parent_id, _edge.c.parent_id, _metric.c.value)
     .outerjoin_from(_state, _edge, _edge.c.child_id == _state.c.id)
-    .outerjoin(_metric, (_metric.c.state_id == _state.c.id) & (_metric.c.key == bindparam("metric")))
-    .where(_state.c.id > bindparam("after", type_=BigInteger), _state.c.id <= bindparam("last", type_=BigInteger))
+    .outerjoin(
+        _metric, (_metric.c.state_id == _state.c.id) & (_metric.c.key == bindparam("metric"))
+    )
+    .where(
+        _state.c.id > bindparam("after", type_=BigInteger),
+        _state.c.id <= bindparam("last", type_=BigInteger),
+    )
     .order_by(_state.c.id)
 )
 _low = _state.alias()
 _high = _state.alias()
 _EXTREMES = (
     select(_stretch.c.key, _stretch.c.least, _low.c.uid, _stretch.c.most, _high.c.uid)
-    .join_from(_segment, _stretch, (_stretch.c.segment_id == _segment.c.id) & (_stretch.c.place == WHOLE))
+    .join_from(
+        _segment, _stretch, (_stretch.c.segment_id == _segment.c.id) & (_stretch.c.place == WHOLE)
+    )
     .outerjoin(_low, _low.c.id == _stretch.c.least_id)
     .outerjoin(_high, _high.c.id == _stretch.c.most_id)
     .where(_segment.c.branch == bindparam("of"))
 )
-_SEGMENTS = select(_segment.c.id, _segment.c.branch, _segment.c.fork_id).where(_segment.c.branch.is_not(None))
+_SEGMENTS = select(_segment.c.id, _segment.c.branch, _segment.c.fork_id).where(
+    _segment.c.branch.is_not(None)
+)
 _ELSEWHERE = (
     select(_replica.c.state_id)
     .where(_replica.c.state_id.in_(bindparam("ids", type_=BigInteger, expanding=True)))
-    .where(_replica.c.tier.in_(bindparam("volatile", expanding=True)), _replica.c.node != bindparam("own"))
+    .where(
+        _replica.c.tier.in_(bindparam("volatile", expanding=True)),
+        _replica.c.node != bindparam("own"),
+    )
 )
-_newest = select(func.max(_run.c.id).label("id")).where(_run.c.branch.is_not(None), _run.c.is_carried.is_(None)).group_by(_run.c.branch)
+_newest = (
+    select(func.max(_run.c.id).label("id"))
+    .where(_run.c.branch.is_not(None), _run.c.is_carried.is_(None))
+    .group_by(_run.c.branch)
+)
 _NEWEST_RUNS = select(_run.c.branch, _run.c.config).where(_run.c.id.in_(_newest))
 
 
 def _nearest(database: Database, starts: Set[int], held: Set[int]) -> dict[int, int]:
     """For each start the nearest first parent that is held, or itself, or 0; all are row ids.
 
-    Ids fall along every path, so all walks visit the states in one order. Walks that meet continue as one.
+    Ids fall along every path, so all walks visit the states in one order. Walks that meet continue
+    as one.
     """
-    nearest, oldest, path = {id_: id_ for id_ in starts & held}, min(held, default=_NOWHERE), list[int]()
+    nearest, oldest, path = (
+        {id_: id_ for id_ in starts & held},
+        min(held, default=_NOWHERE),
+        list[int](),
+    )
     due = {id_ for id_ in starts - held if id_ > oldest}
     top, count = max(due, default=0), _PAGE_MIN
     while due:
@@ -225,7 +331,11 @@ def _nearest(database: Database, starts: Set[int], held: Set[int]) -> dict[int, 
         for id_, parent in rows:
             if id_ in due:
                 due.remove(id_)
-                path += id_, parent or 0  # not as pairs: millions of them would keep the garbage collector busy
+                # not as pairs: millions of them would keep the garbage collector busy
+                path += (
+                    id_,
+                    parent or 0,
+                )
                 if parent and parent > oldest and parent not in held:
                     due.add(parent)
         # where some states were due, the next are likely to be due too
@@ -236,15 +346,26 @@ def _nearest(database: Database, starts: Set[int], held: Set[int]) -> dict[int, 
 
 
 def led_here(is_passed: Callable[[Any], ColumnElement[bool]]) -> Select[Any]:
-    """The names that lead to each of some states along first parents; ``is_passed`` is true of the states that the walk passes.
+    """The names that lead to each of some states along first parents; ``is_passed`` is true of the
+    states that the walk passes.
 
     The walk goes down from the states, so its cost does not depend on the number of names.
     """
     next_, ids = _state.alias("next"), bindparam("ids", type_=BigInteger, expanding=True)
-    walk = select(_state.c.id.label("start"), _state.c.id).where(_state.c.id.in_(ids)).cte("led_here", recursive=True)
-    step = select(walk.c.start, next_.c.id).join_from(walk, next_, next_.c.parent_id == walk.c.id).where(is_passed(next_))
+    walk = (
+        select(_state.c.id.label("start"), _state.c.id)
+        .where(_state.c.id.in_(ids))
+        .cte("led_here", recursive=True)
+    )
+    step = (
+        select(walk.c.start, next_.c.id)
+        .join_from(walk, next_, next_.c.parent_id == walk.c.id)
+        .where(is_passed(next_))
+    )
     walk = walk.union_all(step)
-    return select(_ref.c.name, _ref.c.kind, walk.c.start).join_from(walk, _ref, _ref.c.state_id == walk.c.id)
+    return select(_ref.c.name, _ref.c.kind, walk.c.start).join_from(
+        walk, _ref, _ref.c.state_id == walk.c.id
+    )
 
 
 _LEADING = led_here(lambda passed: ~exists().where(*_here, _replica.c.state_id == passed.c.id))
@@ -258,12 +379,14 @@ _LEFTOVERS_BATCH = 500  # uids in one IN list
 
 
 def given_up(session: Session, uids: Sequence[str], *, tier: str, node: str) -> list[str]:
-    """Those of these states that were evicted or lost, and have no recorded replica on a tier of a node; and those of several parts that
-    never became complete.
+    """Those of these states that were evicted or lost, and have no recorded replica on a tier of a
+    node; and those of several parts that never became complete.
     """
     found: list[str] = []
     for some in batches(uids, _LEFTOVERS_BATCH):
-        found += session.execute(_GIVEN_UP, {"uids": some, "on_tier": tier, "on_node": node}).scalars()
+        found += session.execute(
+            _GIVEN_UP, {"uids": some, "on_tier": tier, "on_node": node}
+        ).scalars()
         found += session.execute(_NEVER_WHOLE, {"uids": some}).scalars()
     return found
 
@@ -278,15 +401,26 @@ def unheard_of(session: Session, uids: Iterable[str]) -> list[str]:
 
 def held_on(session: Session, *, tier: str, node: str) -> list[tuple[str, int]]:
     """Every state, with its rank, that has a recorded replica on a tier of a node."""
-    return [(row.uid, row.rank) for row in session.execute(_HELD_ON, {"on_tier": tier, "on_node": node})]
+    return [
+        (row.uid, row.rank) for row in session.execute(_HELD_ON, {"on_tier": tier, "on_node": node})
+    ]
 
 
 _uids: BindParameter[Any] = bindparam("uids", expanding=True)
 _GONE = [status.value for status in Status if not status.is_restorable]
-_held = exists().where(_replica.c.state_id == _state.c.id, _replica.c.tier == bindparam("on_tier"), _replica.c.node == bindparam("on_node"))
+_held = exists().where(
+    _replica.c.state_id == _state.c.id,
+    _replica.c.tier == bindparam("on_tier"),
+    _replica.c.node == bindparam("on_node"),
+)
 _GIVEN_UP = select(_state.c.uid).where(_state.c.uid.in_(_uids), _state.c.status.in_(_GONE), ~_held)
-_NEVER_WHOLE = select(_part.c.state_uid).where(_part.c.state_uid.in_(_uids), _part.c.status.in_(WHYS))
-_KNOWN = union(select(_state.c.uid).where(_state.c.uid.in_(_uids)), select(_part.c.state_uid).where(_part.c.state_uid.in_(_uids)))
+_NEVER_WHOLE = select(_part.c.state_uid).where(
+    _part.c.state_uid.in_(_uids), _part.c.status.in_(WHYS)
+)
+_KNOWN = union(
+    select(_state.c.uid).where(_state.c.uid.in_(_uids)),
+    select(_part.c.state_uid).where(_part.c.state_uid.in_(_uids)),
+)
 _HELD_ON = (
     select(_state.c.uid, _replica.c.rank)
     .join_from(_replica, _state, _state.c.id == _replica.c.state_id)

@@ -1,14 +1,15 @@
 """Revisions: short names of states, and of ranges of them.
 
-    main, warm, 3f2a           a branch, a tag, the beginning of a uid (4 hex digits or more); a ref goes before a uid
-    "main"                     the same, quoted
-    main~3, main~              the third, the first of its first parents
-    x^2, x^                    the second, the first of its parents (``^1`` is the first parent; further ones by position)
-    main@{2}                   where the ref stood two moves ago, also when it is deleted by now
-    main@{2h}, main@{2026-11-21T10:00}     where it stood then; s m h d w; a time without a zone is local
-    main@step:5000             nearest at or before: the first state on the way along first parents whose step is <= 5000
-    main@best:val_loss         the least val_loss of the state and all its ancestors, ``:max`` the greatest; the newest of equals
-    a..b, a...b                reached from b but not from a; reached from one of them but not from both
+    main, warm, 3f2a           a branch, a tag, the beginning of a uid (4 hex digits or more); a ref
+    goes before a uid "main"                     the same, quoted main~3, main~              the
+    third, the first of its first parents x^2, x^                    the second, the first of its
+    parents (``^1`` is the first parent; further ones by position) main@{2}                   where
+    the ref stood two moves ago, also when it is deleted by now main@{2h}, main@{2026-11-21T10:00}
+    where it stood then; s m h d w; a time without a zone is local main@step:5000
+    nearest at or before: the first state on the way along first parents whose step is <= 5000
+    main@best:val_loss         the least val_loss of the state and all its ancestors, ``:max`` the
+    greatest; the newest of equals a..b, a...b                reached from b but not from a; reached
+    from one of them but not from both
 
 Suffixes chain from left to right; those on the reflog come right after the name.
 """
@@ -29,7 +30,16 @@ from sqlalchemy import CTE, BigInteger, Select, bindparam, case, lateral, select
 from datastates.errors import Ambiguous, NotFound, SyntaxProblem
 from datastates.lineage import lookup
 from datastates.lineage.lookup import id_by_prefix, id_of, uids_of
-from datastates.lineage.schema import EdgeRow, MetricRow, RefEventRow, RefRow, StateRow, from_us, table, to_us
+from datastates.lineage.schema import (
+    EdgeRow,
+    MetricRow,
+    RefEventRow,
+    RefRow,
+    StateRow,
+    from_us,
+    table,
+    to_us,
+)
 from datastates.lineage.states import State
 
 from . import walk
@@ -55,12 +65,19 @@ def chain(heads: Select[Any], name: str) -> CTE:
     """The states with the ids that ``heads`` selects, and their first parents up to the root."""
     next_ = _state.alias()
     start = heads.subquery()
-    walk = select(_state.c.id, _state.c.parent_id).join_from(start, _state, _state.c.id == start.c[0]).cte(name, recursive=True)
-    return walk.union(select(next_.c.id, next_.c.parent_id).join_from(walk, next_, next_.c.id == walk.c.parent_id))
+    walk = (
+        select(_state.c.id, _state.c.parent_id)
+        .join_from(start, _state, _state.c.id == start.c[0])
+        .cte(name, recursive=True)
+    )
+    return walk.union(
+        select(next_.c.id, next_.c.parent_id).join_from(walk, next_, next_.c.id == walk.c.parent_id)
+    )
 
 
 def above(heads: Select[Any], name: str, dialect: str) -> CTE:
-    """The states with the ids that ``heads`` selects, and all their ancestors through every parent."""
+    """The states with the ids that ``heads`` selects, and all their ancestors through every
+    parent."""
     next_, edge = _state.alias(), _edge.alias()
     start = heads.subquery()
     walk = select(start.c[0].label("id")).cte(name, recursive=True)
@@ -68,17 +85,23 @@ def above(heads: Select[Any], name: str, dialect: str) -> CTE:
     further = select(edge.c.parent_id.label("id"))
     if dialect == "sqlite":
         return walk.union(
-            first.join_from(walk, next_, next_.c.id == walk.c.id).where(next_.c.parent_id.is_not(None)),
+            first.join_from(walk, next_, next_.c.id == walk.c.id).where(
+                next_.c.parent_id.is_not(None)
+            ),
             further.join_from(walk, edge, edge.c.child_id == walk.c.id),
         )
     up = lateral(
-        union_all(first.where(next_.c.id == walk.c.id, next_.c.parent_id.is_not(None)), further.where(edge.c.child_id == walk.c.id))
+        union_all(
+            first.where(next_.c.id == walk.c.id, next_.c.parent_id.is_not(None)),
+            further.where(edge.c.child_id == walk.c.id),
+        )
     )
     return walk.union(select(up.c.id).select_from(walk.join(up, true())))
 
 
 def below(heads: Select[Any], name: str, dialect: str) -> CTE:
-    """The states with the ids that ``heads`` selects, and all their descendants through any parent."""
+    """The states with the ids that ``heads`` selects, and all their descendants through any
+    parent."""
     next_, edge = _state.alias(), _edge.alias()
     start = heads.subquery()
     walk = select(start.c[0].label("id")).cte(name, recursive=True)
@@ -86,17 +109,24 @@ def below(heads: Select[Any], name: str, dialect: str) -> CTE:
     further = select(edge.c.child_id.label("id"))
     if dialect == "sqlite":
         return walk.union(
-            first.join_from(walk, next_, next_.c.parent_id == walk.c.id), further.join_from(walk, edge, edge.c.parent_id == walk.c.id)
+            first.join_from(walk, next_, next_.c.parent_id == walk.c.id),
+            further.join_from(walk, edge, edge.c.parent_id == walk.c.id),
         )
-    down = lateral(union_all(first.where(next_.c.parent_id == walk.c.id), further.where(edge.c.parent_id == walk.c.id)))
+    down = lateral(
+        union_all(
+            first.where(next_.c.parent_id == walk.c.id),
+            further.where(edge.c.parent_id == walk.c.id),
+        )
+    )
     return walk.union(select(down.c.id).select_from(walk.join(down, true())))
 
 
 def difference(session: Session, left: int, right: int) -> tuple[list[int], list[int]]:
-    """The ids that only ``left`` reaches, and those that only ``right`` reaches, falling; through every parent.
+    """The ids that only ``left`` reaches, and those that only ``right`` reaches, falling; through
+    every parent.
 
-    This works as git paints its commits: ids fall along every path, so once both reach all that is still to be visited, they reach
-    everything above it too. The cost is that of the answer.
+    This works as git paints its commits: ids fall along every path, so once both reach all that is
+    still to be visited, they reach everything above it too. The cost is that of the answer.
     """
     only: dict[int, list[int]] = {_LEFT: [], _RIGHT: []}
     heap: list[tuple[int, int, int, list[int], Iterator[tuple[int, list[int]]]]] = []
@@ -135,7 +165,9 @@ _WALKS = 4
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The states between two revisions, newest first. ``is_symmetric``: those of both sides (``a...b``)."""
+    """The states between two revisions, newest first.
+
+    ``is_symmetric``: those of both sides (``a...b``)."""
 
     left: State
     right: State
@@ -151,7 +183,8 @@ def resolve(session: Session, text: str, *, now: datetime | None = None) -> Stat
     """The state that a revision names; ages (``@{2h}``) count from ``now``.
 
     :raises SyntaxProblem: it does not parse, or is a range; the error points at the column.
-    :raises NotFound: nothing has this name (the error lists the nearest), or it goes beyond the root or the reflog.
+    :raises NotFound: nothing has this name (the error lists the nearest), or it goes beyond the
+        root or the reflog.
     :raises Ambiguous: several uids begin like this; the error lists them.
     """
     return _state_of(session, resolve_id(session, text, now=now))
@@ -161,7 +194,9 @@ def resolve_id(session: Session, text: str, *, now: datetime | None = None) -> i
     """The row id of ``resolve``, for queries in this folder and for caches of them."""
     parsed = _parse(text)
     if isinstance(parsed, _Span):
-        raise SyntaxProblem("one state is wanted here, not a range", text=text, column=parsed.column)
+        raise SyntaxProblem(
+            "one state is wanted here, not a range", text=text, column=parsed.column
+        )
     return _resolve(session, parsed, now)
 
 
@@ -173,8 +208,12 @@ def resolve_range(session: Session, text: str, *, now: datetime | None = None) -
     """
     parsed = _parse(text)
     if not isinstance(parsed, _Span):
-        raise SyntaxProblem("a range is wanted here", text=text, column=len(text) + 1, expected=("'..'", "'...'"))
-    left, right = (_state_of(session, _resolve(session, side, now)) for side in (parsed.left, parsed.right))
+        raise SyntaxProblem(
+            "a range is wanted here", text=text, column=len(text) + 1, expected=("'..'", "'...'")
+        )
+    left, right = (
+        _state_of(session, _resolve(session, side, now)) for side in (parsed.left, parsed.right)
+    )
     only_left, only_right = difference(session, id_of(session, left.uid), id_of(session, right.uid))
     between = sorted(only_left + only_right, reverse=True) if parsed.is_symmetric else only_right
     return Range(left, right, parsed.is_symmetric, tuple(uids_of(session, between)))
@@ -250,15 +289,25 @@ class _Build(Transformer[Token, Any]):
 
     def revision(self, name: str, *suffixes: _Suffix | _Then) -> _Revision:
         if len(suffixes) > _SUFFIXES:  # each is a query, and any reader may send one
-            raise Problem(f"a revision has at most {_SUFFIXES} suffixes, this one {len(suffixes)}: write ~~~~ as ~4", 1)
+            raise Problem(
+                f"a revision has at most {_SUFFIXES} suffixes, this one {len(suffixes)}: write ~~~~"
+                " as ~4",
+                1,
+            )
         walks = sum(isinstance(suffix, _Best) for suffix in suffixes)
         if walks > _WALKS:
-            raise Problem(f"a revision has at most {_WALKS} times '@best', this one {walks}: each looks at a whole history", 1)
+            raise Problem(
+                f"a revision has at most {_WALKS} times '@best', this one {walks}: each looks at a"
+                " whole history",
+                1,
+            )
         then = suffixes[0] if suffixes and isinstance(suffixes[0], _Then) else None
         rest: list[_Suffix] = []
         for suffix in suffixes[1:] if then else suffixes:
             if isinstance(suffix, _Then):
-                raise Problem("the reflog is a ref's, so '@{' comes right after the name", suffix.column)
+                raise Problem(
+                    "the reflog is a ref's, so '@{' comes right after the name", suffix.column
+                )
             rest.append(suffix)
         return _Revision(name, then, tuple(rest))
 
@@ -307,7 +356,8 @@ _NAMES = {
 
 @cache
 def _parser() -> Lark:
-    """Made for the first text that comes: it takes 25 ms, and a training that starts from nothing names no state."""
+    """Made for the first text that comes: it takes 25 ms, and a training that starts from
+    nothing names no state."""
     return load("revision", _Build())
 
 
@@ -325,7 +375,11 @@ def _column(token: Token) -> int:
 
 
 def _resolve(session: Session, revision: _Revision, now: datetime | None) -> int:
-    id_ = _base(session, revision.name) if revision.then is None else _stood(session, revision.name, revision.then, now)
+    id_ = (
+        _base(session, revision.name)
+        if revision.then is None
+        else _stood(session, revision.name, revision.then, now)
+    )
     for suffix in revision.suffixes:
         id_ = _follow(session, id_, suffix)
     return id_
@@ -363,9 +417,15 @@ def _stood(session: Session, name: str, then: _Then, now: datetime | None) -> in
         first = session.execute(_FIRST_EVENT, {"ref": name}).first()
         if first is None:
             raise NotFound(f"there never was a branch or tag {name!r}{nearest(session, name)}")
-        raise NotFound(f"{name!r} did not exist {when}: its reflog begins at {from_us(first.created_at).isoformat()}")
+        raise NotFound(
+            f"{name!r} did not exist {when}: its reflog begins at"
+            f" {from_us(first.created_at).isoformat()}"
+        )
     if event.new_id is None:
-        raise NotFound(f"{name!r} did not exist {when}: it was deleted at {from_us(event.created_at).isoformat()}")
+        raise NotFound(
+            f"{name!r} did not exist {when}: it was deleted at"
+            f" {from_us(event.created_at).isoformat()}"
+        )
     return int(event.new_id)
 
 
@@ -394,12 +454,16 @@ def _at_step(session: Session, id_: int, step: int) -> int:
     found = session.execute(_AT_STEP, {"start": id_, "step": step}).scalar()
     if found is None:
         state = _state_of(session, id_)
-        raise NotFound(f"neither {state.uid} (step {state.step}) nor any of its first parents is at or before step {step}")
+        raise NotFound(
+            f"neither {state.uid} (step {state.step}) nor any of its first parents is at or before"
+            f" step {step}"
+        )
     return int(found)
 
 
 def best_id(session: Session, id_: int, key: str, *, is_max: bool) -> int | None:
-    """The state that ``@best`` names, by row id: the best in a metric among a state and all its ancestors. None if none has a number."""
+    """The state that ``@best`` names, by row id: the best in a metric among a state and all its
+    ancestors. None if none has a number."""
     query = _best_query(session.get_bind().dialect.name, is_max)
     found = session.execute(query, {"start": id_, "metric": key}).scalar()
     return None if found is None else int(found)
@@ -411,9 +475,15 @@ def _best(session: Session, id_: int, key: str, is_max: bool) -> int:
         uid = _state_of(session, id_).uid
         known = [each for each in session.execute(_KEYS, {"state": id_}).scalars() if each != key]
         hint = f" ({uid} has {', '.join(known[:10])})" if known else ""
-        if session.execute(_nan_query(session.get_bind().dialect.name), {"start": id_, "metric": key}).scalar() is not None:
+        if (
+            session.execute(
+                _nan_query(session.get_bind().dialect.name), {"start": id_, "metric": key}
+            ).scalar()
+            is not None
+        ):
             raise NotFound(
-                f"{key!r} is NaN wherever {uid} and its ancestors have it, so none is the best: name a state, or another metric{hint}"
+                f"{key!r} is NaN wherever {uid} and its ancestors have it, so none is the best:"
+                f" name a state, or another metric{hint}"
             )
         raise NotFound(f"neither {uid} nor any of its ancestors has a metric {key!r}{hint}")
     return found
@@ -426,25 +496,45 @@ def _is_uid_like(name: str) -> bool:
 _REF = select(_ref.c.state_id).where(_ref.c.name == bindparam("ref"))
 _EVENTS = select(_event.c.new_id, _event.c.created_at).where(_event.c.name == bindparam("ref"))
 _MOVED = _EVENTS.order_by(_event.c.id.desc()).limit(1).offset(bindparam("skip", type_=BigInteger))
-_STOOD = _EVENTS.where(_event.c.created_at <= bindparam("us", type_=BigInteger)).order_by(_event.c.id.desc()).limit(1)
+_STOOD = (
+    _EVENTS.where(_event.c.created_at <= bindparam("us", type_=BigInteger))
+    .order_by(_event.c.id.desc())
+    .limit(1)
+)
 _FIRST_EVENT = _EVENTS.order_by(_event.c.id).limit(1)
-_KEYS = select(_metric.c.key).where(_metric.c.state_id == bindparam("state")).order_by(_metric.c.key)
+_KEYS = (
+    select(_metric.c.key).where(_metric.c.state_id == bindparam("state")).order_by(_metric.c.key)
+)
 
 
 def _at_step_query() -> Select[Any]:
-    """Walk up from ``start`` to the first state whose step is at most ``step``; jump where every state jumped over is later."""
+    """Walk up from ``start`` to the first state whose step is at most ``step``; jump where every
+    state jumped over is later."""
     step, next_ = bindparam("step", type_=BigInteger), _state.alias()
     columns = ("id", "parent_id", "jump_id", "jump_step", "step")
-    walk = select(*(_state.c[name] for name in columns)).where(_state.c.id == bindparam("start")).cte("seek", recursive=True)
+    walk = (
+        select(*(_state.c[name] for name in columns))
+        .where(_state.c.id == bindparam("start"))
+        .cte("seek", recursive=True)
+    )
     up = case((walk.c.jump_step > step, walk.c.jump_id), else_=walk.c.parent_id)
-    walk = walk.union_all(select(*(next_.c[name] for name in columns)).join_from(walk, next_, next_.c.id == up).where(walk.c.step > step))
+    walk = walk.union_all(
+        select(*(next_.c[name] for name in columns))
+        .join_from(walk, next_, next_.c.id == up)
+        .where(walk.c.step > step)
+    )
     return select(walk.c.id).where(walk.c.step <= step)
 
 
 @lru_cache(maxsize=8)
 def _best_query(dialect: str, is_max: bool) -> Select[Any]:
     value = _metric.c.value.desc() if is_max else _metric.c.value.asc()
-    return _measured(dialect).where(_metric.c.value.is_not(None)).order_by(value, _metric.c.state_id.desc()).limit(1)
+    return (
+        _measured(dialect)
+        .where(_metric.c.value.is_not(None))
+        .order_by(value, _metric.c.state_id.desc())
+        .limit(1)
+    )
 
 
 @lru_cache(maxsize=8)
@@ -456,7 +546,9 @@ def _measured(dialect: str) -> Select[Any]:
     """Those of ``start`` and all its ancestors that have a ``metric``."""
     start = select(_state.c.id).where(_state.c.id == bindparam("start"))
     reached = above(start, "reached", dialect)
-    query = select(_metric.c.state_id).join_from(reached, _metric, _metric.c.state_id == reached.c.id)
+    query = select(_metric.c.state_id).join_from(
+        reached, _metric, _metric.c.state_id == reached.c.id
+    )
     return query.where(_metric.c.key == bindparam("metric"))
 
 

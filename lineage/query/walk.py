@@ -1,9 +1,10 @@
 """Walks along the parents of states, and back to their children.
 
-Every walk relies on two facts that ``record`` maintains. A parent is recorded before its child, so ids fall along every path: newest first
-is simply falling id, and a walk can stop below the id that it looks for. And each state has a jump pointer along first parents by the
-skew-binary rule (Myers, "An applicative random-access stack", 1983), so that any first-parent ancestor is O(log n) look-ups away, all
-inside one SQL statement.
+Every walk relies on two facts that ``record`` maintains. A parent is recorded before its child, so
+ids fall along every path: newest first is simply falling id, and a walk can stop below the id that
+it looks for. And each state has a jump pointer along first parents by the skew-binary rule (Myers,
+"An applicative random-access stack", 1983), so that any first-parent ancestor is O(log n) look-ups
+away, all inside one SQL statement.
 """
 
 from __future__ import annotations
@@ -21,7 +22,22 @@ from operator import itemgetter, ne
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
-from sqlalchemy import CTE, BigInteger, Integer, Select, and_, bindparam, case, func, lateral, literal, select, text, true, union_all
+from sqlalchemy import (
+    CTE,
+    BigInteger,
+    Integer,
+    Select,
+    and_,
+    bindparam,
+    case,
+    func,
+    lateral,
+    literal,
+    select,
+    text,
+    true,
+    union_all,
+)
 
 from datastates.errors import InvalidInput, NotFound
 from datastates.lineage.lookup import id_of, states, unknown
@@ -44,7 +60,9 @@ _next = _state.alias("next")
 _other = _state.alias("other")
 
 _PLACE = select(_state.c.id, _state.c.generation).where(_state.c.uid == bindparam("uid"))
-_GENERATIONS = select(_state.c.id, _state.c.generation).where(_state.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True)))
+_GENERATIONS = select(_state.c.id, _state.c.generation).where(
+    _state.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True))
+)
 _ANY_EDGE = select(_edge.c.child_id).limit(1)
 _CHILDREN = union_all(
     select(_state.c.id).where(_state.c.parent_id == bindparam("start")),
@@ -53,9 +71,12 @@ _CHILDREN = union_all(
 
 
 def _climb() -> Select[Any]:
-    """The first-parent ancestor of ``start`` at generation ``target``: jump while that does not overshoot, else go one up."""
+    """The first-parent ancestor of ``start`` at generation ``target``: jump while that does not
+    overshoot, else go one up."""
     target = bindparam("target", type_=Integer)
-    at = select(_state.c.id, _state.c.parent_id, _state.c.jump_id, _state.c.generation).where(_state.c.id == bindparam("start"))
+    at = select(_state.c.id, _state.c.parent_id, _state.c.jump_id, _state.c.generation).where(
+        _state.c.id == bindparam("start")
+    )
     walk = at.cte("climb", recursive=True)
     up = case((_jump.c.generation >= target, _jump.c.id), else_=walk.c.parent_id)
     step = (
@@ -68,9 +89,12 @@ def _climb() -> Select[Any]:
 
 
 def _climb_back() -> Select[Any]:
-    """The first-parent ancestor ``count`` generations above ``start``; nothing if the chain is shorter."""
+    """The first-parent ancestor ``count`` generations above ``start``; nothing if the chain is
+    shorter."""
     target = (_state.c.generation - bindparam("count", type_=BigInteger)).label("target")
-    at = select(_state.c.id, _state.c.parent_id, _state.c.jump_id, _state.c.generation, target).where(_state.c.id == bindparam("start"))
+    at = select(
+        _state.c.id, _state.c.parent_id, _state.c.jump_id, _state.c.generation, target
+    ).where(_state.c.id == bindparam("start"))
     walk = at.cte("climb", recursive=True)
     up = case((_jump.c.generation >= walk.c.target, _jump.c.id), else_=walk.c.parent_id)
     step = (
@@ -83,17 +107,21 @@ def _climb_back() -> Select[Any]:
 
 
 def _meet() -> Select[Any]:
-    """The state where the first-parent chains of two states of one generation meet: both jump as long as that keeps them apart."""
-    walk = select(bindparam("one", type_=BigInteger).label("one"), bindparam("other", type_=BigInteger).label("other")).cte(
-        "meet", recursive=True
-    )
+    """The state where the first-parent chains of two states of one generation meet: both jump as
+    long as that keeps them apart."""
+    walk = select(
+        bindparam("one", type_=BigInteger).label("one"),
+        bindparam("other", type_=BigInteger).label("other"),
+    ).cte("meet", recursive=True)
     apart = _state.c.jump_id != _other.c.jump_id
     step = (
         select(
             case((apart, _state.c.jump_id), else_=_state.c.parent_id).label("one"),
             case((apart, _other.c.jump_id), else_=_other.c.parent_id).label("other"),
         )
-        .select_from(walk.join(_state, _state.c.id == walk.c.one).join(_other, _other.c.id == walk.c.other))
+        .select_from(
+            walk.join(_state, _state.c.id == walk.c.one).join(_other, _other.c.id == walk.c.other)
+        )
         .where(walk.c.one != walk.c.other)
     )
     walk = walk.union_all(step)
@@ -103,7 +131,9 @@ def _meet() -> Select[Any]:
 def _restorable(gone: list[str]) -> Select[Any]:
     """Walk up the first parents of ``start`` as long as their status is one of these."""
     walk = (
-        select(_state.c.id, _state.c.parent_id, _state.c.status).where(_state.c.id == bindparam("start")).cte("restorable", recursive=True)
+        select(_state.c.id, _state.c.parent_id, _state.c.status)
+        .where(_state.c.id == bindparam("start"))
+        .cte("restorable", recursive=True)
     )
     step = (
         select(_next.c.id, _next.c.parent_id, _next.c.status)
@@ -128,12 +158,16 @@ def _chain_page() -> Select[Any]:
         .where(walk.c.place < bindparam("count", type_=Integer), _next.c.id >= bottom)
     )
     walk = walk.union_all(step)
-    return select(walk.c.id, walk.c.parent_id, _edge.c.parent_id).outerjoin_from(walk, _edge, _edge.c.child_id == walk.c.id)
+    return select(walk.c.id, walk.c.parent_id, _edge.c.parent_id).outerjoin_from(
+        walk, _edge, _edge.c.child_id == walk.c.id
+    )
 
 
 _LATER = (
     select(_next.c.uid)
-    .join_from(_state, _next, and_(_next.c.segment_id == _state.c.segment_id, _next.c.id > _state.c.id))
+    .join_from(
+        _state, _next, and_(_next.c.segment_id == _state.c.segment_id, _next.c.id > _state.c.id)
+    )
     .where(_state.c.uid == bindparam("uid"), _next.c.status.not_in(_GONE))
     .order_by(_next.c.id)
 )
@@ -149,8 +183,8 @@ _LASTING = _restorable([*_GONE, Status.CAPTURED.value])
 def _descendants(dialect: str) -> CTE:
     """All states below ``start``, breadth first, so that a limit takes the nearest.
 
-    SQLite searches the index of each table only if both have their own place in the recursion; PostgreSQL allows the recursion in only one
-    place.
+    SQLite searches the index of each table only if both have their own place in the recursion;
+    PostgreSQL allows the recursion in only one place.
     """
     walk = select(_state.c.id).where(_state.c.id == bindparam("start")).cte("below", recursive=True)
     if dialect == "sqlite":
@@ -159,7 +193,10 @@ def _descendants(dialect: str) -> CTE:
             select(_edge.c.child_id).join_from(walk, _edge, _edge.c.parent_id == walk.c.id),
         )
     below = lateral(
-        union_all(select(_next.c.id).where(_next.c.parent_id == walk.c.id), select(_edge.c.child_id).where(_edge.c.parent_id == walk.c.id))
+        union_all(
+            select(_next.c.id).where(_next.c.parent_id == walk.c.id),
+            select(_edge.c.child_id).where(_edge.c.parent_id == walk.c.id),
+        )
     )
     return walk.union(select(below.c.id).select_from(walk.join(below, true())))
 
@@ -167,8 +204,11 @@ def _descendants(dialect: str) -> CTE:
 # Towards the root
 
 
-def log(session: Session, uid: str, *, limit: int | None = None, after: str | None = None) -> list[State]:
-    """The state and all its ancestors through every parent, newest first; the cost is that of what is returned.
+def log(
+    session: Session, uid: str, *, limit: int | None = None, after: str | None = None
+) -> list[State]:
+    """The state and all its ancestors through every parent, newest first; the cost is that of what
+    is returned.
 
     ``after`` continues after a state that an earlier call returned.
     """
@@ -186,11 +226,14 @@ def ancestors(session: Session, uid: str, *, limit: int | None = None) -> list[S
 
 def ancestor_ids(session: Session, uid: str, *, limit: int | None = None) -> list[int]:
     """The row ids of ``ancestors``; ten thousand take tens of milliseconds."""
-    return list(islice(_walk(session, id_of(session, uid)), 1, None if limit is None else limit + 1))
+    return list(
+        islice(_walk(session, id_of(session, uid)), 1, None if limit is None else limit + 1)
+    )
 
 
 def nth_ancestor_id(session: Session, id_: int, n: int) -> int:
-    """The row id of the n-th first parent upwards (0 is the state itself), in O(log n) look-ups and one statement.
+    """The row id of the n-th first parent upwards (0 is the state itself), in O(log n) look-ups and
+    one statement.
 
     :raises NotFound: the chain of first parents is shorter.
     """
@@ -199,26 +242,40 @@ def nth_ancestor_id(session: Session, id_: int, n: int) -> int:
     found = session.execute(_CLIMB_BACK, {"start": id_, "count": n}).scalar()
     if found is None:
         (start,) = states(session, [id_])
-        raise NotFound(f"{start.uid} has {start.generation} first parents up to its root: ~{n} goes beyond it")
+        raise NotFound(
+            f"{start.uid} has {start.generation} first parents up to its root: ~{n} goes beyond it"
+        )
     return int(found)
 
 
 def first_parent_at(session: Session, id_: int, other: int, *, younger: int = 0) -> int:
-    """The row id of ``id_`` or of its first parent in the generation of ``other``, or ``younger`` generations later. O(log n).
+    """The row id of ``id_`` or of its first parent in the generation of ``other``, or ``younger``
+    generations later. O(log n).
 
     :raises NotFound: ``id_`` is older itself.
     """
     new, old = _generations(session, id_, other)
-    found = session.execute(_CLIMB, {"start": id_, "target": old + younger}).scalar() if new >= old + younger else None
+    found = (
+        session.execute(_CLIMB, {"start": id_, "target": old + younger}).scalar()
+        if new >= old + younger
+        else None
+    )
     if found is None:
-        raise NotFound(f"{states(session, [id_])[0].uid} has {new} first parents up to its root: none of them has {old + younger}")
+        raise NotFound(
+            f"{states(session, [id_])[0].uid} has {new} first parents up to its root: none of them"
+            f" has {old + younger}"
+        )
     return int(found)
 
 
 def first_meeting(session: Session, one: int, other: int) -> int | None:
-    """The newest state on the first-parent paths of both, as row ids; None when they never meet. O(log n)."""
+    """The newest state on the first-parent paths of both, as row ids; None when they never meet.
+    O(log n)."""
     level = min(_generations(session, one, other))
-    one, other = (session.execute(_CLIMB, {"start": id_, "target": level}).scalar_one() for id_ in (one, other))
+    one, other = (
+        session.execute(_CLIMB, {"start": id_, "target": level}).scalar_one()
+        for id_ in (one, other)
+    )
     found = session.execute(_MEET, {"one": one, "other": other}).scalar()
     return None if found is None else int(found)
 
@@ -226,7 +283,8 @@ def first_meeting(session: Session, one: int, other: int) -> int | None:
 def is_ancestor(session: Session, a: str, b: str) -> bool:
     """Whether ``a`` is ``b`` or one of its ancestors through any parent.
 
-    O(log n) along first parents. Where further parents exist and the answer is no, the states between the two are read.
+    O(log n) along first parents. Where further parents exist and the answer is no, the states
+    between the two are read.
     """
     old, new = _place(session, a), _place(session, b)
     if old.id >= new.id:
@@ -241,7 +299,8 @@ def is_ancestor(session: Session, a: str, b: str) -> bool:
 
 
 def merge_base(session: Session, a: str, b: str) -> State | None:
-    """The newest state that both are or descend from, through any parent; None when their histories never meet.
+    """The newest state that both are or descend from, through any parent; None when their histories
+    never meet.
 
     O(log n) if no state has further parents; otherwise everything above the answer is read.
     """
@@ -254,11 +313,14 @@ def merge_base(session: Session, a: str, b: str) -> State | None:
 
 
 def nearest_restorable(session: Session, uid: str, *, is_lasting: bool = False) -> State | None:
-    """The state itself if some tier holds its bytes, otherwise the newest such state along first parents; or None.
+    """The state itself if some tier holds its bytes, otherwise the newest such state along first
+    parents; or None.
 
     ``is_lasting`` skips states that only the memory of processes holds.
     """
-    found = session.execute(_LASTING if is_lasting else _WALK_RESTORABLE, {"start": id_of(session, uid)}).scalar()
+    found = session.execute(
+        _LASTING if is_lasting else _WALK_RESTORABLE, {"start": id_of(session, uid)}
+    ).scalar()
     return None if found is None else states(session, [int(found)])[0]
 
 
@@ -266,7 +328,8 @@ def nearest_restorable(session: Session, uid: str, *, is_lasting: bool = False) 
 
 
 def later_restorable(session: Session, uid: str) -> Iterator[str]:
-    """The uids of the states after this one on its own branch whose bytes some tier holds, the nearest first."""
+    """The uids of the states after this one on its own branch whose bytes some tier holds, the
+    nearest first."""
     return iter(session.execute(_LATER, {"uid": uid}).scalars())
 
 
@@ -277,7 +340,8 @@ def children(session: Session, uid: str) -> list[State]:
 
 
 def descendants(session: Session, uid: str, *, limit: int | None = None) -> list[State]:
-    """The states that descend from this one through any parent, parents before children; at most the ``limit`` nearest."""
+    """The states that descend from this one through any parent, parents before children; at most
+    the ``limit`` nearest."""
     return states(session, descendant_ids(session, uid, limit=limit))
 
 
@@ -296,8 +360,8 @@ def descendant_ids(session: Session, uid: str, *, limit: int | None = None) -> l
 def _walk(session: Session, start: int, *, bottom: int = 0) -> Iterator[int]:
     """The ids of a state and its ancestors, falling, read a page at a time; none below ``bottom``.
 
-    It keeps a heap of chains of first parents. The highest id comes next; a further parent opens a chain of its own; a chain that reaches
-    an id already seen ends there.
+    It keeps a heap of chains of first parents. The highest id comes next; a further parent opens a
+    chain of its own; a chain that reaches an id already seen ends there.
     """
     if not _has_edges(session):
         for ids, _ in _pages(session, start, bottom):
@@ -332,8 +396,11 @@ def first_parents(session: Session, start: int, bottom: int) -> Iterator[tuple[i
             yield id_, further.get(id_, [])
 
 
-def _pages(session: Session, start: int, bottom: int) -> Iterator[tuple[list[int], dict[int, list[int]]]]:
-    """The first parents from ``start`` on, falling, and the further parents of those that have some; in pages of growing size."""
+def _pages(
+    session: Session, start: int, bottom: int
+) -> Iterator[tuple[list[int], dict[int, list[int]]]]:
+    """The first parents from ``start`` on, falling, and the further parents of those that have
+    some; in pages of growing size."""
     following: int | None = start
     page = _PAGE_MIN
     while following is not None:
@@ -384,7 +451,9 @@ def _has_edges(session: Session) -> bool:
 _LOW = bindparam("low", type_=BigInteger)
 _HIGH = bindparam("high", type_=BigInteger)
 _PATH_RESTORABLE = select(_state.c.id).where(
-    _state.c.id >= _LOW, _state.c.id <= _HIGH, _state.c.status.in_([status.value for status in Status if status.is_restorable])
+    _state.c.id >= _LOW,
+    _state.c.id <= _HIGH,
+    _state.c.status.in_([status.value for status in Status if status.is_restorable]),
 )
 _VALUES = select(_metric.c.state_id, _metric.c.value).where(
     _metric.c.key == bindparam("key"), _metric.c.state_id >= _LOW, _metric.c.state_id <= _HIGH
@@ -392,13 +461,14 @@ _VALUES = select(_metric.c.state_id, _metric.c.value).where(
 
 
 def path_ids(session: Session, old: int, new: int) -> list[int]:
-    """The row ids from ``old`` to ``new``, both included, oldest first: by first parents, and by a further one only where nothing else
-    leads there.
+    """The row ids from ``old`` to ``new``, both included, oldest first: by first parents, and by a
+    further one only where nothing else leads there.
 
     Empty where ``new`` does not descend from ``old``.
     """
     seen: set[int] = set()
-    heads: list[tuple[int, list[int]]] = [(new, [])]  # where to continue, and what was passed on the way there, newest first
+    # where to continue, and what was passed on the way there, newest first
+    heads: list[tuple[int, list[int]]] = [(new, [])]
     while heads:
         start, passed = heads.pop(0)
         line: list[int] = []
@@ -415,7 +485,9 @@ def path_ids(session: Session, old: int, new: int) -> list[int]:
 
 def restorable_along(session: Session, path: Sequence[int]) -> set[int]:
     """Those states of a path whose bytes some tier still holds."""
-    return set(path) & set(session.execute(_PATH_RESTORABLE, {"low": path[0], "high": path[-1]}).scalars())
+    return set(path) & set(
+        session.execute(_PATH_RESTORABLE, {"low": path[0], "high": path[-1]}).scalars()
+    )
 
 
 def metric_along(session: Session, path: Sequence[int], key: str) -> dict[int, float]:
@@ -432,22 +504,36 @@ def metric_along(session: Session, path: Sequence[int], key: str) -> dict[int, f
 _PAGE = 50_000
 _UNREAD = -1
 _OFTEN = 4096  # states between two calls of ``pause``
-FEW = 20_000  # states that are found in some milliseconds; what finds more of them fast takes time for every state of the lineage
+# states that are found in some milliseconds; what finds more of them fast takes time for every
+# state of the lineage
+FEW = 20_000
 SHORT = 4  # states that follow one another; for shorter runs it is faster to look at each state
 _ids = bindparam("ids", type_=BigInteger, expanding=True)
 _parent = func.coalesce(_state.c.parent_id, 0)
-_NEXT = select(_state.c.id, _parent).where(_state.c.id > bindparam("last", type_=BigInteger)).order_by(_state.c.id).limit(_PAGE)
-_AGGREGATES = {"sqlite": "json_group_array({0})", "postgresql": "CAST(json_agg({0} ORDER BY id) AS text)"}
+_NEXT = (
+    select(_state.c.id, _parent)
+    .where(_state.c.id > bindparam("last", type_=BigInteger))
+    .order_by(_state.c.id)
+    .limit(_PAGE)
+)
+_AGGREGATES = {
+    "sqlite": "json_group_array({0})",
+    "postgresql": "CAST(json_agg({0} ORDER BY id) AS text)",
+}
 _PAGES = {  # one row for a whole page: one row for each state takes four times as long
     dialect: text(
-        f"SELECT count(*), max(id), {aggregate.format('parent')} FROM (SELECT id, coalesce(parent_id, 0) AS parent FROM state"
-        f" WHERE id > :last ORDER BY id LIMIT {_PAGE}) AS page"
+        f"SELECT count(*), max(id), {aggregate.format('parent')} FROM (SELECT id,"
+        f" coalesce(parent_id, 0) AS parent FROM state WHERE id > :last ORDER BY id LIMIT {_PAGE})"
+        " AS page"
     )
     for dialect, aggregate in _AGGREGATES.items()
 }
 _SOME = select(_state.c.id, _parent).where(_state.c.id.in_(_ids))
 _EDGES = select(_edge.c.child_id, _edge.c.parent_id).order_by(_edge.c.child_id, _edge.c.position)
-_NEXT_EDGES = _EDGES.where(_edge.c.child_id > bindparam("last", type_=BigInteger), _edge.c.child_id <= bindparam("upto", type_=BigInteger))
+_NEXT_EDGES = _EDGES.where(
+    _edge.c.child_id > bindparam("last", type_=BigInteger),
+    _edge.c.child_id <= bindparam("upto", type_=BigInteger),
+)
 _SOME_EDGES = _EDGES.where(_edge.c.child_id.in_(_ids))
 
 
@@ -460,10 +546,11 @@ class Firsts(Protocol):
 
 
 class Topology:
-    """The parents of every state by row id, 8 bytes a state. ``refresh`` is safe from any thread, and beside readers.
+    """The parents of every state by row id, 8 bytes a state. ``refresh`` is safe from any thread,
+    and beside readers.
 
-    ``first`` has the first parent of each id, 0 for a root; ``further`` has the other parents of the states that have some. If a state was
-    read, all its parents were read too.
+    ``first`` has the first parent of each id, 0 for a root; ``further`` has the other parents of
+    the states that have some. If a state was read, all its parents were read too.
     """
 
     def __init__(self) -> None:
@@ -474,7 +561,8 @@ class Topology:
     def refresh(self, session: Session, heads: Collection[int] = ()) -> None:
         """Read the states recorded since; afterwards ``heads`` and all their ancestors are known.
 
-        PostgreSQL may commit a lower id after a higher one: such states are read when something leads to them.
+        PostgreSQL may commit a lower id after a higher one: such states are read when something
+        leads to them.
         """
         page = _PAGES[session.connection().dialect.name]
         with self._refreshing:
@@ -499,8 +587,12 @@ class Topology:
         first, further = self.first[id_], self.further.get(id_, ())
         return (first, *further) if first > 0 else further
 
-    def history(self, heads: Iterable[int], *, pause: Callable[[], None] = lambda: None) -> array[int]:
-        """The ids of ``heads`` and all their ancestors, rising. ``pause`` is called from time to time."""
+    def history(
+        self, heads: Iterable[int], *, pause: Callable[[], None] = lambda: None
+    ) -> array[int]:
+        """The ids of ``heads`` and all their ancestors, rising.
+
+        ``pause`` is called from time to time."""
         few = self.since(array("q"), heads := tuple(heads), most=FEW)
         if few is not None:
             return few
@@ -512,9 +604,11 @@ class Topology:
             self._see(seen, heads, pause)
         return array("q", compress(range(len(seen)), seen))
 
-    def since(self, order: array[int], heads: Iterable[int], *, most: int | None = None) -> array[int] | None:
-        """The ids, rising, that ``heads`` and their ancestors add to ``order``; None unless all of them are above its last, and there are
-        at most ``most``."""
+    def since(
+        self, order: array[int], heads: Iterable[int], *, most: int | None = None
+    ) -> array[int] | None:
+        """The ids, rising, that ``heads`` and their ancestors add to ``order``; None unless all
+        of them are above its last, and there are at most ``most``."""
         last = order[-1] if order else 0
         found: set[int] = set()
         open_ = list(heads)
@@ -545,9 +639,15 @@ class Topology:
                 if looked % _OFTEN == 0:
                     pause()
 
-    def _see_runs(self, seen: bytearray, heads: Iterable[int], breaks: Sequence[int], pause: Callable[[], None]) -> None:
-        """The same for histories where most states follow the id before theirs: marks a run at once, down to its end or to marked
-        states."""
+    def _see_runs(
+        self,
+        seen: bytearray,
+        heads: Iterable[int],
+        breaks: Sequence[int],
+        pause: Callable[[], None],
+    ) -> None:
+        """The same for histories where most states follow the id before theirs: marks a run at
+        once, down to its end or to marked states."""
         first, further, merges = self.first, self.further, sorted(self.further)
         open_, looked = list(heads), 0
         while open_:
@@ -582,15 +682,21 @@ class Topology:
         rows = session.execute(_SOME, {"ids": ids}).all()
         for id_, parent in sorted(rows, key=itemgetter(0)):
             self.first[id_] = parent
-        return {parent for id_ in ids for parent in self.parents(id_) if self.first[parent] == _UNREAD}
+        return {
+            parent for id_ in ids for parent in self.parents(id_) if self.first[parent] == _UNREAD
+        }
 
 
 def starts(first: Firsts, order: Sequence[int]) -> list[int]:
-    """The positions in ``order``, which rises, of states that do not follow the one before: their first parent is another one."""
-    if isinstance(first, array) and order and order[-1] - order[0] == len(order) - 1:  # every id: slices take half the time of lookups
+    """The positions in ``order``, which rises, of states that do not follow the one before:
+    their first parent is another one."""
+    if isinstance(first, array) and order and order[-1] - order[0] == len(order) - 1:
+        # every id: slices take half the time of lookups
         begin, end = order[0], order[-1] + 1
         return [0, *compress(count(1), map(ne, first[begin + 1 : end], range(begin, end)))]
-    return list(compress(count(), map(ne, map(first.__getitem__, order), chain((_UNREAD - 1,), order))))
+    return list(
+        compress(count(), map(ne, map(first.__getitem__, order), chain((_UNREAD - 1,), order)))
+    )
 
 
 def position(order: array[int], id_: int) -> int | None:

@@ -1,7 +1,9 @@
-"""A summary of each branch: where it forked, how its metric went, what can be restored, what was changed for it.
+"""A summary of each branch: where it forked, how its metric went, what can be restored, what was
+changed for it.
 
-What is the same for all of them costs a few queries, whatever is asked; the rest is read for the branches of one page. The summaries that
-``record`` keeps (``change/segments``) stand for the states, so that none of this depends on how many there are.
+What is the same for all of them costs a few queries, whatever is asked; the rest is read for the
+branches of one page. The summaries that ``record`` keeps (``change/segments``) stand for the
+states, so that none of this depends on how many there are.
 """
 
 from __future__ import annotations
@@ -25,8 +27,17 @@ from sqlalchemy import BigInteger, Select, bindparam, func, select
 from datastates.errors import InvalidInput
 from datastates.lineage.lookup import batches, states
 from datastates.lineage.query.curves import outline, own_points
-from datastates.lineage.schema import MetricRow, RefEventRow, RefRow, RunRow, SegmentRow, StateRow, StretchRow, table
-from datastates.lineage.states import WHOLE, Ending, Ref, RefKind, Run, State, Status, Tally
+from datastates.lineage.schema import (
+    MetricRow,
+    RefEventRow,
+    RefRow,
+    RunRow,
+    SegmentRow,
+    StateRow,
+    StretchRow,
+    table,
+)
+from datastates.lineage.states import WHOLE, Ending, Life, Ref, RefKind, Run, State, Status, Tally
 from datastates.values import Value
 
 from .text import Direction, keys_of
@@ -41,14 +52,6 @@ _stretch = table(StretchRow)
 _metric = table(MetricRow)
 _run = table(RunRow)
 _event = table(RefEventRow)
-
-
-class Life(StrEnum):
-    """What is known of a branch's training: its process runs, or has ended; or it cannot be told here."""
-
-    RUNNING = "running"
-    ENDED = "ended"
-    UNKNOWN = "unknown"
 
 
 Living = Callable[[Run], Life]
@@ -67,7 +70,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The state after which a branch begins. ``branch`` captured it, by its present name; None if no branch did.
+    """The state after which a branch begins. ``branch`` captured it, by its present name; None if
+    no branch did.
 
     ``is_gone``: that branch no longer exists, and ``branch`` is the name that it had.
     """
@@ -80,7 +84,8 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One difference between the configurations of a branch and of its parent: None where one of them lacks the setting."""
+    """One difference between the configurations of a branch and of its parent: None where one of
+    them lacks the setting."""
 
     key: str
     value: Value
@@ -97,15 +102,18 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """One branch. Counts are of the states that it has to itself: those after ``fork``, or all states of a branch that did not fork.
+    """One branch. Counts are of the states that it has to itself: those after ``fork``, or all
+    states of a branch that did not fork.
 
-    ``restorable`` of these can be restored, ``durable`` survive their process. ``bytes`` are those that they added. ``last``, ``best`` and
-    ``best_restorable`` are of the chosen metric; None if none of its own states has a number. A branch without own states has ``last``,
-    ``best`` and ``line`` of its whole path of first parents. ``config`` is the difference between the
-    configuration of its newest run and that of the run that captured its fork; for a root it is all of the configuration. ``began_at`` is
-    when its first own state was captured, ``changed_at`` when its newest one was; ``steps_per_s`` is measured over the latest captures of
-    its newest run. ``ending`` says how that run ended; None while it goes on, as far as is known.
-    ``lost_step`` is the newest step that was lost with a process that died: the branch went back from there.
+    ``restorable`` of these can be restored, ``durable`` survive their process. ``bytes`` are those
+    that they added. ``last``, ``best`` and ``best_restorable`` are of the chosen metric; None if
+    none of its own states has a number. A branch without own states has ``last``, ``best`` and
+    ``line`` of its whole path of first parents. ``config`` is the difference between the
+    configuration of its newest run and that of the run that captured its fork; for a root it is all
+    of the configuration. ``began_at`` is when its first own state was captured, ``changed_at`` when
+    its newest one was; ``steps_per_s`` is measured over the latest captures of its newest run.
+    ``ending`` says how that run ended; None while it goes on, as far as is known. ``lost_step`` is
+    the newest step that was lost with a process that died: the branch went back from there.
     """
 
     name: str
@@ -138,7 +146,8 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Branches with the same value of what they are grouped by; ``best`` is the best value among them, with its branch."""
+    """Branches with the same value of what they are grouped by; ``best`` is the best value among
+    them, with its branch."""
 
     value: Value
     branches: int
@@ -148,10 +157,12 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """Some of the branches, in order. ``matching`` out of ``total`` match the request; ``next`` is the cursor for those that follow.
+    """Some of the branches, in order. ``matching`` out of ``total`` match the request; ``next`` is
+    the cursor for those that follow.
 
-    ``metrics`` are those that branches have, the most relevant first; ``metric`` is the chosen one, which gets better in ``direction``.
-    ``groups`` are set when branches are grouped, in their order.
+    ``metrics`` are those that branches have, the most relevant first; ``metric`` is the chosen one,
+    which gets better in ``direction``. ``groups`` are set when branches are grouped, in their
+    order.
     """
 
     items: tuple[Branch, ...]
@@ -176,7 +187,11 @@ class Branches:
     def best(self) -> Branch | None:
         """The branch among these with the best value."""
         sign = 1 if self.direction is Direction.MIN else -1
-        have = [(sign * item.best.value, item) for item in self.items if item.best is not None and item.best.value is not None]
+        have = [
+            (sign * item.best.value, item)
+            for item in self.items
+            if item.best is not None and item.best.value is not None
+        ]
         return min(have, key=itemgetter(0), default=(0.0, None))[1]
 
 
@@ -190,12 +205,15 @@ _SAFE = [Status.DURABLE.value, Status.REPLICATED.value, Status.EXTERNAL.value]
 
 
 Counts = Mapping[int, tuple[int, int, int]]
-"""How many states of a segment can be restored and how many are durable, and the bytes of all, by the segment's row id."""
+"""How many states of a segment can be restored and how many are durable, and the bytes of all,
+by the segment's row id."""
 
 
 @dataclass(slots=True)
 class Row:
-    """One branch. ``count_states`` sets the last three numbers; the code that groups branches sets ``group``."""
+    """One branch.
+
+    ``count_states`` sets the last three numbers; the code that groups branches sets ``group``."""
 
     name: str
     head_id: int
@@ -226,7 +244,11 @@ class Row:
     @property
     def states(self) -> int:
         """How many states it has to itself."""
-        return self.generation + 1 if self.fork_generation is None else self.generation - self.fork_generation
+        return (
+            self.generation + 1
+            if self.fork_generation is None
+            else self.generation - self.fork_generation
+        )
 
     @property
     def last(self) -> float | None:
@@ -245,17 +267,25 @@ def metrics_of(session: Session) -> list[str]:
 
 
 def rows_of(session: Session, metric: str | None, direction: Direction) -> list[Row]:
-    """Every branch, with the summary of a metric: that of its own states, or of its path of first parents if it has none of its own."""
+    """Every branch, with the summary of a metric: that of its own states, or of its path of
+    first parents if it has none of its own."""
     rows = [Row(*row) for row in session.execute(_ALL)]
     if metric is None:
         return rows
     tallies = {row.segment_id: row for row in session.execute(_TALLIES, {"of": metric})}
-    paths = {head: _of_path(session, head, metric) for head in {row.head_id for row in rows if row.first_id is None}}
+    paths = {
+        head: _of_path(session, head, metric)
+        for head in {row.head_id for row in rows if row.first_id is None}
+    }
     is_least = direction is Direction.MIN
     for row in rows:
-        tally = row.tally = paths[row.head_id] if row.first_id is None else tallies.get(row.segment_id)
+        tally = row.tally = (
+            paths[row.head_id] if row.first_id is None else tallies.get(row.segment_id)
+        )
         if tally is not None:
-            row.best, row.best_id = (tally.least, tally.least_id) if is_least else (tally.most, tally.most_id)
+            row.best, row.best_id = (
+                (tally.least, tally.least_id) if is_least else (tally.most, tally.most_id)
+            )
     return rows
 
 
@@ -267,9 +297,12 @@ def _of_path(session: Session, head: int, metric: str) -> Tally | None:
 
 
 def count_states(session: Session, rows: Sequence[Row], known: Counts | None = None) -> None:
-    """Count the states that these branches have to themselves, and their bytes; those of which the counts are ``known`` are not counted."""
+    """Count the states that these branches have to themselves, and their bytes; those of which
+    the counts are ``known`` are not counted."""
     known = known or {}
-    ids = [row.segment_id for row in rows if row.segment_id is not None and row.segment_id not in known]
+    ids = [
+        row.segment_id for row in rows if row.segment_id is not None and row.segment_id not in known
+    ]
     found = _counted(session, ids)
     for row in rows:
         segment = row.segment_id or 0
@@ -282,7 +315,8 @@ def counts_of(session: Session) -> Counts:
 
 
 def kept_of(session: Session, run: str) -> tuple[int, int, int]:
-    """How many states a run captured, how many of them can be restored, and how many bytes those on disk added there."""
+    """How many states a run captured, how many of them can be restored, and how many bytes those
+    on disk added there."""
     rows = session.execute(_OF_RUN, {"run": run}).all()
     return (
         sum(row.states for row in rows),
@@ -306,8 +340,12 @@ def _counted(session: Session, ids: Sequence[int]) -> Counts:
 
 
 _OF_RUN = (
-    select(_state.c.status, func.count().label("states"), func.sum(_state.c.bytes_new).label("size"))
-    .where(_state.c.run_id == select(_run.c.id).where(_run.c.uid == bindparam("run")).scalar_subquery())
+    select(
+        _state.c.status, func.count().label("states"), func.sum(_state.c.bytes_new).label("size")
+    )
+    .where(
+        _state.c.run_id == select(_run.c.id).where(_run.c.uid == bindparam("run")).scalar_subquery()
+    )
     .group_by(_state.c.status)
 )
 _fork = _state.alias("fork")
@@ -315,9 +353,24 @@ _first = _state.alias("first")
 _parent = _segment.alias("parent")
 _is_branch = _ref.c.kind == RefKind.BRANCH.value
 _ALL = (
-    select(_ref.c.name, _state.c.id, _state.c.uid, _state.c.step, _state.c.generation, _state.c.status, _state.c.created_at)
+    select(
+        _ref.c.name,
+        _state.c.id,
+        _state.c.uid,
+        _state.c.step,
+        _state.c.generation,
+        _state.c.status,
+        _state.c.created_at,
+    )
     .add_columns(_state.c.run_id, _segment.c.id, _segment.c.fork_id)
-    .add_columns(_fork.c.uid, _fork.c.step, _fork.c.generation, _fork.c.run_id, _parent.c.branch, _parent.c.name)
+    .add_columns(
+        _fork.c.uid,
+        _fork.c.step,
+        _fork.c.generation,
+        _fork.c.run_id,
+        _parent.c.branch,
+        _parent.c.name,
+    )
     .add_columns(_segment.c.first_id, _first.c.created_at)
     .join_from(_ref, _state, _state.c.id == _ref.c.state_id)
     .outerjoin(_segment, _segment.c.branch == _ref.c.name)
@@ -328,13 +381,21 @@ _ALL = (
 )
 _BRANCHES = select(_segment.c.id).where(_segment.c.branch.is_not(None))
 # By segments, so that SQLite looks each up: in a join it would read all stretches.
-_TALLIES = select(_stretch).where(_stretch.c.segment_id.in_(_BRANCHES), _stretch.c.key == bindparam("of"), _stretch.c.place == WHOLE)
+_TALLIES = select(_stretch).where(
+    _stretch.c.segment_id.in_(_BRANCHES),
+    _stretch.c.key == bindparam("of"),
+    _stretch.c.place == WHOLE,
+)
 
 
 def _metrics() -> Any:
     """Those metrics of states of which a branch has a stretch."""
     keys = keys_of(_metric)
-    own = select(_stretch.c.key).where(_stretch.c.segment_id.in_(_BRANCHES), _stretch.c.key == keys.c.key, _stretch.c.place == WHOLE)
+    own = select(_stretch.c.key).where(
+        _stretch.c.segment_id.in_(_BRANCHES),
+        _stretch.c.key == keys.c.key,
+        _stretch.c.place == WHOLE,
+    )
     return select(keys.c.key).where(own.correlate(keys).exists())
 
 
@@ -373,7 +434,16 @@ class Sort(StrEnum):
 
 
 SORTS = tuple(sort.value for sort in Sort)
-_FALLING = {Sort.CHANGED, Sort.BEGAN, Sort.STEP, Sort.STATES, Sort.RESTORABLE, Sort.DURABLE, Sort.BYTES, Sort.TOOK}
+_FALLING = {
+    Sort.CHANGED,
+    Sort.BEGAN,
+    Sort.STEP,
+    Sort.STATES,
+    Sort.RESTORABLE,
+    Sort.DURABLE,
+    Sort.BYTES,
+    Sort.TOOK,
+}
 """The sorts that put the largest first, unless they are reversed."""
 COUNTED = {Sort.RESTORABLE, Sort.DURABLE, Sort.BYTES}
 """The sorts for which ``rows.count_states`` must run first."""
@@ -386,7 +456,10 @@ def sort_of(text: str) -> tuple[Sort, bool]:
     try:
         return Sort(text.removeprefix("-")), text.startswith("-")
     except ValueError:
-        raise InvalidInput(f"branches cannot be sorted by {text!r}: choose among {', '.join(SORTS)}, with '-' for the other way") from None
+        raise InvalidInput(
+            f"branches cannot be sorted by {text!r}: choose among {', '.join(SORTS)}, with '-' for"
+            " the other way"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,11 +472,14 @@ class Order:
     @classmethod
     def of(cls, sort: Sort, direction: Direction, *, turned: bool) -> Self:
         """The order for a sort. ``direction`` says which values are better."""
-        is_falling = sort in _FALLING or (sort in (Sort.BEST, Sort.LAST) and direction is Direction.MAX)
+        is_falling = sort in _FALLING or (
+            sort in (Sort.BEST, Sort.LAST) and direction is Direction.MAX
+        )
         return cls(sort, -1 if is_falling != turned else 1)
 
     def place(self, row: Row) -> Place:
-        """The place of a branch: by group, then whether it has the value at all, then by value, then by name."""
+        """The place of a branch: by group, then whether it has the value at all, then by value,
+        then by name."""
         name, group = tuple(map(ord, row.name)), place_of_group(row.group)
         if self.sort is Sort.NAME:
             return group, 0, 0.0, name if self.sign > 0 else (*(-each for each in name), 1)
@@ -431,11 +507,17 @@ class Cursors:
     @classmethod
     def of(cls, *asked: object) -> Self:
         """The cursors for a request with these parameters, except the page."""
-        return cls(hashlib.blake2b(msgspec.msgpack.encode(asked), digest_size=_SEAL_BYTES, person=b"ds.branches").digest())
+        return cls(
+            hashlib.blake2b(
+                msgspec.msgpack.encode(asked), digest_size=_SEAL_BYTES, person=b"ds.branches"
+            ).digest()
+        )
 
     def write(self, place: Place) -> str:
         """A cursor for what comes after a place."""
-        return base64.urlsafe_b64encode(self.seal + msgspec.msgpack.encode(place)).decode().rstrip("=")
+        return (
+            base64.urlsafe_b64encode(self.seal + msgspec.msgpack.encode(place)).decode().rstrip("=")
+        )
 
     def read(self, token: str) -> Place:
         """The place that a cursor names.
@@ -446,9 +528,15 @@ class Cursors:
             raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
             place: Place = msgspec.msgpack.decode(raw[_SEAL_BYTES:], type=Place)
         except (binascii.Error, ValueError, msgspec.MsgspecError) as error:
-            raise InvalidInput(f"{token[:40]!r} is no cursor of branches: pass what 'next' of the same question gave") from error
+            raise InvalidInput(
+                f"{token[:40]!r} is no cursor of branches: pass what 'next' of the same question"
+                " gave"
+            ) from error
         if raw[:_SEAL_BYTES] != self.seal:
-            raise InvalidInput(f"the cursor {token[:40]!r} is of another question: pass what 'next' of this one gave")
+            raise InvalidInput(
+                f"the cursor {token[:40]!r} is of another question: pass what 'next' of this one"
+                " gave"
+            )
         return place
 
 
@@ -457,7 +545,11 @@ class Cursors:
 
 _ORIGINS_BATCH = 1000
 _NEWEST = select(func.max(_state.c.id))
-_AFTER = select(_state.c.id).where(_state.c.id > bindparam("last", type_=BigInteger)).order_by(_state.c.id)
+_AFTER = (
+    select(_state.c.id)
+    .where(_state.c.id > bindparam("last", type_=BigInteger))
+    .order_by(_state.c.id)
+)
 _SEGMENTS = (
     select(_state.c.uid, func.coalesce(_segment.c.branch, _segment.c.name).label("name"))
     .join_from(_state, _segment, _segment.c.id == _state.c.segment_id)
@@ -466,7 +558,9 @@ _SEGMENTS = (
 
 
 def branches_of(session: Session, uids: Sequence[str]) -> dict[str, str]:
-    """The branch to which each of some states belongs, by uid: the one that captured it. States that no branch ever had are left out."""
+    """The branch to which each of some states belongs, by uid: the one that captured it.
+
+    States that no branch ever had are left out."""
     found: dict[str, str] = {}
     for some in batches(uids, _ORIGINS_BATCH):
         found.update((row.uid, row.name) for row in session.execute(_SEGMENTS, {"uids": some}))
@@ -495,21 +589,32 @@ _STAMP = select(
     select(func.count()).select_from(_ref).scalar_subquery(),
     select(func.coalesce(func.sum(_ref.c.version), 0)).scalar_subquery(),
 )
-_REFS = select(_ref.c.name, _ref.c.kind, _ref.c.version, _ref.c.message, _ref.c.state_id, _state.c.uid).join_from(
-    _ref, _state, _state.c.id == _ref.c.state_id
-)
+_REFS = select(
+    _ref.c.name, _ref.c.kind, _ref.c.version, _ref.c.message, _ref.c.state_id, _state.c.uid
+).join_from(_ref, _state, _state.c.id == _ref.c.state_id)
 _SOME_REFS = _REFS.where(_ref.c.name.in_(bindparam("names", expanding=True)))
 _FEW = 100
-_CHANGED = select(_event.c.name).distinct().where(_event.c.id > bindparam("last", type_=BigInteger)).limit(_FEW + 1)
-_BIRTHS = select(_event.c.name, func.min(_event.c.id)).where(_event.c.name.in_(bindparam("names", expanding=True))).group_by(_event.c.name)
+_CHANGED = (
+    select(_event.c.name)
+    .distinct()
+    .where(_event.c.id > bindparam("last", type_=BigInteger))
+    .limit(_FEW + 1)
+)
+_BIRTHS = (
+    select(_event.c.name, func.min(_event.c.id))
+    .where(_event.c.name.in_(bindparam("names", expanding=True)))
+    .group_by(_event.c.name)
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Branches and tags as they stand. ``stamp`` changes when one of them is created, moved or deleted.
+    """Branches and tags as they stand. ``stamp`` changes when one of them is created, moved or
+    deleted.
 
-    ``at`` has those of each state, by its row id, in order of name. ``branches`` are in order of their rank: the trunk, then the ones
-    created first. ``ranks`` has the lowest rank among those that name a state. ``trunk`` is the row id of the trunk's state.
+    ``at`` has those of each state, by its row id, in order of name. ``branches`` are in order of
+    their rank: the trunk, then the ones created first. ``ranks`` has the lowest rank among those
+    that name a state. ``trunk`` is the row id of the trunk's state.
     """
 
     stamp: tuple[int, ...]
@@ -530,7 +635,14 @@ def names(session: Session, old: Names | None = None) -> Names:
         found = _read(session, _REFS, {})
     states = {name: id_ for name, (id_, ref) in found.items() if ref.kind is RefKind.BRANCH}
     births = _births(session, states, {} if old is None else old.births)
-    branches = sorted(states, key=lambda name: (TRUNKS.index(name) if name in TRUNKS else len(TRUNKS), births.get(name, 0), name))
+    branches = sorted(
+        states,
+        key=lambda name: (
+            TRUNKS.index(name) if name in TRUNKS else len(TRUNKS),
+            births.get(name, 0),
+            name,
+        ),
+    )
     ranks: dict[int, int] = {}
     for rank, name in enumerate(branches):
         ranks.setdefault(states[name], rank)
@@ -538,7 +650,9 @@ def names(session: Session, old: Names | None = None) -> Names:
     at: dict[int, list[Ref]] = {}
     for _, (id_, ref) in sorted(found.items()):
         at.setdefault(id_, []).append(ref)
-    return Names(stamp, {id_: tuple(refs) for id_, refs in at.items()}, tuple(branches), ranks, trunk, births)
+    return Names(
+        stamp, {id_: tuple(refs) for id_, refs in at.items()}, tuple(branches), ranks, trunk, births
+    )
 
 
 _Found = dict[str, tuple[int, Ref]]
@@ -546,7 +660,8 @@ _Found = dict[str, tuple[int, Ref]]
 
 
 def _moved(session: Session, old: Names, stamp: tuple[int, ...]) -> _Found | None:
-    """``old`` with the names of later events read again; None if that does not make what ``stamp`` says, as when an event was late."""
+    """``old`` with the names of later events read again; None if that does not make what
+    ``stamp`` says, as when an event was late."""
     changed = session.execute(_CHANGED, {"last": old.stamp[0]}).scalars().all()
     if len(changed) > _FEW:
         return None
@@ -554,15 +669,25 @@ def _moved(session: Session, old: Names, stamp: tuple[int, ...]) -> _Found | Non
     for name in changed:
         found.pop(name, None)
     found.update(_read(session, _SOME_REFS, {"names": changed}))
-    return found if stamp[1:] == (len(found), sum(ref.version for _, ref in found.values())) else None
+    return (
+        found if stamp[1:] == (len(found), sum(ref.version for _, ref in found.values())) else None
+    )
 
 
 def _read(session: Session, statement: Select[Any], values: Mapping[str, object]) -> _Found:
     rows = session.execute(statement, values)
-    return {row.name: (int(row.state_id), Ref(row.name, RefKind(row.kind), row.uid, row.version, row.message)) for row in rows}
+    return {
+        row.name: (
+            int(row.state_id),
+            Ref(row.name, RefKind(row.kind), row.uid, row.version, row.message),
+        )
+        for row in rows
+    }
 
 
-def _births(session: Session, wanted: Mapping[str, int], known: Mapping[str, int]) -> dict[str, int]:
+def _births(
+    session: Session, wanted: Mapping[str, int], known: Mapping[str, int]
+) -> dict[str, int]:
     """The first event of each branch; for known branches it is not read again."""
     found = {name: known[name] for name in wanted if name in known}
     missing = [name for name in wanted if name not in found]
@@ -577,7 +702,9 @@ def _births(session: Session, wanted: Mapping[str, int], known: Mapping[str, int
 
 _SPARKLINE_BATCH = 500
 
-_STEPS = select(_state.c.id, _state.c.step).where(_state.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True)))
+_STEPS = select(_state.c.id, _state.c.step).where(
+    _state.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True))
+)
 
 
 class Lines:
@@ -588,8 +715,8 @@ class Lines:
         self._drawn: OrderedDict[tuple[object, ...], Line] = OrderedDict()
 
     def get(self, key: tuple[object, ...]) -> Line | None:
-        """The line for a branch as it was: its head's uid, its segment and how many states that has, the metric and its summary, and
-        the number of points."""
+        """The line for a branch as it was: its head's uid, its segment and how many states that
+        has, the metric and its summary, and the number of points."""
         with self._lock:
             found = self._drawn.get(key)
             if found is not None:
@@ -604,9 +731,17 @@ class Lines:
                 self._drawn.popitem(last=False)
 
 
-def lines_of(session: Session, rows: Sequence[Row], metric: str | None, points: int, drawn: Lines | None = None) -> list[Line]:
+def lines_of(
+    session: Session,
+    rows: Sequence[Row],
+    metric: str | None,
+    points: int,
+    drawn: Lines | None = None,
+) -> list[Line]:
     """The line of each branch. Those that were ``drawn`` are not read again."""
-    return [_line(session, row, metric, points, Lines() if drawn is None else drawn) for row in rows]
+    return [
+        _line(session, row, metric, points, Lines() if drawn is None else drawn) for row in rows
+    ]
 
 
 def _line(session: Session, row: Row, metric: str | None, points: int, drawn: Lines) -> Line:
@@ -619,17 +754,26 @@ def _line(session: Session, row: Row, metric: str | None, points: int, drawn: Li
             path = outline(session, row.head_id, metric)
             own = thinned(list(zip(path.ids, path.values, strict=True)), points)
         else:
-            own = thinned(own_points(session, row.head_id, row.generation, row.segment_id, metric, row.states), points)
+            own = thinned(
+                own_points(
+                    session, row.head_id, row.generation, row.segment_id, metric, row.states
+                ),
+                points,
+            )
         steps: dict[int, int] = {}
         for some in batches([id_ for id_, _ in own], _SPARKLINE_BATCH):
             steps.update((found.id, found.step) for found in session.execute(_STEPS, {"ids": some}))
-        line = Line(tuple([steps[id_] for id_, _ in own]), tuple([None if math.isnan(value) else value for _, value in own]))
+        line = Line(
+            tuple([steps[id_] for id_, _ in own]),
+            tuple([None if math.isnan(value) else value for _, value in own]),
+        )
         drawn.put(key, line)
     return line
 
 
 def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
-    """At most ``most`` (at least 4) of some points: the ends, and the least and the greatest of each of equally large stretches."""
+    """At most ``most`` (at least 4) of some points: the ends, and the least and the greatest of
+    each of equally large stretches."""
     if len(points) <= most:
         return list(points)
     stretches = (most - 2) // 2

@@ -1,7 +1,8 @@
-"""``branches``: every branch of a lineage, chosen, sorted and grouped. ``show/branches`` describes the fields of each.
+"""``branches``: every branch of a lineage, chosen, sorted and grouped. ``show/branches`` describes
+the fields of each.
 
-What branches are sorted by is read for all of them, in a few queries that cost as much as there are branches. Everything else is read for
-those of one page.
+What branches are sorted by is read for all of them, in a few queries that cost as much as there are
+branches. Everything else is read for those of one page.
 """
 
 from __future__ import annotations
@@ -23,8 +24,19 @@ from datastates.lineage.lookup import batches, states
 from datastates.lineage.query.conditions import Scope, condition
 from datastates.lineage.query.curves import lost_parts
 from datastates.lineage.query.grammar import parse_query
-from datastates.lineage.schema import AttributeRow, MetricRow, RefRow, RunRow, SegmentRow, StateRow, StretchRow, from_us, table, to_us
-from datastates.lineage.states import Ending, How, Ref, RefKind, Run, State, Status, ending_of
+from datastates.lineage.schema import (
+    AttributeRow,
+    MetricRow,
+    RefRow,
+    RunRow,
+    SegmentRow,
+    StateRow,
+    StretchRow,
+    from_us,
+    table,
+    to_us,
+)
+from datastates.lineage.states import Ending, How, Life, Ref, RefKind, Run, State, Status, ending_of
 from datastates.lineage.write import runs
 from datastates.values import Value
 
@@ -35,7 +47,6 @@ from .branch_rows import (
     Counts,
     Cursors,
     Group,
-    Life,
     Lines,
     Living,
     Order,
@@ -67,7 +78,8 @@ _BATCH = 500
 
 
 def groups_of(session: Session, group: str, made_by: Mapping[int, int | None]) -> dict[int, Value]:
-    """The value of ``study``, ``config.KEY`` or ``attr.KEY`` for each state, by row id; states without one are left out.
+    """The value of ``study``, ``config.KEY`` or ``attr.KEY`` for each state, by row id; states
+    without one are left out.
 
     :param made_by: the states, and the row id of the run of each.
     :raises InvalidInput: ``group`` is none of these.
@@ -79,8 +91,14 @@ def groups_of(session: Session, group: str, made_by: Mapping[int, int | None]) -
         return attributes_of(session, list(made_by), key)
     if kind == "config" and key:
         configs = configs_of(session, [run for run in made_by.values() if run is not None])
-        return {state: configs[run][key] for state, run in made_by.items() if run is not None and key in configs.get(run, {})}
-    raise InvalidInput(f"branches cannot be grouped by {group!r}: name 'study', 'config.KEY' or 'attr.KEY'")
+        return {
+            state: configs[run][key]
+            for state, run in made_by.items()
+            if run is not None and key in configs.get(run, {})
+        }
+    raise InvalidInput(
+        f"branches cannot be grouped by {group!r}: name 'study', 'config.KEY' or 'attr.KEY'"
+    )
 
 
 def configs_of(session: Session, ids: Sequence[int]) -> dict[int, dict[str, Value]]:
@@ -106,9 +124,9 @@ def runs_of(session: Session, ids: Sequence[int]) -> dict[int, int | None]:
 
 
 _ids = bindparam("ids", type_=BigInteger, expanding=True)
-_ATTRIBUTES = select(_attribute.c.state_id, _attribute.c.type, _attribute.c.number, _attribute.c.text).where(
-    _attribute.c.state_id.in_(_ids), _attribute.c.key == bindparam("of")
-)
+_ATTRIBUTES = select(
+    _attribute.c.state_id, _attribute.c.type, _attribute.c.number, _attribute.c.text
+).where(_attribute.c.state_id.in_(_ids), _attribute.c.key == bindparam("of"))
 _RUNS = select(_state.c.id, _state.c.run_id).where(_state.c.id.in_(_ids))
 
 
@@ -161,19 +179,29 @@ def branches(session: Session, query: str = "", **choice: Unpack[Choice]) -> Bra
     :param query: a condition, as for states; it must hold of a branch's newest state.
     :param name: a part of the names of the branches.
     :param names: the names of the branches; None: any.
-    :param metric: the metric of ``last``, ``best`` and ``line``; None: the most relevant one that branches have.
+    :param metric: the metric of ``last``, ``best`` and ``line``; None: the most relevant one that
+        branches have.
     :param direction: which of its values are better; None: judged by its name.
-    :param sort: one of ``SORTS``, in the order that people expect: the best, newest, longest first; a leading ``-`` reverses it.
-    :param group: ``study``, ``config.KEY`` or ``attr.KEY``: branches with the same value stand together.
+    :param sort: one of ``SORTS``, in the order that people expect: the best, newest, longest first;
+        a leading ``-`` reverses it.
+    :param group: ``study``, ``config.KEY`` or ``attr.KEY``: branches with the same value stand
+        together.
     :param after: ``next`` of the page before, with all else unchanged.
     :param limit: the most branches to return; None: all.
     :param living: tells whether the process of a run that did not finish is alive.
-    :param counts: gives what ``counts_of`` found some time ago: branches are sorted by it. What is returned of each is counted anew.
+    :param counts: gives what ``counts_of`` found some time ago: branches are sorted by it. What is
+        returned of each is counted anew.
     :param drawn: the lines of earlier answers, which grow by those of this one.
     :raises SyntaxProblem: the query does not parse; the error points at the column.
     :raises InvalidInput: one of these values is not valid.
     """
-    name, names, group, after, limit = choice["name"], choice["names"], choice["group"], choice["after"], choice["limit"]
+    name, names, group, after, limit = (
+        choice["name"],
+        choice["names"],
+        choice["group"],
+        choice["after"],
+        choice["limit"],
+    )
     sort, turned = sort_of(choice["sort"])
     if limit is not None and limit < 1:
         raise InvalidInput(f"limit is {limit}: a page has at least one branch")
@@ -191,15 +219,29 @@ def branches(session: Session, query: str = "", **choice: Unpack[Choice]) -> Bra
     if group is not None:
         _group(session, rows, group)
     order = Order.of(sort, direction, turned=turned)
-    cursors = Cursors.of(query, name, None if names is None else sorted(names), metric, direction, choice["sort"], group)
+    cursors = Cursors.of(
+        query,
+        name,
+        None if names is None else sorted(names),
+        metric,
+        direction,
+        choice["sort"],
+        group,
+    )
     placed = sorted(((order.place(row), row) for row in rows), key=itemgetter(0))
     if after is not None:
         last = cursors.read(after)
         placed = [pair for pair in placed if pair[0] > last]
     shown = [row for _, row in placed[:limit]]
     return Branches(
-        items=_Page(session, shown, metric, direction, choice["living"], choice["drawn"]).branches(),
-        next=cursors.write(placed[limit - 1][0]) if limit is not None and len(placed) > limit else None,
+        items=_Page(
+            session, shown, metric, direction, choice["living"], choice["drawn"]
+        ).branches(),
+        next=(
+            cursors.write(placed[limit - 1][0])
+            if limit is not None and len(placed) > limit
+            else None
+        ),
         total=total,
         matching=len(rows),
         metric=metric,
@@ -220,11 +262,18 @@ def heads_where(session: Session, query: str, now: datetime | None = None) -> se
     """
     parsed = parse_query(query)
     if parsed.order or parsed.limit is not None:
-        raise InvalidInput(f"{query!r} orders or limits: branches are chosen by a condition alone, and sorted by 'sort'")
+        raise InvalidInput(
+            f"{query!r} orders or limits: branches are chosen by a condition alone, and sorted by"
+            " 'sort'"
+        )
     if parsed.condition is None:
         return set(session.execute(_HEADS).scalars())
     scope = Scope(session, to_us(now), query)
-    return set(session.execute(select(_state.c.id).where(_state.c.id.in_(_HEADS), condition(parsed.condition, scope))).scalars())
+    return set(
+        session.execute(
+            select(_state.c.id).where(_state.c.id.in_(_HEADS), condition(parsed.condition, scope))
+        ).scalars()
+    )
 
 
 def _group(session: Session, rows: Sequence[Row], group: str) -> None:
@@ -240,8 +289,19 @@ def _groups(rows: Sequence[Row], direction: Direction) -> tuple[Group, ...]:
     sign = 1 if direction is Direction.MIN else -1
     made = []
     for _, members in sorted(found.items()):
-        best = min((row for row in members if row.best is not None), key=lambda row: sign * (row.best or 0.0), default=None)
-        made.append(Group(members[0].group, len(members), None if best is None else best.best, None if best is None else best.name))
+        best = min(
+            (row for row in members if row.best is not None),
+            key=lambda row: sign * (row.best or 0.0),
+            default=None,
+        )
+        made.append(
+            Group(
+                members[0].group,
+                len(members),
+                None if best is None else best.best,
+                None if best is None else best.name,
+            )
+        )
     return tuple(made)
 
 
@@ -264,17 +324,28 @@ class _Page:
         session, rows = self.session, self.rows
         count_states(session, rows)
         best = self._restorable()
-        ids = [id_ for row in rows for id_ in (row.best_id, None if row.tally is None else row.tally.last_id)]
-        self.points = _states(session, [id_ for id_ in (*ids, *(id_ for id_, _ in best.values())) if id_ is not None])
+        ids = [
+            id_
+            for row in rows
+            for id_ in (row.best_id, None if row.tally is None else row.tally.last_id)
+        ]
+        self.points = _states(
+            session, [id_ for id_ in (*ids, *(id_ for id_, _ in best.values())) if id_ is not None]
+        )
         run_ids = {id_ for row in rows for id_ in (row.run_id, row.fork_run_id) if id_ is not None}
         known = _runs(session, run_ids)
         configs = configs_of(session, list(run_ids))
-        studies, variants = (attributes_of(session, [row.head_id for row in rows], key) for key in ("study", "variant"))
+        studies, variants = (
+            attributes_of(session, [row.head_id for row in rows], key)
+            for key in ("study", "variant")
+        )
         lines = lines_of(session, rows, self.metric, POINTS, self.drawn)
         rates = _rates(session, rows)
         lost = lost_parts(session, {row.name: row.head_id for row in rows})
         done = set(session.execute(_FINISHED).all())
-        died = runs.died(session, {run.process for run in known.values() if run.process is not None})
+        died = runs.died(
+            session, {run.process for run in known.values() if run.process is not None}
+        )
         made = []
         for row, line in zip(rows, lines, strict=True):
             run = known.get(row.run_id or 0)
@@ -307,7 +378,15 @@ class _Page:
                     study=_text(studies.get(row.head_id)),
                     variant=_text(variants.get(row.head_id)),
                     group=row.group,
-                    ending=Ending(How.ENDED) if is_done else None if run is None else ending_of(run, died, is_over=life is Life.ENDED),
+                    ending=(
+                        Ending(How.ENDED)
+                        if is_done
+                        else (
+                            None
+                            if run is None
+                            else ending_of(run, died, is_over=life is Life.ENDED)
+                        )
+                    ),
                     lost_step=lost[row.name][-1].step if row.name in lost else None,
                 )
             )
@@ -320,7 +399,9 @@ class _Page:
     def _restorable(self) -> dict[str, tuple[int, float]]:
         """The best restorable value of each branch, and the row id of its state."""
         found: dict[str, tuple[int, float]] = {}
-        at_best = _states(self.session, [row.best_id for row in self.rows if row.best_id is not None])
+        at_best = _states(
+            self.session, [row.best_id for row in self.rows if row.best_id is not None]
+        )
         statement = _BEST[self.direction]
         for row in self.rows:
             if row.best_id is None or row.best is None:
@@ -328,7 +409,9 @@ class _Page:
             if Status(at_best[row.best_id].status).is_restorable:
                 found[row.name] = row.best_id, row.best
             elif row.restorable:
-                best = self.session.execute(statement, {"segment": row.segment_id, "of": self.metric}).first()
+                best = self.session.execute(
+                    statement, {"segment": row.segment_id, "of": self.metric}
+                ).first()
                 if best is not None:
                     found[row.name] = best.id, best.value
         return found
@@ -337,7 +420,12 @@ class _Page:
 def _origin(row: Row) -> Origin | None:
     if row.fork is None or row.fork_step is None:
         return None
-    return Origin(row.fork, row.fork_step, row.parent or row.parent_name, row.parent is None and row.parent_name is not None)
+    return Origin(
+        row.fork,
+        row.fork_step,
+        row.parent or row.parent_name,
+        row.parent is None and row.parent_name is not None,
+    )
 
 
 def _differences(configs: Mapping[int, Mapping[str, Value]], row: Row) -> tuple[Setting, ...]:
@@ -351,7 +439,9 @@ def _differences(configs: Mapping[int, Mapping[str, Value]], row: Row) -> tuple[
 
 
 def _is_same(one: Value, other: Value) -> bool:
-    return (one == other and isinstance(one, bool) == isinstance(other, bool)) or (one != one and other != other)
+    return (one == other and isinstance(one, bool) == isinstance(other, bool)) or (
+        one != one and other != other
+    )
 
 
 def _life(run: Run | None, living: Living | None) -> Life:
@@ -381,7 +471,8 @@ def _runs(session: Session, ids: set[int]) -> dict[int, Run]:
 
 
 def _rates(session: Session, rows: Sequence[Row]) -> dict[str, float]:
-    """Steps per second over the latest captures of each branch's newest run: back to where its jumps lead (see ``search/walk``)."""
+    """Steps per second over the latest captures of each branch's newest run: back to where its
+    jumps lead (see ``search/walk``)."""
     found: dict[str, float] = {}
     ends: defaultdict[int, list[Row]] = defaultdict(list)
     for row in rows:
@@ -399,32 +490,49 @@ def _rates(session: Session, rows: Sequence[Row]) -> dict[str, float]:
 
 def _rate(row: Row, back: Sequence[Any]) -> float | None:
     for id_, run_id, step, created_us in back:
-        if id_ is not None and id_ >= (row.first_id or 0) and run_id == row.run_id and row.changed_us > created_us:
+        if (
+            id_ is not None
+            and id_ >= (row.first_id or 0)
+            and run_id == row.run_id
+            and row.changed_us > created_us
+        ):
             return float(max(0.0, (row.step - step) * 1e6 / (row.changed_us - created_us)))
     return None
 
 
 _is_branch = _ref.c.kind == RefKind.BRANCH.value
 _HEADS = select(_ref.c.state_id).where(_is_branch)
-_SOME = select(_state.c.id, _state.c.uid, _state.c.step, _state.c.status).where(_state.c.id.in_(_ids))
-_FINISHED = select(_ref.c.name, _ref.c.state_id).where(_ref.c.kind == RefKind.TAG.value, _ref.c.name.like(_DONE + "%"))
+_SOME = select(_state.c.id, _state.c.uid, _state.c.step, _state.c.status).where(
+    _state.c.id.in_(_ids)
+)
+_FINISHED = select(_ref.c.name, _ref.c.state_id).where(
+    _ref.c.kind == RefKind.TAG.value, _ref.c.name.like(_DONE + "%")
+)
 
 
 def _best(direction: Direction) -> Any:
-    """The query reads the states of the segment, each with its value: in a join, SQLite may walk all values of the metric, of every
-    branch."""
+    """The query reads the states of the segment, each with its value: in a join, SQLite may walk
+    all values of the metric, of every branch."""
     of_state = (_metric.c.state_id == _state.c.id) & (_metric.c.key == bindparam("of"))
-    found = select(_state.c.id, select(_metric.c.value).where(of_state).scalar_subquery().label("value")).where(
+    found = select(
+        _state.c.id, select(_metric.c.value).where(of_state).scalar_subquery().label("value")
+    ).where(
         _state.c.segment_id == bindparam("segment", type_=BigInteger), _state.c.status.not_in(_GONE)
     )
     held = found.subquery()
     value = held.c.value
     finite = value.is_not(None) & (value > -math.inf) & (value < math.inf)
-    return select(held.c.id, value).where(finite).order_by(value.asc() if direction is Direction.MIN else value.desc(), held.c.id).limit(1)
+    return (
+        select(held.c.id, value)
+        .where(finite)
+        .order_by(value.asc() if direction is Direction.MIN else value.desc(), held.c.id)
+        .limit(1)
+    )
 
 
 def _back() -> Any:
-    """Each state with the target of its jump, the target of that state's jump, and so on, the farthest first; its parent comes last."""
+    """Each state with the target of its jump, the target of that state's jump, and so on, the
+    farthest first; its parent comes last."""
     steps = [_state.alias(f"back_{number}") for number in range(5)]
     before: Any = _state
     joined: Any = _state
@@ -449,7 +557,8 @@ _KINDS = select(_ref.c.kind, func.count().label("number")).group_by(_ref.c.kind)
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """``heads`` are branches and where they stand; ``newest`` are states, newest first, so children before their parents.
+    """``heads`` are branches and where they stand; ``newest`` are states, newest first, so children
+    before their parents.
 
     ``named`` are the refs of ``newest``.
     """
@@ -463,10 +572,13 @@ class Summary:
 
 
 def summary(session: Session, *, heads: int, newest: int) -> Summary:
-    """The ``heads`` branches that moved last, and the ``newest`` states; a handful of queries, however much there is."""
+    """The ``heads`` branches that moved last, and the ``newest`` states; a handful of queries,
+    however much there is."""
     count = session.execute(select(func.count()).select_from(_state)).scalar_one()
     kinds = {row.kind: int(row.number) for row in session.execute(_KINDS)}
-    ids = list(session.execute(select(_state.c.id).order_by(_state.c.id.desc()).limit(newest)).scalars())
+    ids = list(
+        session.execute(select(_state.c.id).order_by(_state.c.id.desc()).limit(newest)).scalars()
+    )
     branches = _refs(session, _ref.c.kind == RefKind.BRANCH.value, heads)
     return Summary(
         states=int(count),
@@ -480,10 +592,19 @@ def summary(session: Session, *, heads: int, newest: int) -> Summary:
 
 def _refs(session: Session, where: ColumnElement[bool], limit: int | None) -> list[Ref]:
     """Refs, those that name the newest states first."""
-    columns: tuple[ColumnElement[Any], ...] = (_ref.c.name, _ref.c.kind, _state.c.uid, _ref.c.version, _ref.c.message)
+    columns: tuple[ColumnElement[Any], ...] = (
+        _ref.c.name,
+        _ref.c.kind,
+        _state.c.uid,
+        _ref.c.version,
+        _ref.c.message,
+    )
     query = select(*columns).join(_state, _state.c.id == _ref.c.state_id).where(where)
     rows = session.execute(query.order_by(_ref.c.state_id.desc(), _ref.c.name).limit(limit))
-    return [Ref(name, RefKind(kind), uid, version, message) for name, kind, uid, version, message in rows]
+    return [
+        Ref(name, RefKind(kind), uid, version, message)
+        for name, kind, uid, version, message in rows
+    ]
 
 
 # The processes that are tracking now, as far as can be known, and what their trainings captured
@@ -503,23 +624,37 @@ class Process:
     branches: dict[str, Branch]
 
 
-def processes(session: Session, living: Living, *, metric: str | None = None) -> tuple[list[Process], str | None]:
-    """Every process that is alive or may be, the last begun first; and the metric whose values are given for their branches."""
-    lives = [(run, life) for run in reversed(runs.unfinished(session)) if (life := living(run)) is not Life.ENDED]
+def processes(
+    session: Session, living: Living, *, metric: str | None = None
+) -> tuple[list[Process], str | None]:
+    """Every process that is alive or may be, the last begun first; and the metric whose values
+    are given for their branches."""
+    lives = [
+        (run, life)
+        for run in reversed(runs.unfinished(session))
+        if (life := living(run)) is not Life.ENDED
+    ]
     trainings = _trainings(session, [run.uid for run, _ in lives])
-    names = {each.branch for found in trainings.values() for each in found if each.branch is not None}
+    names = {
+        each.branch for found in trainings.values() for each in found if each.branch is not None
+    }
     found = branches(session, names=names, metric=metric, living=living)
     captured = {(branch.run, branch.name): branch for branch in found}
     made = []
     for run, life in lives:
         own = tuple(trainings.get(run.uid, ()))
-        known = {each.uid: captured[key] for each in own if (key := (each.uid, each.branch or "")) in captured}
+        known = {
+            each.uid: captured[key]
+            for each in own
+            if (key := (each.uid, each.branch or "")) in captured
+        }
         made.append(Process(run, life, own, known))
     return made, found.metric
 
 
 def _trainings(session: Session, uids: Sequence[str]) -> dict[str, list[Run]]:
-    """The trainings that go on in some processes, by the uid of the process, the first begun first."""
+    """The trainings that go on in some processes, by the uid of the process, the first begun
+    first."""
     found: defaultdict[str, list[Run]] = defaultdict(list)
     for some in batches(uids, _BATCH):
         ids = list(session.execute(_TRAININGS, {"uids": some}).scalars())
@@ -528,4 +663,6 @@ def _trainings(session: Session, uids: Sequence[str]) -> dict[str, list[Run]]:
     return found
 
 
-_TRAININGS = select(_run.c.id).where(_run.c.process.in_(bindparam("uids", expanding=True)), _run.c.finished_at.is_(None))
+_TRAININGS = select(_run.c.id).where(
+    _run.c.process.in_(bindparam("uids", expanding=True)), _run.c.finished_at.is_(None)
+)

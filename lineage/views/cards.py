@@ -1,4 +1,6 @@
-"""One state as HTML for notebooks. ``State`` uses this module, so this module knows a state only by its fields."""
+"""One state as HTML for notebooks.
+
+``State`` uses this module, so this module knows a state only by its fields."""
 
 from __future__ import annotations
 
@@ -30,14 +32,20 @@ def code(value: object) -> str:
 def facts_html(facts: Iterable[tuple[str, str]]) -> str:
     """A list of names, which are escaped here, and values, which are already HTML."""
     cell = "text-align:left;vertical-align:top"
-    rows = (f'<tr><th style="{cell}">{text(name)}</th><td style="{cell}">{value}</td></tr>' for name, value in facts)
+    rows = (
+        f'<tr><th style="{cell}">{text(name)}</th><td style="{cell}">{value}</td></tr>'
+        for name, value in facts
+    )
     return f"<table><tbody>{''.join(rows)}</tbody></table>"
 
 
 def table_html(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """A table whose header is escaped here and whose cells are already HTML."""
     head = "".join(f'<th style="text-align:left">{text(name)}</th>' for name in header)
-    body = ("<tr>" + "".join(f'<td style="text-align:left">{cell}</td>' for cell in row) + "</tr>" for row in rows)
+    body = (
+        "<tr>" + "".join(f'<td style="text-align:left">{cell}</td>' for cell in row) + "</tr>"
+        for row in rows
+    )
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
 
 
@@ -117,15 +125,35 @@ class Shown(Protocol):
 
 def state_html(state: Shown, *, now: datetime | None = None) -> str:
     """Everything that a state knows about itself, as HTML."""
-    facts = [("state", code(state.uid)), ("step", text(step_text(state))), ("status", status_html(state.status))]
-    facts.append(("captured", text(f"{time_text(state.created_at)}, {age_text(state.created_at, now)}")))
-    facts += [("message", "<br>".join(map(text, state.message.splitlines())))] if state.message else []
-    facts += [(f"metrics.{key}", text(f"{value:.9g}")) for key, value in sorted(state.metrics.items())]
-    facts += [(f"attr.{key}", text(repr(value), most=_MESSAGE)) for key, value in sorted(state.attributes.items())]
-    facts += [(f"config.{key}", text(repr(value), most=_MESSAGE)) for key, value in sorted(state.config.items())]
+    facts = [
+        ("state", code(state.uid)),
+        ("step", text(step_text(state))),
+        ("status", status_html(state.status)),
+    ]
+    facts.append(
+        ("captured", text(f"{time_text(state.created_at)}, {age_text(state.created_at, now)}"))
+    )
+    facts += (
+        [("message", "<br>".join(map(text, state.message.splitlines())))] if state.message else []
+    )
+    facts += [
+        (f"metrics.{key}", text(f"{value:.9g}")) for key, value in sorted(state.metrics.items())
+    ]
+    facts += [
+        (f"attr.{key}", text(repr(value), most=_MESSAGE))
+        for key, value in sorted(state.attributes.items())
+    ]
+    facts += [
+        (f"config.{key}", text(repr(value), most=_MESSAGE))
+        for key, value in sorted(state.config.items())
+    ]
     kinds = {edge.parent: f" {edge.kind!s}, weight {edge.weight:g}" for edge in state.edges}
-    facts += [("parent", code(short(parent)) + text(kinds.get(parent, ""))) for parent in state.parents]
-    facts.append(("size", text(f"{size_text(state.bytes_total)}, {size_text(state.bytes_new)} of it new")))
+    facts += [
+        ("parent", code(short(parent)) + text(kinds.get(parent, ""))) for parent in state.parents
+    ]
+    facts.append(
+        ("size", text(f"{size_text(state.bytes_total)}, {size_text(state.bytes_new)} of it new"))
+    )
     facts += [("ranks", text(state.world_size))] if state.world_size > 1 else []
     facts += [("run", code(short(state.run)))] if state.run else []
     return facts_html(facts)
@@ -138,8 +166,30 @@ def state_html(state: Shown, *, now: datetime | None = None) -> str:
 TRUNK = "main"
 """The branch that alone has the first colour."""
 
-LIGHT = ("#2563cc", "#b64f0d", "#1b7540", "#ab2f8a", "#09747b", "#6d49cc", "#bf3535", "#6d6b0a", "#8a5a2b", "#52637c")
-DARK = ("#6ea8ff", "#ff9d5c", "#62cf8c", "#ef86d2", "#4fc9cf", "#b199ff", "#ff8080", "#cfcb4c", "#d3a273", "#9db1cc")
+LIGHT = (
+    "#2563cc",
+    "#b64f0d",
+    "#1b7540",
+    "#ab2f8a",
+    "#09747b",
+    "#6d49cc",
+    "#bf3535",
+    "#6d6b0a",
+    "#8a5a2b",
+    "#52637c",
+)
+DARK = (
+    "#6ea8ff",
+    "#ff9d5c",
+    "#62cf8c",
+    "#ef86d2",
+    "#4fc9cf",
+    "#b199ff",
+    "#ff8080",
+    "#cfcb4c",
+    "#d3a273",
+    "#9db1cc",
+)
 """The palette of the page, ``--lane-0`` to ``--lane-9`` in its two themes."""
 
 _OFFSET = 2166136261
@@ -148,7 +198,8 @@ _BITS = 4294967295
 
 
 def number_of(branch: str) -> int:
-    """The place of a branch's colour in the palette: 0 for ``main``, else 1 to 9 by 32-bit FNV-1a over the name in UTF-8."""
+    """The place of a branch's colour in the palette: 0 for ``main``, else 1 to 9 by 32-bit
+    FNV-1a over the name in UTF-8."""
     if branch == TRUNK:
         return 0
     digest = _OFFSET

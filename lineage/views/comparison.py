@@ -1,6 +1,8 @@
-"""A comparison of states: what was configured, measured and noted for each, and where each can be restored. Reads no payload.
+"""A comparison of states: what was configured, measured and noted for each, and where each can be
+restored. Reads no payload.
 
-Each state of a comparison is a column; each name that at least one of them has is a row. Rows that differ come first.
+Each state of a comparison is a column; each name that at least one of them has is a row. Rows that
+differ come first.
 """
 
 from __future__ import annotations
@@ -51,10 +53,12 @@ _LONG = 80  # letters of a value in a notebook
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One state of a comparison. ``rev`` is the text that asked for it, ``branch`` the branch that captured it; ``refs`` name it now.
+    """One state of a comparison. ``rev`` is the text that asked for it, ``branch`` the branch that
+    captured it; ``refs`` name it now.
 
-    ``places`` are the tiers that are recorded as holding its bytes, with their machines: ``local on host``. ``nearest`` is the nearest
-    state that can be restored: itself, or the newest of its first parents whose bytes are not gone; None if there is none.
+    ``places`` are the tiers that are recorded as holding its bytes, with their machines: ``local on
+    host``. ``nearest`` is the nearest state that can be restored: itself, or the newest of its
+    first parents whose bytes are not gone; None if there is none.
     """
 
     rev: str
@@ -67,8 +71,8 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRow:
-    """One name, and its value for each state in order; None where a state has none. ``direction`` says which values of a metric are
-    better."""
+    """One name, and its value for each state in order; None where a state has none.
+    ``direction`` says which values of a metric are better."""
 
     key: str
     values: tuple[Value, ...]
@@ -78,7 +82,9 @@ class ComparisonRow:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """States side by side. Of each kind the rows that differ come first; ``code`` has commits and versions."""
+    """States side by side.
+
+    Of each kind the rows that differ come first; ``code`` has commits and versions."""
 
     states: tuple[Compared, ...]
     config: tuple[ComparisonRow, ...]
@@ -87,11 +93,31 @@ class Comparison:
     code: tuple[ComparisonRow, ...]
 
     def _repr_html_(self) -> str:
-        kinds = (("config.", self.config), ("metrics.", self.metrics), ("attr.", self.attributes), ("", self.code))
-        rows = [(text(prefix + row.key), *map(_cell, row.values)) for prefix, each in kinds for row in each if row.differs]
+        kinds = (
+            ("config.", self.config),
+            ("metrics.", self.metrics),
+            ("attr.", self.attributes),
+            ("", self.code),
+        )
+        rows = [
+            (text(prefix + row.key), *map(_cell, row.values))
+            for prefix, each in kinds
+            for row in each
+            if row.differs
+        ]
         rows.append(("status", *(status_html(each.state.status) for each in self.states)))
-        rows.append(("restorable", *("" if each.nearest is None else code(short(each.nearest.uid)) for each in self.states)))
-        made = table_html(("", *(f"{each.rev} (step {step_text(each.state)})" for each in self.states)), rows)
+        rows.append(
+            (
+                "restorable",
+                *(
+                    "" if each.nearest is None else code(short(each.nearest.uid))
+                    for each in self.states
+                ),
+            )
+        )
+        made = table_html(
+            ("", *(f"{each.rev} (step {step_text(each.state)})" for each in self.states)), rows
+        )
         same = sum(not row.differs for _, each in kinds for row in each)
         return made + (f"<p>{same} more are the same in all of them</p>" if same else "")
 
@@ -110,7 +136,10 @@ def compare(session: Session, revs: Sequence[str], found: Sequence[State]) -> Co
     check_count(len(found))
     uids = [state.uid for state in found]
     captured_on = branches_of(session, uids)
-    ran = {uid: runs.get(session, uid) for uid in {state.run for state in found if state.run is not None}}
+    ran = {
+        uid: runs.get(session, uid)
+        for uid in {state.run for state in found if state.run is not None}
+    }
     ran_each = [None if state.run is None else ran[state.run] for state in found]
     return Comparison(
         states=tuple(
@@ -132,7 +161,11 @@ def compare(session: Session, revs: Sequence[str], found: Sequence[State]) -> Co
 
 
 def _cell(value: Value) -> str:
-    return "" if value is None else text(f"{value:.6g}" if isinstance(value, float) else value, most=_LONG)
+    return (
+        ""
+        if value is None
+        else text(f"{value:.6g}" if isinstance(value, float) else value, most=_LONG)
+    )
 
 
 def check_count(count: int) -> None:
@@ -144,8 +177,9 @@ def check_count(count: int) -> None:
         raise InvalidInput(f"a comparison needs two states or more, not {count}: name another one")
     if count > MOST_COMPARED:
         raise InvalidInput(
-            f"{count} states are too many to stand beside each other: name at most {MOST_COMPARED}, "
-            "or see all branches by their settings and metrics: 'datastates branches --csv', parallel coordinates on the page"
+            f"{count} states are too many to stand beside each other: name at most {MOST_COMPARED},"
+            " or see all branches by their settings and metrics: 'datastates branches --csv',"
+            " parallel coordinates on the page"
         )
 
 
@@ -153,7 +187,9 @@ def _places(session: Session, state: State) -> tuple[str, ...]:
     if not state.status.is_restorable:
         return ()
     held = [replica for replica in replicas_of(session, state.uid) if replica.status == "ok"]
-    return tuple(sorted({f"{each.tier} on {each.node}" if each.node else each.tier for each in held}))
+    return tuple(
+        sorted({f"{each.tier} on {each.node}" if each.node else each.tier for each in held})
+    )
 
 
 def _code(run: Run | None) -> dict[str, Value]:
@@ -177,7 +213,9 @@ def _metric_rows(each: Sequence[Mapping[str, float]]) -> tuple[ComparisonRow, ..
     return tuple(sorted(rows, key=lambda row: not row.differs))
 
 
-def _row(key: str, each: Sequence[Mapping[str, Value]], direction: Direction | None = None) -> ComparisonRow:
+def _row(
+    key: str, each: Sequence[Mapping[str, Value]], direction: Direction | None = None
+) -> ComparisonRow:
     told = [key in values for values in each]
     values = tuple(values.get(key) for values in each)
     same = all(told) and all(_is_same(values[0], value) for value in values)
@@ -185,7 +223,9 @@ def _row(key: str, each: Sequence[Mapping[str, Value]], direction: Direction | N
 
 
 def _is_same(one: Value, other: Value) -> bool:
-    return (one == other and isinstance(one, bool) == isinstance(other, bool)) or (one != one and other != other)
+    return (one == other and isinstance(one, bool) == isinstance(other, bool)) or (
+        one != one and other != other
+    )
 
 
 # Settings and metrics of many branches, one axis for each: the data of parallel coordinates and
@@ -222,9 +262,11 @@ class ParallelBranch:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One setting or metric, and its value for each branch in order; None where a branch has none, or has only NaN.
+    """One setting or metric, and its value for each branch in order; None where a branch has none,
+    or has only NaN.
 
-    ``varies``: at least two branches differ in it. ``direction`` says which values of a metric are better.
+    ``varies``: at least two branches differ in it. ``direction`` says which values of a metric are
+      better.
     """
 
     key: str
@@ -236,9 +278,11 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Parallels:
-    """Branches by settings and metrics. ``matching`` out of ``total`` branches match; ``branches`` are the first of them, by name.
+    """Branches by settings and metrics. ``matching`` out of ``total`` branches match; ``branches``
+    are the first of them, by name.
 
-    Settings come first, those that vary before those that do not; then metrics, the most relevant first.
+    Settings come first, those that vary before those that do not; then metrics, the most relevant
+    first.
     """
 
     branches: tuple[ParallelBranch, ...]
@@ -248,7 +292,13 @@ class Parallels:
 
 
 def parallels(
-    session: Session, query: str = "", *, name: str = "", taken: Taken = Taken.BEST, limit: int = MOST_LINES, now: datetime | None = None
+    session: Session,
+    query: str = "",
+    *,
+    name: str = "",
+    taken: Taken = Taken.BEST,
+    limit: int = MOST_LINES,
+    now: datetime | None = None,
 ) -> Parallels:
     """The branches that match the request, with an axis for each setting and metric.
 
@@ -260,7 +310,10 @@ def parallels(
     :raises InvalidInput: it orders or limits, or ``limit`` is out of bounds.
     """
     if not 1 <= limit <= MOST_LINES:
-        raise InvalidInput(f"limit is {limit}: from 1 to {MOST_LINES} branches can be drawn; choose them by a condition")
+        raise InvalidInput(
+            f"limit is {limit}: from 1 to {MOST_LINES} branches can be drawn; choose them by a"
+            " condition"
+        )
     rows = sorted(session.execute(_HEADS), key=lambda row: row.name)
     total = len(rows)
     rows = [row for row in rows if name in row.name]
@@ -271,7 +324,9 @@ def parallels(
     configs = configs_of(session, [row.run_id for row in shown if row.run_id is not None])
     settings = _settings([configs.get(row.run_id or 0, {}) for row in shown])
     return Parallels(
-        branches=tuple(ParallelBranch(row.name, row.uid, row.step, Status(row.status)) for row in shown),
+        branches=tuple(
+            ParallelBranch(row.name, row.uid, row.step, Status(row.status)) for row in shown
+        ),
         axes=(*settings, *_metrics(session, shown, taken)),
         total=total,
         matching=len(rows),
@@ -280,13 +335,16 @@ def parallels(
 
 def _settings(configs: Sequence[Mapping[str, Value]]) -> list[Axis]:
     keys = sorted({key for config in configs for key in config})
-    axes = {key: _axis(key, AxisKind.SETTING, [config.get(key) for config in configs]) for key in keys}
+    axes = {
+        key: _axis(key, AxisKind.SETTING, [config.get(key) for config in configs]) for key in keys
+    }
     own = [axis for key, axis in axes.items() if not _is_twin(key, axis, axes)]
     return sorted(own, key=lambda axis: not axis.varies)
 
 
 def _is_twin(key: str, axis: Axis, axes: Mapping[str, Axis]) -> bool:
-    """Whether a setting such as ``optimizer.lr`` has the values of the one that the user named ``lr``."""
+    """Whether a setting such as ``optimizer.lr`` has the values of the one that the user named
+    ``lr``."""
     _, dot, leaf = key.rpartition(".")
     return bool(dot) and leaf in axes and axes[leaf].values == axis.values
 
@@ -310,7 +368,9 @@ def _value(tally: Any, taken: Taken) -> float | None:
     return float(value) if value is not None and math.isfinite(value) else None
 
 
-def _axis(key: str, kind: AxisKind, values: Sequence[Value], direction: Direction | None = None) -> Axis:
+def _axis(
+    key: str, kind: AxisKind, values: Sequence[Value], direction: Direction | None = None
+) -> Axis:
     prefix = "config" if kind is AxisKind.SETTING else "metrics"
     distinct = {(type(value) is bool, value) for value in values if value == value}
     return Axis(f"{prefix}.{key}", kind, tuple(values), len(distinct) > 1, direction)
@@ -318,13 +378,24 @@ def _axis(key: str, kind: AxisKind, values: Sequence[Value], direction: Directio
 
 _BATCH = 500
 _HEADS = (
-    select(_ref.c.name, _state.c.id, _state.c.uid, _state.c.step, _state.c.status, _state.c.run_id, _segment.c.id.label("segment_id"))
+    select(
+        _ref.c.name,
+        _state.c.id,
+        _state.c.uid,
+        _state.c.step,
+        _state.c.status,
+        _state.c.run_id,
+        _segment.c.id.label("segment_id"),
+    )
     .join_from(_ref, _state, _state.c.id == _ref.c.state_id)
     .outerjoin(_segment, _segment.c.branch == _ref.c.name)
     .where(_ref.c.kind == RefKind.BRANCH.value)
 )
-_TALLIES = select(_stretch.c.segment_id, _stretch.c.key, _stretch.c.last, _stretch.c.least, _stretch.c.most).where(
-    _stretch.c.segment_id.in_(bindparam("ids", type_=BigInteger, expanding=True)), _stretch.c.place == WHOLE
+_TALLIES = select(
+    _stretch.c.segment_id, _stretch.c.key, _stretch.c.last, _stretch.c.least, _stretch.c.most
+).where(
+    _stretch.c.segment_id.in_(bindparam("ids", type_=BigInteger, expanding=True)),
+    _stretch.c.place == WHOLE,
 )
 
 
@@ -333,7 +404,9 @@ _TALLIES = select(_stretch.c.segment_id, _stretch.c.key, _stretch.c.last, _stret
 
 
 _PAGE = 1000
-_RUNS = select(_state.c.id, _state.c.run_id).where(_state.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True)))
+_RUNS = select(_state.c.id, _state.c.run_id).where(
+    _state.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True))
+)
 
 Pair = tuple[Value, Value]
 """The old and the new value; None where there is none."""
@@ -341,8 +414,10 @@ Pair = tuple[Value, Value]
 
 @dataclass(frozen=True, slots=True)
 class Configured:
-    """``since`` is the oldest state, among this one and its first parents, from which on the configuration is the same. ``before`` is the
-    one before that, with a different configuration; None if the path begins like this. ``changes`` lead from ``before`` to here."""
+    """``since`` is the oldest state, among this one and its first parents, from which on the
+    configuration is the same. ``before`` is the one before that, with a different configuration;
+    None if the path begins like this. ``changes`` lead from ``before`` to here.
+    """
 
     state: State
     since: State
@@ -370,7 +445,9 @@ def _configs(session: Session, start: int) -> Iterator[tuple[int, Mapping[str, V
     known: dict[int | None, Mapping[str, Value]] = {None: {}}
     ids = (id_ for id_, _ in first_parents(session, start, 0))
     while page := list(islice(ids, _PAGE)):
-        runs: dict[int, int | None] = {row[0]: row[1] for row in session.execute(_RUNS, {"ids": page})}
+        runs: dict[int, int | None] = {
+            row[0]: row[1] for row in session.execute(_RUNS, {"ids": page})
+        }
         missing = {run for run in runs.values() if run is not None and run not in known}
         found = lookup.of_runs(session.connection(), missing)
         known.update({run: found.get(run, {}) for run in missing})
@@ -382,5 +459,6 @@ def changes(old: Mapping[str, Value], new: Mapping[str, Value]) -> dict[str, Pai
     return {
         key: (old.get(key), new.get(key))
         for key in sorted({*old, *new})
-        if (type(old.get(key)), old.get(key), key in old) != (type(new.get(key)), new.get(key), key in new)
+        if (type(old.get(key)), old.get(key), key in old)
+        != (type(new.get(key)), new.get(key), key in new)
     }

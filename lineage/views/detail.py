@@ -8,7 +8,18 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import networkx as nx
-from sqlalchemy import BigInteger, ColumnElement, Integer, Select, bindparam, func, literal, or_, select, union
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Integer,
+    Select,
+    bindparam,
+    func,
+    literal,
+    or_,
+    select,
+    union,
+)
 
 from datastates.errors import InvalidInput, NotFound
 from datastates.lineage.lookup import batches, id_of, states
@@ -61,8 +72,12 @@ _below = union(
     select(_state.c.id).where(_state.c.parent_id == bindparam("state", type_=BigInteger)),
     select(_edge.c.child_id).where(_edge.c.parent_id == bindparam("state", type_=BigInteger)),
 ).subquery()
-_CHILDREN = select(_state.c.uid).join_from(_below, _state, _state.c.id == _below.c.id).order_by(_state.c.id)
-_walk = select(_state.c.id, _state.c.parent_id, literal(1).label("place")).where(_state.c.id == bindparam("start", type_=BigInteger))
+_CHILDREN = (
+    select(_state.c.uid).join_from(_below, _state, _state.c.id == _below.c.id).order_by(_state.c.id)
+)
+_walk = select(_state.c.id, _state.c.parent_id, literal(1).label("place")).where(
+    _state.c.id == bindparam("start", type_=BigInteger)
+)
 _chain = _walk.cte("chain", recursive=True)
 _chain = _chain.union_all(
     select(_next.c.id, _next.c.parent_id, _chain.c.place + 1)
@@ -78,7 +93,10 @@ def refs_at(session: Session, uid: str) -> list[Ref]:
     :raises NotFound: there is no such state.
     """
     rows = session.execute(_REFS_AT, {"state": id_of(session, uid)})
-    return sorted((Ref(row.name, RefKind(row.kind), row.uid, row.version, row.message) for row in rows), key=lambda ref: ref.name)
+    return sorted(
+        (Ref(row.name, RefKind(row.kind), row.uid, row.version, row.message) for row in rows),
+        key=lambda ref: ref.name,
+    )
 
 
 def child_uids(session: Session, uid: str) -> list[str]:
@@ -86,8 +104,11 @@ def child_uids(session: Session, uid: str) -> list[str]:
     return list(session.execute(_CHILDREN, {"state": id_of(session, uid)}).scalars())
 
 
-def first_parents(session: Session, uid: str, *, limit: int, after: str | None = None) -> tuple[list[State], str | None]:
-    """A state and its first parents, newest first; and the uid to continue ``after``, None when the root is among them.
+def first_parents(
+    session: Session, uid: str, *, limit: int, after: str | None = None
+) -> tuple[list[State], str | None]:
+    """A state and its first parents, newest first; and the uid to continue ``after``, None when the
+    root is among them.
 
     :raises NotFound: there is no such state.
     :raises InvalidInput: ``after`` is not one of them.
@@ -96,9 +117,14 @@ def first_parents(session: Session, uid: str, *, limit: int, after: str | None =
     if after is not None:
         last = id_of(session, after)
         if not _is_first_parent(session, last, start):
-            raise InvalidInput(f"{after} is not among the first parents of {uid}: pass the uid of the last state that came")
+            raise InvalidInput(
+                f"{after} is not among the first parents of {uid}: pass the uid of the last state"
+                " that came"
+            )
         start, skipped = last, 1
-    ids = list(session.execute(_FIRST_PARENTS, {"start": start, "count": limit + skipped + 1}).scalars())[skipped:]
+    ids = list(
+        session.execute(_FIRST_PARENTS, {"start": start, "count": limit + skipped + 1}).scalars()
+    )[skipped:]
     found = states(session, ids[:limit])
     return found, found[-1].uid if len(ids) > limit else None
 
@@ -114,16 +140,23 @@ def _is_first_parent(session: Session, old: int, new: int) -> bool:
 
 
 FIRST_PARENT = "parent"
-"""The kind of the edge from a state's first parent; further parents have the kinds of ``EdgeKind``."""
+"""The kind of the edge from a state's first parent; further parents have the kinds of
+``EdgeKind``."""
 
 
 def graph(
-    session: Session, *, of: Iterable[str] | None = None, ancestors: int | None = None, descendants: int | None = 0
+    session: Session,
+    *,
+    of: Iterable[str] | None = None,
+    ancestors: int | None = None,
+    descendants: int | None = 0,
 ) -> nx.DiGraph[str]:
-    """The states ``of`` (uids; None: everything that a ref names), with the given numbers of ancestors and descendants of each.
+    """The states ``of`` (uids; None: everything that a ref names), with the given numbers of
+    ancestors and descendants of each.
 
-    None instead of a number means all. Nodes are uids with ``state`` (a ``State``) and ``refs`` (names). Edges go from parent to child,
-    with ``kind`` and ``weight``, where both ends are in the graph.
+    None instead of a number means all. Nodes are uids with ``state`` (a ``State``) and ``refs``
+    (names). Edges go from parent to child, with ``kind`` and ``weight``, where both ends are in the
+    graph.
 
     :raises NotFound: one of ``of`` is no state.
     """
@@ -133,7 +166,10 @@ def graph(
     found: dict[str, State] = {}
     for uid in names if of is None else of:
         limit = None if ancestors is None else ancestors + 1
-        near = [*walk.log(session, uid, limit=limit), *(walk.descendants(session, uid, limit=descendants) if descendants != 0 else ())]
+        near = [
+            *walk.log(session, uid, limit=limit),
+            *(walk.descendants(session, uid, limit=descendants) if descendants != 0 else ()),
+        ]
         found.update((state.uid, state) for state in near)
     result: nx.DiGraph[str] = nx.DiGraph()
     for uid, state in found.items():
@@ -147,7 +183,9 @@ def _add_edges(result: nx.DiGraph[str], uid: str, state: State) -> None:
     weights = {edge.parent: (str(edge.kind), edge.weight) for edge in state.edges}
     for index, parent in enumerate(state.parents):
         if parent in result:
-            kind, weight = weights.get(parent, (FIRST_PARENT, 1.0)) if index else (FIRST_PARENT, 1.0)
+            kind, weight = (
+                weights.get(parent, (FIRST_PARENT, 1.0)) if index else (FIRST_PARENT, 1.0)
+            )
             result.add_edge(parent, uid, kind=kind, weight=weight)
 
 
@@ -155,7 +193,13 @@ def _add_edges(result: nx.DiGraph[str], uid: str, state: State) -> None:
 
 
 _HELD = (
-    select(_replica.c.tier, _replica.c.node, func.max(_folder.c.host), func.count(), func.sum(_replica.c.bytes))
+    select(
+        _replica.c.tier,
+        _replica.c.node,
+        func.max(_folder.c.host),
+        func.count(),
+        func.sum(_replica.c.bytes),
+    )
     .outerjoin_from(_replica, _folder, _folder.c.uid == _replica.c.node)
     .where(_replica.c.status == "ok")
     .group_by(_replica.c.tier, _replica.c.node)
@@ -164,7 +208,8 @@ _HELD = (
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a tier of a node holds: ``replicas`` of states, or of ranks' parts of them, which added ``bytes`` there."""
+    """What a tier of a node holds: ``replicas`` of states, or of ranks' parts of them, which
+    added ``bytes`` there."""
 
     tier: str
     node: str
@@ -173,7 +218,9 @@ class Held:
 
 
 def held(session: Session) -> tuple[Held, ...]:
-    """What each tier of each node holds, as reported; the processes of a node are added up. One scan of all replicas."""
+    """What each tier of each node holds, as reported; the processes of a node are added up.
+
+    One scan of all replicas."""
     found: dict[tuple[str, str], tuple[int, int]] = {}
     for tier, place, host, count, size in session.execute(_HELD):
         key = tier, host or node_of(place)
@@ -192,7 +239,8 @@ _PAGE = 500
 class Horizon:
     """An id, and the transactions that may yet commit an event below it.
 
-    Once it is settled, a transaction that begins afterwards sees all events up to the id that there will ever be.
+    Once it is settled, a transaction that begins afterwards sees all events up to the id that there
+    will ever be.
     """
 
     id: int
@@ -206,7 +254,8 @@ class Horizon:
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """Events by rising ids, with none missing. If ``horizon`` is set there are more, after a gap: pass it to the next ``read``.
+    """Events by rising ids, with none missing. If ``horizon`` is set there are more, after a gap:
+    pass it to the next ``read``.
 
     Call that at once, in a new transaction, if the horizon is settled; else after a while.
     """
@@ -216,19 +265,28 @@ class Events:
 
 
 def newest_events(session: Session) -> Horizon:
-    """The newest event's id, 0 when there is none, and the transactions that may yet commit an older one."""
+    """The newest event's id, 0 when there is none, and the transactions that may yet commit an
+    older one."""
     return Horizon(last_event(session), _writers(session))
 
 
 def settle(session: Session, horizon: Horizon) -> Horizon:
     """The horizon without the transactions that have ended since."""
-    return horizon if horizon.is_settled else replace(horizon, writers=horizon.writers & _writers(session))
+    return (
+        horizon
+        if horizon.is_settled
+        else replace(horizon, writers=horizon.writers & _writers(session))
+    )
 
 
-def read(session: Session, after: int, *, horizon: Horizon | None = None, limit: int = _PAGE) -> Events:
-    """The events after the id ``after``, up to where more may still come in between; ``horizon`` is the one that the last call returned.
+def read(
+    session: Session, after: int, *, horizon: Horizon | None = None, limit: int = _PAGE
+) -> Events:
+    """The events after the id ``after``, up to where more may still come in between; ``horizon`` is
+    the one that the last call returned.
 
-    ``after`` is 0 or an id up to which nothing was missing: that of an event read here, or of a settled horizon.
+    ``after`` is 0 or an id up to which nothing was missing: that of an event read here, or of a
+    settled horizon.
     """
     rows = session.execute(_AFTER, {"after": after, "limit": limit}).all()
     settled = horizon.id if horizon is not None and horizon.is_settled else 0
@@ -237,14 +295,24 @@ def read(session: Session, after: int, *, horizon: Horizon | None = None, limit:
         missing = row.id - 1
         if missing > max(after, settled):
             return Events(tuple(items), _wait_for(session, missing, rows[-1].id, horizon))
-        items.append(RefEvent(row.id, row.name, RefKind(row.kind), row.old, row.new, row.reason, from_us(row.created_at)))
+        items.append(
+            RefEvent(
+                row.id,
+                row.name,
+                RefKind(row.kind),
+                row.old,
+                row.new,
+                row.reason,
+                from_us(row.created_at),
+            )
+        )
         after = row.id
     return Events(tuple(items), None)
 
 
 def _wait_for(session: Session, missing: int, seen: int, horizon: Horizon | None) -> Horizon:
-    """The transactions that may still write the event ``missing``, given that ``seen`` exists. They are read after the events, in the same
-    transaction.
+    """The transactions that may still write the event ``missing``, given that ``seen`` exists. They
+    are read after the events, in the same transaction.
     """
     if horizon is not None and missing <= horizon.id:
         return settle(session, horizon)
@@ -277,8 +345,8 @@ _BATCH = 500
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """``processes`` trained for ``ran_s`` seconds in total; ``died`` of them were found dead by a process that opened the repository
-    later."""
+    """``processes`` trained for ``ran_s`` seconds in total; ``died`` of them were found dead by
+    a process that opened the repository later."""
 
     processes: int
     died: int
@@ -286,7 +354,9 @@ class Failures:
 
 
 def failures(session: Session) -> Failures:
-    """The failures among all processes that captured here. One that died, or goes on, counts as running until its newest state."""
+    """The failures among all processes that captured here.
+
+    One that died, or goes on, counts as running until its newest state."""
     ids = list(session.execute(_PROCESSES).scalars())
     found: list[Run] = []
     for some in batches(ids, _BATCH):
@@ -307,10 +377,17 @@ def _newest(session: Session, uid: str) -> datetime | None:
 
 
 _training = _run.alias("training")
-_PROCESSES = select(_run.c.id).where(_run.c.process.is_(None), _run.c.is_carried.is_(None)).order_by(_run.c.id)
-_OF_PROCESS = select(_training.c.id).where(or_(_training.c.uid == bindparam("uid"), _training.c.process == bindparam("uid")))
+_PROCESSES = (
+    select(_run.c.id)
+    .where(_run.c.process.is_(None), _run.c.is_carried.is_(None))
+    .order_by(_run.c.id)
+)
+_OF_PROCESS = select(_training.c.id).where(
+    or_(_training.c.uid == bindparam("uid"), _training.c.process == bindparam("uid"))
+)
 _FAILURES_NEWEST = select(_state.c.created_at).where(
-    _state.c.id == select(func.max(_state.c.id)).where(_state.c.run_id.in_(_OF_PROCESS)).scalar_subquery()
+    _state.c.id
+    == select(func.max(_state.c.id)).where(_state.c.run_id.in_(_OF_PROCESS)).scalar_subquery()
 )
 
 
@@ -319,14 +396,17 @@ _FAILURES_NEWEST = select(_state.c.created_at).where(
 
 
 # One scan of the table, without sorting.
-_STATUSES = select(*(func.count().filter(_state.c.status == status.value).label(status.value) for status in Status)).select_from(_state)
+_STATUSES = select(
+    *(func.count().filter(_state.c.status == status.value).label(status.value) for status in Status)
+).select_from(_state)
 _REFS = select(_ref.c.kind, func.count()).group_by(_ref.c.kind)
 _STATS_NEWEST = select(_state.c.id).order_by(_state.c.id.desc()).limit(1)
 
 
 @dataclass(frozen=True, slots=True)
 class KeyStats:
-    """One metric: how many states have it, and its least and greatest value; None where all are NaN."""
+    """One metric: how many states have it, and its least and greatest value; None where all are
+    NaN."""
 
     key: str
     count: int
@@ -336,7 +416,8 @@ class KeyStats:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a lineage holds. ``statuses`` counts the states of each; keys are those that a query or a column may name.
+    """What a lineage holds. ``statuses`` counts the states of each; keys are those that a query or
+    a column may name.
 
     ``config`` has the keys of the configurations of runs; ``tiers`` say where the bytes are.
     """
@@ -354,7 +435,11 @@ class Counts:
 
 def count(session: Session) -> Counts:
     """Count everything, in about ten queries."""
-    statuses = {str(status): int(number) for status, number in session.execute(_STATUSES).one()._mapping.items() if number}
+    statuses = {
+        str(status): int(number)
+        for status, number in session.execute(_STATUSES).one()._mapping.items()
+        if number
+    }
     refs = {str(kind): int(number) for kind, number in session.execute(_REFS)}
     return Counts(
         states=sum(statuses.values()),
@@ -362,9 +447,23 @@ def count(session: Session) -> Counts:
         branches=refs.get(RefKind.BRANCH.value, 0),
         tags=refs.get(RefKind.TAG.value, 0),
         runs=session.execute(select(func.count()).select_from(_run).where(counted())).scalar_one(),
-        metrics=tuple(sorted((KeyStats(*row) for row in session.execute(_ranges())), key=lambda one: one.key)),
-        attributes=tuple(sorted(key for key in session.execute(select(keys_of(_attribute).c.key)).scalars() if key is not None)),
-        config=tuple(sorted(key for key in session.execute(select(keys_of(_setting).c.key)).scalars() if key is not None)),
+        metrics=tuple(
+            sorted((KeyStats(*row) for row in session.execute(_ranges())), key=lambda one: one.key)
+        ),
+        attributes=tuple(
+            sorted(
+                key
+                for key in session.execute(select(keys_of(_attribute).c.key)).scalars()
+                if key is not None
+            )
+        ),
+        config=tuple(
+            sorted(
+                key
+                for key in session.execute(select(keys_of(_setting).c.key)).scalars()
+                if key is not None
+            )
+        ),
         tiers=held(session),
     )
 
@@ -376,8 +475,8 @@ def newest_stats(session: Session) -> State | None:
 
 
 def _ranges() -> Select[Any]:
-    """The range and count of each key, along the index of keys and values: least and most cost a look-up each, the count reads the key's
-    part."""
+    """The range and count of each key, along the index of keys and values: least and most cost a
+    look-up each, the count reads the key's part."""
     keys = keys_of(_metric)
 
     def of(number: ColumnElement[Any]) -> ColumnElement[Any]:

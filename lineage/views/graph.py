@@ -1,8 +1,9 @@
 """A history drawn as lanes, from which any rows can be read at once, however long it is.
 
-The lanes of a row depend on all rows above it. So the open lines are saved at every ``STRIDE`` rows, counted from the oldest, and rows are
-computed from the nearest saved place. When heads move by captures, only the new part on top is drawn: branches keep their columns, and as
-soon as the open lines equal those at a saved place, so does everything below it.
+The lanes of a row depend on all rows above it. So the open lines are saved at every ``STRIDE``
+rows, counted from the oldest, and rows are computed from the nearest saved place. When heads move
+by captures, only the new part on top is drawn: branches keep their columns, and as soon as the open
+lines equal those at a saved place, so does everything below it.
 """
 
 from __future__ import annotations
@@ -25,18 +26,34 @@ _FIRST = frozenset((0,))
 _BOXES = {
     frozenset(directions): box
     for directions, box in (
-        ("", " "), ("ud", "│"), ("lr", "─"), ("ul", "╯"), ("ur", "╰"), ("dl", "╮"), ("dr", "╭"), ("u", "│"), ("d", "│"),
-        ("l", "─"), ("r", "─"), ("udr", "├"), ("udl", "┤"), ("lru", "┴"), ("lrd", "┬"), ("udlr", "┼"),
+        ("", " "),
+        ("ud", "│"),
+        ("lr", "─"),
+        ("ul", "╯"),
+        ("ur", "╰"),
+        ("dl", "╮"),
+        ("dr", "╭"),
+        ("u", "│"),
+        ("d", "│"),
+        ("l", "─"),
+        ("r", "─"),
+        ("udr", "├"),
+        ("udl", "┤"),
+        ("lru", "┴"),
+        ("lrd", "┬"),
+        ("udlr", "┼"),
     )
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One state. ``lane`` is its column; ``above`` and ``below`` are the columns with a line just above and just below it.
+    """One state. ``lane`` is its column; ``above`` and ``below`` are the columns with a line just
+    above and just below it.
 
-    ``joins`` are other columns whose lines end here: they lead to children of this state. ``parents`` are the columns in which
-    its parents will stand, the first parent's first; the state's own column continues below only if it is among them.
+    ``joins`` are other columns whose lines end here: they lead to children of this state.
+    ``parents`` are the columns in which its parents will stand, the first parent's first; the
+    state's own column continues below only if it is among them.
     """
 
     uid: str
@@ -49,7 +66,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A row as text: lines to print before the state's own, the prefix of its first line, of its further lines, and lines after."""
+    """A row as text: lines to print before the state's own, the prefix of its first line, of its
+    further lines, and lines after."""
 
     before: tuple[str, ...]
     node: str
@@ -66,14 +84,16 @@ class Placed(NamedTuple):
 
 
 class Front(Generic[Key]):
-    """The lines that are open between two rows: ``awaited`` has the state that each column leads to, None where there is no line.
+    """The lines that are open between two rows: ``awaited`` has the state that each column leads
+    to, None where there is no line.
 
-    States are identified by any key. ``preferred`` are columns for keys that no line leads to; other such keys stay out of these columns.
-    ``begun`` has all such keys that were placed, and where; ``width`` is the number of columns needed. ``trunk`` is a key that stands in
-    the first column; no line that begins beside it takes that column, whatever leads to it.
+    States are identified by any key. ``preferred`` are columns for keys that no line leads to;
+    other such keys stay out of these columns. ``begun`` has all such keys that were placed, and
+    where; ``width`` is the number of columns needed. ``trunk`` is a key that stands in the first
+    column; no line that begins beside it takes that column, whatever leads to it.
 
-    ``sources`` has the owner of the line in each column in use: the child that the line comes from if it leads to a first parent, else the
-    parent that it leads to.
+    ``sources`` has the owner of the line in each column in use: the child that the line comes from
+    if it leads to a first parent, else the parent that it leads to.
     """
 
     def __init__(
@@ -85,7 +105,9 @@ class Front(Generic[Key]):
         sources: Iterable[Key | None] = (),
     ) -> None:
         self.awaited = list(awaited)
-        self.sources: dict[int, Key] = {lane: key for lane, key in enumerate(sources) if key is not None}
+        self.sources: dict[int, Key] = {
+            lane: key for lane, key in enumerate(sources) if key is not None
+        }
         self._trunk = trunk
         self.width = len(self.awaited)
         self.begun: dict[Key, int] = {}
@@ -99,7 +121,8 @@ class Front(Generic[Key]):
 
     def used(self) -> tuple[int, ...]:
         """The columns that have a line."""
-        return tuple([lane for lane, key in enumerate(self.awaited) if key is not None])  # a list first: twice as fast
+        # a list first: twice as fast
+        return tuple([lane for lane, key in enumerate(self.awaited) if key is not None])
 
     def place(self, key: Key, parents: Sequence[Key]) -> Placed:
         """Place the next row: the lines to a state end at it, those to its parents begin."""
@@ -125,17 +148,33 @@ class Front(Generic[Key]):
             awaited.pop()
         return Placed(lane, joins, below)
 
-    def skip(self: Front[int], keys: Iterable[int], first: Firsts, further: Mapping[int, Sequence[int]]) -> None:
-        """``place`` for many keys, without returning where they stand. ``first`` are first parents by key, 0 where there is none.
+    def skip(
+        self: Front[int], keys: Iterable[int], first: Firsts, further: Mapping[int, Sequence[int]]
+    ) -> None:
+        """``place`` for many keys, without returning where they stand. ``first`` are first parents
+        by key, 0 where there is none.
 
-        Nearly every state only continues in its column, to a parent that nothing else leads to; each of these takes a third of a
-        microsecond.
+        Nearly every state only continues in its column, to a parent that nothing else leads to;
+        each of these takes a third of a microsecond.
         """
-        awaited, firsts, more, sources, trunk = self.awaited, self._first, self._more, self.sources, self._trunk
+        awaited, firsts, more, sources, trunk = (
+            self.awaited,
+            self._first,
+            self._more,
+            self.sources,
+            self._trunk,
+        )
         for key in keys:
             parent = first[key]
             lane = firsts.get(key, -1)
-            if lane >= 0 and parent and parent not in firsts and key not in more and key not in further and key != trunk:
+            if (
+                lane >= 0
+                and parent
+                and parent not in firsts
+                and key not in more
+                and key not in further
+                and key != trunk
+            ):
                 del firsts[key]
                 firsts[parent] = lane
                 awaited[lane] = parent
@@ -143,16 +182,27 @@ class Front(Generic[Key]):
             else:
                 self.place(key, (*((parent,) if parent else ()), *further.get(key, ())))
 
-    def pass_by(self: Front[int], run: Sequence[int], parent: int, further: Mapping[int, Sequence[int]]) -> bool:
-        """``skip`` a whole run of rising keys at once, each the first parent of the next; ``parent`` is that of the first.
+    def pass_by(
+        self: Front[int], run: Sequence[int], parent: int, further: Mapping[int, Sequence[int]]
+    ) -> bool:
+        """``skip`` a whole run of rising keys at once, each the first parent of the next;
+        ``parent`` is that of the first.
 
         Returns False, and does nothing, where anything else leads to one of them, or one merges.
         """
         oldest, newest = run[0], run[-1]
         lane, trunk = self._first.get(newest, -1), self._trunk
-        if lane < 0 or not parent or parent in self._first or newest in self._more or (trunk is not None and oldest <= trunk <= newest):
+        if (
+            lane < 0
+            or not parent
+            or parent in self._first
+            or newest in self._more
+            or (trunk is not None and oldest <= trunk <= newest)
+        ):
             return False
-        if any(oldest <= key < newest for key in self._first) or (further and any(map(further.__contains__, run))):
+        if any(oldest <= key < newest for key in self._first) or (
+            further and any(map(further.__contains__, run))
+        ):
             return False
         del self._first[newest]
         self._first[parent] = lane
@@ -174,7 +224,8 @@ class Front(Generic[Key]):
         return self._free(self._reserved)
 
     def _descend(self, lane: int, parents: Sequence[Key], key: Key) -> tuple[int, ...]:
-        """Put the parents into columns: the first into the state's own column, unless another column leads to it already."""
+        """Put the parents into columns: the first into the state's own column, unless another
+        column leads to it already."""
         places: list[int] = []
         for index, parent in enumerate(dict.fromkeys(parents)):
             there = self._first.get(parent, -1)
@@ -205,11 +256,14 @@ class Front(Generic[Key]):
         return lane
 
 
-def lanes(states: Iterable[State], *, preferred: Mapping[str, int] | None = None, trunk: str | None = None) -> Iterator[Row]:
-    """A row for each state. They come newest first, children before parents; parents may be missing at the end.
+def lanes(
+    states: Iterable[State], *, preferred: Mapping[str, int] | None = None, trunk: str | None = None
+) -> Iterator[Row]:
+    """A row for each state. They come newest first, children before parents; parents may be missing
+    at the end.
 
-    ``preferred`` are columns, by uid, for states that no line leads to, so that branches stay where they were when they grow.
-    ``trunk`` is a state to put into the first column.
+    ``preferred`` are columns, by uid, for states that no line leads to, so that branches stay where
+    they were when they grow. ``trunk`` is a state to put into the first column.
     """
     front: Front[str] = Front(preferred=preferred, trunk=trunk)
     above = front.used()
@@ -230,8 +284,21 @@ def draw(rows: Iterable[Row], *, mark: str = "*") -> Iterator[Drawn]:
         goes_on = [row.lane] if row.lane in row.parents else []
         begun = [lane for lane in others if lane not in passing]
         kept = [lane for lane in others if lane in passing]
-        after = (_line(row.lane, [*crossed, *kept, *goes_on], begins=begun, meets=kept, node_above=True),) if others else ()
-        yield Drawn(before, _columns({**dict.fromkeys(passing, "│"), row.lane: mark}), _columns(dict.fromkeys(row.below, "│")), after)
+        after = (
+            (
+                _line(
+                    row.lane, [*crossed, *kept, *goes_on], begins=begun, meets=kept, node_above=True
+                ),
+            )
+            if others
+            else ()
+        )
+        yield Drawn(
+            before,
+            _columns({**dict.fromkeys(passing, "│"), row.lane: mark}),
+            _columns(dict.fromkeys(row.below, "│")),
+            after,
+        )
 
 
 def _line(
@@ -249,14 +316,20 @@ def _line(
         cells.setdefault(2 * column, set()).update("ud")
     if node_above:
         cells.setdefault(2 * lane, set()).add("u")
-    for column, way in (*((c, "u") for c in ends), *((c, "d") for c in begins), *((c, "") for c in meets)):
+    for column, way in (
+        *((c, "u") for c in ends),
+        *((c, "d") for c in begins),
+        *((c, "") for c in meets),
+    ):
         left, right = sorted((2 * lane, 2 * column))
         cells.setdefault(2 * column, set()).update(way)
         cells.setdefault(left, set()).add("r")
         cells.setdefault(right, set()).add("l")
         for between in range(left + 1, right):
             cells.setdefault(between, set()).update("lr")
-    return _columns_of({place: _BOXES[frozenset(directions)] for place, directions in cells.items()})
+    return _columns_of(
+        {place: _BOXES[frozenset(directions)] for place, directions in cells.items()}
+    )
 
 
 def _columns(marks: dict[int, str]) -> str:
@@ -276,8 +349,8 @@ SHORT = 16  # states that follow one another; for shorter runs it is faster to l
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The row, as in ``lanes.Row``, of the state with this row id; and the owners of the lines above and below, as
-    ``lanes.Front.sources``."""
+    """The row, as in ``lanes.Row``, of the state with this row id; and the owners of the lines
+    above and below, as ``lanes.Front.sources``."""
 
     id: int
     lane: int
@@ -309,8 +382,8 @@ class Ancestry(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """The open lines above a row (0 where there is none), their owners, and the columns that the rows below need up to the next
-    saved place."""
+    """The open lines above a row (0 where there is none), their owners, and the columns that the
+    rows below need up to the next saved place."""
 
     awaited: array[int]
     sources: array[int]
@@ -321,9 +394,9 @@ class _Kept:
 class Drawing:
     """The history of ``heads``. ``order`` are its row ids, rising: the last is drawn first.
 
-    ``tips`` are the heads that no other head descends from, and their columns: with the heads they determine everything else. ``width`` is
-    the number of columns needed. Two drawings with the same ``version`` have the same rows. ``trunk`` is the state in the first column, if
-    there is one.
+    ``tips`` are the heads that no other head descends from, and their columns: with the heads they
+    determine everything else. ``width`` is the number of columns needed. Two drawings with the same
+    ``version`` have the same rows. ``trunk`` is the state in the first column, if there is one.
     """
 
     topology: Ancestry
@@ -346,7 +419,8 @@ class Drawing:
         return None if index is None else len(self.order) - 1 - index
 
     def rows(self, first: int, count: int) -> list[Placement]:
-        """Rows from ``first`` on, newest first; the cost is that of the returned rows and of fewer than ``STRIDE`` rows above them."""
+        """Rows from ``first`` on, newest first; the cost is that of the returned rows and of
+        fewer than ``STRIDE`` rows above them."""
         end = len(self.order) - first
         return list(self._draw(end, max(0, end - count))) if end > 0 else []
 
@@ -354,7 +428,11 @@ class Drawing:
         """The states at these places of ``order``, from the last to the first."""
         start = min((place for place in self._places(end)), default=len(self.order))
         # below the trunk, any line may take its column
-        trunk = self.trunk if self.trunk is not None and (position(self.order, self.trunk) or 0) < start else None
+        trunk = (
+            self.trunk
+            if self.trunk is not None and (position(self.order, self.trunk) or 0) < start
+            else None
+        )
         front = _front(self.kept[start].awaited, self.tips, trunk, self.kept[start].sources)
         _skip(front, self.topology, self.order, start, end)
         above = front.used()
@@ -386,13 +464,16 @@ def draw_history(
     budget_rows: int | None = None,
     pause: Callable[[], None] = lambda: None,
 ) -> Drawing | None:
-    """The history of ``heads``, which ``topology`` has read. ``old`` is an earlier drawing of the same heads: what it has is reused.
-    ``trunk`` is the head to put into the first column.
+    """The history of ``heads``, which ``topology`` has read. ``old`` is an earlier drawing of the
+    same heads: what it has is reused. ``trunk`` is the head to put into the first column.
 
-    None if more than ``budget_rows`` would have to be read; ``pause`` is called every few hundred rows.
+    None if more than ``budget_rows`` would have to be read; ``pause`` is called every few hundred
+    rows.
     """
     grown = None if old is None else _redraw(topology, old, heads, trunk, budget_rows, pause)
-    if grown is not None or (old is not None and budget_rows is not None and len(old.order) > budget_rows):
+    if grown is not None or (
+        old is not None and budget_rows is not None and len(old.order) > budget_rows
+    ):
         return grown
     order = topology.history(heads, pause=pause)
     if budget_rows is not None and len(order) > budget_rows:
@@ -400,17 +481,32 @@ def draw_history(
     return _draw_all(topology, heads, order, None, trunk, budget_rows, pause)
 
 
-def draw_nodes(nodes: Ancestry, heads: frozenset[int], order: array[int], *, trunk: int | None, preferred: Mapping[int, int]) -> Drawing:
-    """The drawing of a skeleton. Its nodes are few, so it is always drawn as a whole. ``preferred`` are columns for heads."""
+def draw_nodes(
+    nodes: Ancestry,
+    heads: frozenset[int],
+    order: array[int],
+    *,
+    trunk: int | None,
+    preferred: Mapping[int, int],
+) -> Drawing:
+    """The drawing of a skeleton.
+
+    Its nodes are few, so it is always drawn as a whole. ``preferred`` are columns for heads."""
     drawn = _draw_all(nodes, heads, order, None, trunk, None, lambda: None, preferred=preferred)
     assert drawn is not None, "there is no budget"
     return drawn
 
 
 def _redraw(
-    topology: Topology, old: Drawing, heads: frozenset[int], trunk: int | None, budget_rows: int | None, pause: Callable[[], None]
+    topology: Topology,
+    old: Drawing,
+    heads: frozenset[int],
+    trunk: int | None,
+    budget_rows: int | None,
+    pause: Callable[[], None],
 ) -> Drawing | None:
-    """``old`` extended by what its heads, or new ones, have captured since; None if they changed otherwise, or it is too much."""
+    """``old`` extended by what its heads, or new ones, have captured since; None if they changed
+    otherwise, or it is too much."""
     new = topology.since(old.order, heads)
     if new is None:
         return None
@@ -479,16 +575,20 @@ def _draw_all(
 
 
 def _version(heads: frozenset[int], tips: Mapping[int, int], trunk: int | None) -> str:
-    return hashlib.blake2b(repr((sorted(heads), sorted(tips.items()), trunk)).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(
+        repr((sorted(heads), sorted(tips.items()), trunk)).encode(), digest_size=8
+    ).hexdigest()
 
 
 def _is_kept(place: int, lines: int) -> bool:
-    """Whether lines are saved at this place: the more lines, the fewer places, so that no more numbers are kept than there are rows."""
+    """Whether lines are saved at this place: the more lines, the fewer places, so that no more
+    numbers are kept than there are rows."""
     return place // STRIDE % (1 << (lines // STRIDE).bit_length()) == 0
 
 
 def _preferred(topology: Ancestry, old: Drawing, heads: frozenset[int]) -> dict[int, int]:
-    """The columns in which heads stood before, or else those of the states that they were captured from."""
+    """The columns in which heads stood before, or else those of the states that they were
+    captured from."""
     first, last = topology.first, old.order[-1] if old.order else 0
     found: dict[int, int] = {}
     for head in heads:
@@ -500,8 +600,18 @@ def _preferred(topology: Ancestry, old: Drawing, heads: frozenset[int]) -> dict[
     return found
 
 
-def _front(awaited: Iterable[int], preferred: Mapping[int, int], trunk: int | None = None, sources: Iterable[int] = ()) -> Front[int]:
-    return Front((id_ or None for id_ in awaited), preferred, trunk=trunk, sources=(id_ or None for id_ in sources))
+def _front(
+    awaited: Iterable[int],
+    preferred: Mapping[int, int],
+    trunk: int | None = None,
+    sources: Iterable[int] = (),
+) -> Front[int]:
+    return Front(
+        (id_ or None for id_ in awaited),
+        preferred,
+        trunk=trunk,
+        sources=(id_ or None for id_ in sources),
+    )
 
 
 def _lines(front: Front[int]) -> array[int]:
@@ -509,11 +619,14 @@ def _lines(front: Front[int]) -> array[int]:
 
 
 def _sources(front: Front[int]) -> array[int]:
-    return array("q", [front.sources.get(lane, 0) if id_ else 0 for lane, id_ in enumerate(front.awaited)])
+    return array(
+        "q", [front.sources.get(lane, 0) if id_ else 0 for lane, id_ in enumerate(front.awaited)]
+    )
 
 
 def _skip(front: Front[int], topology: Ancestry, order: array[int], end: int, begin: int) -> None:
-    """Place the states in between, from the last to the first; runs that only follow one another are placed at once, where that pays."""
+    """Place the states in between, from the last to the first; runs that only follow one another
+    are placed at once, where that pays."""
     block, first, further = order[begin:end], topology.first, topology.further
     places = starts(first, block)
     if len(places) * SHORT > len(block):
@@ -537,10 +650,12 @@ _OFTEN = 256  # runs of states between two calls of ``pause``
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
-    """The nodes of a history. ``first`` and ``further`` are their parents, which are nodes too, as ``Topology`` has those of states.
+    """The nodes of a history. ``first`` and ``further`` are their parents, which are nodes too, as
+    ``Topology`` has those of states.
 
-    ``counts`` are the numbers of states in stretches, and ``newest`` the row id of the newest state of each; other nodes are single states.
-    ``node_of`` has the node of a state by its row id, or a node that has since become part of another; ``node`` resolves it.
+    ``counts`` are the numbers of states in stretches, and ``newest`` the row id of the newest state
+    of each; other nodes are single states. ``node_of`` has the node of a state by its row id, or a
+    node that has since become part of another; ``node`` resolves it.
     """
 
     topology: Topology
@@ -570,17 +685,27 @@ class Skeleton:
 
 
 def skeleton(
-    topology: Topology, order: array[int], keep: Collection[int], *, old: Skeleton | None = None, pause: Callable[[], None] = lambda: None
+    topology: Topology,
+    order: array[int],
+    keep: Collection[int],
+    *,
+    old: Skeleton | None = None,
+    pause: Callable[[], None] = lambda: None,
 ) -> Skeleton:
-    """The skeleton of the states in ``order``, which rises; ``keep`` become nodes of their own. ``old`` is that of the same history when it
-    was shorter: it is reused if only captures came since. ``pause`` is called every few thousand states."""
+    """The skeleton of the states in ``order``, which rises; ``keep`` become nodes of their own.
+    ``old`` is that of the same history when it was shorter: it is reused if only captures came
+    since. ``pause`` is called every few thousand states.
+    """
     wanted = frozenset(keep)
     grown = None if old is None else _grow(topology, order, wanted, old)
     return _make(topology, order, wanted, pause) if grown is None else grown
 
 
-def _make(topology: Topology, order: array[int], keep: frozenset[int], pause: Callable[[], None]) -> Skeleton:
-    """Build it run by run of states that only follow one another: most runs are one node, however long they are."""
+def _make(
+    topology: Topology, order: array[int], keep: frozenset[int], pause: Callable[[], None]
+) -> Skeleton:
+    """Build it run by run of states that only follow one another: most runs are one node,
+    however long they are."""
     first = topology.first
     last = order[-1] if order else 0
     begins = starts(first, order)
@@ -601,14 +726,25 @@ def _make(topology: Topology, order: array[int], keep: frozenset[int], pause: Ca
             node = _stretch(order, place, stop, node, firsts, counts, newest, node_of)
             firsts[id_], node_of[id_], node, place = node, id_, id_, stop + 1
         _stretch(order, place, end, node, firsts, counts, newest, node_of)
-    return Skeleton(topology, firsts, _further(topology, firsts), counts, newest, node_of, keep, last)
+    return Skeleton(
+        topology, firsts, _further(topology, firsts), counts, newest, node_of, keep, last
+    )
 
 
-def _own(topology: Topology, order: array[int], begins: Sequence[int], ends: Sequence[int], keep: Collection[int]) -> set[int]:
-    """The states that are not part of a stretch: roots, tips, forks, merges and their parents, and states to keep."""
+def _own(
+    topology: Topology,
+    order: array[int],
+    begins: Sequence[int],
+    ends: Sequence[int],
+    keep: Collection[int],
+) -> set[int]:
+    """The states that are not part of a stretch: roots, tips, forks, merges and their parents,
+    and states to keep."""
     forks = Counter(topology.first[order[begin]] for begin in begins)
     tips = {order[end - 1] for end in ends}
-    own = {id_ for id_ in tips if forks[id_] != 1} | {id_ for id_ in forks if id_ > 0 and id_ not in tips}
+    own = {id_ for id_ in tips if forks[id_] != 1} | {
+        id_ for id_ in forks if id_ > 0 and id_ not in tips
+    }
     own |= {order[begin] for begin in begins if topology.first[order[begin]] <= 0}
     own |= {id_ for id_ in keep if position(order, id_) is not None}
     for id_ in _merges(topology, order):
@@ -617,11 +753,17 @@ def _own(topology: Topology, order: array[int], begins: Sequence[int], ends: Seq
 
 
 def _stretch(
-    order: array[int], begin: int, end: int, below: int, firsts: dict[int, int], counts: dict[int, int], newest: dict[int, int],
+    order: array[int],
+    begin: int,
+    end: int,
+    below: int,
+    firsts: dict[int, int],
+    counts: dict[int, int],
+    newest: dict[int, int],
     node_of: array[int],
-) -> int:  # fmt: skip
-    """Add the states from ``begin`` to before ``end``, which follow a node, to it or to a new stretch; returns the node that they are
-    in."""
+) -> int:
+    """Add the states from ``begin`` to before ``end``, which follow a node, to it or to a new
+    stretch; returns the node that they are in."""
     if begin == end:
         return below
     id_, last = order[begin], order[end - 1]
@@ -638,11 +780,16 @@ def _stretch(
     return node
 
 
-def _grow(topology: Topology, order: array[int], keep: frozenset[int], old: Skeleton) -> Skeleton | None:
-    """``old`` extended by what was captured since; None if one of its stretches would have to be split, or names disappeared."""
+def _grow(
+    topology: Topology, order: array[int], keep: frozenset[int], old: Skeleton
+) -> Skeleton | None:
+    """``old`` extended by what was captured since; None if one of its stretches would have to be
+    split, or names disappeared."""
     added = _above(order, old.last)
     parents = {parent for id_ in added for parent in topology.parents(id_)}
-    if len(order) - len(added) != _total(old) or any(old.node(id_) in old.counts for id_ in (keep - old.kept) | parents if id_ <= old.last):
+    if len(order) - len(added) != _total(old) or any(
+        old.node(id_) in old.counts for id_ in (keep - old.kept) | parents if id_ <= old.last
+    ):
         return None
     if any(id_ not in keep and id_ not in parents for id_ in old.kept if id_ in old.first):
         return None
@@ -664,7 +811,16 @@ def _grow(topology: Topology, order: array[int], keep: frozenset[int], old: Skel
         node = node_of[parent] if parent > 0 else 0
         firsts[id_] = node
         node_of[id_] = id_
-    return Skeleton(topology, firsts, _further(topology, firsts), counts, newest, node_of, keep, order[-1] if order else 0)
+    return Skeleton(
+        topology,
+        firsts,
+        _further(topology, firsts),
+        counts,
+        newest,
+        node_of,
+        keep,
+        order[-1] if order else 0,
+    )
 
 
 def _total(old: Skeleton) -> int:
@@ -672,7 +828,13 @@ def _total(old: Skeleton) -> int:
     return len(old.first) - len(old.counts) + sum(old.counts.values())
 
 
-def _join(id_: int, firsts: dict[int, int], counts: dict[int, int], newest: dict[int, int], node_of: array[int]) -> None:
+def _join(
+    id_: int,
+    firsts: dict[int, int],
+    counts: dict[int, int],
+    newest: dict[int, int],
+    node_of: array[int],
+) -> None:
     """Join a state that is no longer a tip to the stretch below it, or begin one with it."""
     below = firsts[id_]
     if below in counts:
@@ -685,7 +847,8 @@ def _join(id_: int, firsts: dict[int, int], counts: dict[int, int], newest: dict
 
 
 def opened(made: Skeleton, shown: Iterable[int], alone: Iterable[int] = ()) -> Skeleton:
-    """The skeleton with all states of the stretches of ``shown``, and the states in ``alone``, as nodes of their own."""
+    """The skeleton with all states of the stretches of ``shown``, and the states in ``alone``,
+    as nodes of their own."""
     firsts, counts, newest = dict(made.first), dict(made.counts), dict(made.newest)
     node_of = array("q", made.node_of)
     above = {parent: node for node, parent in made.first.items() if parent in made.counts}
@@ -697,7 +860,16 @@ def opened(made: Skeleton, shown: Iterable[int], alone: Iterable[int] = ()) -> S
             node = node_of[node]
         if node in counts and counts[node] > 1:
             _part(made.topology, node, {id_}, firsts, counts, newest, node_of, above)
-    return Skeleton(made.topology, firsts, _further(made.topology, firsts), counts, newest, node_of, made.kept, made.last)
+    return Skeleton(
+        made.topology,
+        firsts,
+        _further(made.topology, firsts),
+        counts,
+        newest,
+        node_of,
+        made.kept,
+        made.last,
+    )
 
 
 def _members(made: Skeleton, node: int) -> set[int]:
@@ -709,9 +881,15 @@ def _members(made: Skeleton, node: int) -> set[int]:
 
 
 def _part(
-    topology: Topology, node: int, alone: set[int], firsts: dict[int, int], counts: dict[int, int], newest: dict[int, int],
-    node_of: array[int], above: dict[int, int],
-) -> None:  # fmt: skip
+    topology: Topology,
+    node: int,
+    alone: set[int],
+    firsts: dict[int, int],
+    counts: dict[int, int],
+    newest: dict[int, int],
+    node_of: array[int],
+    above: dict[int, int],
+) -> None:
     """Split a stretch, so that some of its states are nodes of their own."""
     chain, id_ = [], newest[node]
     while id_ != node:
@@ -735,7 +913,8 @@ def _part(
 
 
 def owners(made: Skeleton, ranks: Mapping[int, int]) -> dict[int, int]:
-    """The rank of the branch that each node belongs to: the lowest among the branches on whose first-parent path it is.
+    """The rank of the branch that each node belongs to: the lowest among the branches on whose
+    first-parent path it is.
 
     ``ranks`` has the lowest rank of the branches at each state; nodes on no branch are left out.
     """

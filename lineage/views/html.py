@@ -1,7 +1,8 @@
 """States as HTML for notebooks: a table of many, and a small graph. Pure functions.
 
-Text that others wrote (names, messages, keys) is escaped here and nowhere else. Text takes the notebook's own colour and lines have a
-medium lightness, so that both look right on light and on dark.
+Text that others wrote (names, messages, keys) is escaped here and nowhere else. Text takes the
+notebook's own colour and lines have a medium lightness, so that both look right on light and on
+dark.
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ from datastates.lineage.states import Ref, RefKind, State
 
 from .cards import MONO, code, status_html, table_html, text
 from .graph import Row, lanes
-from .text import age_text, clean, first_line, metrics_text, relevant_keys, short, step_text, time_text
+from .text import (
+    age_text,
+    clean,
+    first_line,
+    metrics_text,
+    relevant_keys,
+    short,
+    step_text,
+    time_text,
+)
 
 __all__ = ["graph_html", "states_html"]
 
@@ -31,7 +41,8 @@ _STROKES = ("#3b8eea", "#d2691e", "#2e9e5b", "#b05ac8", "#c08a00", "#d0486a")
 
 
 def states_html(states: Sequence[State], *, now: datetime | None = None) -> str:
-    """A table of the first fifty states, one in each row; their metrics are columns, by relevance."""
+    """A table of the first fifty states, one in each row; their metrics are columns, by
+    relevance."""
     shown = states[:_ROWS]
     keys = relevant_keys((state.metrics for state in shown), _METRIC_COLUMNS)
     rows = [
@@ -40,19 +51,27 @@ def states_html(states: Sequence[State], *, now: datetime | None = None) -> str:
             text(step_text(state)),
             *(text(f"{state.metrics[key]:.6g}") if key in state.metrics else "" for key in keys),
             status_html(state.status),
-            f'<span title="{escape(time_text(state.created_at))}">{escape(age_text(state.created_at, now))}</span>',
+            (
+                "<span"
+                f' title="{escape(time_text(state.created_at))}">'
+                f"{escape(age_text(state.created_at, now))}</span>"
+            ),
             text(first_line(state.message or ""), most=_MESSAGE),
         )
         for state in shown
     ]
     made = table_html(("state", "step", *keys, "status", "captured", "message"), rows)
     if len(states) > len(shown):
-        made += f"<p>the first {len(shown)} of {len(states):,} states: <code>.frame()</code> has them all</p>"
+        made += (
+            f"<p>the first {len(shown)} of {len(states):,} states: <code>.frame()</code> has them"
+            " all</p>"
+        )
     return made
 
 
 def graph_html(states: Sequence[State], refs: Iterable[Ref]) -> str:
-    """States with the lines between them, as ``datastates log --graph`` draws them; ``states`` come newest first."""
+    """States with the lines between them, as ``datastates log --graph`` draws them; ``states``
+    come newest first."""
     if not states:
         return ""
     rows = list(lanes(states))
@@ -62,12 +81,18 @@ def graph_html(states: Sequence[State], refs: Iterable[Ref]) -> str:
     for ref in refs:
         names.setdefault(ref.state, []).append(ref)
     lines = [line for index, row in enumerate(rows) for line in _lines(row, index, columns)]
-    dots = [_dot(row, index, state, columns) for index, (row, state) in enumerate(zip(rows, states, strict=True))]
-    said = [_label(state, names.get(state.uid, ()), left, index) for index, state in enumerate(states)]
+    dots = [
+        _dot(row, index, state, columns)
+        for index, (row, state) in enumerate(zip(rows, states, strict=True))
+    ]
+    said = [
+        _label(state, names.get(state.uid, ()), left, index) for index, state in enumerate(states)
+    ]
     size = f'width="{left + 640}" height="{len(rows) * _ROW_PX}"'
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="the newest {len(rows)} states" '
-        f'style="{MONO};font-size:12px;max-width:none" fill="currentColor">{"".join([*lines, *dots, *said])}</svg>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="the newest'
+        f' {len(rows)} states" style="{MONO};font-size:12px;max-width:none"'
+        f' fill="currentColor">{"".join([*lines, *dots, *said])}</svg>'
     )
 
 
@@ -84,10 +109,14 @@ def _lines(row: Row, index: int, columns: int) -> Iterator[str]:
 
 
 def _line(one: int, top: int, other: int, bottom: int, columns: int) -> str:
-    """A line between two columns, in the colour of the outer one. Columns beyond the last are drawn as the last."""
+    """A line between two columns, in the colour of the outer one.
+
+    Columns beyond the last are drawn as the last."""
     stroke = _STROKES[max(one, other) % len(_STROKES)]
     from_x, to_x, between = _x(one, columns), _x(other, columns), (top + bottom) // 2
-    way = f"V{bottom}" if from_x == to_x else f"C{from_x} {between} {to_x} {between} {to_x} {bottom}"
+    way = (
+        f"V{bottom}" if from_x == to_x else f"C{from_x} {between} {to_x} {between} {to_x} {bottom}"
+    )
     return f'<path d="M{from_x} {top}{way}" stroke="{stroke}" stroke-width="2" fill="none"/>'
 
 
@@ -101,15 +130,18 @@ def _dot(row: Row, index: int, state: State, columns: int) -> str:
 
 def _label(state: State, refs: Sequence[Ref], left: int, index: int) -> str:
     """A state on one line; hovering shows its whole message."""
-    names = "".join(f" [{'tag: ' if ref.kind is RefKind.TAG else ''}{clean(ref.name)}]" for ref in refs)
+    names = "".join(
+        f" [{'tag: ' if ref.kind is RefKind.TAG else ''}{clean(ref.name)}]" for ref in refs
+    )
     rest = f" step {step_text(state)}  {metrics_text(state.metrics, state.world_size)}"
     if not state.status.is_restorable:
         rest += f"  {state.status.value}"
     hover = escape("\n".join(filter(None, (state.uid, _clean_lines(state.message or "")))))
     y = index * _ROW_PX + _ROW_PX // 2 + 4
     return (
-        f'<text x="{left}" y="{y}" xml:space="preserve"><title>{hover}</title>{escape(short(state.uid))}'
-        f'<tspan font-weight="bold">{escape(names)}</tspan>{escape(rest)}</text>'
+        f'<text x="{left}" y="{y}"'
+        f' xml:space="preserve"><title>{hover}</title>{escape(short(state.uid))}<tspan'
+        f' font-weight="bold">{escape(names)}</tspan>{escape(rest)}</text>'
     )
 
 

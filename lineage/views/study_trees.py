@@ -1,7 +1,8 @@
 """Studies: the tree of their variants, the cost and result of each, and which failed and why.
 
-What a study trained is in refs and in attributes of states. Its rows (``change/studies``) have its plan, the time it took and its failures.
-For a study without rows, as after a rebuild without a chronicle, the variants are those that have branches.
+What a study trained is in refs and in attributes of states. Its rows (``change/studies``) have its
+plan, the time it took and its failures. For a study without rows, as after a rebuild without a
+chronicle, the variants are those that have branches.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from datastates.lineage.schema import (
     from_us,
     table,
 )
-from datastates.lineage.states import EdgeKind, RefKind, State, Status
+from datastates.lineage.states import EdgeKind, Life, RefKind, State, Status
 from datastates.lineage.write import runs
 from datastates.values import Value
 
-from .branch_rows import Life, Living, branches_of
+from .branch_rows import Living, branches_of
 from .text import Direction, by_relevance, direction_of
 
 if TYPE_CHECKING:
@@ -62,7 +63,9 @@ _BATCH = 500
 
 
 class Stage(StrEnum):
-    """How far a variant has come. ``begun``: nobody is training it now; the study's next run continues with it."""
+    """How far a variant has come.
+
+    ``begun``: nobody is training it now; the study's next run continues with it."""
 
     DONE = "done"
     RUNNING = "running"
@@ -74,10 +77,11 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """One study. ``start`` is the state from which its first variants fork, None if its tag was deleted.
+    """One study. ``start`` is the state from which its first variants fork, None if its tag was
+    deleted.
 
-    ``took_s`` is the number of seconds that workers reported to have trained; ``bytes`` those that its states added. ``planned_at`` is None
-    if the study is only known by its branches.
+    ``took_s`` is the number of seconds that workers reported to have trained; ``bytes`` those that
+    its states added. ``planned_at`` is None if the study is only known by its branches.
     """
 
     name: str
@@ -101,14 +105,17 @@ class Studies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyVariant:
-    """One variant. ``state`` is its result, or the newest state that it recorded; ``value`` is the metric of that state.
+    """One variant. ``state`` is its result, or the newest state that it recorded; ``value`` is the
+    metric of that state.
 
     ``rank`` 1 is the best of those that are done.
 
-    ``depth`` counts its ancestors in the plan. ``epoch`` of ``epochs`` are over; ``samples`` of ``samples_all`` were trained on, None if
-    the plan does not say. ``config`` is what it changes; ``set`` is what that changed in restored optimizers. ``took_s`` is the number of
-    seconds over all ``attempts`` that ended; ``states`` and ``bytes`` are what its branch has to itself. ``alike`` are variants that ended
-    with the same bytes. ``error`` says why its last attempt failed, or names the ancestor because of which it was skipped.
+    ``depth`` counts its ancestors in the plan. ``epoch`` of ``epochs`` are over; ``samples`` of
+    ``samples_all`` were trained on, None if the plan does not say. ``config`` is what it changes;
+    ``set`` is what that changed in restored optimizers. ``took_s`` is the number of seconds over
+    all ``attempts`` that ended; ``states`` and ``bytes`` are what its branch has to itself.
+    ``alike`` are variants that ended with the same bytes. ``error`` says why its last attempt
+    failed, or names the ancestor because of which it was skipped.
     """
 
     name: str
@@ -140,9 +147,11 @@ class StudyVariant:
 
 @dataclass(frozen=True, slots=True)
 class StudyDetail:
-    """A study and its variants: parents before children, siblings in the order of the plan. There are ``total`` variants.
+    """A study and its variants: parents before children, siblings in the order of the plan. There
+    are ``total`` variants.
 
-    ``metric`` is the one of ``metrics`` by which variants are ranked; it gets better in ``direction``.
+    ``metric`` is the one of ``metrics`` by which variants are ranked; it gets better in
+    ``direction``.
     """
 
     study: Study
@@ -172,7 +181,8 @@ def study(
     """One study and its variants.
 
     :param name: the study's name.
-    :param metric: the metric by which variants are ranked; None: the most relevant one that they have.
+    :param metric: the metric by which variants are ranked; None: the most relevant one that they
+        have.
     :param direction: which of its values are better; None: judged by its name.
     :param limit: the most variants to return; None: all.
     :param living: tells whether the process of a run that did not finish is alive.
@@ -180,7 +190,10 @@ def study(
     """
     rows = _read(session, name)
     if not rows and name not in _names_studies(session):
-        raise NotFound(f"there is no study {name!r}: there are {', '.join(sorted(_names_studies(session))[:10]) or 'none'}")
+        raise NotFound(
+            f"there is no study {name!r}: there are"
+            f" {', '.join(sorted(_names_studies(session))[:10]) or 'none'}"
+        )
     _learn(session, rows, living)
     metrics = by_relevance(key for row in rows.values() for key in row.metrics)
     metric = metric if metric is not None else next(iter(metrics), None)
@@ -188,7 +201,9 @@ def study(
     ranks = _ranks(rows.values(), metric, direction)
     order = list(_tree(rows))
     alike = _alike(rows)
-    shown = tuple(_variant_of(rows, row, depth, metric, ranks, alike) for row, depth in order[:limit])
+    shown = tuple(
+        _variant_of(rows, row, depth, metric, ranks, alike) for row, depth in order[:limit]
+    )
     (summary,) = _summaries(session, [name])
     return StudyDetail(summary, shown, len(order), metric, direction, tuple(metrics))
 
@@ -227,7 +242,9 @@ class _Row:
 
 def _names_studies(session: Session) -> list[str]:
     names = set(session.execute(_STUDIES).scalars())
-    return sorted(names | {head.name.removeprefix(_START) for head in _heads(session, _START, RefKind.TAG)})
+    return sorted(
+        names | {head.name.removeprefix(_START) for head in _heads(session, _START, RefKind.TAG)}
+    )
 
 
 def _read(session: Session, study: str) -> dict[str, _Row]:
@@ -235,7 +252,17 @@ def _read(session: Session, study: str) -> dict[str, _Row]:
     rows: dict[str, _Row] = {}
     for said in session.execute(_PLANNED, {"of": study}):
         config: Mapping[str, Value] = msgspec.json.decode(said.config)
-        made = _Row(said.name, f"{study}/{said.name}", said.place, said.parent, said.epochs, config, said.attempts, said.took_s, said.error)
+        made = _Row(
+            said.name,
+            f"{study}/{said.name}",
+            said.place,
+            said.parent,
+            said.epochs,
+            config,
+            said.attempts,
+            said.took_s,
+            said.error,
+        )
         made.began_us = said.began_at
         rows[made.name] = made
     done = {head.name for head in _heads(session, f"{_DONE}{study}/", RefKind.TAG)}
@@ -246,7 +273,11 @@ def _read(session: Session, study: str) -> dict[str, _Row]:
         row.head, row.is_done = head, f"{_DONE}{head.name}" in done
         rows[name] = row
     _read_attributes(session, rows)
-    strangers = [name for name, row in rows.items() if row.epochs is None and row.attributes.get("study") != study]
+    strangers = [
+        name
+        for name, row in rows.items()
+        if row.epochs is None and row.attributes.get("study") != study
+    ]
     for name in strangers:  # a branch that happens to have such a name
         del rows[name]
     for row in rows.values():
@@ -257,7 +288,9 @@ def _read(session: Session, study: str) -> dict[str, _Row]:
 
 def _heads(session: Session, prefix: str, kind: RefKind) -> list[Any]:
     """The refs whose names begin with a prefix, with the states that they name."""
-    found = session.execute(_HEADS.where(_ref.c.kind == kind.value, _ref.c.name.startswith(prefix, autoescape=True)))
+    found = session.execute(
+        _HEADS.where(_ref.c.kind == kind.value, _ref.c.name.startswith(prefix, autoescape=True))
+    )
     return [row for row in found if row.name.startswith(prefix)]  # SQLite's LIKE ignores case
 
 
@@ -271,7 +304,8 @@ def _read_attributes(session: Session, rows: Mapping[str, _Row]) -> None:
 
 
 def _learn(session: Session, rows: Mapping[str, _Row], living: Living | None) -> None:
-    """Add to each variant its metrics, what its branch holds, whether it is being trained, and where it forked."""
+    """Add to each variant its metrics, what its branch holds, whether it is being trained, and
+    where it forked."""
     metrics: defaultdict[int, dict[str, float]] = defaultdict(dict)
     for ids in batches(_head_ids(rows), _BATCH):
         for state_id, key, value in session.execute(_METRICS, {"ids": ids}):
@@ -312,12 +346,17 @@ def _tree(rows: Mapping[str, _Row]) -> Iterable[tuple[_Row, int]]:
         seen.add(row.name)
         yield row, depth
         waiting += [(child, depth + 1) for child in reversed(children[row.name])]
-    yield from ((row, 0) for row in rows.values() if row.name not in seen)  # members of a circle, which no plan has
+    # members of a circle, which no plan has
+    yield from ((row, 0) for row in rows.values() if row.name not in seen)
 
 
 def _ranks(rows: Iterable[_Row], metric: str | None, direction: Direction) -> dict[str, int]:
     sign = 1 if direction is Direction.MIN else -1
-    have = [(sign * value, row.name) for row in rows if row.is_done and (value := _value_studies(row, metric)) is not None]
+    have = [
+        (sign * value, row.name)
+        for row in rows
+        if row.is_done and (value := _value_studies(row, metric)) is not None
+    ]
     have.sort(key=itemgetter(0))
     ranks: dict[str, int] = {}
     for place, (value, name) in enumerate(have):
@@ -407,28 +446,51 @@ def _summaries(session: Session, names: Sequence[str]) -> list[Study]:
     planned: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     for row in session.execute(_PLANS):
         planned[row.study][row.name] = row
-    variants = {name: list(planned.get(name, ())) or _told_by_branches(refs, name) for name in names}
-    branches = [f"{name}/{variant}" for name, found in variants.items() for variant in found if f"{name}/{variant}" in refs]
-    sizes = {row.branch: int(row.size or 0) for part in batches(branches, _BATCH) for row in session.execute(_HELD, {"names": part})}
+    variants = {
+        name: list(planned.get(name, ())) or _told_by_branches(refs, name) for name in names
+    }
+    branches = [
+        f"{name}/{variant}"
+        for name, found in variants.items()
+        for variant in found
+        if f"{name}/{variant}" in refs
+    ]
+    sizes = {
+        row.branch: int(row.size or 0)
+        for part in batches(branches, _BATCH)
+        for row in session.execute(_HELD, {"names": part})
+    }
     return [_summary(name, variants[name], planned.get(name, {}), refs, sizes) for name in names]
 
 
 def _told_by_branches(refs: Mapping[str, Any], study: str) -> list[str]:
     return [
-        name.removeprefix(f"{study}/") for name, row in refs.items() if row.kind == RefKind.BRANCH.value and name.startswith(f"{study}/")
+        name.removeprefix(f"{study}/")
+        for name, row in refs.items()
+        if row.kind == RefKind.BRANCH.value and name.startswith(f"{study}/")
     ]
 
 
-def _summary(name: str, variants: Sequence[str], planned: Mapping[str, Any], refs: Mapping[str, Any], sizes: Mapping[str, int]) -> Study:
+def _summary(
+    name: str,
+    variants: Sequence[str],
+    planned: Mapping[str, Any],
+    refs: Mapping[str, Any],
+    sizes: Mapping[str, int],
+) -> Study:
     done = {variant for variant in variants if f"{_DONE}{name}/{variant}" in refs}
-    changed = [refs[branch].created_at for variant in variants if (branch := f"{name}/{variant}") in refs]
+    changed = [
+        refs[branch].created_at for variant in variants if (branch := f"{name}/{variant}") in refs
+    ]
     start = refs.get(_START + name)
     return Study(
         name=name,
         start=None if start is None else start.uid,
         variants=len(variants),
         done=len(done),
-        failed=sum(row.error is not None and variant not in done for variant, row in planned.items()),
+        failed=sum(
+            row.error is not None and variant not in done for variant, row in planned.items()
+        ),
         planned_at=from_us(min(row.planned_at for row in planned.values())) if planned else None,
         changed_at=from_us(max(changed)) if changed else None,
         took_s=float(sum(row.took_s for row in planned.values())),
@@ -445,14 +507,29 @@ _ids = bindparam("ids", type_=BigInteger, expanding=True)
 _of = _variant.c.study == bindparam("of")
 _STUDIES = select(_variant.c.study).distinct()
 _PLANNED = select(_variant).where(_of).order_by(_variant.c.place)
-_PLANS = select(_variant.c.study, _variant.c.name, _variant.c.took_s, _variant.c.planned_at, _variant.c.error)
-_STUDIES_REFS = select(_ref.c.name, _ref.c.kind, _state.c.uid, _state.c.created_at).join_from(_ref, _state, _state.c.id == _ref.c.state_id)
-_VALUES = select(_attribute.c.state_id, _attribute.c.key, _attribute.c.type, _attribute.c.number, _attribute.c.text).where(
-    _attribute.c.state_id.in_(_ids), _attribute.c.key.in_(bindparam("keys", expanding=True))
+_PLANS = select(
+    _variant.c.study, _variant.c.name, _variant.c.took_s, _variant.c.planned_at, _variant.c.error
 )
-_METRICS = select(_metric.c.state_id, _metric.c.key, _metric.c.value).where(_metric.c.state_id.in_(_ids))
+_STUDIES_REFS = select(_ref.c.name, _ref.c.kind, _state.c.uid, _state.c.created_at).join_from(
+    _ref, _state, _state.c.id == _ref.c.state_id
+)
+_VALUES = select(
+    _attribute.c.state_id,
+    _attribute.c.key,
+    _attribute.c.type,
+    _attribute.c.number,
+    _attribute.c.text,
+).where(_attribute.c.state_id.in_(_ids), _attribute.c.key.in_(bindparam("keys", expanding=True)))
+_METRICS = select(_metric.c.state_id, _metric.c.key, _metric.c.value).where(
+    _metric.c.state_id.in_(_ids)
+)
 _HELD = (
-    select(_segment.c.branch, func.count(_state.c.id), func.sum(_state.c.bytes_new).label("size"), func.max(_parent.c.branch))
+    select(
+        _segment.c.branch,
+        func.count(_state.c.id),
+        func.sum(_state.c.bytes_new).label("size"),
+        func.max(_parent.c.branch),
+    )
     .outerjoin_from(_segment, _state, _state.c.segment_id == _segment.c.id)
     .outerjoin(_fork, _fork.c.id == _segment.c.fork_id)
     .outerjoin(_parent, _parent.c.id == _fork.c.segment_id)
@@ -460,10 +537,20 @@ _HELD = (
     .group_by(_segment.c.branch)
 )
 _AT_WORK = select(_run.c.id).where(
-    _run.c.branch.in_(bindparam("names", expanding=True)), _run.c.finished_at.is_(None), _run.c.process.is_not(None)
+    _run.c.branch.in_(bindparam("names", expanding=True)),
+    _run.c.finished_at.is_(None),
+    _run.c.process.is_not(None),
 )
 _HEADS = (
-    select(_ref.c.name, _state.c.id, _state.c.uid, _state.c.step, _state.c.status, _state.c.created_at, _state.c.digest)
+    select(
+        _ref.c.name,
+        _state.c.id,
+        _state.c.uid,
+        _state.c.step,
+        _state.c.status,
+        _state.c.created_at,
+        _state.c.digest,
+    )
     .join_from(_ref, _state, _state.c.id == _ref.c.state_id)
     .order_by(_ref.c.name)
 )
@@ -477,7 +564,9 @@ _KINDS = (EdgeKind.MERGE.value, EdgeKind.SOUP.value)
 
 @dataclass(frozen=True, slots=True)
 class Ingredient:
-    """A parent of a merged state. ``branch`` captured it; ``weight`` is its share, None if none was recorded."""
+    """A parent of a merged state.
+
+    ``branch`` captured it; ``weight`` is its share, None if none was recorded."""
 
     state: str
     step: int
@@ -505,15 +594,20 @@ class Merge:
 
 @dataclass(frozen=True, slots=True)
 class Merges:
-    """Some merged states, the newest first. ``next`` continues ``after`` the last of them. ``values`` are of ``metric``."""
+    """Some merged states, the newest first.
+
+    ``next`` continues ``after`` the last of them. ``values`` are of ``metric``."""
 
     items: tuple[Merge, ...]
     next: str | None
     metric: str | None
 
 
-def merges(session: Session, *, metric: str | None = None, after: str | None = None, limit: int = 50) -> Merges:
-    """The merged states, the newest first; without ``metric`` it is the most relevant one that they or their parents have.
+def merges(
+    session: Session, *, metric: str | None = None, after: str | None = None, limit: int = 50
+) -> Merges:
+    """The merged states, the newest first; without ``metric`` it is the most relevant one that they
+    or their parents have.
 
     :raises NotFound: there is no state ``after``.
     """
@@ -523,20 +617,38 @@ def merges(session: Session, *, metric: str | None = None, after: str | None = N
     wanted = _NEWEST if before is None else _NEWEST.where(_edge.c.child_id < before)
     ids = list(session.execute(wanted.limit(limit + 1)).scalars())
     made = states(session, ids[:limit])
-    parents = {state.uid: state for state in _by_uid(session, sorted({uid for state in made for uid in state.parents}))}
+    parents = {
+        state.uid: state
+        for state in _by_uid(session, sorted({uid for state in made for uid in state.parents}))
+    }
     if metric is None:
         known = by_relevance(key for state in (*made, *parents.values()) for key in state.metrics)
         metric = next(iter(known), None)
     origins = branches_of(session, list(parents))
     names = _names_merges(session, [state.uid for state in made])
-    items = tuple(_merge(state, parents, origins, names.get(state.uid, ()), metric) for state in made)
+    items = tuple(
+        _merge(state, parents, origins, names.get(state.uid, ()), metric) for state in made
+    )
     return Merges(items, items[-1].state if len(ids) > limit else None, metric)
 
 
-def _merge(state: State, parents: dict[str, State], origins: dict[str, str], refs: Sequence[str], metric: str | None) -> Merge:
+def _merge(
+    state: State,
+    parents: dict[str, State],
+    origins: dict[str, str],
+    refs: Sequence[str],
+    metric: str | None,
+) -> Merge:
     weights = _weights(state)
     members = [
-        Ingredient(uid, parents[uid].step, parents[uid].status, origins.get(uid), weight, _value_merges(parents[uid], metric))
+        Ingredient(
+            uid,
+            parents[uid].step,
+            parents[uid].status,
+            origins.get(uid),
+            weight,
+            _value_merges(parents[uid], metric),
+        )
         for uid, weight in zip(state.parents, weights, strict=True)
         if uid in parents
     ]
@@ -556,7 +668,8 @@ def _merge(state: State, parents: dict[str, State], origins: dict[str, str], ref
 
 
 def _weights(state: State) -> list[float | None]:
-    """The weight of each parent, the first parent's first: from the recipe, else from the edges, where the first parent has none."""
+    """The weight of each parent, the first parent's first: from the recipe, else from the edges,
+    where the first parent has none."""
     try:
         recorded = msgspec.json.decode(str(state.attributes.get("merge.weights")), type=list[float])
     except msgspec.MsgspecError:
@@ -586,7 +699,12 @@ def _names_merges(session: Session, uids: Sequence[str]) -> dict[str, list[str]]
     return found
 
 
-_NEWEST = select(_edge.c.child_id).where(_edge.c.kind.in_(_KINDS)).group_by(_edge.c.child_id).order_by(_edge.c.child_id.desc())
+_NEWEST = (
+    select(_edge.c.child_id)
+    .where(_edge.c.kind.in_(_KINDS))
+    .group_by(_edge.c.child_id)
+    .order_by(_edge.c.child_id.desc())
+)
 _IDS = select(_state.c.id).where(_state.c.uid.in_(bindparam("uids", expanding=True)))
 _MERGES_REFS = (
     select(_state.c.uid, _ref.c.name)
@@ -602,9 +720,11 @@ _MERGES_REFS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """One report on outliers: over ``count`` samples, of which ``suspects`` were selected at ``noise_rate``.
+    """One report on outliers: over ``count`` samples, of which ``suspects`` were selected at
+    ``noise_rate``.
 
-    The ``kept`` highest ranked of them are stored here. ``cost`` says what training and scoring took.
+    The ``kept`` highest ranked of them are stored here. ``cost`` says what training and scoring
+    took.
     """
 
     id: int
@@ -621,8 +741,9 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportSample:
-    """One sample: ``rank`` 1 is the most suspicious. Losses are means: ``lineage_loss`` under states that may have been trained on it,
-    ``held_out_loss`` under those that were not. ``description`` is the user's.
+    """One sample: ``rank`` 1 is the most suspicious. Losses are means: ``lineage_loss`` under
+    states that may have been trained on it, ``held_out_loss`` under those that were not.
+    ``description`` is the user's.
     """
 
     rank: int
@@ -640,7 +761,8 @@ class ReportSample:
 
 @dataclass(frozen=True, slots=True)
 class ReportDetail:
-    """A report with some of its samples by rank; ``next`` is the rank to continue ``after``, None after the last."""
+    """A report with some of its samples by rank; ``next`` is the rank to continue ``after``,
+    None after the last."""
 
     report: Report
     samples: tuple[ReportSample, ...]
@@ -678,25 +800,53 @@ def picture(session: Session, id_: int, index: int) -> bytes | None:
 
 def _report_of(row: Any) -> Report:
     said: Mapping[str, Any] = msgspec.json.decode(row.body)
-    known = {key: said[key] for key in ("count", "suspects", "noise_rate", "is_noise_rate_estimated", "cost")}
-    return Report(id=row.id, name=row.name, created_at=from_us(row.created_at), kept=row.kept, branches=tuple(said["branches"]), **known)
+    known = {
+        key: said[key]
+        for key in ("count", "suspects", "noise_rate", "is_noise_rate_estimated", "cost")
+    }
+    return Report(
+        id=row.id,
+        name=row.name,
+        created_at=from_us(row.created_at),
+        kept=row.kept,
+        branches=tuple(said["branches"]),
+        **known,
+    )
 
 
 def _sample_of(row: Any) -> ReportSample:
     return msgspec.convert(
-        {**msgspec.json.decode(row.body), "rank": row.rank, "index": row.sample, "has_picture": bool(row.has)}, ReportSample
+        {
+            **msgspec.json.decode(row.body),
+            "rank": row.rank,
+            "index": row.sample,
+            "has_picture": bool(row.has),
+        },
+        ReportSample,
     )
 
 
-_kept = select(func.count()).where(_sample.c.report_id == _report.c.id).correlate(_report).scalar_subquery()
-_REPORTS = select(_report.c.id, _report.c.name, _report.c.created_at, _report.c.body, _kept.label("kept")).order_by(
-    _report.c.created_at.desc(), _report.c.id.desc()
+_kept = (
+    select(func.count())
+    .where(_sample.c.report_id == _report.c.id)
+    .correlate(_report)
+    .scalar_subquery()
 )
+_REPORTS = select(
+    _report.c.id, _report.c.name, _report.c.created_at, _report.c.body, _kept.label("kept")
+).order_by(_report.c.created_at.desc(), _report.c.id.desc())
 _id = _sample.c.report_id == bindparam("id", type_=BigInteger)
 _SAMPLES = (
-    select(_sample.c.rank, _sample.c.sample, _sample.c.body, _sample.c.picture.is_not(None).label("has"))
+    select(
+        _sample.c.rank,
+        _sample.c.sample,
+        _sample.c.body,
+        _sample.c.picture.is_not(None).label("has"),
+    )
     .where(_id, _sample.c.rank > bindparam("after", type_=Integer))
     .order_by(_sample.c.rank)
     .limit(bindparam("limit", type_=Integer))
 )
-_PICTURE = select(_sample.c.picture).where(_id, _sample.c.sample == bindparam("index", type_=BigInteger))
+_PICTURE = select(_sample.c.picture).where(
+    _id, _sample.c.sample == bindparam("index", type_=BigInteger)
+)

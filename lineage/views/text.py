@@ -1,4 +1,6 @@
-"""Words for people, wherever they read them: uids, sizes, times, and text of others made harmless. Pure functions."""
+"""Words for people, wherever they read them: uids, sizes, times, and text of others made harmless.
+
+Pure functions."""
 
 from __future__ import annotations
 
@@ -19,26 +21,41 @@ _CHECKED = {"val": 0, "valid": 0, "validation": 0, "eval": 0, "dev": 0, "test": 
 
 
 def by_relevance(keys: Iterable[str], first: Sequence[str] = ()) -> list[str]:
-    """Keys in the order in which they are shown; ``first`` are those that a request named, in its order."""
+    """Keys in the order in which they are shown; ``first`` are those that a request named, in
+    its order."""
     asked = {key: place for place, key in reversed(list(enumerate(first)))}
     return sorted(set(keys), key=lambda key: (asked.get(key, len(first)), *_rank(key)))
 
 
-def relevant_keys(values: Iterable[Mapping[str, object]], most: int, first: Sequence[str] = ()) -> list[str]:
-    """The ``most`` keys that get columns in a table, by relevance; among equally relevant keys, those that most values have.
+def relevant_keys(
+    values: Iterable[Mapping[str, object]], most: int, first: Sequence[str] = ()
+) -> list[str]:
+    """The ``most`` keys that get columns in a table, by relevance; among equally relevant keys,
+    those that most values have.
 
     All keys of ``first`` get one.
     """
     counts = Counter(key for each in values for key in each)
-    rest = sorted(counts.keys() - set(first), key=lambda key: (_rank(key)[0], -counts[key], _rank(key)))
+    rest = sorted(
+        counts.keys() - set(first), key=lambda key: (_rank(key)[0], -counts[key], _rank(key))
+    )
     return by_relevance([*first, *rest[: max(0, most - len(set(first)))]], first)
 
 
 def _rank(key: str) -> tuple[int, int, str, int, str]:
-    """The rank of a key: ``loss``; ``val_loss`` and the rest of ``val``; other losses; then the rest, each group by its prefix."""
+    """The rank of a key: ``loss``; ``val_loss`` and the rest of ``val``; other losses; then the
+    rest, each group by its prefix."""
     words = [word.lower() for word in _RELEVANCE_WORD.findall(key)] or [""]
     is_loss = int(words[-1] != "loss")
-    group = 0 if words == ["loss"] else 1 if words[0] in _CHECKED and len(words) > 1 else 2 if words[-1] == "loss" else 3
+    group = (
+        0
+        if words == ["loss"]
+        else 1
+        if words[0] in _CHECKED and len(words) > 1
+        else 2
+        if words[-1] == "loss"
+        else 3
+    )
     return group, _CHECKED.get(words[0], 0) if group == 1 else 0, words[0], is_loss, key
 
 
@@ -49,7 +66,9 @@ def _rank(key: str) -> tuple[int, int, str, int, str]:
 _OF_RANK = re.compile(r"(.+)@(0|[1-9][0-9]*)", re.DOTALL)
 
 
-def by_rank(metrics: Mapping[str, float], world_size: int) -> tuple[dict[str, float], dict[str, dict[int, float]]]:
+def by_rank(
+    metrics: Mapping[str, float], world_size: int
+) -> tuple[dict[str, float], dict[str, dict[int, float]]]:
     """The metrics of a state, and separately those that each of its ranks has.
 
     A metric that a user calls ``acc@5``, where there is no ``acc@0``, is not a rank's.
@@ -66,7 +85,9 @@ def by_rank(metrics: Mapping[str, float], world_size: int) -> tuple[dict[str, fl
 
 
 def ranks_of(keys: Iterable[str]) -> dict[str, list[int]]:
-    """For the metrics of many states, by name: which ranks had a value of their own. Metrics that only one rank had are left out."""
+    """For the metrics of many states, by name: which ranks had a value of their own.
+
+    Metrics that only one rank had are left out."""
     known = set(keys)
     ranks: dict[str, list[int]] = {}
     for name, rank in filter(None, (_split(key, known) for key in known)):
@@ -75,9 +96,14 @@ def ranks_of(keys: Iterable[str]) -> dict[str, list[int]]:
 
 
 def _split(key: str, known: Container[str]) -> tuple[str, int] | None:
-    """The name and the rank in the key of one rank's metric, if the metric of all ranks and that of rank 0 exist beside it."""
+    """The name and the rank in the key of one rank's metric, if the metric of all ranks and that
+    of rank 0 exist beside it."""
     found = _OF_RANK.fullmatch(key)
-    return None if found is None or found[1] not in known or f"{found[1]}@0" not in known else (found[1], int(found[2]))
+    return (
+        None
+        if found is None or found[1] not in known or f"{found[1]}@0" not in known
+        else (found[1], int(found[2]))
+    )
 
 
 def spread_text(values: Mapping[int, float], digits: int) -> str:
@@ -85,7 +111,10 @@ def spread_text(values: Mapping[int, float], digits: int) -> str:
     numbers = [value for value in values.values() if math.isfinite(value)]
     if not numbers:
         return "no numbers"
-    return f"{min(numbers):.{digits}g} to {max(numbers):.{digits}g}, mean {math.fsum(numbers) / len(numbers):.{digits}g}"
+    return (
+        f"{min(numbers):.{digits}g} to {max(numbers):.{digits}g}, mean"
+        f" {math.fsum(numbers) / len(numbers):.{digits}g}"
+    )
 
 
 # Words for people, wherever they read them: uids, sizes, times, and text of others made harmless.
@@ -116,7 +145,8 @@ def plural(count: int, noun: str) -> str:
 
 
 def clean(text: str) -> str:
-    """Text that others wrote, without anything that a terminal would obey or that would reverse the direction of a line."""
+    """Text that others wrote, without anything that a terminal would obey or that would reverse
+    the direction of a line."""
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
@@ -136,8 +166,11 @@ def size_text(count: int) -> str:
 
 
 def kept_text(captured: int, restorable: int, size: int) -> str:
-    """What is left of the states of a training, such as ``200 captured, 200 can be restored, 1.2 MiB of data on disk``."""
-    return f"{captured:,} captured, {restorable:,} can be restored, {size_text(size)} of data on disk"
+    """What is left of the states of a training, such as ``200 captured, 200 can be restored, 1.2
+    MiB of data on disk``."""
+    return (
+        f"{captured:,} captured, {restorable:,} can be restored, {size_text(size)} of data on disk"
+    )
 
 
 def time_text(moment: datetime) -> str:
@@ -161,10 +194,13 @@ def step_text(state: Stepped) -> str:
 
 
 def metrics_text(metrics: Mapping[str, float], world_size: int = 1) -> str:
-    """``loss=0.31 val_loss=0.4``, by relevance; for a state of several ranks ``loss=0.31 (0.3 to 0.4, mean 0.35)``."""
+    """``loss=0.31 val_loss=0.4``, by relevance; for a state of several ranks ``loss=0.31 (0.3 to
+    0.4, mean 0.35)``."""
     whole, ranks = by_rank(metrics, world_size)
     spread = {name: f" ({spread_text(values, 6)})" for name, values in ranks.items()}
-    return clean(" ".join(f"{key}={whole[key]:.6g}{spread.get(key, '')}" for key in by_relevance(whole)))
+    return clean(
+        " ".join(f"{key}={whole[key]:.6g}{spread.get(key, '')}" for key in by_relevance(whole))
+    )
 
 
 # Whether a metric is better when it is smaller or larger, judged by its name, since nobody states
@@ -178,16 +214,67 @@ class Direction(StrEnum):
     MAX = "max"
 
 
-_FALLING = {"loss", "nll", "perplexity", "ppl", "error", "errors", "err", "mse", "rmse", "mae", "wer", "cer", "fid", "cost", "regret"}
-_RISING = {"acc", "accuracy", "auc", "auroc", "f1", "bleu", "rouge", "map", "miou", "iou", "dice", "precision", "recall", "reward",
-           "return", "score", "r2", "psnr", "ssim", "top1", "top5", "correct"}  # fmt: skip
-_BESIDE = {"scale", "weight", "coef", "coefficient", "time", "seconds", "ms", "count", "lr"}  # "loss_scale" is no loss
+_FALLING = {
+    "loss",
+    "nll",
+    "perplexity",
+    "ppl",
+    "error",
+    "errors",
+    "err",
+    "mse",
+    "rmse",
+    "mae",
+    "wer",
+    "cer",
+    "fid",
+    "cost",
+    "regret",
+}
+_RISING = {
+    "acc",
+    "accuracy",
+    "auc",
+    "auroc",
+    "f1",
+    "bleu",
+    "rouge",
+    "map",
+    "miou",
+    "iou",
+    "dice",
+    "precision",
+    "recall",
+    "reward",
+    "return",
+    "score",
+    "r2",
+    "psnr",
+    "ssim",
+    "top1",
+    "top5",
+    "correct",
+}
+# "loss_scale" is no loss
+_BESIDE = {
+    "scale",
+    "weight",
+    "coef",
+    "coefficient",
+    "time",
+    "seconds",
+    "ms",
+    "count",
+    "lr",
+}
 _PLAIN = re.compile(r"[a-z0-9]+")
 _GOALS_WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
 
 
 def named_direction(key: str) -> Direction | None:
-    """The direction that follows from a metric's name: losses and errors fall, accuracies rise. None: the name has no direction."""
+    """The direction that follows from a metric's name: losses and errors fall, accuracies rise.
+
+    None: the name has no direction."""
     words = _words(key)
     if words & _BESIDE:
         return None
@@ -195,21 +282,26 @@ def named_direction(key: str) -> Direction | None:
 
 
 def direction_of(key: str) -> Direction:
-    """Larger for accuracies and other metrics known to rise; smaller for everything else, such as losses."""
+    """Larger for accuracies and other metrics known to rise; smaller for everything else, such
+    as losses."""
     words = _words(key)
     return Direction.MAX if words & _RISING and not words & _FALLING else Direction.MIN
 
 
 @lru_cache(maxsize=1024)
 def _words(key: str) -> frozenset[str]:
-    return frozenset({word.lower() for word in _GOALS_WORD.findall(key)} | set(_PLAIN.findall(key.lower())))
+    return frozenset(
+        {word.lower() for word in _GOALS_WORD.findall(key)} | set(_PLAIN.findall(key.lower()))
+    )
 
 
 # The distinct keys of a table: metrics, attributes, settings.
 
 
 def keys_of(belongs: Table) -> CTE:
-    """The distinct keys, each by a look-up beyond the one before (a loose index scan). The last row is NULL."""
+    """The distinct keys, each by a look-up beyond the one before (a loose index scan).
+
+    The last row is NULL."""
     key = belongs.c.key
     walk = select(func.min(key).label("key")).cte("keys", recursive=True)
     following = select(func.min(key)).where(key > walk.c.key).scalar_subquery()

@@ -1,4 +1,5 @@
-"""What a study plans to train, and for each variant its cost and why it failed, beside the states that its training recorded."""
+"""What a study plans to train, and for each variant its cost and why it failed, beside the
+states that its training recorded."""
 
 from __future__ import annotations
 
@@ -13,7 +14,17 @@ from sqlalchemy.dialects import postgresql, sqlite
 from datastates import values
 from datastates.errors import Corrupt
 from datastates.lineage.lookup import Amended, amend, batches, id_of
-from datastates.lineage.schema import FolderRow, ReplicaRow, ReportRow, ReportSampleRow, SealRow, StateRow, VariantRow, table, to_us
+from datastates.lineage.schema import (
+    FolderRow,
+    ReplicaRow,
+    ReportRow,
+    ReportSampleRow,
+    SealRow,
+    StateRow,
+    VariantRow,
+    table,
+    to_us,
+)
 from datastates.system import logs
 from datastates.values import Value
 
@@ -29,12 +40,14 @@ _seal = table(SealRow)
 _state = table(StateRow)
 
 ERROR_CHARACTERS = 20_000
-"""How many characters of an error are kept: its first line, and its end, which says where it was raised."""
+"""How many characters of an error are kept: its first line, and its end, which says where it was
+raised."""
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One variant as its plan has it: the variant that it continues from (None: the start), its epochs, and what it changes."""
+    """One variant as its plan has it: the variant that it continues from (None: the start), its
+    epochs, and what it changes."""
 
     name: str
     parent: str | None
@@ -43,15 +56,23 @@ class Planned:
 
 
 def plan(session: Session, study: str, variants: Sequence[Planned]) -> None:
-    """Note what a study is to train, in the order of its plan. What is known of variants planned before stays."""
+    """Note what a study is to train, in the order of its plan.
+
+    What is known of variants planned before stays."""
     known = {row["name"]: dict(row) for row in session.execute(_KNOWN, {"of": study}).mappings()}
     rows = [_row(study, place, variant) for place, variant in enumerate(variants)]
-    new = [row | {"planned_at": to_us(None), "attempts": 0, "took_s": 0.0} for row in rows if row["name"] not in known]
+    new = [
+        row | {"planned_at": to_us(None), "attempts": 0, "took_s": 0.0}
+        for row in rows
+        if row["name"] not in known
+    ]
     if new:
         session.execute(_PLAN, new)
     changed = [row for row in rows if row["name"] in known and row != known[row["name"]]]
     if changed:
-        session.connection().execute(_PLAN_AGAIN, [{f"new_{key}": value for key, value in row.items()} for row in changed])
+        session.connection().execute(
+            _PLAN_AGAIN, [{f"new_{key}": value for key, value in row.items()} for row in changed]
+        )
     amend(session, Amended.VARIANT, [str(row["name"]) for row in (*new, *changed)], study=study)
 
 
@@ -69,13 +90,18 @@ def end(session: Session, study: str, variant: str, took_s: float) -> None:
 
 def fail(session: Session, study: str, variant: str, error: str) -> None:
     """Note that an attempt failed, and why."""
-    session.execute(_FAIL, {"of": study, "variant": variant, "now": to_us(None), "why": _shortened(error)})
+    session.execute(
+        _FAIL, {"of": study, "variant": variant, "now": to_us(None), "why": _shortened(error)}
+    )
     amend(session, Amended.VARIANT, [variant], study=study)
 
 
 def failures(session: Session, study: str, since: int) -> dict[str, str]:
-    """Why the last attempts at variants failed, for attempts that ended after ``since``, in microseconds."""
-    return {row.name: row.error for row in session.execute(_FAILURES, {"of": study, "since": since})}
+    """Why the last attempts at variants failed, for attempts that ended after ``since``, in
+    microseconds."""
+    return {
+        row.name: row.error for row in session.execute(_FAILURES, {"of": study, "since": since})
+    }
 
 
 def _shortened(error: str) -> str:
@@ -89,7 +115,14 @@ def _shortened(error: str) -> str:
 
 def _row(study: str, place: int, variant: Planned) -> dict[str, object]:
     config = msgspec.json.encode(logs.named(dict(variant.config))).decode()
-    return {"study": study, "name": variant.name, "place": place, "parent": variant.parent, "epochs": variant.epochs, "config": config}
+    return {
+        "study": study,
+        "name": variant.name,
+        "place": place,
+        "parent": variant.parent,
+        "epochs": variant.epochs,
+        "config": config,
+    }
 
 
 _is_it = (_variant.c.study == bindparam("of")) & (_variant.c.name == bindparam("variant"))
@@ -101,11 +134,21 @@ _PLAN_AGAIN = (
     .where(_variant.c.study == bindparam("new_study"), _variant.c.name == bindparam("new_name"))
     .values({name: bindparam(f"new_{name}") for name in ("place", "parent", "epochs", "config")})
 )
-_BEGIN = update(_variant).where(_is_it).values(began_at=bindparam("now"), ended_at=None, error=None, attempts=_variant.c.attempts + 1)
-_END = update(_variant).where(_is_it).values(ended_at=bindparam("now"), took_s=_variant.c.took_s + bindparam("more_s"))
+_BEGIN = (
+    update(_variant)
+    .where(_is_it)
+    .values(began_at=bindparam("now"), ended_at=None, error=None, attempts=_variant.c.attempts + 1)
+)
+_END = (
+    update(_variant)
+    .where(_is_it)
+    .values(ended_at=bindparam("now"), took_s=_variant.c.took_s + bindparam("more_s"))
+)
 _FAIL = update(_variant).where(_is_it).values(ended_at=bindparam("now"), error=bindparam("why"))
 _FAILURES = select(_variant.c.name, _variant.c.error).where(
-    _variant.c.study == bindparam("of"), _variant.c.error.is_not(None), _variant.c.ended_at >= bindparam("since")
+    _variant.c.study == bindparam("of"),
+    _variant.c.error.is_not(None),
+    _variant.c.ended_at >= bindparam("since"),
 )
 
 
@@ -115,7 +158,8 @@ _FAILURES = select(_variant.c.name, _variant.c.error).where(
 
 @dataclass(frozen=True, slots=True)
 class NewSample:
-    """One sample of a report: its place, its index in the data, what is known of it, and a picture of it as an encoded image."""
+    """One sample of a report: its place, its index in the data, what is known of it, and a
+    picture of it as an encoded image."""
 
     rank: int
     sample: int
@@ -123,12 +167,19 @@ class NewSample:
     picture: bytes | None = None
 
 
-def keep(session: Session, name: str, facts: Mapping[str, Any], samples: Iterable[NewSample]) -> int:
-    """Store a report; returns its id, which is that of an earlier report of this name. ``facts`` is what it says of the whole.
+def keep(
+    session: Session, name: str, facts: Mapping[str, Any], samples: Iterable[NewSample]
+) -> int:
+    """Store a report; returns its id, which is that of an earlier report of this name. ``facts`` is
+    what it says of the whole.
 
     :raises InvalidInput: the name is not valid.
     """
-    columns = {"name": values.key(name, "the name of a report"), "created_at": to_us(None), "body": _json(facts)}
+    columns = {
+        "name": values.key(name, "the name of a report"),
+        "created_at": to_us(None),
+        "body": _json(facts),
+    }
     id_ = session.execute(_FIND, {"of": name}).scalar()
     if id_ is None:
         made: Any = session.execute(_KEEP, columns)
@@ -137,7 +188,14 @@ def keep(session: Session, name: str, facts: Mapping[str, Any], samples: Iterabl
         session.execute(_DROP_SAMPLES, {"id": id_})
         session.execute(_report.update().where(_report.c.id == id_).values(columns))
     rows = [
-        {"report_id": id_, "rank": each.rank, "sample": each.sample, "body": _json(each.facts), "picture": each.picture} for each in samples
+        {
+            "report_id": id_,
+            "rank": each.rank,
+            "sample": each.sample,
+            "body": _json(each.facts),
+            "picture": each.picture,
+        }
+        for each in samples
     ]
     if rows:
         session.execute(_KEEP_SAMPLES, rows)
@@ -161,7 +219,8 @@ _DROP_SAMPLES = delete(_sample).where(_sample.c.report_id == bindparam("id"))
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """One folder of packs: the path and the host name where it was last seen, so that people can find it."""
+    """One folder of packs: the path and the host name where it was last seen, so that people can
+    find it."""
 
     uid: str
     path: str
@@ -206,8 +265,12 @@ _sqlite = sqlite.insert(_folder)
 _postgresql = postgresql.insert(_folder)
 _SEEN = ("path", "host", "seen_at")
 _UPSERT = {
-    "sqlite": _sqlite.on_conflict_do_update(index_elements=["uid"], set_={name: _sqlite.excluded[name] for name in _SEEN}),
-    "postgresql": _postgresql.on_conflict_do_update(index_elements=["uid"], set_={name: _postgresql.excluded[name] for name in _SEEN}),
+    "sqlite": _sqlite.on_conflict_do_update(
+        index_elements=["uid"], set_={name: _sqlite.excluded[name] for name in _SEEN}
+    ),
+    "postgresql": _postgresql.on_conflict_do_update(
+        index_elements=["uid"], set_={name: _postgresql.excluded[name] for name in _SEEN}
+    ),
 }
 
 
@@ -233,8 +296,9 @@ def check(known: str | None, found: str, uid: str) -> None:
     """
     if known is not None and known != found:
         raise Corrupt(
-            f"state {uid} holds other bytes than when it was sealed ({found[:16]} now, {known[:16]} then), though their digests against "
-            "rot agree: they were forged on purpose; restore another state, or bring this one again from where it is sound"
+            f"state {uid} holds other bytes than when it was sealed ({found[:16]} now, {known[:16]}"
+            " then), though their digests against rot agree: they were forged on purpose; restore"
+            " another state, or bring this one again from where it is sound"
         )
 
 
@@ -243,7 +307,9 @@ def seal(session: Session, uid: str, digest: str) -> None:
 
     :raises Corrupt: it has another seal.
     """
-    made: Any = session.execute(_INSERT[session.connection().dialect.name], {"held": uid, "digest": digest})
+    made: Any = session.execute(
+        _INSERT[session.connection().dialect.name], {"held": uid, "digest": digest}
+    )
     if made.rowcount:
         amend(session, Amended.SEAL, [uid])
     check(seals(session, [uid]).get(uid), digest, uid)
@@ -254,7 +320,9 @@ _SEALS = (
     .join_from(_seal, _state, _state.c.id == _seal.c.state_id)
     .where(_state.c.uid.in_(bindparam("uids", expanding=True)))
 )
-_HELD = select(_state.c.id, bindparam("digest", type_=_seal.c.digest.type)).where(_state.c.uid == bindparam("held"))
+_HELD = select(_state.c.id, bindparam("digest", type_=_seal.c.digest.type)).where(
+    _state.c.uid == bindparam("held")
+)
 _INSERT = {
     name: make(_seal).from_select(["state_id", "digest"], _HELD).on_conflict_do_nothing()
     for name, make in (("sqlite", sqlite.insert), ("postgresql", postgresql.insert))

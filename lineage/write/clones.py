@@ -1,4 +1,5 @@
-"""States that come from other processes: their place in this lineage, and the record of where they came from."""
+"""States that come from other processes: their place in this lineage, and the record of where
+they came from."""
 
 from __future__ import annotations
 
@@ -13,7 +14,16 @@ from sqlalchemy import BindParameter, bindparam, case, insert, select, update
 from datastates import values
 from datastates.errors import Conflict, InvalidInput
 from datastates.lineage import lookup
-from datastates.lineage.chronicle import CloneLine, EventLine, RemarkLine, ReportLine, RunLine, SealLine, StateLine, VariantLine
+from datastates.lineage.chronicle import (
+    CloneLine,
+    EventLine,
+    RemarkLine,
+    ReportLine,
+    RunLine,
+    SealLine,
+    StateLine,
+    VariantLine,
+)
 from datastates.lineage.lookup import Amended, amend, batches, id_of, ids_of
 from datastates.lineage.lookup import states as load
 from datastates.lineage.query.names import holder
@@ -34,7 +44,18 @@ from datastates.lineage.schema import (
     table,
     to_us,
 )
-from datastates.lineage.states import OURS, Edge, EdgeKind, NewState, Ref, RefKind, Run, State, StateFacts, Status
+from datastates.lineage.states import (
+    OURS,
+    Edge,
+    EdgeKind,
+    NewState,
+    Ref,
+    RefKind,
+    Run,
+    State,
+    StateFacts,
+    Status,
+)
 from datastates.system.interrupts import checkpoint
 
 from . import record as carried
@@ -64,7 +85,8 @@ _BATCH = 500  # uids in one IN list, states recorded at once
 
 @dataclass(frozen=True, slots=True)
 class Clone:
-    """One arrival of a state: the URL that it was cloned from, the uid of that lineage, and the node and the run that received it."""
+    """One arrival of a state: the URL that it was cloned from, the uid of that lineage, and the
+    node and the run that received it."""
 
     state: str
     source: str
@@ -77,8 +99,8 @@ class Clone:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """What an arrival records: where the state came from, the uid of that lineage, how many bytes were moved for it, and the runs that came
-    with it, by their uids there."""
+    """What an arrival records: where the state came from, the uid of that lineage, how many
+    bytes were moved for it, and the runs that came with it, by their uids there."""
 
     source: str
     repository: str
@@ -100,17 +122,26 @@ def known(session: Session, uids: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def check_arrival(session: Session, state: State, ancestry: Sequence[State], tags: Sequence[Ref], made_by: Mapping[str, Run]) -> None:
-    """Raise unless ``import_ancestry``, ``arrive`` and ``refs.tag`` would accept all of this; nothing is changed.
+def check_arrival(
+    session: Session,
+    state: State,
+    ancestry: Sequence[State],
+    tags: Sequence[Ref],
+    made_by: Mapping[str, Run],
+) -> None:
+    """Raise unless ``import_ancestry``, ``arrive`` and ``refs.tag`` would accept all of this;
+    nothing is changed.
 
     :raises Conflict: a state of the same uid and another digest is here, or among them.
-    :raises InvalidInput: a name or a value cannot be stored, or a tag names a state that does not come; the error names it.
+    :raises InvalidInput: a name or a value cannot be stored, or a tag names a state that does not
+        come; the error names it.
     """
     coming: dict[str, str] = {}
     for each in (state, *ancestry):
         if coming.setdefault(each.uid, each.digest) != each.digest:
             raise Conflict(f"state {each.uid} comes with two digests: one of them is forged")
-        check(_new(each, coming, status=Status.EVICTED))  # as it will be recorded, except for the tier of its bytes
+        # as it will be recorded, except for the tier of its bytes
+        check(_new(each, coming, status=Status.EVICTED))
     for run in made_by.values():
         carried.check_carried(run)
     _check_same(known(session, coming), (state, *ancestry))
@@ -118,11 +149,15 @@ def check_arrival(session: Session, state: State, ancestry: Sequence[State], tag
         refs.check_name(tag.name)
         values.text(tag.message or "", f"the message of tag {tag.name}")
         if tag.state not in coming:
-            raise InvalidInput(f"tag {tag.name!r} names state {tag.state[:24]}, which does not come with it: leave the tag out")
+            raise InvalidInput(
+                f"tag {tag.name!r} names state {tag.state[:24]}, which does not come with it: leave"
+                " the tag out"
+            )
 
 
 def check_ancestry(session: Session, states: Sequence[State], made_by: Mapping[str, Run]) -> None:
-    """Raise unless ``import_ancestry`` would accept these states, each after its parents; nothing is changed.
+    """Raise unless ``import_ancestry`` would accept these states, each after its parents; nothing
+    is changed.
 
     :raises Conflict: a state of the same uid and another digest is here.
     :raises InvalidInput: a name or a value cannot be stored; the error names it.
@@ -136,13 +171,15 @@ def check_ancestry(session: Session, states: Sequence[State], made_by: Mapping[s
 
 
 def note(session: Session, uid: str, *, node: str, source: str, bytes_moved: int) -> None:
-    """Note that a state's bytes were carried to a folder: they can be trusted as much as the one who carried them."""
+    """Note that a state's bytes were carried to a folder: they can be trusted as much as the one
+    who carried them."""
     row = {"held": uid, "run": None, "source": source, "source_repository": "", "node": node}
     session.execute(_INSERT, {**row, "bytes_moved": bytes_moved, "created_at": to_us(None)})
 
 
 def trusted(session: Session, uids: Iterable[str], *, party: str) -> list[str]:
-    """Those of these states whose bytes can be trusted as much as ``party``: captured here, or received from no one else."""
+    """Those of these states whose bytes can be trusted as much as ``party``: captured here, or
+    received from no one else."""
     wanted, parties = list(uids), dict[str, set[str]]()
     for batch in batches(wanted, _BATCH):
         for row in session.execute(_PARTIES, {"uids": batch}):
@@ -153,10 +190,12 @@ def trusted(session: Session, uids: Iterable[str], *, party: str) -> list[str]:
 
 
 def import_ancestry(session: Session, states: Sequence[State], made_by: Mapping[str, Run]) -> int:
-    """Add those of ``states`` that are not here, as ``evicted``, since their bytes did not come. Returns how many there were.
+    """Add those of ``states`` that are not here, as ``evicted``, since their bytes did not come.
+    Returns how many there were.
 
-    They come newest first, as ``walk.log`` has them. A parent that is neither here nor listed after its child is left out; a state without
-    a first parent becomes a root. ``made_by`` are the runs that came with them, by uid. Idempotent.
+    They come newest first, as ``walk.log`` has them. A parent that is neither here nor listed after
+    its child is left out; a state without a first parent becomes a root. ``made_by`` are the runs
+    that came with them, by uid. Idempotent.
 
     :raises Conflict: a state of the same uid and another digest is here.
     """
@@ -164,7 +203,9 @@ def import_ancestry(session: Session, states: Sequence[State], made_by: Mapping[
     parents = (parent for state in coming.values() for parent in state.parents)
     here = _check_same(known(session, dict.fromkeys((*coming, *parents))), coming.values())
     news = []
-    runs = carried.carry(session, [state for state in coming.values() if state.uid not in here], made_by)
+    runs = carried.carry(
+        session, [state for state in coming.values() if state.uid not in here], made_by
+    )
     for state in coming.values():
         if state.uid not in here:
             news.append(_new(state, here, status=Status.EVICTED, run=runs.get(state.run or "")))
@@ -185,25 +226,43 @@ def arrive(
     came: Provenance,
     parts: Sequence[tuple[str, int]] = (),
 ) -> State:
-    """Record that a state's bytes came onto a tier of this process: the state or its new replica, and where it came from. Returns the
-    state.
+    """Record that a state's bytes came onto a tier of this process: the state or its new replica,
+    and where it came from. Returns the state.
 
     ``parts``: for a state of several ranks, all of whose parts came, each part's digest and bytes.
-    ``run`` is the process that holds the bytes: when it dies, a state that no other process holds is lost. It is not the run that captured
-    the state: ``came.runs`` has the record of that one.
+    ``run`` is the process that holds the bytes: when it dies, a state that no other process holds
+    is lost. It is not the run that captured the state: ``came.runs`` has the record of that one.
 
     :raises Conflict: a state of the same uid and another digest is here.
     """
     here = _check_same(known(session, [state.uid, *state.parents]), [state])
     place = holder(node, run)
     if state.uid not in here:
-        new = _new(state, here, status=Status.CAPTURED, run=carried.carry(session, [state], came.runs).get(state.run or ""))
+        new = _new(
+            state,
+            here,
+            status=Status.CAPTURED,
+            run=carried.carry(session, [state], came.runs).get(state.run or ""),
+        )
         record(session, replace(new, tier=tier, node=place, bytes_new=bytes_new))
     if parts:
         arrive_parts(session, state.uid, parts, tier=tier, node=place)
     if state.uid in here:
-        mark(session, state.uid, Status.CAPTURED, tier=tier, node=place, bytes=parts[0][1] if parts else bytes_new)
-    row = {"held": state.uid, "run": run, "source": came.source, "source_repository": came.repository, "node": node}
+        mark(
+            session,
+            state.uid,
+            Status.CAPTURED,
+            tier=tier,
+            node=place,
+            bytes=parts[0][1] if parts else bytes_new,
+        )
+    row = {
+        "held": state.uid,
+        "run": run,
+        "source": came.source,
+        "source_repository": came.repository,
+        "node": node,
+    }
     session.execute(_INSERT, {**row, "bytes_moved": came.bytes_moved, "created_at": to_us(None)})
     return load(session, [state.uid])[0]
 
@@ -211,15 +270,41 @@ def arrive(
 def clones_of(session: Session, uid: str) -> list[Clone]:
     """Every arrival of a state here, newest first."""
     rows = session.execute(_CLONES, {"state": id_of(session, uid)})
-    return [Clone(uid, row.source, row.source_repository, row.node, row.run, row.bytes_moved, from_us(row.created_at)) for row in rows]
+    return [
+        Clone(
+            uid,
+            row.source,
+            row.source_repository,
+            row.node,
+            row.run,
+            row.bytes_moved,
+            from_us(row.created_at),
+        )
+        for row in rows
+    ]
 
 
-def listing(session: Session, *, limit: int, after: int | None = None) -> list[tuple[int, int, Clone]]:
-    """Arrivals of states here, newest first, those before the one with the id ``after``: ids, steps of the states, and the records."""
+def listing(
+    session: Session, *, limit: int, after: int | None = None
+) -> list[tuple[int, int, Clone]]:
+    """Arrivals of states here, newest first, those before the one with the id ``after``: ids,
+    steps of the states, and the records."""
     found = _ARRIVALS if after is None else _ARRIVALS.where(_clone.c.id < after)
     rows = session.execute(found.limit(limit))
     return [
-        (row.id, row.step, Clone(row.state, row.source, row.source_repository, row.node, row.run, row.bytes_moved, from_us(row.created_at)))
+        (
+            row.id,
+            row.step,
+            Clone(
+                row.state,
+                row.source,
+                row.source_repository,
+                row.node,
+                row.run,
+                row.bytes_moved,
+                from_us(row.created_at),
+            ),
+        )
         for row in rows
     ]
 
@@ -228,13 +313,15 @@ def _check_same(here: dict[str, str], states: Iterable[State]) -> dict[str, str]
     for state in states:
         if here.get(state.uid, state.digest) != state.digest:
             raise Conflict(
-                f"state {state.uid} is here with the digest {here[state.uid][:16]}, not {state.digest[:16]}: one of them is forged"
+                f"state {state.uid} is here with the digest {here[state.uid][:16]}, not"
+                f" {state.digest[:16]}: one of them is forged"
             )
     return here
 
 
 def _new(state: State, here: dict[str, str], *, status: Status, run: str | None = None) -> NewState:
-    """The record of a state here: without parents that are not here, without a branch, and with the uid that its run has here."""
+    """The record of a state here: without parents that are not here, without a branch, and with
+    the uid that its run has here."""
     facts = state.facts
     facts = replace(
         facts,
@@ -246,11 +333,17 @@ def _new(state: State, here: dict[str, str], *, status: Status, run: str | None 
 
 
 _REPOSITORY = select(_repository.c.uid)
-_DIGESTS = select(_state.c.uid, _state.c.digest).where(_state.c.uid.in_(bindparam("uids", expanding=True)))
+_DIGESTS = select(_state.c.uid, _state.c.digest).where(
+    _state.c.uid.in_(bindparam("uids", expanding=True))
+)
 _own_run = case((_run.c.is_carried.is_(None), _run.c.id))
 _PARTIES = (
     select(_state.c.uid, _own_run.label("run_id"), _clone.c.source)
-    .select_from(_state.outerjoin(_clone, _clone.c.state_id == _state.c.id).outerjoin(_run, _run.c.id == _state.c.run_id))
+    .select_from(
+        _state.outerjoin(_clone, _clone.c.state_id == _state.c.id).outerjoin(
+            _run, _run.c.id == _state.c.run_id
+        )
+    )
     .where(_state.c.uid.in_(bindparam("uids", expanding=True)))
 )
 _INSERT = insert(_clone).values(
@@ -265,7 +358,11 @@ _CLONES = (
 )
 _ARRIVALS = (
     select(_clone, _run.c.uid.label("run"), _state.c.uid.label("state"), _state.c.step)
-    .select_from(_clone.join(_state, _state.c.id == _clone.c.state_id).outerjoin(_run, _run.c.id == _clone.c.run_id))
+    .select_from(
+        _clone.join(_state, _state.c.id == _clone.c.state_id).outerjoin(
+            _run, _run.c.id == _clone.c.run_id
+        )
+    )
     .order_by(_clone.c.id.desc())
 )
 
@@ -276,7 +373,9 @@ _ARRIVALS = (
 
 def is_empty(session: Session) -> bool:
     """Whether nothing was ever recorded here."""
-    return not any(session.execute(select(each.c.id).limit(1)).first() for each in (_state, _run, _event))
+    return not any(
+        session.execute(select(each.c.id).limit(1)).first() for each in (_state, _run, _event)
+    )
 
 
 def put_uid(session: Session, uid: str) -> None:
@@ -285,7 +384,9 @@ def put_uid(session: Session, uid: str) -> None:
 
 
 def put_runs(session: Session, runs: Sequence[RunLine], ended_at: Mapping[str, int]) -> None:
-    """Put every process and training. All of them are over: those without a recorded end ended at their last sign of life."""
+    """Put every process and training.
+
+    All of them are over: those without a recorded end ended at their last sign of life."""
     connection = session.connection()
     for run in runs:
         row = {
@@ -331,7 +432,9 @@ def new_state(line: StateLine) -> NewState:
         world_size=line.world_size,
     )
     status = Status.LOST if was in (Status.LOST, Status.CAPTURED) else Status.EVICTED
-    return NewState(facts, line.digest, status, bytes_total=line.bytes_total, bytes_new=line.bytes_new)
+    return NewState(
+        facts, line.digest, status, bytes_total=line.bytes_total, bytes_new=line.bytes_new
+    )
 
 
 def put_states(session: Session, news: Sequence[NewState], tell: Callable[[int], None]) -> None:
@@ -342,12 +445,30 @@ def put_states(session: Session, news: Sequence[NewState], tell: Callable[[int],
         tell(min(start + _BATCH, len(news)))
 
 
-def put_parts(session: Session, parts: Iterable[tuple[str, int, int, str, int]], *, tier: str, node: str) -> None:
-    """Put the parts of states of several parts: uid, rank, number of parts, digest, and when it was reported."""
+def put_parts(
+    session: Session, parts: Iterable[tuple[str, int, int, str, int]], *, tier: str, node: str
+) -> None:
+    """Put the parts of states of several parts: uid, rank, number of parts, digest, and when it
+    was reported."""
     rows = [
         {
-            **{"state_uid": uid, "rank": rank, "world_size": count, "digest": digest, "run_id": None, "status": Status.DURABLE.value},
-            **{"tier": tier, "node": node, "bytes_total": 0, "bytes_new": 0, "told_at": told_at, "place": None, "said": None},
+            **{
+                "state_uid": uid,
+                "rank": rank,
+                "world_size": count,
+                "digest": digest,
+                "run_id": None,
+                "status": Status.DURABLE.value,
+            },
+            **{
+                "tier": tier,
+                "node": node,
+                "bytes_total": 0,
+                "bytes_new": 0,
+                "told_at": told_at,
+                "place": None,
+                "said": None,
+            },
         }
         for uid, rank, count, digest, told_at in parts
     ]
@@ -356,8 +477,11 @@ def put_parts(session: Session, parts: Iterable[tuple[str, int, int, str, int]],
 
 
 def put_events(session: Session, events: Sequence[EventLine]) -> None:
-    """Put every line of the reflogs, and the names as they stand after the last of them; also computes the segments of branches."""
-    ids = _ids(session, {uid for event in events for uid in (event.old, event.new) if uid is not None})
+    """Put every line of the reflogs, and the names as they stand after the last of them; also
+    computes the segments of branches."""
+    ids = _ids(
+        session, {uid for event in events for uid in (event.old, event.new) if uid is not None}
+    )
     rows = [
         {
             "name": event.name,
@@ -377,7 +501,9 @@ def put_events(session: Session, events: Sequence[EventLine]) -> None:
         if at is None:
             standing.pop(event.name, None)
             continue
-        ref = standing.setdefault(event.name, {"name": event.name, "kind": event.kind, "version": 0, "message": None})
+        ref = standing.setdefault(
+            event.name, {"name": event.name, "kind": event.kind, "version": 0, "message": None}
+        )
         ref |= {"state_id": at, "version": int(str(ref["version"])) + 1, "message": event.message}
     if standing:
         session.execute(insert(_ref), list(standing.values()))
@@ -391,8 +517,17 @@ def put_remarks(session: Session, remarks: Sequence[RemarkLine]) -> int:
     ids = _ids(session, {remark.state for remark in remarks if remark.state is not None})
     rows = [
         {
-            **{"uid": remark.uid, "state_id": None if remark.state is None else ids[remark.state], "branch": remark.branch},
-            **{"author": remark.author, "text": remark.text, "created_at": remark.created_at, "edited_at": remark.edited_at},
+            **{
+                "uid": remark.uid,
+                "state_id": None if remark.state is None else ids[remark.state],
+                "branch": remark.branch,
+            },
+            **{
+                "author": remark.author,
+                "text": remark.text,
+                "created_at": remark.created_at,
+                "edited_at": remark.edited_at,
+            },
         }
         for remark in remarks
         if remark.state is None or remark.state in ids
@@ -403,13 +538,23 @@ def put_remarks(session: Session, remarks: Sequence[RemarkLine]) -> int:
 
 
 def put_clones(session: Session, clones: Sequence[CloneLine]) -> int:
-    """Put every arrival of a state that is here, in the order of arrival; returns how many there are."""
+    """Put every arrival of a state that is here, in the order of arrival; returns how many there
+    are."""
     ids = _ids(session, {clone.state for clone in clones})
     runs = {row.uid: row.id for row in session.execute(select(_run.c.uid, _run.c.id))}
     rows = [
         {
-            **{"state_id": ids[clone.state], "source": clone.source, "source_repository": clone.source_repository, "node": clone.node},
-            **{"run_id": runs.get(clone.run or ""), "bytes_moved": clone.bytes_moved, "created_at": clone.created_at},
+            **{
+                "state_id": ids[clone.state],
+                "source": clone.source,
+                "source_repository": clone.source_repository,
+                "node": clone.node,
+            },
+            **{
+                "run_id": runs.get(clone.run or ""),
+                "bytes_moved": clone.bytes_moved,
+                "created_at": clone.created_at,
+            },
         }
         for clone in clones
         if clone.state in ids
@@ -422,7 +567,9 @@ def put_clones(session: Session, clones: Sequence[CloneLine]) -> int:
 def put_seals(session: Session, seals: Sequence[SealLine]) -> int:
     """Put the seal of each state that is here; returns how many there are."""
     ids = _ids(session, {seal.state for seal in seals})
-    rows = [{"state_id": ids[seal.state], "digest": seal.digest} for seal in seals if seal.state in ids]
+    rows = [
+        {"state_id": ids[seal.state], "digest": seal.digest} for seal in seals if seal.state in ids
+    ]
     for some in batches(rows, _BATCH):
         session.execute(insert(_seal), some)
     amend(session, Amended.SEAL, [seal.state for seal in seals if seal.state in ids])
@@ -440,10 +587,16 @@ def put_variants(session: Session, variants: Sequence[VariantLine]) -> None:
 def put_reports(session: Session, reports: Sequence[ReportLine]) -> None:
     """Put the reports that were stored, with their samples."""
     for report in reports:
-        made: Any = session.execute(insert(_report), {"name": report.name, "created_at": report.created_at, "body": report.body})
+        made: Any = session.execute(
+            insert(_report),
+            {"name": report.name, "created_at": report.created_at, "body": report.body},
+        )
         (id_,) = made.inserted_primary_key
         if report.samples:
-            session.execute(insert(_sample), [{"report_id": id_, **structs.asdict(sample)} for sample in report.samples])
+            session.execute(
+                insert(_sample),
+                [{"report_id": id_, **structs.asdict(sample)} for sample in report.samples],
+            )
         amend(session, Amended.REPORT, [report.name])
 
 

@@ -1,20 +1,24 @@
-"""The parts of a state that several ranks capture: each rank reports its own, and the last one makes the state visible.
+"""The parts of a state that several ranks capture: each rank reports its own, and the last one
+makes the state visible.
 
-Until then a state waits: no list, search or count includes it. No rank waits for another, and parts may come in any order. A state of
-one part is recorded as usual and has no row here.
+Until then a state waits: no list, search or count includes it. No rank waits for another, and parts
+may come in any order. A state of one part is recorded as usual and has no row here.
 
 Rules:
-- A rank that has no part reports that instead (``skip_part``), and the state is *given up* for all ranks: one row stays, which says because
-  of which rank and why. The same happens to a state that nobody waits for any longer (``give_up``), and to one that the lineage refuses.
-- Every part names as its parent the state that its rank captured, or skipped, before. If that parent was given up, the parent's own parent
-  takes its place, and so on; if it is still waiting, the state waits too. A row of rank -1 or below, under the uid of a state that waits,
-  names a complete state that waits for it. The row of the lowest possible rank holds how many parts were reported, so that nobody has to
-  count them.
-- A state whose part is gone is given up: when the run that reported the part died, or ended while the part was only in its memory
-  (``runs``). A part that outlives its run stays: another rank may be later, or be run later, and nobody here can know that it will not.
-  ``waiting`` reports that the runs behind such a state have ended.
-- Reports of states of one branch take turns. Otherwise two ranks that report the last parts of a state, or of a state and of its parent,
-  would each take the other's part for missing.
+- A rank that has no part reports that instead (``skip_part``), and the state is *given up* for all
+  ranks: one row stays, which says because of which rank and why. The same happens to a state that
+  nobody waits for any longer (``give_up``), and to one that the lineage refuses.
+- Every part names as its parent the state that its rank captured, or skipped, before. If that
+  parent was given up, the parent's own parent takes its place, and so on; if it is still waiting,
+  the state waits too. A row of rank -1 or below, under the uid of a state that waits, names a
+  complete state that waits for it. The row of the lowest possible rank holds how many parts were
+  reported, so that nobody has to count them.
+- A state whose part is gone is given up: when the run that reported the part died, or ended while
+  the part was only in its memory (``runs``). A part that outlives its run stays: another rank may
+  be later, or be run later, and nobody here can know that it will not. ``waiting`` reports that the
+  runs behind such a state have ended.
+- Reports of states of one branch take turns. Otherwise two ranks that report the last parts of a
+  state, or of a state and of its parent, would each take the other's part for missing.
 """
 
 from __future__ import annotations
@@ -26,7 +30,18 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import BindParameter, bindparam, delete, func, insert, literal, or_, select, text, update
+from sqlalchemy import (
+    BindParameter,
+    bindparam,
+    delete,
+    func,
+    insert,
+    literal,
+    or_,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 
 from datastates.errors import Conflict, InvalidInput, NotFound
@@ -74,15 +89,18 @@ _AFTER = "@"
 
 _FAR = "wanted"
 _NEAR = "near"
-"""What the row of a part of a complete state says once its rank makes it durable: whether it should go on to further tiers, or not."""
+"""What the row of a part of a complete state says once its rank makes it durable: whether it
+should go on to further tiers, or not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Telling:
-    """What one rank captured of a state. ``new`` is what ``record`` takes, for this part only; ``reduce`` says how metrics are combined.
+    """What one rank captured of a state. ``new`` is what ``record`` takes, for this part only;
+    ``reduce`` says how metrics are combined.
 
-    ``form`` is equal for parts that form one state together: they have the same tree, and divide its tensors alike. It may also say after
-    how many steps of the optimizers the part was captured (``form_after``). Empty: not stated.
+    ``form`` is equal for parts that form one state together: they have the same tree, and divide
+    its tensors alike. It may also say after how many steps of the optimizers the part was captured
+    (``form_after``). Empty: not stated.
     """
 
     new: NewState
@@ -96,21 +114,31 @@ def form_after(form: str, updates: int) -> str:
     return f"{form}{_AFTER}{updates}"
 
 
-def record_part(session: Session, new: NewState, *, rank: int, reduce: Reduce = FIRST) -> State | None:
-    """Record what one rank captured of a state. Returns the state if that completes it, or if it was complete before; else None.
+def record_part(
+    session: Session, new: NewState, *, rank: int, reduce: Reduce = FIRST
+) -> State | None:
+    """Record what one rank captured of a state. Returns the state if that completes it, or if it
+    was complete before; else None.
 
-    ``new`` is what ``record`` takes, for this part only: its digest, its bytes and where they are; ``new.facts.world_size`` says how many
-    parts there are. The parts agree on parents, branch and step. Attributes, message, time and run of the state are those of rank 0;
-    ``reduce`` decides the metrics. The state's digest is ``content.root.root_digest`` of the parts' digests and its parents'. Reporting a
-    part again changes nothing. An error must leave the transaction; the part is then not reported.
+    ``new`` is what ``record`` takes, for this part only: its digest, its bytes and where they are;
+    ``new.facts.world_size`` says how many parts there are. The parts agree on parents, branch and
+    step. Attributes, message, time and run of the state are those of rank 0; ``reduce`` decides the
+    metrics. The state's digest is ``content.root.root_digest`` of the parts' digests and its
+    parents'. Reporting a part again changes nothing. An error must leave the transaction; the part
+    is then not reported.
 
     :param rank: the rank of the part, in ``range(new.facts.world_size)``.
-    :raises Conflict: it contradicts a reported part: another digest, number of parts, parent, branch or step.
+    :raises Conflict: it contradicts a reported part: another digest, number of parts, parent,
+        branch or step.
     :raises NotFound: there is no such run.
     :raises InvalidInput: there is no such rank, or a value cannot be stored; the error names it.
     """
     record_parts(session, [Telling(new, rank, reduce)])
-    return state(session, new.uid) if session.execute(_WHOLE, {"uid": new.uid}).scalar() is not None else None
+    return (
+        state(session, new.uid)
+        if session.execute(_WHOLE, {"uid": new.uid}).scalar() is not None
+        else None
+    )
 
 
 def record_parts(session: Session, told: Sequence[Telling]) -> None:
@@ -123,26 +151,49 @@ def record_parts(session: Session, told: Sequence[Telling]) -> None:
 
 
 def skip_part(session: Session, facts: StateFacts, *, rank: int, why: Why, reason: str) -> None:
-    """Report that a rank has no part of a state. That gives the state up, unless it was given up before; a complete state stays."""
+    """Report that a rank has no part of a state.
+
+    That gives the state up, unless it was given up before; a complete state stays."""
     _take_turns(session, {facts.branch})
     _give_up(session, facts.uid, rank, why, reason, place=_place_of(facts), size=facts.world_size)
 
 
-def give_up(session: Session, uids: Iterable[str], *, why: Why, reason: str, rank: int | None = None) -> None:
-    """Give up states that wait, because of ``rank``, or of the first one that reported no part. States that do not wait are left alone."""
+def give_up(
+    session: Session, uids: Iterable[str], *, why: Why, reason: str, rank: int | None = None
+) -> None:
+    """Give up states that wait, because of ``rank``, or of the first one that reported no part.
+
+    States that do not wait are left alone."""
     asked = sorted(set(uids))
     rows = session.execute(_PLACES, {"uids": asked}).all()
     _take_turns(session, {json.loads(row.place)["branch"] for row in rows})
-    for row in session.execute(_PLACES, {"uids": asked}).all():  # again, as it is now that it is our turn
+    for row in session.execute(
+        _PLACES, {"uids": asked}
+    ).all():  # again, as it is now that it is our turn
         ranks = set(session.execute(_RANKS, {"uid": row.state_uid}).scalars())
         missing = next((each for each in range(row.world_size) if each not in ranks), 0)
         blamed = missing if rank is None else rank
-        said = reason if len(ranks) < row.world_size else f"the state before it was never told; {reason}"
-        _give_up(session, row.state_uid, blamed, why, said, place=json.loads(row.place), size=row.world_size)
+        said = (
+            reason
+            if len(ranks) < row.world_size
+            else f"the state before it was never told; {reason}"
+        )
+        _give_up(
+            session,
+            row.state_uid,
+            blamed,
+            why,
+            said,
+            place=json.loads(row.place),
+            size=row.world_size,
+        )
 
 
-def drop_waiting(session: Session, runs: Sequence[str], *, tiers: Collection[str] | None = None) -> list[Waiting]:
-    """Give up the waiting states of which one of these runs, whose processes are gone, reported a part; returns these states.
+def drop_waiting(
+    session: Session, runs: Sequence[str], *, tiers: Collection[str] | None = None
+) -> list[Waiting]:
+    """Give up the waiting states of which one of these runs, whose processes are gone, reported a
+    part; returns these states.
 
     With ``tiers`` only those whose part is on one of these tiers, which went with the process.
     """
@@ -153,36 +204,55 @@ def drop_waiting(session: Session, runs: Sequence[str], *, tiers: Collection[str
     dropped = waiting(session, sorted(lost)) if lost else []
     for each in dropped:
         rank = lost[each.uid]
-        give_up(session, [each.uid], why=Why.GONE, rank=rank, reason="its part was in the memory of a process that ended")
+        give_up(
+            session,
+            [each.uid],
+            why=Why.GONE,
+            rank=rank,
+            reason="its part was in the memory of a process that ended",
+        )
     return dropped
 
 
 def abandon(session: Session) -> list[str]:
-    """Give up the waiting states for which every run that reported a part has ended; returns their uids."""
+    """Give up the waiting states for which every run that reported a part has ended; returns
+    their uids."""
     ended = [each.uid for each in waiting(session) if each.has_ended]
-    give_up(session, ended, why=Why.GONE, reason="it told no part before the runs of the others ended")
+    give_up(
+        session, ended, why=Why.GONE, reason="it told no part before the runs of the others ended"
+    )
     return ended
 
 
-def want_parts(session: Session, uids: Collection[str], *, rank: int, is_near: bool = False) -> None:
-    """Note that this rank makes its part of these complete states durable, and that the others must too: one part alone is worth nothing.
+def want_parts(
+    session: Session, uids: Collection[str], *, rank: int, is_near: bool = False
+) -> None:
+    """Note that this rank makes its part of these complete states durable, and that the others must
+    too: one part alone is worth nothing.
 
-    ``is_near``: this rank keeps the part off further tiers, and the others must too, until one rank wants the states without that.
+    ``is_near``: this rank keeps the part off further tiers, and the others must too, until one rank
+      wants the states without that.
     """
     if uids:
-        session.execute(_WANT, {"uids": sorted(uids), "of_rank": rank, "how": _NEAR if is_near else _FAR})
+        session.execute(
+            _WANT, {"uids": sorted(uids), "of_rank": rank, "how": _NEAR if is_near else _FAR}
+        )
 
 
 def wanted_parts(session: Session, uids: Collection[str]) -> dict[str, bool]:
-    """Those of these complete states that some rank makes durable; and whether all these ranks keep them off further tiers."""
+    """Those of these complete states that some rank makes durable; and whether all these ranks
+    keep them off further tiers."""
     found: dict[str, bool] = {}
     for row in session.execute(_WANTED, {"uids": sorted(uids)}) if uids else ():
         found[row.state_uid] = found.get(row.state_uid, True) and row.said == _NEAR
     return found
 
 
-def arrive_parts(session: Session, uid: str, parts: Sequence[tuple[str, int]], *, tier: str, node: str) -> None:
-    """Note that all parts of a complete state came onto one tier: by rank each part's digest and bytes. What was known of the parts stays.
+def arrive_parts(
+    session: Session, uid: str, parts: Sequence[tuple[str, int]], *, tier: str, node: str
+) -> None:
+    """Note that all parts of a complete state came onto one tier: by rank each part's digest and
+    bytes. What was known of the parts stays.
 
     :raises Conflict: a part is known with another digest.
     """
@@ -191,7 +261,8 @@ def arrive_parts(session: Session, uid: str, parts: Sequence[tuple[str, int]], *
     for rank, (digest, size) in enumerate(parts):
         if known.get(rank, digest) != digest:
             raise Conflict(
-                f"rank {rank} of state {uid} is here with the digest {known[rank][:16]}, not {digest[:16]}: one of them is forged"
+                f"rank {rank} of state {uid} is here with the digest {known[rank][:16]}, not"
+                f" {digest[:16]}: one of them is forged"
             )
         hold(session, state_id, rank=rank, tier=tier, node=node, bytes=size)
     told: dict[str, Any] = {
@@ -203,7 +274,10 @@ def arrive_parts(session: Session, uid: str, parts: Sequence[tuple[str, int]], *
         "node": node,
     }
     told |= {"told_at": to_us(row.created_at), "place": None, "said": None}
-    rows = [{**told, "rank": rank, "digest": digest, "bytes_total": size, "bytes_new": size} for rank, (digest, size) in enumerate(parts)]
+    rows = [
+        {**told, "rank": rank, "digest": digest, "bytes_total": size, "bytes_new": size}
+        for rank, (digest, size) in enumerate(parts)
+    ]
     if not known:
         session.execute(_INSERT, rows)
 
@@ -214,7 +288,11 @@ def part_digests(session: Session, uid: str) -> tuple[str, ...]:
     :raises NotFound: there is no such state.
     """
     found = state(session, uid)
-    return (found.digest,) if found.world_size == 1 else tuple(session.execute(_DIGESTS, {"uid": uid}).scalars())
+    return (
+        (found.digest,)
+        if found.world_size == 1
+        else tuple(session.execute(_DIGESTS, {"uid": uid}).scalars())
+    )
 
 
 # The steps of record_parts
@@ -231,16 +309,25 @@ def _check(told: Telling) -> None:
     check(new)
     check_metrics(new.facts.metrics, check_reduce(told.reduce), rank)
     if not 0 <= rank < size:
-        raise InvalidInput(f"state {new.uid} has {size} parts, and none of rank {rank}: ranks count from 0")
+        raise InvalidInput(
+            f"state {new.uid} has {size} parts, and none of rank {rank}: ranks count from 0"
+        )
     if not new.status.is_restorable:
-        raise InvalidInput(f"rank {rank} of {new.uid} is said to be {new.status}: a part is told once its bytes are somewhere")
+        raise InvalidInput(
+            f"rank {rank} of {new.uid} is said to be {new.status}: a part is told once its bytes"
+            " are somewhere"
+        )
 
 
 def _take_turns(session: Session, branches: Iterable[str | None]) -> None:
     """Wait for the turn of these branches. SQLite has only one writer anyway."""
     if session.get_bind().dialect.name == "postgresql":
-        hashed = (hashlib.blake2b(f"parts of {branch or ''}".encode(), digest_size=8).digest() for branch in branches)
-        for key in sorted(int.from_bytes(each, signed=True) for each in hashed):  # in one order, so that no two wait for each other
+        hashed = (
+            hashlib.blake2b(f"parts of {branch or ''}".encode(), digest_size=8).digest()
+            for branch in branches
+        )
+        for key in sorted(int.from_bytes(each, signed=True) for each in hashed):
+            # in one order, so that no two wait for each other
             session.execute(_LOCK, {"key": key})
 
 
@@ -260,7 +347,16 @@ def _tell(session: Session, told: Telling, runs: Mapping[str | None, int | None]
     count = (found.count or 0) + 1
     made = [_row(told, runs)]
     if found.count is None:
-        made.append({**made[0], "rank": _COUNTER, "world_size": count, "digest": "", "place": None, "said": None})
+        made.append(
+            {
+                **made[0],
+                "rank": _COUNTER,
+                "world_size": count,
+                "digest": "",
+                "place": None,
+                "said": None,
+            }
+        )
     else:
         session.execute(_COUNT_ON, {"uid": new.uid, "count": count})
     session.execute(_INSERT, made)
@@ -270,7 +366,8 @@ def _tell(session: Session, told: Telling, runs: Mapping[str | None, int | None]
 def _was_told(told: Telling, known: Mapping[int, Any], whole: str | None) -> bool:
     """Whether a part was reported before.
 
-    :raises Conflict: a different one was, or what it says of the state contradicts what another part says, as far as that is kept.
+    :raises Conflict: a different one was, or what it says of the state contradicts what another
+        part says, as far as that is kept.
     """
     new, rank, size = told.new, told.rank, told.new.facts.world_size
     for other in known.values():
@@ -278,41 +375,54 @@ def _was_told(told: Telling, known: Mapping[int, Any], whole: str | None) -> boo
         _check_alike(told, other.rank, place | {"world_size": other.world_size})
     digest = whole if size == 1 else known[rank].digest if rank in known else None
     if digest is None and whole is not None:
-        raise Conflict(f"there is a state {new.uid} already, which has no such parts: every capture needs a uid of its own")
+        raise Conflict(
+            f"there is a state {new.uid} already, which has no such parts: every capture needs a"
+            " uid of its own"
+        )
     if digest and digest != new.digest:
         raise Conflict(
-            f"rank {rank} of state {new.uid} was told with the digest {digest[:16]}, and now with {new.digest[:16]}: "
-            "every capture needs a uid of its own"
+            f"rank {rank} of state {new.uid} was told with the digest {digest[:16]}, and now with"
+            f" {new.digest[:16]}: every capture needs a uid of its own"
         )
     return digest is not None
 
 
 def _check_alike(told: Telling, other: int, theirs: Mapping[str, Any]) -> None:
-    """Raise unless a part says of its state the same as the part of the rank ``other``, as far as that is kept.
+    """Raise unless a part says of its state the same as the part of the rank ``other``, as far as
+    that is kept.
 
     :raises Conflict: it does not; the error says what is different.
     """
     ours = _common(told)
     wrong = [key for key in ours if key in theirs and ours[key] != theirs[key]]
     if wrong == ["form"]:
-        (form, _, updates), (their_form, _, their_updates) = told.form.partition(_AFTER), theirs["form"].partition(_AFTER)
+        (form, _, updates), (their_form, _, their_updates) = (
+            told.form.partition(_AFTER),
+            theirs["form"].partition(_AFTER),
+        )
         if form == their_form:
             raise Conflict(
-                f"rank {told.rank} of state {told.new.uid} was captured after {updates or 'uncounted'} steps of the optimizer, and that"
-                f" of rank {other} after {their_updates or 'uncounted'}: let all ranks capture at the same places, or give each capture"
-                " its step"
+                f"rank {told.rank} of state {told.new.uid} was captured after"
+                f" {updates or 'uncounted'} steps of the optimizer, and that of rank {other} after"
+                f" {their_updates or 'uncounted'}: let all ranks capture at the same places, or"
+                " give each capture its step"
             )
         raise Conflict(
-            f"rank {told.rank} of state {told.new.uid} has another tree than rank {other}, or divides its tensors otherwise: let all ranks"
-            " change what they track before the same capture"
+            f"rank {told.rank} of state {told.new.uid} has another tree than rank {other}, or"
+            " divides its tensors otherwise: let all ranks change what they track before the same"
+            " capture"
         )
     if wrong:
         said = ", ".join(f"{key} {ours[key]!r} and not {theirs[key]!r}" for key in wrong)
-        raise Conflict(f"rank {told.rank} of state {told.new.uid} says {said}, which rank {other} says: ranks must capture as one")
+        raise Conflict(
+            f"rank {told.rank} of state {told.new.uid} says {said}, which rank {other} says: ranks"
+            " must capture as one"
+        )
 
 
 def _settle(session: Session, uids: Iterable[str]) -> None:
-    """Complete these states, where nothing is missing any more, and then those that wait for them."""
+    """Complete these states, where nothing is missing any more, and then those that wait for
+    them."""
     todo = deque(uids)
     while todo:
         uid = todo.popleft()
@@ -321,7 +431,8 @@ def _settle(session: Session, uids: Iterable[str]) -> None:
 
 
 def _complete(session: Session, uid: str) -> bool:
-    """Record a state all of whose parts are there, unless it must wait for its parent; returns whether it no longer waits."""
+    """Record a state all of whose parts are there, unless it must wait for its parent; returns
+    whether it no longer waits."""
     first = session.execute(_FIRST, {"uid": uid}).one()
     place, size = json.loads(first.place), first.world_size
     place.pop("form", None)
@@ -338,7 +449,8 @@ def _complete(session: Session, uid: str) -> bool:
 
 
 def _standing(session: Session, uid: str | None) -> tuple[str | None, str | None]:
-    """The effective parent of a state that names this one as its parent; or the uid of the state that must be waited for."""
+    """The effective parent of a state that names this one as its parent; or the uid of the state
+    that must be waited for."""
     while uid is not None:
         found = session.execute(_STANDING, {"uid": uid}).one()
         if found.whole is not None:
@@ -353,15 +465,29 @@ def _record_whole(session: Session, first: Any, place: Mapping[str, Any]) -> Non
     uid, size, said = first.state_uid, first.world_size, json.loads(first.said)
     reduce = said.pop("reduce", FIRST)
     if reduce != FIRST:
-        every = [json.loads(other)["metrics"] for other in session.execute(_SAID, {"uid": uid}).scalars()]
+        every = [
+            json.loads(other)["metrics"] for other in session.execute(_SAID, {"uid": uid}).scalars()
+        ]
         said["metrics"] = reduced(every, reduce)
     edges = tuple(Edge(parent, EdgeKind(kind), weight) for parent, kind, weight in place["edges"])
     created_at = from_us(said.pop("created_at"))
-    facts = StateFacts(**{"uid": uid, **place, **said, "created_at": created_at, "edges": edges, "world_size": size})
+    facts = StateFacts(
+        **{
+            "uid": uid,
+            **place,
+            **said,
+            "created_at": created_at,
+            "edges": edges,
+            "world_size": size,
+        }
+    )
     sums = session.execute(_SUMS, {"uid": uid}).all()
     whole = NewState(
         facts,
-        digest=root_digest(session.execute(_DIGESTS, {"uid": uid}).scalars().all(), digests_of(session, facts.parents)),
+        digest=root_digest(
+            session.execute(_DIGESTS, {"uid": uid}).scalars().all(),
+            digests_of(session, facts.parents),
+        ),
         status=min((Status(each.status) for each in sums), key=SAFETY.__getitem__),
         bytes_total=int(sum(each.bytes_total for each in sums)),
         bytes_new=int(sum(each.bytes_new for each in sums)),
@@ -392,28 +518,84 @@ def digests_of(session: Session, uids: Sequence[str]) -> tuple[str, ...]:
 # Giving up
 
 
-def _give_up(session: Session, uid: str, rank: int, why: Why, reason: str, *, place: Mapping[str, Any], size: int) -> None:
+def _give_up(
+    session: Session,
+    uid: str,
+    rank: int,
+    why: Why,
+    reason: str,
+    *,
+    place: Mapping[str, Any],
+    size: int,
+) -> None:
     found: Any = session.execute(_TOLD, {"uid": uid}).one()
     if found.whole is None and found.first not in WHYS:
         _drop(session, uid, rank, why, reason, place=place, size=size)
         _settle(session, _those_after(session, uid))
 
 
-def _drop(session: Session, uid: str, rank: int, why: Why, reason: str, *, place: Mapping[str, Any], size: int) -> None:
+def _drop(
+    session: Session,
+    uid: str,
+    rank: int,
+    why: Why,
+    reason: str,
+    *,
+    place: Mapping[str, Any],
+    size: int,
+) -> None:
     """Replace all parts of a state by one row."""
     session.execute(_DROP, {"uid": uid})
     session.execute(_FORGET_COUNT, {"uid": uid})
-    row = {"state_uid": uid, "rank": rank, "world_size": size, "digest": "", "run_id": None, "status": why.value, "tier": "", "node": ""}
+    row = {
+        "state_uid": uid,
+        "rank": rank,
+        "world_size": size,
+        "digest": "",
+        "run_id": None,
+        "status": why.value,
+        "tier": "",
+        "node": "",
+    }
     said = json.dumps({"reason": reason})
-    session.execute(_INSERT, {**row, "bytes_total": 0, "bytes_new": 0, "told_at": to_us(None), "place": json.dumps(place), "said": said})
+    session.execute(
+        _INSERT,
+        {
+            **row,
+            "bytes_total": 0,
+            "bytes_new": 0,
+            "told_at": to_us(None),
+            "place": json.dumps(place),
+            "said": said,
+        },
+    )
 
 
 def _wait_for(session: Session, awaited: str, uid: str) -> None:
     """Note that a state with all its parts waits for another one."""
     found = session.execute(_CHILDREN, {"uid": awaited}).all()
     if uid not in {row.said for row in found}:
-        row = {"state_uid": awaited, "rank": -1 - len(found), "world_size": 0, "digest": "", "run_id": None, "status": "", "tier": ""}
-        session.execute(_INSERT, {**row, "node": "", "bytes_total": 0, "bytes_new": 0, "told_at": to_us(None), "place": None, "said": uid})
+        row = {
+            "state_uid": awaited,
+            "rank": -1 - len(found),
+            "world_size": 0,
+            "digest": "",
+            "run_id": None,
+            "status": "",
+            "tier": "",
+        }
+        session.execute(
+            _INSERT,
+            {
+                **row,
+                "node": "",
+                "bytes_total": 0,
+                "bytes_new": 0,
+                "told_at": to_us(None),
+                "place": None,
+                "said": uid,
+            },
+        )
 
 
 def _those_after(session: Session, uid: str) -> list[str]:
@@ -450,8 +632,12 @@ def _row(told: Telling, runs: Mapping[str | None, int | None]) -> dict[str, obje
         "bytes_total": new.bytes_total,
         "bytes_new": new.bytes_new,
         "told_at": to_us(None),
-        "place": json.dumps({key: value for key, value in _common(told).items() if key != "world_size"}),
-        "said": json.dumps(said),  # not the database's JSON, which supports neither NaN nor integers of any size
+        "place": json.dumps(
+            {key: value for key, value in _common(told).items() if key != "world_size"}
+        ),
+        "said": json.dumps(
+            said
+        ),  # not the database's JSON, which supports neither NaN nor integers of any size
     }
 
 
@@ -467,7 +653,8 @@ def _run_ids(session: Session, uids: Collection[str | None]) -> dict[str | None,
 
 
 def _common(told: Telling) -> dict[str, Any]:
-    """What a part says of its state and every other part must say too; of the form only where it is stated."""
+    """What a part says of its state and every other part must say too; of the form only where it
+    is stated."""
     common = {"world_size": told.new.facts.world_size, **_place_of(told.new.facts)}
     return common | ({"form": told.form} if told.form else {})
 
@@ -475,7 +662,13 @@ def _common(told: Telling) -> dict[str, Any]:
 def _place_of(facts: StateFacts) -> dict[str, Any]:
     """What all parts of a state say alike."""
     edges = [[edge.parent, edge.kind.value, edge.weight] for edge in facts.edges]
-    return {"parent": facts.parent, "branch": facts.branch, "step": facts.step, "micro_step": facts.micro_step, "edges": edges}
+    return {
+        "parent": facts.parent,
+        "branch": facts.branch,
+        "step": facts.step,
+        "micro_step": facts.micro_step,
+        "edges": edges,
+    }
 
 
 # The statements
@@ -491,7 +684,12 @@ _WHOLE = select(_state.c.digest).where(_state.c.uid == bindparam("uid"))
 _is_counter = (_of_uid, _part.c.rank == _COUNTER)
 _TOLD = select(
     select(_part.c.world_size).where(*_is_counter).scalar_subquery().label("count"),
-    select(_part.c.status).where(*_parts_of_it).order_by(_part.c.rank).limit(1).scalar_subquery().label("first"),
+    select(_part.c.status)
+    .where(*_parts_of_it)
+    .order_by(_part.c.rank)
+    .limit(1)
+    .scalar_subquery()
+    .label("first"),
     _whole.label("whole"),
 )
 _COUNT_ON = update(_part).where(*_is_counter).values(world_size=bindparam("count"))
@@ -506,15 +704,26 @@ _FIRST = select(_part).where(*_parts_of_it, _part.c.rank == 0)
 _SAID = select(_part.c.said).where(*_parts_of_it).order_by(_part.c.rank)
 _RANKS = select(_part.c.rank).where(*_parts_of_it)
 _SUMS = (
-    select(_part.c.status, func.sum(_part.c.bytes_total).label("bytes_total"), func.sum(_part.c.bytes_new).label("bytes_new"))
+    select(
+        _part.c.status,
+        func.sum(_part.c.bytes_total).label("bytes_total"),
+        func.sum(_part.c.bytes_new).label("bytes_new"),
+    )
     .where(*_parts_of_it)
     .group_by(_part.c.status)
 )
 _DIGESTS = select(_part.c.digest).where(*_parts_of_it).order_by(_part.c.rank)
-_DIGEST_OF_PART = select(_part.c.digest).where(_of_uid, _part.c.rank == bindparam("of_rank"), _part.c.place.is_(None))
+_DIGEST_OF_PART = select(_part.c.digest).where(
+    _of_uid, _part.c.rank == bindparam("of_rank"), _part.c.place.is_(None)
+)
 _DIGESTS_OF = select(_state.c.uid, _state.c.digest).where(_state.c.uid.in_(_uids))
 _STANDING = select(
-    _whole.label("whole"), select(_part.c.place).where(*_parts_of_it, _is_given_up).limit(1).scalar_subquery().label("place")
+    _whole.label("whole"),
+    select(_part.c.place)
+    .where(*_parts_of_it, _is_given_up)
+    .limit(1)
+    .scalar_subquery()
+    .label("place"),
 )
 _PLACES = (
     select(_part.c.state_uid, _part.c.world_size, func.min(_part.c.place).label("place"))
@@ -525,8 +734,14 @@ _RUNS = select(_run.c.uid, _run.c.id).where(_run.c.uid.in_(bindparam("runs", exp
 _INSERT = insert(_part)
 _SETTLED = update(_part).where(*_parts_of_it).values(place=None, said=None)
 _is_whole = (_is_part, _part.c.place.is_(None), _part.c.state_uid.in_(_uids))
-_WANT = update(_part).where(*_is_whole, _part.c.rank == bindparam("of_rank")).values(said=bindparam("how"))
-_WANTED = select(_part.c.state_uid, _part.c.said).where(*_is_whole, _part.c.said.is_not(None)).distinct()
+_WANT = (
+    update(_part)
+    .where(*_is_whole, _part.c.rank == bindparam("of_rank"))
+    .values(said=bindparam("how"))
+)
+_WANTED = (
+    select(_part.c.state_uid, _part.c.said).where(*_is_whole, _part.c.said.is_not(None)).distinct()
+)
 _DROP = delete(_part).where(*_parts_of_it)
 _is_child = (_of_uid, _part.c.rank < 0, _part.c.rank > _COUNTER)
 _CHILDREN = select(_part.c.said).where(*_is_child).order_by(_part.c.rank.desc())
@@ -539,12 +754,23 @@ _WAITING_OF = (
 )
 _held = ["state_id", "rank", "tier", "node", "status", "bytes"]
 _all_held = select(
-    bindparam("id", type_=_replica.c.state_id.type), _part.c.rank, _part.c.tier, _part.c.node, literal("ok"), _part.c.bytes_new
+    bindparam("id", type_=_replica.c.state_id.type),
+    _part.c.rank,
+    _part.c.tier,
+    _part.c.node,
+    literal("ok"),
+    _part.c.bytes_new,
 )
 _HOLD_ALL = {
-    name: upsert.on_conflict_do_update(index_elements=_held[:4], set_={"status": upsert.excluded.status, "bytes": upsert.excluded.bytes})
+    name: upsert.on_conflict_do_update(
+        index_elements=_held[:4],
+        set_={"status": upsert.excluded.status, "bytes": upsert.excluded.bytes},
+    )
     for name, upsert in (
         ("sqlite", sqlite.insert(_replica).from_select(_held, _all_held.where(*_parts_of_it))),
-        ("postgresql", postgresql.insert(_replica).from_select(_held, _all_held.where(*_parts_of_it))),
+        (
+            "postgresql",
+            postgresql.insert(_replica).from_select(_held, _all_held.where(*_parts_of_it)),
+        ),
     )
 }

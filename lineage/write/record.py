@@ -1,7 +1,8 @@
-"""The commit point: one transaction makes a state, with everything that belongs to it, part of the lineage.
+"""The commit point: one transaction makes a state, with everything that belongs to it, part of the
+lineage.
 
-It runs beside training, under its GIL. So it is a handful of statements, compiled once, on tables rather than on models; several states
-take no more statements than one.
+It runs beside training, under its GIL. So it is a handful of statements, compiled once, on tables
+rather than on models; several states take no more statements than one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,18 @@ from fractions import Fraction
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import BigInteger, Connection, bindparam, exc, func, insert, literal, select, text, update
+from sqlalchemy import (
+    BigInteger,
+    Connection,
+    bindparam,
+    exc,
+    func,
+    insert,
+    literal,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 
 from datastates import values
@@ -37,7 +49,17 @@ from datastates.lineage.schema import (
     table,
     to_us,
 )
-from datastates.lineage.states import STATES, TAKEN, NewState, RefKind, Run, State, StateFacts, Tally, columns_of
+from datastates.lineage.states import (
+    STATES,
+    TAKEN,
+    NewState,
+    RefKind,
+    Run,
+    State,
+    StateFacts,
+    Tally,
+    columns_of,
+)
 from datastates.system import logs
 from datastates.values import storable
 
@@ -57,10 +79,11 @@ _UID = re.compile(r"[0-9a-f]{24}")
 
 
 def record(session: Session, new: NewState) -> State:
-    """Make a state visible and move its branch to it; the branch may only come from the state's parent.
+    """Make a state visible and move its branch to it; the branch may only come from the state's
+    parent.
 
-    The branch is created if nothing has its name. A metric may be NaN or infinite, and is read back as it was. An error must leave the
-    transaction, so that nothing half-recorded is committed.
+    The branch is created if nothing has its name. A metric may be NaN or infinite, and is read back
+    as it was. An error must leave the transaction, so that nothing half-recorded is committed.
 
     :raises Conflict: the branch has moved on, its name is a tag's, or the uid is taken.
     :raises NotFound: the parent, the run or a further parent is unknown.
@@ -77,7 +100,11 @@ def record_all(session: Session, news: Sequence[NewState]) -> list[State]:
     if not news:
         return []
     connection = session.connection()
-    segments.lock(session, {new.facts.branch for new in news if new.facts.branch is not None}, takes_turns=False)
+    segments.lock(
+        session,
+        {new.facts.branch for new in news if new.facts.branch is not None},
+        takes_turns=False,
+    )
     places, rows, states = _Places(session), _Rows(), []
     for new, id_ in zip(news, _free_ids(connection, len(news)), strict=True):
         facts = new.facts
@@ -88,7 +115,8 @@ def record_all(session: Session, news: Sequence[NewState]) -> list[State]:
         places.add(facts, id_, place, created_us)
         states.append(_state_of(new, place, created_us))
     rows.insert(connection)
-    for name in sorted(places.branches):  # always in the same order, so that two writers never wait for each other
+    for name in sorted(places.branches):
+        # always in the same order, so that two writers never wait for each other
         _advance(connection, name, places.branches[name])
     if places.events:
         connection.execute(_INSERT_EVENT, places.events)
@@ -111,14 +139,19 @@ def check(new: NewState) -> None:
 def _check(new: NewState) -> None:
     facts = new.facts
     if new.status.is_restorable and not new.tier:
-        raise InvalidInput(f"{facts.uid} is said to be {new.status}, and not where: name the tier that holds its bytes")
+        raise InvalidInput(
+            f"{facts.uid} is said to be {new.status}, and not where: name the tier that holds its"
+            " bytes"
+        )
     if not _UID.fullmatch(facts.uid):
         raise InvalidInput(f"{facts.uid!r} is no uid: it must have 24 lower-case hex digits")
     for key in (*facts.metrics, *facts.attributes):
         values.key(key, "the name of a metric or an attribute")
     values.text(facts.message or "", "message")
     if len({(edge.parent, edge.kind) for edge in facts.edges}) < len(facts.edges):
-        raise InvalidInput(f"{facts.uid} names a further parent twice in the same way: name each once")
+        raise InvalidInput(
+            f"{facts.uid} names a further parent twice in the same way: name each once"
+        )
     for what, number, bits in (
         ("step", facts.step, 63),
         ("micro_step", facts.micro_step, 31),
@@ -126,9 +159,13 @@ def _check(new: NewState) -> None:
         ("bytes_new", new.bytes_new, 63),
     ):
         if not -(2**bits) <= number < 2**bits:
-            raise InvalidInput(f"{what} {number} of {facts.uid} does not fit {bits + 1} bits: count from 0")
+            raise InvalidInput(
+                f"{what} {number} of {facts.uid} does not fit {bits + 1} bits: count from 0"
+            )
     if not 1 <= facts.world_size <= values.RANKS:
-        raise InvalidInput(f"{facts.uid} is said to have {facts.world_size} parts: a state has 1 to {values.RANKS}")
+        raise InvalidInput(
+            f"{facts.uid} is said to have {facts.world_size} parts: a state has 1 to {values.RANKS}"
+        )
     if not all(math.isfinite(edge.weight) for edge in facts.edges):
         raise InvalidInput(f"a further parent of {facts.uid} has a weight that is no number")
 
@@ -157,9 +194,11 @@ class _Place:
 
 @dataclass(slots=True)
 class _Branch:
-    """A branch and how it is about to move, from ``old`` to ``head``. ``is_new``: nothing has its name yet.
+    """A branch and how it is about to move, from ``old`` to ``head``. ``is_new``: nothing has its
+    name yet.
 
-    ``segment_id`` is the branch's segment, once it has one; ``first_id`` is that segment's first state, once there is one.
+    ``segment_id`` is the branch's segment, once it has one; ``first_id`` is that segment's first
+    state, once there is one.
     """
 
     is_new: bool
@@ -173,7 +212,8 @@ class _Branch:
 
 
 class _Places:
-    """The places of new states, taken from the database or from the states before them in the same call."""
+    """The places of new states, taken from the database or from the states before them in the
+    same call."""
 
     def __init__(self, session: Session) -> None:
         self._session, self._connection = session, session.connection()
@@ -186,7 +226,11 @@ class _Places:
     def of(self, facts: StateFacts) -> _Place:
         parent_id = self._added.get(facts.parent or "")
         is_said = facts.parent is None or parent_id is not None
-        if not is_said or not (facts.run is None or facts.run in self._runs) or not (facts.branch is None or facts.branch in self.branches):
+        if (
+            not is_said
+            or not (facts.run is None or facts.run in self._runs)
+            or not (facts.branch is None or facts.branch in self.branches)
+        ):
             parent_id = self._ask(facts, parent_id)
         if facts.branch is not None and self.branches[facts.branch].head_id != parent_id:
             raise _moved_on(facts.branch, self.branches[facts.branch].head, facts.parent)
@@ -198,7 +242,11 @@ class _Places:
     def ids_of(self, uids: Sequence[str]) -> list[int]:
         """The row ids of further parents."""
         here = [self._added.get(uid) for uid in uids]
-        asked = iter(ids_of(self._session, [uid for uid, id_ in zip(uids, here, strict=True) if id_ is None]) if None in here else ())
+        asked = iter(
+            ids_of(self._session, [uid for uid, id_ in zip(uids, here, strict=True) if id_ is None])
+            if None in here
+            else ()
+        )
         return [next(asked) if id_ is None else id_ for id_ in here]
 
     def segment_of(self, facts: StateFacts, id_: int) -> int | None:
@@ -206,10 +254,19 @@ class _Places:
         if facts.branch is None:
             return None
         branch = self.branches[facts.branch]
-        if branch.is_new and branch.segment_id is None and facts.parent is not None and facts.parent not in self._added:
-            branch.segment_id, branch.first_id = segments.begin(self._session, facts.branch, int(branch.head_id or 0))
+        if (
+            branch.is_new
+            and branch.segment_id is None
+            and facts.parent is not None
+            and facts.parent not in self._added
+        ):
+            branch.segment_id, branch.first_id = segments.begin(
+                self._session, facts.branch, int(branch.head_id or 0)
+            )
         if branch.segment_id is None:
-            branch.segment_id = segments.make(self._connection, facts.branch, branch.head_id, id_, branch=facts.branch)
+            branch.segment_id = segments.make(
+                self._connection, facts.branch, branch.head_id, id_, branch=facts.branch
+            )
             if branch.segment_id is None:
                 raise _moved_on(facts.branch, None, facts.parent)
         elif branch.first_id is None:
@@ -225,48 +282,69 @@ class _Places:
             return
         branch = self.branches[facts.branch]
         old_id = None if branch.is_new and not branch.moves else branch.head_id
-        event = {"name": facts.branch, "kind": RefKind.BRANCH.value, "old_id": old_id, "new_id": id_}
+        event = {
+            "name": facts.branch,
+            "kind": RefKind.BRANCH.value,
+            "old_id": old_id,
+            "new_id": id_,
+        }
         self.events.append({**event, "reason": "capture", "created_at": created_us})
         branch.head_id, branch.head = id_, facts.uid
         branch.moves += 1
 
     def _ask(self, facts: StateFacts, parent_id: int | None) -> int | None:
-        """Read from the database what is not yet known of a state's place; returns the row id of its parent."""
+        """Read from the database what is not yet known of a state's place; returns the row id of
+        its parent."""
         parent = None if parent_id is not None else facts.parent
-        row: Any = self._connection.execute(_PLACE, {"parent": parent, "run": facts.run, "branch": facts.branch}).one()
+        row: Any = self._connection.execute(
+            _PLACE, {"parent": parent, "run": facts.run, "branch": facts.branch}
+        ).one()
         if parent is not None:
             if row.parent_id is None:
-                raise NotFound(f"there is no state {parent!r} to be the parent of {facts.uid}: record it first")
+                raise NotFound(
+                    f"there is no state {parent!r} to be the parent of {facts.uid}: record it first"
+                )
             parent_id = row.parent_id
-            self._nodes[row.parent_id] = _Node(row.parent_id, row.generation, row.jump_id, row.jump_step, row.step)
+            self._nodes[row.parent_id] = _Node(
+                row.parent_id, row.generation, row.jump_id, row.jump_step, row.step
+            )
             if row.jump_id is not None:
-                self._nodes[row.jump_id] = _Node(row.jump_id, row.jump_generation, row.far_id, row.jumped_step)
+                self._nodes[row.jump_id] = _Node(
+                    row.jump_id, row.jump_generation, row.far_id, row.jumped_step
+                )
             if row.far_id is not None:
-                self._nodes[row.far_id] = _Node(row.far_id, row.far_generation, row.behind_id, row.far_step)
+                self._nodes[row.far_id] = _Node(
+                    row.far_id, row.far_generation, row.behind_id, row.far_step
+                )
         if facts.run is not None:
             if row.run_id is None:
                 raise NotFound(f"there is no run {facts.run!r}: start it before it records states")
             self._runs[facts.run] = row.run_id
             if facts.branch is not None and row.taken is not None:
                 raise Conflict(
-                    f"branch {facts.branch!r} was taken over by {row.taken}: this training captures no more there; track a branch of "
-                    "another name, or take this one back with takeover=True"
+                    f"branch {facts.branch!r} was taken over by {row.taken}: this training captures"
+                    " no more there; track a branch of another name, or take this one back with"
+                    " takeover=True"
                 )
         if facts.branch is not None and facts.branch not in self.branches:
             if row.ref_kind is None:
                 check_name(facts.branch)
             elif row.ref_kind != RefKind.BRANCH.value:
-                raise Conflict(f"{facts.branch!r} is a tag, captures cannot move it: choose another branch")
+                raise Conflict(
+                    f"{facts.branch!r} is a tag, captures cannot move it: choose another branch"
+                )
             if row.ref_kind is None:
                 segments.leave(self._session, facts.branch)  # an older branch of that name
             old = (parent_id, facts.parent, parent_id, facts.parent, None, None)
             found = (row.head_id, row.head, row.head_id, row.head, row.segment_id, row.first_id)
-            self.branches[facts.branch] = _Branch(row.ref_kind is None, *(old if row.ref_kind is None else found))
+            self.branches[facts.branch] = _Branch(
+                row.ref_kind is None, *(old if row.ref_kind is None else found)
+            )
         return parent_id
 
     def _jump(self, parent: _Node) -> tuple[int, int | None, int | None]:
-        """Generation, jump pointer and lowest step up to there. Two equally long jumps of the parent become one; else the pointer goes one
-        up.
+        """Generation, jump pointer and lowest step up to there. Two equally long jumps of the
+        parent become one; else the pointer goes one up.
 
         A root counts as its own jump.
         """
@@ -280,13 +358,18 @@ class _Places:
     def _node(self, id_: int) -> _Node:
         node = self._nodes.get(id_)
         if node is None:
-            node = self._nodes[id_] = _Node(id_, *self._connection.execute(_ABOVE, {"above": id_}).one())
+            node = self._nodes[id_] = _Node(
+                id_, *self._connection.execute(_ABOVE, {"above": id_}).one()
+            )
         return node
 
 
 def _moved_on(branch: str, head: str | None, parent: str | None) -> Conflict:
     at = f"is at {head}" if head else "changed just now"
-    return Conflict(f"branch {branch!r} {at}, not at {parent or 'its beginning'}: go on from its head, or fork another branch")
+    return Conflict(
+        f"branch {branch!r} {at}, not at {parent or 'its beginning'}: go on from its head, or fork"
+        " another branch"
+    )
 
 
 def _free_ids(connection: Connection, count: int) -> Iterator[int]:
@@ -311,7 +394,15 @@ class _Rows:
         self._tallies: defaultdict[tuple[int, str], Tally] = defaultdict(Tally)
         self._ends: list[int] = []
 
-    def add(self, new: NewState, id_: int, place: _Place, segment_id: int | None, further_ids: list[int], created_us: int) -> None:
+    def add(
+        self,
+        new: NewState,
+        id_: int,
+        place: _Place,
+        segment_id: int | None,
+        further_ids: list[int],
+        created_us: int,
+    ) -> None:
         """Add a state, and what belongs to it."""
         facts = new.facts
         self._states.append(
@@ -337,16 +428,38 @@ class _Rows:
         )
         edges, metrics, attributes, replicas = self._belongings.values()
         for position, (edge, parent) in enumerate(zip(facts.edges, further_ids, strict=True)):
-            edges.append({"child_id": id_, "parent_id": parent, "kind": edge.kind.value, "position": position, "weight": edge.weight})
+            edges.append(
+                {
+                    "child_id": id_,
+                    "parent_id": parent,
+                    "kind": edge.kind.value,
+                    "position": position,
+                    "weight": edge.weight,
+                }
+            )
         for key, value in facts.metrics.items():
-            metrics.append({"state_id": id_, "key": key, "value": None if math.isnan(value) else value})
+            metrics.append(
+                {"state_id": id_, "key": key, "value": None if math.isnan(value) else value}
+            )
             if segment_id is not None:
                 self._tallies[segment_id, key].add(id_, value)
         if segment_id is not None and not (place.generation + 1) % STATES:
             self._ends.append(id_)
-        attributes += [{"state_id": id_, **columns_of(key, value, "attribute")} for key, value in facts.attributes.items()]
+        attributes += [
+            {"state_id": id_, **columns_of(key, value, "attribute")}
+            for key, value in facts.attributes.items()
+        ]
         if new.status.is_restorable:
-            replicas.append({"state_id": id_, "rank": 0, "tier": new.tier, "node": new.node, "status": "ok", "bytes": new.bytes_new})
+            replicas.append(
+                {
+                    "state_id": id_,
+                    "rank": 0,
+                    "tier": new.tier,
+                    "node": new.node,
+                    "status": "ok",
+                    "bytes": new.bytes_new,
+                }
+            )
 
     def insert(self, connection: Connection) -> None:
         """Insert all rows."""
@@ -354,7 +467,9 @@ class _Rows:
             connection.execute(_INSERT_STATE, self._states)
         except exc.IntegrityError as error:
             uids = " or ".join(str(row["uid"]) for row in self._states)
-            raise Conflict(f"there is a state {uids} already: every capture needs a uid of its own") from error
+            raise Conflict(
+                f"there is a state {uids} already: every capture needs a uid of its own"
+            ) from error
         for statement, rows in self._belongings.items():
             if rows:
                 connection.execute(statement, rows)
@@ -362,9 +477,16 @@ class _Rows:
 
 
 def _advance(connection: Connection, name: str, branch: _Branch) -> None:
-    """Move the branch from where it was found to the newest state; if it has moved on, nothing at all is recorded."""
+    """Move the branch from where it was found to the newest state; if it has moved on, nothing
+    at all is recorded."""
     if branch.is_new:
-        row = {"name": name, "kind": RefKind.BRANCH.value, "state_id": branch.head_id, "version": branch.moves, "message": None}
+        row = {
+            "name": name,
+            "kind": RefKind.BRANCH.value,
+            "state_id": branch.head_id,
+            "version": branch.moves,
+            "message": None,
+        }
         done: Any = connection.execute(_MAKE_BRANCH[connection.dialect.name], row)
     else:
         moves = {"ref": name, "old": branch.old_id, "new": branch.head_id, "moves": branch.moves}
@@ -405,10 +527,16 @@ _PLACE = (
     select(_parent.c.id.label("parent_id"), _parent.c.generation)
     .add_columns(_parent.c.step, _parent.c.jump_step, _jumped.c.jump_step.label("jumped_step"))
     .add_columns(_jumped.c.id.label("jump_id"), _jumped.c.generation.label("jump_generation"))
-    .add_columns(_far.c.id.label("far_id"), _far.c.generation.label("far_generation"), _far.c.jump_step.label("far_step"))
+    .add_columns(
+        _far.c.id.label("far_id"),
+        _far.c.generation.label("far_generation"),
+        _far.c.jump_step.label("far_step"),
+    )
     .add_columns(_far.c.jump_id.label("behind_id"), _run.c.id.label("run_id"))
     .add_columns(_run.c.config[TAKEN].as_string().label("taken"))
-    .add_columns(_ref.c.kind.label("ref_kind"), _head.c.id.label("head_id"), _head.c.uid.label("head"))
+    .add_columns(
+        _ref.c.kind.label("ref_kind"), _head.c.id.label("head_id"), _head.c.uid.label("head")
+    )
     .add_columns(_segment.c.id.label("segment_id"), _segment.c.first_id)
     .select_from(
         _one.outerjoin(_parent, _parent.c.uid == bindparam("parent"))
@@ -420,9 +548,13 @@ _PLACE = (
         .outerjoin(_segment, _segment.c.branch == bindparam("branch"))
     )
 )
-_ABOVE = select(_state.c.generation, _state.c.jump_id, _state.c.jump_step).where(_state.c.id == bindparam("above", type_=BigInteger))
+_ABOVE = select(_state.c.generation, _state.c.jump_id, _state.c.jump_step).where(
+    _state.c.id == bindparam("above", type_=BigInteger)
+)
 _NEXT_ID = select(func.coalesce(func.max(_state.c.id), 0) + 1)
-_NEXT_IDS = text("SELECT nextval(pg_get_serial_sequence('state', 'id')) FROM generate_series(1, :count)")
+_NEXT_IDS = text(
+    "SELECT nextval(pg_get_serial_sequence('state', 'id')) FROM generate_series(1, :count)"
+)
 _INSERT_STATE = insert(_state)
 _INSERT_EDGE = insert(table(EdgeRow))
 _INSERT_METRIC = insert(table(MetricRow))
@@ -435,7 +567,11 @@ _MAKE_BRANCH = {
 }
 _MOVE_BRANCH = (
     update(_ref)
-    .where(_ref.c.name == bindparam("ref"), _ref.c.kind == RefKind.BRANCH.value, _ref.c.state_id == bindparam("old"))
+    .where(
+        _ref.c.name == bindparam("ref"),
+        _ref.c.kind == RefKind.BRANCH.value,
+        _ref.c.state_id == bindparam("old"),
+    )
     .values(state_id=bindparam("new"), version=_ref.c.version + bindparam("moves"))
 )
 
@@ -444,7 +580,9 @@ _MOVE_BRANCH = (
 
 
 Reduce = str | Mapping[str, str]
-"""How one number is made of those of all ranks: one word for every metric, or a word by name. Metrics not named are those of rank 0."""
+"""How one number is made of those of all ranks: one word for every metric, or a word by name.
+
+Metrics not named are those of rank 0."""
 
 FIRST = "first"
 EACH = "each"
@@ -467,7 +605,10 @@ def check_reduce(reduce: object) -> Reduce:
     ways = reduce.values() if isinstance(reduce, Mapping) else [reduce]
     for way in ways:
         if not isinstance(way, str) or way not in _WAYS:
-            raise InvalidInput(f"reduce is {values.shown(way)}: say one of {', '.join(_WAYS)}, or a dict of these by the name of a metric")
+            raise InvalidInput(
+                f"reduce is {values.shown(way)}: say one of {', '.join(_WAYS)}, or a dict of these"
+                " by the name of a metric"
+            )
     if isinstance(reduce, Mapping):
         return {values.key(name, "the name of a metric"): str(way) for name, way in reduce.items()}
     return str(reduce)
@@ -484,10 +625,11 @@ def check_metrics(metrics: Mapping[str, float], reduce: Reduce, rank: int) -> No
 
 
 def reduced(measured: Sequence[Mapping[str, float]], reduce: Reduce) -> dict[str, float]:
-    """The metrics of a state, from what its ranks measured, by rank. A metric that rank 0 did not measure counts only if it is reduced.
+    """The metrics of a state, from what its ranks measured, by rank. A metric that rank 0 did not
+    measure counts only if it is reduced.
 
-    NaN stays NaN, and a minimum or maximum over values with a NaN is NaN. A metric that only some ranks measured is reduced over those
-    ranks.
+    NaN stays NaN, and a minimum or maximum over values with a NaN is NaN. A metric that only some
+    ranks measured is reduced over those ranks.
     """
     found: dict[str, float] = {}
     for key in dict.fromkeys(key for metrics in measured for key in metrics):
@@ -496,12 +638,17 @@ def reduced(measured: Sequence[Mapping[str, float]], reduce: Reduce) -> dict[str
         if way != FIRST or key in measured[0]:
             found[key] = _WAYS[way](there)
         if way == EACH:
-            found |= {_of_rank(key, rank): metrics[key] for rank, metrics in enumerate(measured) if key in metrics}
+            found |= {
+                _of_rank(key, rank): metrics[key]
+                for rank, metrics in enumerate(measured)
+                if key in metrics
+            }
     return found
 
 
 def _sum(measured: Sequence[float], divisor: int) -> float:
-    """The sum divided by the divisor; infinite only if that is beyond the range of floats, however large the sum is."""
+    """The sum divided by the divisor; infinite only if that is beyond the range of floats,
+    however large the sum is."""
     if not all(map(math.isfinite, measured)):
         return sum(measured)
     total = sum(map(Fraction, measured))
@@ -527,12 +674,12 @@ _UID_BYTES = 12
 
 
 def carry(session: Session, states: Iterable[State], runs: Mapping[str, Run]) -> dict[str, str]:
-    """Keep the runs of states that arrive; ``runs`` are those that came with the states, by uid. Returns the uid here, by the uid there."""
+    """Keep the runs of states that arrive; ``runs`` are those that came with the states, by uid.
+    Returns the uid here, by the uid there."""
     wanted = {state.run for state in states if state.run in runs}
     rows = {uid: _row(runs[uid]) for uid in wanted if uid is not None}
-    for uid, row in sorted(
-        rows.items(), key=lambda item: str(item[1]["uid"])
-    ):  # in one order, so that two writers never wait for each other
+    for uid, row in sorted(rows.items(), key=lambda item: str(item[1]["uid"])):
+        # in one order, so that two writers never wait for each other
         connection = session.connection()
         connection.execute(_INSERT[connection.dialect.name], row)
         id_ = connection.execute(_ID, {"uid": row["uid"]}).one().id
@@ -558,14 +705,25 @@ def _row(run: Run) -> dict[str, object]:
         "argv": list(map(storable, logs.arguments(run.argv))),
         "git_commit": run.git_commit and storable(run.git_commit),
         "git_dirty": run.git_dirty,
-        "versions": {storable(name): storable(version) for name, version in sorted(run.versions.items())},
+        "versions": {
+            storable(name): storable(version) for name, version in sorted(run.versions.items())
+        },
         "started_at": to_us(run.started_at),
         "branch": run.branch and storable(run.branch),
     }
-    said = json.dumps([*row.values(), sorted(lookup.shown(run.config).items())], separators=(",", ":"))
+    said = json.dumps(
+        [*row.values(), sorted(lookup.shown(run.config).items())], separators=(",", ":")
+    )
     uid = blake2b(said.encode(), digest_size=_UID_BYTES, person=b"run").hexdigest()
     finished_at = None if run.finished_at is None else to_us(run.finished_at)
-    return {**row, "uid": uid, "finished_at": finished_at, "pid": 0, "config": {}, "is_carried": True}
+    return {
+        **row,
+        "uid": uid,
+        "finished_at": finished_at,
+        "pid": 0,
+        "config": {},
+        "is_carried": True,
+    }
 
 
 _INSERT = {

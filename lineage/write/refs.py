@@ -1,6 +1,7 @@
 """Branches and tags: names of states. Each change is a compare-and-swap and a line of the reflog.
 
-Branches and tags share one namespace. A branch moves with captures (``record``), a tag only by ``move``.
+Branches and tags share one namespace. A branch moves with captures (``record``), a tag only by
+``move``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,17 @@ from datastates.lineage.lookup import Amended, amend, id_of, state, unknown
 from datastates.lineage.query.names import get, get_note
 from datastates.lineage.query.names import get as ref_of
 from datastates.lineage.query.walk import nearest_restorable
-from datastates.lineage.schema import AttributeRow, MetricRow, NoteRow, RefEventRow, RefRow, RunRow, StateRow, table, to_us
+from datastates.lineage.schema import (
+    AttributeRow,
+    MetricRow,
+    NoteRow,
+    RefEventRow,
+    RefRow,
+    RunRow,
+    StateRow,
+    table,
+    to_us,
+)
 from datastates.lineage.states import Note, Ref, RefKind, State, columns_of
 from datastates.values import Value
 
@@ -53,11 +64,15 @@ def check_name(name: str) -> str:
     """
     problem = _problem(values.string(name, "the name of a branch or a tag"))
     if problem:
-        raise InvalidInput(f"{name!r} cannot name a branch or a tag: {problem}; {_propose(name)!r} would do")
+        raise InvalidInput(
+            f"{name!r} cannot name a branch or a tag: {problem}; {_propose(name)!r} would do"
+        )
     return str.__str__(name)
 
 
-def tag(session: Session, name: str, uid: str, *, message: str | None = None, reason: str = "tag") -> Ref:
+def tag(
+    session: Session, name: str, uid: str, *, message: str | None = None, reason: str = "tag"
+) -> Ref:
     """Give a state a permanent name.
 
     :raises Conflict: the name is taken, even by a tag of the same state.
@@ -98,7 +113,10 @@ def move(session: Session, name: str, uid: str, *, expected: str, reason: str = 
     done = session.execute(_MOVE, {"new": new_id, "ref": name, "old": old_id})
     if _changed(done) != 1:
         found = get(session, name)
-        raise Conflict(f"{found.kind} {name!r} is at {found.state}, not at {expected}: look again, then move it from there")
+        raise Conflict(
+            f"{found.kind} {name!r} is at {found.state}, not at {expected}: look again, then move"
+            " it from there"
+        )
     moved = get(session, name)
     if moved.kind is RefKind.BRANCH:
         segments.move(session, name, old_id, new_id)
@@ -113,16 +131,21 @@ def delete_ref(session: Session, name: str, *, reason: str = "delete") -> Ref:
     """
     segments.lock(session, [name])
     found = get(session, name)
-    done = session.execute(sql_delete(_ref).where(_ref.c.name == name, _ref.c.version == found.version))
+    done = session.execute(
+        sql_delete(_ref).where(_ref.c.name == name, _ref.c.version == found.version)
+    )
     if _changed(done) != 1:
-        raise Conflict(f"{found.kind} {name!r} changed while it was deleted: look again, then delete it")
+        raise Conflict(
+            f"{found.kind} {name!r} changed while it was deleted: look again, then delete it"
+        )
     segments.leave(session, name)
     note_event(session, name, found.kind, id_of(session, found.state), None, reason)
     return found
 
 
 def rename(session: Session, name: str, new: str, *, reason: str = "rename") -> Ref:
-    """Give a branch or a tag another name. A branch keeps its states, its notes and the policies of its trainings; each name has a reflog.
+    """Give a branch or a tag another name. A branch keeps its states, its notes and the policies of
+    its trainings; each name has a reflog.
 
     :raises Conflict: the new name is taken.
     :raises NotFound: there is no such ref; the error names the nearest.
@@ -136,7 +159,11 @@ def rename(session: Session, name: str, new: str, *, reason: str = "rename") -> 
     if found.kind is RefKind.BRANCH:
         segments.rename(session, name, new)
         session.execute(update(_note).where(_note.c.branch == name).values(branch=new))
-        amend(session, Amended.RUN, session.execute(select(_run.c.uid).where(_run.c.branch == name)).scalars().all())
+        amend(
+            session,
+            Amended.RUN,
+            session.execute(select(_run.c.uid).where(_run.c.branch == name)).scalars().all(),
+        )
         session.execute(update(_run).where(_run.c.branch == name).values(branch=new))
     note_event(session, name, found.kind, id_, None, f"{reason} to {new}")
     note_event(session, new, found.kind, None, id_, f"{reason} from {name}")
@@ -144,15 +171,21 @@ def rename(session: Session, name: str, new: str, *, reason: str = "rename") -> 
 
 
 def warn(session: Session, ref: Ref) -> bool:
-    """Log a warning about a tag of a state whose bytes are gone, which names the nearest state that has its bytes; returns whether it did.
+    """Log a warning about a tag of a state whose bytes are gone, which names the nearest state that
+    has its bytes; returns whether it did.
 
-    A state that only the memory of a process holds has its bytes, also if nothing can be found out about that process.
+    A state that only the memory of a process holds has its bytes, also if nothing can be found out
+    about that process.
     """
     found = state(session, ref.state)
     if ref.kind is not RefKind.TAG or found.status.is_restorable:
         return False
     nearest = nearest_restorable(session, ref.state)
-    near = None if nearest is None else f"the nearest state that has its bytes is {nearest.uid[:10]} (step {nearest.step})"
+    near = (
+        None
+        if nearest is None
+        else f"the nearest state that has its bytes is {nearest.uid[:10]} (step {nearest.step})"
+    )
     _logger.warning(
         "tag %r names state %s (step %s), which is %s and cannot be restored: %s",
         ref.name,
@@ -164,9 +197,18 @@ def warn(session: Session, ref: Ref) -> bool:
     return True
 
 
-def note_event(session: Session, name: str, kind: RefKind, old: int | None, new: int | None, reason: str) -> None:
+def note_event(
+    session: Session, name: str, kind: RefKind, old: int | None, new: int | None, reason: str
+) -> None:
     """Append to the reflog, by row ids; called in the transaction that changes the ref."""
-    row = {"name": name, "kind": kind.value, "old_id": old, "new_id": new, "reason": reason, "created_at": to_us(None)}
+    row = {
+        "name": name,
+        "kind": kind.value,
+        "old_id": old,
+        "new_id": new,
+        "reason": reason,
+        "created_at": to_us(None),
+    }
     session.execute(_LOG, row)
 
 
@@ -175,7 +217,13 @@ def _make(session: Session, ref: Ref, reason: str) -> Ref:
     values.message(ref.message or "", f"the message of {ref.name!r}")
     id_ = id_of(session, ref.state)
     dialect = session.get_bind().dialect.name
-    row = {"name": ref.name, "kind": ref.kind.value, "state_id": id_, "version": ref.version, "message": ref.message}
+    row = {
+        "name": ref.name,
+        "kind": ref.kind.value,
+        "state_id": id_,
+        "version": ref.version,
+        "message": ref.message,
+    }
     if _changed(session.execute(_INSERT[dialect], row)) != 1:
         found = get(session, ref.name)
         raise Conflict(
@@ -215,7 +263,11 @@ def _propose(name: str) -> str:
     """A valid name that resembles this one."""
     name = unicodedata.normalize("NFC", name)
     plain = "".join(letter if letter.isprintable() else "-" for letter in _FORBIDDEN.sub("-", name))
-    plain = re.sub(r"-{2,}", "-", re.sub(r"/(\.?/)+", "/", plain))[: NAME_LENGTH - 10].lstrip("-./").rstrip("-./")
+    plain = (
+        re.sub(r"-{2,}", "-", re.sub(r"/(\.?/)+", "/", plain))[: NAME_LENGTH - 10]
+        .lstrip("-./")
+        .rstrip("-./")
+    )
     plain = plain or "branch"
     return f"branch-{plain}" if _problem(plain) else plain
 
@@ -240,17 +292,22 @@ ATTRIBUTES = 1000
 
 
 def annotate(session: Session, uid: str, attributes: Mapping[str, Value]) -> State:
-    """Set attributes of a state, and remove those whose value is None; returns the state as it is then.
+    """Set attributes of a state, and remove those whose value is None; returns the state as it is
+    then.
 
-    Its digest stays: that identifies what was captured, while attributes are what is known of it. For the same reason its manifest on disk
-    keeps the attributes from its capture.
+    Its digest stays: that identifies what was captured, while attributes are what is known of it.
+    For the same reason its manifest on disk keeps the attributes from its capture.
 
     :raises NotFound: there is no such state.
     :raises InvalidInput: a name or a value cannot be stored, or there are too many.
     """
     for key in attributes:
         values.key(key, "the name of an attribute")
-    plain = {key: values.plain(value, f"attribute {key!r}") for key, value in attributes.items() if value is not None}
+    plain = {
+        key: values.plain(value, f"attribute {key!r}")
+        for key, value in attributes.items()
+        if value is not None
+    }
     rows = [columns_of(key, value, "attribute") for key, value in plain.items()]
     id_ = session.execute(_LOCK_STATE, {"uid": uid}).scalar()
     if id_ is None:
@@ -262,45 +319,76 @@ def annotate(session: Session, uid: str, attributes: Mapping[str, Value]) -> Sta
         session.execute(_SET, [{"state_id": id_, **row} for row in rows])
     annotated = state(session, uid)
     if rows and len(annotated.attributes) > ATTRIBUTES:
-        raise InvalidInput(f"state {uid} would have {len(annotated.attributes)} attributes, at most {ATTRIBUTES} fit: take some away")
+        raise InvalidInput(
+            f"state {uid} would have {len(annotated.attributes)} attributes, at most {ATTRIBUTES}"
+            " fit: take some away"
+        )
     return annotated
 
 
-def measure(session: Session, uid: str, metrics: Mapping[str, object], *, author: str, is_replacing: bool = False) -> State:
+def measure(
+    session: Session,
+    uid: str,
+    metrics: Mapping[str, object],
+    *,
+    author: str,
+    is_replacing: bool = False,
+) -> State:
     """Add metrics to a state that was captured without them; returns the state as it is then.
 
-    A metric that has this value already is left out. The reflog under the state's uid is the log: it gets a line with the author, the
-    values, and the values that they replace.
+    A metric that has this value already is left out. The reflog under the state's uid is the log:
+    it gets a line with the author, the values, and the values that they replace.
 
     :raises NotFound: there is no such state.
     :raises Conflict: the state has another value of a metric, and ``is_replacing`` is false.
     :raises InvalidInput: a name or a value cannot be stored.
     """
-    given, who = values.metrics(metrics), values.text(author, "the author", at_most=255).strip() or "unknown"
+    given, who = (
+        values.metrics(metrics),
+        values.text(author, "the author", at_most=255).strip() or "unknown",
+    )
     segments.lock(session, of_state=uid)
     id_ = session.execute(_LOCK_STATE, {"uid": uid}).scalar()
     if id_ is None:
         raise unknown(uid)
     had = state(session, uid).metrics
-    new = {key: value for key, value in given.items() if key not in had or repr(had[key]) != repr(value)}
+    new = {
+        key: value
+        for key, value in given.items()
+        if key not in had or repr(had[key]) != repr(value)
+    }
     key = next((key for key in new if key in had), None)
     if key is not None and not is_replacing:
-        raise Conflict(f"state {uid} has the metric {key!r} = {had[key]!r} already: replace=True (--replace) changes it to {new[key]!r}")
+        raise Conflict(
+            f"state {uid} has the metric {key!r} = {had[key]!r} already: replace=True (--replace)"
+            f" changes it to {new[key]!r}"
+        )
     if new:
         session.execute(_FORGET_METRICS, {"state": id_, "keys": list(new)})
         session.execute(
-            _SET_METRICS, [{"state_id": id_, "key": key, "value": None if value != value else value} for key, value in new.items()]
+            _SET_METRICS,
+            [
+                {"state_id": id_, "key": key, "value": None if value != value else value}
+                for key, value in new.items()
+            ],
         )
         segments.remeasure(session, id_)
-        said = [f"{key}={value!r}" + (f" (was {had[key]!r})" if key in had else "") for key, value in new.items()]
+        said = [
+            f"{key}={value!r}" + (f" (was {had[key]!r})" if key in had else "")
+            for key, value in new.items()
+        ]
         note_event(session, uid, RefKind.TAG, None, None, f"metrics by {who}: {', '.join(said)}")
         amend(session, Amended.METRICS, [uid])
     return state(session, uid)
 
 
-_LOCK_STATE = select(_state.c.id).where(_state.c.uid == bindparam("uid")).with_for_update(key_share=True)
+_LOCK_STATE = (
+    select(_state.c.id).where(_state.c.uid == bindparam("uid")).with_for_update(key_share=True)
+)
 _FORGET, _FORGET_METRICS = (
-    delete(each).where(each.c.state_id == bindparam("state"), each.c.key.in_(bindparam("keys", expanding=True)))
+    delete(each).where(
+        each.c.state_id == bindparam("state"), each.c.key.in_(bindparam("keys", expanding=True))
+    )
     for each in (_attribute, _metric)
 )
 _SET = insert(_attribute)
@@ -320,7 +408,9 @@ NOTES = 1_000
 _AUTHOR = 255
 
 
-def write(session: Session, text: str, *, state: str | None = None, branch: str | None = None, author: str) -> Note:
+def write(
+    session: Session, text: str, *, state: str | None = None, branch: str | None = None, author: str
+) -> Note:
     """Write a note on a state (by its uid) or on a branch.
 
     :raises NotFound: there is no such state, or no such branch.
@@ -331,10 +421,22 @@ def write(session: Session, text: str, *, state: str | None = None, branch: str 
     if branch is not None and ref_of(session, branch).kind is not RefKind.BRANCH:
         raise InvalidInput(f"{branch!r} is a tag: write the note of the state that it names")
     row = {"state_id": None if state is None else id_of(session, state), "branch": branch}
-    count = session.execute(select(func.count()).where(_note.c.state_id == row["state_id"] if branch is None else _note.c.branch == branch))
+    count = session.execute(
+        select(func.count()).where(
+            _note.c.state_id == row["state_id"] if branch is None else _note.c.branch == branch
+        )
+    )
     if count.scalar_one() >= NOTES:
-        raise InvalidInput(f"{state or branch} has {NOTES} notes: delete some, or add to one that is there")
-    made = {"uid": secrets.token_hex(12), "author": _author(author), "text": _text(text), "created_at": to_us(None), "edited_at": None}
+        raise InvalidInput(
+            f"{state or branch} has {NOTES} notes: delete some, or add to one that is there"
+        )
+    made = {
+        "uid": secrets.token_hex(12),
+        "author": _author(author),
+        "text": _text(text),
+        "created_at": to_us(None),
+        "edited_at": None,
+    }
     session.execute(insert(_note), {**row, **made})
     note = get_note(session, str(made["uid"]))
     _log(session, note, f"written by {note.author}")
@@ -342,12 +444,15 @@ def write(session: Session, text: str, *, state: str | None = None, branch: str 
 
 
 def edit(session: Session, uid: str, text: str, *, seen: Note | None = None) -> Note:
-    """Change the text of a note, which is marked as edited from then on. ``seen``: only if the note is still this one.
+    """Change the text of a note, which is marked as edited from then on. ``seen``: only if the note
+    is still this one.
 
     :raises NotFound: there is no such note.
     :raises Conflict: the note was edited since ``seen`` was read.
     """
-    done: Any = session.execute(_EDIT.where(*_as_seen(seen)), {"note": uid, "text": _text(text), "edited_at": to_us(None)})
+    done: Any = session.execute(
+        _EDIT.where(*_as_seen(seen)), {"note": uid, "text": _text(text), "edited_at": to_us(None)}
+    )
     changed = get_note(session, uid)
     if done.rowcount == 0:
         raise _was_edited(changed)
@@ -380,7 +485,9 @@ def check(coming: Iterable[Note]) -> None:
 
 
 def bring(session: Session, coming: Iterable[Note]) -> int:
-    """Add those notes that are not here yet, on states that came along with them. Returns how many there were."""
+    """Add those notes that are not here yet, on states that came along with them.
+
+    Returns how many there were."""
     count = 0
     for note in coming:
         if note.state is None:
@@ -388,9 +495,22 @@ def bring(session: Session, coming: Iterable[Note]) -> int:
         try:
             get_note(session, note.uid)
         except NotFound:
-            row = {"uid": note.uid, "author": _author(note.author), "text": _text(note.text), "state_id": id_of(session, note.state)}
+            row = {
+                "uid": note.uid,
+                "author": _author(note.author),
+                "text": _text(note.text),
+                "state_id": id_of(session, note.state),
+            }
             edited_at = None if note.edited_at is None else to_us(note.edited_at)
-            session.execute(insert(_note), {**row, "branch": None, "created_at": to_us(note.created_at), "edited_at": edited_at})
+            session.execute(
+                insert(_note),
+                {
+                    **row,
+                    "branch": None,
+                    "created_at": to_us(note.created_at),
+                    "edited_at": edited_at,
+                },
+            )
             count += 1
     return count
 
@@ -407,16 +527,30 @@ def _author(author: str) -> str:
 
 
 def _as_seen(seen: Note | None) -> list[ColumnElement[bool]]:
-    return [] if seen is None else [func.coalesce(_note.c.edited_at, _note.c.created_at) == to_us(seen.edited_at or seen.created_at)]
+    return (
+        []
+        if seen is None
+        else [
+            func.coalesce(_note.c.edited_at, _note.c.created_at)
+            == to_us(seen.edited_at or seen.created_at)
+        ]
+    )
 
 
 def _was_edited(note: Note) -> Conflict:
-    return Conflict(f"note {note.uid} was edited at {note.edited_at}, after it was read here: read it again, then change it")
+    return Conflict(
+        f"note {note.uid} was edited at {note.edited_at}, after it was read here: read it again,"
+        " then change it"
+    )
 
 
 def _log(session: Session, note: Note, what: str) -> None:
-    """Append to the reflog under the note's uid. Whoever follows the events reads the notes again."""
-    note_event(session, note.uid, RefKind.TAG, None, None, f"note on {note.branch or note.state} {what}")
+    """Append to the reflog under the note's uid.
+
+    Whoever follows the events reads the notes again."""
+    note_event(
+        session, note.uid, RefKind.TAG, None, None, f"note on {note.branch or note.state} {what}"
+    )
 
 
 _EDIT = update(_note).where(_note.c.uid == bindparam("note"))

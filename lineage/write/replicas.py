@@ -1,4 +1,5 @@
-"""Replicas on tiers: a state gets safer with every replica, and is evicted when the last one goes."""
+"""Replicas on tiers: a state gets safer with every replica, and is evicted when the last one
+goes."""
 
 from __future__ import annotations
 
@@ -6,7 +7,19 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sqlalchemy import BigInteger, ColumnElement, and_, bindparam, delete, exists, func, or_, select, text, update
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    and_,
+    bindparam,
+    delete,
+    exists,
+    func,
+    or_,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 
 from datastates.errors import Conflict, InvalidInput, Unsupported
@@ -24,41 +37,69 @@ _state = table(StateRow)
 _replica = table(ReplicaRow)
 _part = table(PartRow)
 
-SAFETY = {Status.LOST: 0, Status.EVICTED: 0, Status.CAPTURED: 1, Status.DURABLE: 2, Status.REPLICATED: 3, Status.EXTERNAL: 4}
+SAFETY = {
+    Status.LOST: 0,
+    Status.EVICTED: 0,
+    Status.CAPTURED: 1,
+    Status.DURABLE: 2,
+    Status.REPLICATED: 3,
+    Status.EXTERNAL: 4,
+}
 _GONE = [status.value for status in Status if not status.is_restorable]
 _BATCH = 1000  # ids in one IN list
 
 
-def mark(session: Session, uid: str, status: Status, *, tier: str, node: str, rank: int = 0, bytes: int | None = None) -> Status:
+def mark(
+    session: Session,
+    uid: str,
+    status: Status,
+    *,
+    tier: str,
+    node: str,
+    rank: int = 0,
+    bytes: int | None = None,
+) -> Status:
     """Note that a tier now holds the state; returns the status that the state has then.
 
-    The status rises to ``status`` or stays. A state of several parts rises once the tier holds all of them; an evicted or lost state whose
-    bytes are here again rises too. If the state still waits for parts, only the part of ``rank`` gets safer. ``bytes`` are those that the
-    state added to that tier. With ``durable`` they become its ``bytes_new``, except for a state of several parts, where they are those of
-    ``rank`` alone.
+    The status rises to ``status`` or stays. A state of several parts rises once the tier holds all
+    of them; an evicted or lost state whose bytes are here again rises too. If the state still waits
+    for parts, only the part of ``rank`` gets safer. ``bytes`` are those that the state added to
+    that tier. With ``durable`` they become its ``bytes_new``, except for a state of several parts,
+    where they are those of ``rank`` alone.
 
     :raises NotFound: there is no such state.
     :raises InvalidInput: ``status`` is one without bytes.
     """
     if not status.is_restorable:
-        raise InvalidInput(f"{uid} cannot be marked {status}: states become so when their replicas go, by evict or recovery")
+        raise InvalidInput(
+            f"{uid} cannot be marked {status}: states become so when their replicas go, by evict or"
+            " recovery"
+        )
     row = session.execute(_LOCK_STATE, {"uid": uid}).first()
     if row is None:
         part = _mark_part(session, uid, status, tier=tier, node=node, rank=rank, bytes=bytes)
         if part is not None:
             return part
-        row = session.execute(_LOCK_STATE, {"uid": uid}).first()  # its last part may have been reported meanwhile
+        row = session.execute(
+            _LOCK_STATE, {"uid": uid}
+        ).first()  # its last part may have been reported meanwhile
     if row is None:
         raise unknown(uid)
     now = Status(row.status)
     if row.world_size > 1:
         hold(session, row.id, rank=rank, tier=tier, node=node, bytes=bytes or 0)
-        if session.execute(_RANKS_ON, {"state": row.id, "on_tier": tier}).scalar() != row.world_size:
+        if (
+            session.execute(_RANKS_ON, {"state": row.id, "on_tier": tier}).scalar()
+            != row.world_size
+        ):
             return now
     if SAFETY[status] > SAFETY[now]:
         is_told = status is Status.DURABLE and bytes is not None and row.world_size == 1
         values = {"state": row.id, "new_status": status.value}
-        session.execute(_SET_DURABLE if is_told else _SET_STATUS, {**values, "added": bytes} if is_told else values)
+        session.execute(
+            _SET_DURABLE if is_told else _SET_STATUS,
+            {**values, "added": bytes} if is_told else values,
+        )
         now = status
     if row.world_size == 1:
         hold(session, row.id, rank=rank, tier=tier, node=node, bytes=bytes or 0)
@@ -67,7 +108,8 @@ def mark(session: Session, uid: str, status: Status, *, tier: str, node: str, ra
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The fact that a tier of a node holds this rank's part of a state, and how many bytes that added."""
+    """The fact that a tier of a node holds this rank's part of a state, and how many bytes that
+    added."""
 
     uid: str
     status: Status
@@ -78,18 +120,31 @@ class Mark:
 
 
 def mark_all(session: Session, marks: Sequence[Mark]) -> dict[tuple[str, int], Status]:
-    """``mark`` for several states, with few statements for those of one part; returns the statuses by uid and rank.
+    """``mark`` for several states, with few statements for those of one part; returns the statuses
+    by uid and rank.
 
     :raises DatastatesError: as ``mark``, for one of them.
     """
     found: dict[str, Row[tuple[int, str, str, int]]] = {}
     for some in batches(sorted({one.uid for one in marks}), _BATCH):
         found |= {row.uid: row for row in session.execute(_LOCK_NAMED, {"uids": some})}
-    statuses, updates, replicas = dict[tuple[str, int], Status](), list[dict[str, object]](), list[dict[str, object]]()
+    statuses, updates, replicas = (
+        dict[tuple[str, int], Status](),
+        list[dict[str, object]](),
+        list[dict[str, object]](),
+    )
     for one in sorted(marks, key=lambda one: one.uid):  # in one order, as everyone locks them
         row = found.get(one.uid)
         if row is None or row.world_size > 1 or one.status is not Status.DURABLE:
-            now = mark(session, one.uid, one.status, tier=one.tier, node=one.node, rank=one.rank, bytes=one.bytes)
+            now = mark(
+                session,
+                one.uid,
+                one.status,
+                tier=one.tier,
+                node=one.node,
+                rank=one.rank,
+                bytes=one.bytes,
+            )
         else:
             now = Status(row.status)
             if SAFETY[one.status] > SAFETY[now]:
@@ -104,7 +159,16 @@ def mark_all(session: Session, marks: Sequence[Mark]) -> dict[tuple[str, int], S
     return statuses
 
 
-def _mark_part(session: Session, uid: str, status: Status, *, tier: str, node: str, rank: int, bytes: int | None) -> Status | None:
+def _mark_part(
+    session: Session,
+    uid: str,
+    status: Status,
+    *,
+    tier: str,
+    node: str,
+    rank: int,
+    bytes: int | None,
+) -> Status | None:
     """Mark a part of a waiting state; returns its status, or None if there is no such part."""
     part = {"uid": uid, "of_rank": rank}
     row = session.execute(_LOCK_PART, part).first()
@@ -113,28 +177,43 @@ def _mark_part(session: Session, uid: str, status: Status, *, tier: str, node: s
     if SAFETY[status] <= SAFETY[Status(row.status)]:
         return Status(row.status)
     added = row.bytes_new if bytes is None else bytes
-    session.execute(_MARK_PART, {**part, "new_status": status.value, "on_tier": tier, "on_node": node, "added": added})
+    session.execute(
+        _MARK_PART,
+        {**part, "new_status": status.value, "on_tier": tier, "on_node": node, "added": added},
+    )
     return status
 
 
 def hold(session: Session, state_id: int, *, rank: int, tier: str, node: str, bytes: int) -> None:
     """Note that a tier of a node holds one rank's part; ``bytes`` are those that it added there."""
-    session.execute(_UPSERT_REPLICA[session.get_bind().dialect.name], _replica_of(state_id, rank, tier, node, bytes))
+    session.execute(
+        _UPSERT_REPLICA[session.get_bind().dialect.name],
+        _replica_of(state_id, rank, tier, node, bytes),
+    )
 
 
 def _replica_of(state_id: int, rank: int, tier: str, node: str, bytes: int) -> dict[str, object]:
-    return {"state_id": state_id, "rank": rank, "tier": tier, "node": node, "status": "ok", "bytes": bytes}
+    return {
+        "state_id": state_id,
+        "rank": rank,
+        "tier": tier,
+        "node": node,
+        "status": "ok",
+        "bytes": bytes,
+    }
 
 
 def unheld() -> ColumnElement[bool]:
-    """The condition that no tier holds a state's bytes or, if it has several parts, those of one of them."""
+    """The condition that no tier holds a state's bytes or, if it has several parts, those of one
+    of them."""
     its = _replica.c.state_id == _state.c.id
     ranks = select(func.count(_replica.c.rank.distinct())).where(its).scalar_subquery()
     return or_(~exists().where(its), and_(_state.c.world_size > 1, ranks < _state.c.world_size))
 
 
 def evict(session: Session, uids: Iterable[str], *, tier: str, node: str) -> list[str]:
-    """Note that a tier of a node dropped these states; returns the uids of those that no tier holds any more, which are now ``evicted``.
+    """Note that a tier of a node dropped these states; returns the uids of those that no tier holds
+    any more, which are now ``evicted``.
 
     :raises NotFound: one of them is unknown.
     """
@@ -151,7 +230,9 @@ def evict(session: Session, uids: Iterable[str], *, tier: str, node: str) -> lis
 
 def held(session: Session, uids: Iterable[str], *, tier: str, node: str) -> set[str]:
     """Those of these states that a tier of a node holds, as far as it is known here."""
-    return set(session.execute(_HELD, {"uids": list(uids), "on_tier": tier, "on_node": node}).scalars())
+    return set(
+        session.execute(_HELD, {"uids": list(uids), "on_tier": tier, "on_node": node}).scalars()
+    )
 
 
 # The statements
@@ -160,7 +241,9 @@ _ids = bindparam("ids", type_=BigInteger, expanding=True)
 
 # Not FOR UPDATE: that would wait for a transaction that records a child, and deadlock with it.
 _LOCK_STATE = (
-    select(_state.c.id, _state.c.status, _state.c.world_size).where(_state.c.uid == bindparam("uid")).with_for_update(key_share=True)
+    select(_state.c.id, _state.c.status, _state.c.world_size)
+    .where(_state.c.uid == bindparam("uid"))
+    .with_for_update(key_share=True)
 )
 _LOCK_NAMED = (
     select(_state.c.id, _state.c.uid, _state.c.status, _state.c.world_size)
@@ -168,32 +251,57 @@ _LOCK_NAMED = (
     .order_by(_state.c.id)
     .with_for_update(key_share=True)
 )
-_LOCK_STATES = select(_state.c.id).where(_state.c.id.in_(_ids)).order_by(_state.c.id).with_for_update(key_share=True)
-_waits = and_(_part.c.state_uid == bindparam("uid"), _part.c.rank == bindparam("of_rank"), _part.c.place.is_not(None))
+_LOCK_STATES = (
+    select(_state.c.id)
+    .where(_state.c.id.in_(_ids))
+    .order_by(_state.c.id)
+    .with_for_update(key_share=True)
+)
+_waits = and_(
+    _part.c.state_uid == bindparam("uid"),
+    _part.c.rank == bindparam("of_rank"),
+    _part.c.place.is_not(None),
+)
 _LOCK_PART = select(_part.c.status, _part.c.bytes_new).where(_waits).with_for_update()
 _MARK_PART = (
     update(_part)
     .where(_waits)
-    .values(status=bindparam("new_status"), tier=bindparam("on_tier"), node=bindparam("on_node"), bytes_new=bindparam("added"))
+    .values(
+        status=bindparam("new_status"),
+        tier=bindparam("on_tier"),
+        node=bindparam("on_node"),
+        bytes_new=bindparam("added"),
+    )
 )
-_SET_STATUS = update(_state).where(_state.c.id == bindparam("state")).values(status=bindparam("new_status"))
+_SET_STATUS = (
+    update(_state).where(_state.c.id == bindparam("state")).values(status=bindparam("new_status"))
+)
 _SET_DURABLE = _SET_STATUS.values(bytes_new=bindparam("added"))
 _key = [_replica.c.state_id, _replica.c.rank, _replica.c.tier, _replica.c.node]
 _upsert_sqlite = sqlite.insert(_replica)
 _upsert_postgresql = postgresql.insert(_replica)
 _UPSERT_REPLICA = {
     "sqlite": _upsert_sqlite.on_conflict_do_update(
-        index_elements=_key, set_={"status": _upsert_sqlite.excluded.status, "bytes": _upsert_sqlite.excluded.bytes}
+        index_elements=_key,
+        set_={"status": _upsert_sqlite.excluded.status, "bytes": _upsert_sqlite.excluded.bytes},
     ),
     "postgresql": _upsert_postgresql.on_conflict_do_update(
-        index_elements=_key, set_={"status": _upsert_postgresql.excluded.status, "bytes": _upsert_postgresql.excluded.bytes}
+        index_elements=_key,
+        set_={
+            "status": _upsert_postgresql.excluded.status,
+            "bytes": _upsert_postgresql.excluded.bytes,
+        },
     ),
 }
 _RANKS_ON = select(func.count(_replica.c.rank.distinct())).where(
-    _replica.c.state_id == bindparam("state"), _replica.c.tier == bindparam("on_tier"), _replica.c.status == "ok"
+    _replica.c.state_id == bindparam("state"),
+    _replica.c.tier == bindparam("on_tier"),
+    _replica.c.status == "ok",
 )
 _DROP_REPLICAS = delete(_replica).where(
-    _replica.c.state_id.in_(_ids), _replica.c.tier == bindparam("on_tier"), _replica.c.node == bindparam("on_node")
+    _replica.c.state_id.in_(_ids),
+    _replica.c.tier == bindparam("on_tier"),
+    _replica.c.node == bindparam("on_node"),
 )
 _HELD = (
     select(_state.c.uid)
@@ -212,13 +320,23 @@ _EVICT_UNHELD = (
 # Giving up the bytes of states on purpose: only of states that nobody counts on.
 
 
-_LOCK = 0x6461_7461_6576  # the advisory lock of PostgreSQL: two that are withdrawn at once might each count on the other
+# the advisory lock of PostgreSQL: two that are withdrawn at once might each count on the other
+_LOCK = 0x6461_7461_6576
 
 
-def withdraw(session: Session, uid: str, places: Iterable[tuple[str, str]], *, volatile: Collection[str], is_forced: bool = False) -> State:
-    """Note that a state's bytes leave these places (tier, node); returns the state as it is then. Drop the bytes once this is committed.
+def withdraw(
+    session: Session,
+    uid: str,
+    places: Iterable[tuple[str, str]],
+    *,
+    volatile: Collection[str],
+    is_forced: bool = False,
+) -> State:
+    """Note that a state's bytes leave these places (tier, node); returns the state as it is then.
+    Drop the bytes once this is committed.
 
-    A state that from then on only ``volatile`` tiers hold is ``captured`` again, one that nobody holds ``evicted``.
+    A state that from then on only ``volatile`` tiers hold is ``captured`` again, one that nobody
+    holds ``evicted``.
 
     :raises NotFound: there is no such state.
     :raises Conflict: a ref counts on it (see ``check_withdrawal``).
@@ -227,54 +345,85 @@ def withdraw(session: Session, uid: str, places: Iterable[tuple[str, str]], *, v
     check_withdrawal(session, uid, is_forced=is_forced)
     for tier, node in places:
         evict(session, [uid], tier=tier, node=node)
-    session.execute(_ONLY_CAPTURED, {"ids": [id_of(session, uid)], "volatile": list(volatile), "gone": _GONE})
+    session.execute(
+        _ONLY_CAPTURED, {"ids": [id_of(session, uid)], "volatile": list(volatile), "gone": _GONE}
+    )
     return state(session, uid)
 
 
 def take_turns(session: Session) -> None:
-    """Wait until no other transaction withdraws states, deletes their files or adds files. (SQLite has only one writer anyway.)"""
+    """Wait until no other transaction withdraws states, deletes their files or adds files.
+    (SQLite has only one writer anyway.)"""
     if session.get_bind().dialect.name == "postgresql":
         session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
 
 
-def withdraw_all(session: Session, ids: Collection[int], *, tier: str, node: str, volatile: Collection[str], holder: str) -> list[str]:
-    """Note that the bytes of states, by row id, leave a tier of a node; returns the uids of those that do. Drop the bytes once this is
-    committed.
+def withdraw_all(
+    session: Session,
+    ids: Collection[int],
+    *,
+    tier: str,
+    node: str,
+    volatile: Collection[str],
+    holder: str,
+) -> list[str]:
+    """Note that the bytes of states, by row id, leave a tier of a node; returns the uids of those
+    that do. Drop the bytes once this is committed.
 
-    States that something began to count on since the ids were chosen stay (see ``leading``), and so do those that another process than
-    ``holder`` has in its ``volatile`` tiers.
-    A state that from then on only ``volatile`` tiers hold is ``captured`` again, one that nobody holds ``evicted``.
+    States that something began to count on since the ids were chosen stay (see ``leading``), and so
+    do those that another process than ``holder`` has in its ``volatile`` tiers. A state that from
+    then on only ``volatile`` tiers hold is ``captured`` again, one that nobody holds ``evicted``.
     """
     take_turns(session)
-    held = leading(session, ids, tier=tier, node=node) | elsewhere(session, ids, volatile=volatile, holder=holder)
+    held = leading(session, ids, tier=tier, node=node) | elsewhere(
+        session, ids, volatile=volatile, holder=holder
+    )
     chosen = sorted(set(ids) - held)
     rows = session.execute(_THOSE_HELD, {"ids": chosen, "on_tier": tier, "on_node": node}).all()
     uids = [row.uid for row in rows]
     evict(session, uids, tier=tier, node=node)
-    session.execute(_ONLY_CAPTURED, {"ids": [row.id for row in rows], "volatile": list(volatile), "gone": _GONE})
+    session.execute(
+        _ONLY_CAPTURED, {"ids": [row.id for row in rows], "volatile": list(volatile), "gone": _GONE}
+    )
     return uids
 
 
 def check_withdrawal(session: Session, uid: str, *, is_forced: bool = False) -> State:
-    """The state, if its bytes may go: no ref names it and no branch would go back to it, or ``is_forced``.
+    """The state, if its bytes may go: no ref names it and no branch would go back to it, or
+    ``is_forced``.
 
-    :raises Conflict: a ref counts on it; or nothing else of a branch can be restored, which ``is_forced`` does not override.
+    :raises Conflict: a ref counts on it; or nothing else of a branch can be restored, which
+        ``is_forced`` does not override.
     :raises Unsupported: several ranks hold it.
     """
     found = state(session, uid)
     if found.world_size > 1:
-        raise Unsupported(f"state {uid} is held by {found.world_size} ranks: one of them alone cannot drop it")
+        raise Unsupported(
+            f"state {uid} is held by {found.world_size} ranks: one of them alone cannot drop it"
+        )
     if not found.status.is_restorable:
         return found
-    is_lasting = found.status is not Status.CAPTURED  # else what is asked is where names lead once memory is gone
-    asked = {"ids": [id_of(session, uid)], "gone": [*_GONE, Status.CAPTURED.value] if is_lasting else _GONE}
+    # else what is asked is where names lead once memory is gone
+    is_lasting = found.status is not Status.CAPTURED
+    asked = {
+        "ids": [id_of(session, uid)],
+        "gone": [*_GONE, Status.CAPTURED.value] if is_lasting else _GONE,
+    }
     named = sorted(session.execute(_LED_HERE, asked).all())
     branch = next((row.name for row in named if row.kind == RefKind.BRANCH.value), None)
-    if branch is not None and (not found.parents or nearest_restorable(session, found.parents[0], is_lasting=is_lasting) is None):
-        raise Conflict(f"state {uid} is all that can be restored of branch {branch!r}: delete the branch, or keep the state")
+    if branch is not None and (
+        not found.parents
+        or nearest_restorable(session, found.parents[0], is_lasting=is_lasting) is None
+    ):
+        raise Conflict(
+            f"state {uid} is all that can be restored of branch {branch!r}: delete the branch, or"
+            " keep the state"
+        )
     if named and not is_forced:
         counting = ", ".join(f"{row.kind} {row.name!r}" for row in named[:5])
-        raise Conflict(f"state {uid} is what {counting} leads to: move or delete that first, or force it")
+        raise Conflict(
+            f"state {uid} is what {counting} leads to: move or delete that first, or force it"
+        )
     return found
 
 
@@ -289,6 +438,11 @@ _THOSE_HELD = (
 _ONLY_CAPTURED = (
     update(_state)
     .where(_state.c.id.in_(_ids), _state.c.status.not_in(bindparam("gone", expanding=True)))
-    .where(~exists().where(_replica.c.state_id == _state.c.id, _replica.c.tier.not_in(bindparam("volatile", expanding=True))))
+    .where(
+        ~exists().where(
+            _replica.c.state_id == _state.c.id,
+            _replica.c.tier.not_in(bindparam("volatile", expanding=True)),
+        )
+    )
     .values(status=Status.CAPTURED.value)
 )

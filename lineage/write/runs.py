@@ -1,6 +1,8 @@
-"""Runs: the processes that tracked, their trainings, and what becomes of their states when they die.
+"""Runs: the processes that tracked, their trainings, and what becomes of their states when they
+die.
 
-A training is a run whose ``process`` names another run. It lives and dies with that one, and has no lease and no memory of its own.
+A training is a run whose ``process`` names another run. It lives and dies with that one, and has no
+lease and no memory of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +12,20 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import BindParameter, ColumnElement, Select, and_, bindparam, delete, exists, insert, or_, select, union, update
+from sqlalchemy import (
+    BindParameter,
+    ColumnElement,
+    Select,
+    and_,
+    bindparam,
+    delete,
+    exists,
+    insert,
+    or_,
+    select,
+    union,
+    update,
+)
 
 from datastates.errors import Conflict, NotFound
 from datastates.lineage import lookup
@@ -18,7 +33,17 @@ from datastates.lineage.lookup import Amended, amend, id_of, states
 from datastates.lineage.query.incomplete import Waiting
 from datastates.lineage.query.names import holder
 from datastates.lineage.query.walk import nearest_restorable
-from datastates.lineage.schema import CloneRow, PartRow, RefRow, ReplicaRow, RunRow, StateRow, from_us, table, to_us
+from datastates.lineage.schema import (
+    CloneRow,
+    PartRow,
+    RefRow,
+    ReplicaRow,
+    RunRow,
+    StateRow,
+    from_us,
+    table,
+    to_us,
+)
 from datastates.lineage.states import DIED, OURS, RefKind, Run, Status
 from datastates.system import logs
 from datastates.values import Value, storable
@@ -69,7 +94,9 @@ _ELSEWHERE = exists().where(_replica.c.state_id == _state.c.id, _replica.c.tier.
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """A branch that was moved back from ``old``, whose bytes are gone, to ``new``. None: the branch was deleted, since nothing is left."""
+    """A branch that was moved back from ``old``, whose bytes are gone, to ``new``.
+
+    None: the branch was deleted, since nothing is left."""
 
     branch: str
     old: str
@@ -77,15 +104,21 @@ class Recovered:
 
 
 def start(session: Session, run: Run) -> None:
-    """Record that a process or a training begins. Secrets in its command line and configuration are masked (see ``masking``).
+    """Record that a process or a training begins. Secrets in its command line and configuration are
+    masked (see ``masking``).
 
     :raises Conflict: its uid was used before.
     :raises NotFound: the process that it names does not exist.
     """
     if session.execute(select(_run.c.id).where(_run.c.uid == run.uid)).first():
         raise Conflict(f"run {run.uid} was recorded before: every run needs a uid of its own")
-    if run.process is not None and not session.execute(select(_run.c.id).where(_run.c.uid == run.process)).first():
-        raise NotFound(f"there is no run {run.process!r} to be the process of {run.uid}: start it first")
+    if (
+        run.process is not None
+        and not session.execute(select(_run.c.id).where(_run.c.uid == run.process)).first()
+    ):
+        raise NotFound(
+            f"there is no run {run.process!r} to be the process of {run.uid}: start it first"
+        )
     made: Any = session.execute(
         insert(_run),
         {
@@ -108,18 +141,27 @@ def start(session: Session, run: Run) -> None:
 
 
 def configure(session: Session, run: Run) -> None:
-    """Replace the settings in the record of a run by those of ``run``. Does nothing if the run is not recorded."""
+    """Replace the settings in the record of a run by those of ``run``.
+
+    Does nothing if the run is not recorded."""
     found = session.execute(select(_run.c.id).where(_run.c.uid == run.uid)).scalar()
     if found is not None:
         lookup.keep(session.connection(), found, run.config, replaces=True)
         amend(session, Amended.RUN, [run.uid])
 
 
-def finish(session: Session, uid: str, finished_at: datetime | None = None, *, volatile: Collection[str] = ()) -> list[Waiting]:
-    """Record that a training is over, or a process with all its trainings, by default now. A run that has already finished keeps its time.
+def finish(
+    session: Session,
+    uid: str,
+    finished_at: datetime | None = None,
+    *,
+    volatile: Collection[str] = (),
+) -> list[Waiting]:
+    """Record that a training is over, or a process with all its trainings, by default now. A run
+    that has already finished keeps its time.
 
-    The ``volatile`` tiers of the process are gone with it. States that still wait for parts, and had a part in those tiers, can never be
-    complete: they are removed, and returned.
+    The ``volatile`` tiers of the process are gone with it. States that still wait for parts, and
+    had a part in those tiers, can never be complete: they are removed, and returned.
 
     :raises NotFound: there is no such run.
     """
@@ -131,8 +173,12 @@ def finish(session: Session, uid: str, finished_at: datetime | None = None, *, v
 
 
 def note(session: Session, uid: str, facts: Mapping[str, Value]) -> None:
-    """Add settings that nobody chose to a run's record; each name begins with ``OURS``. Does nothing if there is no such run."""
-    found = session.execute(select(_run.c.config).where(_run.c.uid == uid).with_for_update()).scalar()
+    """Add settings that nobody chose to a run's record; each name begins with ``OURS``.
+
+    Does nothing if there is no such run."""
+    found = session.execute(
+        select(_run.c.config).where(_run.c.uid == uid).with_for_update()
+    ).scalar()
     if found is not None and facts:
         session.execute(update(_run).where(_run.c.uid == uid).values(config={**found, **facts}))
         amend(session, Amended.RUN, [uid])
@@ -160,7 +206,8 @@ def by_uids(session: Session, uids: Collection[str]) -> list[Run]:
 
 
 def branches_of(session: Session, uids: Collection[str]) -> dict[str, list[str]]:
-    """The names of the branches whose newest state each of these runs captured, by the run's uid."""
+    """The names of the branches whose newest state each of these runs captured, by the run's
+    uid."""
     found: dict[str, list[str]] = {}
     for name, uid in session.execute(_CAPTURED_HEADS, {"runs": list(uids)}):
         found.setdefault(uid, []).append(name)
@@ -172,9 +219,11 @@ def died(session: Session, uids: Collection[str]) -> dict[str, datetime]:
     return {uid: from_us(at) for uid, at in session.execute(_FOUND_DEAD, {"runs": list(uids)})}
 
 
-def listing(session: Session, *, limit: int, after: str | None = None) -> tuple[list[Run], str | None]:
-    """Runs, the last begun first, and the uid to continue ``after`` (None when there are no more). A process is listed if it has no
-    trainings.
+def listing(
+    session: Session, *, limit: int, after: str | None = None
+) -> tuple[list[Run], str | None]:
+    """Runs, the last begun first, and the uid to continue ``after`` (None when there are no more).
+    A process is listed if it has no trainings.
 
     :raises NotFound: ``after`` is no run.
     """
@@ -182,55 +231,82 @@ def listing(session: Session, *, limit: int, after: str | None = None) -> tuple[
     if after is not None:
         last = session.execute(select(_run.c.id).where(_run.c.uid == after)).scalar()
         if last is None:
-            raise NotFound(f"there is no run {after!r} to go on after: pass the uid of the last one that came")
+            raise NotFound(
+                f"there is no run {after!r} to go on after: pass the uid of the last one that came"
+            )
         query = query.where(_run.c.id < last)
     found = _runs(session, query)
     return found[:limit], found[limit - 1].uid if len(found) > limit else None
 
 
 def of_job(job: str, rank: int, size: int) -> dict[str, Value]:
-    """What each run of a training of several ranks records of it. There is one run for each rank; people see only that of rank 0."""
+    """What each run of a training of several ranks records of it.
+
+    There is one run for each rank; people see only that of rank 0."""
     return {f"{OURS}job": job, RANK: rank, f"{OURS}ranks": size}
 
 
 def of_ranks(session: Session, uid: str, ranks: Collection[int]) -> dict[int, Run]:
-    """The runs of these ranks in the job that captures a state, complete or not, by rank; only ranks that tracked."""
-    told = select(_part.c.run_id).where(_part.c.state_uid == uid, _part.c.run_id.is_not(None)).limit(1)
-    job = session.execute(select(_run.c.config[f"{OURS}job"].as_string()).where(_run.c.id == told.scalar_subquery())).scalar()
+    """The runs of these ranks in the job that captures a state, complete or not, by rank; only
+    ranks that tracked."""
+    told = (
+        select(_part.c.run_id).where(_part.c.state_uid == uid, _part.c.run_id.is_not(None)).limit(1)
+    )
+    job = session.execute(
+        select(_run.c.config[f"{OURS}job"].as_string()).where(_run.c.id == told.scalar_subquery())
+    ).scalar()
     if job is None:
         return {}
     rank = _run.c.config[RANK].as_integer()
-    found = _runs(session, select(_run).where(_run.c.config[f"{OURS}job"].as_string() == job, rank.in_(sorted(ranks))))
-    return {each.config[RANK]: each for each in found}  # type: ignore[misc]  # the query says that it is a number
+    found = _runs(
+        session,
+        select(_run).where(_run.c.config[f"{OURS}job"].as_string() == job, rank.in_(sorted(ranks))),
+    )
+    # the query says that it is a number
+    return {each.config[RANK]: each for each in found}  # type: ignore[misc]
 
 
 def counted() -> ColumnElement[bool]:
-    """The condition for what people call a run: a training, counted once for all its ranks, or a process without a training.
-    Those of other lineages count too."""
+    """The condition for what people call a run: a training, counted once for all its ranks, or a
+    process without a training. Those of other lineages count too."""
     rank = _run.c.config[RANK].as_integer()
-    return and_(or_(rank.is_(None), rank == 0), or_(_run.c.process.is_not(None), ~exists().where(_training.c.process == _run.c.uid)))
+    return and_(
+        or_(rank.is_(None), rank == 0),
+        or_(_run.c.process.is_not(None), ~exists().where(_training.c.process == _run.c.uid)),
+    )
 
 
 def unfinished(session: Session, branch: str | None = None) -> list[Run]:
-    """The processes, or the trainings of a branch, that never recorded that they finished, oldest first: they are alive, or died."""
+    """The processes, or the trainings of a branch, that never recorded that they finished,
+    oldest first: they are alive, or died."""
     of = _run.c.process.is_(None) if branch is None else _run.c.branch == branch
-    return _runs(session, select(_run).where(_run.c.finished_at.is_(None), of, _OURS).order_by(_run.c.id))
+    return _runs(
+        session, select(_run).where(_run.c.finished_at.is_(None), of, _OURS).order_by(_run.c.id)
+    )
 
 
 def in_memory(session: Session, uid: str, *, volatile: Collection[str]) -> dict[str, str]:
-    """The states of one part that a process captured or cloned and that, as far as the lineage knows, only memory holds: uids with digests.
+    """The states of one part that a process captured or cloned and that, as far as the lineage
+    knows, only memory holds: uids with digests.
 
     ``volatile`` are the tiers that are lost with a process.
     """
     uids = _with_trainings(session, [uid])
-    query = select(_state.c.uid, _state.c.digest).where(_state.c.id.in_(union(_captured(uids), _cloned(uids))))
+    query = select(_state.c.uid, _state.c.digest).where(
+        _state.c.id.in_(union(_captured(uids), _cloned(uids)))
+    )
     query = query.where(_state.c.status.not_in(_GONE), _state.c.world_size == 1, ~_ELSEWHERE)
-    return {row.uid: row.digest for row in session.execute(query.order_by(_state.c.id), {"volatile": list(volatile)})}
+    return {
+        row.uid: row.digest
+        for row in session.execute(query.order_by(_state.c.id), {"volatile": list(volatile)})
+    }
 
 
-def parts_in_memory(session: Session, uid: str, *, volatile: Collection[str]) -> dict[tuple[str, int], str]:
-    """The parts of complete states of several parts that a process reported or cloned and that, as far as the lineage knows, only memory
-    holds: uid and rank, each with the digest of the part.
+def parts_in_memory(
+    session: Session, uid: str, *, volatile: Collection[str]
+) -> dict[tuple[str, int], str]:
+    """The parts of complete states of several parts that a process reported or cloned and that, as
+    far as the lineage knows, only memory holds: uid and rank, each with the digest of the part.
     """
     uids = _with_trainings(session, [uid])
     told = or_(_run.c.uid.in_(uids), _state.c.id.in_(_cloned(uids)))
@@ -243,16 +319,22 @@ def parts_in_memory(session: Session, uid: str, *, volatile: Collection[str]) ->
         .where(~exists().where(*its, _replica.c.tier.not_in(_VOLATILE)))
         .order_by(_state.c.id, _part.c.rank)
     )
-    return {(row.state_uid, row.rank): row.digest for row in session.execute(query, {"volatile": list(volatile)})}
+    return {
+        (row.state_uid, row.rank): row.digest
+        for row in session.execute(query, {"volatile": list(volatile)})
+    }
 
 
 def recover(session: Session, dead: Iterable[str], *, volatile: Collection[str]) -> list[Recovered]:
-    """Settle what the runs of dead processes left behind: whatever was in their ``volatile`` tiers is gone.
+    """Settle what the runs of dead processes left behind: whatever was in their ``volatile`` tiers
+    is gone.
 
-    States that still wait for parts beside those of such a run are removed. States that no other process holds, or of which some part is
-    no longer held, become ``lost``. The runs finish now, and their records say that they died. Then each branch, of any run, whose head's
-    bytes are gone moves back to its newest restorable first parent. A branch that has none is deleted, since a name from which nothing can
-    be restored would only prevent the next run from starting; the reflog says where it was.
+    States that still wait for parts beside those of such a run are removed. States that no other
+    process holds, or of which some part is no longer held, become ``lost``. The runs finish now,
+    and their records say that they died. Then each branch, of any run, whose head's bytes are gone
+    moves back to its newest restorable first parent. A branch that has none is deleted, since a
+    name from which nothing can be restored would only prevent the next run from starting; the
+    reflog says where it was.
     """
     for uid in sorted(set(dead)):
         note(session, uid, {DIED: True})
@@ -264,39 +346,72 @@ def recover(session: Session, dead: Iterable[str], *, volatile: Collection[str])
 
 
 def _lose(session: Session, runs: list[str], volatile: Collection[str]) -> None:
-    """Mark states as lost. What was in memory was in the memory of these processes, so each replica there is gone.
+    """Mark states as lost. What was in memory was in the memory of these processes, so each replica
+    there is gone.
 
-    A state that a living process cloned on the same database is still in the memory of that process. (A replica that names no process
-    belongs to the run that captured the state.)
+    A state that a living process cloned on the same database is still in the memory of that
+    process. (A replica that names no process belongs to the run that captured the state.)
     """
     theirs = union(_captured(runs), _cloned(runs), _shared(runs))
     held = _state.c.id.in_(theirs)
+    # in id order, as every writer does
     session.execute(
-        select(_state.c.id).where(held).order_by(_state.c.id).with_for_update(of=_state, key_share=True)
-    )  # in id order, as every writer does
-    places = [holder(row.host, row.uid) for row in session.execute(select(_run.c.host, _run.c.uid).where(_run.c.uid.in_(runs)))]
-    of_captured = _replica.c.state_id.in_(_captured(runs)) & _replica.c.node.not_like("%" + holder("", "") + "%")
+        select(_state.c.id)
+        .where(held)
+        .order_by(_state.c.id)
+        .with_for_update(of=_state, key_share=True)
+    )
+    places = [
+        holder(row.host, row.uid)
+        for row in session.execute(select(_run.c.host, _run.c.uid).where(_run.c.uid.in_(runs)))
+    ]
+    of_captured = _replica.c.state_id.in_(_captured(runs)) & _replica.c.node.not_like(
+        "%" + holder("", "") + "%"
+    )
     of_runs = _replica.c.state_id.in_(theirs) & _replica.c.node.in_(places)
-    session.execute(delete(_replica).where(_replica.c.tier.in_(volatile), or_(of_captured, of_runs)))
-    session.execute(update(_state).where(held, _state.c.status.not_in(_GONE), unheld()).values(status=Status.LOST.value))
+    session.execute(
+        delete(_replica).where(_replica.c.tier.in_(volatile), or_(of_captured, of_runs))
+    )
+    session.execute(
+        update(_state)
+        .where(held, _state.c.status.not_in(_GONE), unheld())
+        .values(status=Status.LOST.value)
+    )
 
 
 def _with_trainings(session: Session, uids: Sequence[str]) -> list[str]:
     """These runs, with all trainings of the processes among them."""
-    return [*uids, *session.execute(select(_run.c.uid).where(_run.c.process.in_(uids)).order_by(_run.c.id)).scalars()]
+    return [
+        *uids,
+        *session.execute(
+            select(_run.c.uid).where(_run.c.process.in_(uids)).order_by(_run.c.id)
+        ).scalars(),
+    ]
 
 
 def _captured(runs: list[str]) -> Select[tuple[int]]:
-    return select(_state.c.id).join_from(_state, _run, _run.c.id == _state.c.run_id).where(_run.c.uid.in_(runs))
+    return (
+        select(_state.c.id)
+        .join_from(_state, _run, _run.c.id == _state.c.run_id)
+        .where(_run.c.uid.in_(runs))
+    )
 
 
 def _cloned(runs: list[str]) -> Select[tuple[int]]:
-    return select(_clone.c.state_id).join_from(_clone, _run, _run.c.id == _clone.c.run_id).where(_run.c.uid.in_(runs))
+    return (
+        select(_clone.c.state_id)
+        .join_from(_clone, _run, _run.c.id == _clone.c.run_id)
+        .where(_run.c.uid.in_(runs))
+    )
 
 
 def _shared(runs: list[str]) -> Select[tuple[int]]:
     """The states of several parts of which these runs reported one."""
-    told = select(_state.c.id).join_from(_part, _run, _run.c.id == _part.c.run_id).join(_state, _state.c.uid == _part.c.state_uid)
+    told = (
+        select(_state.c.id)
+        .join_from(_part, _run, _run.c.id == _part.c.run_id)
+        .join(_state, _state.c.uid == _part.c.state_uid)
+    )
     return told.where(_run.c.uid.in_(runs))
 
 
@@ -317,13 +432,24 @@ def _move_back(session: Session) -> list[Recovered]:
             else:
                 segments.move(session, name, head_id, new_id)
             status = states(session, [head_id])[0].status
-            note_event(session, name, RefKind.BRANCH, head_id, new_id, f"recover: {head} is {status}, {went}")
+            note_event(
+                session,
+                name,
+                RefKind.BRANCH,
+                head_id,
+                new_id,
+                f"recover: {head} is {status}, {went}",
+            )
             moved.append(Recovered(name, head, None if found is None else found.uid))
     return moved
 
 
 def _finish(session: Session, uids: list[str], finished_at: datetime | None) -> None:
-    session.execute(update(_run).where(_run.c.uid.in_(uids), _run.c.finished_at.is_(None)).values(finished_at=to_us(finished_at)))
+    session.execute(
+        update(_run)
+        .where(_run.c.uid.in_(uids), _run.c.finished_at.is_(None))
+        .values(finished_at=to_us(finished_at))
+    )
     amend(session, Amended.RUN, uids)
 
 
@@ -365,7 +491,9 @@ _CAPTURED_HEADS = (
     .order_by(_ref.c.name)
 )
 _FOUND_DEAD = select(_run.c.uid, _run.c.finished_at).where(
-    _run.c.uid.in_(bindparam("runs", expanding=True)), _run.c.finished_at.is_not(None), _run.c.config[DIED].as_boolean()
+    _run.c.uid.in_(bindparam("runs", expanding=True)),
+    _run.c.finished_at.is_not(None),
+    _run.c.config[DIED].as_boolean(),
 )
 _training = _run.alias("training")
 _GONE_HEADS = (

@@ -1,9 +1,10 @@
 """Segments: which states each branch has to itself, and the summaries of their metrics.
 
-``record`` lets a segment grow by its newest states; everything else that happens to one is here. A new branch takes those
-states on its path of first parents that no branch has, also those of a deleted branch. When a branch is deleted or moved, a
-branch that was made at one of its states, and has none of its own, takes the states up to there. The other states stay in a
-segment without a branch.
+``record`` lets a segment grow by its newest states; everything else that happens to one is here. A
+new branch takes those states on its path of first parents that no branch has, also those of a
+deleted branch. When a branch is deleted or moved, a branch that was made at one of its states, and
+has none of its own, takes the states up to there. The other states stay in a segment without a
+branch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,18 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import BigInteger, Connection, Integer, bindparam, case, delete, func, insert, select, update
+from sqlalchemy import (
+    BigInteger,
+    Connection,
+    Integer,
+    bindparam,
+    case,
+    delete,
+    func,
+    insert,
+    select,
+    update,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 
 from datastates.lineage.lookup import batches
@@ -31,15 +43,18 @@ __all__ = ["begin", "grow", "leave", "lock", "make", "move", "note_first", "reme
 
 _BATCH = 1000  # rows written at once
 _LAST = 2**31 - 1  # the last stretch that there can be
-_TAKE_TURN = select(func.pg_advisory_xact_lock(0x6461_7461_7365))  # any number that others are unlikely to choose
+# any number that others are unlikely to choose
+_TAKE_TURN = select(func.pg_advisory_xact_lock(0x6461_7461_7365))
 
 _next = _state.alias("next")
 
 
 def begin(session: Session, name: str, head: int) -> tuple[int | None, int | None]:
-    """Begin the segment of a branch that was created at a state, by row id, with those first parents that no branch has.
+    """Begin the segment of a branch that was created at a state, by row id, with those first
+    parents that no branch has.
 
-    Returns the row ids of the segment and of its first state; None where another writer made the segment meanwhile.
+    Returns the row ids of the segment and of its first state; None where another writer made the
+    segment meanwhile.
     """
     leave(session, name)  # an older branch of that name
     segment = make(session.connection(), name, head, None, branch=name)
@@ -57,15 +72,20 @@ def leave(session: Session, name: str) -> None:
 
 
 def rename(session: Session, old: str, new: str) -> None:
-    """Give the segment of a branch that was renamed, and those that it lost, to that branch's new name."""
+    """Give the segment of a branch that was renamed, and those that it lost, to that branch's
+    new name."""
     session.connection().execute(_RENAME, {"of": old, "to": new})
 
 
-def lock(session: Session, names: Collection[str] = (), *, of_state: str = "", takes_turns: bool = True) -> None:
-    """Let no other transaction change the segments of these branches, or that of a state by uid, until this one ends.
+def lock(
+    session: Session, names: Collection[str] = (), *, of_state: str = "", takes_turns: bool = True
+) -> None:
+    """Let no other transaction change the segments of these branches, or that of a state by uid,
+    until this one ends.
 
-    Transactions that change more than they add also take turns. SQLite has one writer anyway. A transaction locks segments before refs
-    and states, so that two of them do not wait for each other.
+    Transactions that change more than they add also take turns. SQLite has one writer anyway. A
+    transaction locks segments before refs and states, so that two of them do not wait for each
+    other.
     """
     if session.get_bind().dialect.name == "postgresql":
         if takes_turns:
@@ -82,7 +102,8 @@ def remeasure(session: Session, state: int) -> None:
 
 
 def move(session: Session, name: str, old: int, new: int) -> None:
-    """Follow a branch that was moved from one state to another, by row ids, other than by a capture."""
+    """Follow a branch that was moved from one state to another, by row ids, other than by a
+    capture."""
     home: Any = session.execute(_HOME, {"state": new}).one()
     if home.branch != name:
         begin(session, name, new)
@@ -94,7 +115,9 @@ def move(session: Session, name: str, old: int, new: int) -> None:
 # What record needs
 
 
-def make(connection: Connection, name: str, fork: int | None, first: int | None, *, branch: str | None) -> int | None:
+def make(
+    connection: Connection, name: str, fork: int | None, first: int | None, *, branch: str | None
+) -> int | None:
     """The id of a new segment; None if the branch got one from another writer meanwhile."""
     row = {"name": name, "branch": branch, "fork_id": fork, "first_id": first}
     made = connection.execute(_MAKE[connection.dialect.name], row).scalar()
@@ -106,17 +129,25 @@ def note_first(connection: Connection, segment: int, first: int) -> None:
     connection.execute(_NOTE_FIRST, {"segment": segment, "first": first})
 
 
-def grow(connection: Connection, tallies: Mapping[tuple[int, str], Tally], ends: Collection[int]) -> None:
-    """Add new states to the summaries, by segment and metric, and write the stretches that are complete now.
+def grow(
+    connection: Connection, tallies: Mapping[tuple[int, str], Tally], ends: Collection[int]
+) -> None:
+    """Add new states to the summaries, by segment and metric, and write the stretches that are
+    complete now.
 
     ``ends`` are the states, by row id, that end a stretch.
     """
     if tallies:  # always in the same order, so that two writers never wait for each other
-        rows = [{"segment_id": key[0], "key": key[1], "place": WHOLE, **tallies[key].row()} for key in sorted(tallies)]
+        rows = [
+            {"segment_id": key[0], "key": key[1], "place": WHOLE, **tallies[key].row()}
+            for key in sorted(tallies)
+        ]
         connection.execute(_GROW[connection.dialect.name], rows)
     if ends:
         found: defaultdict[tuple[int, int, str], Tally] = defaultdict(Tally)
-        for row in sorted(connection.execute(_ENDING, {"ends": list(ends)}), key=lambda row: int(row.id)):
+        for row in sorted(
+            connection.execute(_ENDING, {"ends": list(ends)}), key=lambda row: int(row.id)
+        ):
             found[row.segment_id, place_of(row.low), row.key].add(row.id, row.value)
         _insert(connection, found)
 
@@ -125,7 +156,8 @@ def grow(connection: Connection, tallies: Mapping[tuple[int, str], Tally], ends:
 
 
 def _pass_on(session: Session, segment: int) -> None:
-    """Give the states of a segment without a branch to a branch that was made at one of them and has none of its own.
+    """Give the states of a segment without a branch to a branch that was made at one of them and
+    has none of its own.
 
     If there are several such branches, the one at the newest state gets them.
     """
@@ -135,7 +167,9 @@ def _pass_on(session: Session, segment: int) -> None:
 
 
 def _inherit(session: Session, segment: int, head: int) -> int | None:
-    """Give an empty segment a state and its first parents, as long as no branch has them. Returns the first of them, by row id."""
+    """Give an empty segment a state and its first parents, as long as no branch has them.
+
+    Returns the first of them, by row id."""
     lock(session)
     connection, at = session.connection(), head
     free, emptied = list[Any](), list[int]()
@@ -159,7 +193,8 @@ def _inherit(session: Session, segment: int, head: int) -> int | None:
 
 
 def _cut(session: Session, segment: int, new: int, generation: int) -> None:
-    """Move the states after ``new`` in a segment to a segment that no branch has, or to a branch that was made there."""
+    """Move the states after ``new`` in a segment to a segment that no branch has, or to a branch
+    that was made there."""
     connection = session.connection()
     tip: Any = connection.execute(_TIP, {"segment": segment}).one()
     behind = _path(connection, tip.id, segment, generation + 1)
@@ -172,7 +207,8 @@ def _cut(session: Session, segment: int, new: int, generation: int) -> None:
 
 
 def _path(connection: Connection, head: int, segment: int | None, low: int = 0) -> list[Any]:
-    """A state and its first parents, as long as they belong to the segment, or with None to no segment; the oldest first."""
+    """A state and its first parents, as long as they belong to the segment, or with None to no
+    segment; the oldest first."""
     rows = connection.execute(_PATH, {"head": head, "segment": segment or 0, "low": low}).all()
     return sorted(rows, key=lambda row: int(row.id))
 
@@ -183,7 +219,9 @@ def _take(connection: Connection, segment: int, ids: list[int]) -> None:
 
 
 def _summarise(connection: Connection, segment: int, first: int = 0, last: int = _LAST) -> None:
-    """Write the stretches of a segment from ``first`` to ``last`` again, and its whole summary. The other stretches are right."""
+    """Write the stretches of a segment from ``first`` to ``last`` again, and its whole summary.
+
+    The other stretches are right."""
     tip: Any = connection.execute(_TIP, {"segment": segment}).one()
     tail, asked = place_of(tip.generation + 1), {"segment": segment, "first": first, "last": last}
     connection.execute(_FORGET, asked)
@@ -202,43 +240,68 @@ def _summarise(connection: Connection, segment: int, first: int = 0, last: int =
 
 def _insert(connection: Connection, made: Mapping[tuple[int, int, str], Tally]) -> None:
     """Write summaries by segment, place and metric."""
-    rows = [{"segment_id": at[0], "place": at[1], "key": at[2], **tally.row()} for at, tally in made.items()]
+    rows = [
+        {"segment_id": at[0], "place": at[1], "key": at[2], **tally.row()}
+        for at, tally in made.items()
+    ]
     if rows:
         connection.execute(insert(_stretch), rows)
 
 
 def _columns(state: Any) -> tuple[Any, ...]:
-    return state.c.id, state.c.parent_id, state.c.generation, func.coalesce(state.c.segment_id, 0).label("segment")
+    return (
+        state.c.id,
+        state.c.parent_id,
+        state.c.generation,
+        func.coalesce(state.c.segment_id, 0).label("segment"),
+    )
 
 
 def _walk() -> Any:
-    """A state and its first parents down to ``low``, as long as they are in ``segment``, where 0 means none.
+    """A state and its first parents down to ``low``, as long as they are in ``segment``, where 0
+    means none.
 
-    The conditions that stop the walk are on the path: for a condition on the joined table SQLite would first read all of that table.
+    The conditions that stop the walk are on the path: for a condition on the joined table SQLite
+    would first read all of that table.
     """
     low, wanted = bindparam("low", type_=Integer), bindparam("segment", type_=BigInteger)
-    start = select(*_columns(_state)).where(_state.c.id == bindparam("head", type_=BigInteger), _state.c.generation >= low)
+    start = select(*_columns(_state)).where(
+        _state.c.id == bindparam("head", type_=BigInteger), _state.c.generation >= low
+    )
     walk = start.cte("segment_path", recursive=True)
     step = select(*_columns(_next)).join_from(walk, _next, _next.c.id == walk.c.parent_id)
     walk = walk.union_all(step.where(walk.c.generation > low, walk.c.segment == wanted))
-    return select(walk.c.id, walk.c.parent_id, walk.c.generation).where(walk.c.segment == wanted).cte("own")
+    return (
+        select(walk.c.id, walk.c.parent_id, walk.c.generation)
+        .where(walk.c.segment == wanted)
+        .cte("own")
+    )
 
 
 def _ending() -> Any:
-    """The walk back from the last state of each stretch to its first one, or to that of the segment."""
+    """The walk back from the last state of each stretch to its first one, or to that of the
+    segment."""
     fixed = (_state.c.generation - (STATES - 1)).label("low"), _state.c.segment_id.label("own")
-    start = select(*_columns(_state), *fixed).where(_state.c.id.in_(bindparam("ends", type_=BigInteger, expanding=True)))
+    start = select(*_columns(_state), *fixed).where(
+        _state.c.id.in_(bindparam("ends", type_=BigInteger, expanding=True))
+    )
     walk = start.cte("ending", recursive=True)
-    step = select(*_columns(_next), walk.c.low, walk.c.own).join_from(walk, _next, _next.c.id == walk.c.parent_id)
+    step = select(*_columns(_next), walk.c.low, walk.c.own).join_from(
+        walk, _next, _next.c.id == walk.c.parent_id
+    )
     walk = walk.union_all(step.where(walk.c.generation > walk.c.low, walk.c.segment == walk.c.own))
-    values = select(walk.c.id, walk.c.own.label("segment_id"), walk.c.low, _metric.c.key, _metric.c.value)
+    values = select(
+        walk.c.id, walk.c.own.label("segment_id"), walk.c.low, _metric.c.key, _metric.c.value
+    )
     return _with_metrics(values, walk).where(walk.c.segment == walk.c.own)
 
 
 def _with_metrics(chosen: Any, walk: Any) -> Any:
-    """Join the metrics: an outer join, so that SQLite begins with the path, however short, and not with all metrics; states without any are
-    dropped afterwards."""
-    return chosen.outerjoin_from(walk, _metric, _metric.c.state_id == walk.c.id).where(func.coalesce(_metric.c.state_id, 0) > 0)
+    """Join the metrics: an outer join, so that SQLite begins with the path, however short, and
+    not with all metrics; states without any are dropped afterwards."""
+    return chosen.outerjoin_from(walk, _metric, _metric.c.state_id == walk.c.id).where(
+        func.coalesce(_metric.c.state_id, 0) > 0
+    )
 
 
 _ENDING = _ending()
@@ -273,25 +336,43 @@ _TIP = (
 _RENAME = (
     update(_segment)
     .where(_segment.c.name == bindparam("of"))
-    .values(branch=case((_segment.c.branch == bindparam("of"), bindparam("to")), else_=_segment.c.branch), name=bindparam("to"))
+    .values(
+        branch=case(
+            (_segment.c.branch == bindparam("of"), bindparam("to")), else_=_segment.c.branch
+        ),
+        name=bindparam("to"),
+    )
 )
-# A subquery of one value, so that SQLite looks up the fork of each branch and does not read all states of the segment.
-_forked_from = select(_state.c.segment_id).where(_state.c.id == _segment.c.fork_id).scalar_subquery()
+# A subquery of one value, so that SQLite looks up the fork of each branch and does not read all
+# states of the segment.
+_forked_from = (
+    select(_state.c.segment_id).where(_state.c.id == _segment.c.fork_id).scalar_subquery()
+)
 _HEIR = (
     select(_segment.c.id, _segment.c.fork_id)
-    .where(_segment.c.branch.is_not(None), _segment.c.first_id.is_(None), _forked_from == _at_segment)
+    .where(
+        _segment.c.branch.is_not(None), _segment.c.first_id.is_(None), _forked_from == _at_segment
+    )
     .order_by(_segment.c.fork_id.desc(), _segment.c.id)
     .limit(1)
 )
 _BEGIN = (
     update(_segment)
     .where(_segment.c.id == _at_segment)
-    .values(fork_id=bindparam("fork", type_=BigInteger), first_id=bindparam("first", type_=BigInteger))
+    .values(
+        fork_id=bindparam("fork", type_=BigInteger), first_id=bindparam("first", type_=BigInteger)
+    )
 )
 _FORGET_ALL, _FORGET_SEGMENTS = (
-    delete(column.table).where(column.in_(bindparam("ids", expanding=True))) for column in (_stretch.c.segment_id, _segment.c.id)
+    delete(column.table).where(column.in_(bindparam("ids", expanding=True)))
+    for column in (_stretch.c.segment_id, _segment.c.id)
 )
-_LEAVE = update(_segment).where(_segment.c.branch == bindparam("of")).values(branch=None).returning(_segment.c.id)
+_LEAVE = (
+    update(_segment)
+    .where(_segment.c.branch == bindparam("of"))
+    .values(branch=None)
+    .returning(_segment.c.id)
+)
 _MAKE = {
     name: made(_segment).on_conflict_do_nothing().returning(_segment.c.id)
     for name, made in (("sqlite", sqlite.insert), ("postgresql", postgresql.insert))
@@ -310,12 +391,22 @@ _FORGET = delete(_stretch).where(
     _stretch.c.segment_id == bindparam("segment"),
     (_stretch.c.place == WHOLE) | _stretch.c.place.between(bindparam("first"), bindparam("last")),
 )
-_STRETCHES = select(_stretch).where(_stretch.c.segment_id == bindparam("segment"), _stretch.c.place >= 0).order_by(_stretch.c.place)
+_STRETCHES = (
+    select(_stretch)
+    .where(_stretch.c.segment_id == bindparam("segment"), _stretch.c.place >= 0)
+    .order_by(_stretch.c.place)
+)
 
 
 def _growing(made: Any) -> Any:
-    """Merge new values into a summary. The existing ones are older: they keep the first state, and extremes that are equally good."""
-    old, new = _stretch.c, made.excluded  # by name where a collection of columns has a method of that name
+    """Merge new values into a summary.
+
+    The existing ones are older: they keep the first state, and extremes that are equally good."""
+    # by name where a collection of columns has a method of that name
+    old, new = (
+        _stretch.c,
+        made.excluded,
+    )
     is_less = (new.least.is_not(None)) & (old.least.is_(None) | (new.least < old.least))
     is_more = (new.most.is_not(None)) & (old.most.is_(None) | (new.most > old.most))
     return made.on_conflict_do_update(
@@ -335,4 +426,7 @@ def _growing(made: Any) -> Any:
     )
 
 
-_GROW = {"sqlite": _growing(sqlite.insert(_stretch)), "postgresql": _growing(postgresql.insert(_stretch))}
+_GROW = {
+    "sqlite": _growing(sqlite.insert(_stretch)),
+    "postgresql": _growing(postgresql.insert(_stretch)),
+}

@@ -1,4 +1,5 @@
-"""Questions of whoever may read: searches, revisions and cursors, kept where they once did harm, and changed at random.
+"""Questions of whoever may read: searches, revisions and cursors, kept where they once did harm,
+and changed at random.
 
     python -m tests.api.asking --count 20000
 
@@ -32,13 +33,31 @@ if TYPE_CHECKING:
 
 __all__ = ["CORPUS", "Asker", "check_changed", "seal"]
 
-CORPUS: dict[str, list[Any]] = json.loads((Path(__file__).parents[1] / "corpus" / "questions.json").read_text(encoding="utf-8"))
+CORPUS: dict[str, list[Any]] = json.loads(
+    (Path(__file__).parents[1] / "corpus" / "questions.json").read_text(encoding="utf-8")
+)
 PATIENCE_S = 60.0
 """More than an answer may take of the database, on a busy machine."""
 
 _PIECES = [
     *"()'\"\\~^@{}:.,<>=!*%_-+ \t\n\x00\u00fc\u0301\U0001f600",
-    *(" and ", " or ", "not ", " order by ", " limit ", " in (", " desc", "now-", "inf", "nan", "@best:", "@step:", "@{", "..", "metrics."),
+    *(
+        " and ",
+        " or ",
+        "not ",
+        " order by ",
+        " limit ",
+        " in (",
+        " desc",
+        "now-",
+        "inf",
+        "nan",
+        "@best:",
+        "@step:",
+        "@{",
+        "..",
+        "metrics.",
+    ),
     *("attr.", "config.", "branch", "ancestor_of(", "9" * 17, "9" * 20, "-1", "0", "1e400", "true"),
 ]
 _NUMBERS: list[object] = [
@@ -69,7 +88,8 @@ def seal(text: str, place: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """Asks a server, and looks at each answer: it comes in time, is no failure, and tells nothing of the inside."""
+    """Asks a server, and looks at each answer: it comes in time, is no failure, and tells
+    nothing of the inside."""
 
     client: TestClient
     repo: Repository
@@ -89,7 +109,10 @@ class Asker:
             bare = self.search(text, limit=1000)
             assert bare is not None
             assert (
-                {state["uid"] for state in page["items"]} <= {state["uid"] for state in bare["items"]} or "limit" in text or "now" in text
+                {state["uid"] for state in page["items"]}
+                <= {state["uid"] for state in bare["items"]}
+                or "limit" in text
+                or "now" in text
             )
 
     def _ask(self, path: str, query: dict[str, Any]) -> Any:
@@ -101,13 +124,23 @@ class Asker:
         assert time.monotonic() - began < PATIENCE_S, (path, query)
         assert answer.status_code in (200, 400, 404), (path, query, answer.text)
         for inside in (str(self.repo.location.root), "SELECT ", "[SQL", "Traceback", "sqlite"):
-            assert answer.status_code == 200 or inside not in answer.text, (path, query, answer.text)
+            assert answer.status_code == 200 or inside not in answer.text, (
+                path,
+                query,
+                answer.text,
+            )
         return answer.json() if answer.status_code == 200 else None
 
 
 def check_changed(asker: Asker, count: int) -> None:
     """Ask that many of each kind, made of those that are kept by random changes."""
-    quiet = settings(max_examples=count, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    quiet = settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     for seeds, ask in ((CORPUS["queries"], asker.search), (CORPUS["revisions"], asker.resolve)):
         quiet(given(_texts(seeds))(_of(ask)))()
     quiet(given(_cursors())(_of(lambda cursor: asker.turn(*cursor))))()
@@ -121,7 +154,11 @@ def _of(ask: Callable[[Any], object]) -> Callable[[Any], None]:
 
 
 def _texts(seeds: list[str]) -> st.SearchStrategy[str]:
-    change = st.tuples(st.integers(0, 400), st.integers(0, 12), st.one_of(st.sampled_from(_PIECES), st.sampled_from(seeds)))
+    change = st.tuples(
+        st.integers(0, 400),
+        st.integers(0, 12),
+        st.one_of(st.sampled_from(_PIECES), st.sampled_from(seeds)),
+    )
     return st.builds(_changed, st.sampled_from(seeds), st.lists(change, max_size=4))
 
 
@@ -137,13 +174,18 @@ def _cursors() -> st.SearchStrategy[tuple[str, object]]:
     values = st.sampled_from(_NUMBERS)
     place = st.tuples(values, values, st.lists(values, max_size=4))
     kept = st.sampled_from([tuple(each) for each in CORPUS["cursors"]])
-    return st.one_of(kept, st.tuples(st.sampled_from([text for text, _ in CORPUS["cursors"]]), place))
+    return st.one_of(
+        kept, st.tuples(st.sampled_from([text for text, _ in CORPUS["cursors"]]), place)
+    )
 
 
 def _askers() -> Iterator[Asker]:
     with tempfile.TemporaryDirectory() as folder:
         build(Path(folder) / "runs")
-        with datastates.open(Path(folder) / "runs") as repo, TestClient(create_app({NAME: repo}), base_url="http://127.0.0.1") as client:
+        with (
+            datastates.open(Path(folder) / "runs") as repo,
+            TestClient(create_app({NAME: repo}), base_url="http://127.0.0.1") as client,
+        ):
             yield Asker(client, repo)
 
 
@@ -154,7 +196,8 @@ def main() -> None:
     count = parser.parse_args().count
     for asker in _askers():
         check_changed(asker, count)
-    print(f"{3 * count} questions were answered or refused")  # noqa: T201  # a command says what it did
+    # a command says what it did
+    print(f"{3 * count} questions were answered or refused")  # noqa: T201
 
 
 if __name__ == "__main__":

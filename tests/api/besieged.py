@@ -1,8 +1,10 @@
-"""The training of ``test_connections``: is given few descriptors, serves over HTTP, and captures to disk for as long as it is asked to.
+"""The training of ``test_connections``: is given few descriptors, serves over HTTP, and captures to
+disk for as long as it is asked to.
 
 python besieged.py FOLDER
 
-Says its address; then, for each line of its standard input, the most descriptors that were open while it made 20 states durable.
+Says its address; then, for each line of its standard input, the most descriptors that were open
+while it made 20 states durable.
 """
 
 from __future__ import annotations

@@ -32,8 +32,13 @@ class Endless:
 
     def hang_up(self, repo: Repository, path: str) -> None:
         """Ask a server for what reads so, and hang up: the reading must end."""
-        with live({"repo": repo}) as url, socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
-            client.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {READ}\r\n\r\n".encode())
+        with (
+            live({"repo": repo}) as url,
+            socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client,
+        ):
+            client.sendall(
+                f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {READ}\r\n\r\n".encode()
+            )
             assert self.begun.wait(30)
             client.close()
             assert self.ended.wait(30)

@@ -1,4 +1,5 @@
-"""An application behind a real server, for what a ``TestClient`` cannot do: streams, and connections that break."""
+"""An application behind a real server, for what a ``TestClient`` cannot do: streams, and
+connections that break."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def live(repositories: Mapping[str, Repository], **options: Any) -> Iterator[str
     app = create_app(repositories, **{"tokens": TOKENS, **options})
     listening = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=GRACE_S))
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=GRACE_S)
+    )
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
     try:

@@ -20,22 +20,41 @@ def asked(client: TestClient, **params: Any) -> dict[str, Any]:
     return found
 
 
-def test_each_branch_says_where_it_forked_how_it_went_and_what_can_be_restored(client: TestClient, repo: Repository) -> None:
+def test_each_branch_says_where_it_forked_how_it_went_and_what_can_be_restored(
+    client: TestClient, repo: Repository
+) -> None:
     found = asked(client, sort="name")
-    assert (found["metric"], found["direction"], found["metrics"]) == ("loss", "min", ["loss", "val/loss"])
+    assert (found["metric"], found["direction"], found["metrics"]) == (
+        "loss",
+        "min",
+        ["loss", "val/loss"],
+    )
     fork, lone, main, soup = found["items"]
     assert [item["name"] for item in found["items"]] == ["fork", "lone", "main", "soup"]
 
     states = repo.log("main")
     assert (main["fork"], main["states"], main["durable"], main["step"]) == (None, 8, 8, 8)
     best = min(states, key=lambda state: state.metrics["loss"])
-    assert main["best"] == {"state": best.uid, "step": best.step, "value": best.metrics["loss"], "status": "durable"}
+    assert main["best"] == {
+        "state": best.uid,
+        "step": best.step,
+        "value": best.metrics["loss"],
+        "status": "durable",
+    }
     assert main["best_restorable"] == main["best"]
     assert main["last"]["value"] == states[0].metrics["loss"]
-    assert main["line"] == {"steps": list(range(1, 9)), "values": [state.metrics["loss"] for state in states[::-1]]}
+    assert main["line"] == {
+        "steps": list(range(1, 9)),
+        "values": [state.metrics["loss"] for state in states[::-1]],
+    }
     assert (main["run"], main["bytes"]) == (states[0].run, sum(state.bytes_new for state in states))
 
-    assert fork["fork"] == {"state": repo.state("warm").uid, "step": 3, "branch": "main", "is_gone": False}
+    assert fork["fork"] == {
+        "state": repo.state("warm").uid,
+        "step": 3,
+        "branch": "main",
+        "is_gone": False,
+    }
     assert (fork["states"], fork["line"]["steps"]) == (3, [4, 5, 6])
     assert (soup["states"], soup["last"], soup["line"]["steps"]) == (1, None, [])
     assert {item["life"] for item in (fork, lone, main)} == {"ended"}
@@ -52,7 +71,9 @@ def test_a_branch_that_is_trained_runs(client: TestClient, repo: Repository) -> 
         run.capture(metrics={"loss": 3.0})
         (live,) = asked(client, name="live")["items"]
         assert (live["life"], live["last"]["value"]) == ("running", 3.0)
-        assert client.get(f"{BASE}/runs", params={"limit": 1}).json()["items"][0]["life"] == "running"
+        assert (
+            client.get(f"{BASE}/runs", params={"limit": 1}).json()["items"][0]["life"] == "running"
+        )
 
 
 def test_pages_filters_and_orders(client: TestClient) -> None:
@@ -63,7 +84,11 @@ def test_pages_filters_and_orders(client: TestClient) -> None:
     assert first["items"] + second["items"] == whole["items"]
     assert second["next"] is None
     chosen = asked(client, q="attr.rate = 0.3")
-    assert ([item["name"] for item in chosen["items"]], chosen["matching"], chosen["total"]) == (["fork"], 1, 4)
+    assert ([item["name"] for item in chosen["items"]], chosen["matching"], chosen["total"]) == (
+        ["fork"],
+        1,
+        4,
+    )
     best = asked(client, sort="best", direction="max")
     values = [item["best"]["value"] for item in best["items"] if item["best"]]
     assert values == sorted(values, reverse=True)
@@ -73,18 +98,31 @@ def test_pages_filters_and_orders(client: TestClient) -> None:
 def test_among_many_states_branches_are_sorted_by_what_was_counted_last(
     client: TestClient, repo: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is said of each is counted for each request all the same; and a branch that is new since is counted too."""
+    """What is said of each is counted for each request all the same; and a branch that is new
+    since is counted too."""
     monkeypatch.setattr(cache, "_AT_ONCE_S", 0.0)
-    assert [item["name"] for item in asked(client, sort="durable")["items"]] == ["main", "fork", "lone", "soup"]
+    assert [item["name"] for item in asked(client, sort="durable")["items"]] == [
+        "main",
+        "fork",
+        "lone",
+        "soup",
+    ]
     train(repo, "lone", 9)
     train(repo, "new", 12)
     during = {item["name"]: item["durable"] for item in asked(client, sort="durable")["items"]}
     assert during == {"new": 12, "main": 8, "fork": 3, "lone": 11, "soup": 1}
     assert list(during) == ["new", "main", "fork", "lone", "soup"]
-    (served,) = client.app.state.served.values()  # type: ignore[attr-defined]  # the client knows it as any ASGI application
+    # the client knows it as any ASGI application
+    (served,) = client.app.state.served.values()  # type: ignore[attr-defined]
     served.branch_counts.warm()
     served.branch_counts._background.join()
-    assert [item["name"] for item in asked(client, sort="durable")["items"]] == ["new", "lone", "main", "fork", "soup"]
+    assert [item["name"] for item in asked(client, sort="durable")["items"]] == [
+        "new",
+        "lone",
+        "main",
+        "fork",
+        "soup",
+    ]
 
 
 def test_groups_stand_together(client: TestClient) -> None:
@@ -114,5 +152,5 @@ def test_only_what_changed_is_sent(client: TestClient, repo: Repository) -> None
     assert client.get(f"{BASE}/branches", headers={"If-None-Match": etag}).status_code == 304
     train(repo, "main", 1)
     assert client.get(f"{BASE}/branches", headers={"If-None-Match": etag}).status_code == 200
-    (item, *_) = asked(client, fields="name,best")["items"]
+    item, *_ = asked(client, fields="name,best")["items"]
     assert set(item) == {"name", "best"}

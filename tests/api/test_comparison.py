@@ -30,13 +30,19 @@ def problem(client: TestClient, path: str, /, **query: Any) -> Any:
     return answer.json()
 
 
-def test_states_stand_beside_each_other_with_where_each_can_be_restored(client: TestClient, repo: Repository) -> None:
+def test_states_stand_beside_each_other_with_where_each_can_be_restored(
+    client: TestClient, repo: Repository
+) -> None:
     evict(repo.core, repo.state("main~1").uid)
     found = get(client, "comparison", rev=["main~1", "fork", "lone"])
     assert [each["rev"] for each in found["states"]] == ["main~1", "fork", "lone"]
     assert [each["branch"] for each in found["states"]] == ["main", "fork", "lone"]
     gone, fork, _ = found["states"]
-    assert (gone["state"]["status"], gone["places"], gone["nearest"]["uid"]) == ("evicted", [], repo.state("main~2").uid)
+    assert (gone["state"]["status"], gone["places"], gone["nearest"]["uid"]) == (
+        "evicted",
+        [],
+        repo.state("main~2").uid,
+    )
     assert fork["nearest"]["uid"] == fork["state"]["uid"] == repo.state("fork").uid
     assert fork["places"][0].startswith("local on ")
     (rate,) = (row for row in found["attributes"] if row["key"] == "rate")
@@ -55,7 +61,10 @@ def test_too_many_and_too_few_are_refused_before_any_is_looked_for(client: TestC
 def test_who_has_a_comparison_gets_304(client: TestClient) -> None:
     query = {"rev": ["main", "fork"]}
     etag = client.get(f"{BASE}/comparison", params=query).headers["etag"]
-    assert client.get(f"{BASE}/comparison", params=query, headers={"If-None-Match": etag}).status_code == 304
+    assert (
+        client.get(f"{BASE}/comparison", params=query, headers={"If-None-Match": etag}).status_code
+        == 304
+    )
 
 
 def test_branches_are_told_by_settings_and_metrics(client: TestClient, repo: Repository) -> None:
@@ -66,26 +75,50 @@ def test_branches_are_told_by_settings_and_metrics(client: TestClient, repo: Rep
     best = min(state.metrics["loss"] for state in repo.log("main"))
     assert loss["values"][1] == best
     assert loss["direction"] == "min"
-    last = next(axis for axis in get(client, "parallels", taken="last", name="main")["axes"] if axis["key"] == "metrics.loss")
+    last = next(
+        axis
+        for axis in get(client, "parallels", taken="last", name="main")["axes"]
+        if axis["key"] == "metrics.loss"
+    )
     assert last["values"] == [repo.state("main").metrics["loss"]]
     assert problem(client, "parallels", q="step >")["column"] == 7
     assert problem(client, "parallels", limit=1001)["parameter"] == "limit"
 
 
-def test_a_histogram_is_that_of_numpy_on_what_is_restored(client: TestClient, repo: Repository) -> None:
-    found = get(client, "histogram", rev=["warm", "main"], path="optimizer/state/0.weight/exp_avg_sq", bins=12)
-    tensors = [repo.load(rev)["optimizer"]["state"]["0.weight"]["exp_avg_sq"].double().numpy().ravel() for rev in ("warm", "main")]
+def test_a_histogram_is_that_of_numpy_on_what_is_restored(
+    client: TestClient, repo: Repository
+) -> None:
+    found = get(
+        client,
+        "histogram",
+        rev=["warm", "main"],
+        path="optimizer/state/0.weight/exp_avg_sq",
+        bins=12,
+    )
+    tensors = [
+        repo.load(rev)["optimizer"]["state"]["0.weight"]["exp_avg_sq"].double().numpy().ravel()
+        for rev in ("warm", "main")
+    ]
     low, high = min(each.min() for each in tensors), max(each.max() for each in tensors)
     for spread, values in zip(found["states"], tensors, strict=True):
         counts, edges = np.histogram(values, bins=12, range=(low, high))
         assert spread["counts"] == counts.tolist()
         assert found["edges"] == edges.tolist()
-        assert (spread["least"], spread["most"], spread["elements"]) == (values.min(), values.max(), values.size)
+        assert (spread["least"], spread["most"], spread["elements"]) == (
+            values.min(),
+            values.max(),
+            values.size,
+        )
 
 
-def test_what_cannot_be_counted_is_a_problem_with_the_next_step(client: TestClient, repo: Repository) -> None:
+def test_what_cannot_be_counted_is_a_problem_with_the_next_step(
+    client: TestClient, repo: Repository
+) -> None:
     known = {"rev": "main", "path": "model/0.weight"}
-    assert "did you mean" in problem(client, "histogram", **{**known, "path": "model/0.wieght"})["detail"]
+    assert (
+        "did you mean"
+        in problem(client, "histogram", **{**known, "path": "model/0.wieght"})["detail"]
+    )
     assert problem(client, "histogram", **known, bins=513)["parameter"] == "bins"
     assert problem(client, "histogram", **known, scale="cubic")["parameter"] == "scale"
     assert "from 1 to 4" in problem(client, "histogram", **{**known, "rev": ["main"] * 5})["detail"]
@@ -94,7 +127,9 @@ def test_what_cannot_be_counted_is_a_problem_with_the_next_step(client: TestClie
     assert (gone["status"], gone["nearest"]) == (410, repo.state("main~2").uid)
 
 
-def test_counting_ends_after_its_time_and_says_what_to_do_instead(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counting_ends_after_its_time_and_says_what_to_do_instead(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(routes, "COUNTING_S", 0.0)
     said = problem(client, "histogram", rev="main", path="model/0.weight")
     assert (said["status"], said["kind"]) == (400, "invalid-input")
@@ -102,14 +137,17 @@ def test_counting_ends_after_its_time_and_says_what_to_do_instead(client: TestCl
 
 
 def test_more_readers_than_places_are_turned_away(client: TestClient) -> None:
-    (served,) = client.app.state.served.values()  # type: ignore[attr-defined] # of a FastAPI application
+    # of a FastAPI application
+    (served,) = client.app.state.served.values()  # type: ignore[attr-defined]
     served.payload_reads = PayloadReads(at_once=1, wait_s=0.01)
     with served.payload_reads.one():
         answer = client.get(f"{BASE}/histogram", params={"rev": "main", "path": "model/0.weight"})
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
 
 
-def test_counting_ends_when_its_client_hangs_up(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counting_ends_when_its_client_hangs_up(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reading = Endless()
     monkeypatch.setattr(routes, "count", reading)
     monkeypatch.setattr(routes, "COUNTING_S", 60.0)

@@ -1,4 +1,5 @@
-"""Every question that once did harm is answered or refused, and so are some that are made of them."""
+"""Every question that once did harm is answered or refused, and so are some that are made of
+them."""
 
 from __future__ import annotations
 

@@ -28,9 +28,13 @@ def diff(client: TestClient, **query: Any) -> Any:
 
 
 @pytest.mark.parametrize("only", [[], ["model"], ["model/*.weight", "rate"]])
-def test_a_diff_is_that_of_the_terminal(client: TestClient, repo: Repository, only: list[str]) -> None:
+def test_a_diff_is_that_of_the_terminal(
+    client: TestClient, repo: Repository, only: list[str]
+) -> None:
     options = [part for pattern in only for part in ("--only", pattern)]
-    done = CliRunner().invoke(terminal, ["--repo", str(repo.location.root), "diff", "warm", "fork", *options, "--json"])
+    done = CliRunner().invoke(
+        terminal, ["--repo", str(repo.location.root), "diff", "warm", "fork", *options, "--json"]
+    )
     assert done.exit_code == 0, done.output
     assert diff(client, only=only) == json.loads(done.stdout)
 
@@ -49,11 +53,15 @@ def test_without_tensors_no_payload_is_touched(client: TestClient, repo: Reposit
     lacking = answer.json()["lacking"]
     assert [each["state"] for each in lacking] == [repo.state("warm").uid, repo.state("fork").uid]
     assert {**answer.json(), "lacking": []} == found, "all else is told"
-    assert str(repo.location.packs) not in answer.text, "where it lies on the server's disk is nobody else's business"
+    assert str(repo.location.packs) not in answer.text, (
+        "where it lies on the server's disk is nobody else's business"
+    )
     assert "etag" not in answer.headers, "what is not here now may come"
 
 
-def test_a_diff_of_an_evicted_state_names_the_nearest_that_can_be_restored(client: TestClient, repo: Repository) -> None:
+def test_a_diff_of_an_evicted_state_names_the_nearest_that_can_be_restored(
+    client: TestClient, repo: Repository
+) -> None:
     evict(repo.core, repo.state("main~1").uid)
     found = diff(client, old="main~1", new="main")
     (lacking,) = found["lacking"]
@@ -62,13 +70,17 @@ def test_a_diff_of_an_evicted_state_names_the_nearest_that_can_be_restored(clien
     assert diff(client, old=lacking["nearest"]["uid"], new="main")["tensors"]
 
 
-def test_stat_reads_manifests_alone(client: TestClient, repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stat_reads_manifests_alone(
+    client: TestClient, repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = diff(client)
     with monkeypatch.context() as patch:
         for name in ("chunk", "span", "loan", "gather"):
             patch.setattr(MappedReader, name, None)
         found = diff(client, stat=True)
-    assert [tensor["path"] for tensor in found["tensors"]] == [tensor["path"] for tensor in whole["tensors"]]
+    assert [tensor["path"] for tensor in found["tensors"]] == [
+        tensor["path"] for tensor in whole["tensors"]
+    ]
     for quick, sure in zip(found["tensors"], whole["tensors"], strict=True):
         assert quick["change"] in ("unread", sure["change"])
         assert quick["distance"] is None
@@ -78,27 +90,49 @@ def test_who_has_a_diff_gets_304_and_nothing_is_read(client: TestClient, repo: R
     query = {"old": "warm", "new": "main"}
     etag = client.get(f"{BASE}/diff", params=query).headers["etag"]
     repo.core.tiers.durable.remove(repo.state("main").uid)
-    assert client.get(f"{BASE}/diff", params=query, headers={"If-None-Match": etag}).status_code == 304
-    assert client.get(f"{BASE}/diff", params={**query, "only": "model"}, headers={"If-None-Match": etag}).status_code != 304
+    assert (
+        client.get(f"{BASE}/diff", params=query, headers={"If-None-Match": etag}).status_code == 304
+    )
+    assert (
+        client.get(
+            f"{BASE}/diff", params={**query, "only": "model"}, headers={"If-None-Match": etag}
+        ).status_code
+        != 304
+    )
 
 
 def test_a_diff_names_what_it_does_not_find(client: TestClient) -> None:
-    assert client.get(f"{BASE}/diff", params={"old": "warm", "new": "mian"}).json()["kind"] == "not-found"
+    assert (
+        client.get(f"{BASE}/diff", params={"old": "warm", "new": "mian"}).json()["kind"]
+        == "not-found"
+    )
     assert client.get(f"{BASE}/diff", params={"old": "warm", "new": "x" * 501}).status_code == 400
     assert client.get(f"{BASE}/diff", params={"old": "warm"}).status_code == 400
 
 
 def test_more_readers_than_places_are_turned_away(client: TestClient) -> None:
-    (served,) = client.app.state.served.values()  # type: ignore[attr-defined] # of a FastAPI application
+    # of a FastAPI application
+    (served,) = client.app.state.served.values()  # type: ignore[attr-defined]
     served.payload_reads = PayloadReads(at_once=1, wait_s=0.01)
     with served.payload_reads.one():
         answer = client.get(f"{BASE}/diff", params={"old": "warm", "new": "main"})
-        assert (answer.status_code, answer.json()["kind"], answer.headers["retry-after"]) == (503, "unavailable", "2")
-        assert client.get(f"{BASE}/diff", params={"old": "warm", "new": "main", "tensors": False}).status_code == 200
+        assert (answer.status_code, answer.json()["kind"], answer.headers["retry-after"]) == (
+            503,
+            "unavailable",
+            "2",
+        )
+        assert (
+            client.get(
+                f"{BASE}/diff", params={"old": "warm", "new": "main", "tensors": False}
+            ).status_code
+            == 200
+        )
     assert client.get(f"{BASE}/diff", params={"old": "warm", "new": "main"}).status_code == 200
 
 
-def test_a_diff_ends_when_its_client_hangs_up(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_diff_ends_when_its_client_hangs_up(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reading = Endless()
     monkeypatch.setattr(routes, "compare", reading)
     reading.hang_up(repo, f"{BASE}/diff?old=warm&new=main")

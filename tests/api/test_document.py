@@ -30,8 +30,14 @@ def test_document_is_valid() -> None:
 
 def test_every_route_of_the_api_stands_in_it() -> None:
     listed = {(method.upper(), path) for method, path, _ in operations()}
-    routed = {(method, path.replace(":path}", "}")) for method, path in walk(create_app({}).routes) if path.startswith(API)}
-    hidden = {(method, path) for method, path in routed if method == "HEAD"} | {("GET", f"{API}/openapi.json")}
+    routed = {
+        (method, path.replace(":path}", "}"))
+        for method, path in walk(create_app({}).routes)
+        if path.startswith(API)
+    }
+    hidden = {(method, path) for method, path in routed if method == "HEAD"} | {
+        ("GET", f"{API}/openapi.json")
+    }
 
     assert routed - hidden <= listed
     assert {("GET", "/healthz"), ("GET", "/metrics")} <= listed
@@ -59,7 +65,11 @@ def test_problems_and_tokens_are_said_of_every_operation() -> None:
         assert ({} in operation["security"]) == (operation["x-scope"] == "read"), path
         assert (operation["x-scope"] == "read") == (method in ("get", "head")), path
         assert "422" not in operation["responses"]
-        problems = {status: said for status, said in operation["responses"].items() if int(status) >= 400 and status != "416"}
+        problems = {
+            status: said
+            for status, said in operation["responses"].items()
+            if int(status) >= 400 and status != "416"
+        }
         assert {"400", "401", "403", "404", "503"} <= set(problems), path
         for said in problems.values():
             assert said["description"]
@@ -68,7 +78,9 @@ def test_problems_and_tokens_are_said_of_every_operation() -> None:
 
 def test_numbers_that_json_cannot_say_may_be_null() -> None:
     for name in ("State", "StateDetail"):
-        kinds = DOCUMENT["components"]["schemas"][name]["properties"]["metrics"]["additionalProperties"]["anyOf"]
+        kinds = DOCUMENT["components"]["schemas"][name]["properties"]["metrics"][
+            "additionalProperties"
+        ]["anyOf"]
         assert {"type": "null"} in kinds
 
 
@@ -81,7 +93,13 @@ def test_changes_of_refs_say_when_they_are_refused() -> None:
 
 
 def test_document_is_printed_without_a_repository() -> None:
-    done = subprocess.run([sys.executable, "-m", "datastates.api.document"], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "datastates.api.document"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
 
     assert json.loads(done.stdout) == json.loads(json.dumps(DOCUMENT))
     assert done.stderr == ""

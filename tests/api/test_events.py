@@ -1,4 +1,5 @@
-"""Live events: nothing is missed, nothing comes twice, and a stream ends with whichever side ends."""
+"""Live events: nothing is missed, nothing comes twice, and a stream ends with whichever side
+ends."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ class Stream:
 
 
 @contextmanager
-def listening(url: str, *, headers: dict[str, str] | None = None, **params: Any) -> Iterator[Stream]:
+def listening(
+    url: str, *, headers: dict[str, str] | None = None, **params: Any
+) -> Iterator[Stream]:
     with (
         httpx.Client(timeout=30, headers=AUTHORIZED | (headers or {})) as client,
         client.stream("GET", f"{url}{BASE}/events", params=params) as response,
@@ -83,10 +86,18 @@ def test_a_stream_begins_now_and_says_where(url: str, repo: Repository) -> None:
         id_, name, data = stream.next()
         assert (id_, name) == (newest + 1, "ref")
         assert data["id"] == id_
-        assert (data["name"], data["kind"], data["old"], data["new"], data["reason"]) == ("seen", "tag", None, made.state, "tag")
+        assert (data["name"], data["kind"], data["old"], data["new"], data["reason"]) == (
+            "seen",
+            "tag",
+            None,
+            made.state,
+            "tag",
+        )
 
 
-def test_a_stream_is_resumed_after_the_last_event_by_header_or_query(url: str, repo: Repository) -> None:
+def test_a_stream_is_resumed_after_the_last_event_by_header_or_query(
+    url: str, repo: Repository
+) -> None:
     newest = last_id(repo)
     for resumed in (
         {"headers": {"Last-Event-ID": str(newest - 3)}},
@@ -105,7 +116,9 @@ def test_an_id_that_there_never_was_begins_now(url: str, repo: Repository) -> No
 
 @pytest.mark.parametrize("bad", ["-1", "x", "99999999999999999999"])
 def test_an_id_that_is_none_is_refused(url: str, bad: str) -> None:
-    assert httpx.get(f"{url}{BASE}/events", params={"after": bad}, headers=AUTHORIZED).status_code in (400, 422)
+    assert httpx.get(
+        f"{url}{BASE}/events", params={"after": bad}, headers=AUTHORIZED
+    ).status_code in (400, 422)
 
 
 def test_captures_of_another_process_are_seen(url: str, repo: Repository, tmp_path: Path) -> None:
@@ -153,7 +166,10 @@ def test_many_listeners_share_one_thread_that_ends_with_them(repo: Repository) -
     repo.tag("all", "main")
 
     async def take() -> list[list[str]]:
-        return [[event.name for event in found] for found in await asyncio.gather(*(listener.next(60) for listener in listeners))]
+        return [
+            [event.name for event in found]
+            for found in await asyncio.gather(*(listener.next(60) for listener in listeners))
+        ]
 
     assert asyncio.run(take()) == [["all"]] * 20
     thread = live._thread
@@ -178,13 +194,21 @@ def test_no_more_listen_than_may(repo: Repository) -> None:
         live.listen()
 
 
-def test_one_too_many_is_told_when_to_come_again(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_too_many_is_told_when_to_come_again(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with live({NAME: repo}) as url:
         with listening(url) as stream:
             stream.next()
-            monkeypatch.setattr(LiveEvents, "_enter", lambda *_: (_ for _ in ()).throw(module._refusal_live("full")))
+            monkeypatch.setattr(
+                LiveEvents, "_enter", lambda *_: (_ for _ in ()).throw(module._refusal_live("full"))
+            )
             answer = httpx.get(f"{url}{BASE}/events", headers=AUTHORIZED)
-        assert (answer.status_code, answer.json()["kind"], answer.headers["retry-after"]) == (503, "unavailable", "5")
+        assert (answer.status_code, answer.json()["kind"], answer.headers["retry-after"]) == (
+            503,
+            "unavailable",
+            "5",
+        )
 
 
 def test_a_client_that_leaves_frees_its_place(repo: Repository) -> None:
@@ -217,14 +241,18 @@ def test_a_quiet_stream_says_that_it_lives(url: str, monkeypatch: pytest.MonkeyP
         assert [next(stream.lines) for _ in range(4)] == [":", "", ":", ""]
 
 
-def test_an_event_that_postgresql_commits_late_is_delivered_in_order(postgresql_url: str, tmp_path: Path) -> None:
+def test_an_event_that_postgresql_commits_late_is_delivered_in_order(
+    postgresql_url: str, tmp_path: Path
+) -> None:
     with datastates.open(postgresql_url, packs=tmp_path / "packs", memory_bytes=32 << 20) as repo:
         with repo.track(rng=False, tree={"x": 1}) as run:
             run.capture(step=1).wait()
         with live({NAME: repo}) as url, listening(url) as stream:
             stream.next()
             uid, has_written, end = repo.state("main").uid, threading.Event(), threading.Event()
-            thread = threading.Thread(target=_tag_late, args=(repo.core.database, uid, has_written, end), daemon=True)
+            thread = threading.Thread(
+                target=_tag_late, args=(repo.core.database, uid, has_written, end), daemon=True
+            )
             thread.start()
             assert has_written.wait(60)
             repo.tag("younger", uid)
@@ -236,7 +264,9 @@ def test_an_event_that_postgresql_commits_late_is_delivered_in_order(postgresql_
                 assert hello == last_id(repo) or late.next()[2]["name"] == "older"
 
 
-def _tag_late(database: Database, uid: str, has_written: threading.Event, end: threading.Event) -> None:
+def _tag_late(
+    database: Database, uid: str, has_written: threading.Event, end: threading.Event
+) -> None:
     from datastates.lineage.write import refs
 
     with database.write() as session:
@@ -245,7 +275,9 @@ def _tag_late(database: Database, uid: str, has_written: threading.Event, end: t
         assert end.wait(60)
 
 
-def test_live_events_go_on_when_their_database_answers_again(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_events_go_on_when_their_database_answers_again(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_AGAIN_S", 0.01)
     fails, failed = threading.Event(), threading.Event()
 

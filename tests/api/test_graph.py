@@ -19,16 +19,24 @@ def window(client: TestClient, **query: Any) -> dict[str, Any]:
     return page
 
 
-def test_all_refs_are_drawn_as_the_lanes_of_all_states(client: TestClient, repo: Repository) -> None:
+def test_all_refs_are_drawn_as_the_lanes_of_all_states(
+    client: TestClient, repo: Repository
+) -> None:
     page = window(client)
     states = repo.find("")
 
     assert [row["state"]["uid"] for row in page["rows"]] == [state.uid for state in states]
     for made, row in zip(page["rows"], lanes(states, trunk=repo.state("main").uid), strict=True):
-        assert (made["lane"], made["above"], made["below"]) == (row.lane, list(row.above), list(row.below))
+        assert (made["lane"], made["above"], made["below"]) == (
+            row.lane,
+            list(row.above),
+            list(row.below),
+        )
         assert (made["joins"], made["parents"]) == (list(row.joins), list(row.parents))
     assert (page["first"], page["total"], page["is_current"]) == (0, len(states), True)
-    assert page["lanes"] == 1 + max(max((row["lane"], *row["above"], *row["below"])) for row in page["rows"])
+    assert page["lanes"] == 1 + max(
+        max((row["lane"], *row["above"], *row["below"])) for row in page["rows"]
+    )
 
 
 def test_heads_are_revisions(client: TestClient, repo: Repository) -> None:
@@ -54,13 +62,18 @@ def test_a_window_has_the_rows_that_were_asked_for(client: TestClient, repo: Rep
     assert around["rows"] == whole["rows"][around["first"] : around["first"] + 3]
 
 
-def test_who_has_a_window_gets_304_until_it_says_something_else(client: TestClient, repo: Repository) -> None:
+def test_who_has_a_window_gets_304_until_it_says_something_else(
+    client: TestClient, repo: Repository
+) -> None:
     path, query = f"{BASE}/graph", {"head": "main"}
     etag = client.get(path, params=query).headers["etag"]
     assert client.get(path, params=query, headers={"If-None-Match": etag}).status_code == 304
     train(repo, "main", 1)
     moved = client.get(path, params=query, headers={"If-None-Match": etag})
-    assert (moved.status_code, moved.json()["rows"][0]["state"]["uid"]) == (200, repo.state("main").uid)
+    assert (moved.status_code, moved.json()["rows"][0]["state"]["uid"]) == (
+        200,
+        repo.state("main").uid,
+    )
 
 
 def test_what_is_wrong_is_refused(client: TestClient, repo: Repository) -> None:

@@ -28,9 +28,15 @@ def test_a_note_is_written_read_edited_and_deleted(repo: Repository, serve: Serv
     }
     assert writer.get(f"{BASE}/states/{uid}").json()["notes"] == [note]
     assert writer.get(NOTES, params={"branch": "main"}).json()["items"] == [of_branch.json()]
-    assert [one["uid"] for one in writer.get(NOTES).json()["items"]] == [of_branch.json()["uid"], note["uid"]]
+    assert [one["uid"] for one in writer.get(NOTES).json()["items"]] == [
+        of_branch.json()["uid"],
+        note["uid"],
+    ]
     first = writer.get(NOTES, params={"limit": 1}).json()
-    assert writer.get(NOTES, params={"limit": 1, "after": first["next"]}).json() == {"items": [note], "next": None}
+    assert writer.get(NOTES, params={"limit": 1, "after": first["next"]}).json() == {
+        "items": [note],
+        "next": None,
+    }
 
     seen = {"If-Match": made.headers["ETag"]}
     edited = writer.patch(f"{NOTES}/{note['uid']}", json={"text": "It did not"}, headers=seen)
@@ -52,11 +58,23 @@ def test_the_second_of_two_who_edit_one_note_is_refused(repo: Repository, serve:
     gone = writer.delete(url, headers=seen)
 
     assert seen["If-Match"] == made.headers["ETag"]
-    assert [(answer.status_code, answer.json()["kind"]) for answer in (second, gone)] == [(412, "conflict")] * 2
+    assert [(answer.status_code, answer.json()["kind"]) for answer in (second, gone)] == [
+        (412, "conflict")
+    ] * 2
     assert "read it again" in second.json()["detail"]
-    assert [writer.patch(url, json={"text": "x"}).status_code, writer.delete(url).status_code] == [428, 428]
+    assert [writer.patch(url, json={"text": "x"}).status_code, writer.delete(url).status_code] == [
+        428,
+        428,
+    ]
     assert [note.text for note in repo.notes] == ["mine"]
-    assert writer.patch(url, json={"text": "theirs"}, headers={"If-Match": json.dumps(first.json()["edited_at"])}).status_code == 200
+    assert (
+        writer.patch(
+            url,
+            json={"text": "theirs"},
+            headers={"If-Match": json.dumps(first.json()["edited_at"])},
+        ).status_code
+        == 200
+    )
 
 
 def test_whoever_may_only_read_writes_nothing(repo: Repository, serve: Serve) -> None:

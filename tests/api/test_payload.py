@@ -56,7 +56,10 @@ def odd() -> dict[str, Any]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     made = tmp_path_factory.mktemp("odd")
-    with datastates.open(made / "runs", memory_bytes=128 * MIB) as repo, repo.track(rng=False, tree=odd()) as run:
+    with (
+        datastates.open(made / "runs", memory_bytes=128 * MIB) as repo,
+        repo.track(rng=False, tree=odd()) as run,
+    ):
         run.capture(step=3).wait("durable")
     return made
 
@@ -87,7 +90,9 @@ def client() -> Iterator[httpx.Client]:
         yield made
 
 
-def test_a_download_is_the_file_that_an_export_writes(served: str, client: httpx.Client, whole: bytes) -> None:
+def test_a_download_is_the_file_that_an_export_writes(
+    served: str, client: httpx.Client, whole: bytes
+) -> None:
     answer = client.get(served)
     assert answer.status_code == 200
     assert answer.content == whole
@@ -95,28 +100,52 @@ def test_a_download_is_the_file_that_an_export_writes(served: str, client: httpx
     assert answer.headers["accept-ranges"] == "bytes"
     loaded = safetensors.torch.load(answer.content)
     tree = odd()
-    for name in ("turned", "last", "spread", "line", "gap", "none", "one", "half", "flags", "large"):
+    for name in (
+        "turned",
+        "last",
+        "spread",
+        "line",
+        "gap",
+        "none",
+        "one",
+        "half",
+        "flags",
+        "large",
+    ):
         assert torch.equal(loaded[f"tree/{name}"], tree[name]), name
     assert torch.equal(loaded["tree/tied/0"], loaded["tree/tied/1"])
 
 
 def test_only_what_is_asked_for_is_sent(served: str, client: httpx.Client) -> None:
     answer = client.get(served, params={"only": ["tree/tied", "tree/f*"]})
-    assert set(safetensors.torch.load(answer.content)) == {"tree/tied/0", "tree/tied/1", "tree/flags"}
-    alone = client.get(served, params={"only": "tree/tied/1"})  # its bytes lie at the one it is tied to
+    assert set(safetensors.torch.load(answer.content)) == {
+        "tree/tied/0",
+        "tree/tied/1",
+        "tree/flags",
+    }
+    # its bytes lie at the one it is tied to
+    alone = client.get(served, params={"only": "tree/tied/1"})
     assert torch.equal(safetensors.torch.load(alone.content)["tree/tied/1"], odd()["tied"][1])
-    assert len({answer.headers["etag"], alone.headers["etag"], client.head(served).headers["etag"]}) == 3
+    assert (
+        len({answer.headers["etag"], alone.headers["etag"], client.head(served).headers["etag"]})
+        == 3
+    )
     missing = client.get(served, params={"only": "nothing"})
     assert 400 <= missing.status_code < 500
 
 
-def test_head_says_the_size_and_sends_nothing(served: str, client: httpx.Client, whole: bytes, odd_repo: Repository) -> None:
+def test_head_says_the_size_and_sends_nothing(
+    served: str, client: httpx.Client, whole: bytes, odd_repo: Repository
+) -> None:
     answer, full = client.head(served), client.get(served)
     assert (answer.status_code, answer.content) == (200, b"")
     for name in ("content-length", "etag", "accept-ranges", "content-disposition", "content-type"):
         assert answer.headers[name] == full.headers[name]
     state = odd_repo.state("main")
-    assert answer.headers["content-disposition"] == f'attachment; filename="state-{state.uid[:10]}-step3.safetensors"'
+    assert (
+        answer.headers["content-disposition"]
+        == f'attachment; filename="state-{state.uid[:10]}-step3.safetensors"'
+    )
     assert client.get(served, headers={"If-None-Match": answer.headers["etag"]}).status_code == 304
     assert client.head(served, headers={"If-None-Match": answer.headers["etag"]}).status_code == 304
 
@@ -125,7 +154,9 @@ def test_every_range_is_that_part_of_the_file(odd_repo: Repository, whole: bytes
     state = odd_repo.state("main")
 
     @settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
-    @given(st.integers(0, len(whole) - 1), st.one_of(st.integers(1, 300), st.integers(1, len(whole))))
+    @given(
+        st.integers(0, len(whole) - 1), st.one_of(st.integers(1, 300), st.integers(1, len(whole)))
+    )
     def check(start: int, count: int) -> None:
         with odd_repo.core.open_payload(state) as reader:
             file = StateFile(reader, state, None)
@@ -157,7 +188,9 @@ def test_every_range_is_that_part_of_the_file(odd_repo: Repository, whole: bytes
         ("bytes=" + "9" * 30 + "-", None),
     ],
 )
-def test_ranges_are_read_as_the_standard_says(header: str | None, expected: tuple[int, int] | None) -> None:
+def test_ranges_are_read_as_the_standard_says(
+    header: str | None, expected: tuple[int, int] | None
+) -> None:
     assert range_of(header, 100) == expected
 
 
@@ -179,7 +212,21 @@ def test_curl_resumes_a_download(served: str, whole: bytes, tmp_path: Path) -> N
         pytest.skip("no curl on this machine")
     path = tmp_path / "out.safetensors"
     path.write_bytes(whole[:1_234_567])
-    subprocess.run(["curl", "-sS", "--fail", "-C", "-", "-H", f"Authorization: Bearer {READ}", "-o", str(path), served], check=True)
+    subprocess.run(
+        [
+            "curl",
+            "-sS",
+            "--fail",
+            "-C",
+            "-",
+            "-H",
+            f"Authorization: Bearer {READ}",
+            "-o",
+            str(path),
+            served,
+        ],
+        check=True,
+    )
     assert path.read_bytes() == whole
 
 
@@ -188,7 +235,9 @@ def read_into(got: bytearray, answer: httpx.Response) -> None:
         got += piece
 
 
-def test_damage_breaks_the_download_and_is_never_sent(folder: Path, whole: bytes, tmp_path: Path, client: httpx.Client) -> None:
+def test_damage_breaks_the_download_and_is_never_sent(
+    folder: Path, whole: bytes, tmp_path: Path, client: httpx.Client
+) -> None:
     shutil.copytree(folder / "runs", tmp_path / "runs")
     with datastates.open(tmp_path / "runs", memory_bytes=32 * MIB) as repo:
         uid = repo.state("main").uid
@@ -207,12 +256,16 @@ def test_damage_breaks_the_download_and_is_never_sent(folder: Path, whole: bytes
             good = 8 + int.from_bytes(got[:8], "little")
             assert len(got) > 4 * MIB
             assert large.startswith(bytes(got[good:]))
-            refused = client.get(address, params={"only": "tree/large"}, headers={"Range": "bytes=-10"})
+            refused = client.get(
+                address, params={"only": "tree/large"}, headers={"Range": "bytes=-10"}
+            )
             assert refused.status_code >= 500
             assert client.get(address, params={"only": "tree/one"}).status_code == 200
 
 
-def test_downloads_are_bounded_and_those_that_are_left_end(odd_repo: Repository, client: httpx.Client) -> None:
+def test_downloads_are_bounded_and_those_that_are_left_end(
+    odd_repo: Repository, client: httpx.Client
+) -> None:
     uid = odd_repo.state("main").uid
     with live({NAME: odd_repo}) as url:
         address = f"{url}{BASE}/states/{uid}/payload"
@@ -231,7 +284,9 @@ def test_downloads_are_bounded_and_those_that_are_left_end(odd_repo: Repository,
                 pass
 
 
-def test_memory_for_a_download_is_two_chunks_and_one_tensor_of_another_order(odd_repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_for_a_download_is_two_chunks_and_one_tensor_of_another_order(
+    odd_repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(payload, "PIECE_BYTES", 64 << 10)
     state = odd_repo.state("main")
     tracemalloc.start()
@@ -243,12 +298,17 @@ def test_memory_for_a_download_is_two_chunks_and_one_tensor_of_another_order(odd
     finally:
         tracemalloc.stop()
     assert total > 20 * MIB
-    assert peak < 2 * MIB + 2 * CHUNK_BYTES + max(part.bytes for part in file._parts if not payload._is_plain(part))
+    assert peak < 2 * MIB + 2 * CHUNK_BYTES + max(
+        part.bytes for part in file._parts if not payload._is_plain(part)
+    )
 
 
 def test_a_state_whose_bytes_are_gone_is_refused(tmp_path: Path, client: httpx.Client) -> None:
     folder = tmp_path / "runs"
-    with datastates.open(folder, memory_bytes=32 * MIB) as repo, repo.track(rng=False, tree={"x": torch.ones(3)}) as run:
+    with (
+        datastates.open(folder, memory_bytes=32 * MIB) as repo,
+        repo.track(rng=False, tree={"x": torch.ones(3)}) as run,
+    ):
         uid = run.capture(step=1).wait("durable").uid
     with datastates.open(folder, memory_bytes=32 * MIB) as repo:
         repo.core.tiers.durable.remove(uid)
@@ -256,7 +316,17 @@ def test_a_state_whose_bytes_are_gone_is_refused(tmp_path: Path, client: httpx.C
             replicas.evict(session, [uid], tier="local", node=repo.core.home.check_writable())
         with live({NAME: repo}) as url:
             answer = client.get(f"{url}{BASE}/states/{uid}/payload")
-            assert (answer.status_code, answer.json()["kind"]) == (410, "unavailable")  # though no ancestor has any
+            # though no ancestor has any
+            assert (answer.status_code, answer.json()["kind"]) == (
+                410,
+                "unavailable",
+            )
             assert "evicted" in answer.json()["detail"]
-            assert client.get(f"{url}{BASE}/states/{'0' * 24}/payload").json()["kind"] == "not-found"
-            assert client.get(f"{url}{BASE}/states/..%2f..%2fetc/payload").status_code in (400, 404, 422)
+            assert (
+                client.get(f"{url}{BASE}/states/{'0' * 24}/payload").json()["kind"] == "not-found"
+            )
+            assert client.get(f"{url}{BASE}/states/..%2f..%2fetc/payload").status_code in (
+                400,
+                404,
+                422,
+            )

@@ -1,4 +1,5 @@
-"""A server that is killed and started again while a training captures: who follows its events misses none, and gets none twice."""
+"""A server that is killed and started again while a training captures: who follows its events
+misses none, and gets none twice."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ EACH = 40
 @contextmanager
 def training(folder: Path) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, trainer.__file__, str(folder)]
-    with warm.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environ()) as process:
+    with warm.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environ()
+    ) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "begun\n"
@@ -51,11 +54,14 @@ def serve(folder: Path, url: str) -> tuple[subprocess.Popen[str], str]:
 
 
 def _environ() -> dict[str, str]:
-    return {key: value for key, value in os.environ.items() if not key.startswith("DATASTATES_")} | {"OMP_WAIT_POLICY": "PASSIVE"}
+    return {
+        key: value for key, value in os.environ.items() if not key.startswith("DATASTATES_")
+    } | {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 class Follower:
-    """Follows events; it connects again, after the last event that it saw, whenever the stream ends."""
+    """Follows events; it connects again, after the last event that it saw, whenever the stream
+    ends."""
 
     def __init__(self, url: str) -> None:
         self.url, self.last = url, -1
@@ -99,7 +105,9 @@ class Follower:
         while True:
             self._drop()
             try:
-                self.answer = self.http.send(self.http.build_request("GET", self.url, headers=headers), stream=True).raise_for_status()
+                self.answer = self.http.send(
+                    self.http.build_request("GET", self.url, headers=headers), stream=True
+                ).raise_for_status()
                 self.lines = self.answer.iter_lines()
                 name, self.last, _ = self._next()
             except httpx.TransportError:
@@ -116,7 +124,9 @@ class Follower:
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_and_comes_back_loses_no_event_for_who_follows(tmp_path: Path) -> None:
+def test_a_server_that_is_killed_and_comes_back_loses_no_event_for_who_follows(
+    tmp_path: Path,
+) -> None:
     folder, seen = tmp_path / "runs", list[RefEvent]()
     with training(folder) as trained, ThreadPoolExecutor(1) as pool:
         process, url = serve(folder, "http://127.0.0.1:0")

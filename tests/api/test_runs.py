@@ -31,11 +31,16 @@ def test_one_run(client: TestClient, repo: Repository) -> None:
     answer = client.get(f"{BASE}/runs/{uid}")
     assert answer.json()["uid"] == uid
     assert answer.json() in client.get(f"{BASE}/runs").json()["items"]
-    assert client.get(f"{BASE}/runs/{uid}", headers={"If-None-Match": answer.headers["etag"]}).status_code == 304
+    assert (
+        client.get(
+            f"{BASE}/runs/{uid}", headers={"If-None-Match": answer.headers["etag"]}
+        ).status_code
+        == 304
+    )
 
 
 def test_fields_are_chosen(client: TestClient) -> None:
-    (item, *_) = client.get(f"{BASE}/runs", params={"fields": "uid,host"}).json()["items"]
+    item, *_ = client.get(f"{BASE}/runs", params={"fields": "uid,host"}).json()["items"]
     assert set(item) == {"uid", "host"}
 
 

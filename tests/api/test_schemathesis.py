@@ -1,4 +1,5 @@
-"""The API does what its OpenAPI document says, whatever it is asked: no 5xx, no answer that the document does not know."""
+"""The API does what its OpenAPI document says, whatever it is asked: no 5xx, no answer that the
+document does not know."""
 
 from __future__ import annotations
 
@@ -24,13 +25,16 @@ from datastates.api.routing import API
 from tests.api.conftest import ADMIN, NAME, TOKENS
 from tests.support.effort import examples
 
-# Revisions and searches have grammars of their own, which no JSON schema can say: what fits the schema may well be refused.
+# Revisions and searches have grammars of their own, which no JSON schema can say: what fits the
+# schema may well be refused.
 EXCLUDED = [positive_data_acceptance]
 REFUSALS = [400, 401, 403, 404, 405, 413, 414, 416, 428]
 AUTHORIZED = {"Authorization": f"Bearer {ADMIN}"}
 HOST = "testserver"  # as schemathesis calls it
 DOCUMENT = create_app({}).openapi()
-OPERATIONS = sorted((path, method) for path, methods in DOCUMENT["paths"].items() for method in methods)
+OPERATIONS = sorted(
+    (path, method) for path, methods in DOCUMENT["paths"].items() for method in methods
+)
 STREAMS = f"{API}/repositories/{{repository}}/events"  # never ends: see test_events
 QUERIES = (
     "step > 3",
@@ -40,7 +44,18 @@ QUERIES = (
     "(",
     "attr.rate in (0.1, 1)",
 )
-REVISIONS = ("main", "warm", "main~2", "main@best:loss", "soup^2", "main@{1}", "main~", "nobody", "main..fork", "\x00")
+REVISIONS = (
+    "main",
+    "warm",
+    "main~2",
+    "main@best:loss",
+    "soup^2",
+    "main@{1}",
+    "main~",
+    "nobody",
+    "main..fork",
+    "\x00",
+)
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +70,21 @@ def throwaway(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 @pytest.fixture(scope="module")
 def schema(throwaway: Repository) -> Any:
     app = create_app({NAME: throwaway}, tokens=TOKENS, allowed_hosts=[HOST])
-    config = SchemathesisConfig.from_dict({"checks": {"negative_data_rejection": {"expected-statuses": REFUSALS}}})
-    return schemathesis.openapi.from_asgi(f"{API}/openapi.json", app, config=config, headers=AUTHORIZED)
+    config = SchemathesisConfig.from_dict(
+        {"checks": {"negative_data_rejection": {"expected-statuses": REFUSALS}}}
+    )
+    return schemathesis.openapi.from_asgi(
+        f"{API}/openapi.json", app, config=config, headers=AUTHORIZED
+    )
 
 
 @pytest.fixture(scope="module")
 def known(throwaway: Repository) -> dict[str, list[Any]]:
     """What there is: asked for by chance alone, hardly anything would be found."""
     states = throwaway.find("limit 100")
-    uids = [state.uid for state in states] + [state.run for state in states if state.run] + ["0" * 24]
+    uids = (
+        [state.uid for state in states] + [state.run for state in states if state.run] + ["0" * 24]
+    )
     names = [ref.name for ref in throwaway.refs()] + ["made", "made/too"]
     return {
         "repository": [NAME],
@@ -83,17 +104,24 @@ def known(throwaway: Repository) -> dict[str, list[Any]]:
 
 
 def _cases() -> Iterator[tuple[str, str, GenerationMode]]:
-    """Each operation with what fits the document, and with what does not where there is anything that can be wrong."""
+    """Each operation with what fits the document, and with what does not where there is anything
+    that can be wrong."""
     for path, method in OPERATIONS:
         operation = DOCUMENT["paths"][path][method]
-        can_be_wrong = "requestBody" in operation or any(given["name"] != "repository" for given in operation.get("parameters", ()))
+        can_be_wrong = "requestBody" in operation or any(
+            given["name"] != "repository" for given in operation.get("parameters", ())
+        )
         if path != STREAMS:
             yield path, method, GenerationMode.POSITIVE
             if can_be_wrong:
                 yield path, method, GenerationMode.NEGATIVE
 
 
-@pytest.mark.parametrize(("path", "method", "mode"), list(_cases()), ids=lambda value: str(getattr(value, "value", value)))
+@pytest.mark.parametrize(
+    ("path", "method", "mode"),
+    list(_cases()),
+    ids=lambda value: str(getattr(value, "value", value)),
+)
 def test_an_operation_is_as_the_document_says(
     path: str, method: str, mode: GenerationMode, schema: Any, known: dict[str, list[Any]]
 ) -> None:
@@ -111,7 +139,8 @@ def test_an_operation_is_as_the_document_says(
         if mode is GenerationMode.POSITIVE:
             _make_findable(case, known, random.Random(number))
         if case.query:
-            case.query.pop("fields", None)  # what is left out then is required by the schema, which cannot say so
+            # what is left out then is required by the schema, which cannot say so
+            case.query.pop("fields", None)
         response = case.call(headers=AUTHORIZED)
         case.validate_response(response, headers=AUTHORIZED, excluded_checks=EXCLUDED)
 

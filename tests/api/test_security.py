@@ -23,7 +23,14 @@ if TYPE_CHECKING:
 
 UID = "0" * 24
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND")
-FILLED = {"{repository}": NAME, "{uid}": UID, "{name:path}": "main", "{name}": "main", "{report}": "1", "{index}": "0"}
+FILLED = {
+    "{repository}": NAME,
+    "{uid}": UID,
+    "{name:path}": "main",
+    "{name}": "main",
+    "{report}": "1",
+    "{index}": "0",
+}
 
 
 def walk(routes: Any) -> Iterator[tuple[str, str]]:
@@ -47,7 +54,11 @@ def every_route() -> list[tuple[str, str]]:
 
 
 ROUTES = every_route()
-OPENED = {("GET", "/healthz"), ("GET", "/assets/index-1234.js"), *((method, path) for method in ("GET", "HEAD") for path in OPEN)}
+OPENED = {
+    ("GET", "/healthz"),
+    ("GET", "/assets/index-1234.js"),
+    *((method, path) for method in ("GET", "HEAD") for path in OPEN),
+}
 
 
 def bearer(token: str) -> dict[str, str]:
@@ -61,14 +72,28 @@ def guarded(repo: Repository, serve: Serve) -> TestClient:
 
 def test_walk_finds_the_routes() -> None:
     assert len(ROUTES) > 30
-    for known in (("GET", f"{BASE}/events"), ("GET", f"{BASE}/states/{UID}/payload"), ("DELETE", f"{BASE}/refs/main"), ("GET", "/metrics")):
+    for known in (
+        ("GET", f"{BASE}/events"),
+        ("GET", f"{BASE}/states/{UID}/payload"),
+        ("DELETE", f"{BASE}/refs/main"),
+        ("GET", "/metrics"),
+    ):
         assert known in ROUTES
     assert ("GET", "/api/v1/openapi.json") in ROUTES
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-def test_route_refuses_who_has_no_token_or_a_wrong_one(guarded: TestClient, method: str, path: str) -> None:
-    for headers in ({}, bearer("wrong"), bearer(""), {"Authorization": f"Basic {READ}"}, {"Authorization": READ}, bearer(READ + "x")):
+def test_route_refuses_who_has_no_token_or_a_wrong_one(
+    guarded: TestClient, method: str, path: str
+) -> None:
+    for headers in (
+        {},
+        bearer("wrong"),
+        bearer(""),
+        {"Authorization": f"Basic {READ}"},
+        {"Authorization": READ},
+        bearer(READ + "x"),
+    ):
         answer = guarded.request(method, path, headers=headers)
         if (method, path) in OPENED:
             assert answer.status_code in (200, 404)
@@ -79,7 +104,9 @@ def test_route_refuses_who_has_no_token_or_a_wrong_one(guarded: TestClient, meth
             assert answer.json()["kind"] == "unauthorized"
 
 
-@pytest.mark.parametrize(("method", "path"), [each for each in ROUTES if each[0] not in ("GET", "HEAD")])
+@pytest.mark.parametrize(
+    ("method", "path"), [each for each in ROUTES if each[0] not in ("GET", "HEAD")]
+)
 def test_write_is_refused_without_a_token_always_and_with_one_that_reads(
     guarded: TestClient, client: TestClient, method: str, path: str
 ) -> None:
@@ -94,8 +121,21 @@ def test_only_what_the_list_says_is_open() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("path", ["/nowhere", "/api/v1/nowhere", "/api", "/assets", "/%61pi/v1/repositories", "/healthz/", "/metrics/"])
-def test_what_is_not_there_is_not_told_to_strangers(guarded: TestClient, method: str, path: str) -> None:
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/nowhere",
+        "/api/v1/nowhere",
+        "/api",
+        "/assets",
+        "/%61pi/v1/repositories",
+        "/healthz/",
+        "/metrics/",
+    ],
+)
+def test_what_is_not_there_is_not_told_to_strangers(
+    guarded: TestClient, method: str, path: str
+) -> None:
     assert guarded.request(method, path).status_code == 401
 
 
@@ -114,13 +154,18 @@ def test_token_opens_what_it_is_for(guarded: TestClient) -> None:
     for token, scope in TOKENS.items():
         (info,) = guarded.get("/api/v1/repositories", headers=bearer(token)).json()["items"]
         assert info["scope"] == scope.name.lower()
-    assert guarded.get("/api/v1/repositories", headers={"Authorization": f"bearer {READ}"}).status_code == 200
+    assert (
+        guarded.get("/api/v1/repositories", headers={"Authorization": f"bearer {READ}"}).status_code
+        == 200
+    )
 
 
 def test_tokens_are_known_by_their_whole() -> None:
     tokens = Tokens({READ: Scope.READ, ADMIN: Scope.ADMIN})
 
-    assert [tokens.scope_of(token.encode()) for token in (READ, ADMIN, READ[:-1], READ + " ", "")] == [1, 3, 0, 0, 0]
+    assert [
+        tokens.scope_of(token.encode()) for token in (READ, ADMIN, READ[:-1], READ + " ", "")
+    ] == [1, 3, 0, 0, 0]
     assert not Tokens({})
 
 
@@ -150,11 +195,23 @@ def test_name_that_was_pointed_here_is_refused(client: TestClient, host: str) ->
 def test_server_goes_by_the_names_it_was_given(repo: Repository, serve: Serve) -> None:
     client = serve({NAME: repo}, allowed_hosts=["Lab.example", "10.0.0.1"])
 
-    for host in ("lab.example", "LAB.example:80", "lab.example.", "10.0.0.1:8642", "localhost:1", "[::1]:8642", "127.0.0.1"):
+    for host in (
+        "lab.example",
+        "LAB.example:80",
+        "lab.example.",
+        "10.0.0.1:8642",
+        "localhost:1",
+        "[::1]:8642",
+        "127.0.0.1",
+    ):
         assert client.get("/healthz", headers={"Host": host}).status_code == 200, host
     assert client.get("/healthz", headers={"Host": "other.example"}).status_code == 421
     everywhere = Hosts(["0.0.0.0"])
-    assert [everywhere.allow(host) for host in ("10.1.2.3:80", "[fe80::1]:80", "evil.example")] == [True, True, False]
+    assert [everywhere.allow(host) for host in ("10.1.2.3:80", "[fe80::1]:80", "evil.example")] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_too_much_is_refused_before_it_is_read(guarded: TestClient) -> None:
@@ -188,7 +245,12 @@ def test_deep_queries_are_refused_at_once(client: TestClient) -> None:
         assert answer.status_code == 200 or answer.json()["kind"] in ("syntax", "invalid-input")
     for rev in ("main" + "~1" * 200, "main" + "^" * 400, "main@best:loss" * 30, "(" * 400):
         assert client.get(f"{BASE}/resolve", params={"rev": rev}).status_code == 400
-    assert client.get(f"{BASE}/states", params={"q": "ancestor_of(main" + "~0" * 4_000 + ")"}).status_code == 400
+    assert (
+        client.get(
+            f"{BASE}/states", params={"q": "ancestor_of(main" + "~0" * 4_000 + ")"}
+        ).status_code
+        == 400
+    )
     assert time.monotonic() - began < 30
 
 
@@ -220,40 +282,83 @@ def test_every_answer_has_the_headers_that_browsers_need(guarded: TestClient) ->
             assert "unsafe" not in sent["content-security-policy"]
             assert "access-control-allow-origin" not in sent
     assert "script-src 'self'" in guarded.get("/").headers["content-security-policy"]
-    assert "script-src" not in guarded.get(f"{BASE}/refs", headers=bearer(READ)).headers["content-security-policy"]
+    assert (
+        "script-src"
+        not in guarded.get(f"{BASE}/refs", headers=bearer(READ)).headers["content-security-policy"]
+    )
 
 
 def test_answers_are_kept_only_to_be_compared(guarded: TestClient) -> None:
-    assert guarded.get(f"{BASE}/refs", headers=bearer(READ)).headers["cache-control"] == "private, no-cache"
-    assert guarded.get("/api/v1/repositories", headers=bearer(READ)).headers["cache-control"] == "no-store"
+    assert (
+        guarded.get(f"{BASE}/refs", headers=bearer(READ)).headers["cache-control"]
+        == "private, no-cache"
+    )
+    assert (
+        guarded.get("/api/v1/repositories", headers=bearer(READ)).headers["cache-control"]
+        == "no-store"
+    )
     assert guarded.get(f"{BASE}/refs").headers["cache-control"] == "no-store"
 
 
-def test_other_origins_are_answered_only_when_they_were_named(repo: Repository, serve: Serve) -> None:
+def test_other_origins_are_answered_only_when_they_were_named(
+    repo: Repository, serve: Serve
+) -> None:
     origin, other = "https://lab.example", "https://evil.example"
     client = serve({NAME: repo}, tokens=TOKENS, cors=[origin])
-    asking = {"Access-Control-Request-Method": "PATCH", "Access-Control-Request-Headers": "authorization,if-match"}
+    asking = {
+        "Access-Control-Request-Method": "PATCH",
+        "Access-Control-Request-Headers": "authorization,if-match",
+    }
 
-    assert client.options(f"{BASE}/refs/main", headers={"Origin": origin, **asking}).headers["access-control-allow-origin"] == origin
-    assert client.options(f"{BASE}/refs/main", headers={"Origin": other, **asking}).status_code == 400
-    assert client.get(f"{BASE}/refs", headers={"Origin": origin}).headers["access-control-allow-origin"] == origin, "of a 401 too"
-    assert "access-control-allow-origin" not in client.get(f"{BASE}/refs", headers={"Origin": other, **bearer(READ)}).headers
+    assert (
+        client.options(f"{BASE}/refs/main", headers={"Origin": origin, **asking}).headers[
+            "access-control-allow-origin"
+        ]
+        == origin
+    )
+    assert (
+        client.options(f"{BASE}/refs/main", headers={"Origin": other, **asking}).status_code == 400
+    )
+    assert (
+        client.get(f"{BASE}/refs", headers={"Origin": origin}).headers[
+            "access-control-allow-origin"
+        ]
+        == origin
+    ), "of a 401 too"
+    assert (
+        "access-control-allow-origin"
+        not in client.get(f"{BASE}/refs", headers={"Origin": other, **bearer(READ)}).headers
+    )
 
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site", "Cross-Site", "anything"])
 def test_page_of_another_site_costs_nothing(client: TestClient, site: str) -> None:
-    for headers in ({}, {"Origin": "https://evil.example"}, {"Origin": "null"}, {"Origin": "http://localhost:3000"}):
+    for headers in (
+        {},
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Origin": "http://localhost:3000"},
+    ):
         answer = client.get(f"{BASE}/refs", headers={"Sec-Fetch-Site": site, **headers})
         assert (answer.status_code, answer.json()["kind"]) == (403, "unauthorized")
         assert "--cors" in answer.json()["detail"]
-    assert client.get("/", headers={"Sec-Fetch-Site": site}).status_code == 200, "a link to the page may be followed"
+    assert client.get("/", headers={"Sec-Fetch-Site": site}).status_code == 200, (
+        "a link to the page may be followed"
+    )
 
 
 def test_own_page_and_programs_may_ask(client: TestClient) -> None:
-    for headers in ({}, {"Sec-Fetch-Site": "same-origin"}, {"Sec-Fetch-Site": "none"}, {"Origin": "http://127.0.0.1:8642"}):
+    for headers in (
+        {},
+        {"Sec-Fetch-Site": "same-origin"},
+        {"Sec-Fetch-Site": "none"},
+        {"Origin": "http://127.0.0.1:8642"},
+    ):
         assert client.get(f"{BASE}/refs", headers=headers).status_code == 200
     for origin in ("https://evil.example", "null", ""):
-        assert client.get(f"{BASE}/refs", headers={"Origin": origin}).status_code == 403, "a browser that says no more than that"
+        assert client.get(f"{BASE}/refs", headers={"Origin": origin}).status_code == 403, (
+            "a browser that says no more than that"
+        )
 
 
 def test_named_origin_may_ask_from_its_site(repo: Repository, serve: Serve) -> None:
@@ -262,7 +367,12 @@ def test_named_origin_may_ask_from_its_site(repo: Repository, serve: Serve) -> N
         client = serve({NAME: repo}, tokens=TOKENS, cors=cors)
         headers = {"Origin": origin, "Sec-Fetch-Site": "cross-site", **bearer(READ)}
         assert client.get(f"{BASE}/refs", headers=headers).status_code == 200
-        assert client.get(f"{BASE}/refs", headers={"Sec-Fetch-Site": "cross-site", **bearer(READ)}).status_code == 403
+        assert (
+            client.get(
+                f"{BASE}/refs", headers={"Sec-Fetch-Site": "cross-site", **bearer(READ)}
+            ).status_code
+            == 403
+        )
 
 
 def test_every_page_of_the_web_may_not_read_what_needs_no_token(repo: Repository) -> None:
@@ -272,7 +382,9 @@ def test_every_page_of_the_web_may_not_read_what_needs_no_token(repo: Repository
         create_app({NAME: repo}, cors=["https://lab.example", "*"])
 
 
-@pytest.mark.parametrize("token", ["short", "größer als sechzehn", "with a space in between", "x" * 20 + "\n", ""])
+@pytest.mark.parametrize(
+    "token", ["short", "größer als sechzehn", "with a space in between", "x" * 20 + "\n", ""]
+)
 def test_token_that_could_never_be_shown_is_refused_unseen(repo: Repository, token: str) -> None:
     with pytest.raises(InvalidInput, match="token 1") as refused:
         create_app({NAME: repo}, tokens={token: Scope.READ})
@@ -282,10 +394,20 @@ def test_token_that_could_never_be_shown_is_refused_unseen(repo: Repository, tok
             repo.serve("http://127.0.0.1:0", token=token)
 
 
-def test_question_that_takes_too_long_is_given_up(repo: Repository, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_question_that_takes_too_long_is_given_up(
+    repo: Repository, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client = serve({NAME: repo})
     monkeypatch.setattr(served, "ANSWER_S", 0.0)
-    for path in ("/states", "/graph", "/resolve?rev=main", "/series?head=main&key=loss", "/refs", "/runs", "/diff?old=main~1&new=main"):
+    for path in (
+        "/states",
+        "/graph",
+        "/resolve?rev=main",
+        "/series?head=main&key=loss",
+        "/refs",
+        "/runs",
+        "/diff?old=main~1&new=main",
+    ):
         answer = client.get(f"{BASE}{path}")
         assert (answer.status_code, answer.json()["kind"]) == (400, "invalid-input"), path
         assert "ask for less" in answer.json()["detail"]
@@ -297,7 +419,9 @@ def test_work_of_one_request_is_bounded(client: TestClient) -> None:
     heads = [f"main{chain[: len(chain) - 2 * n]}" for n in range(16)]
     assert client.get(f"{BASE}/graph", params={"head": heads * 4}).status_code == 200
     assert client.get(f"{BASE}/graph", params={"head": [*heads * 4, "main"]}).status_code == 400
-    assert client.get(f"{BASE}/graph", params={"head": ["main" + "@best:loss" * 5]}).status_code == 400
+    assert (
+        client.get(f"{BASE}/graph", params={"head": ["main" + "@best:loss" * 5]}).status_code == 400
+    )
 
 
 def test_prefix_is_understood_with_and_without_it(repo: Repository, serve: Serve) -> None:
@@ -315,10 +439,14 @@ def test_prefix_is_understood_with_and_without_it(repo: Repository, serve: Serve
 
 
 def test_error_tells_nothing_of_the_inside(
-    repo: Repository, serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    repo: Repository,
+    serve: Serve,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     client = serve({NAME: repo})
-    monkeypatch.setattr(type(client.app.state.served[NAME]), "reading", lambda self: 1 / 0)  # type: ignore[attr-defined]  # the application
+    # the application
+    monkeypatch.setattr(type(client.app.state.served[NAME]), "reading", lambda self: 1 / 0)  # type: ignore[attr-defined]
     answer = client.get(f"{BASE}/refs")
 
     assert (answer.status_code, answer.json()["kind"]) == (500, "error")
@@ -327,7 +455,10 @@ def test_error_tells_nothing_of_the_inside(
 
 
 def test_error_of_ours_names_no_place_on_the_disk(
-    repo: Repository, serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    repo: Repository,
+    serve: Serve,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     client = serve({NAME: repo})
     root, packs = str(repo.location.root), str(repo.location.packs)
@@ -339,10 +470,13 @@ def test_error_of_ours_names_no_place_on_the_disk(
         (Unavailable(f"{root}/lineage.db was locked; {secret}"), 503),
         (InvalidInput(f"{root}/lineage.db cannot hold a value"), 400),
     ):
-        monkeypatch.setattr(type(client.app.state.served[NAME]), "reading", _raising(error))  # type: ignore[attr-defined]  # the application
+        # the application
+        monkeypatch.setattr(type(client.app.state.served[NAME]), "reading", _raising(error))  # type: ignore[attr-defined]
         answer = client.get(f"{BASE}/refs")
         assert answer.status_code == status
-        assert not [said for said in (root, packs, "SELECT", "hunter22", "4096") if said in answer.text], answer.text
+        assert not [
+            said for said in (root, packs, "SELECT", "hunter22", "4096") if said in answer.text
+        ], answer.text
     assert client.get(f"{BASE}/refs").json().get("nearest") is None
     assert packs in caplog.text, "the log says where"
     assert "hunter22" not in caplog.text

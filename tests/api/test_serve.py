@@ -1,4 +1,5 @@
-"""The server in a process that does something else: where it listens, who it believes, how it ends."""
+"""The server in a process that does something else: where it listens, who it believes, how it
+ends."""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ def test_several_servers_share_a_repository(repo: Repository) -> None:
         assert one.url != other.url
         assert httpx.get(f"{other.url}/api/v1/repositories").status_code == 401
         assert (
-            httpx.get(f"{other.url}/api/v1/repositories", headers={"Authorization": f"Bearer {READ}"}).json()["items"][0]["name"] == "again"
+            httpx.get(
+                f"{other.url}/api/v1/repositories", headers={"Authorization": f"Bearer {READ}"}
+            ).json()["items"][0]["name"]
+            == "again"
         )
         assert other.stats().refused == 1
         assert one.stats().refused == 0
@@ -59,14 +63,24 @@ def test_address_with_brackets_is_one(repo: Repository) -> None:
         assert httpx.get(f"{server.url}/healthz").status_code == 200
 
 
-@pytest.mark.parametrize("url", ["http://0.0.0.0:0", "http://[::]:0", "http://192.0.2.7:0", "http://lab.example:0"])
+@pytest.mark.parametrize(
+    "url", ["http://0.0.0.0:0", "http://[::]:0", "http://192.0.2.7:0", "http://lab.example:0"]
+)
 def test_other_machines_need_a_token(repo: Repository, url: str) -> None:
     with pytest.raises(InvalidInput, match="token"):
         WebServer({"repo": repo}, url)
 
 
 @pytest.mark.parametrize(
-    "url", ["http://", "http://127.0.0.1", "http://127.0.0.1:x", "http://127.0.0.1:0/a", "http://u@127.0.0.1:0", "127.0.0.1:1"]
+    "url",
+    [
+        "http://",
+        "http://127.0.0.1",
+        "http://127.0.0.1:x",
+        "http://127.0.0.1:0/a",
+        "http://u@127.0.0.1:0",
+        "127.0.0.1:1",
+    ],
 )
 def test_what_is_no_address_is_refused(repo: Repository, url: str) -> None:
     with pytest.raises(InvalidInput, match="http://HOST:PORT"):
@@ -83,7 +97,11 @@ def test_port_that_is_taken_is_unavailable(repo: Repository) -> None:
 def test_request_that_is_no_http_gets_an_answer_and_no_more(repo: Repository) -> None:
     with serve_in_thread(repo) as server:
         port = int(server.url.rpartition(":")[2])
-        for sent in (b"\x16\x03\x01garbage\r\n\r\n", b"GET / HTTP/1.1\r\nHost: a\r\nHost: localhost\r\n\r\n", b"GET / HTTP/1.0\r\n\r\n"):
+        for sent in (
+            b"\x16\x03\x01garbage\r\n\r\n",
+            b"GET / HTTP/1.1\r\nHost: a\r\nHost: localhost\r\n\r\n",
+            b"GET / HTTP/1.0\r\n\r\n",
+        ):
             with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
                 connection.sendall(sent)
                 assert connection.recv(64).split()[1] in (b"400", b"421")
@@ -106,8 +124,14 @@ def test_repository_closes_its_servers(built: Path) -> None:
 def test_one_token_reads_or_writes_too(repo: Repository) -> None:
     for is_writable, status in ((False, 403), (True, 201)):
         with repo.serve("http://127.0.0.1:0", token=LONG, is_writable=is_writable) as server:
-            url, headers = f"{server.url}/api/v1/repositories/runs/refs/mine", {"Authorization": f"Bearer {LONG}"}
-            assert httpx.put(url, json={"kind": "tag", "rev": "main"}, headers=headers).status_code == status
+            url, headers = (
+                f"{server.url}/api/v1/repositories/runs/refs/mine",
+                {"Authorization": f"Bearer {LONG}"},
+            )
+            assert (
+                httpx.put(url, json={"kind": "tag", "rev": "main"}, headers=headers).status_code
+                == status
+            )
             assert httpx.get(f"{server.url}/api/v1/repositories").status_code == 401
 
 
@@ -119,7 +143,13 @@ def test_tls_is_a_proxys(repo: Repository, tmp_path: Path) -> None:
 
 
 def test_repository_is_called_by_its_folder(tmp_path: Path) -> None:
-    for folder, name in (("runs", "runs"), ("my runs!", "my-runs"), (".hidden", "hidden"), ("größe", "gr-e"), ("---", "repository")):
+    for folder, name in (
+        ("runs", "runs"),
+        ("my runs!", "my-runs"),
+        (".hidden", "hidden"),
+        ("größe", "gr-e"),
+        ("---", "repository"),
+    ):
         with datastates.open(tmp_path / folder) as repo:
             assert name_of(repo) == name
 
@@ -127,7 +157,11 @@ def test_repository_is_called_by_its_folder(tmp_path: Path) -> None:
 def test_tokens_are_read_from_a_file(tmp_path: Path) -> None:
     keep(tmp_path / "tokens", f"# a comment\n\n  read  {LONG}1\nWRITE {LONG}2\nadmin {LONG}3\n")
 
-    assert read_tokens(tmp_path / "tokens") == {f"{LONG}1": Scope.READ, f"{LONG}2": Scope.WRITE, f"{LONG}3": Scope.ADMIN}
+    assert read_tokens(tmp_path / "tokens") == {
+        f"{LONG}1": Scope.READ,
+        f"{LONG}2": Scope.WRITE,
+        f"{LONG}3": Scope.ADMIN,
+    }
     assert read_tokens(environ={"DATASTATES_WEB_TOKENS": f"write:{LONG}1 read:{LONG}2"}) == {
         f"{LONG}1": Scope.WRITE,
         f"{LONG}2": Scope.READ,
@@ -137,7 +171,17 @@ def test_tokens_are_read_from_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "# nothing\n", "read\n", "read short\n", f"all {LONG}\n", f"{LONG}\n", f"read {LONG} {LONG}\n", f"read {LONG}ü\n"]
+    "text",
+    [
+        "",
+        "# nothing\n",
+        "read\n",
+        "read short\n",
+        f"all {LONG}\n",
+        f"{LONG}\n",
+        f"read {LONG} {LONG}\n",
+        f"read {LONG}ü\n",
+    ],
 )
 def test_tokens_that_are_none_are_refused_unseen(tmp_path: Path, text: str) -> None:
     keep(tmp_path / "tokens", text)
@@ -148,7 +192,12 @@ def test_tokens_that_are_none_are_refused_unseen(tmp_path: Path, text: str) -> N
 
 
 def test_web_is_not_imported_until_it_is_asked_for() -> None:
-    code = "import sys, datastates, datastates.api; print([name for name in ('fastapi', 'uvicorn', 'httpx') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    code = (
+        "import sys, datastates, datastates.api; print([name for name in ('fastapi', 'uvicorn',"
+        " 'httpx') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
 
     assert done.stdout.strip() == "[]"

@@ -37,17 +37,26 @@ def test_health_is_a_word(client: TestClient) -> None:
     assert (answer.status_code, answer.text) == (200, "ok\n")
 
 
-def test_the_first_answer_of_an_application_waits_for_no_route_to_be_made(repo: Repository, serve: Serve) -> None:
+def test_the_first_answer_of_an_application_waits_for_no_route_to_be_made(
+    repo: Repository, serve: Serve
+) -> None:
     first, second = serve({NAME: repo}), serve({NAME: repo})
-    made = [{id(route) for route in client.app.routes if isinstance(route, APIRoute)} for client in (first, second)]  # type: ignore[attr-defined]  # FastAPI's
+    # FastAPI's
+    made = [
+        {id(route) for route in client.app.routes if isinstance(route, APIRoute)}  # type: ignore[attr-defined]
+        for client in (first, second)
+    ]
     first.get("/healthz")
 
     assert len(made[0]) > 50
     assert made[0] == made[1]
-    assert made[0] == {id(route) for route in first.app.routes if isinstance(route, APIRoute)}  # type: ignore[attr-defined]  # FastAPI's
+    # FastAPI's
+    assert made[0] == {id(route) for route in first.app.routes if isinstance(route, APIRoute)}  # type: ignore[attr-defined]
 
 
-def test_repositories_are_listed_with_what_the_asker_may(repo: Repository, serve: Serve, tmp_path: Path) -> None:
+def test_repositories_are_listed_with_what_the_asker_may(
+    repo: Repository, serve: Serve, tmp_path: Path
+) -> None:
     with datastates.open(tmp_path / "second") as second:
         client = serve({"b": repo, "a": second}, token=WRITE, tokens=TOKENS)
         items = client.get("/api/v1/repositories").json()["items"]
@@ -58,9 +67,13 @@ def test_repositories_are_listed_with_what_the_asker_may(repo: Repository, serve
         assert len(client.get("/api/v1/repositories/b/refs").json()["items"]) == 6
 
 
-def test_a_training_in_the_same_process_is_counted_by_repository(repo: Repository, serve: Serve) -> None:
+def test_a_training_in_the_same_process_is_counted_by_repository(
+    repo: Repository, serve: Serve
+) -> None:
     client = serve({"ours": repo})
-    assert not any(name.startswith("datastates_captures_total") for name in metrics(client)), "nothing was captured here"
+    assert not any(name.startswith("datastates_captures_total") for name in metrics(client)), (
+        "nothing was captured here"
+    )
     with repo.track(branch="watched", weight=torch.ones(8)) as run:
         for _ in range(2):
             run.capture().wait("durable")
@@ -68,10 +81,18 @@ def test_a_training_in_the_same_process_is_counted_by_repository(repo: Repositor
         found, done = metrics(client), repo.stats().activity
 
     labels = 'repository="ours"'
-    assert found[f"datastates_captures_total{{{labels}}}"] == found[f"datastates_states_written_total{{{labels}}}"] == 2
+    assert (
+        found[f"datastates_captures_total{{{labels}}}"]
+        == found[f"datastates_states_written_total{{{labels}}}"]
+        == 2
+    )
     assert found[f"datastates_bytes_copied_total{{{labels}}}"] == done.bytes_copied > 0
     stage = f'{labels},stage="write"'
-    assert found[f'datastates_stage_seconds_bucket{{{stage},le="+Inf"}}'] == found[f"datastates_stage_seconds_count{{{stage}}}"] == 2
+    assert (
+        found[f'datastates_stage_seconds_bucket{{{stage},le="+Inf"}}']
+        == found[f"datastates_stage_seconds_count{{{stage}}}"]
+        == 2
+    )
     assert found[f"datastates_stage_seconds_sum{{{stage}}}"] == done.timing("write").total_s
 
 
@@ -91,7 +112,11 @@ def test_requests_are_counted_by_route_and_status(repo: Repository, serve: Serve
     assert found['datastates_http_requests_total{route="unknown",method="GET",status="401"}'] == 1
     assert found[f'datastates_http_first_byte_seconds_bucket{{{route},le="+Inf"}}'] == 4
     assert found[f"datastates_http_first_byte_seconds_count{{{route}}}"] == 4
-    buckets = [value for name, value in found.items() if name.startswith(f"datastates_http_first_byte_seconds_bucket{{{route}")]
+    buckets = [
+        value
+        for name, value in found.items()
+        if name.startswith(f"datastates_http_first_byte_seconds_bucket{{{route}")
+    ]
     assert buckets == sorted(buckets)
     assert not any("made" in name.lower() for name in found), "what clients make up is no label"
     assert found["datastates_http_requests_under_way"] == 1
@@ -116,7 +141,12 @@ def bundled(tmp_path: Path) -> Iterator[TestClient]:
     (tmp_path / "assets" / "index-1234.js").write_text("export {}")
     app = FastAPI()
     page.install(app, tmp_path)
-    app.add_middleware(Gatekeeper, tokens=Tokens(TOKENS), hosts=(hosts := Hosts(["testserver"])), origins=Origins(hosts))
+    app.add_middleware(
+        Gatekeeper,
+        tokens=Tokens(TOKENS),
+        hosts=(hosts := Hosts(["testserver"])),
+        origins=Origins(hosts),
+    )
     app.add_middleware(Shield)
     with TestClient(app) as client:
         yield client
@@ -131,12 +161,17 @@ def test_page_is_looked_for_anew_and_its_assets_are_kept(bundled: TestClient) ->
     assert asset.headers["cache-control"] == "public, max-age=31536000, immutable"
     assert "javascript" in asset.headers["content-type"]
     assert bundled.get("/icon.svg").headers["content-type"] == "image/svg+xml"
-    assert bundled.get("/", headers={"If-None-Match": index.headers["etag"]}).status_code in (200, 304)
+    assert bundled.get("/", headers={"If-None-Match": index.headers["etag"]}).status_code in (
+        200,
+        304,
+    )
 
 
 def test_nothing_but_the_page_is_served_of_its_folder(bundled: TestClient) -> None:
     assert bundled.get("/secret.txt").status_code == 401
-    assert bundled.get("/secret.txt", headers={"Authorization": f"Bearer {READ}"}).status_code == 404
+    assert (
+        bundled.get("/secret.txt", headers={"Authorization": f"Bearer {READ}"}).status_code == 404
+    )
     assert bundled.get("/assets/../secret.txt").status_code == 401
     assert bundled.get("/assets/%2e%2e/secret.txt").status_code == 404
     assert bundled.get("/favicon.ico").status_code == 404

@@ -39,12 +39,17 @@ def shown(*arguments: str) -> Any:
 
 def test_a_revision_is_resolved(client: TestClient, repo: Repository) -> None:
     assert get(client, "/resolve", rev="main~3")["uid"] == repo.state("main~3").uid
-    assert get(client, "/resolve", rev="main@best:val/loss")["uid"] == repo.state("main@best:val/loss").uid
+    assert (
+        get(client, "/resolve", rev="main@best:val/loss")["uid"]
+        == repo.state("main@best:val/loss").uid
+    )
     wrong = client.get(f"{BASE}/resolve", params={"rev": "main~~("})
     assert (wrong.status_code, wrong.json()["kind"], wrong.json()["column"]) == (400, "syntax", 7)
 
 
-def test_all_that_is_known_of_a_state_is_what_show_says(client: TestClient, repo: Repository) -> None:
+def test_all_that_is_known_of_a_state_is_what_show_says(
+    client: TestClient, repo: Repository
+) -> None:
     for rev in ("main", "warm", "best", "lone~1"):
         uid = repo.state(rev).uid
         detail = get(client, f"/states/{uid}")
@@ -98,8 +103,12 @@ def test_a_search_comes_page_by_page(client: TestClient, repo: Repository) -> No
     assert found == [state.uid for state in repo.find(query)]
 
 
-def test_without_a_search_all_states_come_the_newest_first(client: TestClient, repo: Repository) -> None:
-    assert [state["uid"] for state in get(client, "/states")["items"]] == [state.uid for state in repo.find("")]
+def test_without_a_search_all_states_come_the_newest_first(
+    client: TestClient, repo: Repository
+) -> None:
+    assert [state["uid"] for state in get(client, "/states")["items"]] == [
+        state.uid for state in repo.find("")
+    ]
 
 
 def test_fields_are_chosen(client: TestClient) -> None:
@@ -110,7 +119,11 @@ def test_fields_are_chosen(client: TestClient) -> None:
 
 def test_a_search_that_is_wrong_says_where(client: TestClient) -> None:
     answer = client.get(f"{BASE}/states", params={"q": "metrics.loss << 3"})
-    assert (answer.status_code, answer.json()["kind"], answer.json()["column"]) == (400, "syntax", 15)
+    assert (answer.status_code, answer.json()["kind"], answer.json()["column"]) == (
+        400,
+        "syntax",
+        15,
+    )
 
 
 def test_what_is_too_large_or_foreign_is_refused(client: TestClient) -> None:
@@ -128,7 +141,9 @@ def test_a_log_follows_first_parents_page_by_page(client: TestClient, repo: Repo
     assert [state["uid"] for state in get(client, f"/states/{soup.uid}/log")["items"]] == path
     found, after = [], None
     while True:
-        page = get(client, f"/states/{soup.uid}/log", limit=4, **({"after": after} if after else {}))
+        page = get(
+            client, f"/states/{soup.uid}/log", limit=4, **({"after": after} if after else {})
+        )
         found += [state["uid"] for state in page["items"]]
         after = page["next"]
         if after is None:
@@ -154,18 +169,28 @@ def test_tensors_are_listed_from_the_manifest(client: TestClient, repo: Reposito
     page = get(client, f"/states/{state.uid}/tensors")
 
     weight = page["items"][0]
-    assert weight == {"path": "model/0.weight", "dtype": "float32", "shape": [4, 6], "bytes": 96, "tied_to": None, "norm": None}
+    assert weight == {
+        "path": "model/0.weight",
+        "dtype": "float32",
+        "shape": [4, 6],
+        "bytes": 96,
+        "tied_to": None,
+        "norm": None,
+    }
     assert sum(item["bytes"] for item in page["items"]) == state.bytes_total
     assert page["next"] is None
 
 
-def test_norms_are_those_of_torch_and_read_once(client: TestClient, repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_are_those_of_torch_and_read_once(
+    client: TestClient, repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     uid = repo.state("main").uid
     items = get(client, f"/states/{uid}/tensors", norms=True)["items"]
     tree = {leaf.path: leaf.tensor for leaf in flatten(repo.load(uid)).tensors}
 
     assert {item["path"]: item["norm"] for item in items} == {
-        path: pytest.approx(float(tensor.double().norm()), rel=1e-12) for path, tensor in tree.items()
+        path: pytest.approx(float(tensor.double().norm()), rel=1e-12)
+        for path, tensor in tree.items()
     }
     monkeypatch.setattr(cache, "pieces", None)
     assert get(client, f"/states/{uid}/tensors", norms=True)["items"] == items
@@ -180,7 +205,9 @@ def test_tied_tensors_name_each_other(repo: Repository, client: TestClient) -> N
     assert other == {**one, "path": "model/b", "tied_to": "model/a"}
 
 
-def test_tensors_of_a_state_without_bytes_are_unavailable(client: TestClient, repo: Repository) -> None:
+def test_tensors_of_a_state_without_bytes_are_unavailable(
+    client: TestClient, repo: Repository
+) -> None:
     state = repo.state("main")
     repo.core.tiers.durable.remove(state.uid)
     answer = client.get(f"{BASE}/states/{state.uid}/tensors")

@@ -22,7 +22,13 @@ if TYPE_CHECKING:
     from datastates.studies import OutlierReport
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"x" * 40
-PLAN = Plan((Variant("a", None, 1, {"lr": 0.1}), Variant("a-more", "a", 1, {"lr": 0.2}), Variant("bad", None, 1, {"lr": 9.0})))
+PLAN = Plan(
+    (
+        Variant("a", None, 1, {"lr": 0.1}),
+        Variant("a-more", "a", 1, {"lr": 0.2}),
+        Variant("bad", None, 1, {"lr": 9.0}),
+    )
+)
 
 
 def train(job: Job) -> None:
@@ -46,25 +52,40 @@ def report_of(repo: Repository) -> OutlierReport:
     def loss(model: nn.Module, indices: torch.Tensor) -> torch.Tensor:
         return indices.float() ** 2
 
-    return outliers(repo, "main", model=model, loss=loss, count=12, noise_rate=0.25, steps_per_epoch=4)
+    return outliers(
+        repo, "main", model=model, loss=loss, count=12, noise_rate=0.25, steps_per_epoch=4
+    )
 
 
 def test_a_study_over_the_web(client: TestClient, repo: Repository) -> None:
     assert client.get(f"{BASE}/studies").json() == {"items": [], "total": 0}
     study(repo)
     (item,) = client.get(f"{BASE}/studies").json()["items"]
-    assert (item["name"], item["variants"], item["done"], item["failed"]) == ("rates/first", 3, 2, 1)
+    assert (item["name"], item["variants"], item["done"], item["failed"]) == (
+        "rates/first",
+        3,
+        2,
+        1,
+    )
     found = client.get(f"{BASE}/studies/rates/first").json()
-    assert (found["study"], found["metric"], found["metrics"]) == (item, "loss", ["loss", "val_loss"])
+    assert (found["study"], found["metric"], found["metrics"]) == (
+        item,
+        "loss",
+        ["loss", "val_loss"],
+    )
     found = client.get(f"{BASE}/studies/rates/first", params={"metric": "val_loss"}).json()
-    assert [(each["name"], each["depth"], each["stage"], each["rank"]) for each in found["variants"]] == [
+    assert [
+        (each["name"], each["depth"], each["stage"], each["rank"]) for each in found["variants"]
+    ] == [
         ("a", 0, "done", 1),
         ("a-more", 1, "done", 2),
         ("bad", 0, "failed", None),
     ]
     assert found["variants"][2]["error"].startswith("ValueError: too hot\n")
     assert found["variants"][1]["state"] == repo.state("done/rates/first/a-more").uid
-    turned = client.get(f"{BASE}/studies/rates/first", params={"metric": "val_loss", "direction": "max"}).json()
+    turned = client.get(
+        f"{BASE}/studies/rates/first", params={"metric": "val_loss", "direction": "max"}
+    ).json()
     assert [each["rank"] for each in turned["variants"]] == [2, 1, None]
 
 
@@ -102,10 +123,18 @@ def test_soups_come_with_their_parents_and_weights(client: TestClient, repo: Rep
     assert three["parents"][0]["value"] == repo.state("main").metrics["loss"]
     assert (three["method"], three["kind"], three["message"]) == ("mean", "soup", "three")
     assert (both["refs"], both["message"]) == (["best", "soup"], "both")
-    assert (ema["state"], ema["method"], ema["parents"][0]["branch"]) == (average.uid, "ema", "fork")
+    assert (ema["state"], ema["method"], ema["parents"][0]["branch"]) == (
+        average.uid,
+        "ema",
+        "fork",
+    )
     first = client.get(f"{BASE}/merges", params={"limit": 2}).json()
     rest = client.get(f"{BASE}/merges", params={"limit": 2, "after": first["next"]}).json()
-    assert [each["state"] for each in (*first["items"], *rest["items"])] == [ema["state"], three["state"], both["state"]]
+    assert [each["state"] for each in (*first["items"], *rest["items"])] == [
+        ema["state"],
+        three["state"],
+        both["state"],
+    ]
     assert rest["next"] is None
 
 
@@ -113,32 +142,59 @@ def test_a_report_is_kept_with_its_highest_ranked(client: TestClient, repo: Repo
     report = report_of(repo)
     report.to_repository(repo, "labels", describe=lambda index: f"shoe {index} <b>", most=5)
     (item,) = client.get(f"{BASE}/outliers").json()["items"]
-    assert (item["name"], item["count"], item["suspects"], item["kept"], item["branches"]) == ("labels", 12, 3, 5, ["main"])
+    assert (item["name"], item["count"], item["suspects"], item["kept"], item["branches"]) == (
+        "labels",
+        12,
+        3,
+        5,
+        ["main"],
+    )
     first = client.get(f"{BASE}/outliers/{item['id']}", params={"limit": 2}).json()
     rest = client.get(f"{BASE}/outliers/{item['id']}", params={"after": first["next"]}).json()
     samples = first["samples"] + rest["samples"]
-    assert ([each["rank"] for each in samples], [each["index"] for each in samples]) == ([1, 2, 3, 4, 5], [11, 10, 9, 8, 7])
+    assert ([each["rank"] for each in samples], [each["index"] for each in samples]) == (
+        [1, 2, 3, 4, 5],
+        [11, 10, 9, 8, 7],
+    )
     assert samples[0]["lineage_loss"] == 121.0
-    assert (samples[0]["description"], samples[0]["is_suspect"], samples[4]["is_suspect"]) == ("shoe 11 <b>", True, False)
-    assert (samples[0]["held_out_loss"], samples[0]["has_picture"], rest["next"]) == (None, False, None)
+    assert (samples[0]["description"], samples[0]["is_suspect"], samples[4]["is_suspect"]) == (
+        "shoe 11 <b>",
+        True,
+        False,
+    )
+    assert (samples[0]["held_out_loss"], samples[0]["has_picture"], rest["next"]) == (
+        None,
+        False,
+        None,
+    )
     assert client.get(f"{BASE}/outliers/{item['id']}/pictures/11").status_code == 404
 
     report.to_repository(repo, "labels", most=2)
     (again,) = client.get(f"{BASE}/outliers").json()["items"]
     assert (again["kept"], again["id"]) == (2, item["id"])  # a link to it shows the new one
     report.to_repository(repo, "others", most=1)
-    assert [each["name"] for each in client.get(f"{BASE}/outliers").json()["items"]] == ["others", "labels"]
+    assert [each["name"] for each in client.get(f"{BASE}/outliers").json()["items"]] == [
+        "others",
+        "labels",
+    ]
 
 
-def test_pictures_of_the_report_are_served_as_what_they_are(client: TestClient, repo: Repository) -> None:
-    report_of(repo).to_repository(repo, show=lambda index: PNG if index == 11 else np.full((3, 3), index / 12), most=2)
+def test_pictures_of_the_report_are_served_as_what_they_are(
+    client: TestClient, repo: Repository
+) -> None:
+    report_of(repo).to_repository(
+        repo, show=lambda index: PNG if index == 11 else np.full((3, 3), index / 12), most=2
+    )
     (item,) = client.get(f"{BASE}/outliers").json()["items"]
     path = f"{BASE}/outliers/{item['id']}/pictures"
     answer = client.get(f"{path}/11")
     assert (answer.content, answer.headers["content-type"]) == (PNG, "image/png")
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.headers["content-security-policy"].startswith("default-src 'none'")
-    assert client.get(f"{path}/11", headers={"If-None-Match": answer.headers["etag"]}).status_code == 304
+    assert (
+        client.get(f"{path}/11", headers={"If-None-Match": answer.headers["etag"]}).status_code
+        == 304
+    )
     assert client.get(f"{path}/10").content.startswith(PNG[:8])
     assert client.get(f"{path}/3").status_code == 404
 
@@ -146,7 +202,10 @@ def test_pictures_of_the_report_are_served_as_what_they_are(client: TestClient, 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (b"<svg xmlns='http://www.w3.org/2000/svg'><script>alert(1)</script></svg>", "give a PNG, JPEG, GIF or WebP"),
+        (
+            b"<svg xmlns='http://www.w3.org/2000/svg'><script>alert(1)</script></svg>",
+            "give a PNG, JPEG, GIF or WebP",
+        ),
         (b"<!doctype html><script>alert(1)</script>", "give a PNG, JPEG, GIF or WebP"),
         (b"", "give a PNG, JPEG, GIF or WebP"),
         (PNG + b"x" * MOST_BYTES, "at most 1,048,576"),
@@ -156,7 +215,9 @@ def test_pictures_of_the_report_are_served_as_what_they_are(client: TestClient, 
     ],
     ids=["svg", "html", "nothing", "large", "shape", "object", "text"],
 )
-def test_what_is_no_picture_is_neither_kept_nor_served(repo: Repository, serve: Serve, given: Any, said: str) -> None:
+def test_what_is_no_picture_is_neither_kept_nor_served(
+    repo: Repository, serve: Serve, given: Any, said: str
+) -> None:
     report = report_of(repo)
     with pytest.raises(InvalidInput, match=said.replace("(", r"\(").replace(")", r"\)")):
         report.to_repository(repo, show=lambda index: given, most=1)
@@ -181,7 +242,8 @@ def test_the_users_function_shows_samples_and_wins_over_the_report(repo: Reposit
     jpeg = b"\xff\xd8\xff" + b"y" * 9
     answer = shown_by(repo, lambda index: jpeg)
     assert (answer.content, answer.headers["content-type"]) == (jpeg, "image/jpeg")
-    assert shown_by(repo, lambda index: jpeg, index=3).status_code == 404  # only what the report kept
+    # only what the report kept
+    assert shown_by(repo, lambda index: jpeg, index=3).status_code == 404
 
 
 def test_an_error_of_the_users_function_tells_no_stranger_what_it_said(repo: Repository) -> None:

@@ -15,13 +15,17 @@ _numbers = st.floats(allow_nan=True, allow_infinity=True)
 
 
 @given(st.lists(_numbers, max_size=400), st.integers(10, 100))
-def test_ends_extremes_and_gaps_are_kept_and_no_more_points_than_asked_for(values: list[float], points: int) -> None:
+def test_ends_extremes_and_gaps_are_kept_and_no_more_points_than_asked_for(
+    values: list[float], points: int
+) -> None:
     places = thin(values, points).tolist()
 
     assert places == sorted(set(places))
     assert len(places) == len(values) if len(values) <= points else len(places) <= points
     kept = [values[place] for place in places]
-    finite, kept_finite = ([value for value in some if math.isfinite(value)] for some in (values, kept))
+    finite, kept_finite = (
+        [value for value in some if math.isfinite(value)] for some in (values, kept)
+    )
     if values:
         assert {0, len(values) - 1} <= set(places)
     if finite:
@@ -43,7 +47,9 @@ def test_a_short_spike_is_seen_in_its_place() -> None:
     assert 77_777 in places
     assert len(places) >= 250
     kept = values[places]
-    assert np.abs(np.interp(np.arange(100_000), places, kept) - values)[:77_000].max() == pytest.approx(0, abs=0.02)
+    assert np.abs(np.interp(np.arange(100_000), places, kept) - values)[
+        :77_000
+    ].max() == pytest.approx(0, abs=0.02)
 
 
 def test_pooled_sums_are_means_of_what_was_counted() -> None:

@@ -1,4 +1,5 @@
-"""Windows of graphs that are kept: what is current, what is drawn in the background, what is forgotten."""
+"""Windows of graphs that are kept: what is current, what is drawn in the background, what is
+forgotten."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ class Lineage:
         self.database, self.windows = database, Windows(database.read)
         self.tips: dict[str, str | None] = {}
 
-    def grow(self, branch: str, count: int = 1, *, start: str | None = None, merge: str | None = None) -> str:
+    def grow(
+        self, branch: str, count: int = 1, *, start: str | None = None, merge: str | None = None
+    ) -> str:
         with self.database.write() as session:
             tip = self.tips.get(branch)
             if tip is None and start is not None:
@@ -37,13 +40,17 @@ class Lineage:
                 refs.branch(session, branch, start)
             for _ in range(count):
                 edges = () if merge is None else (Edge(merge, EdgeKind.MERGE),)
-                new = told(secrets.token_hex(12), secrets.token_hex(32), tip, branch, None, 0, edges=edges)
+                new = told(
+                    secrets.token_hex(12), secrets.token_hex(32), tip, branch, None, 0, edges=edges
+                )
                 tip = record.record(session, new).uid
         assert tip is not None
         self.tips[branch] = tip
         return tip
 
-    def page(self, *heads: str, first: int = 0, count: int = 1000, around: str | None = None) -> GraphPage:
+    def page(
+        self, *heads: str, first: int = 0, count: int = 1000, around: str | None = None
+    ) -> GraphPage:
         with self.database.read() as session:
             return self.windows.page(session, heads, first=first, count=count, around=around)
 
@@ -77,7 +84,11 @@ def test_a_window_is_part_of_the_whole(lineage: Lineage) -> None:
 
     for first in (0, 1, 255, 256, 257, 640, 899):
         part = lineage.page("main", first=first, count=50)
-        assert (part.rows, part.total, part.version) == (whole.rows[first : first + 50], 900, whole.version)
+        assert (part.rows, part.total, part.version) == (
+            whole.rows[first : first + 50],
+            900,
+            whole.version,
+        )
     for row, one in zip(whole.rows, drawn, strict=True):
         assert (row.state.uid, row.lane, row.above, row.below, row.joins, row.parents) == (
             one.uid, one.lane, one.above, one.below, one.joins, one.parents,
@@ -125,7 +136,9 @@ def test_a_lineage_that_was_made_anew_has_another_version(lineage: Lineage, tmp_
         assert anew.page().version != lineage.page().version
 
 
-def test_a_large_graph_is_drawn_in_the_background(lineage: Lineage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_graph_is_drawn_in_the_background(
+    lineage: Lineage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lineage.grow("main", 30)
     old = lineage.grow("other", 30, start=lineage.tips["main"])
     before = lineage.page()
@@ -137,8 +150,12 @@ def test_a_large_graph_is_drawn_in_the_background(lineage: Lineage, monkeypatch:
     lineage.windows.background.join()
     fresh = lineage.page()
 
-    assert [(row.state.uid, row.lane) for row in stale.rows] == [(row.state.uid, row.lane) for row in before.rows]
-    assert [ref.name for row in stale.rows for ref in row.refs] == ["main"], "names are those of now"
+    assert [(row.state.uid, row.lane) for row in stale.rows] == [
+        (row.state.uid, row.lane) for row in before.rows
+    ]
+    assert [ref.name for row in stale.rows for ref in row.refs] == ["main"], (
+        "names are those of now"
+    )
     assert not stale.is_current
     assert (fresh.total, fresh.is_current) == (30, True)
     assert old in stale.heads

@@ -1,4 +1,5 @@
-"""What the web writes of a state: attributes, and that its bytes are gone; never of bytes that somebody counts on."""
+"""What the web writes of a state: attributes, and that its bytes are gone; never of bytes that
+somebody counts on."""
 
 from __future__ import annotations
 
@@ -24,12 +25,17 @@ def admin(repo: Repository, serve: Serve) -> TestClient:
 
 
 def annotate(client: TestClient, uid: str, **attributes: object) -> int:
-    return client.patch(f"{BASE}/states/{uid}/attributes", json={"attributes": attributes}).status_code
+    return client.patch(
+        f"{BASE}/states/{uid}/attributes", json={"attributes": attributes}
+    ).status_code
 
 
 def test_attributes_are_set_and_taken_away(repo: Repository, serve: Serve) -> None:
     client, state = serve({NAME: repo}, token=WRITE, tokens=TOKENS), repo.state("warm")
-    answer = client.patch(f"{BASE}/states/{state.uid}/attributes", json={"attributes": {"good": True, "n": 3, "x": 0.5, "rate": None}})
+    answer = client.patch(
+        f"{BASE}/states/{state.uid}/attributes",
+        json={"attributes": {"good": True, "n": 3, "x": 0.5, "rate": None}},
+    )
 
     assert answer.status_code == 200
     assert answer.json()["attributes"] == {"branch": "main", "good": True, "n": 3, "x": 0.5}
@@ -55,7 +61,9 @@ def test_attributes_are_set_and_taken_away(repo: Repository, serve: Serve) -> No
         ({"a": 2**63 - 1}, 200),
     ],
 )
-def test_only_what_can_be_stored_is(repo: Repository, serve: Serve, attributes: dict[str, object], status: int) -> None:
+def test_only_what_can_be_stored_is(
+    repo: Repository, serve: Serve, attributes: dict[str, object], status: int
+) -> None:
     client, before = serve({NAME: repo}, token=WRITE, tokens=TOKENS), repo.state("warm").attributes
 
     assert annotate(client, repo.state("warm").uid, **attributes) == status
@@ -67,7 +75,9 @@ def test_state_that_is_not_there_is_not_annotated(admin: TestClient) -> None:
     assert annotate(admin, "main", a=1) == 400
 
 
-def test_evicted_state_keeps_its_place_and_what_others_need(admin: TestClient, repo: Repository) -> None:
+def test_evicted_state_keeps_its_place_and_what_others_need(
+    admin: TestClient, repo: Repository
+) -> None:
     middle, others = repo.state("main~2"), [state for state in repo.log("main") if state.step != 6]
     before = {state.uid: repo.load(state.uid)["model"]["0.weight"].clone() for state in others}
     answer = admin.delete(f"{BASE}/states/{middle.uid}/payload")
@@ -80,8 +90,13 @@ def test_evicted_state_keeps_its_place_and_what_others_need(admin: TestClient, r
         repo.load(middle.uid)
     assert gone.value.nearest == repo.state("main~3").uid
     for state in others:
-        assert torch.equal(repo.load(repo.verify(state.uid).uid)["model"]["0.weight"], before[state.uid])
-    assert admin.delete(f"{BASE}/states/{middle.uid}/payload").json() == {"uid": middle.uid, "bytes": 0}
+        assert torch.equal(
+            repo.load(repo.verify(state.uid).uid)["model"]["0.weight"], before[state.uid]
+        )
+    assert admin.delete(f"{BASE}/states/{middle.uid}/payload").json() == {
+        "uid": middle.uid,
+        "bytes": 0,
+    }
     assert admin.get(f"{BASE}/states/{middle.uid}/payload").status_code == 410
 
 
@@ -92,7 +107,10 @@ def test_what_a_ref_names_goes_only_by_force(admin: TestClient, repo: Repository
         assert (refused.status_code, refused.json()["kind"]) == (409, "conflict")
         assert repr(rev) in refused.json()["detail"]
         assert repo.verify(uid).status == "durable"
-        assert admin.delete(f"{BASE}/states/{uid}/payload", params={"force": "true"}).status_code == 200
+        assert (
+            admin.delete(f"{BASE}/states/{uid}/payload", params={"force": "true"}).status_code
+            == 200
+        )
         assert repo.state(uid).status == "evicted"
 
 
@@ -101,23 +119,36 @@ def test_last_state_of_a_branch_stays_by_any_force(admin: TestClient, repo: Repo
 
     assert admin.delete(f"{BASE}/states/{root.uid}/payload").status_code == 200
     for force in ("false", "true"):
-        assert admin.delete(f"{BASE}/states/{head.uid}/payload", params={"force": force}).status_code == 409
+        assert (
+            admin.delete(f"{BASE}/states/{head.uid}/payload", params={"force": force}).status_code
+            == 409
+        )
     assert repo.verify("lone").uid == head.uid
     repo.delete_ref("lone")
     assert admin.delete(f"{BASE}/states/{head.uid}/payload").status_code == 200
 
 
-def test_state_to_which_a_branch_would_go_back_is_counted_on(admin: TestClient, repo: Repository) -> None:
+def test_state_to_which_a_branch_would_go_back_is_counted_on(
+    admin: TestClient, repo: Repository
+) -> None:
     head, root = repo.log("lone")
-    assert admin.delete(f"{BASE}/states/{head.uid}/payload", params={"force": "true"}).status_code == 200
+    assert (
+        admin.delete(f"{BASE}/states/{head.uid}/payload", params={"force": "true"}).status_code
+        == 200
+    )
 
-    assert admin.delete(f"{BASE}/states/{root.uid}/payload", params={"force": "true"}).status_code == 409
+    assert (
+        admin.delete(f"{BASE}/states/{root.uid}/payload", params={"force": "true"}).status_code
+        == 409
+    )
     assert repo.verify(root.uid).status == "durable"
 
 
 def test_chunk_that_a_descendant_refers_to_stays(repo: Repository) -> None:
     frozen, live = torch.arange(2_000_000.0), torch.zeros(8)
-    run = repo.track(branch="frozen", objects={"frozen": frozen}, live=live, rng=False, durable_every=1)
+    run = repo.track(
+        branch="frozen", objects={"frozen": frozen}, live=live, rng=False, durable_every=1
+    )
     first = run.capture().wait("durable")
     live += 1
     second = run.capture().wait("durable")
@@ -140,8 +171,13 @@ def test_state_where_a_training_stands_is_not_dropped(admin: TestClient, repo: R
     first = run.capture().wait("captured")
     head = run.capture().wait("captured")
 
-    assert admin.delete(f"{BASE}/states/{head.uid}/payload", params={"force": "true"}).status_code == 409
-    assert admin.delete(f"{BASE}/states/{durable.uid}/payload").status_code == 409, "all that is left when the training dies"
+    assert (
+        admin.delete(f"{BASE}/states/{head.uid}/payload", params={"force": "true"}).status_code
+        == 409
+    )
+    assert admin.delete(f"{BASE}/states/{durable.uid}/payload").status_code == 409, (
+        "all that is left when the training dies"
+    )
     assert admin.delete(f"{BASE}/states/{first.uid}/payload").status_code == 200
     assert repo.state(first.uid).status == "evicted"
     run.capture().wait("durable")
@@ -163,7 +199,11 @@ def test_metrics_that_are_added_are_in_curves(repo: Repository, serve: Serve) ->
     assert [line["reason"] for line in added] == ["metrics by ann: test=0.25, n=nan"]
     (event,) = repo.reflog(state.uid)
     assert event.id > newest, "a page gets it"
-    lines = client.get(f"{BASE}/branches", params={"metric": "test", "name": "main"}).json()["items"][0]["line"]["values"]
+    lines = client.get(f"{BASE}/branches", params={"metric": "test", "name": "main"}).json()[
+        "items"
+    ][0]["line"]["values"]
     repo.annotate(state, metrics={"test": 0.5}, replace=True)
-    now = client.get(f"{BASE}/branches", params={"metric": "test", "name": "main"}).json()["items"][0]["line"]["values"]
+    now = client.get(f"{BASE}/branches", params={"metric": "test", "name": "main"}).json()["items"][
+        0
+    ]["line"]["values"]
     assert (lines, now) == ([0.25], [0.5])

@@ -1,4 +1,5 @@
-"""The training of ``test_restart``: captures until its standard input is closed, then says how many states it captured.
+"""The training of ``test_restart``: captures until its standard input is closed, then says how many
+states it captured.
 
 python trainer.py FOLDER
 """

@@ -21,15 +21,23 @@ COSTS = Costs(interval_s=0.2, write_s=1.5, overhead_s=0.07, held_s=0.002, captur
 
 @pytest.fixture
 def measured(root: Path) -> Path:
-    """The repository, in which three more processes ran for a day each, one of which died; the newest trained ``main`` and measured."""
+    """The repository, in which three more processes ran for a day each, one of which died; the
+    newest trained ``main`` and measured."""
     database = Database(f"sqlite:///{root}/lineage.db")
     with database.write() as session:
         runs.finish(session, RUN.uid, RUN.started_at)
         for index in range(3):
-            process = replace(RUN, uid=f"{index}".ljust(24, "b"), started_at=BEGAN + timedelta(days=index))
+            process = replace(
+                RUN, uid=f"{index}".ljust(24, "b"), started_at=BEGAN + timedelta(days=index)
+            )
             runs.start(session, process)
             training = f"{index}".ljust(24, "c")
-            runs.start(session, replace(process, uid=training, process=process.uid, branch="main" if index else "old"))
+            runs.start(
+                session,
+                replace(
+                    process, uid=training, process=process.uid, branch="main" if index else "old"
+                ),
+            )
             runs.finish(session, process.uid, process.started_at + timedelta(days=1))
         runs.note(session, "0".ljust(24, "b"), {DIED: True})
         runs.note(session, training, noted(COSTS, CheckFreq().choose(COSTS, None)))
@@ -38,15 +46,29 @@ def measured(root: Path) -> Path:
 
 
 @pytest.mark.usefixtures("measured")
-def test_it_says_what_was_chosen_what_it_cost_and_what_each_policy_would_choose(invoke: Invoke) -> None:
+def test_it_says_what_was_chosen_what_it_cost_and_what_each_policy_would_choose(
+    invoke: Invoke,
+) -> None:
     done = invoke("cadence", "main")
     assert done.code == 0, done
     assert "branch main, training 2ccccccccc of 2026-03-06" in done.out
     assert "it went by checkfreq:3.5%: every 10 captures" in done.out
     assert "a write took 1.5 s and delayed by 70 ms (900 captures, 40 writes)" in done.out
-    assert "1 of 4 processes died in 2 d: reckoned with is a failure every 36 h, with one in 24 h added" in done.out
+    assert (
+        "1 of 4 processes died in 2 d: reckoned with is a failure every 36 h, with one in 24 h"
+        " added" in done.out
+    )
     rows = {line.split()[0]: line for line in done.out.splitlines()[5:]}
-    assert list(rows) == ["cadence", "auto", "seconds:30", "checkfreq:3.5%", "young", "daly::first", "daly", "two-level"]
+    assert list(rows) == [
+        "cadence",
+        "auto",
+        "seconds:30",
+        "checkfreq:3.5%",
+        "young",
+        "daly::first",
+        "daly",
+        "two-level",
+    ]
     assert "2.25 min" in rows["young"], "the root of 2 * 0.07 s * 36 h"
     assert "waste is what writes and failures are expected to cost" in done.err
 
@@ -67,7 +89,9 @@ def test_what_one_is_told_wins_over_what_was_observed(invoke: Invoke) -> None:
 
 
 @pytest.mark.usefixtures("measured")
-def test_without_measures_it_says_so_and_a_branch_that_nobody_trained_is_none(invoke: Invoke) -> None:
+def test_without_measures_it_says_so_and_a_branch_that_nobody_trained_is_none(
+    invoke: Invoke,
+) -> None:
     old = invoke("cadence", "old")
     assert (old.code, "measured what writing costs" in old.err) == (0, True)
     assert "1 of 4 processes died" in old.out

@@ -48,7 +48,8 @@ def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository of three durable states: ``main``, tagged ``warm`` at step 2, and the branch ``exp/fork`` at step 1."""
+    """A repository of three durable states: ``main``, tagged ``warm`` at step 2, and the branch
+    ``exp/fork`` at step 1."""
     root = tmp_path_factory.mktemp("served") / "runs"
     with datastates.open(root, memory_bytes=128 << 20) as repo:
         weight = torch.zeros(VALUES)
@@ -74,7 +75,9 @@ def url(store: Path) -> Iterator[str]:
         yield server.url
 
 
-def test_state_that_was_cloned_is_durable_and_named_with_its_ancestry(invoke: Invoke, url: str, tmp_path: Path) -> None:
+def test_state_that_was_cloned_is_durable_and_named_with_its_ancestry(
+    invoke: Invoke, url: str, tmp_path: Path
+) -> None:
     into = tmp_path / "new" / "place"
     done = invoke("clone", f"{url}/main", "--into", into, "--json").json
 
@@ -82,43 +85,64 @@ def test_state_that_was_cloned_is_durable_and_named_with_its_ancestry(invoke: In
     assert list(done["sources"].values()) == [done["bytes_moved"]]
     assert done["tag"] == f"clone/{done['state'][:10]}"
     assert value(into, done["tag"]) == 3
-    assert [line["step"] for line in invoke("log", done["tag"], "-r", into, "--json").lines] == [3, 2, 1]
+    assert [line["step"] for line in invoke("log", done["tag"], "-r", into, "--json").lines] == [
+        3,
+        2,
+        1,
+    ]
     assert [ref["name"] for ref in invoke("refs", "-r", into, "--json").lines] == [done["tag"]]
 
 
-def test_the_repository_may_be_named_before_the_command_as_for_others(invoke: Invoke, url: str, tmp_path: Path) -> None:
+def test_the_repository_may_be_named_before_the_command_as_for_others(
+    invoke: Invoke, url: str, tmp_path: Path
+) -> None:
     done = invoke("--repo", tmp_path / "to", "clone", f"{url}/main", "--json").json
 
     assert done["repository"] == str(tmp_path / "to")
     assert value(tmp_path / "to", done["tag"]) == 3
 
 
-def test_output_says_what_names_the_state_and_how_to_restore_it(invoke: Invoke, url: str, tmp_path: Path) -> None:
+def test_output_says_what_names_the_state_and_how_to_restore_it(
+    invoke: Invoke, url: str, tmp_path: Path
+) -> None:
     done = invoke("clone", f"{url}/warm", "--repo", tmp_path / "to", "--branch", "mine", "--tags")
 
     assert "branch mine" in done.out
-    command = done.out.splitlines()[1].partition("datastates ")[2].replace("FILE", str(tmp_path / "out"))
+    command = (
+        done.out.splitlines()[1].partition("datastates ")[2].replace("FILE", str(tmp_path / "out"))
+    )
     assert invoke(*command.split()).code == 0
     assert (tmp_path / "out.safetensors").is_file()
-    assert [(ref["kind"], ref["name"]) for ref in invoke("refs", "-r", tmp_path / "to", "--json").lines] == [
+    assert [
+        (ref["kind"], ref["name"]) for ref in invoke("refs", "-r", tmp_path / "to", "--json").lines
+    ] == [
         ("branch", "mine"),
         ("tag", "warm"),
     ]
     assert done.err == "", "no bar when no terminal is there"
 
 
-def test_state_that_is_here_already_is_named_and_nothing_moves(invoke: Invoke, url: str, tmp_path: Path) -> None:
+def test_state_that_is_here_already_is_named_and_nothing_moves(
+    invoke: Invoke, url: str, tmp_path: Path
+) -> None:
     first = invoke("clone", f"{url}/main", "--repo", tmp_path / "to", "--json").json
     again = invoke("clone", f"{url}/main", "--repo", tmp_path / "to", "--json").json
-    named = invoke("clone", f"{url}/main", "--repo", tmp_path / "to", "--branch", "mine", "--json").json
+    named = invoke(
+        "clone", f"{url}/main", "--repo", tmp_path / "to", "--branch", "mine", "--json"
+    ).json
 
     assert first["bytes_moved"] > 0
     assert (again["bytes_moved"], again["sources"], again["tag"]) == (0, {}, first["tag"])
     assert (named["bytes_moved"], named["branch"]) == (0, "mine")
 
 
-@pytest.mark.parametrize(("rev", "step"), [("exp/fork", 1), ("main~2", 1), ("main@{0}", 3), ('"exp/fork"', 1), ("main@step:2", 2)])
-def test_all_behind_the_port_is_the_revision(invoke: Invoke, url: str, tmp_path: Path, rev: str, step: int) -> None:
+@pytest.mark.parametrize(
+    ("rev", "step"),
+    [("exp/fork", 1), ("main~2", 1), ("main@{0}", 3), ('"exp/fork"', 1), ("main@step:2", 2)],
+)
+def test_all_behind_the_port_is_the_revision(
+    invoke: Invoke, url: str, tmp_path: Path, rev: str, step: int
+) -> None:
     assert invoke("clone", f"{url}/{rev}", "--repo", tmp_path / "to", "--json").json["step"] == step
 
 
@@ -144,7 +168,13 @@ def test_source_is_split_at_the_first_slash_behind_the_port() -> None:
     ],
 )
 def test_clone_that_fails_says_why_and_leaves_nothing(
-    invoke: Invoke, url: str, tmp_path: Path, source: str, options: Sequence[str], code: int, said: str
+    invoke: Invoke,
+    url: str,
+    tmp_path: Path,
+    source: str,
+    options: Sequence[str],
+    code: int,
+    said: str,
 ) -> None:
     keep(tmp_path / "token", TOKEN)
     failed = invoke("clone", source.format(url=url), "--repo", tmp_path / "to" / "here", *options)
@@ -170,10 +200,13 @@ with datastates.open(sys.argv[1], memory_bytes=64 << 20) as repo:
 
 
 @pytest.mark.parametrize("does", ["opens", "tracks"])
-def test_clone_that_fails_leaves_what_another_process_has_begun_meanwhile(tmp_path: Path, does: str) -> None:
+def test_clone_that_fails_leaves_what_another_process_has_begun_meanwhile(
+    tmp_path: Path, does: str
+) -> None:
     location = locate(tmp_path / "to", None, must_exist=False)
     command = [sys.executable, "-c", TRAINING, str(tmp_path / "to"), does]
-    with pytest.raises(ConnectionError), _made(location):  # noqa: PT012 # what happens until it fails
+    # what happens until it fails
+    with pytest.raises(ConnectionError), _made(location):  # noqa: PT012
         other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert other.stdout is not None
         assert other.stdout.readline() == "here\n"
@@ -186,7 +219,9 @@ def test_clone_that_fails_leaves_what_another_process_has_begun_meanwhile(tmp_pa
         assert [state.step for state in repo.log("main")] == [1]
 
 
-def test_state_that_does_not_fit_leaves_nothing(invoke: Invoke, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_that_does_not_fit_leaves_nothing(
+    invoke: Invoke, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DATASTATES_MEMORY", "4M")
     failed = invoke("clone", f"{url}/main", "--repo", tmp_path / "to")
 
@@ -195,7 +230,9 @@ def test_state_that_does_not_fit_leaves_nothing(invoke: Invoke, url: str, tmp_pa
     assert not (tmp_path / "to").exists()
 
 
-def test_name_that_is_taken_is_told_before_anything_moves(invoke: Invoke, url: str, tmp_path: Path) -> None:
+def test_name_that_is_taken_is_told_before_anything_moves(
+    invoke: Invoke, url: str, tmp_path: Path
+) -> None:
     into = tmp_path / "to"
     assert invoke("clone", f"{url}/warm", "--into", into, "--branch", "mine").code == 0
     failed = invoke("clone", f"{url}/main", "--into", into, "--branch", "mine")
@@ -206,8 +243,12 @@ def test_name_that_is_taken_is_told_before_anything_moves(invoke: Invoke, url: s
     assert value(into, "mine") == 2
 
 
-def test_server_for_other_machines_wants_a_token_and_refuses_who_has_none(invoke: Invoke, store: Path, tmp_path: Path) -> None:
-    assert "DATASTATES_TOKEN" in (refused := invoke("serve", "ucx://0.0.0.0:0", "--repo", store)).err
+def test_server_for_other_machines_wants_a_token_and_refuses_who_has_none(
+    invoke: Invoke, store: Path, tmp_path: Path
+) -> None:
+    assert (
+        "DATASTATES_TOKEN" in (refused := invoke("serve", "ucx://0.0.0.0:0", "--repo", store)).err
+    )
     assert refused.code == 5
     keep(tmp_path / "token", TOKEN)
     with serving("ucx://0.0.0.0:0", "--repo", store, DATASTATES_TOKEN=TOKEN) as (process, said):
@@ -215,16 +256,31 @@ def test_server_for_other_machines_wants_a_token_and_refuses_who_has_none(invoke
         without = invoke("clone", source, "--repo", tmp_path / "to")
         assert (without.code, (tmp_path / "to").exists()) == (8, False)
         assert "DATASTATES_TOKEN" in without.err
-        assert invoke("clone", source, "--repo", tmp_path / "to", "--token-file", tmp_path / "token").code == 0
+        assert (
+            invoke(
+                "clone", source, "--repo", tmp_path / "to", "--token-file", tmp_path / "token"
+            ).code
+            == 0
+        )
         process.terminate()
         assert process.wait(30) == 0
 
 
 def test_server_serves_several_at_once_and_ends_in_order(store: Path, tmp_path: Path) -> None:
     with serving(UCX, "--repo", store) as (process, said):
-        assert said == {"url": said["url"], "repository": str(store), "writable": False, "tls": False}
+        assert said == {
+            "url": said["url"],
+            "repository": str(store),
+            "writable": False,
+            "tls": False,
+        }
         command = [*TERMINAL, "clone", f"{said['url']}/main", "--into"]
-        peers = [warm.Popen([*command, str(tmp_path / name)], env=environment(), stdout=subprocess.DEVNULL) for name in "ab"]
+        peers = [
+            warm.Popen(
+                [*command, str(tmp_path / name)], env=environment(), stdout=subprocess.DEVNULL
+            )
+            for name in "ab"
+        ]
         assert [peer.wait(60) for peer in peers] == [0, 0]
         process.terminate()
         out, err = process.communicate(timeout=30)
@@ -245,11 +301,22 @@ def tag_of(root: Path) -> str:
     return ref.name
 
 
-def test_what_is_pushed_to_a_writable_server_outlives_it(invoke: Invoke, store: Path, tmp_path: Path) -> None:
+def test_what_is_pushed_to_a_writable_server_outlives_it(
+    invoke: Invoke, store: Path, tmp_path: Path
+) -> None:
     assert invoke("init", tmp_path / "taker").code == 0
-    assert invoke("serve", UCX, "--repo", tmp_path / "taker", "--writable").code == 5, "without a token"
+    assert invoke("serve", UCX, "--repo", tmp_path / "taker", "--writable").code == 5, (
+        "without a token"
+    )
     assert invoke("token", tmp_path / "token").code == 0
-    arguments = (UCX, "--repo", tmp_path / "taker", "--writable", "--token-file", tmp_path / "token")
+    arguments = (
+        UCX,
+        "--repo",
+        tmp_path / "taker",
+        "--writable",
+        "--token-file",
+        tmp_path / "token",
+    )
     with serving(*arguments) as (process, said), datastates.open(store) as repo:
         with closing(datastates.connect(said["url"], token_file=tmp_path / "token")) as peer:
             uid = peer.push("warm", repo=repo).state.uid
@@ -270,7 +337,8 @@ class Stuck:
         self._inner, self.is_asked = inner, threading.Event()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return getattr(self._inner, name)  # type: ignore[no-any-return]  # any method of the real store
+        # any method of the real store
+        return getattr(self._inner, name)  # type: ignore[no-any-return]
 
     def open(self, uid: str) -> Source:
         source, is_asked = self._inner.open(uid), self.is_asked
@@ -289,14 +357,26 @@ class Stuck:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupt_in_the_middle_leaves_nothing(store: Path, tmp_path: Path, number: int, code: int) -> None:
+def test_interrupt_in_the_middle_leaves_nothing(
+    store: Path, tmp_path: Path, number: int, code: int
+) -> None:
     with datastates.open(store) as repo:
         stuck = Stuck(RepositoryStore(repo.core))
         server = transport_server.Server(stuck, "ucx://127.0.0.1:0", timeout_s=30)
         loop.run(server.start())
         try:
-            command = [*TERMINAL, "clone", f"{server.url}/main", "--into", str(tmp_path / "to"), "--timeout", "30"]
-            with warm.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as process:
+            command = [
+                *TERMINAL,
+                "clone",
+                f"{server.url}/main",
+                "--into",
+                str(tmp_path / "to"),
+                "--timeout",
+                "30",
+            ]
+            with warm.Popen(
+                command, stderr=subprocess.PIPE, text=True, env=environment()
+            ) as process:
                 assert stuck.is_asked.wait(60)
                 assert (tmp_path / "to").is_dir()
                 process.send_signal(number)
@@ -339,7 +419,9 @@ def test_clone_of_a_state_that_ranks_hold_takes_all_its_parts_and_makes_them_dur
         said = invoke("clone", f"{urls[1]}/main", "--into", tmp_path / "mine", "--json").json
         assert (said["state"], said["bytes_moved"]) == (uid, said["bytes"])
         assert set(said["sources"]) == {url.removeprefix("tcp://") for url in urls}
-        again = invoke("clone", f"{urls[0]}/main", "--into", tmp_path / "mine", "--branch", "kept", "--json").json
+        again = invoke(
+            "clone", f"{urls[0]}/main", "--into", tmp_path / "mine", "--branch", "kept", "--json"
+        ).json
         assert again["bytes_moved"] == 0
     with datastates.open(tmp_path / "mine") as repo:
         assert repo.verify("kept").status is datastates.Status.DURABLE

@@ -19,9 +19,17 @@ def folder(tmp_path: Path) -> Path:
     """Three branches that differ in a setting and a metric; ``b`` has an evicted state."""
     with datastates.open(tmp_path) as repo:
         for branch, rate in (("a", 0.1), ("b", 0.01), ("c", 0.001)):
-            with repo.track(branch=branch, rng=False, w=torch.ones(3), durable_every=1, config={"lr": rate, "width": 8}) as run:
+            with repo.track(
+                branch=branch,
+                rng=False,
+                w=torch.ones(3),
+                durable_every=1,
+                config={"lr": rate, "width": 8},
+            ) as run:
                 for step in range(2):
-                    run.capture(metrics={"loss": rate + step, "accuracy": 1 - rate}, attributes={"seed": 1}).wait("durable")
+                    run.capture(
+                        metrics={"loss": rate + step, "accuracy": 1 - rate}, attributes={"seed": 1}
+                    ).wait("durable")
         evict(repo.core, repo.state("b~1").uid)
     return tmp_path
 
@@ -33,7 +41,11 @@ def call(folder: Path, *words: str) -> Result:
 def rows(done: Result) -> dict[str, list[str]]:
     """The cells of each row by its name."""
     assert done.exit_code == 0, done.output
-    return {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if not line.startswith(" ")}
+    return {
+        line.split()[0]: line.split()[1:]
+        for line in done.stdout.splitlines()
+        if not line.startswith(" ")
+    }
 
 
 def test_what_differs_stands_beside_each_other_with_configuration_first(folder: Path) -> None:
@@ -42,7 +54,11 @@ def test_what_differs_stands_beside_each_other_with_configuration_first(folder: 
     assert done.stdout.splitlines()[0].split() == ["a", "b", "c"]
     assert found["config.lr"] == ["0.1", "0.01", "0.001"]
     assert found["metrics.loss"] == ["1.1", "1.01", "1.001"]
-    assert list(found).index("config.lr") < list(found).index("metrics.loss") < list(found).index("bytes")
+    assert (
+        list(found).index("config.lr")
+        < list(found).index("metrics.loss")
+        < list(found).index("bytes")
+    )
     assert "config.width" not in found
     assert "attr.seed" not in found
     assert "the same in all of them" in done.stderr
@@ -59,8 +75,16 @@ def test_where_each_can_be_restored_is_said(folder: Path) -> None:
 def test_json_has_what_the_api_has(folder: Path) -> None:
     found = json.loads(call(folder, "a", "b", "--json").stdout)
     assert [each["rev"] for each in found["states"]] == ["a", "b"]
-    assert found["config"][0] == {"key": "lr", "values": [0.1, 0.01], "differs": True, "direction": None}
-    assert {row["key"]: row["direction"] for row in found["metrics"]} == {"loss": "min", "accuracy": "max"}
+    assert found["config"][0] == {
+        "key": "lr",
+        "values": [0.1, 0.01],
+        "differs": True,
+        "direction": None,
+    }
+    assert {row["key"]: row["direction"] for row in found["metrics"]} == {
+        "loss": "min",
+        "accuracy": "max",
+    }
 
 
 def test_one_state_and_unknown_ones_are_refused_with_the_next_step(folder: Path) -> None:

@@ -13,23 +13,30 @@ from tests.cli.conftest import Invoke
 
 @pytest.fixture
 def uids(tmp_path: Path) -> dict[str, str]:
-    """``main`` with three states; ``fork``, from the second, at another rate, was trained by two processes in turn."""
+    """``main`` with three states; ``fork``, from the second, at another rate, was trained by two
+    processes in turn."""
     weight = torch.ones(1)
     found = {}
     with datastates.open(tmp_path / "runs", memory_bytes=32 << 20) as repo:
-        with repo.track(rng=False, weight=weight, config={"lr": 0.1, "opt": {"name": "sgd"}}) as run:
+        with repo.track(
+            rng=False, weight=weight, config={"lr": 0.1, "opt": {"name": "sgd"}}
+        ) as run:
             for step in range(1, 4):
                 found[f"main{step}"] = run.capture().wait("durable").uid
         for number in (1, 2):
             start = "main~1" if number == 1 else None
-            with repo.track(rng=False, weight=weight, branch="fork", start=start, config={"lr": 0.2, "seed": 7}) as run:
+            with repo.track(
+                rng=False, weight=weight, branch="fork", start=start, config={"lr": 0.2, "seed": 7}
+            ) as run:
                 found[f"fork{number}"] = run.capture().wait("durable").uid
         with repo.track(rng=False, weight=weight, branch="bare") as run:
             found["bare"] = run.capture().wait("durable").uid
     return found
 
 
-def test_it_says_since_when_and_what_was_another_before(uids: dict[str, str], invoke: Invoke) -> None:
+def test_it_says_since_when_and_what_was_another_before(
+    uids: dict[str, str], invoke: Invoke
+) -> None:
     told = invoke("config", "fork", "--json").json
     assert told == {
         "state": uids["fork2"],

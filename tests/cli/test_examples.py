@@ -23,14 +23,22 @@ FIRST = ("branch", "init", "tag", "export", "import")
 @pytest.fixture
 def trained(invoke: Invoke) -> Path:
     """A repository ``runs`` in the working directory, with five durable states on ``main``."""
-    with datastates.open("runs", memory_bytes=32 << 20) as repo, repo.track(model=torch.nn.Linear(2, 2), rng=False) as run:
+    with (
+        datastates.open("runs", memory_bytes=32 << 20) as repo,
+        repo.track(model=torch.nn.Linear(2, 2), rng=False) as run,
+    ):
         for step in range(5):
-            run.capture(metrics={"val_loss": 0.1 + 0.01 * (step - 2) ** 2}, step=501 + step).wait("durable")
+            run.capture(metrics={"val_loss": 0.1 + 0.01 * (step - 2) ** 2}, step=501 + step).wait(
+                "durable"
+            )
     return Path("runs")
 
 
 def test_each_example_runs(trained: Path, invoke: Invoke) -> None:
-    for name in sorted(EXAMPLES.keys() - GO_ON - {"clone"}, key=lambda each: FIRST.index(each) if each in FIRST else len(FIRST)):
+    for name in sorted(
+        EXAMPLES.keys() - GO_ON - {"clone"},
+        key=lambda each: FIRST.index(each) if each in FIRST else len(FIRST),
+    ):
         arguments = shlex.split(EXAMPLES[name])[1:]
         done = invoke(*arguments, *(("--times", "1") if name == "watch" else ()))
         assert (done.code, done.err.startswith("error")) == (0, False), f"{EXAMPLES[name]}: {done}"
@@ -52,7 +60,11 @@ def test_the_example_of_a_clone_runs(trained: Path, invoke: Invoke) -> None:
 def test_the_example_of_a_command_that_goes_on_is_understood(name: str) -> None:
     group: Any = typer.main.get_command(app)
     command = group.commands[name]
-    assert command.make_context(name, shlex.split(EXAMPLES[name])[2:], parent=group.make_context("datastates", [], resilient_parsing=True))
+    assert command.make_context(
+        name,
+        shlex.split(EXAMPLES[name])[2:],
+        parent=group.make_context("datastates", [], resilient_parsing=True),
+    )
 
 
 def test_help_ends_with_the_example(invoke: Invoke) -> None:

@@ -1,4 +1,5 @@
-"""What ``stats`` and ``doctor`` say of a folder of packs from which another process deletes at that moment."""
+"""What ``stats`` and ``doctor`` say of a folder of packs from which another process deletes at
+that moment."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from tests.cli.conftest import Invoke, uid
 
 @pytest.fixture
 def packs(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a pack of 2 KiB and one of 1 KiB, which is deleted as soon as the folder was listed."""
+    """A folder with a pack of 2 KiB and one of 1 KiB, which is deleted as soon as the folder was
+    listed."""
     packs, listing = root / "packs", os.scandir
     (packs / f"{uid('1', 3)}.0.safetensors").write_bytes(bytes(2048))
     gone = packs / f"{uid('1', 4)}.0.safetensors"
@@ -38,7 +40,9 @@ def test_stats_count_the_packs_that_are_still_there(packs: Path, invoke: Invoke)
     assert invoke("stats", "--json").json["bytes_stored"] == 2048
 
 
-def test_doctor_counts_the_packs_that_are_still_there(packs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_counts_the_packs_that_are_still_there(
+    packs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DATASTATES_RETENTION", "all at-most:100G")
     assert "states take 2.0 KiB" in doctor._retention(packs, free=1 << 40).detail
 

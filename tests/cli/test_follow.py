@@ -29,7 +29,9 @@ def lineage(root: Path) -> Iterator[Database]:
 
 def capture(database: Database, name: str, parent: str, branch: str, step: int) -> None:
     with database.write() as session:
-        record.record(session, told(name, "d" * 64, parent, branch, None, step, metrics={"loss": 0.5}))
+        record.record(
+            session, told(name, "d" * 64, parent, branch, None, step, metrics={"loss": 0.5})
+        )
 
 
 def line(process: subprocess.Popen[str]) -> str:
@@ -38,13 +40,19 @@ def line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline() if ready else "nothing came"
 
 
-def test_new_states_appear_as_they_are_recorded_and_ctrl_c_is_quiet(root: Path, lineage: Database) -> None:
+def test_new_states_appear_as_they_are_recorded_and_ctrl_c_is_quiet(
+    root: Path, lineage: Database
+) -> None:
     command = [*TERMINAL, "-n", "1"]
-    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1) as process:
+    with subprocess.Popen(
+        command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
+    ) as process:
         assert line(process) == f"{uid('1', 8)[:10]} (main) step 8\n"
         capture(lineage, "e" * 24, uid("f", 6), "fork", 7)
         capture(lineage, "d" * 24, uid("1", 8), "main", 9)
-        assert line(process) == f"{'d' * 10} (main) step 9  loss=0.5\n", "and nothing of the other branch"
+        assert line(process) == f"{'d' * 10} (main) step 9  loss=0.5\n", (
+            "and nothing of the other branch"
+        )
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
 
@@ -53,15 +61,21 @@ def test_new_states_appear_as_they_are_recorded_and_ctrl_c_is_quiet(root: Path, 
 
 def test_all_branches_are_followed_by_name(root: Path, lineage: Database) -> None:
     command = [*TERMINAL, "--all", "-n", "1"]
-    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1) as process:
+    with subprocess.Popen(
+        command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
+    ) as process:
         assert line(process) == f"main: {uid('1', 8)[:10]} (main) step 8\n"
         capture(lineage, "e" * 24, uid("f", 6), "fork", 7)
         assert line(process) == f"fork: {'e' * 10} (fork) step 7  loss=0.5\n"
         process.terminate()
 
 
-@pytest.mark.parametrize(("branch", "steps"), [(None, [1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 8]), ("fork", [1, 2, 3, 4, 5, 6])])
-def test_zero_shows_all_states_before_the_new_ones(lineage: Database, branch: str | None, steps: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("branch", "steps"), [(None, [1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 8]), ("fork", [1, 2, 3, 4, 5, 6])]
+)
+def test_zero_shows_all_states_before_the_new_ones(
+    lineage: Database, branch: str | None, steps: list[int]
+) -> None:
     looks = _arriving(lineage, branch, 0)
     assert [state.step for state in next(looks)] == steps
     capture(lineage, "e" * 24, uid("f", 6), "fork", 7)
@@ -69,7 +83,9 @@ def test_zero_shows_all_states_before_the_new_ones(lineage: Database, branch: st
 
 
 def test_a_reader_that_goes_away_ends_it(root: Path) -> None:
-    with subprocess.Popen([*TERMINAL, "-n", "1"], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*TERMINAL, "-n", "1"], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert "step 8" in line(process)
         assert process.stdout is not None
         process.stdout.close()

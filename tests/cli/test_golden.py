@@ -1,4 +1,5 @@
-"""What the terminal writes, letter by letter: at 80 and 200 columns, in a pipe, with nothing and with 100,000 states.
+"""What the terminal writes, letter by letter: at 80 and 200 columns, in a pipe, with nothing and
+with 100,000 states.
 
     python -m tests.cli.test_golden
 
@@ -55,8 +56,14 @@ for arguments in sys.stdin.read().splitlines():
 
 def written(root: Path, width: int | None) -> str:
     """What all commands write, one after the other, hints too."""
-    environ = {key: value for key, value in os.environ.items() if not key.startswith(("DATASTATES_", "COLUMNS", "FORCE_COLOR"))}
-    environ |= {"TZ": "UTC", "NO_COLOR": "1", "TERM": "dumb"} | ({} if width is None else {"COLUMNS": str(width), "LINES": "50"})
+    environ = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("DATASTATES_", "COLUMNS", "FORCE_COLOR"))
+    }
+    environ |= {"TZ": "UTC", "NO_COLOR": "1", "TERM": "dumb"} | (
+        {} if width is None else {"COLUMNS": str(width), "LINES": "50"}
+    )
     done = subprocess.run(
         [sys.executable, "-c", RUN],
         cwd=root,
@@ -100,4 +107,6 @@ if __name__ == "__main__":
         for each in ("empty", "few", "many"):
             build(each, Path(folder) / each)
             for place, columns in WIDTHS.items():
-                (GOLDEN / f"{each}-{place}.txt").write_text(written(Path(folder) / each, columns), encoding="utf-8")
+                (GOLDEN / f"{each}-{place}.txt").write_text(
+                    written(Path(folder) / each, columns), encoding="utf-8"
+                )

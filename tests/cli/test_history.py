@@ -21,26 +21,42 @@ STATE_FIELDS = [field.name for field in dataclasses.fields(State)]
 
 def steps(text: str) -> list[str]:
     """The abbreviated uids in a short log, lanes left out."""
-    return [next(word for word in line.split() if len(word) == 10) for line in text.splitlines() if " step " in line]
+    return [
+        next(word for word in line.split() if len(word) == 10)
+        for line in text.splitlines()
+        if " step " in line
+    ]
 
 
 def test_log_begins_at_main(invoke: Invoke) -> None:
     states = invoke("log", "--json").lines
 
     assert states[0]["uid"] == uid("1", 8)
-    assert {state["uid"] for state in states} == {uid("1", n) for n in range(1, 9)} | {uid("f", n) for n in range(4, 7)}
+    assert {state["uid"] for state in states} == {uid("1", n) for n in range(1, 9)} | {
+        uid("f", n) for n in range(4, 7)
+    }
     assert list(states[0]) == [*STATE_FIELDS, "restorable"]
     position = {state["uid"]: index for index, state in enumerate(states)}
-    assert all(position[parent] > position[state["uid"]] for state in states for parent in state["parents"])
+    assert all(
+        position[parent] > position[state["uid"]] for state in states for parent in state["parents"]
+    )
 
 
 def test_log_of_a_revision_is_limited(invoke: Invoke) -> None:
-    assert [state["uid"] for state in invoke("log", "fork", "-n", "2", "--json").lines] == [uid("f", 6), uid("f", 5)]
+    assert [state["uid"] for state in invoke("log", "fork", "-n", "2", "--json").lines] == [
+        uid("f", 6),
+        uid("f", 5),
+    ]
     assert len(invoke("log", "fork", "-n", "0", "--json").lines) == 6
 
 
 def test_log_of_a_range(invoke: Invoke) -> None:
-    assert [state["step"] for state in invoke("log", "warm..main~1", "--json").lines] == [7, 6, 5, 4]
+    assert [state["step"] for state in invoke("log", "warm..main~1", "--json").lines] == [
+        7,
+        6,
+        5,
+        4,
+    ]
     assert {state["uid"] for state in invoke("log", "fork...main~1", "--json").lines} == {
         *(uid("1", n) for n in range(4, 8)),
         *(uid("f", n) for n in range(4, 7)),
@@ -51,7 +67,9 @@ def test_log_of_all_refs_has_each_state_once(invoke: Invoke) -> None:
     assert invoke("branch", "main", "main~1", "--move").code == 0
     uids = [state["uid"] for state in invoke("log", "--all", "--json").lines]
 
-    assert sorted(uids) == sorted({uid("1", n) for n in range(1, 8)} | {uid("f", n) for n in range(4, 7)})
+    assert sorted(uids) == sorted(
+        {uid("1", n) for n in range(1, 8)} | {uid("f", n) for n in range(4, 7)}
+    )
     assert uids.index(uid("f", 4)) < uids.index(uid("1", 3))
     assert len(invoke("log", "--all", "-n", "3", "--json").lines) == 3
     assert invoke("log", "--all", "main").code == 2
@@ -67,9 +85,13 @@ def test_short_log_has_one_line_a_state_with_its_names(invoke: Invoke) -> None:
 
     assert len(out) == 11
     assert out[0] == f"{uid('1', 8)[:10]} (main) step 8"
-    assert next(line for line in out if line.startswith(uid("f", 6)[:10])).endswith("(fork) step 6  loss=0.25  other")
+    assert next(line for line in out if line.startswith(uid("f", 6)[:10])).endswith(
+        "(fork) step 6  loss=0.25  other"
+    )
     assert any("(tag: warm)" in line for line in out)
-    assert [line for line in out if "evicted" in line] == [f"{uid('1', 2)[:10]} step 2  loss=0.5 val_loss=1  evicted"]
+    assert [line for line in out if "evicted" in line] == [
+        f"{uid('1', 2)[:10]} step 2  loss=0.5 val_loss=1  evicted"
+    ]
 
 
 def test_log_draws_lanes(invoke: Invoke) -> None:
@@ -88,7 +110,9 @@ def test_log_marks_the_states_that_cannot_be_restored(invoke: Invoke) -> None:
     assert "cannot be restored" not in invoke("log", "fork", "-n", "2").err
     fields = {state["uid"]: state["restorable"] for state in invoke("log", "--json").lines}
     assert [each for each, restorable in fields.items() if not restorable] == [uid("1", 2)]
-    assert [state["restorable"] for state in invoke("find", "step <= 3", "--json").lines].count(False) == 1
+    assert [state["restorable"] for state in invoke("find", "step <= 3", "--json").lines].count(
+        False
+    ) == 1
 
 
 def test_long_log_tells_more(invoke: Invoke) -> None:
@@ -129,7 +153,18 @@ def test_show_tells_all_that_is_known(invoke: Invoke) -> None:
 def test_show_as_json_has_stable_fields(invoke: Invoke) -> None:
     shown = invoke("show", "warm", "--json").json
 
-    assert list(shown) == [*STATE_FIELDS, "refs", "children", "origins", "replicas", "packs", "run_record", "notes", "parts", "added"]
+    assert list(shown) == [
+        *STATE_FIELDS,
+        "refs",
+        "children",
+        "origins",
+        "replicas",
+        "packs",
+        "run_record",
+        "notes",
+        "parts",
+        "added",
+    ]
     assert shown["children"] == [uid("1", 4), uid("f", 4)]
     assert shown["packs"] == [{"name": "p.safetensors", "bytes": 4096}]
     assert [replica["tier"] for replica in shown["replicas"]] == ["local", "memory"]
@@ -139,7 +174,9 @@ def test_show_as_json_has_stable_fields(invoke: Invoke) -> None:
 
 
 def test_find_lists_what_the_query_asks_for(invoke: Invoke) -> None:
-    found = invoke("find", "metrics.loss < 0.3 and branch = main order by metrics.loss limit 2", "--json")
+    found = invoke(
+        "find", "metrics.loss < 0.3 and branch = main order by metrics.loss limit 2", "--json"
+    )
 
     assert found.code == 0, found.err
     assert [state["uid"] for state in found.lines] == [uid("1", 7), uid("1", 6)]
@@ -151,7 +188,9 @@ def test_find_lists_what_the_query_asks_for(invoke: Invoke) -> None:
     assert (nothing.code, nothing.out, nothing.err) == (0, "", "no state fits\n")
 
 
-def test_find_shows_a_page_and_says_how_to_see_the_rest(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_shows_a_page_and_says_how_to_see_the_rest(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(history, "FOUND", 4)
     steps = [state["step"] for state in invoke("find", "step > 0 order by step", "--json").lines]
     page = invoke("find", "step > 0 order by step")
@@ -163,7 +202,12 @@ def test_find_shows_a_page_and_says_how_to_see_the_rest(invoke: Invoke, monkeypa
     assert "-n 0" in page.err
     assert len(more.out.splitlines()) == 7
     assert "the first 6" in more.err
-    for arguments in (["step > 0", "-n", "0"], ["step > 0 limit 11"], ["step > 0", "-n", "11"], ["step > 7"]):
+    for arguments in (
+        ["step > 0", "-n", "0"],
+        ["step > 0 limit 11"],
+        ["step > 0", "-n", "11"],
+        ["step > 7"],
+    ):
         whole = invoke("find", *arguments)
         assert len(whole.out.splitlines()) == (2 if arguments == ["step > 7"] else 12)
         assert whole.err == ""
@@ -179,8 +223,12 @@ def test_unknown_names_end_with_3(invoke: Invoke) -> None:
     assert invoke("show", "main~100").code == 3
 
 
-@pytest.mark.parametrize("arguments", [("show", "main~~x"), ("find", "metrics.loss <"), ("log", "a..b..c")])
-def test_syntax_ends_with_5_and_points_at_the_column(invoke: Invoke, arguments: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    "arguments", [("show", "main~~x"), ("find", "metrics.loss <"), ("log", "a..b..c")]
+)
+def test_syntax_ends_with_5_and_points_at_the_column(
+    invoke: Invoke, arguments: tuple[str, str]
+) -> None:
     failed = invoke(*arguments)
     assert failed.code == 5
     assert "^" in failed.err
@@ -197,22 +245,46 @@ def test_nothing_that_a_terminal_would_obey_is_printed(invoke: Invoke, root: Pat
     bad = "\x1b]0;title\x07 [red]plain\x9b31m"
     database = Database(f"sqlite:///{root}/lineage.db")
     with database.write() as session:
-        new = told("e" * 24, "d" * 64, None, "other", None, 1, message=f"{bad}\n{bad}", metrics={bad: 1.0}, attributes={bad: bad})
+        new = told(
+            "e" * 24,
+            "d" * 64,
+            None,
+            "other",
+            None,
+            1,
+            message=f"{bad}\n{bad}",
+            metrics={bad: 1.0},
+            attributes={bad: bad},
+        )
         record.record(session, new)
         refs.tag(session, "bad", "e" * 24, message=bad)
     database.close()
 
-    for command in (["log", "bad"], ["log", "bad", "--oneline"], ["show", "bad"], ["find", "step = 1"], ["tag"]):
+    for command in (
+        ["log", "bad"],
+        ["log", "bad", "--oneline"],
+        ["show", "bad"],
+        ["find", "step = 1"],
+        ["tag"],
+    ):
         out = invoke(*command).out
         assert "[red]plain" in out
         assert not set(out) & {"\x1b", "\x07", "\x9b"}
 
 
 def test_settings_are_columns(invoke: Invoke) -> None:
-    configured = invoke("find", "config.lr = 0.1 and branch = main and step < 3", "--columns", "step,config.lr").out.splitlines()
+    configured = invoke(
+        "find", "config.lr = 0.1 and branch = main and step < 3", "--columns", "step,config.lr"
+    ).out.splitlines()
     assert [line.split()[1:] for line in configured] == [["step", "lr"], ["2", "0.1"], ["1", "0.1"]]
 
 
 def test_the_newest_of_all_histories_is_that_of_the_newest_head(invoke: Invoke) -> None:
-    assert [line["uid"] for line in invoke("log", "--all", "-n", "1", "--json").lines] == [uid("1", 8)]
-    assert [line["uid"] for line in invoke("log", "--all", "-n", "3", "--json").lines] == [uid("1", 8), uid("f", 6), uid("f", 5)]
+    assert [line["uid"] for line in invoke("log", "--all", "-n", "1", "--json").lines] == [
+        uid("1", 8)
+    ]
+    assert [line["uid"] for line in invoke("log", "--all", "-n", "3", "--json").lines] == [
+        uid("1", 8),
+        uid("f", 6),
+        uid("f", 5),
+    ]

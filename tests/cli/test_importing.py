@@ -16,11 +16,15 @@ def folder(tmp_path: Path) -> Path:
     made = tmp_path / "checkpoints"
     made.mkdir()
     for step in range(4):
-        torch.save({"model": {"w": torch.full((3,), float(step))}, "step": step}, made / f"step_{step}.pt")
+        torch.save(
+            {"model": {"w": torch.full((3,), float(step))}, "step": step}, made / f"step_{step}.pt"
+        )
     return made
 
 
-def test_a_folder_becomes_a_branch_by_one_command_and_comes_out_again(folder: Path, invoke: Invoke, tmp_path: Path) -> None:
+def test_a_folder_becomes_a_branch_by_one_command_and_comes_out_again(
+    folder: Path, invoke: Invoke, tmp_path: Path
+) -> None:
     assert invoke("init", "runs").code == 0
     dry = invoke("import", folder, "--pattern", "step_{step}.pt", "--dry-run")
     assert "4 files would go to branch imported" in dry.out
@@ -28,16 +32,29 @@ def test_a_folder_becomes_a_branch_by_one_command_and_comes_out_again(folder: Pa
 
     done = invoke("import", folder, "--pattern", "step_{step}.pt", "--branch", "old")
     assert (done.code, done.out) == (0, "4 states on branch old\n"), done
-    again = invoke("import", folder, "--pattern", "step_{step}.pt", "--branch", "old", "--json").json
+    again = invoke(
+        "import", folder, "--pattern", "step_{step}.pt", "--branch", "old", "--json"
+    ).json
     assert (again["states"], len(again["known"])) == ([], 4)
 
-    out = invoke("export", "old", "--history", "--into", tmp_path / "out", "--pattern", "step_{step}.pt", "--json")
+    out = invoke(
+        "export",
+        "old",
+        "--history",
+        "--into",
+        tmp_path / "out",
+        "--pattern",
+        "step_{step}.pt",
+        "--json",
+    )
     assert sorted(line["step"] for line in out.lines) == [0, 1, 2, 3]
     found = torch.load(tmp_path / "out" / "step_2.pt", weights_only=True)
     assert (found["step"], found["model"]["w"].tolist()) == (2, [2.0, 2.0, 2.0])
 
 
-def test_what_is_refused_is_named_with_the_next_step(folder: Path, invoke: Invoke, tmp_path: Path) -> None:
+def test_what_is_refused_is_named_with_the_next_step(
+    folder: Path, invoke: Invoke, tmp_path: Path
+) -> None:
     assert invoke("init", "runs").code == 0
     (folder / "step_2.pt").write_bytes(b"nothing")
     failed = invoke("import", folder, "--pattern", "step_{step}.pt")
@@ -49,11 +66,18 @@ def test_what_is_refused_is_named_with_the_next_step(folder: Path, invoke: Invok
     assert invoke("export", "imported", "--into", tmp_path / "out", "--format", "zip").code == 5
 
 
-def test_an_import_makes_the_repository_and_a_dry_run_does_not(folder: Path, invoke: Invoke, tmp_path: Path) -> None:
+def test_an_import_makes_the_repository_and_a_dry_run_does_not(
+    folder: Path, invoke: Invoke, tmp_path: Path
+) -> None:
     source, bundle = tmp_path / "source", tmp_path / "bundle"
-    assert invoke("--repo", source, "import", folder, "--pattern", "step_{step}.pt", "--dry-run").code != 0
+    assert (
+        invoke("--repo", source, "import", folder, "--pattern", "step_{step}.pt", "--dry-run").code
+        != 0
+    )
     assert not source.exists()
-    done = invoke("--repo", source, "import", folder, "--pattern", "step_{step}.pt", "--branch", "one")
+    done = invoke(
+        "--repo", source, "import", folder, "--pattern", "step_{step}.pt", "--branch", "one"
+    )
     assert (done.code, done.out) == (0, "4 states on branch one\n"), done
     assert invoke("--repo", source, "export", "one", "--bundle", bundle).code == 0
 

@@ -21,8 +21,14 @@ def test_notes_are_written_listed_edited_and_deleted(invoke: Invoke) -> None:
     assert lines[1:] == ["    Diverges *here*"]
     assert invoke("note", "--branch", "main").out.splitlines()[1:] == ["    two", "    lines"]
 
-    assert invoke("note", "--edit", made["uid"], "-m", "better").out == f"note {made['uid']} is changed; it read: {made['text']}\n"
-    assert invoke("note", "--delete", made["uid"]).out == f"note {made['uid']} is deleted; it read: better\n"
+    assert (
+        invoke("note", "--edit", made["uid"], "-m", "better").out
+        == f"note {made['uid']} is changed; it read: {made['text']}\n"
+    )
+    assert (
+        invoke("note", "--delete", made["uid"]).out
+        == f"note {made['uid']} is deleted; it read: better\n"
+    )
     assert [note["text"] for note in invoke("note", "--json").lines] == ["two\nlines"]
 
 
@@ -44,14 +50,24 @@ def test_what_is_missing_or_too_much_is_said(invoke: Invoke) -> None:
 
 
 def test_metrics_are_added_to_a_state_and_shown(invoke: Invoke) -> None:
-    done = invoke("annotate", "main~2", "--metric", "test/loss=0.3", "-m", "acc=nan", "--author", "ann")
+    done = invoke(
+        "annotate", "main~2", "--metric", "test/loss=0.3", "-m", "acc=nan", "--author", "ann"
+    )
 
-    assert (done.code, done.out) == (0, f"state {uid('1', 6)[:10]} has test/loss = 0.3, acc = nan\n")
+    assert (done.code, done.out) == (
+        0,
+        f"state {uid('1', 6)[:10]} has test/loss = 0.3, acc = nan\n",
+    )
     assert "metrics by ann: test/loss=0.3, acc=nan" in invoke("show", "main~2").out
     (line,) = invoke("show", "main~2", "--json").json["added"]
     assert (line["name"], line["reason"]) == (uid("1", 6), "metrics by ann: test/loss=0.3, acc=nan")
     assert invoke("annotate", "main~2", "-m", "test/loss=0.2").code == 4
-    assert invoke("annotate", "main~2", "-m", "test/loss=0.2", "--replace", "--json").json["metrics"]["test/loss"] == 0.2
+    assert (
+        invoke("annotate", "main~2", "-m", "test/loss=0.2", "--replace", "--json").json["metrics"][
+            "test/loss"
+        ]
+        == 0.2
+    )
     assert invoke("show", "main@best:test/loss", "--json").json["uid"] == uid("1", 6)
     assert invoke("annotate", "main", "-m", "loss").code == invoke("annotate", "main").code == 2
     assert invoke("annotate", "nothing", "-m", "loss=1").code == 3

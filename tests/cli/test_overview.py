@@ -43,13 +43,20 @@ def test_branches_say_what_a_person_asks_first(invoke: Invoke) -> None:
 
 def test_branches_as_json_are_those_of_the_lineage(invoke: Invoke) -> None:
     fork, main = invoke("branches", "--sort", "name", "--json").lines
-    assert (fork["name"], fork["fork"]["branch"], fork["fork"]["state"], fork["states"]) == ("fork", "main", uid("1", 3), 3)
+    assert (fork["name"], fork["fork"]["branch"], fork["fork"]["state"], fork["states"]) == (
+        "fork",
+        "main",
+        uid("1", 3),
+        3,
+    )
     assert (main["states"], main["best"]["step"], main["best_restorable"]["step"]) == (8, 7, 7)
 
 
 def test_branches_for_a_spreadsheet(invoke: Invoke) -> None:
     rows = list(csv.DictReader(io.StringIO(invoke("branches", "--csv", "--sort", "name").out)))
-    assert [(row["branch"], row["fork_branch"], row["fork_step"], row["best_step"]) for row in rows] == [
+    assert [
+        (row["branch"], row["fork_branch"], row["fork_step"], row["best_step"]) for row in rows
+    ] == [
         ("fork", "main", "3", "6"),
         ("main", "", "", "7"),
     ]
@@ -67,7 +74,10 @@ def test_the_best_can_be_restored_by_the_command_that_is_said(invoke: Invoke) ->
     done = invoke("best", "val_loss")
     assert [line.split()[1] for line in done.out.splitlines()[1:]] == ["main"]
     assert f"datastates restore {uid('1', 6)[:10]} --into" in done.err
-    assert [line["best"]["step"] for line in invoke("best", "loss", "--max", "--json").lines] == [1, 4]
+    assert [line["best"]["step"] for line in invoke("best", "loss", "--max", "--json").lines] == [
+        1,
+        4,
+    ]
     assert "did you mean metrics.val_loss" in invoke("best", "val_los").err
 
 
@@ -97,8 +107,12 @@ def test_a_training_that_failed_says_so(invoke: Invoke, root: Path) -> None:
     assert (first["ending"], first["error"]) == ("failed", "ValueError: no more data")
 
 
-@pytest.mark.parametrize("command", [["branches"], ["runs"], ["stats"], ["best", "loss"], ["watch", "--times", "1"]])
-def test_an_empty_repository_says_what_to_do_next(invoke: Invoke, tmp_path: Path, command: list[str]) -> None:
+@pytest.mark.parametrize(
+    "command", [["branches"], ["runs"], ["stats"], ["best", "loss"], ["watch", "--times", "1"]]
+)
+def test_an_empty_repository_says_what_to_do_next(
+    invoke: Invoke, tmp_path: Path, command: list[str]
+) -> None:
     assert invoke("init", str(tmp_path / "empty")).code == 0
     done = invoke("--repo", str(tmp_path / "empty"), *command)
     assert done.code == 0
@@ -126,13 +140,23 @@ def test_tables_fit_whatever_the_width(root: Path, width: int) -> None:
 
 @pytest.mark.parametrize(
     ("values", "text"),
-    [([], ""), ([1.0], "▁"), ([0.0, 1.0], "▁█"), ([1.0, None, 0.0], "█·▁"), ([None, None], "··"), ([2.0, 2.0], "▁▁")],
+    [
+        ([], ""),
+        ([1.0], "▁"),
+        ([0.0, 1.0], "▁█"),
+        ([1.0, None, 0.0], "█·▁"),
+        ([None, None], "··"),
+        ([2.0, 2.0], "▁▁"),
+    ],
 )
 def test_a_curve_as_a_line_of_bars(values: list[float | None], text: str) -> None:
     assert spark_text(values, 12) == text
     assert len(spark_text([float(number) for number in range(1000)], 12)) == 12
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0.2, "0 s"), (59, "59 s"), (60, "1 min"), (5400, "1.5 h"), (200_000, "2.3 d")])
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.2, "0 s"), (59, "59 s"), (60, "1 min"), (5400, "1.5 h"), (200_000, "2.3 d")],
+)
 def test_spans_of_time(seconds: float, text: str) -> None:
     assert duration_text(seconds) == text

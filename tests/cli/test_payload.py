@@ -16,12 +16,16 @@ from tests.cli.conftest import Invoke
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A repository whose branch ``main`` was trained for three steps, and the model's tensors at its head."""
+    """A repository whose branch ``main`` was trained for three steps, and the model's tensors at
+    its head."""
     root = tmp_path_factory.mktemp("trained") / "runs"
     torch.manual_seed(0)
     model = torch.nn.Linear(300, 40)
     optimizer = torch.optim.AdamW(model.parameters())
-    with datastates.open(root, memory_bytes=64 << 20) as repo, repo.track(model=model, optimizer=optimizer) as run:
+    with (
+        datastates.open(root, memory_bytes=64 << 20) as repo,
+        repo.track(model=model, optimizer=optimizer) as run,
+    ):
         for _ in range(3):
             model(torch.ones(300)).sum().backward()
             optimizer.step()
@@ -36,7 +40,9 @@ def repo(trained: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained[0], tmp_path / "runs"))
 
 
-def test_restore_takes_the_nearest_state_that_was_kept(repo: Path, invoke: Invoke, tmp_path: Path) -> None:
+def test_restore_takes_the_nearest_state_that_was_kept(
+    repo: Path, invoke: Invoke, tmp_path: Path
+) -> None:
     into = ("--into", tmp_path / "out.safetensors", "--json")
     with datastates.open(repo) as opened:
         gone, kept = opened.state("main~1").uid, opened.state("main~2").uid
@@ -46,17 +52,27 @@ def test_restore_takes_the_nearest_state_that_was_kept(repo: Path, invoke: Invok
     assert not (tmp_path / "out.safetensors").exists()
     done = invoke("--repo", repo, "restore", "main~1", "--nearest", *into)
     assert (done.code, done.json["state"], done.json["step"]) == (0, kept, 1)
-    assert invoke("--repo", repo, "restore", "main", "--nearest", "--force", *into).json["step"] == 3
+    assert (
+        invoke("--repo", repo, "restore", "main", "--nearest", "--force", *into).json["step"] == 3
+    )
 
 
-def test_restore_writes_one_file(repo: Path, trained: tuple[Path, dict[str, torch.Tensor]], invoke: Invoke, tmp_path: Path) -> None:
-    done = invoke("--repo", repo, "restore", "main", "--into", tmp_path / "out.safetensors", "--json")
+def test_restore_writes_one_file(
+    repo: Path, trained: tuple[Path, dict[str, torch.Tensor]], invoke: Invoke, tmp_path: Path
+) -> None:
+    done = invoke(
+        "--repo", repo, "restore", "main", "--into", tmp_path / "out.safetensors", "--json"
+    )
 
     assert done.code == 0, done.err
     loaded = load_file(tmp_path / "out.safetensors")
     assert done.json["step"] == 3
     assert done.json["files"] == [
-        {"path": str(tmp_path / "out.safetensors"), "tensors": len(loaded), "bytes": sum(each.nbytes for each in loaded.values())}
+        {
+            "path": str(tmp_path / "out.safetensors"),
+            "tensors": len(loaded),
+            "bytes": sum(each.nbytes for each in loaded.values()),
+        }
     ]
     for name, value in trained[1].items():
         assert torch.equal(loaded[f"model/{name}"], value)
@@ -82,12 +98,22 @@ def test_restore_replaces_only_when_told(repo: Path, invoke: Invoke, tmp_path: P
 
     assert invoke("--repo", repo, "restore", "main", "--into", path).code == 5
     assert path.read_text() == "mine"
-    assert invoke("--repo", repo, "restore", "main", "--into", path, "--force", "--only", "model/*").code == 0
+    assert (
+        invoke(
+            "--repo", repo, "restore", "main", "--into", path, "--force", "--only", "model/*"
+        ).code
+        == 0
+    )
     assert set(load_file(path)) == {"model/weight", "model/bias"}
 
 
-@pytest.mark.parametrize(("only", "into"), [("nothing", "out"), ("model", "runs/lineage.db"), ("model", "is.safetensors")])
-def test_restore_refuses_what_cannot_be(repo: Path, invoke: Invoke, tmp_path: Path, only: str, into: str) -> None:
+@pytest.mark.parametrize(
+    ("only", "into"),
+    [("nothing", "out"), ("model", "runs/lineage.db"), ("model", "is.safetensors")],
+)
+def test_restore_refuses_what_cannot_be(
+    repo: Path, invoke: Invoke, tmp_path: Path, only: str, into: str
+) -> None:
     (tmp_path / "is.safetensors").mkdir()
     before = sorted(tmp_path.rglob("*"))
     failed = invoke("--repo", repo, "restore", "main", "--into", tmp_path / into, "--only", only)
@@ -120,7 +146,9 @@ def test_damage_ends_with_6(repo: Path, invoke: Invoke, tmp_path: Path) -> None:
 
 
 def test_state_without_bytes_ends_with_7(root: Path, invoke: Invoke, tmp_path: Path) -> None:
-    failed = invoke("--repo", root, "restore", "main~6", "--into", tmp_path / "out.safetensors", "--json")
+    failed = invoke(
+        "--repo", root, "restore", "main~6", "--into", tmp_path / "out.safetensors", "--json"
+    )
 
     assert failed.code == 7
     assert '"kind":"unavailable"' in failed.err

@@ -23,8 +23,18 @@ TERMINAL = [sys.executable, "-W", "error", "-m", "datastates"]
 
 
 def run(*arguments: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith("DATASTATES_")}
-    return warm.run([*TERMINAL, *arguments], cwd=cwd, env={**inherited, **environ}, capture_output=True, text=True, timeout=60, check=False)
+    inherited = {
+        key: value for key, value in os.environ.items() if not key.startswith("DATASTATES_")
+    }
+    return warm.run(
+        [*TERMINAL, *arguments],
+        cwd=cwd,
+        env={**inherited, **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 def kinds(error: type[DatastatesError] = DatastatesError) -> set[str]:
@@ -93,21 +103,39 @@ sys.argv = ['datastates', *{list(arguments)!r}]
 try: main()
 finally: print(*sys.modules, file=sys.stderr)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return set(done.stderr.splitlines()[-1].split())
 
 
 @pytest.mark.in_turn
 @pytest.mark.parametrize(
-    "arguments", [("--help",), ("log", "--help"), ("log", "--oneline"), ("tag", "new", "main"), ("find", "step > 3"), ("--version",)]
+    "arguments",
+    [
+        ("--help",),
+        ("log", "--help"),
+        ("log", "--oneline"),
+        ("tag", "new", "main"),
+        ("find", "step > 3"),
+        ("--version",),
+    ],
 )
 def test_lineage_commands_do_without_torch(root: Path, arguments: tuple[str, ...]) -> None:
     assert "torch" not in modules_of(root, *arguments)
 
 
 @pytest.mark.in_turn
-@pytest.mark.parametrize("arguments", [("log",), ("refs",), ("tag",), ("branch",), ("reflog", "main"), ("find", "step > 3")])
+@pytest.mark.parametrize(
+    "arguments",
+    [("log",), ("refs",), ("tag",), ("branch",), ("reflog", "main"), ("find", "step > 3")],
+)
 def test_commands_that_look_import_what_they_need(root: Path, arguments: tuple[str, ...]) -> None:
     found = modules_of(root, *arguments)
 
@@ -123,12 +151,18 @@ def test_commands_that_look_import_what_they_need(root: Path, arguments: tuple[s
         "msgspec",
         "datastates.repository",
     }
-    slow |= {"sqlalchemy.dialects.postgresql"} if arguments[0] in ("log", "refs", "tag", "branch", "reflog") else set()
+    slow |= (
+        {"sqlalchemy.dialects.postgresql"}
+        if arguments[0] in ("log", "refs", "tag", "branch", "reflog")
+        else set()
+    )
     slow |= {"lark"} if arguments[0] != "find" else {"msgspec"}
-    assert found & slow == ({"msgspec"} if arguments[0] == "find" else set()), "each of these takes a tenth of a command's time or more"
-    others = {name.removeprefix("datastates.cli.") for name in found if name.startswith("datastates.cli.")} & {
-        module for name, (_, module) in COMMANDS.items() if name != arguments[0]
-    }
+    assert found & slow == ({"msgspec"} if arguments[0] == "find" else set()), (
+        "each of these takes a tenth of a command's time or more"
+    )
+    others = {
+        name.removeprefix("datastates.cli.") for name in found if name.startswith("datastates.cli.")
+    } & {module for name, (_, module) in COMMANDS.items() if name != arguments[0]}
     assert others <= {COMMANDS[arguments[0]][1]}, "no other command"
 
 
@@ -147,14 +181,24 @@ def test_help_lists_commands_by_what_they_are_for_and_flags_without_a_type(root:
 def test_help_names_the_exit_codes(tmp_path: Path) -> None:
     out = " ".join(run("--help", cwd=tmp_path, COLUMNS="200").stdout.split())
 
-    assert "0 done; 1 unexpected; 2 wrong command line; 3 not found; 4 conflict; 5 invalid input; 6 corrupt; 7 unavailable;" in out
+    assert (
+        "0 done; 1 unexpected; 2 wrong command line; 3 not found; 4 conflict; 5 invalid input; 6"
+        " corrupt; 7 unavailable;" in out
+    )
     assert "8 refused, or a peer broke the protocol; 130" in out
 
 
 def test_reader_that_goes_away_is_no_failure(root: Path) -> None:
     command = f"set -o pipefail; {shlex.join(TERMINAL)} log --json | head -n 1 >/dev/null"
     for _ in range(3):
-        done = subprocess.run(["bash", "-c", command], cwd=root, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         assert (done.returncode, done.stderr) == (0, "")
     closed = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {shlex.join(TERMINAL)} log | true"],
@@ -175,12 +219,22 @@ def test_output_has_no_colours_when_it_is_piped(root: Path) -> None:
 
 def test_output_on_a_terminal_has_colours_unless_they_are_turned_off(root: Path) -> None:
     command = ["script", "-qec", shlex.join([*TERMINAL, "refs"]), "/dev/null"]
-    environ = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE")} | {
-        "TERM": "xterm"
-    }
-    coloured = subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True, timeout=60, check=False).stdout
+    environ = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE")
+    } | {"TERM": "xterm"}
+    coloured = subprocess.run(
+        command, cwd=root, env=environ, capture_output=True, text=True, timeout=60, check=False
+    ).stdout
     plain = subprocess.run(
-        command, cwd=root, env={**environ, "NO_COLOR": "1"}, capture_output=True, text=True, timeout=60, check=False
+        command,
+        cwd=root,
+        env={**environ, "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     ).stdout
 
     assert "\x1b[1;32m" in coloured
@@ -189,10 +243,17 @@ def test_output_on_a_terminal_has_colours_unless_they_are_turned_off(root: Path)
 
 
 def test_long_lines_do_not_fold_into_the_lanes_on_a_narrow_terminal(root: Path) -> None:
-    command = ["script", "-qec", f"stty cols 30; {shlex.join([*TERMINAL, 'log', '--oneline'])} 2>/dev/null", "/dev/null"]
+    command = [
+        "script",
+        "-qec",
+        f"stty cols 30; {shlex.join([*TERMINAL, 'log', '--oneline'])} 2>/dev/null",
+        "/dev/null",
+    ]
     environ = {**os.environ, "NO_COLOR": "1", "TERM": "xterm"}
     environ.pop("COLUMNS", None)
-    out = subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True, timeout=60, check=False).stdout
+    out = subprocess.run(
+        command, cwd=root, env=environ, capture_output=True, text=True, timeout=60, check=False
+    ).stdout
 
     lines = re.sub(r"\x1b\[[\d;]*m", "", out).splitlines()
     assert sum(bool(re.match("[│├ ]*[*o] ", line)) for line in lines) == 11
@@ -222,14 +283,25 @@ history._select = lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)
 sys.argv = ['datastates', 'log']
 main()
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
     assert done.returncode == 128 + signal.SIGINT
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(("command", "interrupted"), [("watch", "lists._said"), ("doctor", "doctor._torch")])
-def test_interrupt_leaves_a_terminal_with_its_cursor(root: Path, command: str, interrupted: str) -> None:
+@pytest.mark.parametrize(
+    ("command", "interrupted"), [("watch", "lists._said"), ("doctor", "doctor._torch")]
+)
+def test_interrupt_leaves_a_terminal_with_its_cursor(
+    root: Path, command: str, interrupted: str
+) -> None:
     code = f"""
 import os, signal, sys
 from datastates.cli import doctor, lists, main
@@ -239,18 +311,31 @@ main()
 """
     shown = ["script", "-qec", shlex.join([sys.executable, "-c", code]), "/dev/null"]
     environ = {**os.environ, "TERM": "xterm"}
-    done = subprocess.run(shown, cwd=root, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        shown, cwd=root, env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
 
     assert done.returncode == 130, done.stdout
-    assert done.stdout.count("\x1b[?25l") == done.stdout.count("\x1b[?25h"), "as often shown as hidden"
+    assert done.stdout.count("\x1b[?25l") == done.stdout.count("\x1b[?25h"), (
+        "as often shown as hidden"
+    )
 
 
 @pytest.mark.in_turn
 @pytest.mark.parametrize("delay_s", [0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4])
 def test_interrupt_while_it_starts_is_quiet(root: Path, delay_s: float) -> None:
     """From our first import on; until then it is Python that starts."""
-    code = "import sys; print(flush=True); sys.argv = ['datastates', 'verify', 'main']; from datastates.cli import main; main()"
-    with subprocess.Popen([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    code = (
+        "import sys; print(flush=True); sys.argv = ['datastates', 'verify', 'main']; from"
+        " datastates.cli import main; main()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
         assert process.stdout is not None
         process.stdout.readline()
         try:
@@ -259,7 +344,10 @@ def test_interrupt_while_it_starts_is_quiet(root: Path, delay_s: float) -> None:
             process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
 
-    assert process.returncode in (130, 7), "it was interrupted, or had found by then that the bytes are not there"
+    assert process.returncode in (
+        130,
+        7,
+    ), "it was interrupted, or had found by then that the bytes are not there"
     assert "Traceback" not in err
     assert "KeyboardInterrupt" not in err
     assert process.returncode == 7 or err == ""
@@ -275,7 +363,14 @@ history._select = lambda *given, **more: (os.kill(os.getpid(), signal.SIGINT), s
 sys.argv = ['datastates', 'log', '--oneline']
 main()
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
     assert done.returncode == 0, done.stderr
     assert "step 8" in done.stdout
@@ -283,11 +378,23 @@ main()
 
 def test_completion_knows_commands_and_names(root: Path) -> None:
     def complete(line: str) -> list[str]:
-        environ = {"_DATASTATES_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)}
+        environ = {
+            "_DATASTATES_COMPLETE": "complete_bash",
+            "COMP_WORDS": line,
+            "COMP_CWORD": str(len(line.split(" ")) - 1),
+        }
         code = "import sys; sys.argv = ['datastates']; from datastates.cli import main; main()"
-        inherited = {key: value for key, value in os.environ.items() if not key.startswith("DATASTATES_")}
+        inherited = {
+            key: value for key, value in os.environ.items() if not key.startswith("DATASTATES_")
+        }
         done = subprocess.run(
-            [sys.executable, "-c", code], cwd=root, env={**inherited, **environ}, capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-c", code],
+            cwd=root,
+            env={**inherited, **environ},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         assert done.stderr == ""
         return done.stdout.split()

@@ -17,7 +17,13 @@ def test_bare_commands_list_their_kind(invoke: Invoke) -> None:
     assert invoke("refs", "--json").lines == [
         {"name": "fork", "kind": "branch", "state": uid("f", 6), "version": 4, "message": None},
         {"name": "main", "kind": "branch", "state": uid("1", 8), "version": 8, "message": None},
-        {"name": "warm", "kind": "tag", "state": uid("1", 3), "version": 1, "message": "end of the prefix"},
+        {
+            "name": "warm",
+            "kind": "tag",
+            "state": uid("1", 3),
+            "version": 1,
+            "message": "end of the prefix",
+        },
     ]
 
 
@@ -34,9 +40,17 @@ def test_tag_is_made_with_its_message(invoke: Invoke) -> None:
     made = invoke("tag", "good", "main~2", "-m", "low loss", "--json")
 
     assert made.code == 0
-    assert made.json == {"name": "good", "kind": "tag", "state": uid("1", 6), "version": 1, "message": "low loss"}
+    assert made.json == {
+        "name": "good",
+        "kind": "tag",
+        "state": uid("1", 6),
+        "version": 1,
+        "message": "low loss",
+    }
     assert "good" in invoke("tag").out
-    assert invoke("branch", "twig", "warm").out == f"branch twig names {uid('1', 3)[:10]} (step 3)\n"
+    assert (
+        invoke("branch", "twig", "warm").out == f"branch twig names {uid('1', 3)[:10]} (step 3)\n"
+    )
 
 
 def test_taken_name_is_a_conflict(invoke: Invoke) -> None:
@@ -51,7 +65,10 @@ def test_move_compares_and_swaps(invoke: Invoke) -> None:
     assert invoke("branch", "fork", "main", "--move", "--expected", "main~3").code == 4
     assert invoke("branch", "fork", "main", "--move", "--expected", "fork").code == 0
     assert invoke("show", "fork", "--json").json["uid"] == uid("1", 8)
-    assert invoke("branch", "fork", "main~1", "--move").out == f"branch fork moved from {uid('1', 8)[:10]} to {uid('1', 7)[:10]}\n"
+    assert (
+        invoke("branch", "fork", "main~1", "--move").out
+        == f"branch fork moved from {uid('1', 8)[:10]} to {uid('1', 7)[:10]}\n"
+    )
 
 
 def test_delete_forgets_the_name_and_keeps_its_log(invoke: Invoke) -> None:
@@ -87,7 +104,9 @@ def test_kinds_are_not_mixed_up(invoke: Invoke) -> None:
         ("reflog",),
     ],
 )
-def test_wrong_command_lines_end_with_2_and_change_nothing(invoke: Invoke, arguments: tuple[str, ...]) -> None:
+def test_wrong_command_lines_end_with_2_and_change_nothing(
+    invoke: Invoke, arguments: tuple[str, ...]
+) -> None:
     before = invoke("refs", "--json").out
 
     assert invoke(*arguments).code == 2
@@ -127,14 +146,16 @@ def test_branch_is_renamed_with_its_history(invoke: Invoke) -> None:
     assert invoke("branch", "-m", "exp").code == invoke("branch", "-m", "exp", "a", "b").code == 2
 
 
-def test_tag_of_a_state_whose_bytes_are_gone_is_made_with_a_warning(invoke: Invoke, caplog: pytest.LogCaptureFixture) -> None:
+def test_tag_of_a_state_whose_bytes_are_gone_is_made_with_a_warning(
+    invoke: Invoke, caplog: pytest.LogCaptureFixture
+) -> None:
     done = invoke("tag", "gone", "main~6")
 
     assert done.code == 7
     assert done.out.startswith("tag gone names")
     assert caplog.messages == [
-        f"tag 'gone' names state {uid('1', 2)[:10]} (step 2), which is evicted and cannot be restored: "
-        f"the nearest state that has its bytes is {uid('1', 1)[:10]} (step 1)"
+        f"tag 'gone' names state {uid('1', 2)[:10]} (step 2), which is evicted and cannot be"
+        f" restored: the nearest state that has its bytes is {uid('1', 1)[:10]} (step 1)"
     ]
     moved = invoke("tag", "warm", "main~6", "--move", "--json")
     assert (moved.code, moved.json["state"]) == (7, uid("1", 2))

@@ -16,11 +16,19 @@ def test_init_makes_a_repository_once(invoke: Invoke, tmp_path: Path) -> None:
     root = tmp_path / "new" / "place"
     made = invoke("init", root, "--json")
 
-    assert made.json == {"root": str(root), "database": str(root), "packs": str(root / "packs"), "existed": False}
+    assert made.json == {
+        "root": str(root),
+        "database": str(root),
+        "packs": str(root / "packs"),
+        "existed": False,
+    }
     assert (root / "packs").is_dir()
     assert invoke("init", root, "--json").json["existed"] is True
     assert invoke("--repo", root, "log").out == ""
-    assert invoke("init").out == f"repository ready in {tmp_path}/runs, packs in {tmp_path}/runs/packs\n"
+    assert (
+        invoke("init").out
+        == f"repository ready in {tmp_path}/runs, packs in {tmp_path}/runs/packs\n"
+    )
 
 
 def test_init_leaves_states_alone(invoke: Invoke, root: Path) -> None:
@@ -39,7 +47,8 @@ def test_init_refuses_a_file(invoke: Invoke, tmp_path: Path) -> None:
 
 
 def test_init_on_a_server(invoke: Invoke, tmp_path: Path, postgresql: object) -> None:
-    url = postgresql.empty()  # type: ignore[attr-defined]  # the fixture's class lives in conftest.py
+    # the fixture's class lives in conftest.py
+    url = postgresql.empty()  # type: ignore[attr-defined]
     made = invoke("--packs", tmp_path / "packs", "init", url, "--json")
 
     assert made.code == 0, made.err
@@ -90,14 +99,21 @@ def test_doctor_fails_when_something_required_does(invoke: Invoke, tmp_path: Pat
 
     assert done.code == 7
     assert done.json["ok"] is False
-    assert [check["name"] for check in done.json["checks"] if check["status"] == "failed"] == ["lineage"]
+    assert [check["name"] for check in done.json["checks"] if check["status"] == "failed"] == [
+        "lineage"
+    ]
 
 
 def test_library_that_does_not_load_is_told_with_its_reason() -> None:
-    check = doctor._in_other_process("mpi", "json", "raise ImportError('libmpi.so is not there')", "load the module")
+    check = doctor._in_other_process(
+        "mpi", "json", "raise ImportError('libmpi.so is not there')", "load the module"
+    )
 
     assert check == Check(
-        "mpi", Verdict.WARN, "json is installed, but does not work: ImportError: libmpi.so is not there", "load the module"
+        "mpi",
+        Verdict.WARN,
+        "json is installed, but does not work: ImportError: libmpi.so is not there",
+        "load the module",
     )
     assert doctor._in_other_process("x", "no_such_package", "", "do").status is Verdict.MISSING
 

@@ -50,7 +50,9 @@ def items() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("item", list(items()), ids=["str", "text", "table", "rich", "facts"])
-def test_whatever_is_written_cannot_steer_the_terminal(shell: Shell, coloured: bool, item: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_whatever_is_written_cannot_steer_the_terminal(
+    shell: Shell, coloured: bool, item: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     shell.write(item)
 
     out = capsys.readouterr().out
@@ -60,14 +62,18 @@ def test_whatever_is_written_cannot_steer_the_terminal(shell: Shell, coloured: b
     assert coloured or "\x1b" not in out
 
 
-def test_a_line_that_others_wrote_stays_one(shell: Shell, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_that_others_wrote_stays_one(
+    shell: Shell, capsys: pytest.CaptureFixture[str]
+) -> None:
     shell.write("note: fine\nstate abc: every byte as it was captured")
     shell.hint("one\ntwo")
 
     assert [len(said.splitlines()) for said in capsys.readouterr()] == [1, 1]
 
 
-def test_remarks_and_errors_cannot_steer_the_terminal(shell: Shell, capsys: pytest.CaptureFixture[str]) -> None:
+def test_remarks_and_errors_cannot_steer_the_terminal(
+    shell: Shell, capsys: pytest.CaptureFixture[str]
+) -> None:
     shell.hint(EVIL)
     complain(NotFound(f"{EVIL}\nnext"), as_json=False)
     complain(RuntimeError(EVIL), as_json=False)
@@ -77,7 +83,9 @@ def test_remarks_and_errors_cannot_steer_the_terminal(shell: Shell, capsys: pyte
     assert err.splitlines()[2] == "next", "lines of a message stay lines"
 
 
-def test_names_and_values_of_others_are_shown_harmless_and_are_exact_as_json(tmp_path: Path, invoke: Invoke) -> None:
+def test_names_and_values_of_others_are_shown_harmless_and_are_exact_as_json(
+    tmp_path: Path, invoke: Invoke
+) -> None:
     weight = torch.ones(1)
     with datastates.open(tmp_path / "runs", memory_bytes=32 << 20) as repo:
         with repo.track(rng=False, tree={EVIL: weight}, config={EVIL: 1}) as run:
@@ -101,7 +109,10 @@ def test_names_and_values_of_others_are_shown_harmless_and_are_exact_as_json(tmp
 
 def test_every_option_that_counts_has_bounds() -> None:
     counts = {
-        f"{name} {option.opts[0]}": option.max for name, made in LazyCommands().items() for option in made.params if has_type(option, int)
+        f"{name} {option.opts[0]}": option.max
+        for name, made in LazyCommands().items()
+        for option in made.params
+        if has_type(option, int)
     }
 
     assert {"log --limit", "find --limit", "watch --times", "serve --port"} <= counts.keys()
@@ -115,9 +126,20 @@ def has_type(option: Any, wanted: type) -> bool:
 @pytest.mark.usefixtures("root")
 @pytest.mark.parametrize("number", [MOST + 1, 2**63, 10**30])
 @pytest.mark.parametrize(
-    "command", [["log"], ["log", "--follow"], ["find", "step > 0"], ["runs"], ["reflog", "main"], ["incomplete"], ["du"]]
+    "command",
+    [
+        ["log"],
+        ["log", "--follow"],
+        ["find", "step > 0"],
+        ["runs"],
+        ["reflog", "main"],
+        ["incomplete"],
+        ["du"],
+    ],
 )
-def test_count_that_is_too_large_is_a_wrong_command_line(invoke: Invoke, command: list[str], number: int) -> None:
+def test_count_that_is_too_large_is_a_wrong_command_line(
+    invoke: Invoke, command: list[str], number: int
+) -> None:
     refused = invoke(*command, "-n", str(number))
 
     assert (refused.code, refused.out) == (2, "")

@@ -1,4 +1,5 @@
-"""``verify`` of everything, ``repair``, ``gc`` and ``reindex`` in the terminal: what they say, and how they end."""
+"""``verify`` of everything, ``repair``, ``gc`` and ``reindex`` in the terminal: what they say,
+and how they end."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ from tests.cli.conftest import Invoke
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("trained") / "runs"
-    with datastates.open(root, memory_bytes=64 << 20) as repo, repo.track(weight=(weight := torch.zeros(300)), rng=False) as run:
+    with (
+        datastates.open(root, memory_bytes=64 << 20) as repo,
+        repo.track(weight=(weight := torch.zeros(300)), rng=False) as run,
+    ):
         for _ in range(3):
             weight += 1
             run.capture(metrics={"loss": 1.0}).wait("durable")
@@ -40,7 +44,9 @@ def damage(repo: Path) -> str:
     return uid
 
 
-def test_verify_of_everything_names_state_chunk_and_tensor_and_ends_as_corrupt(repo: Path, invoke: Invoke) -> None:
+def test_verify_of_everything_names_state_chunk_and_tensor_and_ends_as_corrupt(
+    repo: Path, invoke: Invoke
+) -> None:
     done = invoke("--repo", repo, "verify")
     assert (done.code, done.out) == (0, "3 states, 3.5 KiB read: every byte as it was written\n")
     uid = damage(repo)
@@ -49,7 +55,11 @@ def test_verify_of_everything_names_state_chunk_and_tensor_and_ends_as_corrupt(r
     assert f"state {uid}: chunk 0 (weight): " in done.out
     assert "1 damaged" in done.out
     told = invoke("--repo", repo, "verify", "--json").json
-    assert (told["ok"], told["damage"][0]["state"], told["damage"][0]["tensors"]) == (False, uid, ["weight"])
+    assert (told["ok"], told["damage"][0]["state"], told["damage"][0]["tensors"]) == (
+        False,
+        uid,
+        ["weight"],
+    )
 
 
 def test_verify_ends_in_time_and_goes_on_from_there(repo: Path, invoke: Invoke) -> None:
@@ -64,32 +74,49 @@ def test_verify_ends_in_time_and_goes_on_from_there(repo: Path, invoke: Invoke) 
 def test_a_manifest_of_a_newer_version_is_said_and_is_no_damage(repo: Path, invoke: Invoke) -> None:
     (repo / "packs" / f"{'f' * 24}.0.manifest").write_bytes(wrap(9, b"?"))
     done = invoke("--repo", repo, "verify")
-    assert (done.code, "not read: " in done.out, "upgrade datastates" in done.out) == (7, True, True)
+    assert (done.code, "not read: " in done.out, "upgrade datastates" in done.out) == (
+        7,
+        True,
+        True,
+    )
     done = invoke("--repo", repo, "gc")
     assert done.code == 0
     assert "left: every pack, because" in done.out
 
 
-def test_repair_brings_back_what_another_repository_has(repo: Path, trained: Path, invoke: Invoke) -> None:
+def test_repair_brings_back_what_another_repository_has(
+    repo: Path, trained: Path, invoke: Invoke
+) -> None:
     uid = damage(repo)
     done = invoke("--repo", repo, "repair")
     assert done.code == 6
     assert "0 states repaired, 1 still damaged" in done.out
     assert "the nearest ancestor that can be restored is " in done.out
     done = invoke("--repo", repo, "repair", "--from", trained)
-    assert (done.code, done.out) == (0, f"1 state repaired, 0 still damaged\nstate {uid}: every byte as it was\n")
+    assert (done.code, done.out) == (
+        0,
+        f"1 state repaired, 0 still damaged\nstate {uid}: every byte as it was\n",
+    )
     assert invoke("--repo", repo, "repair", "--from", repo / "nothing").code == 3
     assert invoke("--repo", repo, "gc", "--dry-run", "--json").json["packs"] == 1
 
 
-def test_repair_brings_back_what_a_server_has(repo: Path, trained: Path, tmp_path: Path, invoke: Invoke) -> None:
+def test_repair_brings_back_what_a_server_has(
+    repo: Path, trained: Path, tmp_path: Path, invoke: Invoke
+) -> None:
     uid = damage(repo)
     token = tmp_path / "token"
     token.write_text("a token of at least sixteen characters\n")
     token.chmod(0o600)
-    with datastates.open(trained) as theirs, theirs.serve("tcp://127.0.0.1:0", token=token.read_text().strip()) as server:
+    with (
+        datastates.open(trained) as theirs,
+        theirs.serve("tcp://127.0.0.1:0", token=token.read_text().strip()) as server,
+    ):
         done = invoke("--repo", repo, "repair", "--peer", server.url, "--token-file", token)
-        assert (done.code, done.out) == (0, f"1 state repaired, 0 still damaged\nstate {uid}: every byte as it was\n")
+        assert (done.code, done.out) == (
+            0,
+            f"1 state repaired, 0 still damaged\nstate {uid}: every byte as it was\n",
+        )
         url = server.url
     assert invoke("--repo", repo, "verify").code == 0
     done = invoke("--repo", repo, "repair", "--peer", url, "--token-file", token)

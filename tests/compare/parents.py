@@ -44,7 +44,9 @@ def fork(repo: Repository, count: int = 3, steps: int = 2) -> list[State]:
     heads = []
     for number in range(count):
         each = Training(0)
-        with repo.track(model=each.model, optimizer=each.optimizer, branch=f"v{number}", start="warm") as run:
+        with repo.track(
+            model=each.model, optimizer=each.optimizer, branch=f"v{number}", start="warm"
+        ) as run:
             torch.manual_seed(number)
             for _ in range(steps + number):
                 each.step()
@@ -60,12 +62,16 @@ def track(repo: Repository, branch: str, **objects: Any) -> State:
 
 def arrays(repo: Repository, rev: str | State) -> dict[str, np.ndarray[Any, Any]]:
     tree: Tree = repo.load(rev if isinstance(rev, str) else rev.uid, only="model")["model"]
-    return {name: tensor.double().numpy() for name, tensor in tree.items() if tensor.is_floating_point()}
+    return {
+        name: tensor.double().numpy() for name, tensor in tree.items() if tensor.is_floating_point()
+    }
 
 
 def bits(tree: Any) -> bytes:
     """Every byte of the tensors in a tree."""
     if isinstance(tree, torch.Tensor):
         return tree.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    children = (
+        tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    )
     return b"".join(map(bits, children))

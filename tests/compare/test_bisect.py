@@ -1,4 +1,5 @@
-"""The first state at which something turned bad: as few restores as halving allows, whatever was skipped or broken off."""
+"""The first state at which something turned bad: as few restores as halving allows, whatever was
+skipped or broken off."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def repo(tmp_path: Path) -> Iterator[Repository]:
 
 
 def trained(repo: Repository, count: int, *, poisoned: int, metric: str = "loss") -> list[State]:
-    """States of a training in which the batch of step ``poisoned`` makes the weight huge, and it stays so; they share bytes in memory."""
+    """States of a training in which the batch of step ``poisoned`` makes the weight huge, and it
+    stays so; they share bytes in memory."""
     weight = torch.zeros(2)
     with repo.track(rng=False, weight=weight) as run:
         made = []
@@ -52,7 +54,9 @@ def thousand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repository]:
 
 
 @pytest.mark.parametrize("poisoned", [2, COUNT // 2, COUNT * 617 // 1000, COUNT])
-def test_a_poisoned_batch_is_found_with_one_restore_more_than_halving_takes(thousand: Repository, poisoned: int) -> None:
+def test_a_poisoned_batch_is_found_with_one_restore_more_than_halving_takes(
+    thousand: Repository, poisoned: int
+) -> None:
     asked: list[int] = []
     told: list[tuple[int, int]] = []
 
@@ -60,9 +64,17 @@ def test_a_poisoned_batch_is_found_with_one_restore_more_than_halving_takes(thou
         asked.append(int(tree["weight"][0]))
         return asked[-1] >= poisoned
 
-    found = thousand.bisect(f"main~{COUNT - 1}", "main", is_bad, on_progress=lambda done, total: told.append((done, total)))
+    found = thousand.bisect(
+        f"main~{COUNT - 1}",
+        "main",
+        is_bad,
+        on_progress=lambda done, total: told.append((done, total)),
+    )
 
-    assert (found.good.step, found.first) == (poisoned - 1, thousand.state(f"main~{COUNT - poisoned}"))
+    assert (found.good.step, found.first) == (
+        poisoned - 1,
+        thousand.state(f"main~{COUNT - poisoned}"),
+    )
     assert {poisoned - 1, poisoned} <= set(asked), "both sides of the turn were tried"
     assert len(asked) == found.restores <= MOST
     assert told[-1][0] == found.restores
@@ -76,21 +88,38 @@ def line(repo: Repository) -> list[State]:
 
 def at(line: list[State], state: State | None) -> int | None:
     """Its place on the line."""
-    return next((number for number, other in enumerate(line) if state is not None and other.uid == state.uid), None)
+    return next(
+        (
+            number
+            for number, other in enumerate(line)
+            if state is not None and other.uid == state.uid
+        ),
+        None,
+    )
 
 
-def judged(repo: Repository, line: list[State], turn: int, skipped: set[int], **more: Any) -> Bisection:
+def judged(
+    repo: Repository, line: list[State], turn: int, skipped: set[int], **more: Any
+) -> Bisection:
     """Bisected by a judge that knows where it turns, and skips some."""
     place = {state.uid: number for number, state in enumerate(line)}
 
     def judge(state: State) -> Verdict:
         number = place[state.uid]
-        return Verdict.SKIPPED if number in skipped else Verdict.BAD if number >= turn else Verdict.GOOD
+        return (
+            Verdict.SKIPPED
+            if number in skipped
+            else Verdict.BAD
+            if number >= turn
+            else Verdict.GOOD
+        )
 
     return bisect_by(repo.core, line[0], line[-1], judge, **more)
 
 
-def test_wherever_it_turns_it_is_found_within_the_bound(repo: Repository, line: list[State]) -> None:
+def test_wherever_it_turns_it_is_found_within_the_bound(
+    repo: Repository, line: list[State]
+) -> None:
     for count in range(2, len(line) + 1):
         for turn in range(1, count):
             found = judged(repo, line[:count], turn, set())
@@ -99,11 +128,15 @@ def test_wherever_it_turns_it_is_found_within_the_bound(repo: Repository, line: 
 
 
 @pytest.mark.parametrize("seed", seeds(20))
-def test_what_could_not_be_tried_makes_a_range_that_holds_the_first(repo: Repository, line: list[State], seed: int) -> None:
+def test_what_could_not_be_tried_makes_a_range_that_holds_the_first(
+    repo: Repository, line: list[State], seed: int
+) -> None:
     chance = random.Random(seed)
     for _ in range(10):
         turn = chance.randrange(1, len(line))
-        skipped = {number for number in range(1, len(line) - 1) if chance.random() < chance.random()}
+        skipped = {
+            number for number in range(1, len(line) - 1) if chance.random() < chance.random()
+        }
         found = judged(repo, line, turn, skipped)
         good = [state.uid for state in line].index(found.good.uid)
         numbers = [at(line, state) for state in found.candidates]
@@ -136,7 +169,9 @@ class Stopped(Exception):
     """Somebody pressed Ctrl-C."""
 
 
-def test_a_bisection_that_was_broken_off_goes_on(repo: Repository, line: list[State], tmp_path: Path) -> None:
+def test_a_bisection_that_was_broken_off_goes_on(
+    repo: Repository, line: list[State], tmp_path: Path
+) -> None:
     notes = tmp_path / "verdicts.json"
     asked: list[str] = []
 
@@ -164,7 +199,9 @@ def test_a_bisection_that_was_broken_off_goes_on(repo: Repository, line: list[St
 
 
 @pytest.mark.parametrize(("turn", "word"), [(0, "not good"), (99, "not bad")])
-def test_ends_that_are_not_as_they_were_said_to_be_are_found_out(repo: Repository, line: list[State], turn: int, word: str) -> None:
+def test_ends_that_are_not_as_they_were_said_to_be_are_found_out(
+    repo: Repository, line: list[State], turn: int, word: str
+) -> None:
     with pytest.raises(InvalidInput, match=word):
         judged(repo, line, turn, set())
 
@@ -211,7 +248,9 @@ def test_by_a_metric_nothing_is_restored_and_states_without_bytes_count(repo: Re
         ("main~8", "main", "loss > much", InvalidInput, "no condition"),
     ],
 )
-def test_what_makes_no_sense_is_refused(repo: Repository, good: str, bad: str, asked: str, error: type[Exception], said: str) -> None:
+def test_what_makes_no_sense_is_refused(
+    repo: Repository, good: str, bad: str, asked: str, error: type[Exception], said: str
+) -> None:
     trained(repo, 9, poisoned=5)
     with pytest.raises(error, match=said):
         repo.bisect(good, bad, asked)

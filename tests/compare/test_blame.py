@@ -31,11 +31,17 @@ def tensors_of(repo: Repository, state: State) -> dict[str, torch.Tensor]:
 
 
 def is_equal(one: torch.Tensor | None, other: torch.Tensor) -> bool:
-    return one is not None and one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    return (
+        one is not None
+        and one.dtype == other.dtype
+        and one.shape == other.shape
+        and torch.equal(one, other)
+    )
 
 
 def by_force(repo: Repository, head: State, gone: set[str]) -> dict[str, tuple[str, str | None]]:
-    """By loading every state: the newest that may have changed each tensor, and the oldest where that is another."""
+    """By loading every state: the newest that may have changed each tensor, and the oldest where
+    that is another."""
     line = [head, *repo.ancestors(head)]
     found: dict[str, tuple[str, str | None]] = {}
     for path, value in tensors_of(repo, head).items():
@@ -65,10 +71,16 @@ def trained(repo: Repository, seed: int, count: int, *, sizes: dict[str, int]) -
                 if change == "back":
                     tree[name] = still.get(name, tree[name]).clone()
                 elif change == "recast":
-                    tree[name] = tree[name].double() if tree[name].dtype == torch.float32 else tree[name].float()
+                    tree[name] = (
+                        tree[name].double()
+                        if tree[name].dtype == torch.float32
+                        else tree[name].float()
+                    )
                 else:
                     tree[name] = tree[name].clone()
-                    tree[name].view(-1)[chance.randrange(tree[name].numel()) if change == "one" else slice(None)] += 1
+                    tree[name].view(-1)[
+                        chance.randrange(tree[name].numel()) if change == "one" else slice(None)
+                    ] += 1
             if step == count // 2:
                 tree["late"] = torch.randn(7)
             made.append(run.capture().wait("durable"))
@@ -77,7 +89,12 @@ def trained(repo: Repository, seed: int, count: int, *, sizes: dict[str, int]) -
 
 @pytest.mark.parametrize("seed", seeds(10))
 def test_it_says_what_reading_every_state_says(repo: Repository, seed: int) -> None:
-    made = trained(repo, seed, examples(24), sizes={"a": 3, "b": 40, "c": 1000, "d": CHUNK + 5, "e": 1, "f": CHUNK // 2})
+    made = trained(
+        repo,
+        seed,
+        examples(24),
+        sizes={"a": 3, "b": 40, "c": 1000, "d": CHUNK + 5, "e": 1, "f": CHUNK // 2},
+    )
     chance = random.Random(seed)
     gone = {state.uid for state in made[:-1] if chance.random() < 0.25}
     whole = by_force(repo, made[-1], set())
@@ -85,7 +102,10 @@ def test_it_says_what_reading_every_state_says(repo: Repository, seed: int) -> N
     for uid in gone:
         evict(repo.core, uid, is_forced=True)
 
-    found = {each.path: (each.state.uid, None if each.earliest is None else each.earliest.uid) for each in repo.blame("main")}
+    found = {
+        each.path: (each.state.uid, None if each.earliest is None else each.earliest.uid)
+        for each in repo.blame("main")
+    }
 
     assert found == by_force(repo, repo.state("main"), gone)
 
@@ -105,13 +125,28 @@ def test_it_says_by_how_much_as_diff_does(repo: Repository) -> None:
 
     found = only(repo.blame("main", only="tree/w", size=True))
     (told,) = repo.diff("main~2", "main~1", only="tree/w").tensors
-    assert (found.state.uid, found.change, found.before) == (changed.uid, "changed", repo.state("main~2").uid)
-    assert (found.distance, found.old_norm, found.relative) == (told.distance, told.old_norm, told.relative)
+    assert (found.state.uid, found.change, found.before) == (
+        changed.uid,
+        "changed",
+        repo.state("main~2").uid,
+    )
+    assert (found.distance, found.old_norm, found.relative) == (
+        told.distance,
+        told.old_norm,
+        told.relative,
+    )
     still = only(repo.blame("main", only="tree/still", size=True))
-    assert (still.change, still.state.step, still.relative, still.before) == ("added", 1, None, None)
+    assert (still.change, still.state.step, still.relative, still.before) == (
+        "added",
+        1,
+        None,
+        None,
+    )
 
 
-def test_only_what_shares_a_chunk_with_a_change_is_read(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_shares_a_chunk_with_a_change_is_read(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tree = {"large": torch.randn(4 * CHUNK), "small": torch.ones(8)}
     with repo.track(rng=False, tree=tree, durable_every=1) as run:
         run.capture().wait("durable")
@@ -120,9 +155,14 @@ def test_only_what_shares_a_chunk_with_a_change_is_read(repo: Repository, monkey
     location = repo.location
     repo.close()
     read: list[int] = []
-    monkeypatch.setattr(pack_reader.MappedReader, "gather", lambda self, start, into: read.append(into.nbytes))
+    monkeypatch.setattr(
+        pack_reader.MappedReader, "gather", lambda self, start, into: read.append(into.nbytes)
+    )
     with datastates.open(location.root or "") as again:
-        assert {each.path: each.state.step for each in again.blame("main")} == {"tree/large": 2, "tree/small": 1}
+        assert {each.path: each.state.step for each in again.blame("main")} == {
+            "tree/large": 2,
+            "tree/small": 1,
+        }
     assert sum(read) == 0
 
 

@@ -60,7 +60,10 @@ def test_numbers_are_those_of_plain_torch(repo: Repository) -> None:
     assert found.fraction == int((old != new).sum()) / old.numel()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn],
+)
 def test_every_dtype_can_be_compared(repo: Repository, dtype: torch.dtype) -> None:
     old = torch.tensor([[0, 1, 1], [1, 1, 0]]).to(dtype)
     new = torch.tensor([[0, 1, 1], [0, 1, 0]]).to(dtype)
@@ -71,11 +74,18 @@ def test_every_dtype_can_be_compared(repo: Repository, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
-def test_integers_that_float64_cannot_tell_apart_are_told_apart(repo: Repository, dtype: torch.dtype) -> None:
+def test_integers_that_float64_cannot_tell_apart_are_told_apart(
+    repo: Repository, dtype: torch.dtype
+) -> None:
     old = torch.tensor([5, 2**60, 2**62], dtype=torch.int64).view(dtype)
     new = torch.tensor([5, 2**60, 2**62 + 3], dtype=torch.int64).view(dtype)
     found = of(two(repo, {"w": old}, {"w": new}), "w")
-    assert (found.change, found.distance, found.largest, found.at) == (Change.CHANGED, 3.0, 3.0, (2,))
+    assert (found.change, found.distance, found.largest, found.at) == (
+        Change.CHANGED,
+        3.0,
+        3.0,
+        (2,),
+    )
     assert found.fraction == pytest.approx(1 / 3)
 
 
@@ -97,7 +107,9 @@ def test_pieces_are_float64(repo: Repository, dtype: torch.dtype) -> None:
     assert float(piece.dot(piece)) == 2.0**80 + 9
 
 
-def test_a_dtype_with_which_torch_does_not_compute_is_compared_without_figures(repo: Repository) -> None:
+def test_a_dtype_with_which_torch_does_not_compute_is_compared_without_figures(
+    repo: Repository,
+) -> None:
     old = torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8)
     new = torch.tensor([[1, 2], [3, 5]], dtype=torch.uint8)
     kind = torch.float4_e2m1fn_x2
@@ -108,13 +120,18 @@ def test_a_dtype_with_which_torch_does_not_compute_is_compared_without_figures(r
     )
     assert of(found, "w") == TensorChange("tree/w", Change.CHANGED, (2, 2), "float4_e2m1fn_x2")
     assert (of(found, "turned").change, of(found, "cast").change) == (Change.SAME, Change.RECAST)
-    with repo.core.open_payload(repo.state("old")) as reader, pytest.raises(Unsupported, match="which torch stores but does not compute"):
+    with (
+        repo.core.open_payload(repo.state("old")) as reader,
+        pytest.raises(Unsupported, match="which torch stores but does not compute"),
+    ):
         next(pieces(reader, untied(reader)[0]))
 
 
 @pytest.mark.parametrize("place", [(0, 1), (1, 0), (2, 1)])
 @pytest.mark.parametrize("part", [1.0, 1j])
-def test_a_complex_number_that_changed_is_found(repo: Repository, place: tuple[int, int], part: complex) -> None:
+def test_a_complex_number_that_changed_is_found(
+    repo: Repository, place: tuple[int, int], part: complex
+) -> None:
     old = torch.zeros(3, 2, dtype=torch.complex64)
     new = old.clone()
     new[place] = torch.tensor(part)
@@ -122,11 +139,27 @@ def test_a_complex_number_that_changed_is_found(repo: Repository, place: tuple[i
 
 
 def test_what_came_went_or_has_another_shape_or_dtype_is_named(repo: Repository) -> None:
-    old = {"went": torch.ones(2), "shape": torch.ones(2), "dtype": torch.ones(2), "stays": torch.ones(3)}
-    new = {"came": torch.ones(2), "shape": torch.ones(3), "dtype": torch.ones(2).double() * 2, "stays": torch.ones(3)}
+    old = {
+        "went": torch.ones(2),
+        "shape": torch.ones(2),
+        "dtype": torch.ones(2),
+        "stays": torch.ones(3),
+    }
+    new = {
+        "came": torch.ones(2),
+        "shape": torch.ones(3),
+        "dtype": torch.ones(2).double() * 2,
+        "stays": torch.ones(3),
+    }
     found = two(repo, old, new)
     changes = {tensor.path.removeprefix("tree/"): tensor.change for tensor in found.tensors}
-    assert changes == {"went": "removed", "came": "added", "shape": "recast", "dtype": "recast", "stays": "same"}
+    assert changes == {
+        "went": "removed",
+        "came": "added",
+        "shape": "recast",
+        "dtype": "recast",
+        "stays": "same",
+    }
     assert (of(found, "shape").old_shape, of(found, "shape").distance) == ((2,), None)
     assert of(found, "dtype").distance == pytest.approx(math.sqrt(2))
     assert found.count(Change.RECAST) == 2
@@ -145,7 +178,9 @@ def test_another_order_of_storing_is_no_change(repo: Repository) -> None:
     assert (found.change, found.distance, found.fraction) == (Change.SAME, 0.0, 0.0)
 
 
-def test_what_both_hold_in_the_same_chunks_is_not_read(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_both_hold_in_the_same_chunks_is_not_read(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     frozen = torch.randn(3 << 20)
     read: list[str] = []
 
@@ -169,25 +204,49 @@ def test_what_both_hold_in_the_same_chunks_is_not_read(repo: Repository, monkeyp
     assert found.base.uid == found.old.uid
 
 
-def test_values_metrics_and_attributes_that_differ_are_told_and_only_asks_for_a_part(repo: Repository) -> None:
+def test_values_metrics_and_attributes_that_differ_are_told_and_only_asks_for_a_part(
+    repo: Repository,
+) -> None:
     module = torch.nn.Linear(2, 2)
     for branch, rate, loss in (("old", 0.1, 1.0), ("new", 0.2, math.nan)):
-        with repo.track(branch=branch, rng=False, model=module, optimizer=torch.optim.SGD(module.parameters(), lr=rate), epoch=3) as run:
+        with repo.track(
+            branch=branch,
+            rng=False,
+            model=module,
+            optimizer=torch.optim.SGD(module.parameters(), lr=rate),
+            epoch=3,
+        ) as run:
             run.capture(metrics={"loss": loss, "same": 1.0}, attributes={branch: True})
     found = repo.diff("old", "new")
-    assert {path: pair for path, pair in found.values.items() if path.endswith("lr")} == {"optimizer/param_groups/0/lr": (0.1, 0.2)}
+    assert {path: pair for path, pair in found.values.items() if path.endswith("lr")} == {
+        "optimizer/param_groups/0/lr": (0.1, 0.2)
+    }
     assert list(found.metrics) == ["loss"]
     assert found.attributes == {"new": (None, True), "old": (True, None)}
-    assert (found.config, found.versions, found.code, found.base) == ({"optimizer.lr": (0.1, 0.2)}, {}, None, None)
-    assert {tensor.path for tensor in repo.diff("old", "new", only="model/*weight").tensors} == {"model/weight"}
-    assert not repo.diff("old", "new", only="epoch").tensors, "a value is there, whatever is asked for"
+    assert (found.config, found.versions, found.code, found.base) == (
+        {"optimizer.lr": (0.1, 0.2)},
+        {},
+        None,
+        None,
+    )
+    assert {tensor.path for tensor in repo.diff("old", "new", only="model/*weight").tensors} == {
+        "model/weight"
+    }
+    assert not repo.diff("old", "new", only="epoch").tensors, (
+        "a value is there, whatever is asked for"
+    )
     with pytest.raises(InvalidInput, match=r"only='modle' selects nothing: try .*model"):
         repo.diff("old", "new", only=["model/weight", "modle"])
 
 
 def test_progress_ends_with_all_bytes(repo: Repository) -> None:
     seen: list[tuple[int, int]] = []
-    two(repo, {"a": torch.ones(5), "b": torch.ones(7)}, {"a": torch.ones(5), "b": torch.zeros(7)}, on_progress=lambda *at: seen.append(at))
+    two(
+        repo,
+        {"a": torch.ones(5), "b": torch.ones(7)},
+        {"a": torch.ones(5), "b": torch.zeros(7)},
+        on_progress=lambda *at: seen.append(at),
+    )
     assert seen[-1] == (48, 48)
 
 
@@ -219,14 +278,24 @@ def test_the_terminal_shows_what_changed(tmp_path: Path) -> None:
 
 def test_the_terminal_says_first_how_configurations_differ(tmp_path: Path) -> None:
     with datastates.open(tmp_path) as repo:
-        for branch, config in (("main", {"lr": 0.1, "net": {"act": "relu", "width": 8}}), ("fork", {"lr": 0.2, "net": {"act": "relu"}})):
+        for branch, config in (
+            ("main", {"lr": 0.1, "net": {"act": "relu", "width": 8}}),
+            ("fork", {"lr": 0.2, "net": {"act": "relu"}}),
+        ):
             with repo.track(branch=branch, weight=torch.ones(3), rng=False, config=config) as run:
                 run.capture(metrics={"loss": 1.0})
     done = CliRunner().invoke(app, ["--repo", str(tmp_path), "diff", "main", "fork"])
     lines = done.stdout.splitlines()
-    assert [line.split(maxsplit=1)[1] for line in lines if line.startswith("config")] == ["lr: 0.1 -> 0.2", "net.width: 8 -> nothing"]
-    assert lines.index("config  lr: 0.1 -> 0.2") < next(at for at, line in enumerate(lines) if line.startswith("tensors"))
-    plain = json.loads(CliRunner().invoke(app, ["--repo", str(tmp_path), "diff", "main", "fork", "--json"]).stdout)
+    assert [line.split(maxsplit=1)[1] for line in lines if line.startswith("config")] == [
+        "lr: 0.1 -> 0.2",
+        "net.width: 8 -> nothing",
+    ]
+    assert lines.index("config  lr: 0.1 -> 0.2") < next(
+        at for at, line in enumerate(lines) if line.startswith("tensors")
+    )
+    plain = json.loads(
+        CliRunner().invoke(app, ["--repo", str(tmp_path), "diff", "main", "fork", "--json"]).stdout
+    )
     assert plain["config"] == {"lr": [0.1, 0.2], "net.width": [8, None]}
     assert plain["new"]["config"] == {"lr": 0.2, "net.act": "relu"}
 
@@ -245,7 +314,9 @@ def dropped(tmp_path: Path) -> Iterator[Repository]:
         yield repo
 
 
-def test_a_state_whose_bytes_are_gone_is_compared_by_what_is_known_and_the_nearest_is_named(dropped: Repository) -> None:
+def test_a_state_whose_bytes_are_gone_is_compared_by_what_is_known_and_the_nearest_is_named(
+    dropped: Repository,
+) -> None:
     gone, nearest = dropped.state("main@step:6"), dropped.state("main@step:4")
     found = dropped.diff(gone.uid, "main")
     assert found.metrics == {"loss": (gone.metrics["loss"], 1 / 8)}
@@ -263,7 +334,10 @@ def test_a_state_whose_bytes_are_gone_is_compared_by_what_is_known_and_the_neare
 def test_both_sides_may_be_gone_and_a_root_has_nothing_before_it(dropped: Repository) -> None:
     newest, root = dropped.state("main@step:6"), dropped.state("main@step:1")
     found = dropped.diff(root, newest)
-    assert [(each.state, each.nearest is None) for each in found.lacking] == [(root.uid, True), (newest.uid, False)]
+    assert [(each.state, each.nearest is None) for each in found.lacking] == [
+        (root.uid, True),
+        (newest.uid, False),
+    ]
 
 
 def test_the_terminal_offers_what_can_be_compared_instead(dropped: Repository) -> None:
@@ -279,8 +353,15 @@ def test_the_terminal_offers_what_can_be_compared_instead(dropped: Repository) -
     assert "1 changed" in again.stdout
 
 
-def test_stat_reads_no_payload_and_says_what_it_cannot_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = {"frozen": torch.ones(3 << 20), "head": torch.zeros(4), "cast": torch.zeros(2), "went": torch.zeros(3)}
+def test_stat_reads_no_payload_and_says_what_it_cannot_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = {
+        "frozen": torch.ones(3 << 20),
+        "head": torch.zeros(4),
+        "cast": torch.zeros(2),
+        "went": torch.zeros(3),
+    }
     with datastates.open(tmp_path) as repo, repo.track(rng=False, tree=model) as run:
         run.capture().wait("durable")
         model["head"] += 1
@@ -299,7 +380,9 @@ def test_stat_reads_no_payload_and_says_what_it_cannot_know(tmp_path: Path, monk
             found = repo.diff("main~1", "main", stat=True)
             with pytest.raises(AssertionError, match="payload was read"):
                 repo.diff("main~1", "main")
-        done = CliRunner().invoke(app, ["--repo", str(tmp_path), "diff", "main~1", "main", "--stat"])
+        done = CliRunner().invoke(
+            app, ["--repo", str(tmp_path), "diff", "main~1", "main", "--stat"]
+        )
     changes = {tensor.path.removeprefix("tree/"): tensor.change for tensor in found.tensors}
     assert changes == {"frozen": "same", "head": "unread", "cast": "recast", "went": "removed"}
     assert done.exit_code == 0, done.output
@@ -308,6 +391,16 @@ def test_stat_reads_no_payload_and_says_what_it_cannot_know(tmp_path: Path, monk
 
 
 def test_secrets_that_are_tracked_are_not_shown(repo: Repository) -> None:
-    found = two(repo, {"api_key": "hunter22", "lr": 1}, {"api_key": "hunter23", "lr": 2, "url": "http://me:hunter22@x/"})
-    assert found.values == {"tree/api_key": ("***", "***"), "tree/lr": (1, 2), "tree/url": (None, "http://me:***@x/")}
-    assert repo.load("old")["tree"]["api_key"] == "hunter22", "what is tracked is restored as it was"
+    found = two(
+        repo,
+        {"api_key": "hunter22", "lr": 1},
+        {"api_key": "hunter23", "lr": 2, "url": "http://me:hunter22@x/"},
+    )
+    assert found.values == {
+        "tree/api_key": ("***", "***"),
+        "tree/lr": (1, 2),
+        "tree/url": (None, "http://me:***@x/"),
+    }
+    assert repo.load("old")["tree"]["api_key"] == "hunter22", (
+        "what is tracked is restored as it was"
+    )

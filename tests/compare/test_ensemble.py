@@ -69,9 +69,13 @@ def test_each_member_predicts_as_its_own_module_does(repo: Repository) -> None:
     assert isinstance(ensemble, Ensemble)
     assert torch.equal(found.outputs, expected)
     assert torch.equal(found.mean, expected.mean(0))
-    assert torch.allclose(found.spread, ((expected - expected.mean(0)) ** 2).mean(0).sqrt(), atol=1e-6)
+    assert torch.allclose(
+        found.spread, ((expected - expected.mean(0)) ** 2).mean(0).sqrt(), atol=1e-6
+    )
     assert [state.uid for state in ensemble.members] == [repo.state(rev).uid for rev in REVS]
-    assert torch.equal(torch.stack(list(ensemble.each(x, scale=2.0))), expected), "a second time too: nothing was counted"
+    assert torch.equal(torch.stack(list(ensemble.each(x, scale=2.0))), expected), (
+        "a second time too: nothing was counted"
+    )
     assert not found.outputs.requires_grad
 
 
@@ -84,13 +88,19 @@ def test_the_module_is_as_it_was(repo: Repository) -> None:
     repo.ensemble(REVS, skeleton)(torch.randn(5, 6))
 
     assert all(torch.equal(tensor, before[name]) for name, tensor in skeleton.state_dict().items())
-    assert (skeleton.training, skeleton.norm.training, skeleton.drop.training) == (True, False, True)
+    assert (skeleton.training, skeleton.norm.training, skeleton.drop.training) == (
+        True,
+        False,
+        True,
+    )
     with pytest.raises(RuntimeError):
         repo.ensemble(REVS, skeleton)(torch.randn(5, 7))
     assert (skeleton.training, skeleton.norm.training) == (True, False)
 
 
-def test_each_member_is_loaded_once_and_what_they_share_is_held_once(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_member_is_loaded_once_and_what_they_share_is_held_once(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     capture(repo)
     loads: list[str] = []
 
@@ -104,7 +114,11 @@ def test_each_member_is_loaded_once_and_what_they_share_is_held_once(repo: Repos
         ensemble(torch.randn(2, 6))
 
     assert len(loads) == 3
-    shared, own = (6 * 8 + 8) * 4 + 3 * 8 + 4, (8 * 8 + 4 * 8) * 4  # backbone, counters; head and norm
+    # backbone, counters; head and norm
+    shared, own = (
+        (6 * 8 + 8) * 4 + 3 * 8 + 4,
+        (8 * 8 + 4 * 8) * 4,
+    )
     assert ensemble.bytes_held <= shared + 3 * own
     assert len(ensemble) == 3
 
@@ -117,7 +131,12 @@ def test_what_does_not_fit_is_listed(repo: Repository) -> None:
     assert caught.match(r"not in the module: model/backbone\.weight")
     wide = Net(1)
     wide.backbone = nn.Linear(7, 8)
-    with pytest.raises(InvalidInput, match=r"model/backbone\.weight: the state has float32 \(8, 6\), the module float32 \(8, 7\)"):
+    with pytest.raises(
+        InvalidInput,
+        match=(
+            r"model/backbone\.weight: the state has float32 \(8, 6\), the module float32 \(8, 7\)"
+        ),
+    ):
         repo.ensemble(["b0"], wide)
     loose = Net(1)
     loose.tied.weight = nn.Parameter(torch.zeros(8, 8))
@@ -135,7 +154,8 @@ def test_what_does_not_fit_is_listed(repo: Repository) -> None:
 
 def test_an_output_that_is_no_tensor_needs_a_choice(repo: Repository) -> None:
     class Pair(nn.Linear):
-        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override] # as models of libraries do
+        # as models of libraries do
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
             return {"logits": super().forward(x)}
 
     torch.manual_seed(0)
@@ -143,7 +163,9 @@ def test_an_output_that_is_no_tensor_needs_a_choice(repo: Repository) -> None:
         run.capture().wait()
     with pytest.raises(InvalidInput, match="pick="):
         repo.ensemble(["p"], Pair(3, 2))(torch.ones(1, 3))
-    assert repo.ensemble(["p"], Pair(3, 2), pick=lambda output: output["logits"])(torch.ones(1, 3)).outputs.shape == (1, 1, 2)
+    assert repo.ensemble(["p"], Pair(3, 2), pick=lambda output: output["logits"])(
+        torch.ones(1, 3)
+    ).outputs.shape == (1, 1, 2)
 
 
 def test_a_soup_and_its_members_predict_side_by_side(repo: Repository) -> None:

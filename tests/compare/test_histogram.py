@@ -34,21 +34,35 @@ def captured(repo: Repository, *trees: dict[str, Any]) -> list[str]:
 def restored(repo: Repository, branch: str, name: str = "w") -> Any:
     """The tensor's values as plain numbers."""
     tensor = repo.load(branch)["tree"][name]
-    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).to(torch.float64).numpy().reshape(-1)
+    return (
+        (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor)
+        .to(torch.float64)
+        .numpy()
+        .reshape(-1)
+    )
 
 
 def check(found: Spread, values: Any, edges: Any, scaled: Any) -> None:
-    """All numbers of one state; ``scaled`` are those that lie in bins, on the scale of ``edges``."""
+    """All numbers of one state; ``scaled`` are those that lie in bins, on the scale of
+    ``edges``."""
     finite = values[np.isfinite(values)]
-    assert found.counts == tuple(np.histogram(scaled, bins=len(edges) - 1, range=(edges[0], edges[-1]))[0])
-    assert (found.elements, found.nan, found.infinite) == (values.size, np.isnan(values).sum(), np.isinf(values).sum())
+    assert found.counts == tuple(
+        np.histogram(scaled, bins=len(edges) - 1, range=(edges[0], edges[-1]))[0]
+    )
+    assert (found.elements, found.nan, found.infinite) == (
+        values.size,
+        np.isnan(values).sum(),
+        np.isinf(values).sum(),
+    )
     assert (found.least, found.most) == (finite.min(), finite.max())
     assert found.mean == pytest.approx(finite.mean(), rel=1e-9, abs=1e-12)
     assert found.deviation == pytest.approx(finite.std(), rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize("bins", [1, 7, 64])
-def test_counts_are_those_of_numpy_over_the_values_of_all_states(repo: Repository, bins: int) -> None:
+def test_counts_are_those_of_numpy_over_the_values_of_all_states(
+    repo: Repository, bins: int
+) -> None:
     torch.manual_seed(4)
     old = torch.randn(1300, 1001)  # more than one chunk, and no whole number of them
     new = old * 1.5 + 0.1
@@ -57,7 +71,9 @@ def test_counts_are_those_of_numpy_over_the_values_of_all_states(repo: Repositor
     found = histogram(repo.core, revs, "tree/w", bins=bins)
     values = [restored(repo, rev) for rev in revs]
     finite = [each[np.isfinite(each)] for each in values]
-    edges = np.linspace(min(each.min() for each in finite), max(each.max() for each in finite), bins + 1)
+    edges = np.linspace(
+        min(each.min() for each in finite), max(each.max() for each in finite), bins + 1
+    )
     assert found.edges == tuple(edges)
     for spread, whole, kept in zip(found.states, values, finite, strict=True):
         check(spread, whole, edges, kept)
@@ -81,7 +97,17 @@ def test_on_the_other_scale_bins_hold_magnitudes_and_zeros_are_told_apart(repo: 
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn]
+    "dtype",
+    [
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+        torch.float8_e4m3fn,
+    ],
 )
 def test_every_dtype_is_counted_by_its_numbers(repo: Repository, dtype: torch.dtype) -> None:
     torch.manual_seed(6)
@@ -91,9 +117,19 @@ def test_every_dtype_is_counted_by_its_numbers(repo: Repository, dtype: torch.dt
     check(found.states[0], values, np.linspace(values.min(), values.max(), 17), values)
 
 
-def test_ties_expansions_and_other_orders_of_storing_count_each_element_once(repo: Repository) -> None:
+def test_ties_expansions_and_other_orders_of_storing_count_each_element_once(
+    repo: Repository,
+) -> None:
     base = torch.arange(12.0).reshape(3, 4)
-    (rev,) = captured(repo, {"w": base, "tied": base, "turned": base.t(), "wide": torch.arange(3.0).reshape(3, 1).expand(3, 5)})
+    (rev,) = captured(
+        repo,
+        {
+            "w": base,
+            "tied": base,
+            "turned": base.t(),
+            "wide": torch.arange(3.0).reshape(3, 1).expand(3, 5),
+        },
+    )
     for name in ("w", "tied", "turned", "wide"):
         values = restored(repo, rev, name)
         found = histogram(repo.core, [rev], f"tree/{name}", bins=4)
@@ -109,14 +145,22 @@ def test_equal_values_lie_in_one_bin_that_holds_them(repo: Repository, value: fl
 
 
 def test_nothing_to_count_is_no_error(repo: Repository) -> None:
-    revs = captured(repo, {"w": torch.empty(0, 3)}, {"w": torch.full((2,), math.nan)}, {"w": torch.zeros(4)})
-    for rev, scale, elements in ((revs[0], Scale.LINEAR, 0), (revs[1], Scale.LINEAR, 2), (revs[2], Scale.LOG, 4)):
+    revs = captured(
+        repo, {"w": torch.empty(0, 3)}, {"w": torch.full((2,), math.nan)}, {"w": torch.zeros(4)}
+    )
+    for rev, scale, elements in (
+        (revs[0], Scale.LINEAR, 0),
+        (revs[1], Scale.LINEAR, 2),
+        (revs[2], Scale.LOG, 4),
+    ):
         (spread,) = histogram(repo.core, [rev], "tree/w", bins=3, scale=scale).states
         assert (spread.counts, spread.elements) == ((0, 0, 0), elements)
     assert spread.zeros == 4
 
 
-def test_values_too_far_apart_for_bins_of_one_width_are_refused_and_counted_by_magnitude(repo: Repository) -> None:
+def test_values_too_far_apart_for_bins_of_one_width_are_refused_and_counted_by_magnitude(
+    repo: Repository,
+) -> None:
     (rev,) = captured(repo, {"w": torch.tensor([-1.7e308, 1.0, 1.7e308], dtype=torch.float64)})
     with pytest.raises(InvalidInput, match="log"):
         histogram(repo.core, [rev], "tree/w")
@@ -129,14 +173,17 @@ def test_what_cannot_be_counted_is_named(repo: Repository) -> None:
         histogram(repo.core, [rev], "tree/wieght")
     for wrong in ({"bins": 0}, {"bins": 513}):
         with pytest.raises(InvalidInput, match="bins"):
-            histogram(repo.core, [rev], "tree/weight", **wrong)  # type: ignore[arg-type]  # of one type each
+            # of one type each
+            histogram(repo.core, [rev], "tree/weight", **wrong)  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="from 1 to 4"):
         histogram(repo.core, [rev] * 5, "tree/weight")
 
 
 def test_a_dtype_with_which_torch_does_not_compute_is_refused(repo: Repository) -> None:
     (rev,) = captured(repo, {"w": torch.ones(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)})
-    with pytest.raises(Unsupported, match=r"tree/w is float4_e2m1fn_x2, .*: its values cannot be counted"):
+    with pytest.raises(
+        Unsupported, match=r"tree/w is float4_e2m1fn_x2, .*: its values cannot be counted"
+    ):
         histogram(repo.core, [rev], "tree/w")
 
 
@@ -170,5 +217,6 @@ def test_a_state_without_bytes_names_the_nearest(repo: Repository) -> None:
     repo.close()
     for file in repo.location.packs.glob(f"{gone.uid}*"):
         file.unlink()
-    with datastates.open(repo.location.root) as again, pytest.raises(Unavailable, match="nearest"):  # type: ignore[arg-type]  # a folder
+    # a folder
+    with datastates.open(repo.location.root) as again, pytest.raises(Unavailable, match="nearest"):  # type: ignore[arg-type]
         histogram(again.core, [gone], "tree/w")

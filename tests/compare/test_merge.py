@@ -26,11 +26,20 @@ def test_a_mean_is_the_mean(repo: Repository) -> None:
 
     members = [arrays(repo, head) for head in heads]
     for name, value in arrays(repo, plain).items():
-        assert np.allclose(value, np.mean([member[name] for member in members], axis=0), rtol=0, atol=1e-7)
-        expected = sum(weight * member[name] for weight, member in zip(weights, members, strict=True))
-        assert np.array_equal(arrays(repo, weighted)[name], np.float32(expected).astype(float)), "rounded once"
+        assert np.allclose(
+            value, np.mean([member[name] for member in members], axis=0), rtol=0, atol=1e-7
+        )
+        expected = sum(
+            weight * member[name] for weight, member in zip(weights, members, strict=True)
+        )
+        assert np.array_equal(arrays(repo, weighted)[name], np.float32(expected).astype(float)), (
+            "rounded once"
+        )
     assert plain.parents == tuple(head.uid for head in heads)
-    assert weighted.edges == (Edge(heads[1].uid, EdgeKind.SOUP, 0.3), Edge(heads[2].uid, EdgeKind.SOUP, 0.2))
+    assert weighted.edges == (
+        Edge(heads[1].uid, EdgeKind.SOUP, 0.3),
+        Edge(heads[2].uid, EdgeKind.SOUP, 0.2),
+    )
     assert weighted.attributes["merge.method"] == "mean"
 
 
@@ -70,9 +79,17 @@ def test_what_is_not_a_number_stays_so(repo: Repository, options: dict[str, Any]
 
 
 @settings(max_examples=examples(60))
-@given(data=st.data(), count=st.integers(2, 5), dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]))
-def test_a_mean_lies_among_its_parts_and_knows_no_order_of_pieces(data: st.DataObject, count: int, dtype: torch.dtype) -> None:
-    rows = data.draw(st.lists(st.lists(finite, min_size=5, max_size=5), min_size=count, max_size=count))
+@given(
+    data=st.data(),
+    count=st.integers(2, 5),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]),
+)
+def test_a_mean_lies_among_its_parts_and_knows_no_order_of_pieces(
+    data: st.DataObject, count: int, dtype: torch.dtype
+) -> None:
+    rows = data.draw(
+        st.lists(st.lists(finite, min_size=5, max_size=5), min_size=count, max_size=count)
+    )
     parts = [torch.tensor(row).to(dtype) for row in rows]
     recipe = Recipe(Method.MEAN, (1.0 / count,) * count, None, "keep")
 
@@ -83,7 +100,9 @@ def test_a_mean_lies_among_its_parts_and_knows_no_order_of_pieces(data: st.DataO
     assert found.dtype is dtype
     assert bool((found.double() >= stacked.amin(0) - slack).all())
     assert bool((found.double() <= stacked.amax(0) + slack).all())
-    for at in range(5):  # alone, an element that is the same in all parts stays as it is, where here it may be rounded
+    for at in range(5):
+        # alone, an element that is the same in all parts stays as it is, where here it may be
+        # rounded
         alone = combine(recipe, [part[at : at + 1] for part in parts])
         if len({bits(part[at : at + 1]) for part in parts}) > 1:
             assert bits(found[at : at + 1]) == bits(alone)

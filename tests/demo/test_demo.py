@@ -42,15 +42,24 @@ EXAMPLE = [sys.executable, "-W", "error", str(Path(__file__).parents[2] / "examp
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """A folder where the demo ran, and how that went: as a module or as an example, by turns; in a thorough run twice."""
+    """A folder where the demo ran, and how that went: as a module or as an example, by turns; in
+    a thorough run twice."""
     root = tmp_path_factory.mktemp("demo") / "runs"
     for command in part([COMMAND, EXAMPLE]):
-        done = warm.run([*command, str(root), "--short"], capture_output=True, text=True, timeout=100, check=False)
+        done = warm.run(
+            [*command, str(root), "--short"],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
     return root, done
 
 
-def test_demo_leaves_a_state_for_every_step_of_every_branch(demo: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_demo_leaves_a_state_for_every_step_of_every_branch(
+    demo: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
     with datastates.open(demo[0]) as repo:
         assert [state.step for state in repo.log("main")] == list(range(SHORT.main, 0, -1))
         for branch in ("low-lr", "no-dropout", "other-order"):
@@ -59,9 +68,14 @@ def test_demo_leaves_a_state_for_every_step_of_every_branch(demo: tuple[Path, su
             assert states[-SHORT.warm].uid == repo.state("warm").uid
 
 
-def test_variants_differ_from_main_and_from_each_other(demo: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_variants_differ_from_main_and_from_each_other(
+    demo: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
     with datastates.open(demo[0]) as repo:
-        losses = {name: repo.log(name)[0].metrics["loss"] for name in ("low-lr", "no-dropout", "other-order")}
+        losses = {
+            name: repo.log(name)[0].metrics["loss"]
+            for name in ("low-lr", "no-dropout", "other-order")
+        }
         losses["main"] = repo.state(f"main~{SHORT.main - SHORT.variants}").metrics["loss"]
 
     assert len(set(losses.values())) == len(losses)
@@ -71,31 +85,47 @@ def test_fresh_process_repeats_the_losses_and_the_digest_of_the_run_that_never_s
     demo: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
     with datastates.open(demo[0]) as repo:
-        never, again = repo.log("main")[: SHORT.main - SHORT.warm], repo.log("resumed")[: SHORT.resumed - SHORT.warm]
+        never, again = (
+            repo.log("main")[: SHORT.main - SHORT.warm],
+            repo.log("resumed")[: SHORT.resumed - SHORT.warm],
+        )
 
     assert [state.metrics["loss"] for state in again] == [state.metrics["loss"] for state in never]
     assert [state.digest for state in again] == [state.digest for state in never]
     assert never[0].run != again[0].run
 
 
-def test_every_state_of_every_branch_is_on_disk_and_the_demo_says_so(demo: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_every_state_of_every_branch_is_on_disk_and_the_demo_says_so(
+    demo: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
     root, done = demo
     with datastates.open(root) as repo:
         states = repo.find("step > 0")
         assert {state.status for state in states} == {Status.DURABLE}
         assert not repo.verify().damage
         again = choose_resumption(SHORT)
-        captured = SHORT.main + 3 * (SHORT.variants - SHORT.warm) + SHORT.resumed - SHORT.warm + again.until - again.start
+        captured = (
+            SHORT.main
+            + 3 * (SHORT.variants - SHORT.warm)
+            + SHORT.resumed
+            - SHORT.warm
+            + again.until
+            - again.start
+        )
         assert len(states) == captured
     taken = sum(path.stat().st_size for path in (root / "packs").glob("*.safetensors"))
 
     assert "durable_every=1" in done.stdout
-    said = re.search(r"(\d+) of (\d+) states can be restored; they take ([\d,]+) MB on disk", done.stdout)
+    said = re.search(
+        r"(\d+) of (\d+) states can be restored; they take ([\d,]+) MB on disk", done.stdout
+    )
     assert said is not None
     assert said.groups() == (str(captured), str(captured), f"{taken / 1e6:,.0f}")
 
 
-def test_a_fresh_process_repeats_a_branch_from_a_random_step(demo: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_a_fresh_process_repeats_a_branch_from_a_random_step(
+    demo: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
     root, done = demo
     again = choose_resumption(SHORT)
     with datastates.open(root) as repo:
@@ -103,7 +133,9 @@ def test_a_fresh_process_repeats_a_branch_from_a_random_step(demo: tuple[Path, s
         whole = {state.step: state for state in repo.log(again.of)}
 
     assert list(found) == list(range(again.until, again.start, -1))
-    assert [found[step].metrics["loss"] for step in found] == [whole[step].metrics["loss"] for step in found]
+    assert [found[step].metrics["loss"] for step in found] == [
+        whole[step].metrics["loss"] for step in found
+    ]
     assert [found[step].digest for step in found] == [whole[step].digest for step in found]
     assert not {state.uid for state in found.values()} & {state.uid for state in whole.values()}
     assert f"from step {again.start} of {again.of}, {SHORT.repeated} steps" in done.stdout
@@ -117,7 +149,11 @@ def test_a_random_step_lies_on_its_branch_alone_and_any_branch_is_chosen(size: S
     assert {each.of for each in drawn} == {"main", *(variant.branch for variant in VARIANTS)}
     assert all(each.until == each.start + size.repeated for each in drawn)
     assert all(each.start >= 1 and each.until <= size.main for each in drawn if each.of == "main")
-    assert all(size.warm < each.start and each.until <= size.variants for each in drawn if each.of != "main")
+    assert all(
+        size.warm < each.start and each.until <= size.variants
+        for each in drawn
+        if each.of != "main"
+    )
     assert choose_resumption(size) == choose_resumption(size)
 
 
@@ -129,7 +165,9 @@ def test_a_variant_is_repeated_with_its_own_settings(tmp_path: Path, variant: Va
     resume(tmp_path, SHORT, Resumption("random", variant.branch, SHORT.warm + 1, SHORT.variants))
 
     with datastates.open(tmp_path) as repo:
-        assert [state.digest for state in repo.log("random")] == [state.digest for state in repo.log(variant.branch)]
+        assert [state.digest for state in repo.log("random")] == [
+            state.digest for state in repo.log(variant.branch)
+        ]
         assert repo.log("random")[0].run != repo.log(variant.branch)[0].run
 
 
@@ -148,9 +186,13 @@ def test_demo_prints_the_graph_the_proof_the_best_state_the_cost_and_the_picture
     assert (root / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_demo_ends_with_the_labels_that_were_made_wrong(demo: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_demo_ends_with_the_labels_that_were_made_wrong(
+    demo: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
     root, done = demo
-    last = re.search(r"(\d+) of (\d+) suspects are among the (\d+) that were made wrong", done.stdout)
+    last = re.search(
+        r"(\d+) of (\d+) suspects are among the (\d+) that were made wrong", done.stdout
+    )
 
     assert last is not None
     found, suspects, wrong = map(int, last.groups())
@@ -163,10 +205,14 @@ def test_demo_ends_with_the_labels_that_were_made_wrong(demo: tuple[Path, subpro
         assert [len(repo.log(f"seed-{seed}")) for seed in (0, 1)] == [SHORT.epochs, SHORT.epochs]
 
 
-def test_lanes_are_cut_and_not_folded_on_a_narrow_terminal(demo: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_lanes_are_cut_and_not_folded_on_a_narrow_terminal(
+    demo: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
     with datastates.open(demo[0]) as repo:
         outcome = Outcome((), repo.state("warm"), Cost(1, 1.0, 1.0), 0, 0, 0, Path("none.png"))
-        cut, whole = (_shown(outcome, repo, is_terminal=is_terminal) for is_terminal in (True, False))
+        cut, whole = (
+            _shown(outcome, repo, is_terminal=is_terminal) for is_terminal in (True, False)
+        )
 
     assert sum("*" in line for line in cut) == 8
     assert all(line[0] in "*│├" and len(line) <= 40 for line in cut)
@@ -182,8 +228,11 @@ def _shown(outcome: Outcome, repo: Repository, *, is_terminal: bool) -> list[str
     return file.getvalue().split("best state")[0].splitlines()
 
 
-def test_the_fresh_process_tells_of_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datastates.demo.main_job.subprocess.Popen", warm.Popen)  # the demo itself starts one from nothing
+def test_the_fresh_process_tells_of_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the demo itself starts one from nothing
+    monkeypatch.setattr("datastates.demo.main_job.subprocess.Popen", warm.Popen)
     ticks: list[None] = []
     with datastates.open(tmp_path) as repo:
         train(repo, SHORT, MAIN, SHORT.warm, lambda: None)
@@ -196,13 +245,18 @@ def test_the_fresh_process_tells_of_every_step(tmp_path: Path, monkeypatch: pyte
         resume_afresh(tmp_path, what, lambda: None, short=True)
 
 
-def test_outcome_is_not_bit_exact_when_one_loss_or_the_digest_differs(demo: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_outcome_is_not_bit_exact_when_one_loss_or_the_digest_differs(
+    demo: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
     with datastates.open(demo[0]) as repo:
         best = repo.state("warm")
     steps = (Step(1, 0.5, 0.5), Step(2, 0.25, 0.25))
 
     def outcome(steps: tuple[Step, ...], digests: tuple[str, str]) -> Outcome:
-        proofs = (Proof("resumed", "main", (Step(1, 0.5, 0.5),), ("a", "a")), Proof("random", "low-lr", steps, digests))
+        proofs = (
+            Proof("resumed", "main", (Step(1, 0.5, 0.5),), ("a", "a")),
+            Proof("random", "low-lr", steps, digests),
+        )
         return Outcome(proofs, best, Cost(), 0, 0, 0, Path("none.png"))
 
     assert outcome(steps, ("a", "a")).is_bit_exact
@@ -213,7 +267,9 @@ def test_outcome_is_not_bit_exact_when_one_loss_or_the_digest_differs(demo: tupl
 
 def test_interrupted_demo_says_where_its_states_are_and_keeps_them(tmp_path: Path) -> None:
     root = tmp_path / "runs"
-    process = warm.Popen([*COMMAND, str(root)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = warm.Popen(
+        [*COMMAND, str(root)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         _wait_for_a_state(root, process)
         process.send_signal(signal.SIGINT)
@@ -231,10 +287,14 @@ def test_interrupted_demo_says_where_its_states_are_and_keeps_them(tmp_path: Pat
 def _wait_for_a_state(root: Path, process: subprocess.Popen[str]) -> None:
     while not list(root.glob("packs/*.manifest")):
         with contextlib.suppress(subprocess.TimeoutExpired):
-            assert process.wait(timeout=0.05) is None, "the demo ended before its first state was durable"
+            assert process.wait(timeout=0.05) is None, (
+                "the demo ended before its first state was durable"
+            )
 
 
-@pytest.mark.parametrize(("module", "package"), [("matplotlib", "matplotlib"), ("sklearn", "scikit-learn")])
+@pytest.mark.parametrize(
+    ("module", "package"), [("matplotlib", "matplotlib"), ("sklearn", "scikit-learn")]
+)
 def test_demo_without_its_extra_says_so_before_it_changes_or_trains_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, package: str
 ) -> None:
@@ -242,7 +302,9 @@ def test_demo_without_its_extra_says_so_before_it_changes_or_trains_anything(
     (tmp_path / "losses.png").touch()
     monkeypatch.setitem(sys.modules, module, None)
 
-    with pytest.raises(Unsupported, match=rf"the demo needs {package}: pip install 'datastates\[demo\]'"):
+    with pytest.raises(
+        Unsupported, match=rf"the demo needs {package}: pip install 'datastates\[demo\]'"
+    ):
         run_demo(tmp_path, short=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["losses.png", MARKER]
 
@@ -257,7 +319,12 @@ def test_folder_with_something_else_in_it_is_refused_and_left_alone(tmp_path: Pa
 
 def test_an_error_of_the_module_is_one_line_as_in_the_terminal(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
-    run = subprocess.run([sys.executable, "-m", "datastates.demo", str(tmp_path), "--short"], capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-m", "datastates.demo", str(tmp_path), "--short"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (run.returncode, run.stderr.count("\n")) == (5, 1)
     assert run.stderr.startswith("error: ")
 
@@ -284,4 +351,6 @@ def test_head_of_the_model_is_its_embedding() -> None:
     model = GPT(Shape(layers=1, heads=2, width=16, context=8))
 
     assert model.head.weight is model.embed.weight
-    assert sum(parameter.numel() for parameter in GPT(Shape(layers=5)).parameters()) == pytest.approx(1e6, rel=0.1)
+    assert sum(
+        parameter.numel() for parameter in GPT(Shape(layers=5)).parameters()
+    ) == pytest.approx(1e6, rel=0.1)

@@ -1,9 +1,11 @@
-"""Garbage is collected again and again beside processes that capture and evict, and others that read: nobody misses a byte.
+"""Garbage is collected again and again beside processes that capture and evict, and others that
+read: nobody misses a byte.
 
     python -m tests.drivers.collecting --captures 300
 
-Four processes train on branches of their own, make every other state durable, and evict older ones. Two read states that are on disk, and
-compare them bit for bit with what was live. One collects. Then everything is verified and read once more.
+Four processes train on branches of their own, make every other state durable, and evict older ones.
+Two read states that are on disk, and compare them bit for bit with what was live. One collects.
+Then everything is verified and read once more.
 """
 
 from __future__ import annotations
@@ -35,12 +37,16 @@ CONFIG = Config(memory_bytes=32 << 20, durable_interval_s=None, retention="all")
 
 
 def capture(folder: str, branch: str, captures: int, say: Say) -> None:
-    """Train a branch, and drop what is older than its newest three on disk. Says how many were captured, and how many evicted."""
+    """Train a branch, and drop what is older than its newest three on disk.
+
+    Says how many were captured, and how many evicted."""
     torch.set_num_threads(1)
     kept, evicted = list[str](), 0
     with datastates.open(folder, config=CONFIG) as repo:
         ballast = torch.zeros(BALLAST)
-        run, model, optimizer = begin(repo, branch, lambda *words: None, objects={"frozen": frozen()}, ballast=ballast)
+        run, model, optimizer = begin(
+            repo, branch, lambda *words: None, objects={"frozen": frozen()}, ballast=ballast
+        )
         for number in range(captures):
             loss = update(model, optimizer)
             taken = run.capture(metrics={"loss": loss}, message=live_of(model, optimizer, ballast))
@@ -58,7 +64,9 @@ def capture(folder: str, branch: str, captures: int, say: Say) -> None:
 
 
 def read(folder: str, going: str, seed: int, say: Say) -> None:
-    """Restore states that are on disk until ``going`` is gone. Says how many came back, and how many had been evicted meanwhile."""
+    """Restore states that are on disk until ``going`` is gone.
+
+    Says how many came back, and how many had been evicted meanwhile."""
     torch.set_num_threads(1)
     choose, counts = random.Random(seed), Counter[str]()
     with datastates.open(folder, config=CONFIG) as repo:
@@ -88,23 +96,36 @@ def collect(folder: str, going: str, say: Say) -> None:
             is_over = counts["collections"] > 0 and not Path(going).exists()
             report = repo.gc()
             assert not report.left, report.left
-            counts.update(collections=1, packs_deleted=report.packs, packs_rewritten=report.rewritten, bytes_freed=report.bytes_freed)
+            counts.update(
+                collections=1,
+                packs_deleted=report.packs,
+                packs_rewritten=report.rewritten,
+                bytes_freed=report.bytes_freed,
+            )
     for name, number in counts.items():
         say(name, number)
 
 
 def drive(folder: Path, captures: int, *, seed: int = 0) -> Counter[str]:
-    """So many captures of each training, beside readers and collections: what was done. What goes wrong raises."""
+    """So many captures of each training, beside readers and collections: what was done.
+
+    What goes wrong raises."""
     runs, going = folder / "runs", folder / "going"
     going.touch()
     datastates.open(runs).close()
     with forge(folder, ["tests.drivers.collecting"]) as smith:
         call = "tests.drivers.collecting:"
-        others = [smith.start(f"{call}read", folder=str(runs), going=str(going), seed=seed * 10 + number) for number in range(READERS)]
+        others = [
+            smith.start(f"{call}read", folder=str(runs), going=str(going), seed=seed * 10 + number)
+            for number in range(READERS)
+        ]
         others.append(smith.start(f"{call}collect", folder=str(runs), going=str(going)))
         lines = [job.lines.readline() for job in others]
         trainings = [
-            smith.start(f"{call}capture", folder=str(runs), branch=f"branch-{number}", captures=captures) for number in range(TRAININGS)
+            smith.start(
+                f"{call}capture", folder=str(runs), branch=f"branch-{number}", captures=captures
+            )
+            for number in range(TRAININGS)
         ]
         counts: Counter[str] = Counter()
         try:

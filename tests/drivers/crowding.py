@@ -1,10 +1,12 @@
-"""A training that captures at every step and serves, an honest client that clones from it again and again, and a crowd that only connects.
+"""A training that captures at every step and serves, an honest client that clones from it again and
+again, and a crowd that only connects.
 
     python -m tests.drivers.crowding --connections 1000 --seconds 20 --rounds 3
 
-Rounds without the crowd, with it, and with the same crowd at bare listeners of another process take turns: the last says what the crowd
-itself takes of the machine. What is printed at the end compares them. Each connection of the crowd says nothing, half
-a frame or half of TLS's first word; one that is closed comes again after ``--again`` seconds.
+Rounds without the crowd, with it, and with the same crowd at bare listeners of another process take
+turns: the last says what the crowd itself takes of the machine. What is printed at the end compares
+them. Each connection of the crowd says nothing, half a frame or half of TLS's first word; one that
+is closed comes again after ``--again`` seconds.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ DESCRIPTORS = 1024
 
 @dataclass(slots=True)
 class Phase:
-    """What a round came to; ``cpu`` says which share of the time the threads that serve ran, by their names."""
+    """What a round came to; ``cpu`` says which share of the time the threads that serve ran, by
+    their names."""
 
     steps: int
     seconds: float
@@ -51,7 +54,8 @@ class Phase:
 
 @dataclass(slots=True)
 class Outcome:
-    """Rounds without the crowd, with it elsewhere and with it here, and what the servers counted."""
+    """Rounds without the crowd, with it elsewhere and with it here, and what the servers
+    counted."""
 
     quiet: list[Phase] = field(default_factory=list)
     elsewhere: list[Phase] = field(default_factory=list)
@@ -60,7 +64,8 @@ class Outcome:
 
     @property
     def overhead(self) -> float:
-        """By how much longer a step takes beside the crowd: the median of rounds that follow each other."""
+        """By how much longer a step takes beside the crowd: the median of rounds that follow
+        each other."""
         return _longer(self.quiet, self.crowded)
 
     @property
@@ -70,30 +75,45 @@ class Outcome:
 
 
 def _longer(before: list[Phase], after: list[Phase]) -> float:
-    return statistics.median(b.seconds / b.steps / (a.seconds / a.steps) for a, b in zip(before, after, strict=True)) - 1
+    return (
+        statistics.median(
+            b.seconds / b.steps / (a.seconds / a.steps) for a, b in zip(before, after, strict=True)
+        )
+        - 1
+    )
 
 
-# --- the training ------------------------------------------------------------------------------------------------------------
+# --- the training ---------------------------------------------------------------------------------
 
 
 def train(folder: str) -> None:
-    """Train, capture and serve until the input ends; answer each line of it with what happened since the last."""
+    """Train, capture and serve until the input ends; answer each line of it with what happened
+    since the last."""
     import torch
 
     import datastates
     from datastates.config import Config
     from datastates.transport.contract import Tls
 
-    resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (DESCRIPTORS, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
     torch.set_num_threads(1)
     where = Path(folder)
     tls = Tls(certificate=where / "certificate.pem", key=where / "key.pem")
-    model = torch.nn.Sequential(torch.nn.Linear(768, 768), torch.nn.ReLU(), torch.nn.Linear(768, 768))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(768, 768), torch.nn.ReLU(), torch.nn.Linear(768, 768)
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     asked: queue.SimpleQueue[str] = queue.SimpleQueue()
     listen(asked)
-    with datastates.open(where / "repo", config=Config(memory_bytes=128 << 20, durable_interval_s=2.0)) as repo:
-        servers = [repo.serve("tcp://127.0.0.1:0", token=TOKEN), repo.serve("tcp://127.0.0.1:0", token=TOKEN, tls=tls)]
+    with datastates.open(
+        where / "repo", config=Config(memory_bytes=128 << 20, durable_interval_s=2.0)
+    ) as repo:
+        servers = [
+            repo.serve("tcp://127.0.0.1:0", token=TOKEN),
+            repo.serve("tcp://127.0.0.1:0", token=TOKEN, tls=tls),
+        ]
         web = repo.serve("http://127.0.0.1:0")
         with repo.track(model=model, optimizer=optimizer) as run:
             run.capture().wait()
@@ -112,7 +132,9 @@ def listen(asked: queue.SimpleQueue[str]) -> None:
     threading.Thread(target=read, daemon=True).start()
 
 
-def _go_on(model: Any, optimizer: Any, run: Any, servers: list[Any], asked: queue.SimpleQueue[str]) -> None:
+def _go_on(
+    model: Any, optimizer: Any, run: Any, servers: list[Any], asked: queue.SimpleQueue[str]
+) -> None:
     import torch
 
     steps, began, ran = 0, time.monotonic(), _ran()
@@ -132,7 +154,11 @@ def _go_on(model: Any, optimizer: Any, run: Any, servers: list[Any], asked: queu
                 "steps": steps,
                 "seconds": now - began,
                 "descriptors": len(os.listdir("/proc/self/fd")),
-                "resident_mib": int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / (1 << 20),
+                "resident_mib": (
+                    int(Path("/proc/self/statm").read_text().split()[1])
+                    * resource.getpagesize()
+                    / (1 << 20)
+                ),
                 "servers": [_counts(each) for each in servers],
                 "cpu": {name: (ran[name] - before.get(name, 0.0)) / (now - began) for name in ran},
             }
@@ -143,7 +169,11 @@ def _go_on(model: Any, optimizer: Any, run: Any, servers: list[Any], asked: queu
 def _ran() -> dict[str, float]:
     """The seconds for which the threads that wait for connections have run so far."""
     names = ("datastates-transport", "datastates-web")
-    clocks = {each.name: time.pthread_getcpuclockid(each.ident) for each in threading.enumerate() if each.ident and each.name in names}
+    clocks = {
+        each.name: time.pthread_getcpuclockid(each.ident)
+        for each in threading.enumerate()
+        if each.ident and each.name in names
+    }
     return {name: time.clock_gettime(clock) for name, clock in clocks.items()}
 
 
@@ -163,22 +193,30 @@ def _counts(server: Any) -> dict[str, Any]:
     }
 
 
-# --- the crowd ---------------------------------------------------------------------------------------------------------------
+# --- the crowd ------------------------------------------------------------------------------------
 
 
 def crowd(urls: list[str], count: int, again_s: float) -> None:
     """Keep so many connections to each address half open, until the input ends."""
     most = 3 * count + 100
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, max(most, resource.getrlimit(resource.RLIMIT_NOFILE)[1])))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (most, max(most, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    )
     asked: queue.SimpleQueue[str] = queue.SimpleQueue()
     listen(asked)
     selector = selectors.DefaultSelector()
-    due: list[tuple[float, int]] = [(time.monotonic() + again_s * n / (count * len(urls)), n) for n in range(count * len(urls))]
+    due: list[tuple[float, int]] = [
+        (time.monotonic() + again_s * n / (count * len(urls)), n) for n in range(count * len(urls))
+    ]
     while asked.empty():
         now = time.monotonic()
         while due and due[0][0] <= now:
             _, number = due.pop(0)
-            selector.register(_connect(urls[number % len(urls)]), selectors.EVENT_READ | selectors.EVENT_WRITE, number)
+            selector.register(
+                _connect(urls[number % len(urls)]),
+                selectors.EVENT_READ | selectors.EVENT_WRITE,
+                number,
+            )
         for key, events in selector.select(0.02):
             connection = key.fileobj
             assert isinstance(connection, socket.socket)
@@ -193,12 +231,16 @@ def crowd(urls: list[str], count: int, again_s: float) -> None:
 
 
 def bare(count: int) -> None:
-    """So many listeners that hold 64 connections each and close what comes beyond, and nothing else, until the input ends."""
+    """So many listeners that hold 64 connections each and close what comes beyond, and nothing
+    else, until the input ends."""
     asked: queue.SimpleQueue[str] = queue.SimpleQueue()
     listen(asked)
     listeners = [socket.create_server(("127.0.0.1", 0), backlog=512) for _ in range(count)]
     _say([f"tcp://127.0.0.1:{each.getsockname()[1]}" for each in listeners])
-    selector, held = selectors.DefaultSelector(), {each: list[tuple[float, socket.socket]]() for each in listeners}
+    selector, held = (
+        selectors.DefaultSelector(),
+        {each: list[tuple[float, socket.socket]]() for each in listeners},
+    )
     for each in listeners:
         selector.register(each, selectors.EVENT_READ)
     while asked.empty():
@@ -231,11 +273,12 @@ def _is_over(connection: socket.socket) -> bool:
         return True
 
 
-# --- the honest client, and who brings them together -----------------------------------------------------------------------------
+# --- the honest client, and who brings them together ----------------------------------------------
 
 
 class Client:
-    """Clones the newest state again and again, by each way in turn, each time over a connection of its own."""
+    """Clones the newest state again and again, by each way in turn, each time over a connection
+    of its own."""
 
     def __init__(self, urls: list[str], folder: Path) -> None:
         self._urls, self._trusted = urls, folder / "certificate.pem"
@@ -258,7 +301,9 @@ class Client:
         while not self._is_over.wait(0.5):
             for url, tls in zip(self._urls, (None, Tls(trusted=self._trusted)), strict=True):
                 began = time.monotonic()
-                model = torch.nn.Sequential(torch.nn.Linear(768, 768), torch.nn.ReLU(), torch.nn.Linear(768, 768))
+                model = torch.nn.Sequential(
+                    torch.nn.Linear(768, 768), torch.nn.ReLU(), torch.nn.Linear(768, 768)
+                )
                 try:
                     with datastates.connect(url, token=TOKEN, tls=tls) as peer:
                         peer.clone("main", into={"model": model}, only="model")
@@ -298,7 +343,9 @@ def measure(connections: int, seconds: float, rounds: int, again_s: float = 10.0
     return outcome
 
 
-def _phase(trainer: subprocess.Popen[str], client: Client, seconds: float) -> tuple[Phase, list[dict[str, Any]]]:
+def _phase(
+    trainer: subprocess.Popen[str], client: Client, seconds: float
+) -> tuple[Phase, list[dict[str, Any]]]:
     _ask(trainer)
     client.since()
     time.sleep(seconds)
@@ -321,7 +368,10 @@ def _ask(trainer: subprocess.Popen[str]) -> dict[str, Any]:
 def _started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A part of this file as a process of its own, which ends with its input."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.drivers.crowding", *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "tests.drivers.crowding", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         yield process
@@ -336,25 +386,51 @@ def _started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 def _certify(folder: Path) -> None:
     openssl = shutil.which("openssl")
     assert openssl is not None, "openssl is not installed"
-    command = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(folder / "key.pem"), "-out", str(folder / "certificate.pem")]
+    command = [
+        openssl,
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=localhost",
+    ]
+    names = [
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+        "-keyout",
+        str(folder / "key.pem"),
+        "-out",
+        str(folder / "certificate.pem"),
+    ]
     subprocess.run([*command, *names], check=True, capture_output=True)
 
 
 def report(outcome: Outcome, out: IO[str] = sys.stdout) -> None:
     """What came of it."""
-    for kind, phases in (("quiet", outcome.quiet), ("elsewhere", outcome.elsewhere), ("crowded", outcome.crowded)):
+    for kind, phases in (
+        ("quiet", outcome.quiet),
+        ("elsewhere", outcome.elsewhere),
+        ("crowded", outcome.crowded),
+    ):
         for each in phases:
             step_ms = 1000 * each.seconds / each.steps
             out.write(
-                f"{kind:9} step {step_ms:6.2f} ms  descriptors {each.descriptors:4}  resident {each.resident_mib:6.0f} MiB  "
-                f"clones {each.clones} (longest {each.longest_clone_s:.2f} s, failed {len(each.failed)})"
+                f"{kind:9} step {step_ms:6.2f} ms  descriptors {each.descriptors:4}  resident"
+                f" {each.resident_mib:6.0f} MiB  "
+                f"clones {each.clones} (longest {each.longest_clone_s:.2f} s, failed"
+                f" {len(each.failed)})"
                 f"  {', '.join(f'{name[11:]} {100 * share:.1f} %' for name, share in each.cpu.items())}\n"
             )
             for problem in each.failed[:3]:
                 out.write(f"         {problem}\n")
     out.write(f"a step takes {100 * outcome.overhead:+.1f} % beside the crowd, ")
-    out.write(f"{100 * outcome.overhead_of_its_own:+.1f} % against the same crowd at other listeners\n")
+    out.write(
+        f"{100 * outcome.overhead_of_its_own:+.1f} % against the same crowd at other listeners\n"
+    )
     for server in outcome.servers:
         out.write(f"{json.dumps(server)}\n")
 
@@ -369,7 +445,12 @@ def main() -> None:
         crowd(sys.argv[4:], int(sys.argv[2]), float(sys.argv[3]))
     else:
         parser = argparse.ArgumentParser(description=__doc__)
-        for name, kind, default in (("connections", int, 1000), ("seconds", float, 15.0), ("rounds", int, 3), ("again", float, 10.0)):
+        for name, kind, default in (
+            ("connections", int, 1000),
+            ("seconds", float, 15.0),
+            ("rounds", int, 3),
+            ("again", float, 10.0),
+        ):
             parser.add_argument(f"--{name}", type=kind, default=default)
         given = parser.parse_args()
         report(measure(given.connections, given.seconds, given.rounds, given.again))

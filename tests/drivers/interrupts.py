@@ -1,15 +1,20 @@
-"""Interrupts at random moments of captures, restores and closes: nothing hangs, nothing that was durable is lost.
+"""Interrupts at random moments of captures, restores and closes: nothing hangs, nothing that was
+durable is lost.
 
     python -m tests.drivers.interrupts --count 20000
-    python -m tests.drivers.interrupts --count 4000 --seed 100    # a part of it: parts of other seeds are others, and their counts add up
+    python -m tests.drivers.interrupts --count 4000 --seed 100    # a part of it: parts of other
+    seeds are others, and their counts add up
 
-A tiny training runs in a process of its own, with handlers that raise, as Ctrl-C and SIGTERM do. Each act is begun with a timer that fires
-at some moment of it; what was interrupted goes on with the same tracker, or after a while with the repository opened anew. Whatever takes
-longer than ``BOUND_S`` is a hang: the process ends with the stacks of all its threads, and another goes on. When a process has had its
-share, has hung or has crashed, each state that it reported as durable is read again by another and compared bit for bit.
+A tiny training runs in a process of its own, with handlers that raise, as Ctrl-C and SIGTERM do.
+Each act is begun with a timer that fires at some moment of it; what was interrupted goes on with
+the same tracker, or after a while with the repository opened anew. Whatever takes longer than
+``BOUND_S`` is a hang: the process ends with the stacks of all its threads, and another goes on.
+When a process has had its share, has hung or has crashed, each state that it reported as durable is
+read again by another and compared bit for bit.
 
-A capture or a restore may be refused once the tracker was closed in part; whatever else is refused, and every ``close`` that is, is an
-anomaly, shown with its traceback. Interrupts that a process had are counted as it reports them, whatever became of it.
+A capture or a restore may be refused once the tracker was closed in part; whatever else is refused,
+and every ``close`` that is, is an anomaly, shown with its traceback. Interrupts that a process had
+are counted as it reports them, whatever became of it.
 """
 
 from __future__ import annotations
@@ -55,13 +60,19 @@ _MOST_FAILURES = 10
 _SAY_EVERY = 20
 """Interrupts between two reports of what was done."""
 
-_SIGNALS = {"SIGALRM": signal.ITIMER_REAL, "SIGVTALRM": signal.ITIMER_VIRTUAL, "SIGPROF": signal.ITIMER_PROF}
+_SIGNALS = {
+    "SIGALRM": signal.ITIMER_REAL,
+    "SIGVTALRM": signal.ITIMER_VIRTUAL,
+    "SIGPROF": signal.ITIMER_PROF,
+}
 """By time that goes by, and by time that the process is at work."""
 
 
 @dataclass
 class Training:
-    """A tiny training, and what is asked of it. ``said`` takes a line for each state that is durable: its uid and its digest."""
+    """A tiny training, and what is asked of it.
+
+    ``said`` takes a line for each state that is durable: its uid and its digest."""
 
     folder: Path
     said: IO[str]
@@ -80,8 +91,12 @@ class Training:
     def opened(self) -> Tracker:
         """A tracker that can be used, of a repository that may have been opened for it."""
         if self.repo is None:
-            every = self.choose.choice([None, 1])  # with 1, states that are captured quickly share packs
-            self.repo = datastates.open(self.folder, config=Config(memory_bytes=32 << 20, durable_every=every, durable_interval_s=None))
+            # with 1, states that are captured quickly share packs
+            every = self.choose.choice([None, 1])
+            self.repo = datastates.open(
+                self.folder,
+                config=Config(memory_bytes=32 << 20, durable_every=every, durable_interval_s=None),
+            )
         if self.run is None:
             self.run = self.repo.track(model=self.model, optimizer=self.optimizer)
         return self.run
@@ -127,13 +142,15 @@ class Training:
             self.repo = self.run = None
 
     def drop(self) -> None:
-        """Go on with another tracker, and where the repository was closed with another of those, without closing what there is."""
+        """Go on with another tracker, and where the repository was closed with another of those,
+        without closing what there is."""
         self.run = None
         if self.repo is not None and self.repo.core.is_closed:
             self.repo = None
 
     def signalled(self, number: int, frame: FrameType | None) -> None:
-        """As the handlers of a user do; a signal that another thread was given may come when the act is over."""
+        """As the handlers of a user do; a signal that another thread was given may come when the
+        act is over."""
         if self.is_acting:
             raise (Interrupt if number == signal.SIGALRM else Termination)(number)
 
@@ -161,11 +178,15 @@ def interrupt(training: Training, count: int) -> None:
     for _ in range(3):
         training.capture()
     while training.counts["interrupts"] < count:
-        act = training.choose.choices([training.capture, training.restore, training.close], [8, 2, 1])[0]
+        act = training.choose.choices(
+            [training.capture, training.restore, training.close], [8, 2, 1]
+        )[0]
         name, timer = training.choose.choice(list(_SIGNALS.items()))
         span = 10 ** training.choose.uniform(-5, -1.7)
         faulthandler.dump_traceback_later(BOUND_S, exit=True)
-        torch.set_grad_enabled(True)  # an interrupt inside a ``no_grad`` of torch can leave it off: a handler's user puts it on again
+        # an interrupt inside a ``no_grad`` of torch can leave it off: a handler's user puts it on
+        # again
+        torch.set_grad_enabled(True)
         training.counts[act.__name__] += 1
         try:
             try:
@@ -217,7 +238,8 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 def _train(folder: Path, said: Path, seed: int, count: int) -> None:
-    logging.getLogger("datastates").setLevel(logging.ERROR)  # each tracker says where it goes on from
+    # each tracker says where it goes on from
+    logging.getLogger("datastates").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     with said.open("a") as lines:
@@ -225,7 +247,8 @@ def _train(folder: Path, said: Path, seed: int, count: int) -> None:
 
 
 def _check(folder: Path, said: Path) -> None:
-    """In a process of its own: all that was said to be durable is, bit for bit; and the head can be restored."""
+    """In a process of its own: all that was said to be durable is, bit for bit; and the head can
+    be restored."""
     model = Training(folder, sys.stdout, random.Random(0)).model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     lines = [line.split() for line in said.read_text().splitlines()]
@@ -246,13 +269,16 @@ def _process(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def drive(folder: Path, count: int, *, share: int = SHARE, seed: int = 0) -> Counter[str]:
-    """So many interrupts, in processes one after the other: what was done, what hung, what was checked."""
+    """So many interrupts, in processes one after the other: what was done, what hung, what was
+    checked."""
     counts: Counter[str] = Counter()
     while counts["interrupts"] < count and counts["hangs"] + counts["crashes"] < _MOST_FAILURES:
         seed += 1
         said = folder / f"said-{seed}"
         said.touch()
-        done = _process("--train", folder / f"runs-{seed}", said, seed, min(share, count - counts["interrupts"]))
+        done = _process(
+            "--train", folder / f"runs-{seed}", said, seed, min(share, count - counts["interrupts"])
+        )
         if done.returncode:
             counts["hangs" if "Timeout" in done.stderr else "crashes"] += 1
             sys.stderr.write(f"process {seed} ended with {done.returncode}\n")

@@ -1,9 +1,12 @@
-"""Three captures a second, and a page that is looked at in every frame: does each name stand where its branch does?
+"""Three captures a second, and a page that is looked at in every frame: does each name stand where
+its branch does?
 
-    python -m tests.drivers.live_page [--seconds 120] [--rate 3] [--branches 3] [--views graph states]
+    python -m tests.drivers.live_page [--seconds 120] [--rate 3] [--branches 3] [--views graph
+    states]
 
-Captures go to several branches by turns. In each frame, of the graph and then of the states, the newest row must have the name of a branch,
-no name may be in two rows, and each only in rows of states at which its branch stood. Whether anything was wrong is the exit status.
+Captures go to several branches by turns. In each frame, of the graph and then of the states, the
+newest row must have the name of a branch, no name may be in two rows, and each only in rows of
+states at which its branch stood. Whether anything was wrong is the exit status.
 """
 
 from __future__ import annotations
@@ -37,11 +40,15 @@ WATCH = """() => {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--rate", type=float, default=3)
     parser.add_argument("--branches", type=int, default=3)
-    parser.add_argument("--views", nargs="+", default=["graph", "states"], choices=["graph", "states"])
+    parser.add_argument(
+        "--views", nargs="+", default=["graph", "states"], choices=["graph", "states"]
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, planted(Path(folder) / "wood", 1) as wood:
         wrong = [look(wood, view, arguments) for view in arguments.views]
@@ -52,7 +59,9 @@ def look(wood: Wood, view: str, arguments: argparse.Namespace) -> bool:
     """Capture for so long while a page shows it; whether a frame was wrong."""
     names = ["main", *(f"round-0/lr-{lr}" for lr in (0.03, 0.1, 0.3))][: arguments.branches]
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
         page = browser.new_page(viewport={"width": 1280, "height": 800})
         page.set_default_timeout(TIMEOUT_MS)
         page.goto(wood.at(f"view={view}"))
@@ -68,15 +77,20 @@ def look(wood: Wood, view: str, arguments: argparse.Namespace) -> bool:
         page.locator(f"#state-{made[-1][1]}").wait_for()
         frames = page.evaluate("({ ...window.frames_, places: [...window.frames_.places] })")
         browser.close()
-    elsewhere = [place for place in frames["places"] if tuple(place.split(" ")) not in stood | {*made}]
+    elsewhere = [
+        place for place in frames["places"] if tuple(place.split(" ")) not in stood | {*made}
+    ]
     bad = frames["wrong"] + elsewhere
     sys.stdout.write(
-        f"{view}: {len(made)} captures, {frames['all']} frames, {len(frames['places'])} places of names, {len(bad)} wrong {bad[:3] or ''}\n"
+        f"{view}: {len(made)} captures, {frames['all']} frames, {len(frames['places'])} places of"
+        f" names, {len(bad)} wrong {bad[:3] or ''}\n"
     )
     return bool(bad)
 
 
-def capture(wood: Wood, names: list[str], arguments: argparse.Namespace, made: list[tuple[str, str]]) -> None:
+def capture(
+    wood: Wood, names: list[str], arguments: argparse.Namespace, made: list[tuple[str, str]]
+) -> None:
     """One state after the other, on each branch by turns."""
     count = int(arguments.seconds * arguments.rate)
     began = time.monotonic()

@@ -1,9 +1,11 @@
-"""Manifests and bundles that were changed at random: each is answered or refused, in a second and 64 MiB.
+"""Manifests and bundles that were changed at random: each is answered or refused, in a second and
+64 MiB.
 
     .venv/bin/python -m tests.drivers.mutations manifests --count 25000 --seed 1
     .venv/bin/python -m tests.drivers.mutations bundles --count 2500 --seed 1
 
-What is not goes to ``tests/corpus``, whose cases the tests try again for ever, and is named; the exit code is then 1.
+What is not goes to ``tests/corpus``, whose cases the tests try again for ever, and is named; the
+exit code is then 1.
 """
 
 from __future__ import annotations
@@ -50,13 +52,62 @@ MOST_BYTES = 64 << 20
 _BUSY = 20
 _CASE_BYTES = 256 << 10
 
-_NUMBERS = [-1, 0, 1, 2, 3, 255, 299, 301, 4096, CHUNK_BYTES, 1 << 31, 1 << 40, (1 << 62) - 1, 1 << 62, (1 << 63) - 1, (1 << 64) - 1]
-_WORDS = ["", *"dltoDxaq", "coo", "csr", "qt", "qc", "model", "float32", "int8", "complex128", "../x", "<f4", "F", "%"]
-_KEYS = [msgspec.msgpack.encode(each) for each in (float("nan"), 1, ["tuple", [1, 2]], ["int", b"\x7f" * 300], ["bytearray", b"a"])]
-_TAGS = ["list", "tuple", "dict", "odict", "counter", "set", "frozenset", "deque", "array", "nscalar", "ndtype", "range", "size"]
+_NUMBERS = [
+    -1,
+    0,
+    1,
+    2,
+    3,
+    255,
+    299,
+    301,
+    4096,
+    CHUNK_BYTES,
+    1 << 31,
+    1 << 40,
+    (1 << 62) - 1,
+    1 << 62,
+    (1 << 63) - 1,
+    (1 << 64) - 1,
+]
+_WORDS = [
+    "",
+    *"dltoDxaq",
+    "coo",
+    "csr",
+    "qt",
+    "qc",
+    "model",
+    "float32",
+    "int8",
+    "complex128",
+    "../x",
+    "<f4",
+    "F",
+    "%",
+]
+_KEYS = [
+    msgspec.msgpack.encode(each)
+    for each in (float("nan"), 1, ["tuple", [1, 2]], ["int", b"\x7f" * 300], ["bytearray", b"a"])
+]
+_TAGS = [
+    "list",
+    "tuple",
+    "dict",
+    "odict",
+    "counter",
+    "set",
+    "frozenset",
+    "deque",
+    "array",
+    "nscalar",
+    "ndtype",
+    "range",
+    "size",
+]
 
 
-# --- changes ------------------------------------------------------------------------------------------------------------------
+# --- changes --------------------------------------------------------------------------------------
 
 
 def junk(random: Random, depth: int = 0) -> Any:
@@ -75,7 +126,11 @@ def junk(random: Random, depth: int = 0) -> Any:
         case 5:
             return [junk(random, depth + 1)] * random.choice([0, 1, 2, 50])
         case 6:
-            return [random.choice(_TAGS), [junk(random, depth + 1) for _ in range(random.randrange(4))], *([[]] * random.randrange(2))]
+            return [
+                random.choice(_TAGS),
+                [junk(random, depth + 1) for _ in range(random.randrange(4))],
+                *([[]] * random.randrange(2)),
+            ]
         case 7:
             return [junk(random, depth + 1) for _ in range(random.randrange(5))]
         case _:
@@ -102,7 +157,13 @@ def change(plain: Any, random: Random) -> None:
 
 
 def _places(item: Any) -> Any:
-    pairs = enumerate(item) if isinstance(item, list) else item.items() if isinstance(item, dict) else ()
+    pairs = (
+        enumerate(item)
+        if isinstance(item, list)
+        else item.items()
+        if isinstance(item, dict)
+        else ()
+    )
     for key, child in list(pairs):
         yield item, key
         yield from _places(child)
@@ -125,7 +186,11 @@ def bite(data: bytes, random: Random) -> bytes:
                     changed[random.randrange(len(changed))] ^= 1 << random.randrange(8)
             return bytes(changed)
         case 2:
-            return data[:at] + struct.pack("<Q", random.choice(_NUMBERS) & ((1 << 64) - 1)) + data[at + 8 :]
+            return (
+                data[:at]
+                + struct.pack("<Q", random.choice(_NUMBERS) & ((1 << 64) - 1))
+                + data[at + 8 :]
+            )
         case 3:
             return data[:at]
         case 4:
@@ -134,7 +199,7 @@ def bite(data: bytes, random: Random) -> bytes:
             return data[:at] + data[random.randrange(len(data) + 1) :]
 
 
-# --- manifests ----------------------------------------------------------------------------------------------------------------
+# --- manifests ------------------------------------------------------------------------------------
 
 
 def honest() -> Manifest:
@@ -151,18 +216,31 @@ def honest() -> Manifest:
         "small": np.arange(5),
         "tied": [tied, tied],
         "wide": torch.ones(1).expand(4),
-        "sparse": torch.sparse_coo_tensor(torch.ones(2, 3).long(), torch.ones(3), (3, 3), check_invariants=True),
+        "sparse": torch.sparse_coo_tensor(
+            torch.ones(2, 3).long(), torch.ones(3), (3, 3), check_invariants=True
+        ),
         float("nan"): Counter("abba"),
         ("a", 1): slice(1, None),
     }
-    return sent({"model": linear, "optimizer": optimizer, "plain": plain, "rng": RngState()}).manifest
+    return sent(
+        {"model": linear, "optimizer": optimizer, "plain": plain, "rng": RngState()}
+    ).manifest
 
 
 def plain_of(manifest: Manifest) -> dict[str, Any]:
     """The manifest as nested lists."""
     content, unpack = manifest.content, msgspec.msgpack.decode
-    plain: dict[str, Any] = {"skeleton": unpack(content.skeleton), "values": unpack(content.values), "tensors": unpack(content.tensors)}
-    rest = {"chunks": content.chunks, "origin": manifest.origin, "packs": manifest.packs, "refs": manifest.refs}
+    plain: dict[str, Any] = {
+        "skeleton": unpack(content.skeleton),
+        "values": unpack(content.values),
+        "tensors": unpack(content.tensors),
+    }
+    rest = {
+        "chunks": content.chunks,
+        "origin": manifest.origin,
+        "packs": manifest.packs,
+        "refs": manifest.refs,
+    }
     return plain | {name: unpack(msgspec.msgpack.encode(part)) for name, part in rest.items()}
 
 
@@ -175,10 +253,18 @@ def framed(plain: dict[str, Any], *, is_digest_right: bool) -> bytes:
         try:
             chunks = msgspec.convert(plain["chunks"], tuple[Chunk, ...])
             origin = msgspec.convert(plain["origin"], Origin)
-            digest = state_digest(Content(content[0], content[1], content[2], chunks), origin.parent_digests)
+            digest = state_digest(
+                Content(content[0], content[1], content[2], chunks), origin.parent_digests
+            )
         except (msgspec.ValidationError, OverflowError, UnicodeEncodeError):
             pass
-    whole = [1, digest, msgspec.Raw(parts["origin"]), [*content, msgspec.Raw(parts["chunks"])], msgspec.Raw(parts["packs"])]
+    whole = [
+        1,
+        digest,
+        msgspec.Raw(parts["origin"]),
+        [*content, msgspec.Raw(parts["chunks"])],
+        msgspec.Raw(parts["packs"]),
+    ]
     body = msgspec.msgpack.encode([*whole, msgspec.Raw(parts["refs"])])
     frame = struct.pack("<8sIQ", b"DSMANIF\0", 1, len(body)) + body
     return frame + blake3(frame).digest()
@@ -188,7 +274,24 @@ def changed_manifest(plain: dict[str, Any], random: Random) -> bytes:
     """One case."""
     plain = _copy(plain)
     if random.random() < 0.75:
-        change(plain[random.choice(["skeleton", "values", "values", "tensors", "tensors", "chunks", "origin", "packs", "refs"])], random)
+        change(
+            plain[
+                random.choice(
+                    [
+                        "skeleton",
+                        "values",
+                        "values",
+                        "tensors",
+                        "tensors",
+                        "chunks",
+                        "origin",
+                        "packs",
+                        "refs",
+                    ]
+                )
+            ],
+            random,
+        )
         try:
             return framed(plain, is_digest_right=random.random() < 0.95)
         except (TypeError, OverflowError, ValueError):  # of that no manifest can be made
@@ -202,13 +305,14 @@ def changed_manifest(plain: dict[str, Any], random: Random) -> bytes:
 
 
 def take_manifest(data: bytes) -> None:
-    """What is done with a manifest before a byte of its state is there, and what a restore makes of it."""
+    """What is done with a manifest before a byte of its state is there, and what a restore makes
+    of it."""
     parts = read_manifest(data, source="a stranger")
     unflatten(parts.skeleton, parts.values, [None] * len(parts.specs), is_sketch=True)
     unflatten(parts.skeleton, parts.values, [None] * len(parts.specs))
 
 
-# --- bundles ------------------------------------------------------------------------------------------------------------------
+# --- bundles --------------------------------------------------------------------------------------
 
 
 def make_bundle(folder: Path) -> None:
@@ -217,14 +321,20 @@ def make_bundle(folder: Path) -> None:
     with opened(folder / "made") as repo:
         with repo.track(branch="main", rng=False, box=weights) as run:
             for number in range(3):
-                run.capture(metrics={"loss": float(number), "odd": float("nan")}, attributes={"a": "b"}, message="m").wait()
+                run.capture(
+                    metrics={"loss": float(number), "odd": float("nan")},
+                    attributes={"a": "b"},
+                    message="m",
+                ).wait()
                 weights["w"] += 1
         repo.tag("it", "main")
         export_bundle(repo, ["main", "main~1"], folder / "bundle")
 
 
 def opened(folder: Path) -> Repository:
-    return datastates.open(folder, config=Config(memory_bytes=64 << 20, durable_interval_s=None, direct_io=False))
+    return datastates.open(
+        folder, config=Config(memory_bytes=64 << 20, durable_interval_s=None, direct_io=False)
+    )
 
 
 def change_bundle(root: Path, random: Random) -> None:
@@ -245,7 +355,14 @@ def change_bundle(root: Path, random: Random) -> None:
         case _:
             path = random.choice(sorted((root / "packs").glob("*.manifest")))
             plain = plain_of(decode(path.read_bytes(), source="ours"))
-            change(plain[random.choice(["skeleton", "values", "tensors", "chunks", "origin", "packs", "refs"])], random)
+            change(
+                plain[
+                    random.choice(
+                        ["skeleton", "values", "tensors", "chunks", "origin", "packs", "refs"]
+                    )
+                ],
+                random,
+            )
             try:
                 path.write_bytes(framed(plain, is_digest_right=True))
             except (TypeError, OverflowError, ValueError):
@@ -264,7 +381,8 @@ def relabel(root: Path, plain: Any) -> None:
 
 
 def reseal(root: Path) -> None:
-    """Have the lineage and the digests of chunks say what manifests and packs do, as far as they make sense."""
+    """Have the lineage and the digests of chunks say what manifests and packs do, as far as they
+    make sense."""
     plain = json.loads((root / "lineage.json").read_text())
     for path in (root / "packs").glob("*.manifest"):
         try:
@@ -291,12 +409,14 @@ def take_bundle(root: Path, into: Repository) -> bool:
     return True
 
 
-# --- judging ------------------------------------------------------------------------------------------------------------------
+# --- judging --------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the cases. ``found`` are those that were neither answered nor refused in time and memory."""
+    """What became of the cases.
+
+    ``found`` are those that were neither answered nor refused in time and memory."""
 
     answered: int = 0
     refused: Counter[str] = field(default_factory=Counter)
@@ -316,9 +436,16 @@ class Tally:
             error = exc
         else:
             self.answered += 1
-        # The machine may be busy: what counts is the work. Who waits for something for ever works on nothing.
-        took, grown = max(time.thread_time() - began, (time.perf_counter() - wall) / _BUSY), _resident() - before
-        self.slowest_s, self.largest_bytes = max(self.slowest_s, took), max(self.largest_bytes, grown)
+        # The machine may be busy: what counts is the work. Who waits for something for ever works
+        # on nothing.
+        took, grown = (
+            max(time.thread_time() - began, (time.perf_counter() - wall) / _BUSY),
+            _resident() - before,
+        )
+        self.slowest_s, self.largest_bytes = (
+            max(self.slowest_s, took),
+            max(self.largest_bytes, grown),
+        )
         if error is not None or took > MOST_S or grown > MOST_BYTES:
             self.found.append(f"{keep()}: {error!r}, {took:.2f} s, {grown >> 20} MiB")
         if isinstance(error, KeyboardInterrupt):
@@ -328,8 +455,9 @@ class Tally:
     def __str__(self) -> str:
         refused = ", ".join(f"{count} {kind}" for kind, count in self.refused.most_common())
         return (
-            f"{self.answered} answered, {sum(self.refused.values())} refused ({refused}), {len(self.found)} found; "
-            f"slowest {self.slowest_s:.2f} s, largest {self.largest_bytes / (1 << 20):.1f} MiB"
+            f"{self.answered} answered, {sum(self.refused.values())} refused ({refused}),"
+            f" {len(self.found)} found; slowest {self.slowest_s:.2f} s, largest"
+            f" {self.largest_bytes / (1 << 20):.1f} MiB"
         )
 
 
@@ -338,7 +466,11 @@ def _resident(*, reset: bool = False) -> int:
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
     wanted = b"VmRSS:" if reset else b"VmHWM:"
-    line = next(line for line in Path("/proc/self/status").read_bytes().splitlines() if line.startswith(wanted))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_bytes().splitlines()
+        if line.startswith(wanted)
+    )
     return int(line.split()[1]) << 10
 
 
@@ -350,7 +482,8 @@ def try_manifests(count: int, seed: int) -> Tally:
         data = changed_manifest(plain, random)
         while len(data) > _CASE_BYTES:  # that is more work, and may be
             data = changed_manifest(plain, random)
-        tally.judge(lambda data=data: take_manifest(data), lambda data=data: keep_manifest(data))  # type: ignore[misc]  # bound now
+        # bound now
+        tally.judge(lambda data=data: take_manifest(data), lambda data=data: keep_manifest(data))  # type: ignore[misc]
     return tally
 
 
@@ -368,7 +501,11 @@ def try_bundles(count: int, seed: int) -> Tally:
             shutil.rmtree(folder / "case")
             shutil.copytree(folder / "bundle", folder / "case")
             change_bundle(folder / "case", random)
-            if any(path.stat().st_size > _CASE_BYTES for path in (folder / "case").rglob("*") if path.suffix != ".safetensors"):
+            if any(
+                path.stat().st_size > _CASE_BYTES
+                for path in (folder / "case").rglob("*")
+                if path.suffix != ".safetensors"
+            ):
                 relabel(folder / "case", {})
             if fresh:
                 into.close()
@@ -376,7 +513,11 @@ def try_bundles(count: int, seed: int) -> Tally:
                 number += 1
                 into = opened(folder / f"into-{number}")
             answered = tally.answered
-            tally.judge(lambda into=into: take_bundle(folder / "case", into), lambda: keep_bundle(folder / "case"))  # type: ignore[misc]  # bound now
+            # bound now
+            tally.judge(
+                lambda into=into: take_bundle(folder / "case", into),  # type: ignore[misc]
+                lambda: keep_bundle(folder / "case"),
+            )
             fresh = tally.answered > answered or bool(into.find("step >= 0"))
         into.close()
     return tally
@@ -424,7 +565,10 @@ def main() -> None:
     said = parser.parse_args()
     torch.set_num_threads(1)
     tally = (try_manifests if said.what == "manifests" else try_bundles)(said.count, said.seed)
-    sys.stdout.write(f"{said.what}, seed {said.seed}: {tally}\n" + "".join(f"  found {each}\n" for each in tally.found))
+    sys.stdout.write(
+        f"{said.what}, seed {said.seed}: {tally}\n"
+        + "".join(f"  found {each}\n" for each in tally.found)
+    )
     sys.exit(1 if tally.found else 0)
 
 

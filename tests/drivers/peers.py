@@ -1,11 +1,13 @@
-"""A training that serves, and peers with its token that send it what they like: memory stays bounded, and steps go on.
+"""A training that serves, and peers with its token that send it what they like: memory stays
+bounded, and steps go on.
 
     .venv/bin/python -m tests.drivers.peers mutate --sessions 2000 --seed 1
     .venv/bin/python -m tests.drivers.peers offers --seconds 20
     .venv/bin/python -m tests.drivers.peers logs
 
-``mutate`` changes valid messages at random, and sends each session's to the training. ``offers`` pushes bodies that take much memory to
-decode, without end, from two peers. ``logs`` has a client list the states of a source whose log never ends.
+``mutate`` changes valid messages at random, and sends each session's to the training. ``offers``
+pushes bodies that take much memory to decode, without end, from two peers. ``logs`` has a client
+list the states of a source whose log never ends.
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ _ATTACK_BYTES = 79 << 20
 
 @dataclass(slots=True)
 class Phase:
-    """What a while of the training came to. ``grown_bytes`` is the most memory that it had, beyond that of the quiet training."""
+    """What a while of the training came to.
+
+    ``grown_bytes`` is the most memory that it had, beyond that of the quiet training."""
 
     steps: int = 0
     longest_s: float = 0.0
@@ -88,25 +92,33 @@ class Phase:
 
     def __str__(self) -> str:
         told = ", ".join(f"{count} {kind}" for kind, count in self.outcomes.most_common(8))
-        return f"{self.steps} steps, longest {self.longest_s:.3f} s, memory +{self.grown_bytes / (1 << 20):.0f} MiB; {told}"
+        return (
+            f"{self.steps} steps, longest {self.longest_s:.3f} s, memory"
+            f" +{self.grown_bytes / (1 << 20):.0f} MiB; {told}"
+        )
 
 
-# --- the training ------------------------------------------------------------------------------------------------------------
+# --- the training ---------------------------------------------------------------------------------
 
 
 def train(folder: str) -> None:
-    """Train, capture and serve until the input ends; answer each line of it with what happened since the last."""
+    """Train, capture and serve until the input ends; answer each line of it with what happened
+    since the last."""
     import torch
 
     import datastates
     from datastates.config import Config
 
     torch.set_num_threads(1)
-    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256)
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     asked: queue.SimpleQueue[str] = queue.SimpleQueue()
     listen(asked)
-    with datastates.open(Path(folder) / "repo", config=Config(memory_bytes=128 << 20, durable_interval_s=2.0)) as repo:
+    with datastates.open(
+        Path(folder) / "repo", config=Config(memory_bytes=128 << 20, durable_interval_s=2.0)
+    ) as repo:
         server = repo.serve("tcp://127.0.0.1:0", token=TOKEN, is_writable=True)
         with repo.track(model=model, optimizer=optimizer) as run:
             run.capture().wait()
@@ -118,7 +130,8 @@ def train(folder: str) -> None:
                 optimizer.zero_grad()
                 now = time.monotonic()
                 longest_s, began, steps = max(longest_s, now - began), now, steps + 1
-                if now > captured + 0.5:  # it waits for room, as captures do, so it is no measure of the peers
+                if now > captured + 0.5:
+                    # it waits for room, as captures do, so it is no measure of the peers
                     run.capture()
                     captured = began = time.monotonic()
                 if not asked.empty():
@@ -130,7 +143,11 @@ def train(folder: str) -> None:
 
 def _peak_bytes() -> int:
     """The most memory since this was last called."""
-    line = next(line for line in Path("/proc/self/status").read_bytes().splitlines() if line.startswith(b"VmHWM:"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_bytes().splitlines()
+        if line.startswith(b"VmHWM:")
+    )
     Path("/proc/self/clear_refs").write_text("5")
     return int(line.split()[1]) << 10
 
@@ -180,7 +197,9 @@ def training() -> Iterator[Training]:
 @contextmanager
 def _started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "tests.drivers.peers", *arguments]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             yield process
         finally:
@@ -189,23 +208,33 @@ def _started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
             process.wait(60)
 
 
-# --- offers without end --------------------------------------------------------------------------------------------------------
+# --- offers without end ---------------------------------------------------------------------------
 
 
 def plain_record(uid: str = _UID, /, **changed: Any) -> dict[str, Any]:
     """A state as it travels."""
-    record = StateRecord(uid, "0" * 64, 1, 0, {"loss": 0.5}, {}, None, 0, "captured", (), (), None, 0, 0, 0)
+    record = StateRecord(
+        uid, "0" * 64, 1, 0, {"loss": 0.5}, {}, None, 0, "captured", (), (), None, 0, 0, 0
+    )
     return {**msgspec.to_builtins(record), **changed}
 
 
 def plain_run(**changed: Any) -> dict[str, Any]:
     """A run as it travels."""
-    return {**msgspec.to_builtins(RunRecord(_UID, "", "", (), None, None, {}, 0, None, None, {})), **changed}
+    return {
+        **msgspec.to_builtins(RunRecord(_UID, "", "", (), None, None, {}, 0, None, None, {})),
+        **changed,
+    }
 
 
 def offer_bodies(size: int) -> dict[str, bytes]:
     """Offers of so many bytes, by what they are made of: most take many times that to decode."""
-    names = ["".join(letters) for letters in itertools.islice(itertools.product("abcdefghijklmnopqrstuvwxyz", repeat=3), 10_000)]
+    names = [
+        "".join(letters)
+        for letters in itertools.islice(
+            itertools.product("abcdefghijklmnopqrstuvwxyz", repeat=3), 10_000
+        )
+    ]
     ancestors = {
         "attributes": plain_record(attributes=dict.fromkeys(names)),
         "metrics": plain_record(metrics=dict.fromkeys(names, 0.5)),
@@ -229,9 +258,14 @@ def offer_bodies(size: int) -> dict[str, bytes]:
 def _well_formed(ancestors: int) -> bytes:
     """An offer in which nothing is wrong."""
     manifest = honest()
-    known = [plain_record(f"{n:024x}", parents=[f"{n + 1:024x}"], attributes={"phase": "train"}) for n in range(ancestors)]
+    known = [
+        plain_record(f"{n:024x}", parents=[f"{n + 1:024x}"], attributes={"phase": "train"})
+        for n in range(ancestors)
+    ]
     state = plain_record(manifest.origin.uid, digest=manifest.digest)
-    return msgspec.msgpack.encode({"manifest": encode_manifest(manifest), "state": state, "ancestry": known})
+    return msgspec.msgpack.encode(
+        {"manifest": encode_manifest(manifest), "state": state, "ancestry": known}
+    )
 
 
 def _many(item: object, size: int) -> bytes:
@@ -245,13 +279,21 @@ def _repeated(encoded: bytes, count: int) -> bytes:
 
 def _offer(**parts: bytes) -> bytes:
     """An offer of which some parts are encoded already."""
-    whole = {"manifest": msgspec.msgpack.encode(b""), "state": msgspec.msgpack.encode(plain_record()), **parts}
-    return bytes([0x80 + len(whole)]) + b"".join(msgspec.msgpack.encode(name) + part for name, part in whole.items())
+    whole = {
+        "manifest": msgspec.msgpack.encode(b""),
+        "state": msgspec.msgpack.encode(plain_record()),
+        **parts,
+    }
+    return bytes([0x80 + len(whole)]) + b"".join(
+        msgspec.msgpack.encode(name) + part for name, part in whole.items()
+    )
 
 
 def _framed_values(values: bytes) -> bytes:
     """A manifest with these values, in a frame that is right, as an offer has it."""
-    return msgspec.msgpack.encode(framed({**plain_of(honest()), "values": msgspec.Raw(values)}, is_digest_right=True))
+    return msgspec.msgpack.encode(
+        framed({**plain_of(honest()), "values": msgspec.Raw(values)}, is_digest_right=True)
+    )
 
 
 async def push_heavy(url: str, body: bytes) -> str:
@@ -285,11 +327,12 @@ def push_for(training: Training, name: str, seconds: float, peers: int = 2) -> P
     return training.phase(loop.run(attack()))
 
 
-# --- changed messages ----------------------------------------------------------------------------------------------------------
+# --- changed messages -----------------------------------------------------------------------------
 
 
 def mutate(training: Training, sessions: int, seed: int, at_once: int = 4) -> Phase:
-    """So many sessions, each of which sends a few valid messages that were changed at random, and then asks for the refs."""
+    """So many sessions, each of which sends a few valid messages that were changed at random,
+    and then asks for the refs."""
     random, outcomes = Random(seed), Counter[str]()
     offer = msgspec.msgpack.decode(_well_formed(4))
 
@@ -308,12 +351,15 @@ def mutate(training: Training, sessions: int, seed: int, at_once: int = 4) -> Ph
 
 
 async def _session(url: str, random: Random, offer: Any) -> str:
-    """Whether the last question was answered, or the connection was closed; the server may do nothing else."""
+    """Whether the last question was answered, or the connection was closed; the server may do
+    nothing else."""
     try:
         async with asyncio.timeout(30):
             channel = await tcp.dial(url, timeout_s=10)
             try:
-                sealed, _ = await greet(channel, Ready(("tcp",), b"", 10_000), token=TOKEN.encode(), timeout_s=10)
+                sealed, _ = await greet(
+                    channel, Ready(("tcp",), b"", 10_000), token=TOKEN.encode(), timeout_s=10
+                )
                 for number in range(random.choice([1, 3, 10])):
                     for body in _changed(number, random, offer):
                         await sealed.send(body)
@@ -333,9 +379,26 @@ async def _session(url: str, random: Random, offer: Any) -> str:
 def _changed(number: int, random: Random, offer: Any) -> list[bytes]:
     """The frames of one message, or of a push."""
     messages: list[Message] = [
-        *(Ask(number, each) for each in (Refs(), Find("step > 0", 10), Log("main", 10), Resolve("main"), Open(_UID), Reach(_UID))),
+        *(
+            Ask(number, each)
+            for each in (
+                Refs(),
+                Find("step > 0", 10),
+                Log("main", 10),
+                Resolve("main"),
+                Open(_UID),
+                Reach(_UID),
+            )
+        ),
         *(Ask(number, each) for each in (Release(0), Digests(0, (0,)), Push(0, 100))),
-        *(Want(0, 0, 1, (100,)), Took(0, 1, 1), Moved(b"x", True), Ping(0), Answer(0, b"", True), Part(number, b"x")),
+        *(
+            Want(0, 0, 1, (100,)),
+            Took(0, 1, 1),
+            Moved(b"x", True),
+            Ping(0),
+            Answer(0, b"", True),
+            Part(number, b"x"),
+        ),
     ]
     if random.random() < 0.4:
         plain = msgspec.msgpack.decode(msgspec.msgpack.encode(offer))
@@ -346,7 +409,10 @@ def _changed(number: int, random: Random, offer: Any) -> list[bytes]:
         else:
             change(plain, random)
         body = _encoded(plain)
-        sent = [encode(Part(number, body[at : at + PART_BYTES])) for at in range(0, len(body), PART_BYTES)]
+        sent = [
+            encode(Part(number, body[at : at + PART_BYTES]))
+            for at in range(0, len(body), PART_BYTES)
+        ]
         return [encode(Ask(number, Push(0, len(body)))), *sent]
     plain = msgspec.msgpack.decode(encode(random.choice(messages)))
     if random.random() < 0.3:
@@ -369,11 +435,13 @@ def _encoded(plain: Any) -> bytes:
         return b"\0"
 
 
-# --- logs without end ------------------------------------------------------------------------------------------------------------
+# --- logs without end -----------------------------------------------------------------------------
 
 
 class Endless(MemoryStore):
-    """A source that lists states which nobody has, for ever. ``kind`` says of what a page consists."""
+    """A source that lists states which nobody has, for ever.
+
+    ``kind`` says of what a page consists."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -385,7 +453,13 @@ class Endless(MemoryStore):
         plain = record()
         if self._kind == "heavy":
             plain = msgspec.structs.replace(plain, parents=("ab",) * 1000)
-        return StatePage(tuple(msgspec.structs.replace(plain, uid=f"{next(self._numbers):024x}") for _ in range(limit)), "more")
+        return StatePage(
+            tuple(
+                msgspec.structs.replace(plain, uid=f"{next(self._numbers):024x}")
+                for _ in range(limit)
+            ),
+            "more",
+        )
 
 
 KINDS: dict[str, int | None] = {"ordinary": None, "heavy": None, "more than asked": 1}
@@ -393,8 +467,10 @@ KINDS: dict[str, int | None] = {"ordinary": None, "heavy": None, "more than aske
 
 
 def logs(kind: str) -> tuple[str, int, float]:
-    """What a client in a process of its own gets that lists the states of such a source, how much memory it took, and how long."""
-    setattr(requests, "PAGE_BYTES", 1 << 40)  # noqa: B010  # such a source sends what it likes; the module exports none
+    """What a client in a process of its own gets that lists the states of such a source, how
+    much memory it took, and how long."""
+    # such a source sends what it likes; the module exports none
+    setattr(requests, "PAGE_BYTES", 1 << 40)  # noqa: B010
     server = Server(Endless(kind), "tcp://127.0.0.1:0", token=TOKEN.encode(), timeout_s=60)
     loop.run(server.start())
     try:
@@ -436,12 +512,16 @@ def main() -> None:
         if given.what == "logs":
             for kind in KINDS:
                 outcome, grown, took_s = logs(kind)
-                sys.stdout.write(f"{kind}: {outcome}; memory +{grown / (1 << 20):.0f} MiB in {took_s:.1f} s\n")
+                sys.stdout.write(
+                    f"{kind}: {outcome}; memory +{grown / (1 << 20):.0f} MiB in {took_s:.1f} s\n"
+                )
             return
         with training() as trained:
             sys.stdout.write(f"quiet: {trained.quiet}\n")
             if given.what == "mutate":
-                sys.stdout.write(f"seed {given.seed}: {mutate(trained, given.sessions, given.seed)}\n")
+                sys.stdout.write(
+                    f"seed {given.seed}: {mutate(trained, given.sessions, given.seed)}\n"
+                )
             else:
                 for name in offer_bodies(1 << 10):
                     sys.stdout.write(f"{name}: {push_for(trained, name, given.seconds)}\n")

@@ -1,4 +1,5 @@
-"""Collections beside four trainings and two readers: the short form of ``python -m tests.drivers.collecting``."""
+"""Collections beside four trainings and two readers: the short form of ``python -m
+tests.drivers.collecting``."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from tests.support.effort import effort
 
 @pytest.mark.slow
 @pytest.mark.in_turn("many processes")
-def test_collections_beside_four_trainings_and_two_readers_take_nothing_that_is_needed(tmp_path: Path) -> None:
+def test_collections_beside_four_trainings_and_two_readers_take_nothing_that_is_needed(
+    tmp_path: Path,
+) -> None:
     captures = effort(60, 16)
 
     counts = drive(tmp_path, captures)

@@ -1,4 +1,5 @@
-"""A training and an honest client beside a crowd that only connects: the small form of ``python -m tests.drivers.crowding``."""
+"""A training and an honest client beside a crowd that only connects: the small form of ``python
+-m tests.drivers.crowding``."""
 
 from __future__ import annotations
 

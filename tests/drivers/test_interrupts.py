@@ -34,7 +34,10 @@ def _section_with(*signals: int, error: Exception | None = None) -> None:
 
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
-    before = {number: signal.signal(number, _raise) for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, _raise)
+        for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
+    }
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -62,7 +65,10 @@ def test_every_signal_that_came_is_handed_on_whatever_the_others_raise() -> None
     with pytest.raises(Stop) as stop:
         _section_with(signal.SIGUSR1, signal.SIGINT, signal.SIGINT, signal.SIGTERM)
     assert heard == [signal.SIGUSR1]
-    assert {stop.value.args[0], stop.value.__context__.args[0] if stop.value.__context__ else 0} == {signal.SIGINT, signal.SIGTERM}
+    assert {
+        stop.value.args[0],
+        stop.value.__context__.args[0] if stop.value.__context__ else 0,
+    } == {signal.SIGINT, signal.SIGTERM}
 
 
 def test_an_error_of_the_section_is_the_context_of_what_a_handler_raises() -> None:

@@ -1,4 +1,5 @@
-"""Manifests and bundles that were changed at random, and those that were found once: answered or refused, in a second and 64 MiB."""
+"""Manifests and bundles that were changed at random, and those that were found once: answered or
+refused, in a second and 64 MiB."""
 
 from __future__ import annotations
 
@@ -10,7 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.drivers.mutations import Tally, kept_bundles, kept_manifests, opened, take_bundle, take_manifest, try_bundles, try_manifests
+from tests.drivers.mutations import (
+    Tally,
+    kept_bundles,
+    kept_manifests,
+    opened,
+    take_bundle,
+    take_manifest,
+    try_bundles,
+    try_manifests,
+)
 from tests.support.effort import seeds
 from tests.support.warm import run
 
@@ -48,7 +58,8 @@ def test_changed_bundles_are_answered_or_refused(seed: int) -> None:
 
 
 def test_what_takes_too_long_or_too_much_or_fails_is_found() -> None:
-    ended = run([sys.executable, "-c", _BAD_CASES], capture_output=True, timeout=120)  # where nobody else gives memory back meanwhile
+    # where nobody else gives memory back meanwhile
+    ended = run([sys.executable, "-c", _BAD_CASES], capture_output=True, timeout=120)
     assert ended.stdout.split() == ["large", "slow", "bare"], ended.stderr
 
 

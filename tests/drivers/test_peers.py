@@ -1,16 +1,29 @@
-"""Peers with a token that send what they like: the small form of ``python -m tests.drivers.peers``."""
+"""Peers with a token that send what they like: the small form of ``python -m
+tests.drivers.peers``."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.drivers.peers import KINDS, LIMIT_BYTES, LISTED_BYTES, MOST_DELAY_S, logs, mutate, offer_bodies, push_for, training
+from tests.drivers.peers import (
+    KINDS,
+    LIMIT_BYTES,
+    LISTED_BYTES,
+    MOST_DELAY_S,
+    logs,
+    mutate,
+    offer_bodies,
+    push_for,
+    training,
+)
 from tests.support.effort import IS_THOROUGH, effort, part, seeds
 
 SPARE_BYTES = 256 << 20
 NAMES = list(offer_bodies(1 << 10))
 BUSY_S = 2.0
-"""How long a step may wait in the gate, whose machine does other things. A decoder that stops a training does so for longer."""
+"""How long a step may wait in the gate, whose machine does other things.
+
+A decoder that stops a training does so for longer."""
 
 
 @pytest.mark.in_turn("many processes")

@@ -21,7 +21,9 @@ def test_a_slope_is_told_from_noise() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not IS_THOROUGH, reason="half a minute: part of make test-all")
-def test_captures_with_retention_take_no_more_and_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captures_with_retention_take_no_more_and_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(keeper, "LEAST_S", 0.2)
 
     found = trends(run(tmp_path, 2000, samples=20))
@@ -30,5 +32,6 @@ def test_captures_with_retention_take_no_more_and_more(tmp_path: Path, monkeypat
         "descriptors",
         "threads",
         "resident_mib",
-    ):  # not time and disk: others are at work, and retention passes are few in so short a run
+    ):
+        # not time and disk: others are at work, and retention passes are few in so short a run
         assert is_flat(name, found[name]), (name, found[name])

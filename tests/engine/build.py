@@ -1,4 +1,5 @@
-"""What the capture tests share: a state copied by its plan and built again, a gate that holds copies back, live states by path."""
+"""What the capture tests share: a state copied by its plan and built again, a gate that holds
+copies back, live states by path."""
 
 from __future__ import annotations
 
@@ -22,8 +23,11 @@ if TYPE_CHECKING:
 __all__ = ["Gate", "copied", "differing", "held_back", "leaves_of", "live", "tensors_in"]
 
 
-def copied(plan: CopyPlan, arena: Arena, stager: Stager, *, is_deferring: bool = False) -> list[torch.Tensor]:
-    """The tensors that come back from a copy of the plan's sources as they are now; nothing is shared with them."""
+def copied(
+    plan: CopyPlan, arena: Arena, stager: Stager, *, is_deferring: bool = False
+) -> list[torch.Tensor]:
+    """The tensors that come back from a copy of the plan's sources as they are now; nothing is
+    shared with them."""
     slots = arena.acquire(plan.layout.chunk_lengths)
     assert slots is not None
     job = CopyJob(plan, slots, on_done=lambda _: None)
@@ -31,7 +35,10 @@ def copied(plan: CopyPlan, arena: Arena, stager: Stager, *, is_deferring: bool =
     stager.fence(job)
     if job.error is not None:
         raise job.error
-    chunks = [arena.tensor(slot)[:length] for slot, length in zip(slots, plan.layout.chunk_lengths, strict=True)]
+    chunks = [
+        arena.tensor(slot)[:length]
+        for slot, length in zip(slots, plan.layout.chunk_lengths, strict=True)
+    ]
     stream = torch.zeros(max(1, len(chunks)) * CHUNK_BYTES, dtype=torch.uint8)
     for index, chunk in enumerate(chunks):
         stream[index * CHUNK_BYTES : index * CHUNK_BYTES + chunk.numel()] = chunk
@@ -45,7 +52,8 @@ def copied(plan: CopyPlan, arena: Arena, stager: Stager, *, is_deferring: bool =
 
 
 class Gate:
-    """Holds the stage thread before each copy until somebody waits on a fence, or the test opens it."""
+    """Holds the stage thread before each copy until somebody waits on a fence, or the test opens
+    it."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -70,7 +78,8 @@ class Gate:
 
 @contextmanager
 def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """A gate before every deferred copy: what is changed without a fence is then changed before it was copied, for certain."""
+    """A gate before every deferred copy: what is changed without a fence is then changed before
+    it was copied, for certain."""
     gate = Gate()
     finish, fence = Stager._finish, Stager.fence
 
@@ -105,23 +114,43 @@ def leaves_of(tree: object, path: str = "") -> Iterator[tuple[str, object]]:
 
 def tensors_in(tree: object) -> dict[str, torch.Tensor]:
     """Every tensor of nested containers by its path."""
-    return {path.removeprefix("/"): leaf for path, leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor)}
+    return {
+        path.removeprefix("/"): leaf
+        for path, leaf in leaves_of(tree)
+        if isinstance(leaf, torch.Tensor)
+    }
 
 
-def live(model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], **others: object) -> dict[str, object]:
-    """Copies of everything that is live now by the path under which a state has it, read without any code of ours."""
+def live(
+    model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], **others: object
+) -> dict[str, object]:
+    """Copies of everything that is live now by the path under which a state has it, read without
+    any code of ours."""
     tree: dict[str, Any] = {"model": model.state_dict(), **others}
     for key, optimizer in optimizers.items():
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        groups = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in optimizer.param_groups]
-        tree[key] = {"state": {names[id(p)]: entry for p, entry in optimizer.state.items()}, "param_groups": groups}
-    return {path: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for path, leaf in leaves_of(tree)}
+        groups = [
+            {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            for group in optimizer.param_groups
+        ]
+        tree[key] = {
+            "state": {names[id(p)]: entry for p, entry in optimizer.state.items()},
+            "param_groups": groups,
+        }
+    return {
+        path: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+        for path, leaf in leaves_of(tree)
+    }
 
 
 def differing(expected: Mapping[str, object], tree: object) -> list[str]:
     """Paths of what a loaded tree has otherwise than ``expected``, or not at all."""
     loaded = dict(leaves_of(tree))
-    return [path for path, leaf in expected.items() if path not in loaded or not _is_same(leaf, loaded[path])]
+    return [
+        path
+        for path, leaf in expected.items()
+        if path not in loaded or not _is_same(leaf, loaded[path])
+    ]
 
 
 def _is_same(left: object, right: object) -> bool:

@@ -1,4 +1,5 @@
-"""Every stock optimizer of this torch in every form that it has on CPU, on models whose weights are large enough to be deferred."""
+"""Every stock optimizer of this torch in every form that it has on CPU, on models whose weights
+are large enough to be deferred."""
 
 from __future__ import annotations
 
@@ -61,7 +62,15 @@ class Form:
 
     @property
     def id(self) -> str:
-        return "-".join([self.name, *(key if value is True else f"{key}={value}" for key, value in self.options.items())])
+        return "-".join(
+            [
+                self.name,
+                *(
+                    key if value is True else f"{key}={value}"
+                    for key, value in self.options.items()
+                ),
+            ]
+        )
 
     def build(self) -> tuple[nn.Module, Optimizer]:
         """A model of its own, and the optimizer on it."""
@@ -78,7 +87,19 @@ def _forms() -> Iterator[Form]:
         "LBFGS": [{"max_iter": 2, "history_size": 3}],
     }
     names = [
-        *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adagrad", "Adadelta", "Adamax", "RMSprop", "Rprop", "ASGD"),
+        *(
+            "SGD",
+            "Adam",
+            "AdamW",
+            "NAdam",
+            "RAdam",
+            "Adagrad",
+            "Adadelta",
+            "Adamax",
+            "RMSprop",
+            "Rprop",
+            "ASGD",
+        ),
         *("LBFGS", "SparseAdam", "Adafactor", "Muon"),
     ]
     for name in names:
@@ -86,7 +107,9 @@ def _forms() -> Iterator[Form]:
         if make is None:
             continue
         known = inspect.signature(make).parameters
-        forms: list[dict[str, Any]] = [{"foreach": False}, {"foreach": True}] if "foreach" in known else [{}]
+        forms: list[dict[str, Any]] = (
+            [{"foreach": False}, {"foreach": True}] if "foreach" in known else [{}]
+        )
         if "fused" in known:
             forms.append({"fused": True})
         for options in extra.get(name, [{}]):
@@ -106,7 +129,8 @@ def train_step(model: nn.Module, optimizer: Optimizer) -> None:
         loss.backward()
         return loss
 
-    optimizer.step(closure)  # type: ignore[arg-type]  # torch wants a float, its own examples give the loss
+    # torch wants a float, its own examples give the loss
+    optimizer.step(closure)  # type: ignore[arg-type]
 
 
 def large_weights(model: nn.Module) -> list[nn.Parameter]:

@@ -62,7 +62,9 @@ def part_of(flat: Flat, plan: CopyPlan, rank: int, size: int) -> InMemory:
     """The part that this rank captures; its manifest was written and read."""
     chunks = copied(plan)
     digests = tuple(Chunk(chunk_digest(chunk), len(chunk)) for chunk in chunks)
-    content = Content(plan.layout.skeleton, msgspec.Raw(encode_values(flat.values)), plan.layout.tensors, digests)
+    content = Content(
+        plan.layout.skeleton, msgspec.Raw(encode_values(flat.values)), plan.layout.tensors, digests
+    )
     origin = Origin("u", (), (), None, None, 0, 0, 0, None, {}, {}, rank, size)
     manifest = Manifest(VERSION, state_digest(content, ()), origin, content)
     return InMemory.from_bytes([encode(manifest), *chunks])

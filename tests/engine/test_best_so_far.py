@@ -1,4 +1,5 @@
-"""The best so far by a metric that a training is told to keep: it stays in memory until it is durable, and is so before what follows it."""
+"""The best so far by a metric that a training is told to keep: it stays in memory until it is
+durable, and is so before what follows it."""
 
 from __future__ import annotations
 
@@ -48,16 +49,22 @@ def blocked(slots: int = 1) -> RoomNeeded:
 
 def test_best_so_far_is_not_evicted_and_what_it_was_before_is() -> None:
     made = engine(3, 1, 2, math.nan, 5)
-    assert made.handle(RoomNeeded((9,), False, BackPressure.WAIT))[0] == Evict(("s0", "s2", "s3"), (9,))
+    assert made.handle(RoomNeeded((9,), False, BackPressure.WAIT))[0] == Evict(
+        ("s0", "s2", "s3"), (9,)
+    )
     made.handle(recorded(5, 0.5))
-    assert made.handle(RoomNeeded((9,), False, BackPressure.WAIT))[0] == Evict(("s0", "s1", "s2", "s3", "s4"), (9,))
+    assert made.handle(RoomNeeded((9,), False, BackPressure.WAIT))[0] == Evict(
+        ("s0", "s1", "s2", "s3", "s4"), (9,)
+    )
 
 
 def test_the_newest_of_equals_is_the_best_and_larger_ones_are_where_they_are_better() -> None:
-    assert engine(1, 1, 2).handle(RoomNeeded((9,), False, BackPressure.WAIT))[0] == Evict(("s0",), (9,))
-    assert engine(1, 3, 2, 0, rule=Best("loss", goal="max")).handle(RoomNeeded((9,), False, BackPressure.WAIT))[0] == Evict(
-        ("s0", "s2"), (9,)
+    assert engine(1, 1, 2).handle(RoomNeeded((9,), False, BackPressure.WAIT))[0] == Evict(
+        ("s0",), (9,)
     )
+    assert engine(1, 3, 2, 0, rule=Best("loss", goal="max")).handle(
+        RoomNeeded((9,), False, BackPressure.WAIT)
+    )[0] == Evict(("s0", "s2"), (9,))
 
 
 def test_best_is_written_before_any_other_state_of_its_line_and_only_then() -> None:
@@ -93,7 +100,9 @@ def test_where_a_line_goes_back_to_says_what_the_best_is() -> None:
     made.handle(BestKnown("main", {LOSS: (3.0, "s0")}))
     assert made.handle(RoomNeeded((9,), False, BackPressure.WAIT))[0] == Evict(("s1",), (9,))
     made.handle(recorded(3, 2.5))
-    assert made.handle(RoomNeeded((9,), False, BackPressure.WAIT))[0] == Evict(("s0", "s1", "s2"), (9,))
+    assert made.handle(RoomNeeded((9,), False, BackPressure.WAIT))[0] == Evict(
+        ("s0", "s1", "s2"), (9,)
+    )
 
 
 def by_name(cadence: Cadence = NEVER, *, keeps_bests: bool = True) -> Engine:
@@ -108,10 +117,16 @@ def measured(number: int, **metrics: float) -> Recorded:
 
 def test_best_by_each_metric_whose_name_has_a_direction_is_kept_without_being_asked() -> None:
     made = by_name()
-    seen = [{"val_loss": 1.0, "acc": 0.1, "lr": 9.0}, {"val_loss": 2.0, "acc": 0.7, "lr": 1.0}, {"val_loss": 3.0, "acc": 0.2, "lr": 5.0}]
+    seen = [
+        {"val_loss": 1.0, "acc": 0.1, "lr": 9.0},
+        {"val_loss": 2.0, "acc": 0.7, "lr": 1.0},
+        {"val_loss": 3.0, "acc": 0.2, "lr": 5.0},
+    ]
     for number, metrics in enumerate([*seen, {"lr": 0.0}]):
         made.handle(measured(number, **metrics))
-    assert made.handle(RoomNeeded((9,), False, BackPressure.WAIT))[0] == Evict(("s2",), (9,)), "neither the best loss nor the best accuracy"
+    assert made.handle(RoomNeeded((9,), False, BackPressure.WAIT))[0] == Evict(("s2",), (9,)), (
+        "neither the best loss nor the best accuracy"
+    )
     assert made.handle(Wanted("s3")) == [Write(("s0",))]
     assert made.handle(Written(("s0",))) == [Write(("s1",))]
     assert made.handle(Written(("s1",))) == [Write(("s3",))]
@@ -140,7 +155,9 @@ def test_what_was_asked_for_decides_about_its_metric() -> None:
     made.handle(BestKnown("main", {Best("loss", goal="max"): None}))
     for number, loss in enumerate((5.0, 1.0, 2.0)):
         made.handle(measured(number, loss=loss))
-    assert made.handle(Closing("main")) == [Write(("s0",))], "the largest, and not the smallest, too"
+    assert made.handle(Closing("main")) == [Write(("s0",))], (
+        "the largest, and not the smallest, too"
+    )
     assert made.handle(Written(("s0",))) == [Write(("s2",))]
     assert made.handle(Written(("s2",))) == []
 

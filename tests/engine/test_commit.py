@@ -1,4 +1,5 @@
-"""Whatever interrupts a commit, and wherever: engine, memory, arena and lineage agree afterwards, and the repository goes on."""
+"""Whatever interrupts a commit, and wherever: engine, memory, arena and lineage agree
+afterwards, and the repository goes on."""
 
 from __future__ import annotations
 
@@ -42,21 +43,46 @@ if TYPE_CHECKING:
 
     from datastates.engine.handle import Staged
 
-_COMMIT = codes_of(commit, outbox, Runner._adopt, Register.place, Register.adopt, Register.refuse, Register.note, Register._on_recorded)
-_CAPTURE = _COMMIT | codes_of(steps, work, steps, steps, Pipeline.enter, Pipeline.leave, Pipeline._begun)
-_MEMORY = codes_of(MemoryTier.adopt, MemoryTier.settle, MemoryTier._wholly, MemoryTier._settle, MemoryTier._place, MemoryTier._enter)
+_COMMIT = codes_of(
+    commit,
+    outbox,
+    Runner._adopt,
+    Register.place,
+    Register.adopt,
+    Register.refuse,
+    Register.note,
+    Register._on_recorded,
+)
+_CAPTURE = _COMMIT | codes_of(
+    steps, work, steps, steps, Pipeline.enter, Pipeline.leave, Pipeline._begun
+)
+_MEMORY = codes_of(
+    MemoryTier.adopt,
+    MemoryTier.settle,
+    MemoryTier._wholly,
+    MemoryTier._settle,
+    MemoryTier._place,
+    MemoryTier._enter,
+)
 _MERGE = _COMMIT | _MEMORY | codes_of(merge._make)
 _LANDING = (
     _COMMIT
     | _MEMORY
-    | codes_of(receive_states.land, StateSink.adopt, transfer.Pull.land, transfer.IntoRepository.land, transfer.Transfer._finish)
+    | codes_of(
+        receive_states.land,
+        StateSink.adopt,
+        transfer.Pull.land,
+        transfer.IntoRepository.land,
+        transfer.Transfer._finish,
+    )
 )
 _ANYWHERE = _COMMIT | codes_of(merge, receive_states, receive_states, peer, transfer, transfer)
 
 TIMEOUT_S = 60.0
 FEWEST = 3
-"""More places than that are interrupted, also in a part of the cases, where three captures are refused alike, and in newer versions of
-Python, where comprehensions are no functions of their own."""
+"""More places than that are interrupted, also in a part of the cases, where three captures are
+refused alike, and in newer versions of Python, where comprehensions are no functions of their
+own."""
 
 pytestmark = pytest.mark.slow
 
@@ -76,7 +102,8 @@ def leave() -> None:
 
 
 def ctrl_c() -> None:
-    """Its handler runs as soon as Python looks; inside a section of ``undisturbed`` when that ends."""
+    """Its handler runs as soon as Python looks; inside a section of ``undisturbed`` when that
+    ends."""
     signal.raise_signal(signal.SIGINT)
 
 
@@ -85,16 +112,21 @@ class Room:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.repo = datastates.open(folder, config=Config(memory_bytes=64 * CHUNK_BYTES, durable_interval_s=None))
+        self.repo = datastates.open(
+            folder, config=Config(memory_bytes=64 * CHUNK_BYTES, durable_interval_s=None)
+        )
         self.weights = {name: torch.zeros(300) for name in ("main", "side")}
         self.runs: dict[str, Tracker] = {
-            name: self.repo.track(branch=name, rng=False, model={"w": self.weights[name]}) for name in self.weights
+            name: self.repo.track(branch=name, rng=False, model={"w": self.weights[name]})
+            for name in self.weights
         }
         for name in self.runs:
             self.capture(name)
 
     def begin(self, name: str = "main") -> datastates.Capture:
-        """The next state, which is another one than the last. The error of an earlier one comes out first, now or at the capture."""
+        """The next state, which is another one than the last.
+
+        The error of an earlier one comes out first, now or at the capture."""
         self.weights[name] += 1.0
         with suppress(MemoryError, Conflict):
             return self.runs[name].capture()
@@ -104,7 +136,8 @@ class Room:
         return self.begin(name).wait(timeout_s=TIMEOUT_S)
 
     def check(self, where: str) -> None:
-        """All that know of the states in memory say the same, and another capture of each training becomes durable."""
+        """All that know of the states in memory say the same, and another capture of each
+        training becomes durable."""
         core = self.repo.core
         runner, memory, arena = core.engage().runner, core.engage().memory, core.engage().arena
         runner.drain()
@@ -113,15 +146,25 @@ class Room:
         runner._register.journal.tell_evictions()
         here = set(memory.uids())
         assert self.told() == here, f"the lineage does not agree with memory: {where}"
-        assert set(runner._engine._entries) == here, f"the engine does not agree with memory: {where}"
-        assert set(runner._register._lines) == here, f"the register does not agree with memory: {where}"
+        assert set(runner._engine._entries) == here, (
+            f"the engine does not agree with memory: {where}"
+        )
+        assert set(runner._register._lines) == here, (
+            f"the register does not agree with memory: {where}"
+        )
         assert set(runner._register._progress) <= here, f"a capture is on its way for ever: {where}"
         assert len(arena._taken) == memory.slots_held, f"slots are lost: {where}"
         uses = Counter(chunk for state in memory._states.values() for chunk in state.chunks)
-        assert uses == {chunk: chunk.uses for held in memory._chunks.values() for chunk in held}, f"chunks are held for nobody: {where}"
-        assert not any(state.readers for state in memory._states.values()), f"a state is read for ever: {where}"
+        assert uses == {chunk: chunk.uses for held in memory._chunks.values() for chunk in held}, (
+            f"chunks are held for nobody: {where}"
+        )
+        assert not any(state.readers for state in memory._states.values()), (
+            f"a state is read for ever: {where}"
+        )
         for name, run in self.runs.items():
-            assert run._training.line.tip == self.head(name), f"a line does not agree with its branch: {where}"
+            assert run._training.line.tip == self.head(name), (
+                f"a line does not agree with its branch: {where}"
+            )
             assert self.begin(name).wait("durable", timeout_s=TIMEOUT_S).status is Status.DURABLE
 
     def wait_for_what_was_lost(self) -> None:
@@ -169,9 +212,14 @@ def room(tmp_path: Path) -> Iterator[Room]:
 
 
 def each_step(
-    act: Callable[[Interruption], None], check: Callable[[str], None], codes: frozenset[CodeType], error: Callable[[], None]
+    act: Callable[[Interruption], None],
+    check: Callable[[str], None],
+    codes: frozenset[CodeType],
+    error: Callable[[], None],
 ) -> list[str]:
-    """Interrupt ``act`` at its first step, at its second one, and so on; where that was. In the gate at a twelfth of them."""
+    """Interrupt ``act`` at its first step, at its second one, and so on; where that was.
+
+    In the gate at a twelfth of them."""
     counted = Interruption(codes, NEVER, error)
     act(counted)
     check("nothing was interrupted")
@@ -194,21 +242,30 @@ def _survived(interruption: Interruption) -> Iterator[None]:
         assert interruption.place is not None
 
 
-# --- captures ----------------------------------------------------------------------------------------------------------------------
+# --- captures -------------------------------------------------------------------------------------
 
 
 class Rounds:
-    """Three captures of two lines are finished in one round; it is interrupted, and something else is wrong besides."""
+    """Three captures of two lines are finished in one round; it is interrupted, and something
+    else is wrong besides."""
 
     def __init__(self, room: Room, patch: pytest.MonkeyPatch, trouble: str) -> None:
         self.room, self._trouble = room, trouble
         self._is_on = False
         nothing = type(None)
-        kinds: dict[str, list[type]] = {"refused": [Conflict, nothing, Conflict], "torn": [Torn, Torn, Torn]}
+        kinds: dict[str, list[type]] = {
+            "refused": [Conflict, nothing, Conflict],
+            "torn": [Torn, Torn, Torn],
+        }
         self._errors = kinds.get(trouble, [nothing, nothing, nothing])
         self._next: Interruption | None = None
         self._is_ready, self._is_copied = threading.Event(), threading.Semaphore(0)
-        take_round, put, write, check = Commits.take_round, threads.Rounds.put, Database.write, Stager._check
+        take_round, put, write, check = (
+            Commits.take_round,
+            threads.Rounds.put,
+            Database.write,
+            Stager._check,
+        )
 
         def interrupted(commits: Commits, captures: Sequence[Staged]) -> None:
             interruption, self._next = self._next, None
@@ -284,7 +341,7 @@ def test_captures_that_are_interrupted_are_there_for_all_or_for_none(
     assert len(places) > FEWEST
 
 
-# --- merges and clones -----------------------------------------------------------------------------------------------------------------
+# --- merges and clones ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [out_of_memory, interrupt, leave])
@@ -296,7 +353,10 @@ def test_captures_that_are_interrupted_as_memory_takes_them_are_there_or_not(
     assert len(places) > FEWEST
 
 
-@pytest.mark.parametrize(("error", "codes"), [(out_of_memory, _MERGE), (interrupt, _MERGE), (leave, _MEMORY), (ctrl_c, _ANYWHERE)])
+@pytest.mark.parametrize(
+    ("error", "codes"),
+    [(out_of_memory, _MERGE), (interrupt, _MERGE), (leave, _MEMORY), (ctrl_c, _ANYWHERE)],
+)
 def test_a_merge_that_is_interrupted_is_there_for_all_or_for_none(
     room: Room, error: Callable[[], None], codes: frozenset[CodeType]
 ) -> None:
@@ -311,15 +371,22 @@ def test_a_merge_that_is_interrupted_is_there_for_all_or_for_none(
     assert len(each_step(act, room.check, codes, error)) > FEWEST
 
 
-@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")  # Ctrl-C came just before it was
-@pytest.mark.parametrize(("error", "codes"), [(out_of_memory, _LANDING), (interrupt, _LANDING), (leave, _MEMORY), (ctrl_c, _ANYWHERE)])
+@pytest.mark.filterwarnings(
+    "ignore:coroutine .* was never awaited:RuntimeWarning"
+)  # Ctrl-C came just before it was
+@pytest.mark.parametrize(
+    ("error", "codes"),
+    [(out_of_memory, _LANDING), (interrupt, _LANDING), (leave, _MEMORY), (ctrl_c, _ANYWHERE)],
+)
 def test_a_clone_that_is_interrupted_is_there_for_all_or_for_none(
     room: Room, tmp_path: Path, error: Callable[[], None], codes: frozenset[CodeType]
 ) -> None:
     with ExitStack() as stack:
         theirs = Room(tmp_path / "theirs")
         stack.callback(theirs.close)
-        there = stack.enter_context(datastates.connect(stack.enter_context(theirs.repo.serve("memory://")).url))
+        there = stack.enter_context(
+            datastates.connect(stack.enter_context(theirs.repo.serve("memory://")).url)
+        )
 
         def act(interruption: Interruption) -> None:
             uid = theirs.capture().uid

@@ -1,4 +1,5 @@
-"""What becomes durable goes onto the user's tiers too; one that fails holds up nothing, and is tried again."""
+"""What becomes durable goes onto the user's tiers too; one that fails holds up nothing, and is
+tried again."""
 
 from __future__ import annotations
 
@@ -76,18 +77,28 @@ def test_a_state_that_becomes_durable_is_put_onto_further_tiers_and_its_status_s
     assert (list(archive.uids()), second.status) == ([first.uid], Status.CAPTURED)
 
 
-def test_closing_waits_until_what_is_durable_is_put_further(tmp_path: Path, model: torch.nn.Module) -> None:
+def test_closing_waits_until_what_is_durable_is_put_further(
+    tmp_path: Path, model: torch.nn.Module
+) -> None:
     archive = Failing()
-    with datastates.open(tmp_path, config=Config(tiers=[archive])) as repo, repo.track(model=model) as run:
+    with (
+        datastates.open(tmp_path, config=Config(tiers=[archive])) as repo,
+        repo.track(model=model) as run,
+    ):
         uid = run.capture().uid
     assert list(archive.uids()) == [uid]
     with datastates.open(tmp_path) as repo:
         assert repo.state("main").status is Status.EXTERNAL
 
 
-def test_a_state_is_restored_from_a_further_tier_when_the_disk_is_gone(tmp_path: Path, model: torch.nn.Module) -> None:
+def test_a_state_is_restored_from_a_further_tier_when_the_disk_is_gone(
+    tmp_path: Path, model: torch.nn.Module
+) -> None:
     archive = Failing()
-    with datastates.open(tmp_path, config=Config(tiers=[archive])) as repo, repo.track(model=model) as run:
+    with (
+        datastates.open(tmp_path, config=Config(tiers=[archive])) as repo,
+        repo.track(model=model) as run,
+    ):
         run.capture()
     weight = next(iter(model.parameters())).detach().clone()
     shutil.rmtree(tmp_path / "packs")
@@ -116,7 +127,11 @@ def test_a_tier_that_fails_is_tried_again_with_the_next_state(
     archive.is_away = False
     third = run.capture()
     third.wait("external", PATIENCE_S)
-    assert list(archive.uids()) == [first.uid, second.uid, third.uid], "in the order in which they became durable"
+    assert list(archive.uids()) == [
+        first.uid,
+        second.uid,
+        third.uid,
+    ], "in the order in which they became durable"
     assert first.wait("external", PATIENCE_S).status is Status.EXTERNAL
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert [line for line in said if "no route" in line] == [said[0]], "once, not for each state"
@@ -143,7 +158,10 @@ def test_a_tier_that_ends_its_thread_does_not(
             first = run.capture()
             first.wait("durable", PATIENCE_S)
             repo.core.host().drain()
-            with pytest.raises(Unavailable, match=r"is durable and not on the archive tier: (3|Mute); it is tried again"):
+            with pytest.raises(
+                Unavailable,
+                match=r"is durable and not on the archive tier: (3|Mute); it is tried again",
+            ):
                 first.wait("external", PATIENCE_S)
             away.undo()
             run.capture().wait("external", PATIENCE_S)
@@ -175,21 +193,31 @@ def test_what_could_not_be_put_further_by_the_end_stays_durable_and_is_said(
 ) -> None:
     archive = Failing()
     archive.is_away = True
-    with datastates.open(tmp_path, config=Config(tiers=[archive])) as repo, repo.track(model=model) as run:
+    with (
+        datastates.open(tmp_path, config=Config(tiers=[archive])) as repo,
+        repo.track(model=model) as run,
+    ):
         handle = run.capture()
         handle.wait("durable", PATIENCE_S)
         archive.was_away.wait(PATIENCE_S)
     with pytest.raises(Unavailable, match="on the archive tier"):
         handle.wait("external", PATIENCE_S)
-    assert f"not on the archive tier: 1 state that became durable, the last of them {handle.uid}" in caplog.messages
+    assert (
+        f"not on the archive tier: 1 state that became durable, the last of them {handle.uid}"
+        in caplog.messages
+    )
     with datastates.open(tmp_path) as repo:
         assert repo.state("main").status is Status.DURABLE
 
 
 def test_a_state_that_left_memory_is_waited_for_until_it_is_put_further(tmp_path: Path) -> None:
     archive = Held(Failing())
-    model = torch.nn.Linear(1024, 1024)  # one slot: of two, memory holds one state while the next is captured
-    with datastates.open(tmp_path, config=Config(tiers=[archive], memory_bytes=8 << 20)) as repo, repo.track(model=model) as run:
+    # one slot: of two, memory holds one state while the next is captured
+    model = torch.nn.Linear(1024, 1024)
+    with (
+        datastates.open(tmp_path, config=Config(tiers=[archive], memory_bytes=8 << 20)) as repo,
+        repo.track(model=model) as run,
+    ):
         first = run.capture()
         first.wait("durable", PATIENCE_S)
         assert archive.is_waiting.wait(PATIENCE_S)
@@ -235,10 +263,15 @@ class Knowing(WrappedTier):
             return reader.manifest
 
 
-def test_a_tier_that_shows_manifests_is_offered_that_of_the_parent(tmp_path: Path, model: torch.nn.Module) -> None:
+def test_a_tier_that_shows_manifests_is_offered_that_of_the_parent(
+    tmp_path: Path, model: torch.nn.Module
+) -> None:
     tier = Knowing(Failing())
     assert isinstance(tier, SupportsManifests)
-    with datastates.open(tmp_path, config=Config(tiers=[tier])) as repo, repo.track(model=model) as run:
+    with (
+        datastates.open(tmp_path, config=Config(tiers=[tier])) as repo,
+        repo.track(model=model) as run,
+    ):
         first = run.capture().wait("external", PATIENCE_S)
         run.capture().wait("external", PATIENCE_S)
     assert tier.bases == [None, first.uid]
@@ -248,14 +281,18 @@ def test_eviction_leaves_further_tiers_what_they_have(repo: Repository, run: Tra
     first = run.capture().wait("external", PATIENCE_S)
     run.capture().wait("external", PATIENCE_S)
     evict(repo.core, first.uid)
-    assert (repo.state(first.uid).status, places(repo, first.uid)) == (Status.EXTERNAL, [("archive", "")])
+    assert (repo.state(first.uid).status, places(repo, first.uid)) == (
+        Status.EXTERNAL,
+        [("archive", "")],
+    )
     assert repo.load(first.uid)["model"]["weight"].shape == (8, 8)
 
 
 @pytest.mark.parametrize("tiers", ["archive", 5, [object()]])
 def test_what_is_no_list_of_tiers_is_refused(tmp_path: Path, tiers: object) -> None:
     with pytest.raises(datastates.InvalidInput, match="tiers"):
-        datastates.open(tmp_path, config=Config(tiers=tiers))  # type: ignore[arg-type]  # what users may give
+        # what users may give
+        datastates.open(tmp_path, config=Config(tiers=tiers))  # type: ignore[arg-type]
 
 
 class EveryFourthFurther(datastates.Cadence):
@@ -267,9 +304,14 @@ class EveryFourthFurther(datastates.Cadence):
         return current or CadenceChoice("mine", "for a test", every=1, further_every=4, costs=costs)
 
 
-def test_a_policy_lets_some_states_go_on_and_keeps_others_near_until_they_are_tagged(tmp_path: Path, archive: Failing) -> None:
+def test_a_policy_lets_some_states_go_on_and_keeps_others_near_until_they_are_tagged(
+    tmp_path: Path, archive: Failing
+) -> None:
     config = Config(tiers=[archive], memory_bytes=32 << 20, cadence=EveryFourthFurther(1, None))
-    with datastates.open(tmp_path, config=config) as repo, repo.track(weight=torch.zeros(8), rng=False) as run:
+    with (
+        datastates.open(tmp_path, config=config) as repo,
+        repo.track(weight=torch.zeros(8), rng=False) as run,
+    ):
         while run.cadence.costs is None:
             run.capture().wait("durable", PATIENCE_S)
         assert run.cadence.costs.further_s is not None
@@ -284,9 +326,16 @@ def test_a_policy_lets_some_states_go_on_and_keeps_others_near_until_they_are_ta
         states[-1].wait("external", PATIENCE_S)
 
 
-def test_a_state_that_was_kept_near_and_left_memory_goes_on_when_somebody_waits_for_it(tmp_path: Path, archive: Failing) -> None:
-    config = Config(tiers=[archive], memory_bytes=32 << 20, memory_latest=1, cadence=EveryFourthFurther(1, None))
-    with datastates.open(tmp_path, config=config) as repo, repo.track(weight=torch.zeros(8), rng=False) as run:
+def test_a_state_that_was_kept_near_and_left_memory_goes_on_when_somebody_waits_for_it(
+    tmp_path: Path, archive: Failing
+) -> None:
+    config = Config(
+        tiers=[archive], memory_bytes=32 << 20, memory_latest=1, cadence=EveryFourthFurther(1, None)
+    )
+    with (
+        datastates.open(tmp_path, config=config) as repo,
+        repo.track(weight=torch.zeros(8), rng=False) as run,
+    ):
         while run.cadence.costs is None:
             run.capture().wait("durable", PATIENCE_S)
         states = [run.capture() for _ in range(9)]

@@ -1,4 +1,5 @@
-"""The same captures from a GPU: pinned slots, copies on a side stream, and a fence that stops the stream and not the host."""
+"""The same captures from a GPU: pinned slots, copies on a side stream, and a fence that stops
+the stream and not the host."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ from datastates.storage.arena import Arena, DeviceRegistrar
 from .build import copied, differing, live
 from .optimizers import Net
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
 
 BUSY_CYCLES = 1_000_000_000
 """About half a second of a GPU that does nothing else."""
@@ -47,7 +51,9 @@ def stager(arena: Arena) -> Iterator[Stager]:
 
 @pytest.fixture
 def repo(tmp_path: Path) -> Iterator[Repository]:
-    with datastates.open(tmp_path / "runs", config=Config(memory_bytes=32 * CHUNK_BYTES, durable_interval_s=None)) as opened:
+    with datastates.open(
+        tmp_path / "runs", config=Config(memory_bytes=32 * CHUNK_BYTES, durable_interval_s=None)
+    ) as opened:
         yield opened
 
 
@@ -64,7 +70,10 @@ def begin(arena: Arena, stager: Stager, *sources: torch.Tensor) -> tuple[CopyJob
 def check(repo: Repository, captures: list[Capture], expected: list[dict[str, object]]) -> None:
     for capture, value in zip(captures, expected, strict=True):
         capture.wait(timeout_s=60)
-        on_host = {path: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf for path, leaf in value.items()}
+        on_host = {
+            path: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf
+            for path, leaf in value.items()
+        }
         assert differing(on_host, repo.load(capture.uid)) == []
 
 
@@ -89,7 +98,9 @@ def test_deferred_and_eager_tensors_of_both_devices_come_back(arena: Arena, stag
         torch.cuda.synchronize()
 
 
-def test_neither_capture_nor_fence_blocks_the_host_and_what_was_live_is_copied(arena: Arena, stager: Stager) -> None:
+def test_neither_capture_nor_fence_blocks_the_host_and_what_was_live_is_copied(
+    arena: Arena, stager: Stager
+) -> None:
     source = torch.randn(2_000_000, device="cuda")
     expected = source.cpu()
     begin(arena, stager, source)[1].wait(60)  # streams and pinned memory are made once
@@ -97,12 +108,17 @@ def test_neither_capture_nor_fence_blocks_the_host_and_what_was_live_is_copied(a
     torch.cuda._sleep(BUSY_CYCLES)
     job, done = begin(arena, stager, source)
     stager.fence(job)
-    source.add_(1)  # enqueued behind the copy, while the copy has not even begun; the version says "changed" at once
+    # enqueued behind the copy, while the copy has not even begun; the version says "changed" at
+    # once
+    source.add_(1)
     assert not job.is_copied.is_set()
     assert not done.is_set()
     assert done.wait(60)
     assert job.error is None
-    chunks = [arena.tensor(slot)[:length] for slot, length in zip(job.slots, job.plan.layout.chunk_lengths, strict=True)]
+    chunks = [
+        arena.tensor(slot)[:length]
+        for slot, length in zip(job.slots, job.plan.layout.chunk_lengths, strict=True)
+    ]
     assert torch.equal(torch.cat(chunks).view(torch.float32), expected)
     assert torch.equal(source.cpu(), expected + 1)
 
@@ -129,8 +145,12 @@ def test_an_edit_without_a_fence_is_seen(is_data: bool, arena: Arena, stager: St
         assert isinstance(job.error, Torn)
 
 
-@pytest.mark.parametrize("form", [{"foreach": True}, {"foreach": False}, {"fused": True}, {"capturable": True}], ids=str)
-def test_a_training_on_a_gpu_that_runs_ahead_is_captured_as_it_was(form: dict[str, bool], repo: Repository) -> None:
+@pytest.mark.parametrize(
+    "form", [{"foreach": True}, {"foreach": False}, {"fused": True}, {"capturable": True}], ids=str
+)
+def test_a_training_on_a_gpu_that_runs_ahead_is_captured_as_it_was(
+    form: dict[str, bool], repo: Repository
+) -> None:
     torch.manual_seed(0)
     model = Net().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), **form)  # type: ignore[arg-type]  # bools
@@ -156,7 +176,8 @@ def test_capture_synchronises_with_no_device(repo: Repository) -> None:
             loss = (model(torch.randn(16, 128, device="cuda")) ** 2).mean()
             loss.backward()
             optimizer.step()
-            torch.cuda.set_sync_debug_mode("error" if number else "default")  # pinned memory and streams are made once
+            # pinned memory and streams are made once
+            torch.cuda.set_sync_debug_mode("error" if number else "default")
             try:
                 capture = run.capture(metrics={"loss": loss})
             finally:
@@ -165,7 +186,9 @@ def test_capture_synchronises_with_no_device(repo: Repository) -> None:
             assert repo.state(capture.uid).metrics == {"loss": pytest.approx(loss.item())}
 
 
-def test_a_recorded_step_that_is_replayed_behind_a_fence_is_captured_as_it_was(repo: Repository) -> None:
+def test_a_recorded_step_that_is_replayed_behind_a_fence_is_captured_as_it_was(
+    repo: Repository,
+) -> None:
     torch.manual_seed(0)
     model, batch = Net().cuda(), torch.randn(16, 128, device="cuda")
     optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
@@ -201,7 +224,10 @@ def test_a_compiled_step_is_captured_as_it_was(repo: Repository) -> None:
     torch.manual_seed(0)
     model = Net().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
-    forward, step = torch.compile(model, mode="reduce-overhead"), torch.compile(optimizer.step, mode="reduce-overhead")
+    forward, step = (
+        torch.compile(model, mode="reduce-overhead"),
+        torch.compile(optimizer.step, mode="reduce-overhead"),
+    )
     expected, captures = list[dict[str, object]](), list[Capture]()
     with repo.track(model=model, optimizer=optimizer) as run:
         for _ in range(20):
@@ -222,7 +248,10 @@ def test_a_model_on_two_devices_is_captured_as_it_was(repo: Repository) -> None:
         for _ in range(10):
             for layer in model:
                 layer(torch.randn(4, 512, device=next(layer.parameters()).device)).sum().backward()
-            expected = {path: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf for path, leaf in live(model, {}).items()}
+            expected = {
+                path: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf
+                for path, leaf in live(model, {}).items()
+            }
             capture = run.capture()
             optimizer.step()
             capture.wait(timeout_s=60)

@@ -1,4 +1,5 @@
-"""Chunks that cross are digested by the device that has them, in time and rightly: on devices that do everything late."""
+"""Chunks that cross are digested by the device that has them, in time and rightly: on devices
+that do everything late."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.a, self.b = (nn.Parameter(torch.randn(128, 128, generator=generator)) for _ in range(2))
+        self.a, self.b = (
+            nn.Parameter(torch.randn(128, 128, generator=generator)) for _ in range(2)
+        )
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
@@ -47,7 +50,9 @@ def operators_are_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def repo(tmp_path: Path) -> Iterator[Repository]:
-    with datastates.open(tmp_path / "runs", config=Config(memory_bytes=16 * CHUNK_BYTES, durable_interval_s=None)) as opened:
+    with datastates.open(
+        tmp_path / "runs", config=Config(memory_bytes=16 * CHUNK_BYTES, durable_interval_s=None)
+    ) as opened:
         yield opened
 
 
@@ -73,7 +78,9 @@ def train(repo: Repository, late: LateDevices) -> None:
             captures, lived = [], []
             for _ in range(STEPS):
                 model.step(optimizer)
-                lived.append({name: each.detach().clone() for name, each in model.named_parameters()})
+                lived.append(
+                    {name: each.detach().clone() for name, each in model.named_parameters()}
+                )
                 captures.append(run.capture())
             late.schedule.catch_up()
             for capture, each in zip(captures, lived, strict=True):
@@ -84,7 +91,10 @@ def train(repo: Repository, late: LateDevices) -> None:
 
 @pytest.mark.parametrize("lateness", Lateness, ids=lambda each: str(each.value))
 def test_the_host_digests_no_chunk_that_the_device_has_digested(
-    lateness: Lateness, repo: Repository, known: list[Mapping[int, bytes]], caplog: pytest.LogCaptureFixture
+    lateness: Lateness,
+    repo: Repository,
+    known: list[Mapping[int, bytes]],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     train(repo, LateDevices(lateness))
     assert [len(each) for each in known] == [1] * STEPS
@@ -92,14 +102,24 @@ def test_the_host_digests_no_chunk_that_the_device_has_digested(
 
 
 PLANTED = {
-    "digests do not wait for the training": (Lateness.COMPUTE, "devices().wait(stream, crossing.begun)"),
-    "the update and the lanes do not wait for the digests": (Lateness.COPIES, "devices().wait(crossing.side, devices().mark(stream))"),
+    "digests do not wait for the training": (
+        Lateness.COMPUTE,
+        "devices().wait(stream, crossing.begun)",
+    ),
+    "the update and the lanes do not wait for the digests": (
+        Lateness.COPIES,
+        "devices().wait(crossing.side, devices().mark(stream))",
+    ),
 }
 
 
 @pytest.mark.parametrize(("lateness", "line"), PLANTED.values(), ids=PLANTED)
 def test_a_wait_that_is_taken_out_is_noticed(
-    lateness: Lateness, line: str, repo: Repository, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    lateness: Lateness,
+    line: str,
+    repo: Repository,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     without(monkeypatch, Crossings, "_digest", line)
     train(repo, LateDevices(lateness))
@@ -108,7 +128,11 @@ def test_a_wait_that_is_taken_out_is_noticed(
 
 @pytest.mark.parametrize("is_ready", [True, False], ids=["digests wrongly", "is not ready"])
 def test_the_host_digests_if_the_device_does_not(
-    is_ready: bool, repo: Repository, known: list[Mapping[int, bytes]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    is_ready: bool,
+    repo: Repository,
+    known: list[Mapping[int, bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     lanes = Digester.lanes
     monkeypatch.setattr(Digester, "lanes", lambda self: lanes(self) + 1)
@@ -119,7 +143,10 @@ def test_the_host_digests_if_the_device_does_not(
 
 
 def test_memory_that_is_short_on_the_device_fails_no_capture(
-    repo: Repository, known: list[Mapping[int, bytes]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    repo: Repository,
+    known: list[Mapping[int, bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def full(self: Digester) -> torch.Tensor:
         raise torch.OutOfMemoryError("no room")

@@ -1,4 +1,5 @@
-"""Weights that a training edits by hand cost it one state, which is said once, and never the training."""
+"""Weights that a training edits by hand cost it one state, which is said once, and never the
+training."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 class Training:
-    """A model of a few large tensors. An edit is made before the copy can begin; each capture's weights are kept."""
+    """A model of a few large tensors.
+
+    An edit is made before the copy can begin; each capture's weights are kept."""
 
     def __init__(self, repo: Repository, gate: Gate, branch: str = "main") -> None:
         self.repo, self.gate = repo, gate
@@ -85,19 +88,28 @@ def test_a_training_that_edits_its_weights_after_each_capture_loses_one_state(
     training.run.close()
     assert training.check() == [2, 3, 4, 5, 6]
     (said,) = warnings_in(caplog)
-    assert "branch main has no state of step 1: model/0.weight, model/1.weight, model/2.weight and 1 more changed between" in said
+    assert (
+        "branch main has no state of step 1: model/0.weight, model/1.weight, model/2.weight and 1"
+        " more changed between" in said
+    )
     assert "From now on these tensors are copied before capture() returns" in said
 
 
-def test_a_second_edit_of_others_is_the_last_that_costs_a_state(repo: Repository, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_edit_of_others_is_the_last_that_costs_a_state(
+    repo: Repository, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
     training = Training(repo, gate)
     for layers in ((0,), (0,), (1,), (2,), (3,), (0, 1, 2, 3)):
-        training.capture(lambda layers=layers: training.scale(*layers))  # type: ignore[misc]  # bound now
+        # bound now
+        training.capture(lambda layers=layers: training.scale(*layers))  # type: ignore[misc]
         training.repo.flush()
     assert training.run.head is not None
     assert training.check() == [2, 4, 5, 6]
     said = warnings_in(caplog)
-    assert ["model/0.weight changed" in said[0], "model/1.weight changed" in said[1]] == [True, True]
+    assert ["model/0.weight changed" in said[0], "model/1.weight changed" in said[1]] == [
+        True,
+        True,
+    ]
     assert "From now on everything is copied before capture() returns" in said[1]
     assert len(said) == 2
 
@@ -123,7 +135,9 @@ def test_only_a_wait_for_the_torn_state_raises(repo: Repository, gate: Gate) -> 
     training = Training(repo, gate)
     good = training.capture().wait()
     torn = training.capture(lambda: training.scale(0))
-    with pytest.raises(Torn, match=r"model/0\.weight changed between capture\(\) and the end of its copy"):
+    with pytest.raises(
+        Torn, match=r"model/0\.weight changed between capture\(\) and the end of its copy"
+    ):
         torn.wait()
     with pytest.raises(Torn):
         torn.wait("durable", timeout_s=60)
@@ -151,7 +165,9 @@ def test_the_head_of_a_branch_whose_only_capture_tore_is_none(repo: Repository, 
     assert training.run.head is None
 
 
-def test_weights_swapped_in_for_an_evaluation_and_back_are_no_end(repo: Repository, gate: Gate) -> None:
+def test_weights_swapped_in_for_an_evaluation_and_back_are_no_end(
+    repo: Repository, gate: Gate
+) -> None:
     training = Training(repo, gate)
     average = [parameter.detach().clone() for parameter in training.model.parameters()]
 
@@ -170,7 +186,9 @@ def test_weights_swapped_in_for_an_evaluation_and_back_are_no_end(repo: Reposito
     assert training.check() == [1, 3, 4]
 
 
-def test_a_tear_that_was_under_way_while_the_first_was_told_is_told_in_short(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tear_that_was_under_way_while_the_first_was_told_is_told_in_short(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     edits = Edits()
     assert not edits.learn("main")
     edits.note(1, Torn("x", paths=("a", "b")), is_taught=False)

@@ -27,7 +27,7 @@ from datastates.errors import InvalidInput
 from datastates.policy.contract import Cadence, Moment
 from tests.support.engines import DROP, NEVER, SKIP, WAIT, after, engine, refs, room
 
-# --- what is wanted ---------------------------------------------------------------------------------------------------------
+# --- what is wanted -------------------------------------------------------------------------------
 
 
 def test_nothing_is_written_that_nobody_wants() -> None:
@@ -41,7 +41,10 @@ def test_every_second_capture_is_written_one_at_a_time_in_order() -> None:
     made = engine(Cadence(every=2, interval_s=None))
     assert after(made, *(Recorded(f"s{i}", "main", float(i)) for i in range(7))) == [Write(("s1",))]
     assert made.pending_writes == 3
-    assert after(made, Written(("s1",)), Written(("s3",)), Written(("s5",))) == [Write(("s3",)), Write(("s5",))]
+    assert after(made, Written(("s1",)), Written(("s3",)), Written(("s5",))) == [
+        Write(("s3",)),
+        Write(("s5",)),
+    ]
     assert made.pending_writes == 0
 
 
@@ -49,7 +52,9 @@ def test_by_time_the_first_is_written_and_then_the_newest_once_an_interval() -> 
     made = engine(Cadence(interval_s=10.0))
     assert made.next_tick() is None
     assert after(made, Recorded("a", "main", 5.0)) == [Write(("a",))]
-    assert after(made, Written(("a",)), Recorded("b", "main", 6.0), Recorded("c", "main", 7.0)) == []
+    assert (
+        after(made, Written(("a",)), Recorded("b", "main", 6.0), Recorded("c", "main", 7.0)) == []
+    )
     assert made.next_tick() == 15.0
     assert after(made, Tick(14.9)) == []
     assert after(made, Tick(15.0)) == [Write(("c",))]
@@ -59,7 +64,9 @@ def test_by_time_the_first_is_written_and_then_the_newest_once_an_interval() -> 
 
 def test_that_time_goes_by_counts_no_capture() -> None:
     made = engine(Cadence(every=1, interval_s=None), "a")
-    assert after(made, WriteFailed(("a",), 1.0), Tick(99.0)) == [], "it was due once, when it was captured"
+    assert after(made, WriteFailed(("a",), 1.0), Tick(99.0)) == [], (
+        "it was due once, when it was captured"
+    )
 
 
 def test_each_line_has_a_cadence_of_its_own() -> None:
@@ -102,7 +109,7 @@ def test_closing_one_line_leaves_the_other_alone() -> None:
     assert after(made, Written(("o",)), room()) == [Evict(("o",), (1,))]
 
 
-# --- what leaves ------------------------------------------------------------------------------------------------------------
+# --- what leaves ----------------------------------------------------------------------------------
 
 
 def test_the_oldest_leave_first_and_never_a_head_nor_what_is_named_or_wanted() -> None:
@@ -154,13 +161,19 @@ def test_a_few_states_are_named_for_room_at_a_time_the_oldest_first() -> None:
     made = engine(NEVER, *(f"s{number}" for number in range(100)))
     for first in (0, AT_A_TIME):
         named = tuple(f"s{number}" for number in range(first, first + AT_A_TIME))
-        assert after(made, room(is_blocked=False)) == after(made, room(is_blocked=False)) == [Evict(named, (1,))]
+        assert (
+            after(made, room(is_blocked=False))
+            == after(made, room(is_blocked=False))
+            == [Evict(named, (1,))]
+        )
         for uid in named:
             made.forget(uid)
 
 
 @pytest.mark.parametrize("latest", [None, 20])
-def test_the_work_for_a_capture_does_not_grow_with_the_states_held(latest: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_work_for_a_capture_does_not_grow_with_the_states_held(
+    latest: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls, rank = [0], Engine._rank
 
     def counted(made: Engine, uid: str) -> tuple[bool, int, str] | None:
@@ -186,14 +199,18 @@ def test_the_work_for_a_capture_does_not_grow_with_the_states_held(latest: int |
 
 
 def test_states_that_are_free_again_keep_their_age() -> None:
-    made = engine(Cadence(every=2, interval_s=None), "a", "b", "c", "d")  # b is being written, d is wanted
+    # b is being written, d is wanted
+    made = engine(Cadence(every=2, interval_s=None), "a", "b", "c", "d")
     assert after(made, refs("a"), room(is_blocked=False)) == [Evict(("c",), (1,))]
-    assert after(made, refs(), Written(("b",)), room(is_blocked=False)) == [Write(("d",)), Evict(("b", "c"), (1,))], "a is wanted"
+    assert after(made, refs(), Written(("b",)), room(is_blocked=False)) == [
+        Write(("d",)),
+        Evict(("b", "c"), (1,)),
+    ], "a is wanted"
     after(made, Written(("d",)), Written(("a",)))
     assert after(made, room(is_blocked=False)) == [Evict(("a", "b", "c", "d"), (1,))]
 
 
-# --- memory for less than two states ------------------------------------------------------------------------------------------
+# --- memory for less than two states --------------------------------------------------------------
 
 
 def test_nothing_is_written_for_room_while_a_capture_is_in_flight() -> None:
@@ -206,25 +223,39 @@ def test_what_a_branch_named_may_leave_once_the_branch_went_on() -> None:
     made = engine(NEVER, "a")
     after(made, refs(main="a", other="a"), Recorded("b", "main", 1.0))
     assert after(made, room(is_blocked=False)) == []
-    assert after(made, refs(main="a"), Recorded("c", "main", 2.0), room(is_blocked=False)) == [Evict(("a", "b"), (1,))]
+    assert after(made, refs(main="a"), Recorded("c", "main", 2.0), room(is_blocked=False)) == [
+        Evict(("a", "b"), (1,))
+    ]
 
 
 def test_the_head_gives_way_to_its_follower_between_two_writes_of_its_cadence() -> None:
     made = engine(Cadence(interval_s=10.0))
-    assert after(made, Recorded("a", "main", 0.0), Written(("a",)), room(2, line="main")) == [Write(("a",)), Evict(("a",), (2,))]
+    assert after(made, Recorded("a", "main", 0.0), Written(("a",)), room(2, line="main")) == [
+        Write(("a",)),
+        Evict(("a",), (2,)),
+    ]
     made.forget("a")
     for uid, now in (("b", 1.0), ("c", 2.0)):
         after(made, Recorded(uid, "main", now), refs(main=uid))
         assert after(made, room(2, line="main", since=now)) == [Evict((uid,), (2,))]
         made.forget(uid)
-    assert after(made, Recorded("d", "main", 9.0), room(2, line="main", since=11.0)) == [Write(("d",))]  # the tick did not come first
+    # the tick did not come first
+    assert after(made, Recorded("d", "main", 9.0), room(2, line="main", since=11.0)) == [
+        Write(("d",))
+    ]
     assert after(made, Written(("d",)), Recorded("e", "main", 12.0), Tick(20.9)) == []
 
 
 def test_the_head_of_another_line_does_not_give_way() -> None:
     made = engine(Cadence(interval_s=10.0))
     made.handle(LineOpened("other", Cadence(interval_s=10.0), "other"))
-    after(made, Recorded("a", "main", 0.0), Written(("a",)), Recorded("o", "other", 0.0), Written(("o",)))
+    after(
+        made,
+        Recorded("a", "main", 0.0),
+        Written(("a",)),
+        Recorded("o", "other", 0.0),
+        Written(("o",)),
+    )
     after(made, Recorded("b", "main", 1.0), Recorded("p", "other", 1.0), room(9))
     for uid in ("a", "o"):
         made.forget(uid)
@@ -241,10 +272,18 @@ def test_a_head_that_somebody_counts_on_does_not_give_way(event: Event) -> None:
 
 def test_a_clone_is_written_before_a_head_gives_way() -> None:
     made = engine(Cadence(interval_s=10.0))
-    after(made, Recorded("a", "main", 0.0), Written(("a",)), Adopted("clone"), Recorded("b", "main", 1.0))
+    after(
+        made,
+        Recorded("a", "main", 0.0),
+        Written(("a",)),
+        Adopted("clone"),
+        Recorded("b", "main", 1.0),
+    )
     made.forget("a")
     assert after(made, room(2, line="main", since=1.0)) == [Write(("clone",))]
-    assert after(made, WriteFailed(("clone",), 2.0), room(2, line="main", since=1.0)) == [Evict(("b",), (2,))]
+    assert after(made, WriteFailed(("clone",), 2.0), room(2, line="main", since=1.0)) == [
+        Evict(("b",), (2,))
+    ]
 
 
 def test_a_head_does_not_give_way_when_its_line_could_not_be_written() -> None:
@@ -253,14 +292,16 @@ def test_a_head_does_not_give_way_when_its_line_could_not_be_written() -> None:
     assert after(made, room(2, line="main", since=1.0 + RETRY_S + 0.1)) == [Write(("a",))]
 
 
-# --- what cannot be written ---------------------------------------------------------------------------------------------------
+# --- what cannot be written -----------------------------------------------------------------------
 
 
 def test_whoever_waits_is_refused_when_nothing_that_is_held_can_be_written() -> None:
     made = engine(NEVER, "a", "b")
     after(made, refs("a", main="b"), WriteFailed(("a",), 3.0))
     assert after(made, room(2, since=2.0, now=4.0)) == [Write(("b",))]
-    assert after(made, WriteFailed(("b",), 5.0), room(2, since=2.0, now=6.0)) == [Refuse(("a", "b"))]
+    assert after(made, WriteFailed(("b",), 5.0), room(2, since=2.0, now=6.0)) == [
+        Refuse(("a", "b"))
+    ]
 
 
 def test_waiting_ends_although_tags_want_what_fails_again_and_again() -> None:
@@ -287,16 +328,22 @@ def test_one_write_that_goes_well_gives_hope_for_the_others() -> None:
     assert after(made, room(2, since=0.5)) == [Write(("a",))]
 
 
-# --- clones -----------------------------------------------------------------------------------------------------------------
+# --- clones ---------------------------------------------------------------------------------------
 
 
 def test_a_clone_stays_in_memory_until_it_is_durable_and_is_written_for_room() -> None:
     made = engine(NEVER, "a", "b")
     assert after(made, Adopted("clone"), room(1, is_blocked=False)) == [Evict(("a",), (1,))]
     made.forget("a")
-    assert after(made, Wanted("b"), Written(("b",)), room(2)) == [Write(("b",)), Evict(("b",), (2,))]
+    assert after(made, Wanted("b"), Written(("b",)), room(2)) == [
+        Write(("b",)),
+        Evict(("b",), (2,)),
+    ]
     made.forget("b")
-    assert after(made, room(3), Written(("clone",)), room(3)) == [Write(("clone",)), Evict(("clone",), (3,))]
+    assert after(made, room(3), Written(("clone",)), room(3)) == [
+        Write(("clone",)),
+        Evict(("clone",), (3,)),
+    ]
     made.forget("clone")
     assert not made._adopted
 
@@ -317,7 +364,7 @@ def test_a_state_that_a_line_captured_is_no_clone() -> None:
     assert after(made, Adopted("a"), room(1, is_blocked=False)) == [Evict(("a",), (1,))]
 
 
-# --- cadence ----------------------------------------------------------------------------------------------------------------
+# --- cadence --------------------------------------------------------------------------------------
 
 
 def test_a_cadence_refuses_what_makes_no_sense() -> None:
@@ -330,10 +377,15 @@ def test_a_cadence_refuses_what_makes_no_sense() -> None:
 
 def test_a_cadence_is_due_by_count_or_by_time() -> None:
     cadence = Cadence(every=3, interval_s=10.0)
-    assert [index for index in range(7) if cadence.is_due(Moment(0.0, index, last_write=0.0))] == [2, 5]
+    assert [index for index in range(7) if cadence.is_due(Moment(0.0, index, last_write=0.0))] == [
+        2,
+        5,
+    ]
     assert cadence.is_due(Moment(10.0, 1, last_write=0.0))
     assert not cadence.is_due(Moment(99.0, 1, last_write=0.0, is_newest=False))
-    assert not cadence.is_due(Moment(1.0, None, last_write=0.0)), "no capture came, so none is counted"
+    assert not cadence.is_due(Moment(1.0, None, last_write=0.0)), (
+        "no capture came, so none is counted"
+    )
     assert cadence.is_due(Moment(10.0, None, last_write=0.0))
     assert cadence.next_due(Moment(5.0, last_write=4.0)) == 14.0
     assert cadence.next_due(Moment(5.0)) is None

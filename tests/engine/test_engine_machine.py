@@ -37,7 +37,8 @@ from tests.support.engines import DROP, WAIT, room
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """The engine between a runner and a model: what is in memory, durable, named, a head; what was asked for."""
+    """The engine between a runner and a model: what is in memory, durable, named, a head; what
+    was asked for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +56,11 @@ class EngineMachine(RuleBasedStateMachine):
         self.giving_way: str | None = None
 
     @initialize(
-        cadences=st.lists(st.builds(Cadence, st.none() | st.integers(1, 3), st.none() | st.floats(0, 5)), min_size=1, max_size=3),
+        cadences=st.lists(
+            st.builds(Cadence, st.none() | st.integers(1, 3), st.none() | st.floats(0, 5)),
+            min_size=1,
+            max_size=3,
+        ),
         latest=st.none() | st.integers(1, 3),
     )
     def open_lines(self, cadences: list[Cadence], latest: int | None) -> None:
@@ -110,10 +115,16 @@ class EngineMachine(RuleBasedStateMachine):
             assert uid not in self.owed, "a wanted state left before it was durable"
             if self.giving_way == line and self.heads.get(line) == uid:
                 assert line in self.is_safe, "the only state of a line left before it was durable"
-                assert uid not in {*self.tagged, *(at for name, at in self.branches.items() if name != line)}
+                assert uid not in {
+                    *self.tagged,
+                    *(at for name, at in self.branches.items() if name != line),
+                }
                 return
             assert uid not in self.heads.values(), "a head left before it was durable"
-            assert uid not in {*self.tagged, *self.branches.values()}, "a named state left before it was durable"
+            assert uid not in {
+                *self.tagged,
+                *self.branches.values(),
+            }, "a named state left before it was durable"
 
     @rule(data=st.data(), seconds=st.floats(0, 3))
     def record(self, data: st.DataObject, seconds: float) -> None:
@@ -148,7 +159,9 @@ class EngineMachine(RuleBasedStateMachine):
     def name(self, data: st.DataObject) -> None:
         uid = st.sampled_from(sorted(self.memory))
         self.tagged = data.draw(st.frozensets(uid, max_size=3))
-        self.branches = data.draw(st.dictionaries(st.sampled_from(["line0", "line1", "line2", "other"]), uid))
+        self.branches = data.draw(
+            st.dictionaries(st.sampled_from(["line0", "line1", "line2", "other"]), uid)
+        )
         self.owed |= self.tagged - self.durable
         self.act(RefsChanged(self.tagged, self.branches))
 
@@ -191,12 +204,15 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.lines)
     @rule(data=st.data())
     def wait_for_room_and_go_on_whatever_comes(self, data: st.DataObject) -> None:
-        """A patient capture never waits for a disk that is in trouble: what may go goes, or it is refused."""
+        """A patient capture never waits for a disk that is in trouble: what may go goes, or it
+        is refused."""
         self.giving_way = data.draw(st.sampled_from(sorted(self.lines)))
         for _ in range(3):
             if not self.memory or not self.engine.is_in_trouble:
                 break
-            event = RoomNeeded((1 << 20,), True, WAIT, self.giving_way, 0, self.now, self.now, is_patient=True)
+            event = RoomNeeded(
+                (1 << 20,), True, WAIT, self.giving_way, 0, self.now, self.now, is_patient=True
+            )
             if self.writing is None:
                 assert self.engine.handle(Stalled(False)) == []
             actions = self.engine.handle(event)
@@ -225,10 +241,13 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.memory)
     @rule(line=st.sampled_from([None, "line0"]))
     def wait_while_nothing_can_be_written(self, line: str | None) -> None:
-        """Whoever waits is refused, or gets the whole arena because nothing was left that is to be kept."""
+        """Whoever waits is refused, or gets the whole arena because nothing was left that is to
+        be kept."""
         since, self.giving_way = self.now, line
         for _ in range(3 * len(self.memory) + 3):
-            refused = self.engine.handle(RoomNeeded((1 << 20,), True, WAIT, line, 0, since, self.now))
+            refused = self.engine.handle(
+                RoomNeeded((1 << 20,), True, WAIT, line, 0, since, self.now)
+            )
             if refused and isinstance(refused[0], Refuse):
                 assert set(refused[0].uids) | {self.writing} >= set(self.memory) - self.durable
                 break
@@ -243,7 +262,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(back_pressure=st.sampled_from(list(BackPressure)))
     def wait_for_all_room(self, back_pressure: BackPressure) -> None:
-        """A capture that needs the whole arena gets it: writes end, and then everything can leave."""
+        """A capture that needs the whole arena gets it: writes end, and then everything can
+        leave."""
         for _ in range(3 * len(self.memory) + 3):
             if not self.memory:
                 return
@@ -268,14 +288,27 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_owed_is_on_its_way(self) -> None:
-        assert self.engine.pending_writes >= len(self.owed - {self.writing}) + (self.writing is not None)
-        assert not self.owed or self.writing is not None or self.engine.is_in_trouble, "something is wanted and nothing is being written"
+        assert self.engine.pending_writes >= len(self.owed - {self.writing}) + (
+            self.writing is not None
+        )
+        assert not self.owed or self.writing is not None or self.engine.is_in_trouble, (
+            "something is wanted and nothing is being written"
+        )
 
     @invariant()
     def the_oldest_that_may_leave_are_found(self) -> None:
         held = self.engine._held()
-        may_leave = [uid for uid, entry in self.engine._entries.items() if self.engine._may_leave(uid, entry, held)]
-        assert self.engine._free(held) == sorted(may_leave, key=lambda uid: self.engine._rank(uid) or (True, 0, uid))[:AT_A_TIME]
+        may_leave = [
+            uid
+            for uid, entry in self.engine._entries.items()
+            if self.engine._may_leave(uid, entry, held)
+        ]
+        assert (
+            self.engine._free(held)
+            == sorted(may_leave, key=lambda uid: self.engine._rank(uid) or (True, 0, uid))[
+                :AT_A_TIME
+            ]
+        )
 
     def teardown(self) -> None:
         self.heads.clear()
@@ -290,5 +323,8 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(
-    max_examples=examples(150), stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much]
+    max_examples=examples(150),
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.filter_too_much],
 )

@@ -40,7 +40,9 @@ def test_of_what_a_policy_picks_every_nth_state_goes_on_and_whatever_somebody_wa
     assert made.handle(Wanted("s40")) == [], "once"
     assert made.handle(refs("s42", main="s48")) == [PassOn(("s42",))]
     made.forget("s43")
-    assert made.handle(Wanted("s43")) == [PassOn(("s43",))], "it is on disk, though memory let it go"
+    assert made.handle(Wanted("s43")) == [PassOn(("s43",))], (
+        "it is on disk, though memory let it go"
+    )
 
 
 def test_a_head_that_was_kept_near_goes_on_when_its_line_closes() -> None:

@@ -1,4 +1,5 @@
-"""What the engine decides while nothing can be written: what is tried when, and what gives way in memory."""
+"""What the engine decides while nothing can be written: what is tried when, and what gives way
+in memory."""
 
 from __future__ import annotations
 
@@ -46,12 +47,25 @@ def test_what_failed_in_passing_stays_wanted_and_is_tried_again_later_and_later(
     assert after(made, Written(("a",))) == []
     assert not made.is_in_trouble
     assert made.next_tick() is None
-    assert after(made, Recorded("b", "main", now), fails("b", now), Tick(now + FIRST_RETRY_S)) == [Write(("b",)), Write(("b",))]
+    assert after(made, Recorded("b", "main", now), fails("b", now), Tick(now + FIRST_RETRY_S)) == [
+        Write(("b",)),
+        Write(("b",)),
+    ]
 
 
 def test_nothing_else_is_tried_until_then_unless_somebody_waits() -> None:
     made = engine(Cadence(every=1, interval_s=None), "a", "b")
-    assert after(made, fails("a", 1.0), Wanted("b"), Recorded("c", "main", 1.1), refs("b"), Closing("main")) == []
+    assert (
+        after(
+            made,
+            fails("a", 1.0),
+            Wanted("b"),
+            Recorded("c", "main", 1.1),
+            refs("b"),
+            Closing("main"),
+        )
+        == []
+    )
     assert after(made, Retry()) == [Write(("c",))]
 
 
@@ -66,8 +80,13 @@ def test_heads_then_tags_then_what_is_waited_for_come_first_when_writing_works_a
         Write(("d",)),
         Write(("a",)),
     ]
-    assert after(made, Written(("a",)), Recorded("f", "main", 9.0), Recorded("g", "main", 9.0)) == [Write(("f",))]
-    assert after(made, Recorded("h", "main", 9.0), Written(("f",)), Written(("g",))) == [Write(("g",)), Write(("h",))], "in order, as ever"
+    assert after(made, Written(("a",)), Recorded("f", "main", 9.0), Recorded("g", "main", 9.0)) == [
+        Write(("f",))
+    ]
+    assert after(made, Recorded("h", "main", 9.0), Written(("f",)), Written(("g",))) == [
+        Write(("g",)),
+        Write(("h",)),
+    ], "in order, as ever"
 
 
 def test_a_state_that_cannot_be_written_does_not_keep_the_others_from_it() -> None:
@@ -76,7 +95,10 @@ def test_a_state_that_cannot_be_written_does_not_keep_the_others_from_it() -> No
     assert after(made, Retry()) == [Write(("c",))], "the head"
     assert after(made, fails("c", 6.0), Retry()) == [Write(("b",))]
     assert after(made, fails("b", 7.0), Retry()) == [Write(("c",))], "each had its turn"
-    assert after(made, fails("c", 8.0), Retry(), fails("b", 9.0), Retry()) == [Write(("b",)), Write(("a",))]
+    assert after(made, fails("c", 8.0), Retry(), fails("b", 9.0), Retry()) == [
+        Write(("b",)),
+        Write(("a",)),
+    ]
     assert after(made, Written(("a",)), fails("c", 9.0), Retry()) == [Write(("c",)), Write(("b",))]
 
 
@@ -87,12 +109,24 @@ def test_heads_of_lines_that_were_closed_come_first_too() -> None:
     assert after(made, Retry(), Written(("b",))) == [Write(("b",)), Write(("o",))]
 
 
-def test_memory_that_is_full_lets_older_states_give_way_in_the_order_of_what_they_are_worth() -> None:
+def test_memory_that_is_full_lets_older_states_give_way_in_the_order_of_what_they_are_worth() -> (
+    None
+):
     made = engine(Cadence(every=1, interval_s=None), "a", "b", "c", "d", "e")
     made.handle(LineOpened("other", NEVER, "other"))
-    after(made, Recorded("o", "other", 5.0), fails("a", 5.0), Wanted("b"), refs("c", main="e", other="o"))
-    assert after(made, room(2, line="main", is_patient=True)) == [GiveWay(("a", "d", "b", "e", "c"), (2,))]
-    assert after(made, room(2, line="other", is_patient=True)) == [GiveWay(("a", "d", "b", "o", "c"), (2,))]
+    after(
+        made,
+        Recorded("o", "other", 5.0),
+        fails("a", 5.0),
+        Wanted("b"),
+        refs("c", main="e", other="o"),
+    )
+    assert after(made, room(2, line="main", is_patient=True)) == [
+        GiveWay(("a", "d", "b", "e", "c"), (2,))
+    ]
+    assert after(made, room(2, line="other", is_patient=True)) == [
+        GiveWay(("a", "d", "b", "o", "c"), (2,))
+    ]
 
 
 def test_the_heads_of_other_branches_never_give_way_and_the_capture_is_refused() -> None:
@@ -115,10 +149,14 @@ def test_nothing_gives_way_while_the_disk_is_tried() -> None:
     made = engine(Cadence(every=1, interval_s=None), "a", "b")
     after(made, fails("a", 5.0), Tick(9.0))
     assert after(made, room(2, line="main", is_patient=True)) == []
-    assert after(made, fails("b", 9.0), room(2, line="main", is_patient=True)) == [GiveWay(("a", "b"), (2,))]
+    assert after(made, fails("b", 9.0), room(2, line="main", is_patient=True)) == [
+        GiveWay(("a", "b"), (2,))
+    ]
 
 
-def test_what_failed_for_good_after_it_failed_in_passing_is_tried_again_when_room_is_needed() -> None:
+def test_what_failed_for_good_after_it_failed_in_passing_is_tried_again_when_room_is_needed() -> (
+    None
+):
     made = engine(NEVER, "a")
     assert after(made, Wanted("a")) == [Write(("a",))]
     assert after(made, fails("a", 0.0), Retry()) == [Write(("a",))]
@@ -142,7 +180,9 @@ def test_a_stalled_write_keeps_its_state_and_lets_others_give_way() -> None:
     assert not made.is_in_trouble
 
 
-@pytest.mark.parametrize("event", [room(2, line="main"), room(2, SKIP, line="main", is_patient=True)])
+@pytest.mark.parametrize(
+    "event", [room(2, line="main"), room(2, SKIP, line="main", is_patient=True)]
+)
 def test_nothing_gives_way_for_those_who_would_rather_be_refused_or_skip(event: RoomNeeded) -> None:
     made = engine(Cadence(every=1, interval_s=None), "a", "b")
     after(made, fails("a", 5.0))

@@ -1,4 +1,5 @@
-"""The fence waits before every change of what it guards, travels with copies of the model, and comes off again."""
+"""The fence waits before every change of what it guards, travels with copies of the model, and
+comes off again."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ class Waits:
 def test_a_step_waits_once_in_every_form_and_before_it_changes_anything(form: Form) -> None:
     model, optimizer = form.build()
     seen: list[list[torch.Tensor]] = []
-    fence = Fence(lambda: seen.append([parameter.detach().clone() for parameter in model.parameters()]))
+    fence = Fence(
+        lambda: seen.append([parameter.detach().clone() for parameter in model.parameters()])
+    )
     fence.install([optimizer], [model])
     before = [parameter.detach().clone() for parameter in model.parameters()]
     train_step(model, optimizer)
@@ -72,7 +75,9 @@ def test_installing_again_hooks_only_what_is_new() -> None:
     for optimizers in ([first], [first], [first, second]):
         fence.install(optimizers, [model])
     assert waits.during(lambda: (first.step(), second.step())) == 2
-    assert waits.during(lambda: model.load_state_dict(model.state_dict())) == len([*model.modules()])
+    assert waits.during(lambda: model.load_state_dict(model.state_dict())) == len(
+        [*model.modules()]
+    )
 
 
 def test_a_scheduler_and_a_scaler_step_through_the_fence() -> None:
@@ -116,7 +121,8 @@ def test_loading_into_any_part_of_a_model_waits_first() -> None:
     fence = Fence(waits)
     fence.install([], [model])
     for part in (model[0], model[0][0], model[1]):  # type: ignore[index]  # a Sequential
-        assert waits.during(lambda part=part: part.load_state_dict(part.state_dict())) >= 1  # type: ignore[misc]  # bound now
+        # bound now
+        assert waits.during(lambda part=part: part.load_state_dict(part.state_dict())) >= 1  # type: ignore[misc]
     model.append(late := nn.Linear(2, 2))
     assert waits.during(lambda: late.load_state_dict(late.state_dict())) == 0
     fence.install([], [model])
@@ -131,12 +137,17 @@ def test_a_part_that_has_the_place_in_memory_of_one_that_is_gone_is_hooked() -> 
     for _ in range(20):
         model = nn.Linear(2, 2)
         fence.install([], [model])
-        assert waits.during(lambda model=model: model.load_state_dict(model.state_dict())) == 1  # type: ignore[misc]  # bound now
+        # bound now
+        assert waits.during(lambda model=model: model.load_state_dict(model.state_dict())) == 1  # type: ignore[misc]
         del model
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-@pytest.mark.parametrize("make", [torch.jit.script, lambda model: torch.jit.trace(model, torch.zeros(1, 2))], ids=["script", "trace"])
+@pytest.mark.parametrize(
+    "make",
+    [torch.jit.script, lambda model: torch.jit.trace(model, torch.zeros(1, 2))],
+    ids=["script", "trace"],
+)
 def test_loading_into_a_compiled_script_waits_first(make: Callable[[nn.Module], nn.Module]) -> None:
     waits, model = Waits(), make(nn.Sequential(nn.Linear(2, 2)))
     fence = Fence(waits)
@@ -163,22 +174,33 @@ def test_an_optimizer_that_exchanges_weights_to_evaluate_them_waits_first() -> N
     assert (optimizer.eval(), len(waits.threads)) == (3, 3)
 
 
-# --- with a tracker ---------------------------------------------------------------------------------------------------------
+# --- with a tracker -------------------------------------------------------------------------------
 
 
 def test_a_tracked_model_can_be_copied_pickled_and_saved(tmp_path: Path) -> None:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
-    with datastates.open(tmp_path / "runs", memory_bytes=8 << 22) as repo, repo.track(model=model, optimizer=optimizer) as run:
+    with (
+        datastates.open(tmp_path / "runs", memory_bytes=8 << 22) as repo,
+        repo.track(model=model, optimizer=optimizer) as run,
+    ):
         train_step(model, optimizer)
         run.capture()
         saved = io.BytesIO()
         torch.save({"model": model, "optimizer": optimizer}, saved)
         saved.seek(0)
         loaded = torch.load(saved, weights_only=False)
-        copies = [copy.deepcopy(model), AveragedModel(model).module, pickle.loads(pickle.dumps(model)), loaded["model"]]
+        copies = [
+            copy.deepcopy(model),
+            AveragedModel(model).module,
+            pickle.loads(pickle.dumps(model)),
+            loaded["model"],
+        ]
         for made in copies:
-            assert all(torch.equal(made.state_dict()[key], value) for key, value in model.state_dict().items())
+            assert all(
+                torch.equal(made.state_dict()[key], value)
+                for key, value in model.state_dict().items()
+            )
             made.load_state_dict(model.state_dict())
         twin, twin_optimizer = copy.deepcopy((model, optimizer))
         for one, other in ((twin, twin_optimizer), (loaded["model"], loaded["optimizer"])):
@@ -200,7 +222,10 @@ def test_closing_a_tracker_takes_its_hooks_off(tmp_path: Path) -> None:
 
 def test_a_copy_of_the_model_keeps_no_closed_repository_alive(tmp_path: Path) -> None:
     model = Net()
-    with datastates.open(tmp_path / "runs", memory_bytes=8 << 22) as repo, repo.track(model=model) as run:
+    with (
+        datastates.open(tmp_path / "runs", memory_bytes=8 << 22) as repo,
+        repo.track(model=model) as run,
+    ):
         loaded: nn.Module = pickle.loads(pickle.dumps(model))
         tracker = weakref.ref(run)
     del run, repo
@@ -214,7 +239,10 @@ def test_a_child_forked_while_a_copy_is_under_way_waits_for_none_of_its_parents_
 ) -> None:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    with datastates.open(tmp_path / "runs", memory_bytes=8 << 22) as repo, repo.track(model=model, optimizer=optimizer) as run:
+    with (
+        datastates.open(tmp_path / "runs", memory_bytes=8 << 22) as repo,
+        repo.track(model=model, optimizer=optimizer) as run,
+    ):
         train_step(model, optimizer)
         with held_back(monkeypatch):
             capture = run.capture()
@@ -226,7 +254,12 @@ def test_a_child_forked_while_a_copy_is_under_way_waits_for_none_of_its_parents_
         assert capture.wait(timeout_s=60).step == 1
 
 
-def _in_a_child(run: datastates.Tracker, capture: datastates.Capture, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def _in_a_child(
+    run: datastates.Tracker,
+    capture: datastates.Capture,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> int:
     """How often a use of the parent's threads was refused; nothing of it hangs."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(30)
@@ -236,7 +269,11 @@ def _in_a_child(run: datastates.Tracker, capture: datastates.Capture, model: nn.
     optimizer.step()
     run.fence()
     refused = 0
-    uses: list[Callable[[], object]] = [capture.wait, lambda: capture.wait("durable"), lambda: run.head]
+    uses: list[Callable[[], object]] = [
+        capture.wait,
+        lambda: capture.wait("durable"),
+        lambda: run.head,
+    ]
     for use in uses:
         try:
             use()
@@ -250,7 +287,22 @@ class Hasty(torch.optim.SGD):
     """It changes something before it calls its closure, for all that anybody knows."""
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Rprop", "ASGD", "Adamax", "LBFGS"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SGD",
+        "Adam",
+        "AdamW",
+        "RMSprop",
+        "Adagrad",
+        "NAdam",
+        "RAdam",
+        "Rprop",
+        "ASGD",
+        "Adamax",
+        "LBFGS",
+    ],
+)
 @pytest.mark.parametrize("way", ["positional", "keyword"])
 def test_a_copy_overlaps_the_closure_of_a_step(name: str, way: str) -> None:
     said: list[str] = []

@@ -1,4 +1,5 @@
-"""A disk that is full, away or stalled: the training goes on, and what it captured becomes durable when the disk is well again."""
+"""A disk that is full, away or stalled: the training goes on, and what it captured becomes
+durable when the disk is well again."""
 
 from __future__ import annotations
 
@@ -39,12 +40,25 @@ def disk(tmp_path: Path) -> Iterator[FaultyDisk]:
         yield disk
 
 
-def opened(folder: Path, slots: int = 16, *, every: int | None = 1, on_failure: OnFailure = OnFailure.CONTINUE) -> Repository:
-    config = Config(memory_bytes=slots * CHUNK_BYTES, durable_interval_s=None, durable_every=every, on_failure=on_failure)
+def opened(
+    folder: Path,
+    slots: int = 16,
+    *,
+    every: int | None = 1,
+    on_failure: OnFailure = OnFailure.CONTINUE,
+) -> Repository:
+    config = Config(
+        memory_bytes=slots * CHUNK_BYTES,
+        durable_interval_s=None,
+        durable_every=every,
+        on_failure=on_failure,
+    )
     return datastates.open(folder, config=config)
 
 
-def begin(repo: Repository, branch: str = "main", size: int = WORDS) -> tuple[Tracker, torch.Tensor]:
+def begin(
+    repo: Repository, branch: str = "main", size: int = WORDS
+) -> tuple[Tracker, torch.Tensor]:
     words = torch.zeros(size)
     return repo.track(branch=branch, words=words, rng=False), words
 
@@ -73,7 +87,11 @@ def test_the_training_goes_on_and_all_that_it_kept_becomes_durable(
         assert disk.is_met.wait(60)
         handles[2].wait("captured", timeout_s=60)
         with pytest.raises(
-            TimeoutError, match=r"is not durable after 0.01 s; it is captured; nothing can be written since .*wait in memory"
+            TimeoutError,
+            match=(
+                r"is not durable after 0.01 s; it is captured; nothing can be written since .*wait"
+                r" in memory"
+            ),
         ):
             handles[2].wait("durable", timeout_s=0.01)
         assert handles[0].error is None
@@ -85,13 +103,23 @@ def test_the_training_goes_on_and_all_that_it_kept_becomes_durable(
         assert repo.trouble is None
     with datastates.open(tmp_path) as repo:
         assert {state.status for state in repo.log("main")} == {Status.DURABLE}
-        assert [float(repo.load(handle.uid)["words"][0]) for handle in handles] == [2.0, 3.0, 4.0, 5.0, 6.0]
+        assert [float(repo.load(handle.uid)["words"][0]) for handle in handles] == [
+            2.0,
+            3.0,
+            4.0,
+            5.0,
+            6.0,
+        ]
     began, ended = said(caplog)
-    assert began.startswith("states cannot be written for now; the training goes on, and they wait in memory: state ")
+    assert began.startswith(
+        "states cannot be written for now; the training goes on, and they wait in memory: state "
+    )
     assert ended.startswith("states are written again, after ")
 
 
-def test_small_states_that_share_packs_survive_a_disk_that_is_full_again_and_again(tmp_path: Path, disk: FaultyDisk) -> None:
+def test_small_states_that_share_packs_survive_a_disk_that_is_full_again_and_again(
+    tmp_path: Path, disk: FaultyDisk
+) -> None:
     handles = []
     with opened(tmp_path, 128) as repo:
         run, words = begin(repo, size=25)
@@ -127,7 +155,10 @@ def test_memory_that_fills_lets_the_oldest_go_and_keeps_the_head_and_what_tags_n
         assert not any(handle.is_skipped for handle in handles)
         assert repo.trouble is not None
         assert "left it unwritten as it was full" in repo.trouble
-        with pytest.raises(Unavailable, match=r"left memory, which was full, before it could be written: .*No space left"):
+        with pytest.raises(
+            Unavailable,
+            match=r"left memory, which was full, before it could be written: .*No space left",
+        ):
             handles[0].wait("durable")
         assert repo.state("main").uid == handles[-1].uid
         assert float(repo.load("main")["words"][0]) == 32.0
@@ -150,14 +181,18 @@ def test_memory_for_one_state_keeps_the_newest(tmp_path: Path, disk: FaultyDisk)
         assert handles[-1].wait("durable", timeout_s=60).step == 10
 
 
-def test_a_capture_is_skipped_when_memory_holds_only_what_may_not_give_way(tmp_path: Path, disk: FaultyDisk) -> None:
+def test_a_capture_is_skipped_when_memory_holds_only_what_may_not_give_way(
+    tmp_path: Path, disk: FaultyDisk
+) -> None:
     with opened(tmp_path, 1) as repo:
         disk.fail()
         run, words = begin(repo)
         repo.tag("kept", capture(run, words)[0].wait(timeout_s=60))
         (skipped,) = capture(run, words)
         assert skipped.is_skipped
-        with pytest.raises(Unavailable, match=r"step 2 was skipped: nothing can be written since .*No space left"):
+        with pytest.raises(
+            Unavailable, match=r"step 2 was skipped: nothing can be written since .*No space left"
+        ):
             skipped.wait()
         assert repo.trouble is not None
         assert "skipped" in repo.trouble
@@ -168,7 +203,9 @@ def test_a_capture_is_skipped_when_memory_holds_only_what_may_not_give_way(tmp_p
         assert next_one.wait("durable", timeout_s=60).parents == (repo.state("kept").uid,)
 
 
-def test_whoever_wants_the_error_gets_it_at_the_next_capture(tmp_path: Path, disk: FaultyDisk) -> None:
+def test_whoever_wants_the_error_gets_it_at_the_next_capture(
+    tmp_path: Path, disk: FaultyDisk
+) -> None:
     with opened(tmp_path, on_failure=OnFailure.RAISE) as repo:
         run, words = begin(repo)
         disk.fail()
@@ -180,14 +217,20 @@ def test_whoever_wants_the_error_gets_it_at_the_next_capture(tmp_path: Path, dis
         disk.mend()
 
 
-def test_closing_says_what_is_lost_and_goes_back_to_what_is_durable(tmp_path: Path, disk: FaultyDisk) -> None:
+def test_closing_says_what_is_lost_and_goes_back_to_what_is_durable(
+    tmp_path: Path, disk: FaultyDisk
+) -> None:
     repo = opened(tmp_path)
     run, words = begin(repo)
     first = capture(run, words)[0].wait("durable", timeout_s=60)
     disk.fail(errno.EIO)
     capture(run, words, 2)
     with pytest.raises(
-        Unavailable, match=r"2 states are in memory only, and are lost with this process: main step 3 \(.*main step 2 .*Input/output"
+        Unavailable,
+        match=(
+            r"2 states are in memory only, and are lost with this process: main step 3 \(.*main"
+            r" step 2 .*Input/output"
+        ),
     ):
         run.close()
     with pytest.raises(Unavailable, match="2 states are in memory only"):
@@ -205,7 +248,9 @@ def test_a_full_disk_makes_no_new_repository_and_says_so(tmp_path: Path, disk: F
     opened(tmp_path).close()
 
 
-def test_closing_writes_what_can_be_written_by_then(tmp_path: Path, disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_writes_what_can_be_written_by_then(
+    tmp_path: Path, disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(threads, "CLOSING_S", 60.0)
     with opened(tmp_path) as repo:
         run, words = begin(repo)
@@ -217,7 +262,7 @@ def test_closing_writes_what_can_be_written_by_then(tmp_path: Path, disk: Faulty
         assert [state.status for state in repo.log("main")] == [Status.DURABLE] * 3
 
 
-# --- a disk that stalls ---------------------------------------------------------------------------------------------------------
+# --- a disk that stalls ---------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -226,7 +271,9 @@ def _soon_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_soon_stalled")
-def test_a_stalled_write_is_named_and_the_training_goes_on(tmp_path: Path, disk: FaultyDisk, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stalled_write_is_named_and_the_training_goes_on(
+    tmp_path: Path, disk: FaultyDisk, caplog: pytest.LogCaptureFixture
+) -> None:
     with opened(tmp_path, 4) as repo:
         run, words = begin(repo)
         disk.stall()
@@ -250,7 +297,10 @@ def test_closing_does_not_wait_for_a_write_that_stalls(tmp_path: Path, disk: Fau
     first = capture(run, words)[0].wait("durable", timeout_s=60)
     disk.stall()
     (stalled,) = capture(run, words)
-    with pytest.raises(Unavailable, match=rf"main step 2 \({stalled.uid[:10]}\) is in memory only.*has made no progress"):
+    with pytest.raises(
+        Unavailable,
+        match=rf"main step 2 \({stalled.uid[:10]}\) is in memory only.*has made no progress",
+    ):
         run.close()
     with pytest.raises(Unavailable, match="has made no progress"):
         repo.close()
@@ -262,10 +312,12 @@ def test_closing_does_not_wait_for_a_write_that_stalls(tmp_path: Path, disk: Fau
         assert again.state("main").uid in (first.uid, stalled.uid)
 
 
-# --- a database that does not say a word ------------------------------------------------------------------------------------------
+# --- a database that does not say a word ----------------------------------------------------------
 
 
-def test_a_mute_database_stops_neither_the_training_nor_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mute_database_stops_neither_the_training_nor_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(threads, "STALL_S", 0.2)
     monkeypatch.setattr(threads, "STUCK_S", 0.2)
     repo = opened(tmp_path, 4, every=None)
@@ -275,7 +327,10 @@ def test_a_mute_database_stops_neither_the_training_nor_its_end(tmp_path: Path, 
         database.stall()
         handles = capture(run, words, 12)
         assert any(handle.is_skipped for handle in handles)
-        with pytest.raises(Unavailable, match=r"captures are not recorded: asking the lineage .* has made no progress"):
+        with pytest.raises(
+            Unavailable,
+            match=r"captures are not recorded: asking the lineage .* has made no progress",
+        ):
             repo.flush()
         monkeypatch.undo()  # what comes now may take its time
         database.mend()
@@ -286,7 +341,9 @@ def test_a_mute_database_stops_neither_the_training_nor_its_end(tmp_path: Path, 
         repo.close()
 
 
-def test_the_head_is_the_newest_recorded_state_while_the_lineage_cannot_be_written(tmp_path: Path) -> None:
+def test_the_head_is_the_newest_recorded_state_while_the_lineage_cannot_be_written(
+    tmp_path: Path,
+) -> None:
     repo = opened(tmp_path, every=None)
     run, words = begin(repo)
     recorded = capture(run, words)[0].wait(timeout_s=60)
@@ -308,7 +365,9 @@ def test_the_head_is_the_newest_recorded_state_while_the_lineage_cannot_be_writt
     repo.close()
 
 
-def test_a_mute_database_is_an_error_for_a_training_that_wants_its_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mute_database_is_an_error_for_a_training_that_wants_its_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(threads, "STALL_S", 0.2)
     monkeypatch.setattr(threads, "STUCK_S", 0.2)
     repo = opened(tmp_path, 4, every=None, on_failure=OnFailure.RAISE)
@@ -316,7 +375,10 @@ def test_a_mute_database_is_an_error_for_a_training_that_wants_its_errors(tmp_pa
         run, words = begin(repo)
         capture(run, words)[0].wait(timeout_s=60)
         database.stall()
-        with pytest.raises(Unavailable, match=r"captures are not recorded: asking the lineage .* has made no progress"):
+        with pytest.raises(
+            Unavailable,
+            match=r"captures are not recorded: asking the lineage .* has made no progress",
+        ):
             capture(run, words, 12)
         monkeypatch.undo()  # what comes now may take its time
         database.mend()
@@ -341,6 +403,10 @@ def test_what_a_trouble_has_cost_is_said_seldom(caplog: pytest.LogCaptureFixture
     began, again, over = said(caplog)
     assert began.endswith("the disk is full")
     cost = "3 left it unwritten as it was full, 1 capture skipped"
-    assert again == f"still nothing can be written since 601 s, and 2 states wait in memory, {cost}: the disk is full"
+    assert (
+        again
+        == f"still nothing can be written since 601 s, and 2 states wait in memory, {cost}: the"
+        " disk is full"
+    )
     assert over == f"states are written again, after 602 s; 1 more to write, {cost}"
     assert one.describe(0) is None

@@ -1,4 +1,5 @@
-"""What a capture's handle says and waits for, and what happens when the background fails or the arena is full."""
+"""What a capture's handle says and waits for, and what happens when the background fails or the
+arena is full."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., Repository]]:
     """Opens repositories of so many slots that write nothing by time, and closes them."""
     made: list[Repository] = []
 
-    def open_repository(slots: int = 8, *, on_step: Callable[[str], None] | None = None) -> Repository:
+    def open_repository(
+        slots: int = 8, *, on_step: Callable[[str], None] | None = None
+    ) -> Repository:
         config = Config(memory_bytes=slots * CHUNK_BYTES, durable_interval_s=None, on_step=on_step)
         made.append(datastates.open(tmp_path / "runs", config=config))
         return made[-1]
@@ -50,11 +53,14 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., Repository]]:
         repo.close()
 
 
-def track(repo: Repository, **options: object) -> tuple[Tracker, torch.Tensor, torch.optim.Optimizer]:
+def track(
+    repo: Repository, **options: object
+) -> tuple[Tracker, torch.Tensor, torch.optim.Optimizer]:
     weight = torch.nn.Parameter(torch.randn(WEIGHT, WEIGHT))
     weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    run = repo.track(weight=weight, optimizer=optimizer, rng=False, **options)  # type: ignore[arg-type]  # whatever a test asks for
+    # whatever a test asks for
+    run = repo.track(weight=weight, optimizer=optimizer, rng=False, **options)  # type: ignore[arg-type]
     return run, weight, optimizer
 
 
@@ -69,26 +75,45 @@ class Blocked:
         assert self.go_on.wait(60)
 
 
-# --- waiting ------------------------------------------------------------------------------------------------------------------
+# --- waiting --------------------------------------------------------------------------------------
 
 
-def test_a_handle_goes_from_in_flight_to_captured_to_durable(opened: Callable[..., Repository], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handle_goes_from_in_flight_to_captured_to_durable(
+    opened: Callable[..., Repository], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, _, _ = track(opened())
     with held_back(monkeypatch) as gate:
         capture = run.capture(metrics={"loss": 2.0})
-        assert (capture.status, capture.state, capture.error, capture.is_skipped) == (None, None, None, False)
+        assert (capture.status, capture.state, capture.error, capture.is_skipped) == (
+            None,
+            None,
+            None,
+            False,
+        )
         assert "in flight" in repr(capture)
-        with pytest.raises(TimeoutError, match=rf"state {capture.uid} \(step 1\) is not captured after 0.01 s; it is being copied"):
+        with pytest.raises(
+            TimeoutError,
+            match=(
+                rf"state {capture.uid} \(step 1\) is not captured after 0.01 s; it is being copied"
+            ),
+        ):
             capture.wait(timeout_s=0.01)
         gate.open()
         state = capture.wait()
-    assert (state.uid, state.status, state.step, state.metrics) == (capture.uid, Status.CAPTURED, 1, {"loss": 2.0})
+    assert (state.uid, state.status, state.step, state.metrics) == (
+        capture.uid,
+        Status.CAPTURED,
+        1,
+        {"loss": 2.0},
+    )
     assert capture.wait("durable", timeout_s=60).status == Status.DURABLE == capture.status
     assert capture.wait("captured") == capture.state
     assert "durable" in repr(capture)
 
 
-def test_a_handle_can_be_waited_on_by_another_thread(opened: Callable[..., Repository], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handle_can_be_waited_on_by_another_thread(
+    opened: Callable[..., Repository], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, _, _ = track(opened())
     with held_back(monkeypatch) as gate:
         capture = run.capture()
@@ -101,13 +126,19 @@ def test_a_handle_can_be_waited_on_by_another_thread(opened: Callable[..., Repos
 
 
 @pytest.mark.parametrize("status", ["written", "lost", "evicted", ""])
-def test_only_a_status_that_can_come_can_be_waited_for(status: str, opened: Callable[..., Repository]) -> None:
+def test_only_a_status_that_can_come_can_be_waited_for(
+    status: str, opened: Callable[..., Repository]
+) -> None:
     run, _, _ = track(opened())
-    with pytest.raises(InvalidInput, match=f"cannot wait for {status!r}: wait for one of captured, durable"):
+    with pytest.raises(
+        InvalidInput, match=f"cannot wait for {status!r}: wait for one of captured, durable"
+    ):
         run.capture().wait(status)
 
 
-def test_a_state_that_left_memory_before_it_was_durable_says_so(opened: Callable[..., Repository]) -> None:
+def test_a_state_that_left_memory_before_it_was_durable_says_so(
+    opened: Callable[..., Repository],
+) -> None:
     repo = opened(4)
     run, _, optimizer = track(repo)
     captures = []
@@ -122,11 +153,15 @@ def test_a_state_that_left_memory_before_it_was_durable_says_so(opened: Callable
     assert not {captures[0], captures[-1]} & set(gone)
     for capture in gone:
         assert capture.wait().status is Status.CAPTURED
-        with pytest.raises(Unavailable, match=f"state {capture.uid} left memory before it became durable"):
+        with pytest.raises(
+            Unavailable, match=f"state {capture.uid} left memory before it became durable"
+        ):
             capture.wait("durable", timeout_s=60)
 
 
-def test_a_wait_for_what_closing_the_repository_gave_up_ends(opened: Callable[..., Repository]) -> None:
+def test_a_wait_for_what_closing_the_repository_gave_up_ends(
+    opened: Callable[..., Repository],
+) -> None:
     repo = opened()
     run, _, optimizer = track(repo)
     captures = [run.capture()]
@@ -138,11 +173,14 @@ def test_a_wait_for_what_closing_the_repository_gave_up_ends(opened: Callable[..
     waiter.join(60)
     assert captures[1].wait("durable", timeout_s=60).status is Status.DURABLE
     assert captures[0].wait(timeout_s=60).status is Status.CAPTURED
-    with pytest.raises(Unavailable, match=f"state {captures[0].uid} was in memory only when its repository was closed"):
+    with pytest.raises(
+        Unavailable,
+        match=f"state {captures[0].uid} was in memory only when its repository was closed",
+    ):
         captures[0].wait("durable", timeout_s=60)
 
 
-# --- errors of the background -------------------------------------------------------------------------------------------------
+# --- errors of the background ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
@@ -188,7 +226,9 @@ def test_an_error_right_after_a_copy_comes_from_that_handle_and_the_next_capture
 
 
 def test_an_error_at_the_end_of_a_copy_ends_that_capture_and_not_the_thread_that_copies(
-    opened: Callable[..., Repository], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    opened: Callable[..., Repository],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     run, _, optimizer = track(opened())
 
@@ -207,7 +247,9 @@ def test_an_error_at_the_end_of_a_copy_ends_that_capture_and_not_the_thread_that
     assert run.capture().wait("durable", timeout_s=60).status is Status.DURABLE
 
 
-def test_an_error_of_the_record_comes_as_itself_and_the_branch_goes_on_from_its_tip(opened: Callable[..., Repository]) -> None:
+def test_an_error_of_the_record_comes_as_itself_and_the_branch_goes_on_from_its_tip(
+    opened: Callable[..., Repository],
+) -> None:
     run, _, optimizer = track(opened())
     first = run.capture().wait("durable", timeout_s=60)
     optimizer.step()
@@ -226,7 +268,9 @@ def test_an_error_of_the_record_comes_as_itself_and_the_branch_goes_on_from_its_
     assert run.capture().wait(timeout_s=60).parents == (second.uid,)
 
 
-def test_closing_raises_what_the_last_capture_failed_with(opened: Callable[..., Repository]) -> None:
+def test_closing_raises_what_the_last_capture_failed_with(
+    opened: Callable[..., Repository],
+) -> None:
     run, _, optimizer = track(opened())
     first = run.capture().wait("durable", timeout_s=60)
     optimizer.step()
@@ -238,7 +282,7 @@ def test_closing_raises_what_the_last_capture_failed_with(opened: Callable[..., 
     run.close()
 
 
-# --- back-pressure --------------------------------------------------------------------------------------------------------------
+# --- back-pressure --------------------------------------------------------------------------------
 
 
 def test_a_capture_that_waits_for_room_always_gets_it(opened: Callable[..., Repository]) -> None:
@@ -256,7 +300,9 @@ def test_a_capture_that_waits_for_room_always_gets_it(opened: Callable[..., Repo
         assert torch.equal(repo.load(capture.uid)["weight"], value)
 
 
-def test_a_capture_that_waits_gets_room_even_if_nothing_was_to_become_durable(opened: Callable[..., Repository]) -> None:
+def test_a_capture_that_waits_gets_room_even_if_nothing_was_to_become_durable(
+    opened: Callable[..., Repository],
+) -> None:
     repo = opened(1)
     run, _, optimizer = track(repo, back_pressure="wait")
     captures = []
@@ -265,10 +311,17 @@ def test_a_capture_that_waits_gets_room_even_if_nothing_was_to_become_durable(op
         optimizer.step()
     assert run.head is not None
     assert run.head.uid == captures[-1].uid
-    assert [repo.state(capture.uid).status for capture in captures] == [Status.DURABLE, Status.EVICTED, Status.EVICTED, Status.CAPTURED]
+    assert [repo.state(capture.uid).status for capture in captures] == [
+        Status.DURABLE,
+        Status.EVICTED,
+        Status.EVICTED,
+        Status.CAPTURED,
+    ]
 
 
-def test_a_capture_without_room_is_skipped_and_the_branch_goes_on_without_it(opened: Callable[..., Repository]) -> None:
+def test_a_capture_without_room_is_skipped_and_the_branch_goes_on_without_it(
+    opened: Callable[..., Repository],
+) -> None:
     blocked = Blocked()
     repo = opened(2, on_step=blocked)
     run, weight, optimizer = track(repo, back_pressure="skip", durable_every=1)
@@ -281,7 +334,9 @@ def test_a_capture_without_room_is_skipped_and_the_branch_goes_on_without_it(ope
     skipped = run.capture()
     assert skipped.is_skipped
     assert "skipped" in repr(skipped)
-    with pytest.raises(Unavailable, match="the capture of step 3 was skipped: the arena had no room"):
+    with pytest.raises(
+        Unavailable, match="the capture of step 3 was skipped: the arena had no room"
+    ):
         skipped.wait()
     blocked.go_on.set()
     assert first.wait("durable", 60).step == 1
@@ -292,7 +347,9 @@ def test_a_capture_without_room_is_skipped_and_the_branch_goes_on_without_it(ope
     assert torch.equal(repo.load(last.uid)["weight"], weight.detach())
 
 
-def test_drop_oldest_gives_up_the_oldest_write_that_waits(opened: Callable[..., Repository]) -> None:
+def test_drop_oldest_gives_up_the_oldest_write_that_waits(
+    opened: Callable[..., Repository],
+) -> None:
     blocked = Blocked()
     repo = opened(4, on_step=blocked)
     run, _, optimizer = track(repo, back_pressure="drop-oldest", durable_every=1)
@@ -311,25 +368,41 @@ def test_drop_oldest_gives_up_the_oldest_write_that_waits(opened: Callable[..., 
             gone.append((capture, str(error)))
     ((lost, message),) = gone
     assert lost in captures[1:3]
-    assert message == f"state {lost.uid} gave way to newer ones before it was written (back_pressure='drop-oldest')"
+    assert (
+        message == f"state {lost.uid} gave way to newer ones before it was written"
+        " (back_pressure='drop-oldest')"
+    )
     assert repo.state(lost.uid).status is not Status.DURABLE
     assert [state.step for state in repo.log("main")] == [5, 4, 3, 2, 1]
 
 
-def test_a_state_that_can_never_fit_is_refused_with_the_budget_it_needs(opened: Callable[..., Repository]) -> None:
+def test_a_state_that_can_never_fit_is_refused_with_the_budget_it_needs(
+    opened: Callable[..., Repository],
+) -> None:
     repo = opened(1)
     big = torch.zeros(CHUNK_BYTES + 1, dtype=torch.uint8)
     too_big = repo.track(branch="big", big=big, rng=False)
-    with pytest.raises(OverBudget, match=rf"takes {CHUNK_BYTES + 64} bytes .* has {CHUNK_BYTES}: .* at least {6 * CHUNK_BYTES} \(three"):
+    with pytest.raises(
+        OverBudget,
+        match=(
+            rf"takes {CHUNK_BYTES + 64} bytes .* has {CHUNK_BYTES}: .* at least {6 * CHUNK_BYTES}"
+            r" \(three"
+        ),
+    ):
         too_big.capture()
     run, _, _ = track(repo)
     assert run.capture().wait(timeout_s=60).step == 1
 
 
 @pytest.mark.parametrize("status", ["replicated", "external"])
-def test_a_status_that_no_tier_gives_is_refused(opened: Callable[..., Repository], status: str) -> None:
+def test_a_status_that_no_tier_gives_is_refused(
+    opened: Callable[..., Repository], status: str
+) -> None:
     run, _, _ = track(opened(4))
-    with pytest.raises(InvalidInput, match=rf"no tier of this repository makes states {status}: open it with Config\(tiers="):
+    with pytest.raises(
+        InvalidInput,
+        match=rf"no tier of this repository makes states {status}: open it with Config\(tiers=",
+    ):
         run.capture().wait(status)
 
 
@@ -381,7 +454,9 @@ def test_a_capture_that_comes_while_the_repository_closes_is_refused_and_the_end
 def test_whoever_waits_says_so_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handle, "SAY_AGAIN_S", 0.01)
     said: list[str] = []
-    waiting = handle.Capture(handle.Progress("0" * 24), 1, want=said.append, hurry=lambda: said.append("hurry"))
+    waiting = handle.Capture(
+        handle.Progress("0" * 24), 1, want=said.append, hurry=lambda: said.append("hurry")
+    )
     with pytest.raises(TimeoutError, match=r"is not durable after 0\.5 s; it is being copied"):
         waiting.wait("durable", timeout_s=0.5)
     assert said[:1] == ["0" * 24]

@@ -98,12 +98,24 @@ def capture(run: Tracker, weight: torch.Tensor, count: int = 1) -> list[datastat
 @contextmanager
 def failing(url: str, code: str, times: int) -> Iterator[None]:
     """Has a PostgreSQL server fail with an error of its own as often, before it takes a state."""
-    fail = f"IF nextval('tries') <= {times} THEN RAISE EXCEPTION 'as it fails' USING ERRCODE = '{code}'; END IF; RETURN NEW;"
+    fail = (
+        f"IF nextval('tries') <= {times} THEN RAISE EXCEPTION 'as it fails' USING ERRCODE ="
+        f" '{code}'; END IF; RETURN NEW;"
+    )
     server = create_engine(url, isolation_level="AUTOCOMMIT")
     with server.connect() as connection:
         connection.execute(text("CREATE SEQUENCE tries"))
-        connection.execute(text(f"CREATE FUNCTION fail() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {fail} END $$"))
-        connection.execute(text("CREATE TRIGGER fails BEFORE INSERT ON state FOR EACH STATEMENT EXECUTE FUNCTION fail()"))
+        connection.execute(
+            text(
+                f"CREATE FUNCTION fail() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {fail} END $$"
+            )
+        )
+        connection.execute(
+            text(
+                "CREATE TRIGGER fails BEFORE INSERT ON state FOR EACH STATEMENT EXECUTE FUNCTION"
+                " fail()"
+            )
+        )
         try:
             yield
         finally:
@@ -114,7 +126,14 @@ def failing(url: str, code: str, times: int) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("code", "times", "is_said"),
-    [("40P01", 2, False), ("40P01", 7, True), ("25006", 3, True), ("57014", 3, True), ("26000", 3, True), ("53200", 3, True)],
+    [
+        ("40P01", 2, False),
+        ("40P01", 7, True),
+        ("25006", 3, True),
+        ("57014", 3, True),
+        ("26000", 3, True),
+        ("53200", 3, True),
+    ],
 )
 def test_a_server_that_cannot_take_a_state_for_now_takes_it_later(
     postgresql_url: str,
@@ -126,17 +145,26 @@ def test_a_server_that_cannot_take_a_state_for_now_takes_it_later(
     is_said: bool,
 ) -> None:
     monkeypatch.setattr(threads, "EVERY_S", 0.01)
-    with datastates.open(postgresql_url, packs=tmp_path / "packs", memory_bytes=4 * CHUNK_BYTES) as repo:
+    with datastates.open(
+        postgresql_url, packs=tmp_path / "packs", memory_bytes=4 * CHUNK_BYTES
+    ) as repo:
         run, weight = begin(repo)
         first = capture(run, weight)[0].wait(timeout_s=60)
         with failing(postgresql_url, code, times):
             made = [handle.wait(timeout_s=60) for handle in capture(run, weight, 2)]
-        assert [state.uid for state in repo.log("main")] == [*(state.uid for state in reversed(made)), first.uid]
+        assert [state.uid for state in repo.log("main")] == [
+            *(state.uid for state in reversed(made)),
+            first.uid,
+        ]
     assert ("the lineage does not answer" in caplog.text) is is_said
 
 
-def test_a_state_that_the_server_can_never_take_is_refused_alone(postgresql_url: str, tmp_path: Path) -> None:
-    with datastates.open(postgresql_url, packs=tmp_path / "packs", memory_bytes=4 * CHUNK_BYTES) as repo:
+def test_a_state_that_the_server_can_never_take_is_refused_alone(
+    postgresql_url: str, tmp_path: Path
+) -> None:
+    with datastates.open(
+        postgresql_url, packs=tmp_path / "packs", memory_bytes=4 * CHUNK_BYTES
+    ) as repo:
         run, weight = begin(repo)
         first = capture(run, weight)[0].wait(timeout_s=60)
         with failing(postgresql_url, "54000", 1):
@@ -178,7 +206,9 @@ def test_a_commit_whose_answer_was_lost_is_not_made_twice(repo: Repository, data
     assert [state.uid for state in repo.log("main")] == [third.uid, second.uid, first.uid]
 
 
-def test_a_state_whose_branch_moved_on_meanwhile_is_kept_under_its_uid(repo: Repository, database: Away, tmp_path: Path) -> None:
+def test_a_state_whose_branch_moved_on_meanwhile_is_kept_under_its_uid(
+    repo: Repository, database: Away, tmp_path: Path
+) -> None:
     run, weight = begin(repo)
     other = datastates.open(tmp_path)
     first, second = (handle.wait(timeout_s=60) for handle in capture(run, weight, 2))
@@ -196,7 +226,9 @@ def test_a_state_whose_branch_moved_on_meanwhile_is_kept_under_its_uid(repo: Rep
     assert torch.equal(repo.load(late.uid)["weight"], weight)
 
 
-def test_whoever_waits_for_too_long_is_told_and_may_wait_again(repo: Repository, database: Away, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_waits_for_too_long_is_told_and_may_wait_again(
+    repo: Repository, database: Away, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, weight = begin(repo)
     capture(run, weight)[0].wait(timeout_s=60)
     database.is_away.set()
@@ -211,14 +243,20 @@ def test_whoever_waits_for_too_long_is_told_and_may_wait_again(repo: Repository,
     assert late.wait(timeout_s=60).step == 2
 
 
-def test_no_more_states_wait_than_can_be_kept_track_of(repo: Repository, database: Away, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_states_wait_than_can_be_kept_track_of(
+    repo: Repository, database: Away, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(outbox, "_MOST_WAITING", 2)
     run, weight = begin(repo)
     database.is_away.set()
     handles = capture(run, weight, 3)
     repo.flush()
     with pytest.raises(
-        Unavailable, match=r"2 states wait to be recorded, and the lineage does not answer .*connection refused.*: bring it back"
+        Unavailable,
+        match=(
+            r"2 states wait to be recorded, and the lineage does not answer .*connection refused.*:"
+            r" bring it back"
+        ),
     ):
         handles[2].wait(timeout_s=60)
     with pytest.raises(Unavailable, match="bring it back"):
@@ -233,7 +271,9 @@ def test_a_state_that_cannot_be_recorded_for_any_reason_leaves_those_that_are_to
     repo: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record_all = lineage_record.record_all
-    bad, good = (Entry(told(letter * 24, letter * 64, None, None, None, 0), None) for letter in "bc")
+    bad, good = (
+        Entry(told(letter * 24, letter * 64, None, None, None, 0), None) for letter in "bc"
+    )
 
     def record(session: Session, news: Sequence[NewState]) -> list[State]:
         if bad.new in news:
@@ -256,7 +296,9 @@ def test_what_is_kept_to_be_told_again_is_bounded_although_nothing_becomes_durab
     assert len(repo.core.engage().runner._register.journal._told) <= 4 + 5 + 4
 
 
-def test_an_outage_is_two_lines_of_the_log(repo: Repository, database: Away, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outage_is_two_lines_of_the_log(
+    repo: Repository, database: Away, caplog: pytest.LogCaptureFixture
+) -> None:
     run, weight = begin(repo)
     capture(run, weight)[0].wait(timeout_s=60)
     with caplog.at_level(logging.INFO):
@@ -267,6 +309,11 @@ def test_an_outage_is_two_lines_of_the_log(repo: Repository, database: Away, cap
         database.is_away.clear()
         late[-1].wait(timeout_s=60)
         repo.flush()
-    said = [record.getMessage() for record in caplog.records if "the lineage" in record.getMessage()]
-    assert [line.split(":")[0].split(" after")[0] for line in said] == ["the lineage does not answer", "the lineage answers again"]
+    said = [
+        record.getMessage() for record in caplog.records if "the lineage" in record.getMessage()
+    ]
+    assert [line.split(":")[0].split(" after")[0] for line in said] == [
+        "the lineage does not answer",
+        "the lineage answers again",
+    ]
     assert not any(record.exc_info for record in caplog.records)

@@ -1,4 +1,5 @@
-"""A training of small states that is killed at any moment: all that it captured until shortly before can be restored.
+"""A training of small states that is killed at any moment: all that it captured until shortly
+before can be restored.
 
 python -m tests.engine.test_kills [SEEDS]    # says for each seed how much was lost
 """
@@ -25,8 +26,9 @@ from tests.support.forge import Forge, forge
 from tests.support.training import Say, digest, make_small, update
 
 LOST_S = 0.2
-"""No capture older than this is lost when the process is killed, on a machine that is not busy with something else. On a busy one, no more
-captures are lost than the training makes in that time on a quiet one."""
+"""No capture older than this is lost when the process is killed, on a machine that is not busy
+with something else. On a busy one, no more captures are lost than the training makes in that
+time on a quiet one."""
 
 STEP_S = 0.003
 
@@ -35,10 +37,14 @@ DURABLE_EVERY: int | None = 1
 
 
 def train(folder: str, say: Say) -> None:
-    """Small states at steps of 3 ms until somebody kills the process; says each capture's uid, its time and the digest of what was live."""
+    """Small states at steps of 3 ms until somebody kills the process; says each capture's uid,
+    its time and the digest of what was live."""
     torch.set_num_threads(1)
     model, optimizer = make_small()
-    with datastates.open(folder) as repo, repo.track(model=model, optimizer=optimizer, durable_every=DURABLE_EVERY) as run:
+    with (
+        datastates.open(folder) as repo,
+        repo.track(model=model, optimizer=optimizer, durable_every=DURABLE_EVERY) as run,
+    ):
         while True:
             began = time.monotonic()
             loss = update(model, optimizer)
@@ -50,7 +56,8 @@ def train(folder: str, say: Say) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Killed:
-    """What a kill left: how many states were captured and can be restored, and the age of the oldest one that was lost."""
+    """What a kill left: how many states were captured and can be restored, and the age of the
+    oldest one that was lost."""
 
     captured: int
     restorable: int
@@ -96,13 +103,21 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
 
 
 @pytest.mark.parametrize("seed", seeds(20))
-def test_a_kill_loses_captures_of_the_last_moments_only(seed: int, tmp_path: Path, jobs: Forge) -> None:
+def test_a_kill_loses_captures_of_the_last_moments_only(
+    seed: int, tmp_path: Path, jobs: Forge
+) -> None:
     found = kill(jobs, tmp_path, seed)
     assert found.is_little, found
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as name, forge(Path(name), ["tests.engine.test_kills"]) as opened:
+    with (
+        tempfile.TemporaryDirectory() as name,
+        forge(Path(name), ["tests.engine.test_kills"]) as opened,
+    ):
         for number in range(int(sys.argv[1]) if len(sys.argv) > 1 else 20):
             found = kill(opened, Path(name, f"runs-{number}"), number)
-            sys.stdout.write(f"seed {number}: {found.restorable} of {found.captured}, lost {found.lost_s:.3f} s\n")
+            sys.stdout.write(
+                f"seed {number}: {found.restorable} of {found.captured}, lost"
+                f" {found.lost_s:.3f} s\n"
+            )

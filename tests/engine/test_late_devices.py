@@ -1,4 +1,5 @@
-"""Captures of a training whose device does everything late: what comes back is what a plain training had, byte for byte, or it is not."""
+"""Captures of a training whose device does everything late: what comes back is what a plain
+training had, byte for byte, or it is not."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ CONFIG = Config(memory_bytes=64 * CHUNK_BYTES, durable_interval_s=None)
 
 
 class Net(nn.Module):
-    """Weights of 256 KiB, which are copied behind the fence; biases, what batch norm counts and 2 MiB of a sum are copied at once."""
+    """Weights of 256 KiB, which are copied behind the fence; biases, what batch norm counts and
+    2 MiB of a sum are copied at once."""
 
     def __init__(self, *, is_large: bool) -> None:
         super().__init__()
@@ -57,7 +59,12 @@ def build(*, is_large: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, put: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    number: int,
+    put: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
     optimizer.zero_grad()
     batch = torch.randn(16, 256, generator=torch.Generator().manual_seed(number))
     loss: torch.Tensor = (model(put(batch)) ** 2).mean()
@@ -70,7 +77,11 @@ def live(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.
     found = {f"model/{name}": value.clone() for name, value in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter]
-        found |= {f"optimizer/state/{name}/{key}": value.clone() for key, value in state.items() if isinstance(value, torch.Tensor)}
+        found |= {
+            f"optimizer/state/{name}/{key}": value.clone()
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor)
+        }
     return found
 
 
@@ -118,43 +129,68 @@ def check_captures(
     is_eager: bool = False,
     is_large: bool = False,
 ) -> None:
-    """A training on a late device, captured after each step: each state holds what it is to hold, and no capture waited for the device.
+    """A training on a late device, captured after each step: each state holds what it is to hold,
+    and no capture waited for the device.
 
     ``is_eager``: the first state is asked for before the device has caught up.
     """
     (model, optimizer), expected = build(is_large=is_large), plain(is_large=is_large)
     late.put(model, index)
-    with nullcontext() if is_here else late.running(), repo.track(model=model, optimizer=optimizer) as run:
+    with (
+        nullcontext() if is_here else late.running(),
+        repo.track(model=model, optimizer=optimizer) as run,
+    ):
         captures = []
         for number in range(STEPS):
             step(model, optimizer, number, lambda batch: late.put(batch.clone(), index))
             waits = late.schedule.waits_of_this_thread()
             captures.append(run.capture())
-            assert may_wait or late.schedule.waits_of_this_thread() == waits, "capture waited for the device"
+            assert may_wait or late.schedule.waits_of_this_thread() == waits, (
+                "capture waited for the device"
+            )
         if is_eager:
             captures[0].wait(timeout_s=30)
         late.schedule.catch_up()
         for number, capture in enumerate(captures):
             capture.wait(timeout_s=30)
             found = loaded(repo, capture.uid)
-            wrong = [path for path, value in expected[number].items() if not torch.equal(value, found[path])]
-            assert not wrong, f"state {number}: {len(wrong)} of {len(found)} tensors are wrong, {wrong[0]} among them"
+            wrong = [
+                path
+                for path, value in expected[number].items()
+                if not torch.equal(value, found[path])
+            ]
+            assert not wrong, (
+                f"state {number}: {len(wrong)} of {len(found)} tensors are wrong, {wrong[0]} among"
+                " them"
+            )
 
 
 @pytest.mark.parametrize("lateness", Lateness, ids=lambda each: each.value)
 def test_what_is_captured_is_what_the_training_had(lateness: Lateness, repo: Repository) -> None:
-    check_captures(repo, LateDevices(lateness), is_large=lateness in (Lateness.COPIES, Lateness.BOTH))
+    check_captures(
+        repo, LateDevices(lateness), is_large=lateness in (Lateness.COPIES, Lateness.BOTH)
+    )
 
 
 PLANTED: dict[str, tuple[Lateness, str, str, str]] = {
-    "the copies do not wait for the training": (Lateness.COMPUTE, "_cross", "devices().wait(crossing.side, crossing.begun)", "pass"),
+    "the copies do not wait for the training": (
+        Lateness.COMPUTE,
+        "_cross",
+        "devices().wait(crossing.side, crossing.begun)",
+        "pass",
+    ),
     "what is large does not wait for the training": (
         Lateness.COMPUTE,
         "_begin_on",
         "devices().wait(side, devices().mark(current))",
         "pass",
     ),
-    "the training does not wait for what is large": (Lateness.COPIES, "_begin_on", "devices().wait(current, devices().mark(side))", "pass"),
+    "the training does not wait for what is large": (
+        Lateness.COPIES,
+        "_begin_on",
+        "devices().wait(current, devices().mark(side))",
+        "pass",
+    ),
     "what is small is not put aside": (
         Lateness.COPIES,
         "_begin_on",
@@ -162,9 +198,19 @@ PLANTED: dict[str, tuple[Lateness, str, str, str]] = {
         "[(source.start, source.flat) for source in small]",
     ),
     "the update does not wait for the copies": (
-        *(Lateness.COPIES, "fence", "devices().wait(devices().current(crossing.device), behind)", "pass"),
+        *(
+            Lateness.COPIES,
+            "fence",
+            "devices().wait(devices().current(crossing.device), behind)",
+            "pass",
+        ),
     ),
-    "the host does not wait for the copies": (Lateness.COPIES, "finish", "crossing.arrived.synchronize()", "pass"),
+    "the host does not wait for the copies": (
+        Lateness.COPIES,
+        "finish",
+        "crossing.arrived.synchronize()",
+        "pass",
+    ),
     "what is copied is not held": (Lateness.COPIES, "_cross", "crossing.held += pairs[1]", "pass"),
     "samples are not held": (Lateness.COPIES, "_cross", "crossing.held += _bring", "_bring"),
 }
@@ -182,10 +228,18 @@ def test_a_wait_that_is_taken_out_is_noticed(
         check_captures(repo, late, is_eager=name == "finish", is_large=name == "_begin_on")
 
 
-@pytest.mark.parametrize("lateness", [Lateness.COPIES, Lateness.COMPUTE], ids=lambda each: each.value)
-def test_states_of_a_training_with_sparse_gradients_are_right(lateness: Lateness, repo: Repository) -> None:
-    def trained(put: Callable[[Any], Any], capture: Callable[[nn.Module, torch.optim.Optimizer], None]) -> None:
-        table = nn.Embedding(256, 128, sparse=True, _weight=torch.arange(256.0 * 128).reshape(256, 128) / 4096)
+@pytest.mark.parametrize(
+    "lateness", [Lateness.COPIES, Lateness.COMPUTE], ids=lambda each: each.value
+)
+def test_states_of_a_training_with_sparse_gradients_are_right(
+    lateness: Lateness, repo: Repository
+) -> None:
+    def trained(
+        put: Callable[[Any], Any], capture: Callable[[nn.Module, torch.optim.Optimizer], None]
+    ) -> None:
+        table = nn.Embedding(
+            256, 128, sparse=True, _weight=torch.arange(256.0 * 128).reshape(256, 128) / 4096
+        )
         optimizer = torch.optim.SparseAdam(put(table).parameters(), lr=0.1)
         for number in range(STEPS):
             optimizer.zero_grad()
@@ -208,14 +262,22 @@ def test_states_of_a_training_with_sparse_gradients_are_right(lateness: Lateness
         late.schedule.catch_up()
         for capture, state in zip(captures, expected, strict=True):
             found = loaded(repo, capture.wait(timeout_s=30).uid)
-            assert [path for path, value in state.items() if not torch.equal(value, found[path])] == []
+            assert [
+                path for path, value in state.items() if not torch.equal(value, found[path])
+            ] == []
 
 
-@pytest.mark.parametrize("lateness", [Lateness.COPIES, Lateness.COMPUTE], ids=lambda each: each.value)
-def test_averages_of_weights_are_what_they_were_when_each_state_was_captured(lateness: Lateness, repo: Repository) -> None:
+@pytest.mark.parametrize(
+    "lateness", [Lateness.COPIES, Lateness.COMPUTE], ids=lambda each: each.value
+)
+def test_averages_of_weights_are_what_they_were_when_each_state_was_captured(
+    lateness: Lateness, repo: Repository
+) -> None:
     """No fence comes before the update of an average: none of it may be copied later."""
 
-    def averaged(put: Callable[[Any], Any]) -> Iterator[tuple[nn.Module, torch.optim.Optimizer, AveragedModel]]:
+    def averaged(
+        put: Callable[[Any], Any],
+    ) -> Iterator[tuple[nn.Module, torch.optim.Optimizer, AveragedModel]]:
         model, optimizer = build()
         average = AveragedModel(put(model), multi_avg_fn=get_ema_multi_avg_fn(0.5))
         for number in range(STEPS):
@@ -223,18 +285,25 @@ def test_averages_of_weights_are_what_they_were_when_each_state_was_captured(lat
             step(model, optimizer, number, lambda batch: put(batch.clone()))
             yield model, optimizer, average
 
-    expected = [{name: value.clone() for name, value in average.state_dict().items()} for _, _, average in averaged(lambda found: found)]
+    expected = [
+        {name: value.clone() for name, value in average.state_dict().items()}
+        for _, _, average in averaged(lambda found: found)
+    ]
     late, captures = LateDevices(lateness), list[Capture]()
     late.schedule.patience_s = 5
     with late.running(), ExitStack() as stack:
         for model, optimizer, average in averaged(late.put):
             if not captures:
-                run = stack.enter_context(repo.track(model=model, optimizer=optimizer, average=average))
+                run = stack.enter_context(
+                    repo.track(model=model, optimizer=optimizer, average=average)
+                )
             captures.append(run.capture())
         late.schedule.catch_up()
         for capture, state in zip(captures, expected, strict=True):
             found = repo.load(capture.wait(timeout_s=30).uid)["average"]
-            assert [name for name, value in state.items() if not torch.equal(value, found[name])] == []
+            assert [
+                name for name, value in state.items() if not torch.equal(value, found[name])
+            ] == []
 
 
 def test_a_fence_waits_on_the_host_for_host_memory_only(repo: Repository) -> None:
@@ -249,7 +318,9 @@ def test_a_fence_waits_on_the_host_for_host_memory_only(repo: Repository) -> Non
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-        assert not any(stream.is_side and not stream.ops for stream in late.schedule.streams), "the copies were waited for"
+        assert not any(stream.is_side and not stream.ops for stream in late.schedule.streams), (
+            "the copies were waited for"
+        )
         late.schedule.catch_up()
         capture.wait(timeout_s=30)
         found = repo.load(capture.uid)["model"]
@@ -289,9 +360,17 @@ def test_numbers_on_a_device_arrive_with_the_state(repo: Repository) -> None:
         late.schedule.catch_up()
         for number, capture in enumerate(captures, 1):
             capture.wait(timeout_s=30)
-            assert repo.state(capture.uid).metrics == {"lr": 0.1, "loss": 1 + number / 2, "steps": 3.0}
+            assert repo.state(capture.uid).metrics == {
+                "lr": 0.1,
+                "loss": 1 + number / 2,
+                "steps": 3.0,
+            }
             found = repo.load(capture.uid)["scaler"]
-            assert found == {**torch.amp.GradScaler("cpu").state_dict(), "scale": 1 + number * 2.0, "_growth_tracker": number}
+            assert found == {
+                **torch.amp.GradScaler("cpu").state_dict(),
+                "scale": 1 + number * 2.0,
+                "_growth_tracker": number,
+            }
 
 
 def test_a_device_that_is_not_used_is_not_reached(repo: Repository) -> None:
@@ -311,15 +390,21 @@ def test_a_training_on_the_cpu_pins_nothing_and_reaches_no_device(repo: Reposito
     assert not late.registered
 
 
-def test_memory_that_cannot_be_pinned_slows_captures_and_fails_none(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_cannot_be_pinned_slows_captures_and_fails_none(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
     late = LateDevices(Lateness.COPIES)
     late.most_registered = 0
     check_captures(repo, late, may_wait=True)
     assert sum("pageable" in message for message in caplog.messages) == 1
 
 
-@pytest.mark.parametrize("lateness", [Lateness.COPIES, Lateness.COMPUTE], ids=lambda each: each.value)
-def test_a_device_without_room_for_what_is_put_aside_slows_captures_and_fails_none(lateness: Lateness, repo: Repository) -> None:
+@pytest.mark.parametrize(
+    "lateness", [Lateness.COPIES, Lateness.COMPUTE], ids=lambda each: each.value
+)
+def test_a_device_without_room_for_what_is_put_aside_slows_captures_and_fails_none(
+    lateness: Lateness, repo: Repository
+) -> None:
     late = LateDevices(lateness)
     late.most_bytes, tried = 1 << 30, list[int]()
     with pytest.MonkeyPatch.context() as patched:
@@ -338,9 +423,14 @@ def test_a_device_without_room_for_what_is_put_aside_slows_captures_and_fails_no
 
 
 def launches_of_a_capture(repo: Repository, layers: int) -> int:
-    """What the training thread queues for a capture of as many weights, with biases, statistics and the state of their optimizer."""
+    """What the training thread queues for a capture of as many weights, with biases, statistics
+    and the state of their optimizer."""
     late = LateDevices(Lateness.COPIES)
-    model = late.put(nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.BatchNorm1d(128)) for _ in range(layers))))
+    model = late.put(
+        nn.Sequential(
+            *(nn.Sequential(nn.Linear(128, 128), nn.BatchNorm1d(128)) for _ in range(layers))
+        )
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     with late.running(), repo.track(branch=f"of-{layers}", model=model, optimizer=optimizer) as run:
         model(late.put(torch.ones(4, 128))).sum().backward()
@@ -371,7 +461,9 @@ def test_two_trainings_on_two_devices_do_not_disturb_each_other(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("used", [{1}, {0, 1}], ids=["a rank on device 1", "a rank on each"])
-def test_a_job_reaches_the_devices_that_its_ranks_use_and_no_other(used: set[int], tmp_path: Path) -> None:
+def test_a_job_reaches_the_devices_that_its_ranks_use_and_no_other(
+    used: set[int], tmp_path: Path
+) -> None:
     late = LateDevices(Lateness.BOTH)
 
     def train(rank: Rank) -> list[Capture]:
@@ -385,12 +477,19 @@ def test_a_job_reaches_the_devices_that_its_ranks_use_and_no_other(used: set[int
         late.schedule.catch_up()
         for number, pair in enumerate(zip(*captures, strict=True), 1):
             assert len({capture.wait("durable", timeout_s=60).uid for capture in pair}) == 1
-            assert torch.equal(ranks[0].repo.load(pair[0].uid)["rows"], torch.arange(27.0).reshape(9, 3) + 10 * number)
+            assert torch.equal(
+                ranks[0].repo.load(pair[0].uid)["rows"],
+                torch.arange(27.0).reshape(9, 3) + 10 * number,
+            )
     assert late.reached == used
 
 
-@pytest.mark.parametrize("lateness", [Lateness.COPIES, Lateness.COMPUTE], ids=lambda each: each.value)
-def test_a_restore_is_in_order_with_what_the_training_queues(lateness: Lateness, repo: Repository) -> None:
+@pytest.mark.parametrize(
+    "lateness", [Lateness.COPIES, Lateness.COMPUTE], ids=lambda each: each.value
+)
+def test_a_restore_is_in_order_with_what_the_training_queues(
+    lateness: Lateness, repo: Repository
+) -> None:
     late = LateDevices(lateness)
     model, optimizer = build()
     late.put(model)
@@ -414,11 +513,17 @@ def test_pinned_memory_is_poison_until_something_arrives(monkeypatch: pytest.Mon
         return empty(*size, dtype=dtype).fill_(math.nan if dtype.is_floating_point else 0)
 
     monkeypatch.setattr(torch, "empty", used_before)
-    assert math.isfinite(late.pinned((), torch.float32).item()), "a guard that does not wait for a loss would go back, and wait"
+    assert math.isfinite(late.pinned((), torch.float32).item()), (
+        "a guard that does not wait for a loss would go back, and wait"
+    )
 
 
-@pytest.mark.parametrize("is_planted", [False, True], ids=["as it is", "the loss is not waited for"])
-def test_a_guard_reads_a_late_loss_and_goes_back(is_planted: bool, repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "is_planted", [False, True], ids=["as it is", "the loss is not waited for"]
+)
+def test_a_guard_reads_a_late_loss_and_goes_back(
+    is_planted: bool, repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     late = LateDevices(Lateness.COMPUTE)
     weight, loss = late.put(torch.zeros(300, 300)), late.put(torch.zeros(()))
     if is_planted:

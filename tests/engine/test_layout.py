@@ -1,4 +1,5 @@
-"""Where a plan puts tensors, so that a device can digest their chunks where they lie; and what lies between them."""
+"""Where a plan puts tensors, so that a device can digest their chunks where they lie; and what
+lies between them."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from tests.support.effort import examples
 from tests.support.strategies import random_tensor
 
 ODD = 100_001
-SIZES = st.sampled_from([1, 1000, LARGE_BYTES - 1, LARGE_BYTES, ODD, 2 * ODD, CHUNK_BYTES - ODD, CHUNK_BYTES])
+SIZES = st.sampled_from(
+    [1, 1000, LARGE_BYTES - 1, LARGE_BYTES, ODD, 2 * ODD, CHUNK_BYTES - ODD, CHUNK_BYTES]
+)
 DTYPES = st.sampled_from([torch.uint8, torch.int16, torch.float32])
 
 
@@ -33,8 +36,12 @@ DTYPES = st.sampled_from([torch.uint8, torch.int16, torch.float32])
 def test_chunks_of_large_tensors_can_be_digested_where_they_lie(
     arena: Arena, stager: Stager, found: list[tuple[int, torch.dtype, bool]]
 ) -> None:
-    sources = [random_tensor(dtype, [size // dtype.itemsize], seed=size) for size, dtype, _ in found]
-    frozen = {id(source) for source, (_, _, is_frozen) in zip(sources, found, strict=True) if is_frozen}
+    sources = [
+        random_tensor(dtype, [size // dtype.itemsize], seed=size) for size, dtype, _ in found
+    ]
+    frozen = {
+        id(source) for source, (_, _, is_frozen) in zip(sources, found, strict=True) if is_frozen
+    }
     plan = compile_plan(flatten(sources), frozen=frozen)
     lengths = plan.layout.chunk_lengths
     assert [*gaps(plan.specs, lengths)] == plan.gaps
@@ -61,22 +68,33 @@ def parts_of(plan: CopyPlan) -> dict[int, list[Part]]:
             for chunk, _ in source.pieces:
                 begin = max(0, chunk * CHUNK_BYTES - source.start)
                 data = source.flat[begin : (chunk + 1) * CHUNK_BYTES - source.start]
-                found.setdefault(chunk, []).append((source.start + begin - chunk * CHUNK_BYTES, data))
-    return {chunk: parts for chunk, parts in found.items() if plan.layout.chunk_lengths[chunk] >= SHORTEST}
+                found.setdefault(chunk, []).append(
+                    (source.start + begin - chunk * CHUNK_BYTES, data)
+                )
+    return {
+        chunk: parts
+        for chunk, parts in found.items()
+        if plan.layout.chunk_lengths[chunk] >= SHORTEST
+    }
 
 
 def test_states_of_one_content_have_one_digest_whatever_lay_in_their_slots(tmp_path: Path) -> None:
     """Captures of one training, and merges of its states."""
     config = Config(memory_bytes=32 * CHUNK_BYTES, durable_interval_s=None)
     odd = {str(index): torch.full((ODD,), float(index)) for index in range(3)}
-    with datastates.open(tmp_path / "runs", config=config) as repo, repo.track(model=odd, rng=False) as run:
+    with (
+        datastates.open(tmp_path / "runs", config=config) as repo,
+        repo.track(model=odd, rng=False) as run,
+    ):
         for byte in (0xA5, 0x5A):
             dirty(repo, byte)
             run.capture().wait()
         for byte in (0xC3, 0x3C):
             dirty(repo, byte)
             repo.merge(["main~1", "main"], tag=f"merged-{byte}")
-        assert len({digests(repo, rev) for rev in ("main~1", "main", "merged-195", "merged-60")}) == 1
+        assert (
+            len({digests(repo, rev) for rev in ("main~1", "main", "merged-195", "merged-60")}) == 1
+        )
 
 
 def dirty(repo: Repository, byte: int) -> None:
@@ -97,5 +115,7 @@ def digests(repo: Repository, rev: str) -> tuple[bytes, ...]:
         lengths = [chunk.length for chunk in content.chunks]
         between = [*gaps(tensors_of(content), lengths)]
         assert len(between) == 2
-        assert not any(bytes(reader.chunk(chunk)[first:last]).strip(b"\0") for chunk, first, last in between)
+        assert not any(
+            bytes(reader.chunk(chunk)[first:last]).strip(b"\0") for chunk, first, last in between
+        )
         return tuple(chunk.digest for chunk in content.chunks)

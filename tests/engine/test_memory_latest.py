@@ -1,4 +1,5 @@
-"""Each training keeps so many of its newest states in memory: older ones leave unless something needs them, and make room first."""
+"""Each training keeps so many of its newest states in memory: older ones leave unless something
+needs them, and make room first."""
 
 from __future__ import annotations
 
@@ -11,7 +12,17 @@ import torch
 import datastates
 from datastates import Config, InvalidInput, Status, Unavailable
 from datastates.config import BackPressure
-from datastates.engine.scheduler import Adopted, Engine, Evict, LineOpened, Recorded, RefsChanged, RoomNeeded, Wanted, Written
+from datastates.engine.scheduler import (
+    Adopted,
+    Engine,
+    Evict,
+    LineOpened,
+    Recorded,
+    RefsChanged,
+    RoomNeeded,
+    Wanted,
+    Written,
+)
 from datastates.policy.contract import FEW, FEWEST, Cadence, bytes_kept
 from datastates.state.manifest import CHUNK_BYTES
 
@@ -39,7 +50,14 @@ def evicted(made: Engine, *uids: str, line: str = "main") -> list[str]:
 
 
 def room(made: Engine) -> tuple[str, ...]:
-    return next((action.uids for action in made.handle(RoomNeeded((9,), False, BackPressure.WAIT)) if isinstance(action, Evict)), ())
+    return next(
+        (
+            action.uids
+            for action in made.handle(RoomNeeded((9,), False, BackPressure.WAIT))
+            if isinstance(action, Evict)
+        ),
+        (),
+    )
 
 
 def test_what_is_older_than_the_newest_leaves_as_the_next_is_recorded() -> None:
@@ -87,7 +105,10 @@ def test_room_is_made_of_what_is_not_to_be_kept_first() -> None:
 
 def test_room_for_as_many_is_made_warm() -> None:
     def kept(latest: int | None, capacity: int = 10_000) -> int:
-        return bytes_kept([100 * CHUNK_BYTES], capacity * CHUNK_BYTES, is_given=False, latest=latest) // CHUNK_BYTES
+        return (
+            bytes_kept([100 * CHUNK_BYTES], capacity * CHUNK_BYTES, is_given=False, latest=latest)
+            // CHUNK_BYTES
+        )
 
     assert kept(None) == kept(2) == FEW * 100
     assert kept(1) == FEWEST * 100
@@ -98,7 +119,10 @@ def test_room_for_as_many_is_made_warm() -> None:
 def test_a_training_keeps_that_many_and_any_of_them_is_restored(tmp_path: Path) -> None:
     weight = torch.zeros(100)
     config = Config(memory_bytes=64 << 20, memory_latest=3, durable_interval_s=None)
-    with datastates.open(tmp_path / "runs", config=config) as repo, repo.track(weight=weight, rng=False) as run:
+    with (
+        datastates.open(tmp_path / "runs", config=config) as repo,
+        repo.track(weight=weight, rng=False) as run,
+    ):
         states = []
         for number in range(8):
             weight.fill_(number)
@@ -123,7 +147,11 @@ def test_a_training_keeps_that_many_and_any_of_them_is_restored(tmp_path: Path) 
 def test_a_user_is_told_where_fewer_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     weight = torch.zeros(4 << 20)  # of 16 MiB
     config = Config(memory_bytes=64 << 20, memory_latest=20, durable_interval_s=None)
-    with caplog.at_level(logging.INFO), datastates.open(tmp_path / "runs", config=config) as repo, repo.track(w=weight, rng=False) as run:
+    with (
+        caplog.at_level(logging.INFO),
+        datastates.open(tmp_path / "runs", config=config) as repo,
+        repo.track(w=weight, rng=False) as run,
+    ):
         run.capture().wait()
     (said,) = [record for record in caplog.records if "kept in memory" in record.getMessage()]
     assert said.levelno == logging.WARNING

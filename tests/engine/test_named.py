@@ -1,4 +1,5 @@
-"""How often a rank looks at what refs name: the first as often as it is asked to, the others the more seldom the more they are."""
+"""How often a rank looks at what refs name: the first as often as it is asked to, the others the
+more seldom the more they are."""
 
 from __future__ import annotations
 
@@ -23,8 +24,13 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
 
-def test_a_name_that_was_committed_after_a_younger_one_is_seen(tmp_path: Path, postgresql_url: str) -> None:
-    with datastates.open(postgresql_url, packs=tmp_path, memory_bytes=32 << 20) as repo, repo.track(x=torch.ones(3), rng=False) as run:
+def test_a_name_that_was_committed_after_a_younger_one_is_seen(
+    tmp_path: Path, postgresql_url: str
+) -> None:
+    with (
+        datastates.open(postgresql_url, packs=tmp_path, memory_bytes=32 << 20) as repo,
+        repo.track(x=torch.ones(3), rng=False) as run,
+    ):
         state = run.capture().wait()
         host = repo.core.host()
         assert isinstance(host, Runner)
@@ -45,7 +51,10 @@ def test_a_name_that_was_committed_after_a_younger_one_is_seen(tmp_path: Path, p
 
 
 def test_of_many_ranks_only_the_first_looks_whenever_it_is_asked_to(tmp_path: Path) -> None:
-    with datastates.open(tmp_path, memory_bytes=32 << 20) as repo, repo.track(x=torch.ones(3), rng=False) as run:
+    with (
+        datastates.open(tmp_path, memory_bytes=32 << 20) as repo,
+        repo.track(x=torch.ones(3), rng=False) as run,
+    ):
         state = run.capture().wait()
         host = repo.core.host()
         assert isinstance(host, Runner)
@@ -68,7 +77,10 @@ def test_a_look_reads_only_the_refs_that_changed_and_knows_all(
     backend: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = tmp_path if backend == "sqlite" else request.getfixturevalue("postgresql_url")
-    with datastates.open(url, packs=tmp_path / "packs", memory_bytes=32 << 20) as repo, repo.track(x=torch.ones(3), rng=False) as run:
+    with (
+        datastates.open(url, packs=tmp_path / "packs", memory_bytes=32 << 20) as repo,
+        repo.track(x=torch.ones(3), rng=False) as run,
+    ):
         first, second = run.capture().wait(), run.capture().wait()
         for number in range(50):
             repo.tag(f"tag-{number}", first)
@@ -82,7 +94,9 @@ def test_a_look_reads_only_the_refs_that_changed_and_knows_all(
             found = named.look(is_forced=True)
             assert found is not None
             there = repo.refs()
-            assert found.branches == {ref.name: ref.state for ref in there if ref.kind is RefKind.BRANCH}
+            assert found.branches == {
+                ref.name: ref.state for ref in there if ref.kind is RefKind.BRANCH
+            }
             assert found.tagged == {ref.state for ref in there if ref.kind is RefKind.TAG}
             while named.look() is not None:
                 pass

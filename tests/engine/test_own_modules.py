@@ -1,4 +1,5 @@
-"""A user's own modules: which states they see, when, and what becomes of a training when they are slow, raise, or are interrupted."""
+"""A user's own modules: which states they see, when, and what becomes of a training when they
+are slow, raise, or are interrupted."""
 
 from __future__ import annotations
 
@@ -13,7 +14,18 @@ import pytest
 import torch
 
 import datastates
-from datastates import BackPressure, Config, InvalidInput, Item, Module, ModuleFailed, Repository, Status, Tracker, Unavailable
+from datastates import (
+    BackPressure,
+    Config,
+    InvalidInput,
+    Item,
+    Module,
+    ModuleFailed,
+    Repository,
+    Status,
+    Tracker,
+    Unavailable,
+)
 from datastates.engine.processors import Own
 from datastates.state.manifest import CHUNK_BYTES
 from datastates.storage.arena import Arena
@@ -38,7 +50,8 @@ class Seen:
 
 @dataclass
 class Noting(Module):
-    """Keeps what it is given; waits before each state where a test says so; raises for the steps of ``bad``."""
+    """Keeps what it is given; waits before each state where a test says so; raises for the steps
+    of ``bad``."""
 
     name: str = "noting"
     priority: int = 1000
@@ -55,7 +68,16 @@ class Noting(Module):
         self.log.append(f"{self.name} {state.step}")
         if state.step in self.bad:
             raise ArithmeticError(f"step {state.step} is bad")
-        self.seen.append(Seen(state.uid, state.step, item.branch, state.metrics, item.tree(), threading.current_thread().name))
+        self.seen.append(
+            Seen(
+                state.uid,
+                state.step,
+                item.branch,
+                state.metrics,
+                item.tree(),
+                threading.current_thread().name,
+            )
+        )
 
     def close(self) -> None:
         self.log.append(f"{self.name} closed")
@@ -81,7 +103,9 @@ def opened(tmp_path: Path) -> Iterator[Opening]:
     made: list[Repository] = []
 
     def open_repository(*modules: Module, slots: int = 16, **options: Any) -> Repository:
-        config = Config(memory_bytes=slots * CHUNK_BYTES, durable_interval_s=None, modules=modules, **options)
+        config = Config(
+            memory_bytes=slots * CHUNK_BYTES, durable_interval_s=None, modules=modules, **options
+        )
         made.append(datastates.open(tmp_path / "runs", config=config))
         return made[-1]
 
@@ -101,18 +125,27 @@ def capture(run: Tracker, weight: torch.Tensor) -> datastates.Capture:
     return run.capture(metrics={"mean": float(weight.mean())})
 
 
-# --- which states ------------------------------------------------------------------------------------------------------------
+# --- which states ---------------------------------------------------------------------------------
 
 
-def test_a_module_sees_every_capture_in_order_with_its_facts_and_its_tensors(opened: Opening) -> None:
+def test_a_module_sees_every_capture_in_order_with_its_facts_and_its_tensors(
+    opened: Opening,
+) -> None:
     module = Noting.running()
     with opened(module) as repo:
         run, weight = begin(repo)
         captures = [capture(run, weight) for _ in range(40)]  # finished in rounds
         run.close()
-    assert [(seen.uid, seen.step, seen.branch) for seen in module.seen] == [(each.uid, each.step, "main") for each in captures]
-    assert [seen.metrics for seen in module.seen] == [{"mean": float(step)} for step in range(1, 41)]
-    assert all(torch.equal(seen.tree["weight"], torch.full((WIDTH, WIDTH), float(seen.step))) for seen in module.seen)
+    assert [(seen.uid, seen.step, seen.branch) for seen in module.seen] == [
+        (each.uid, each.step, "main") for each in captures
+    ]
+    assert [seen.metrics for seen in module.seen] == [
+        {"mean": float(step)} for step in range(1, 41)
+    ]
+    assert all(
+        torch.equal(seen.tree["weight"], torch.full((WIDTH, WIDTH), float(seen.step)))
+        for seen in module.seen
+    )
     assert {seen.thread for seen in module.seen} == {"datastates-modules"}
 
 
@@ -121,14 +154,23 @@ def test_a_module_sees_a_merge(opened: Opening) -> None:
     with opened(module) as repo:
         run, weight = begin(repo)
         first, second = capture(run, weight).wait(), capture(run, weight).wait()
-        merged, branched = repo.merge([first, second], only="weight"), repo.merge([first, second], only="weight", into="merged")
-    assert [(seen.uid, seen.branch) for seen in module.seen[2:]] == [(merged.uid, None), (branched.uid, "merged")]
+        merged, branched = (
+            repo.merge([first, second], only="weight"),
+            repo.merge([first, second], only="weight", into="merged"),
+        )
+    assert [(seen.uid, seen.branch) for seen in module.seen[2:]] == [
+        (merged.uid, None),
+        (branched.uid, "merged"),
+    ]
     assert torch.equal(module.seen[2].tree["weight"], torch.full((WIDTH, WIDTH), 1.5))
 
 
 def test_a_module_does_not_see_a_clone(opened: Opening, tmp_path: Path) -> None:
     module = Noting.running()
-    with datastates.open(tmp_path / "source", memory_bytes=8 * CHUNK_BYTES) as source, opened(module) as repo:
+    with (
+        datastates.open(tmp_path / "source", memory_bytes=8 * CHUNK_BYTES) as source,
+        opened(module) as repo,
+    ):
         run, weight = begin(source)
         state = capture(run, weight).wait()
         with source.serve("memory://modules") as server, datastates.connect(server.url) as peer:
@@ -154,7 +196,7 @@ def test_a_module_may_ask_the_repository_for_what_was_recorded(opened: Opening) 
     assert found == [(state.uid, 1)]
 
 
-# --- when --------------------------------------------------------------------------------------------------------------------
+# --- when -----------------------------------------------------------------------------------------
 
 
 def test_modules_are_called_by_priority_and_closed_with_the_repository(opened: Opening) -> None:
@@ -165,7 +207,12 @@ def test_modules_are_called_by_priority_and_closed_with_the_repository(opened: O
     for _ in range(2):
         capture(run, weight)
     run.close()
-    assert early.log == ["early 1", "late 1", "early 2", "late 2"], "a tracker that is closed waits for them"
+    assert early.log == [
+        "early 1",
+        "late 1",
+        "early 2",
+        "late 2",
+    ], "a tracker that is closed waits for them"
     repo.close()
     repo.close()
     assert early.log[4:] == ["early closed", "late closed"]
@@ -191,7 +238,9 @@ def test_captures_go_on_while_a_module_is_slow(opened: Opening) -> None:
     assert [seen.step for seen in module.seen] == [*range(1, 9)]
 
 
-def test_what_waits_for_a_slow_module_keeps_its_memory_and_back_pressure_skips_captures(opened: Opening) -> None:
+def test_what_waits_for_a_slow_module_keeps_its_memory_and_back_pressure_skips_captures(
+    opened: Opening,
+) -> None:
     module = Noting()
     with opened(module, slots=3, back_pressure=BackPressure.SKIP) as repo:
         run, weight = begin(repo)
@@ -219,7 +268,7 @@ def test_a_capture_waits_for_a_slow_module_when_memory_is_full(opened: Opening) 
     assert [seen.step for seen in module.seen] == [*range(1, 8)]
 
 
-# --- what goes wrong ---------------------------------------------------------------------------------------------------------
+# --- what goes wrong ------------------------------------------------------------------------------
 
 
 def test_a_module_that_raises_loses_no_state_and_its_error_is_said_once_and_kept_by_the_handle(
@@ -235,8 +284,10 @@ def test_a_module_that_raises_loses_no_state_and_its_error_is_said_once_and_kept
         assert [repo.state(state.uid).status for state in states] == [Status.DURABLE] * 3
     for number, each in enumerate(captures[:2], 1):
         assert isinstance(each.error, ModuleFailed)
-        assert str(each.error) == (
-            f"module 'bad' failed on state {each.uid} (step {number}): ArithmeticError('step {number} is bad'); the state is kept"
+        assert (
+            str(each.error)
+            == f"module 'bad' failed on state {each.uid} (step {number}): ArithmeticError('step"
+            f" {number} is bad'); the state is kept"
         )
         assert isinstance(each.error.__cause__, ArithmeticError)
         assert each.wait().uid == each.uid
@@ -253,7 +304,9 @@ class Mute(Exception):
         raise ArithmeticError
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), Mute()], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), KeyboardInterrupt(), Mute()], ids=lambda error: type(error).__name__
+)
 def test_a_module_that_ends_its_thread_does_not(opened: Opening, error: BaseException) -> None:
     seen: list[int] = []
 
@@ -329,7 +382,24 @@ def test_an_item_can_not_be_read_after_its_turn(opened: Opening) -> None:
 def test_of_a_state_that_left_memory_before_it_was_recorded_the_facts_are_left() -> None:
     module, failed = Noting.running(), list[ModuleFailed]()
     own = Own([module], MemoryTier(Arena(CHUNK_BYTES)), lambda: None)
-    state = datastates.State("a" * 24, "", 7, 0, {}, {}, None, None, Status.CAPTURED, (), (), None, 0, 0, 0)  # type: ignore[arg-type]  # no time
+    # no time
+    state = datastates.State(
+        "a" * 24,
+        "",
+        7,
+        0,
+        {},
+        {},
+        None,
+        None,  # type: ignore[arg-type]
+        Status.CAPTURED,
+        (),
+        (),
+        None,
+        0,
+        0,
+        0,
+    )
     own.put(lambda: state, "main", failed.append)
     own.close()
     own.join()
@@ -341,10 +411,14 @@ def test_of_a_state_that_left_memory_before_it_was_recorded_the_facts_are_left()
     ("modules", "said"),
     [
         (Noting(), "modules is .*give a list"),
-        ([Noting], r"modules has the class Noting: give an object of it, as modules=\[Noting\(\)\]"),
+        (
+            [Noting],
+            r"modules has the class Noting: give an object of it, as modules=\[Noting\(\)\]",
+        ),
         ([object()], "give an object with a method process"),
         ([Noting(name="")], "the name of the module"),
-        ([Noting(priority="first")], "the priority of the module 'noting'"),  # type: ignore[arg-type]  # what is tested
+        # what is tested
+        ([Noting(priority="first")], "the priority of the module 'noting'"),  # type: ignore[arg-type]
         ([Noting(), Noting()], "noting, noting: give each a name of its own"),
     ],
 )

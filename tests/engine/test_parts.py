@@ -1,4 +1,5 @@
-"""What becomes of the parts that ranks capture: a state that is whole and restorable, or none at all, and every rank hears which."""
+"""What becomes of the parts that ranks capture: a state that is whole and restorable, or none at
+all, and every rank hears which."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def expected(steps: int) -> torch.Tensor:
     return torch.arange(27.0).reshape(9, 3) + 10 * steps
 
 
-def test_a_state_is_visible_once_every_rank_told_its_part_and_restores_whole(tmp_path: Path) -> None:
+def test_a_state_is_visible_once_every_rank_told_its_part_and_restores_whole(
+    tmp_path: Path,
+) -> None:
     with ranks_of(tmp_path, None, SIZE) as ranks:
         first = [rank.capture(metrics={"loss": float(rank.part.rank)}) for rank in ranks[1:]]
         for rank in ranks[1:]:
@@ -53,21 +56,35 @@ def test_a_state_is_visible_once_every_rank_told_its_part_and_restores_whole(tmp
             assert rank.run.head.uid == second[0].uid
             with rank.repo.core.tiers.durable.open_part(second[0].uid, rank.part.rank) as reader:
                 origin = reader.manifest.origin
-                assert (origin.parents, origin.parent_digests) == ((states[0].uid,), (states[0].digest,))
+                assert (origin.parents, origin.parent_digests) == (
+                    (states[0].uid,),
+                    (states[0].digest,),
+                )
                 with rank.repo.core.reading() as session:
-                    assert part_digests(session, second[0].uid)[rank.part.rank] == reader.manifest.digest
+                    assert (
+                        part_digests(session, second[0].uid)[rank.part.rank]
+                        == reader.manifest.digest
+                    )
     with datastates.open(tmp_path) as repo:
         assert repo.state("main").status is Status.DURABLE
         assert torch.equal(repo.load("main")["rows"], expected(2))
         assert repo.verify("main").uid == second[0].uid
 
 
-def test_what_one_rank_skips_none_has_and_the_next_state_hangs_on_the_one_before(tmp_path: Path) -> None:
+def test_what_one_rank_skips_none_has_and_the_next_state_hangs_on_the_one_before(
+    tmp_path: Path,
+) -> None:
     with ranks_of(tmp_path, None, 2) as ranks:
         before = wait([rank.capture() for rank in ranks])
         own = ranks[0].capture()
         ranks[1].skip()
-        with pytest.raises(Unavailable, match=r"step 2 was skipped: it was given up because of rank 1 \(skipped\): there was no room"):
+        with pytest.raises(
+            Unavailable,
+            match=(
+                r"step 2 was skipped: it was given up because of rank 1 \(skipped\): there was no"
+                r" room"
+            ),
+        ):
             own.wait(timeout_s=60)
         assert own.is_skipped
         after = wait([rank.capture() for rank in ranks])
@@ -77,7 +94,9 @@ def test_what_one_rank_skips_none_has_and_the_next_state_hangs_on_the_one_before
         assert not memory.has(own.uid), "its memory is free"
 
 
-def test_a_capture_that_raises_on_one_rank_is_given_up_on_the_others_at_once(tmp_path: Path) -> None:
+def test_a_capture_that_raises_on_one_rank_is_given_up_on_the_others_at_once(
+    tmp_path: Path,
+) -> None:
     with ranks_of(tmp_path, None, 2) as ranks:
         ranks[1].run.values["odd"] = threading.Lock()
         with pytest.raises(datastates.DatastatesError):
@@ -89,7 +108,9 @@ def test_a_capture_that_raises_on_one_rank_is_given_up_on_the_others_at_once(tmp
 
 
 @pytest.mark.parametrize("on_failure", ["continue", "raise"])
-def test_a_rank_that_tells_nothing_is_waited_for_as_long_as_configured(tmp_path: Path, on_failure: str) -> None:
+def test_a_rank_that_tells_nothing_is_waited_for_as_long_as_configured(
+    tmp_path: Path, on_failure: str
+) -> None:
     with ranks_of(tmp_path, None, 2, group_patience_s=0.1, on_failure=on_failure) as ranks:
         own = ranks[0].capture()
         with pytest.raises(Unavailable, match=r"rank 1 \(late\): it told no part within 0.1 s"):
@@ -144,9 +165,12 @@ def test_a_rank_that_closes_before_the_others_told_gives_up_what_waits(tmp_path:
 def test_ranks_may_have_folders_of_their_own(tmp_path: Path, postgresql: Any) -> None:
     packs = [tmp_path / f"packs-{rank}" for rank in range(2)]
     with ranks_of(postgresql.migrated(), packs, 2) as ranks:
-        (state, _) = wait([rank.capture() for rank in ranks], "durable")
+        state, _ = wait([rank.capture() for rank in ranks], "durable")
         assert state.status is Status.DURABLE
-        assert [len(list(folder.glob(f"{state.uid}.{rank}.manifest"))) for rank, folder in enumerate(packs)] == [1, 1]
+        assert [
+            len(list(folder.glob(f"{state.uid}.{rank}.manifest")))
+            for rank, folder in enumerate(packs)
+        ] == [1, 1]
 
 
 def capture_in_rounds(ranks: list[Rank], steps: int) -> list[list[datastates.Capture]]:
@@ -167,17 +191,26 @@ def test_what_one_rank_makes_durable_all_write(tmp_path: Path) -> None:
         first = capture_in_rounds(ranks, 2)[0]
         uid = first[0].wait("durable", timeout_s=60).uid
         other = first[1]._progress  # nobody waits for it there
-        assert other.changed.wait_for(lambda: other.state is not None and other.state.status is Status.DURABLE, 60)
+        assert other.changed.wait_for(
+            lambda: other.state is not None and other.state.status is Status.DURABLE, 60
+        )
         with ranks[0].repo.core.reading() as session:
-            assert {each.rank for each in replicas_of(session, uid) if each.tier == "local"} == {0, 1}
+            assert {each.rank for each in replicas_of(session, uid) if each.tier == "local"} == {
+                0,
+                1,
+            }
         assert ranks[0].repo.state(uid).status is Status.DURABLE
 
 
-def test_while_the_database_is_away_parts_wait_and_are_told_when_it_is_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_the_database_is_away_parts_wait_and_are_told_when_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     is_away, read, write = threading.Event(), Database.read, Database.write
 
     @contextmanager
-    def asked(database: Database, how: Callable[..., Any], *args: Any, **options: Any) -> Iterator[Any]:
+    def asked(
+        database: Database, how: Callable[..., Any], *args: Any, **options: Any
+    ) -> Iterator[Any]:
         if is_away.is_set():
             raise Unavailable("the database does not answer (connection refused)")
         with how(database, *args, **options) as session:
@@ -212,9 +245,18 @@ class Trained:
 
     def __init__(self, rank: Rank) -> None:
         self.repo, self.weight = rank.repo, torch.zeros(9, requires_grad=True)
-        self.optimizer, self.alone = (torch.optim.SGD([tensor]) for tensor in (self.weight, torch.zeros(1, requires_grad=True)))
+        self.optimizer, self.alone = (
+            torch.optim.SGD([tensor])
+            for tensor in (self.weight, torch.zeros(1, requires_grad=True))
+        )
         self.run = rank.repo.track(
-            branch="trained", weight=self.weight, optimizer=self.optimizer, alone=self.alone, own="alone", rank=rank.part.rank, rng=False
+            branch="trained",
+            weight=self.weight,
+            optimizer=self.optimizer,
+            alone=self.alone,
+            own="alone",
+            rank=rank.part.rank,
+            rng=False,
         )
         as_rank(self.run, rank.part)
 
@@ -247,14 +289,19 @@ def test_ranks_may_step_what_is_their_own_as_often_as_they_like(tmp_path: Path) 
         one, other = map(Trained, both)
         for _ in range(3):
             one.alone.step()
-        assert len({state.uid for state in wait([rank.run.capture() for rank in (one, other)])}) == 1
+        assert (
+            len({state.uid for state in wait([rank.run.capture() for rank in (one, other)])}) == 1
+        )
 
 
 def test_ranks_whose_captures_are_given_their_step_may_differ_in_updates(tmp_path: Path) -> None:
     with ranks_of(tmp_path, None, 2) as both:
         one, other = map(Trained, both)
         one.step()
-        assert len({state.uid for state in wait([rank.run.capture(step=7) for rank in (one, other)])}) == 1
+        assert (
+            len({state.uid for state in wait([rank.run.capture(step=7) for rank in (one, other)])})
+            == 1
+        )
 
 
 def test_ranks_that_restored_a_state_have_drifted_no_more(tmp_path: Path) -> None:
@@ -265,4 +312,6 @@ def test_ranks_that_restored_a_state_have_drifted_no_more(tmp_path: Path) -> Non
         for rank in (one, other):
             rank.run.restore(whole)
             rank.step()
-        assert len({state.uid for state in wait([rank.run.capture() for rank in (one, other)])}) == 1
+        assert (
+            len({state.uid for state in wait([rank.run.capture() for rank in (one, other)])}) == 1
+        )

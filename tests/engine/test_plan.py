@@ -22,10 +22,14 @@ from .build import copied
 
 
 def plan_of(*sources: torch.Tensor, deferred: bool = False) -> CopyPlan:
-    return compile_plan(flatten(list(sources)), fenced={id(source) for source in sources} if deferred else ())
+    return compile_plan(
+        flatten(list(sources)), fenced={id(source) for source in sources} if deferred else ()
+    )
 
 
-def assert_comes_back(plan: CopyPlan, sources: list[torch.Tensor], arena: Arena, stager: Stager) -> None:
+def assert_comes_back(
+    plan: CopyPlan, sources: list[torch.Tensor], arena: Arena, stager: Stager
+) -> None:
     for source, back in zip(sources, copied(plan, arena, stager), strict=True):
         assert (back.dtype, back.shape) == (source.dtype, source.shape)
         assert bits(back) == bits(source)
@@ -40,20 +44,30 @@ def test_any_tensors_come_back_from_a_copy_by_plan(
 ) -> None:
     if tie and sources:
         sources = [*sources, sources[0]]
-    plan = compile_plan(flatten(sources), frozen={id(source) for index, source in enumerate(sources) if index in still})
+    plan = compile_plan(
+        flatten(sources),
+        frozen={id(source) for index, source in enumerate(sources) if index in still},
+    )
     assert_comes_back(plan, sources, arena, stager)
 
 
 @given(
     st.lists(
-        st.tuples(st.integers(1, 3 << 20), st.sampled_from([torch.float32, torch.int16, torch.uint8, torch.float64])),
+        st.tuples(
+            st.integers(1, 3 << 20),
+            st.sampled_from([torch.float32, torch.int16, torch.uint8, torch.float64]),
+        ),
         min_size=1,
         max_size=4,
     )
 )
 @settings(max_examples=examples(25), deadline=None)
-def test_large_tensors_of_mixed_types_come_back_deferred(arena: Arena, stager: Stager, sizes: list[tuple[int, torch.dtype]]) -> None:
-    sources = [random_tensor(dtype, [count // dtype.itemsize], seed=count) for count, dtype in sizes]
+def test_large_tensors_of_mixed_types_come_back_deferred(
+    arena: Arena, stager: Stager, sizes: list[tuple[int, torch.dtype]]
+) -> None:
+    sources = [
+        random_tensor(dtype, [count // dtype.itemsize], seed=count) for count, dtype in sizes
+    ]
     plan = plan_of(*sources, deferred=True)
     for placed in plan.sources:
         assert placed.is_deferred == (placed.flat.numel() >= DEFER_BYTES)
@@ -70,7 +84,9 @@ def test_a_tensor_that_straddles_chunks_comes_back(arena: Arena, stager: Stager)
     plan = plan_of(*sources, deferred=True)
     assert len(plan.sizes) == 3  # two for the large ones, one for the small
     assert [len(source.pieces) for source in plan.sources if source.is_deferred] == [1, 2]
-    assert plan.layout.bytes_total == sum(source.nbytes for source in sources) + 128, "the second one begins at a whole KiB"
+    assert plan.layout.bytes_total == sum(source.nbytes for source in sources) + 128, (
+        "the second one begins at a whole KiB"
+    )
     assert_comes_back(plan, sources, arena, stager)
 
 
@@ -111,9 +127,16 @@ def test_what_stays_the_same_lies_in_chunks_of_its_own() -> None:
 
 
 def test_only_large_fenced_tensors_that_never_tore_are_deferred() -> None:
-    large, small, outside, torn = torch.randn(256, 256), torch.randn(8), torch.randn(256, 256), torch.randn(256, 256)
+    large, small, outside, torn = (
+        torch.randn(256, 256),
+        torch.randn(8),
+        torch.randn(256, 256),
+        torch.randn(256, 256),
+    )
     fenced = {id(large), id(small), id(torn)}
-    plan = compile_plan(flatten({"a": large, "b": small, "c": outside, "d": torn}), fenced=fenced, eager_paths={"d"})
+    plan = compile_plan(
+        flatten({"a": large, "b": small, "c": outside, "d": torn}), fenced=fenced, eager_paths={"d"}
+    )
     assert [source.path for source in plan.sources if source.is_deferred] == ["a"]
 
 
@@ -132,16 +155,24 @@ def _data(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[list[torc
         pytest.param(_data(lambda data: data.view(128, 512)), id="reshaped in place"),
         pytest.param(_data(lambda data: data[:100]), id="cut in place"),
         pytest.param(_data(lambda data: data.double()), id="another dtype"),
-        pytest.param(_data(lambda data: data.view(torch.int32)), id="another dtype of the same bytes"),
+        pytest.param(
+            _data(lambda data: data.view(torch.int32)), id="another dtype of the same bytes"
+        ),
         pytest.param(lambda sources: sources[0].resize_(10, 10), id="shrunk"),
         pytest.param(lambda sources: sources[0].resize_(1000, 1000), id="grown"),
         pytest.param(lambda sources: sources[0].t_(), id="t_"),
         pytest.param(lambda sources: sources[0].requires_grad_(), id="unfrozen"),
         pytest.param(lambda sources: sources.append(torch.ones(3)), id="one more"),
         pytest.param(lambda sources: sources.pop(), id="one less"),
-        pytest.param(lambda sources: sources.__setitem__(0, torch.randn(256, 256)), id="another deferred object"),
+        pytest.param(
+            lambda sources: sources.__setitem__(0, torch.randn(256, 256)),
+            id="another deferred object",
+        ),
         pytest.param(lambda sources: sources.__setitem__(1, torch.randn(4)), id="another shape"),
-        pytest.param(lambda sources: sources.__setitem__(1, torch.zeros(3, dtype=torch.int32)), id="another object and dtype"),
+        pytest.param(
+            lambda sources: sources.__setitem__(1, torch.zeros(3, dtype=torch.int32)),
+            id="another object and dtype",
+        ),
         pytest.param(lambda sources: sources.__setitem__(2, sources[2].clone()), id="a tie broken"),
         pytest.param(lambda sources: sources[2].t_(), id="a tie transposed"),
     ],
@@ -160,7 +191,9 @@ def test_a_change_of_layout_is_noticed_and_a_new_plan_is_right(
 
 
 @pytest.mark.parametrize("is_by_data", [False, True])
-def test_two_tensors_that_were_one_are_stored_apart_once_the_first_is_another(is_by_data: bool, arena: Arena, stager: Stager) -> None:
+def test_two_tensors_that_were_one_are_stored_apart_once_the_first_is_another(
+    is_by_data: bool, arena: Arena, stager: Stager
+) -> None:
     first = torch.randn(300)
     sources = [first, first.detach()]
     plan = plan_of(*sources)
@@ -185,7 +218,9 @@ def test_a_complex_tensor_conjugated_in_place_is_noticed(arena: Arena, stager: S
         assert_comes_back(compile_plan(flat), [source], arena, stager)
 
 
-def test_a_storage_that_was_emptied_and_filled_again_is_captured_where_it_lies_now(arena: Arena, stager: Stager) -> None:
+def test_a_storage_that_was_emptied_and_filled_again_is_captured_where_it_lies_now(
+    arena: Arena, stager: Stager
+) -> None:
     source = torch.randn(256, 256)
     plan = plan_of(source, deferred=True)
     pointer, storage = source.data_ptr(), source.untyped_storage()
@@ -203,10 +238,17 @@ def test_a_storage_that_was_emptied_and_filled_again_is_captured_where_it_lies_n
 
 @pytest.mark.parametrize(
     "other",
-    [torch.randn(100, 100), torch.randn(100, 100).t(), torch.randn(100, 200)[:, ::2], torch.randn(1, 100).expand(100, 100)],
+    [
+        torch.randn(100, 100),
+        torch.randn(100, 100).t(),
+        torch.randn(100, 200)[:, ::2],
+        torch.randn(1, 100).expand(100, 100),
+    ],
     ids=["dense", "transposed", "with holes", "expanded"],
 )
-def test_a_new_object_is_taken_over_or_refused_and_never_mistaken(other: torch.Tensor, arena: Arena, stager: Stager) -> None:
+def test_a_new_object_is_taken_over_or_refused_and_never_mistaken(
+    other: torch.Tensor, arena: Arena, stager: Stager
+) -> None:
     sources = [torch.randn(1_100_000), torch.randn(100, 100)]
     plan = plan_of(*sources)
     sources[1] = other

@@ -1,4 +1,5 @@
-"""When ranks ask what became of their parts: soon where the others do the same, seldom where they may only want something."""
+"""When ranks ask what became of their parts: soon where the others do the same, seldom where
+they may only want something."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def test_pauses_double_and_whoever_waits_asks_sooner() -> None:
 
 @pytest.mark.parametrize("askers", [1, 125, 1000, 10_000])
 @pytest.mark.parametrize("is_hurried", [False, True])
-def test_however_many_ask_the_database_is_asked_no_more_than_it_can_answer(askers: int, *, is_hurried: bool) -> None:
+def test_however_many_ask_the_database_is_asked_no_more_than_it_can_answer(
+    askers: int, *, is_hurried: bool
+) -> None:
     polls = Polls(askers)
     if is_hurried:
         polls.hurry(0.0)
@@ -68,8 +71,11 @@ def test_nobody_asks_where_nothing_is_to_be_heard() -> None:
     assert polls.is_off
 
 
-def test_a_rank_asks_for_the_disks_of_the_others_once_its_part_is_on_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "EVERY_S", 3600.0)  # nothing else lets the engine thread look around,
+def test_a_rank_asks_for_the_disks_of_the_others_once_its_part_is_on_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # nothing else lets the engine thread look around,
+    monkeypatch.setattr(threads, "EVERY_S", 3600.0)
     monkeypatch.setattr(handle, "SAY_AGAIN_S", 3600.0)  # nor does whoever waits
     with ranks_of(tmp_path, None, 2) as ranks:
         for _ in range(3):
@@ -82,13 +88,18 @@ def test_a_rank_asks_for_the_disks_of_the_others_once_its_part_is_on_its_own(tmp
     [
         (Cadence(every=2), Cadence(every=2, interval_s=None)),
         (Cadence(every=None, interval_s=5.0, steps=3), Cadence(every=None, interval_s=None)),
-        (Cadence(every=3) | OnImprovement("loss"), Cadence(every=3, interval_s=None) | OnImprovement("loss")),
+        (
+            Cadence(every=3) | OnImprovement("loss"),
+            Cadence(every=3, interval_s=None) | OnImprovement("loss"),
+        ),
         (Cadence(every=3) | datastates.CheckFreq(), Cadence(every=None, interval_s=None)),
         (Own(every=4), Cadence(every=None, interval_s=None)),
     ],
     ids=str,
 )
-def test_what_counts_decide_every_rank_decides_and_the_first_decides_all_else(tmp_path: Path, cadence: Policy, own: Policy) -> None:
+def test_what_counts_decide_every_rank_decides_and_the_first_decides_all_else(
+    tmp_path: Path, cadence: Policy, own: Policy
+) -> None:
     with datastates.open(tmp_path, memory_bytes=32 << 20) as repo:
         repo.core.engage()
         host = repo.core.host()

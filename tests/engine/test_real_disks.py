@@ -1,6 +1,8 @@
-"""File systems that are really full or really stall, and a PostgreSQL server that stops: every loss is that of the undisturbed training.
+"""File systems that are really full or really stall, and a PostgreSQL server that stops: every loss
+is that of the undisturbed training.
 
-Nothing that was called durable is lost, and all that is kept becomes durable once what is below is well again.
+Nothing that was called durable is lost, and all that is kept becomes durable once what is below is
+well again.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ Between = Callable[[int], None]
 
 
 class Job:
-    """A training with a capture after each step. ``between`` is called before each; all that was captured is in ``captures``."""
+    """A training with a capture after each step.
+
+    ``between`` is called before each; all that was captured is in ``captures``."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -68,7 +72,9 @@ def undisturbed() -> list[float]:
 @contextmanager
 def mounted(folder: Path, *what: str) -> Iterator[Path]:
     folder.mkdir()
-    done = subprocess.run(["mount", *what, str(folder)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["mount", *what, str(folder)], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
     try:
@@ -86,7 +92,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def ext4(tmp_path: Path) -> Iterator[Path]:
-    """A file system on a loop device, which can be frozen: whoever writes then waits in the kernel."""
+    """A file system on a loop device, which can be frozen: whoever writes then waits in the
+    kernel."""
     image = tmp_path / "image"
     with image.open("wb") as file:
         file.truncate(64 << 20)
@@ -105,7 +112,8 @@ def config(*, every: int = 2, memory: int = 16) -> Config:
 
 
 def check(folder: Path | str, job: Job, promised: set[str], packs: Path | None = None) -> None:
-    """What was called durable, by the handles and before, is there in another process's eyes; the head is the last step."""
+    """What was called durable, by the handles and before, is there in another process's eyes;
+    the head is the last step."""
     with datastates.open(folder, packs=packs) as repo:
         log = {state.uid: state for state in repo.log("main")}
         assert max(state.step for state in log.values()) == STEPS
@@ -131,10 +139,18 @@ def wait_for_trouble(repo: Repository) -> None:
 
 @pytest.mark.parametrize("lies", ["with its lineage", "apart"])
 def test_a_disk_that_is_really_full_for_a_while(
-    tmp_path: Path, small_disk: Path, undisturbed: list[float], lies: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    small_disk: Path,
+    undisturbed: list[float],
+    lies: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(scheduler, "LAST_RETRY_S", 0.2)
-    folder, packs = (small_disk / "runs", None) if lies == "with its lineage" else (tmp_path / "runs", small_disk)
+    folder, packs = (
+        (small_disk / "runs", None)
+        if lies == "with its lineage"
+        else (tmp_path / "runs", small_disk)
+    )
     filler, job = small_disk / "filler", Job()
     before: set[str] = set()
 
@@ -164,7 +180,9 @@ def test_a_disk_that_is_really_full_for_a_while(
     check(folder, job, promised_by(job), packs)
 
 
-def test_a_file_system_that_really_stalls(tmp_path: Path, ext4: Path, undisturbed: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_really_stalls(
+    tmp_path: Path, ext4: Path, undisturbed: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(threads, "STALL_S", 0.5)
     job = Job()
     with datastates.open(tmp_path / "runs", packs=ext4, config=config(memory=6)) as repo:
@@ -191,7 +209,10 @@ def test_a_file_system_that_really_stalls(tmp_path: Path, ext4: Path, undisturbe
 
 
 def test_a_database_server_that_stops_for_a_while(
-    tmp_path: Path, mortal_postgresql: Postgresql, undisturbed: list[float], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    mortal_postgresql: Postgresql,
+    undisturbed: list[float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(threads, "EVERY_S", 0.05)
     job, packs = Job(), tmp_path / "packs"
@@ -212,6 +233,8 @@ def test_a_database_server_that_stops_for_a_while(
         assert time.monotonic() - began < away_s + outbox.PATIENCE_S / 2
         again.join()
         assert job.captures[-1].wait("durable", timeout_s=outbox.PATIENCE_S).step == STEPS
-        assert [capture.wait(timeout_s=60).step for capture in job.captures] == list(range(1, STEPS + 1))
+        assert [capture.wait(timeout_s=60).step for capture in job.captures] == list(
+            range(1, STEPS + 1)
+        )
         run.close()
     check(url, job, promised_by(job), packs)

@@ -1,4 +1,5 @@
-"""Steps that are recorded as a graph and replayed, and compiled ones: what is captured between them is what the training had."""
+"""Steps that are recorded as a graph and replayed, and compiled ones: what is captured between
+them is what the training had."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def repo(tmp_path: Path) -> Iterator[Repository]:
 
 
 def replayed(repo: Repository, late: LateDevices, *, is_fenced: bool) -> list[bool | None]:
-    """A training that records its third step and replays it: whether each state is right, None where it is said to be torn."""
+    """A training that records its third step and replays it: whether each state is right, None
+    where it is said to be torn."""
     model, optimizer = build()
     late.put(model)
     batch = late.put(torch.zeros(16, 256))
@@ -104,7 +106,9 @@ def replayed(repo: Repository, late: LateDevices, *, is_fenced: bool) -> list[bo
 
 
 @pytest.mark.parametrize("lateness", Lateness, ids=lambda each: each.value)
-def test_a_step_that_is_replayed_behind_a_fence_is_captured_as_it_was(lateness: Lateness, repo: Repository) -> None:
+def test_a_step_that_is_replayed_behind_a_fence_is_captured_as_it_was(
+    lateness: Lateness, repo: Repository
+) -> None:
     assert replayed(repo, LateDevices(lateness), is_fenced=True) == [True] * STEPS
 
 
@@ -114,7 +118,9 @@ def test_a_replay_without_a_fence_tears_what_is_copied_then_and_is_found(repo: R
     assert replayed(repo, late, is_fenced=False) == [None] * (STEPS - 1) + [True]
 
 
-def test_a_fence_adds_nothing_to_a_graph_that_is_recorded_and_a_capture_is_refused_there(repo: Repository) -> None:
+def test_a_fence_adds_nothing_to_a_graph_that_is_recorded_and_a_capture_is_refused_there(
+    repo: Repository,
+) -> None:
     late = LateDevices(Lateness.COPIES)
     late.schedule.patience_s = 60
     model, optimizer = build()
@@ -158,7 +164,10 @@ def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch
 
 
 def parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], None]:
-    forward, step = torch.compile(model, backend="eager"), torch.compile(optimizer.step, backend="eager")
+    forward, step = (
+        torch.compile(model, backend="eager"),
+        torch.compile(optimizer.step, backend="eager"),
+    )
 
     def update_in_parts(batch: torch.Tensor) -> None:
         optimizer.zero_grad()
@@ -169,7 +178,9 @@ def parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch
 
 
 @pytest.mark.in_turn
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of what torch imports to compile an optimizer
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit:DeprecationWarning"
+)  # of what torch imports to compile an optimizer
 @pytest.mark.parametrize("compiled", [whole, parts])
 def test_a_compiled_step_waits_for_the_copy(
     compiled: Callable[[nn.Module, torch.optim.Optimizer], Callable[[torch.Tensor], None]],
@@ -199,5 +210,8 @@ def test_a_compiled_step_waits_for_the_copy(
 def test_a_step_that_is_to_be_one_graph_is_told_why_it_cannot(repo: Repository) -> None:
     model, optimizer = build()
     step = torch.compile(lambda: optimizer.step(), backend="eager", fullgraph=True)
-    with repo.track(model=model, optimizer=optimizer), pytest.raises(Exception, match=r"compile optimizer.step\(\) without fullgraph=True"):
+    with (
+        repo.track(model=model, optimizer=optimizer),
+        pytest.raises(Exception, match=r"compile optimizer.step\(\) without fullgraph=True"),
+    ):
         step()

@@ -1,4 +1,5 @@
-"""Copies of a tensor that should be equal and are not are named, with the ranks that have them otherwise."""
+"""Copies of a tensor that should be equal and are not are named, with the ranks that have them
+otherwise."""
 
 from __future__ import annotations
 
@@ -12,12 +13,21 @@ from tests.support.meshes import dtensor
 
 
 def copies(trees: list[object], apart: frozenset[int] = frozenset()) -> list[list[Copy]]:
-    return [copies_of(flatten(tree).tensors, rank, len(trees), apart=apart) for rank, tree in enumerate(trees)]
+    return [
+        copies_of(flatten(tree).tensors, rank, len(trees), apart=apart)
+        for rank, tree in enumerate(trees)
+    ]
 
 
 def test_equal_replicas_do_not_differ_whatever_their_form() -> None:
     base = torch.randn(6, 8)
-    tree = {"a": base, "turned": base.t(), "holes": base[:, ::2], "number": torch.tensor(1.0), "empty": torch.empty(0)}
+    tree = {
+        "a": base,
+        "turned": base.t(),
+        "holes": base[:, ::2],
+        "number": torch.tensor(1.0),
+        "empty": torch.empty(0),
+    }
     assert differences(copies([tree, tree, tree])) == []
 
 

@@ -1,4 +1,5 @@
-"""A backup of the database is restored while a training runs: what the backup lacks is recorded again, and nothing is lost."""
+"""A backup of the database is restored while a training runs: what the backup lacks is recorded
+again, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -59,7 +60,10 @@ class Training:
 def copy(root: Path) -> Path:
     """A backup of an SQLite lineage."""
     made = root / "backup.db"
-    with closing(sqlite3.connect(root / "lineage.db")) as source, closing(sqlite3.connect(made)) as target:
+    with (
+        closing(sqlite3.connect(root / "lineage.db")) as source,
+        closing(sqlite3.connect(made)) as target,
+    ):
         source.backup(target)
     return made
 
@@ -97,7 +101,9 @@ def test_a_copy_moved_over_the_file_gets_what_it_lacks_and_what_comes_after(tmp_
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
-def test_a_copy_moved_over_the_file_of_a_training_that_captures_no_more_gets_what_it_lacks(tmp_path: Path) -> None:
+def test_a_copy_moved_over_the_file_of_a_training_that_captures_no_more_gets_what_it_lacks(
+    tmp_path: Path,
+) -> None:
     with datastates.open(tmp_path, config=MEMORY) as repo:
         training = Training(repo)
         training.capture(5)
@@ -135,7 +141,12 @@ def test_a_file_that_is_gone_or_another_lineages_is_waited_for(tmp_path: Path) -
         ]:
             (tmp_path / "new.db").write_bytes(content)
             os.replace(tmp_path / "new.db", path)
-            with pytest.raises(Unavailable, match=f"replaced by a file that cannot be used.*{problem}"), repo.core.database.read():
+            with (
+                pytest.raises(
+                    Unavailable, match=f"replaced by a file that cannot be used.*{problem}"
+                ),
+                repo.core.database.read(),
+            ):
                 pass
         os.replace(aside, path)
         training.capture(2)
@@ -155,7 +166,9 @@ def test_several_databases_of_a_process_follow_the_file(tmp_path: Path) -> None:
     check(tmp_path, training)
 
 
-def test_ancestors_of_an_earlier_process_are_recorded_again_from_their_manifests(tmp_path: Path) -> None:
+def test_ancestors_of_an_earlier_process_are_recorded_again_from_their_manifests(
+    tmp_path: Path,
+) -> None:
     with datastates.open(tmp_path) as repo:
         first = Training(repo)
         first.capture(3)
@@ -164,7 +177,9 @@ def test_ancestors_of_an_earlier_process_are_recorded_again_from_their_manifests
         second = Training(repo)
         for _ in range(4):
             second.weight += 1
-            second.uids.append(second.run.capture(metrics={"loss": 2.0}, message="kept").wait("durable").uid)
+            second.uids.append(
+                second.run.capture(metrics={"loss": 2.0}, message="kept").wait("durable").uid
+            )
     with datastates.open(tmp_path) as repo:
         third = Training(repo)
         put_back(backup)
@@ -173,12 +188,19 @@ def test_ancestors_of_an_earlier_process_are_recorded_again_from_their_manifests
     check(tmp_path, third)
     with datastates.open(tmp_path) as repo:
         state = repo.state(second.uids[0])
-        assert (state.metrics, state.message, state.status, state.parents) == ({"loss": 2.0}, "kept", "durable", (first.uids[-1],))
+        assert (state.metrics, state.message, state.status, state.parents) == (
+            {"loss": 2.0},
+            "kept",
+            "durable",
+            (first.uids[-1],),
+        )
         assert state.run is not None
         repo.load(state.uid)
 
 
-def test_a_state_whose_parent_was_only_in_memory_hangs_on_to_its_branch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_whose_parent_was_only_in_memory_hangs_on_to_its_branch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(outbox, "_MOST_WAITING", 3)
     with datastates.open(tmp_path, config=MEMORY) as repo:
         training = Training(repo)
@@ -211,7 +233,9 @@ def _server(postgresql: Postgresql, program: str, *arguments: str) -> None:
 
 
 @contextmanager
-def dumped(postgresql: Postgresql, tmp_path: Path) -> Iterator[tuple[str, str, Callable[..., None]]]:
+def dumped(
+    postgresql: Postgresql, tmp_path: Path
+) -> Iterator[tuple[str, str, Callable[..., None]]]:
     """A database, its name, and what dumps it (at first), or restores it under a name."""
     url = postgresql.migrated()
     name, file = str(make_url(url).database), postgresql.folder / f"{os.urandom(4).hex()}.dump"
@@ -222,12 +246,21 @@ def dumped(postgresql: Postgresql, tmp_path: Path) -> Iterator[tuple[str, str, C
             return
         if section in ("", "pre-data"):
             _server(postgresql, "createdb", into)
-        _server(postgresql, "pg_restore", "-d", into, *([f"--section={section}"] if section else []), str(file))
+        _server(
+            postgresql,
+            "pg_restore",
+            "-d",
+            into,
+            *([f"--section={section}"] if section else []),
+            str(file),
+        )
 
     yield url, name, restore
 
 
-def test_a_server_s_database_that_is_dropped_and_restored_gets_what_it_lacks(postgresql: Postgresql, tmp_path: Path) -> None:
+def test_a_server_s_database_that_is_dropped_and_restored_gets_what_it_lacks(
+    postgresql: Postgresql, tmp_path: Path
+) -> None:
     with dumped(postgresql, tmp_path) as (url, name, restore):
         with datastates.open(url, packs=tmp_path, config=MEMORY) as repo:
             training = Training(repo)
@@ -236,10 +269,16 @@ def test_a_server_s_database_that_is_dropped_and_restored_gets_what_it_lacks(pos
             training.capture(20)
             _server(postgresql, "dropdb", "-f", name)
             training.capture_unheard(2)
-            with pytest.raises(Unavailable, match="is not there for now"), repo.core.database.read() as session:
+            with (
+                pytest.raises(Unavailable, match="is not there for now"),
+                repo.core.database.read() as session,
+            ):
                 session.connection()
             _server(postgresql, "createdb", name)
-            with pytest.raises(Unavailable, match="is not there for now"), repo.core.database.read() as session:
+            with (
+                pytest.raises(Unavailable, match="is not there for now"),
+                repo.core.database.read() as session,
+            ):
                 session.connection()
             _server(postgresql, "dropdb", "-f", name)
             restore(name)
@@ -247,7 +286,9 @@ def test_a_server_s_database_that_is_dropped_and_restored_gets_what_it_lacks(pos
         check(url, training, tmp_path)
 
 
-def test_a_server_s_database_that_is_renamed_away_for_a_copy_gets_what_it_lacks(postgresql: Postgresql, tmp_path: Path) -> None:
+def test_a_server_s_database_that_is_renamed_away_for_a_copy_gets_what_it_lacks(
+    postgresql: Postgresql, tmp_path: Path
+) -> None:
     with dumped(postgresql, tmp_path) as (url, name, restore):
         with datastates.open(url, packs=tmp_path, config=MEMORY) as repo:
             training = Training(repo)
@@ -256,7 +297,9 @@ def test_a_server_s_database_that_is_renamed_away_for_a_copy_gets_what_it_lacks(
             training.capture(20)
             restore(f"{name}_restored")
             document = (Path(__file__).parents[2] / "docs/deployment.md").read_text()
-            shown = re.search(r"^```sql\n(ALTER DATABASE.*?)^```$", document, re.MULTILINE | re.DOTALL)
+            shown = re.search(
+                r"^```sql\n(ALTER DATABASE.*?)^```$", document, re.MULTILINE | re.DOTALL
+            )
             assert shown is not None
             with postgresql._connect("postgres") as connection:
                 for statement in shown[1].replace("lineage", name).splitlines():
@@ -266,12 +309,18 @@ def test_a_server_s_database_that_is_renamed_away_for_a_copy_gets_what_it_lacks(
         check(url, training, tmp_path)
 
 
-def test_a_database_that_is_still_being_restored_is_waited_for(postgresql: Postgresql, tmp_path: Path) -> None:
+def test_a_database_that_is_still_being_restored_is_waited_for(
+    postgresql: Postgresql, tmp_path: Path
+) -> None:
     with dumped(postgresql, tmp_path) as (url, name, restore):
         restore(name)
         database = Database(url)
         _server(postgresql, "dropdb", "-f", name)
-        for section, problem in [("pre-data", "does not hold lineage"), ("data", "finish restoring"), ("post-data", None)]:
+        for section, problem in [
+            ("pre-data", "does not hold lineage"),
+            ("data", "finish restoring"),
+            ("post-data", None),
+        ]:
             restore(name, section)
             if problem is not None:
                 with pytest.raises(Unavailable, match=problem), database.read() as session:

@@ -1,4 +1,5 @@
-"""Room for the next capture: what a small budget costs, and what happens when nothing can be written to make any."""
+"""Room for the next capture: what a small budget costs, and what happens when nothing can be
+written to make any."""
 
 from __future__ import annotations
 
@@ -48,9 +49,13 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "RETRY_S", 0.0)
 
 
-def opened(folder: Path, states: float, disk: FullDisk | None = None, *, interval_s: float | None = None) -> Repository:
+def opened(
+    folder: Path, states: float, disk: FullDisk | None = None, *, interval_s: float | None = None
+) -> Repository:
     budget = int(states * 3) * CHUNK_BYTES
-    config = Config(memory_bytes=budget, durable_interval_s=interval_s, on_step=disk, on_failure=OnFailure.RAISE)
+    config = Config(
+        memory_bytes=budget, durable_interval_s=interval_s, on_step=disk, on_failure=OnFailure.RAISE
+    )
     return datastates.open(folder, config=config)
 
 
@@ -71,11 +76,13 @@ def durable(folder: Path) -> int:
     return len(list(LocalTier(folder / "packs").uids()))
 
 
-# --- what a small budget costs ------------------------------------------------------------------------------------------------
+# --- what a small budget costs --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("states", [2, 3])
-def test_two_states_in_memory_are_enough_to_write_none_for_room(states: float, tmp_path: Path) -> None:
+def test_two_states_in_memory_are_enough_to_write_none_for_room(
+    states: float, tmp_path: Path
+) -> None:
     with opened(tmp_path, states) as repo:
         run, words = begin(repo)
         for _ in range(30):
@@ -87,7 +94,9 @@ def test_two_states_in_memory_are_enough_to_write_none_for_room(states: float, t
 
 
 @pytest.mark.parametrize("states", [1, 1.67, 2, 3])
-def test_captures_without_a_pause_write_no_more_than_the_cadence_asks_for(states: float, tmp_path: Path) -> None:
+def test_captures_without_a_pause_write_no_more_than_the_cadence_asks_for(
+    states: float, tmp_path: Path
+) -> None:
     with opened(tmp_path, states, interval_s=3600.0) as repo:
         run, words = begin(repo)
         for _ in range(30):
@@ -106,7 +115,9 @@ def test_the_budget_that_a_refusal_names_is_enough(tmp_path: Path) -> None:
         with pytest.raises(OverBudget, match="memory_bytes of at least") as refused:
             run.capture()
     said = int(str(refused.value).split("at least ")[1].split()[0])
-    with datastates.open(tmp_path, config=Config(memory_bytes=said, durable_interval_s=3600.0)) as repo:
+    with datastates.open(
+        tmp_path, config=Config(memory_bytes=said, durable_interval_s=3600.0)
+    ) as repo:
         run, words = begin(repo)
         for _ in range(30):
             words += 1
@@ -115,7 +126,9 @@ def test_the_budget_that_a_refusal_names_is_enough(tmp_path: Path) -> None:
         assert durable(tmp_path) == 1
 
 
-def test_two_branches_that_fill_memory_go_on_without_a_write_for_each_capture(tmp_path: Path) -> None:
+def test_two_branches_that_fill_memory_go_on_without_a_write_for_each_capture(
+    tmp_path: Path,
+) -> None:
     with opened(tmp_path, 2, interval_s=3600.0) as repo:
         first, words = begin(repo)
         second, others = begin(repo, "second")
@@ -130,7 +143,9 @@ def test_two_branches_that_fill_memory_go_on_without_a_write_for_each_capture(tm
         assert torch.equal(repo.load("second")["words"], others)
 
 
-def test_a_budget_without_a_second_state_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_budget_without_a_second_state_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING), opened(tmp_path, 1, interval_s=3600.0) as repo:
         run, words = begin(repo)
         for _ in range(5):
@@ -141,7 +156,7 @@ def test_a_budget_without_a_second_state_is_told_once(tmp_path: Path, caplog: py
     assert str(9 * CHUNK_BYTES) in said
 
 
-# --- what states take beside their slots ------------------------------------------------------------------------------------
+# --- what states take beside their slots ----------------------------------------------------------
 
 
 def in_memory(repo: Repository) -> list[str]:
@@ -170,7 +185,13 @@ def test_captures_without_tensors_find_no_room_while_the_disk_is_slow(tmp_path: 
     def slow(step: str) -> None:
         assert go_on.wait(60)
 
-    config = Config(memory_bytes=3 * CHUNK_BYTES, durable_interval_s=None, durable_every=1, back_pressure=BackPressure.SKIP, on_step=slow)
+    config = Config(
+        memory_bytes=3 * CHUNK_BYTES,
+        durable_interval_s=None,
+        durable_every=1,
+        back_pressure=BackPressure.SKIP,
+        on_step=slow,
+    )
     with datastates.open(tmp_path, config=config) as repo:
         run = repo.track(text="x" * 3_000_000, rng=False)
         captures = []
@@ -180,12 +201,16 @@ def test_captures_without_tensors_find_no_room_while_the_disk_is_slow(tmp_path: 
         held = in_memory(repo)
         go_on.set()
         assert len(held) <= 6
-        assert [capture.is_skipped for capture in captures] == [False] * len(held) + [True] * (12 - len(held))
+        assert [capture.is_skipped for capture in captures] == [False] * len(held) + [True] * (
+            12 - len(held)
+        )
         run.close()
         assert durable(tmp_path) == len(held)
 
 
-def test_a_model_that_does_not_change_is_not_held_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_change_is_not_held_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("datastates.storage.memory.STATE_BYTES", 1 << 20)
     with opened(tmp_path, 3) as repo:
         run, words = begin(repo)
@@ -196,7 +221,9 @@ def test_a_model_that_does_not_change_is_not_held_without_end(tmp_path: Path, mo
         assert durable(tmp_path) == 0
 
 
-def test_captures_that_nobody_has_recorded_yet_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captures_that_nobody_has_recorded_yet_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(memory_budget, "_MOST_IN_FLIGHT", 3)
     with opened(tmp_path, 3) as repo:
         run = repo.track(value=1, rng=False)
@@ -209,10 +236,12 @@ def test_captures_that_nobody_has_recorded_yet_are_bounded(tmp_path: Path, monke
         assert run.head.step == 50
 
 
-# --- nothing can be written, and the training wants to be told (``test_full_disk`` has the default) --------------------------------
+# --- nothing can be written, and the training wants to be told (``test_full_disk`` has the default)
 
 
-def test_a_full_disk_ends_the_wait_for_room_and_captures_go_on_when_it_has_room(tmp_path: Path, disk: FullDisk) -> None:
+def test_a_full_disk_ends_the_wait_for_room_and_captures_go_on_when_it_has_room(
+    tmp_path: Path, disk: FullDisk
+) -> None:
     disk.is_full.set()
     with opened(tmp_path, 1.67, disk) as repo:
         run, words = begin(repo)
@@ -220,7 +249,11 @@ def test_a_full_disk_ends_the_wait_for_room_and_captures_go_on_when_it_has_room(
         for _ in range(3):
             words += 1
             with pytest.raises(
-                OverBudget, match=rf"no room for a state of 12 MiB.*{kept.uid}.*No space left on device.*delete tags"
+                OverBudget,
+                match=(
+                    rf"no room for a state of 12 MiB.*{kept.uid}.*No space left on device.*delete"
+                    r" tags"
+                ),
             ) as refused:
                 run.capture()
             assert isinstance(refused.value.__cause__, Unavailable)
@@ -233,7 +266,9 @@ def test_a_full_disk_ends_the_wait_for_room_and_captures_go_on_when_it_has_room(
         assert torch.equal(repo.load("main")["words"], words)
 
 
-def test_memory_full_of_tagged_states_that_cannot_be_written_refuses_and_goes_on_later(tmp_path: Path, disk: FullDisk) -> None:
+def test_memory_full_of_tagged_states_that_cannot_be_written_refuses_and_goes_on_later(
+    tmp_path: Path, disk: FullDisk
+) -> None:
     disk.is_full.set()
     with opened(tmp_path, 3, disk) as repo:
         run, words = begin(repo)
@@ -258,6 +293,7 @@ def test_memory_full_of_tagged_states_that_cannot_be_written_refuses_and_goes_on
 
 
 def _swallow(run: Tracker) -> None:
-    """A write that failed in the background is told by the next capture: not what is tested here."""
+    """A write that failed in the background is told by the next capture: not what is tested
+    here."""
     run.training.host.drain()
     run.training.line.error = None

@@ -1,4 +1,5 @@
-"""Captures that follow each other quickly are finished together: late, unless somebody asks; in order, and each with its own outcome."""
+"""Captures that follow each other quickly are finished together: late, unless somebody asks; in
+order, and each with its own outcome."""
 
 from __future__ import annotations
 
@@ -40,7 +41,13 @@ def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 def staged(step: int, slots: int = 1) -> Staged:
     layout = Layout(msgspec.Raw(b""), msgspec.Raw(b""), (CHUNK_BYTES,) * slots, slots * CHUNK_BYTES)
     progress = Progress(f"{step:024x}")
-    return Staged(Line("main", "main", None, None), progress, layout, msgspec.Raw(b""), StateFacts(progress.uid, None, "main", None, step))
+    return Staged(
+        Line("main", "main", None, None),
+        progress,
+        layout,
+        msgspec.Raw(b""),
+        StateFacts(progress.uid, None, "main", None, step),
+    )
 
 
 def begun(count: int, *, slots: int = 1) -> Rounds:
@@ -131,12 +138,14 @@ def test_a_thread_that_waits_is_woken_by_whatever_makes_a_round_due() -> None:
     assert found == [[1]]
 
 
-# --- in a repository ----------------------------------------------------------------------------------------------------------
+# --- in a repository ------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def repo(tmp_path: Path) -> Iterator[Repository]:
-    with datastates.open(tmp_path, config=Config(memory_bytes=64 * CHUNK_BYTES, durable_interval_s=None)) as opened:
+    with datastates.open(
+        tmp_path, config=Config(memory_bytes=64 * CHUNK_BYTES, durable_interval_s=None)
+    ) as opened:
         yield opened
 
 
@@ -174,7 +183,9 @@ def commits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 
 
 @pytest.mark.usefixtures("_no_hurry")
-def test_quick_captures_are_recorded_in_one_transaction_once_somebody_waits(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_captures_are_recorded_in_one_transaction_once_somebody_waits(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, weight = begin(repo)
     with commits(monkeypatch) as made:
         handles = capture(run, weight, 6)
@@ -183,8 +194,17 @@ def test_quick_captures_are_recorded_in_one_transaction_once_somebody_waits(repo
         assert handles[2].wait(timeout_s=60).step == 4
         assert len(made) <= 2, "those that were copied by then, and the rest"
         assert handles[-1].wait(timeout_s=60).step == 7
-    assert [state.uid for state in repo.log("main", limit=6)] == [handle.uid for handle in reversed(handles)]
-    assert [repo.load(handle.uid)["weight"][0].item() for handle in handles] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert [state.uid for state in repo.log("main", limit=6)] == [
+        handle.uid for handle in reversed(handles)
+    ]
+    assert [repo.load(handle.uid)["weight"][0].item() for handle in handles] == [
+        1.0,
+        2.0,
+        3.0,
+        4.0,
+        5.0,
+        6.0,
+    ]
 
 
 def flushed(repo: Repository, run: Tracker, last: Capture) -> object:
@@ -219,7 +239,9 @@ def test_whoever_asks_sees_every_capture_so_far(repo: Repository, ask: str) -> N
 
 @pytest.mark.usefixtures("_no_hurry")
 def test_a_training_that_needs_room_asks_for_it_by_itself(tmp_path: Path) -> None:
-    with datastates.open(tmp_path, config=Config(memory_bytes=4 * CHUNK_BYTES, durable_interval_s=None)) as repo:
+    with datastates.open(
+        tmp_path, config=Config(memory_bytes=4 * CHUNK_BYTES, durable_interval_s=None)
+    ) as repo:
         run, weight = begin(repo)
         capture(run, weight, 30)
         assert run.head is not None
@@ -251,14 +273,21 @@ def test_a_branch_that_somebody_else_moved_fails_every_capture_of_the_round_and_
 
 
 @pytest.mark.usefixtures("_no_hurry")
-def test_one_line_of_a_round_that_is_refused_keeps_no_other_from_being_recorded(repo: Repository, tmp_path: Path) -> None:
+def test_one_line_of_a_round_that_is_refused_keeps_no_other_from_being_recorded(
+    repo: Repository, tmp_path: Path
+) -> None:
     run, weight = begin(repo)
     other_weight = torch.zeros(1000)
     side = repo.track(branch="side", weight=other_weight, rng=False)
     at = side.capture().wait(timeout_s=60)
     with datastates.open(tmp_path) as other:
         other.move("side", repo.state("main").uid, expected=at.uid)
-    late = [*capture(run, weight, 1), *capture(side, other_weight, 1), *capture(run, weight, 1), *capture(side, other_weight, 1)]
+    late = [
+        *capture(run, weight, 1),
+        *capture(side, other_weight, 1),
+        *capture(run, weight, 1),
+        *capture(side, other_weight, 1),
+    ]
     for handle in late[1::2]:
         with pytest.raises(Conflict, match="branch 'side' is at"):
             handle.wait(timeout_s=60)

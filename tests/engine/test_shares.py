@@ -62,7 +62,9 @@ def test_tensors_of_any_form_that_every_rank_has_are_divided_and_come_back() -> 
     }
     back = loaded(lambda rank: tree, 3)
     for name, tensor in tree.items():
-        assert torch.equal(back[name].to_dense() if tensor.is_sparse else back[name], tensor.to_dense()), name
+        assert torch.equal(
+            back[name].to_dense() if tensor.is_sparse else back[name], tensor.to_dense()
+        ), name
     assert back["channels_last"].stride() == tree["channels_last"].stride()
     assert back["tied"] is back["tied again"]
 
@@ -124,7 +126,11 @@ def test_what_another_rank_was_given_stands_in_the_tree_and_is_not_stored_here()
     whole = [torch.randn(300), torch.randn(200)]
 
     def tree_of(rank: int) -> object:
-        return [give(whole[0], [0]), stand_in(whole[1], [1])] if rank == 0 else [stand_in(whole[0], [0]), give(whole[1], [1])]
+        return (
+            [give(whole[0], [0]), stand_in(whole[1], [1])]
+            if rank == 0
+            else [stand_in(whole[0], [0]), give(whole[1], [1])]
+        )
 
     back = loaded(tree_of, 2)
     assert all(torch.equal(one, other) for one, other in zip(back, whole, strict=True))
@@ -155,7 +161,13 @@ def test_what_cannot_be_captured_is_refused_by_name() -> None:
     unreduced = dtensor(whole, whole, (2,), [Partial()], 0)
     with pytest.raises(Unsupported, match=r"model/bias: a DTensor is placed as Partial"):
         compile_plan(flatten({"model": {"bias": unreduced}}), rank=0, size=2)
-    with pytest.raises(Unsupported, match=r"^x is held by rank 1, and states of this training have 1 part: track it with the group"):
+    with pytest.raises(
+        Unsupported,
+        match=(
+            r"^x is held by rank 1, and states of this training have 1 part: track it with the"
+            r" group"
+        ),
+    ):
         compile_plan(flatten({"x": halves(0)}))
     alone = dtensor(whole, whole, (1,), [Replicate()], 0)
     assert bytes_stored(compile_plan(flatten({"x": alone}))) == whole.nbytes

@@ -34,9 +34,13 @@ else:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["handler", "thread"])
-def test_a_signal_at_exit_keeps_the_head_prints_nothing_and_ends_the_process(tmp_path: Path, how: str) -> None:
+def test_a_signal_at_exit_keeps_the_head_prints_nothing_and_ends_the_process(
+    tmp_path: Path, how: str
+) -> None:
     command = [sys.executable, "-c", SCRIPT, how]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ending\n"
         process.send_signal(signal.SIGTERM)

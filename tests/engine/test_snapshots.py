@@ -1,4 +1,5 @@
-"""The newest states stay on their device as copies: no update waits for them, they are right, and they are given up first."""
+"""The newest states stay on their device as copies: no update waits for them, they are right,
+and they are given up first."""
 
 from __future__ import annotations
 
@@ -61,7 +62,11 @@ def opened(tmp_path: Path) -> Iterator[Open]:
     made = list[Repository]()
 
     def make(states: int) -> Repository:
-        config = Config(memory_bytes=64 * CHUNK_BYTES, durable_interval_s=None, device_bytes=states * STATE_BYTES)
+        config = Config(
+            memory_bytes=64 * CHUNK_BYTES,
+            durable_interval_s=None,
+            device_bytes=states * STATE_BYTES,
+        )
         made.append(datastates.open(tmp_path / f"runs-{len(made)}", config=config))
         return made[-1]
 
@@ -78,7 +83,8 @@ def check(
     is_deferring: bool = True,
     before: Callable[[int], None] = lambda number: None,
 ) -> int:
-    """A training that is captured after each step: each state is what it had, and no capture waited; how many stayed on the device."""
+    """A training that is captured after each step: each state is what it had, and no capture
+    waited; how many stayed on the device."""
     (model, optimizer), expected = build(is_large=is_large), plain(is_large=is_large)
     late.put(model)
     with late.running(), repo.track(model=model, optimizer=optimizer, defer=is_deferring) as run:
@@ -93,8 +99,15 @@ def check(
         for number, capture in enumerate(captures):
             capture.wait(timeout_s=30)
             found = loaded(repo, capture.uid)
-            wrong = [path for path, value in expected[number].items() if not torch.equal(value, found[path])]
-            assert not wrong, f"state {number}: {len(wrong)} of {len(found)} tensors are wrong, {wrong[0]} among them"
+            wrong = [
+                path
+                for path, value in expected[number].items()
+                if not torch.equal(value, found[path])
+            ]
+            assert not wrong, (
+                f"state {number}: {len(wrong)} of {len(found)} tensors are wrong, {wrong[0]} among"
+                " them"
+            )
     return repo.stats().activity.snapshots
 
 
@@ -126,7 +139,9 @@ def test_a_tensor_that_is_another_at_each_step_is_packed_anew(opened: Open) -> N
             captures.append(run.capture())
             expected.append(float(number))
         late.schedule.catch_up()
-        stored = [repo.load(capture.wait(timeout_s=30).uid)["model"]["average"] for capture in captures]
+        stored = [
+            repo.load(capture.wait(timeout_s=30).uid)["model"]["average"] for capture in captures
+        ]
     assert [float(each.mean()) for each in stored] == expected
     assert repo.stats().activity.snapshots
 
@@ -145,13 +160,34 @@ def test_a_capture_for_which_there_is_no_room_is_fenced(states: int, opened: Ope
 
 
 PLANTED: dict[str, tuple[Lateness, type, str, str, str]] = {
-    "the copies do not wait for it": (Lateness.COMPUTE, Crossings, "_cross", "devices().wait(crossing.side, crossing.begun)", "pass"),
-    "it is written anew while it crosses": (Lateness.COPIES, Snapshots, "_memory_for", "not each.is_crossing and", ""),
+    "the copies do not wait for it": (
+        Lateness.COMPUTE,
+        Crossings,
+        "_cross",
+        "devices().wait(crossing.side, crossing.begun)",
+        "pass",
+    ),
+    "it is written anew while it crosses": (
+        Lateness.COPIES,
+        Snapshots,
+        "_memory_for",
+        "not each.is_crossing and",
+        "",
+    ),
     "it is no copy": (
         *(Lateness.COPIES, Crossings, "_begin_on", "snapshot.written, snapshot.stretches"),
-        "snapshot.written, [(source.start, source.flat) for source in job.plan.routes[device].deferred]",
+        (
+            "snapshot.written, [(source.start, source.flat) for source in"
+            " job.plan.routes[device].deferred]"
+        ),
     ),
-    "the host does not wait for the copies": (Lateness.COPIES, Crossings, "finish", "crossing.arrived.synchronize()", "pass"),
+    "the host does not wait for the copies": (
+        Lateness.COPIES,
+        Crossings,
+        "finish",
+        "crossing.arrived.synchronize()",
+        "pass",
+    ),
 }
 
 
@@ -169,7 +205,9 @@ def test_a_wait_that_is_taken_out_is_noticed(
 
 
 @pytest.mark.parametrize("is_held", [True, False])
-def test_memory_that_is_given_up_is_held_until_it_has_crossed(is_held: bool, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_given_up_is_held_until_it_has_crossed(
+    is_held: bool, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     late, repo = LateDevices(Lateness.COPIES), opened(STEPS)
     late.schedule.patience_s = 5
     if not is_held:
@@ -187,9 +225,15 @@ def test_memory_that_is_given_up_is_held_until_it_has_crossed(is_held: bool, ope
 
 
 TROUBLES: dict[str, Callable[[LateDevices], None]] = {
-    "the allocator tried again": lambda late: setattr(late, "memories", replace(late.memories, failures=1)),
-    "a step took more": lambda late: setattr(late, "memories", replace(late.memories, peak=late.memories.total - 1)),
-    "another process took it": lambda late: setattr(late, "memories", replace(late.memories, reach=1 << 20)),
+    "the allocator tried again": lambda late: setattr(
+        late, "memories", replace(late.memories, failures=1)
+    ),
+    "a step took more": lambda late: setattr(
+        late, "memories", replace(late.memories, peak=late.memories.total - 1)
+    ),
+    "another process took it": lambda late: setattr(
+        late, "memories", replace(late.memories, reach=1 << 20)
+    ),
     "there is none for one more": lambda late: setattr(late, "most_bytes", 1 << 20),
     "nobody counts it": lambda late: setattr(late, "memory", _unknown),
 }
@@ -203,10 +247,16 @@ def _unknown(device: torch.device) -> Any:
 @pytest.mark.parametrize("number", range(1, STEPS))
 @pytest.mark.parametrize("trouble", TROUBLES.values(), ids=TROUBLES.keys())
 def test_all_are_given_up_first_where_memory_runs_short(
-    trouble: Callable[[LateDevices], None], number: int, opened: Open, caplog: pytest.LogCaptureFixture
+    trouble: Callable[[LateDevices], None],
+    number: int,
+    opened: Open,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     late, repo = LateDevices(Lateness.COPIES), opened(STEPS)
-    assert check(repo, late, before=lambda now: trouble(late) if now == number else None) == number - FIRST
+    assert (
+        check(repo, late, before=lambda now: trouble(late) if now == number else None)
+        == number - FIRST
+    )
     assert not held(repo)
     assert sum("kept on" in message for message in caplog.messages) == 1
 
@@ -217,7 +267,9 @@ def test_what_the_training_took_beside_snapshots_is_what_it_needs(opened: Open) 
 
     def use(number: int) -> None:
         most = total - total // 8 - 3 * STATE_BYTES  # what the training takes
-        late.memories = replace(late.memories, peak=most + sum(each.memory.numel() for each in held(repo)))
+        late.memories = replace(
+            late.memories, peak=most + sum(each.memory.numel() for each in held(repo))
+        )
 
     assert check(repo, late, before=use) == STEPS - FIRST
 
@@ -239,7 +291,9 @@ def test_a_plan_that_is_new_begins_without_those_of_the_one_before(opened: Open)
     assert not held(repo), "the training is over"
 
 
-def test_a_budget_below_one_state_is_said_once(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_budget_below_one_state_is_said_once(
+    opened: Open, caplog: pytest.LogCaptureFixture
+) -> None:
     late = LateDevices(Lateness.COPIES)
     late.memories = replace(late.memories, total=1 << 20, reach=1 << 20)
     assert check(opened(1), late) == 0
@@ -294,9 +348,13 @@ def test_an_edit_by_hand_after_the_capture_tears_nothing(opened: Open) -> None:
 
 
 @pytest.mark.in_turn("snapshots")
-@pytest.mark.parametrize("lateness", [Lateness.COPIES, Lateness.COMPUTE], ids=lambda each: each.value)
+@pytest.mark.parametrize(
+    "lateness", [Lateness.COPIES, Lateness.COMPUTE], ids=lambda each: each.value
+)
 @pytest.mark.parametrize("is_deferring", [True, False], ids=["deferred", "at once"])
-def test_still_chunks_are_held_and_those_that_changed_after_all_are_right(is_deferring: bool, lateness: Lateness, opened: Open) -> None:
+def test_still_chunks_are_held_and_those_that_changed_after_all_are_right(
+    is_deferring: bool, lateness: Lateness, opened: Open
+) -> None:
     def change(model: Net, number: int) -> None:
         if number == 4:
             model.frozen.data.add_(1)
@@ -306,7 +364,12 @@ def test_still_chunks_are_held_and_those_that_changed_after_all_are_right(is_def
             model.frozen.data.add_(1)
 
     repo = opened(4)
-    assert train(repo, LateDevices(lateness), 7, change, after=later, eager=4, is_deferring=is_deferring) == []
+    assert (
+        train(
+            repo, LateDevices(lateness), 7, change, after=later, eager=4, is_deferring=is_deferring
+        )
+        == []
+    )
     assert repo.stats().activity.snapshots == 6
 
 
@@ -323,7 +386,9 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def guarded(repo: Repository, late: LateDevices, *, is_waiting: bool) -> tuple[list[tuple[int, int]], dict[str, torch.Tensor]]:
+def guarded(
+    repo: Repository, late: LateDevices, *, is_waiting: bool
+) -> tuple[list[tuple[int, int]], dict[str, torch.Tensor]]:
     """A training with a loss that is NaN once: its rewinds, and what it has in the end."""
     model, optimizer = build()
     late.put(model)
@@ -336,21 +401,27 @@ def guarded(repo: Repository, late: LateDevices, *, is_waiting: bool) -> tuple[l
                 if is_waiting:
                     capture.wait(timeout_s=30)
         late.schedule.catch_up()
-        return [(rewind.step, rewind.good.step) for rewind in watched.rewinds], live(model, optimizer)
+        return [(rewind.step, rewind.good.step) for rewind in watched.rewinds], live(
+            model, optimizer
+        )
 
 
 @pytest.mark.in_turn("snapshots")
-@pytest.mark.parametrize("lateness", [Lateness.COPIES, Lateness.COMPUTE], ids=lambda each: each.value)
+@pytest.mark.parametrize(
+    "lateness", [Lateness.COPIES, Lateness.COMPUTE], ids=lambda each: each.value
+)
 @pytest.mark.parametrize("states", [2, 12])
-def test_a_guard_goes_back_to_the_device_as_it_does_to_memory(states: int, lateness: Lateness, opened: Open, copied: list[int]) -> None:
+def test_a_guard_goes_back_to_the_device_as_it_does_to_memory(
+    states: int, lateness: Lateness, opened: Open, copied: list[int]
+) -> None:
     expected = guarded(opened(0), LateDevices(lateness), is_waiting=False)
     assert copied == []
     found = guarded(opened(states), LateDevices(lateness), is_waiting=states == 2)
     assert found[0] == expected[0] == [(7, 5)]
     assert all(torch.equal(value, found[1][path]) for path, value in expected[1].items())
-    assert copied == [len([path for path in found[1] if not path.endswith(("/step", "num_batches_tracked"))]) + 1], (
-        "and what batch norm counts"
-    )
+    assert copied == [
+        len([path for path in found[1] if not path.endswith(("/step", "num_batches_tracked"))]) + 1
+    ], "and what batch norm counts"
 
 
 def test_a_state_with_nan_is_seen_on_the_device(opened: Open) -> None:
@@ -366,7 +437,9 @@ def test_a_state_with_nan_is_seen_on_the_device(opened: Open) -> None:
             if not watched.rewound(math.nan if number == 6 else 1.0):
                 run.capture()
         late.schedule.catch_up()
-        assert [rewind.good.step for rewind in watched.rewinds] == [3], "the state of step 4 is good by its loss, and holds NaN"
+        assert [rewind.good.step for rewind in watched.rewinds] == [3], (
+            "the state of step 4 is good by its loss, and holds NaN"
+        )
 
 
 @pytest.mark.parametrize("is_planted", [False, True], ids=["as it is", "its stream does not wait"])
@@ -375,7 +448,12 @@ def test_a_restore_on_another_stream_has_read_before_the_memory_is_written_anew(
 ) -> None:
     late, repo = LateDevices(Lateness.COPIES), opened(1)
     if is_planted:
-        without(monkeypatch, Snapshots, "reading", "devices().wait(each.stream, devices().mark(devices().current(each.stream.device)))")
+        without(
+            monkeypatch,
+            Snapshots,
+            "reading",
+            "devices().wait(each.stream, devices().mark(devices().current(each.stream.device)))",
+        )
     weight, other = late.put(torch.zeros(700, 700)), late.put(torch.zeros(700, 700))
     with late.running(), repo.track(weight=weight) as run:
         for number in range(3):
@@ -392,13 +470,24 @@ def test_a_restore_on_another_stream_has_read_before_the_memory_is_written_anew(
 
 
 @pytest.mark.parametrize("is_planted", [False, True], ids=["as it is", "it does not wait"])
-def test_an_update_on_another_stream_comes_after_the_copy(is_planted: bool, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_on_another_stream_comes_after_the_copy(
+    is_planted: bool, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     late, repo = LateDevices(Lateness.COMPUTE), opened(4)
     if is_planted:
-        without(monkeypatch, Crossings, "fence", "behind: Mark | None = crossing.begun", "behind: Mark | None = None")
+        without(
+            monkeypatch,
+            Crossings,
+            "fence",
+            "behind: Mark | None = crossing.begun",
+            "behind: Mark | None = None",
+        )
     weight = nn.Parameter(torch.zeros(300, 300))
     late.put(weight)
-    with late.running(), repo.track(weight=weight, optimizer=torch.optim.SGD([weight], lr=1.0)) as run:
+    with (
+        late.running(),
+        repo.track(weight=weight, optimizer=torch.optim.SGD([weight], lr=1.0)) as run,
+    ):
         run.capture().wait(timeout_s=30)
         late.schedule.patience_s = 60
         capture = run.capture()
@@ -425,9 +514,15 @@ def test_a_state_is_found_by_what_it_is_and_not_by_its_name_alone(opened: Open) 
 
 
 @pytest.mark.parametrize("only", [None, "weight"])
-def test_what_lies_elsewhere_is_restored_from_memory(only: str | None, opened: Open, copied: list[int]) -> None:
+def test_what_lies_elsewhere_is_restored_from_memory(
+    only: str | None, opened: Open, copied: list[int]
+) -> None:
     late, repo = LateDevices(Lateness.BOTH), opened(4)
-    weight, there, here = late.put(torch.ones(300, 300)), late.put(torch.zeros(300, 300), 1), torch.zeros(300, 300)
+    weight, there, here = (
+        late.put(torch.ones(300, 300)),
+        late.put(torch.zeros(300, 300), 1),
+        torch.zeros(300, 300),
+    )
     with late.running(), repo.track(weight=weight) as run:
         run.capture()
         run.capture()
@@ -446,7 +541,10 @@ def test_what_lies_elsewhere_is_restored_from_memory(only: str | None, opened: O
 
 def filled(plan: CopyPlan) -> Snapshot:
     packing = packing_of(plan.routes[HOST], plan.gaps)
-    parts = [torch.zeros(part, dtype=packing.word) if isinstance(part, int) else part for part in packing.parts]
+    parts = [
+        torch.zeros(part, dtype=packing.word) if isinstance(part, int) else part
+        for part in packing.parts
+    ]
     marked: Any = None
     return Snapshot("", packing, torch.cat(parts).view(torch.uint8), marked, marked)
 
@@ -466,7 +564,8 @@ def test_a_snapshot_has_each_tensor_as_far_into_a_kib_as_the_stream(is_mixed: bo
     plan = compile_plan(flatten({"tensors": tensors}), frozen=frozen)
     if is_mixed:
         plan.routes[HOST] = replace(
-            plan.routes[HOST], large=tuple(each for each in plan.routes[HOST].large if each.flat.numel() != 100_001)
+            plan.routes[HOST],
+            large=tuple(each for each in plan.routes[HOST].large if each.flat.numel() != 100_001),
         )
     snapshot = filled(plan)
     assert snapshot.memory.numel() == snapshot.packing.size
@@ -479,19 +578,26 @@ def test_a_snapshot_has_each_tensor_as_far_into_a_kib_as_the_stream(is_mixed: bo
         assert torch.equal(piece, source.flat)
         assert piece.storage_offset() % ALIGNED_BYTES == source.start % ALIGNED_BYTES
     assert snapshot.piece(0, 1 << 40) is None
-    assert [start for start, _, _ in snapshot.packing.stretches] == sorted({start for start, _ in snapshot.stretches})
+    assert [start for start, _, _ in snapshot.packing.stretches] == sorted(
+        {start for start, _ in snapshot.stretches}
+    )
     covered = sum(data.numel() for _, data in snapshot.stretches)
     assert covered - sum(each.flat.numel() for each in plan.sources) < len(sizes) * ALIGNED_BYTES
 
 
 def test_packing_of_nothing_is_nothing() -> None:
-    assert packing_of(compile_plan(flatten({"a": torch.empty(0)})).routes[HOST], []) == Packing((), torch.int64, (), 0)
+    assert packing_of(compile_plan(flatten({"a": torch.empty(0)})).routes[HOST], []) == Packing(
+        (), torch.int64, (), 0
+    )
 
 
 @pytest.mark.parametrize(
     ("tensors", "word"),
     [
-        ([torch.zeros(4096, dtype=torch.float64), torch.zeros(2, dtype=torch.float32)], torch.int64),
+        (
+            [torch.zeros(4096, dtype=torch.float64), torch.zeros(2, dtype=torch.float32)],
+            torch.int64,
+        ),
         ([torch.zeros(20_000), torch.zeros(()), torch.zeros(20_000)[1:]], torch.int32),
         ([torch.zeros(20_000), torch.zeros(20_000, dtype=torch.int16)[1:]], torch.int16),
         ([torch.zeros(20_000), torch.zeros(3, dtype=torch.bool)], torch.uint8),
@@ -499,9 +605,15 @@ def test_packing_of_nothing_is_nothing() -> None:
     ],
     ids=lambda each: "" if isinstance(each, list) else str(each),
 )
-def test_what_is_packed_is_joined_by_the_widest_words_that_it_consists_of(tensors: list[torch.Tensor], word: torch.dtype) -> None:
+def test_what_is_packed_is_joined_by_the_widest_words_that_it_consists_of(
+    tensors: list[torch.Tensor], word: torch.dtype
+) -> None:
     plan = compile_plan(flatten({"tensors": tensors}))
     packing = packing_of(plan.routes[HOST], plan.gaps)
     assert packing.word == word
     assert all(isinstance(part, int) or part.dtype == word for part in packing.parts)
-    assert sum(part if isinstance(part, int) else part.numel() for part in packing.parts) * word.itemsize == packing.size
+    assert (
+        sum(part if isinstance(part, int) else part.numel() for part in packing.parts)
+        * word.itemsize
+        == packing.size
+    )

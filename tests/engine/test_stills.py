@@ -1,4 +1,5 @@
-"""What stays the same on a device is not copied from there, and what does not is: on devices that do everything late."""
+"""What stays the same on a device is not copied from there, and what does not is: on devices
+that do everything late."""
 
 from __future__ import annotations
 
@@ -84,12 +85,17 @@ def train(
     of: Callable[[Net], object] = nn.Module.parameters,
     is_deferring: bool = True,
 ) -> list[str]:
-    """A training whose states hold what they are to hold, or are torn; the paths of what tore. The first ``eager`` are waited for."""
+    """A training whose states hold what they are to hold, or are torn; the paths of what tore.
+
+    The first ``eager`` are waited for."""
     twin, model = Net(), Net()
     late.put(model)
     optimizers = [torch.optim.SGD(list(of(each)), lr=0.1) for each in (model, twin)]  # type: ignore[call-overload]
     expected, captures, torn = [], [], list[str]()
-    with late.running(), repo.track(model=model, optimizer=optimizers[0], rng=False, defer=is_deferring) as run:
+    with (
+        late.running(),
+        repo.track(model=model, optimizer=optimizers[0], rng=False, defer=is_deferring) as run,
+    ):
         for step in range(steps):
             model.step(optimizers[0])
             change(model, step)
@@ -111,7 +117,9 @@ def train(
         except Torn as exc:
             torn += exc.paths
         else:
-            assert [name for name, value in state.items() if not torch.equal(value, found[name])] == []
+            assert [
+                name for name, value in state.items() if not torch.equal(value, found[name])
+            ] == []
     return torn
 
 
@@ -119,14 +127,18 @@ def trained(model: Net) -> list[nn.Parameter]:
     return [model.trained]
 
 
-def check_that_frozen_bytes_cross_twice(repo: Repository, crossed: list[int], lateness: Lateness, of: Callable[[Net], object]) -> None:
+def check_that_frozen_bytes_cross_twice(
+    repo: Repository, crossed: list[int], lateness: Lateness, of: Callable[[Net], object]
+) -> None:
     assert not train(repo, LateDevices(lateness), KNOWN + 2, of=of)
     assert sum(crossed) == KNOWN * WHOLE_BYTES + 2 * TRAINED_BYTES
     assert TRAINED_BYTES / WHOLE_BYTES <= 0.22
 
 
 @pytest.mark.in_turn("stills")
-@pytest.mark.parametrize("of", [nn.Module.parameters, trained], ids=["of all parameters", "of the trained ones"])
+@pytest.mark.parametrize(
+    "of", [nn.Module.parameters, trained], ids=["of all parameters", "of the trained ones"]
+)
 @pytest.mark.parametrize("lateness", Lateness, ids=lambda each: each.value)
 def test_four_fifths_that_are_frozen_cross_twice_and_never_again(
     lateness: Lateness, of: Callable[[Net], object], repo: Repository, crossed: list[int]
@@ -150,7 +162,10 @@ def test_what_an_optimizer_keeps_of_frozen_parameters_does_not_cross_again_eithe
         for _ in range(KNOWN + 2):
             model.step(optimizer)
             lived = [each.clone() for each in (model.frozen, model.trained)]
-            lived += [optimizer.state[each]["momentum_buffer"].clone() for each in (model.frozen, model.trained)]
+            lived += [
+                optimizer.state[each]["momentum_buffer"].clone()
+                for each in (model.frozen, model.trained)
+            ]
             capture = run.capture()
             late.schedule.catch_up()
             capture.wait(timeout_s=30)
@@ -162,21 +177,28 @@ def test_what_an_optimizer_keeps_of_frozen_parameters_does_not_cross_again_eithe
     assert sum(crossed) == 2 * (KNOWN * WHOLE_BYTES + 2 * TRAINED_BYTES)
 
 
-def check_that_changes_are_captured(repo: Repository, lateness: Lateness, *, is_deferring: bool = True) -> None:
+def check_that_changes_are_captured(
+    repo: Repository, lateness: Lateness, *, is_deferring: bool = True
+) -> None:
     """As a target network changes, once in a while."""
 
     def change(model: Net, step: int) -> None:
         if step == KNOWN + 1:
             model.frozen.data.add_(1.0)
 
-    assert not train(repo, LateDevices(lateness, seed=7), KNOWN + 3, change, is_deferring=is_deferring)
+    assert not train(
+        repo, LateDevices(lateness, seed=7), KNOWN + 3, change, is_deferring=is_deferring
+    )
 
 
 @pytest.mark.in_turn("stills")
 @pytest.mark.parametrize("lateness", Lateness, ids=lambda each: each.value)
-def test_what_is_frozen_and_changes_all_the_same_is_captured_as_it_was(lateness: Lateness, repo: Repository, crossed: list[int]) -> None:
+def test_what_is_frozen_and_changes_all_the_same_is_captured_as_it_was(
+    lateness: Lateness, repo: Repository, crossed: list[int]
+) -> None:
     check_that_changes_are_captured(repo, lateness)
-    assert sum(crossed) == (KNOWN + 3) * WHOLE_BYTES - FROZEN_BYTES  # those of the one before the change
+    # those of the one before the change
+    assert sum(crossed) == (KNOWN + 3) * WHOLE_BYTES - FROZEN_BYTES
 
 
 @pytest.mark.in_turn("stills")
@@ -191,7 +213,9 @@ def test_without_deferring_nothing_is_digested_and_all_is_copied(
 
 
 @pytest.mark.in_turn("stills")
-def test_what_changes_each_time_is_looked_at_less_and_less(repo: Repository, crossed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_changes_each_time_is_looked_at_less_and_less(
+    repo: Repository, crossed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     looks, look = list[bool](), device_copies.Stills.look
 
     def counted(self: device_copies.Stills) -> device_copies.Look | None:
@@ -211,7 +235,9 @@ def test_what_changes_each_time_is_looked_at_less_and_less(repo: Repository, cro
     assert sum(crossed) == 14 * WHOLE_BYTES + 4 * TRAINED_BYTES
 
 
-def check_that_what_changes_late_is_right_or_torn(repo: Repository, lateness: Lateness) -> list[str]:
+def check_that_what_changes_late_is_right_or_torn(
+    repo: Repository, lateness: Lateness
+) -> list[str]:
     def change(model: Net, step: int) -> None:
         if step > KNOWN:
             model.frozen.data[:1].add_(step)
@@ -223,13 +249,17 @@ def check_that_what_changes_late_is_right_or_torn(repo: Repository, lateness: La
 
 @pytest.mark.in_turn("stills")
 @pytest.mark.parametrize("lateness", Lateness, ids=lambda each: each.value)
-def test_what_changes_between_captures_that_nobody_waits_for_is_right_or_torn(lateness: Lateness, repo: Repository) -> None:
+def test_what_changes_between_captures_that_nobody_waits_for_is_right_or_torn(
+    lateness: Lateness, repo: Repository
+) -> None:
     torn = check_that_what_changes_late_is_right_or_torn(repo, lateness)
     assert {*torn} <= {"model/frozen"}
     assert torn or lateness is not Lateness.COPIES
 
 
-def check_that_nothing_crosses_ahead(repo: Repository, crossed: list[int], lateness: Lateness) -> None:
+def check_that_nothing_crosses_ahead(
+    repo: Repository, crossed: list[int], lateness: Lateness
+) -> None:
     late = LateDevices(lateness)
     late.schedule.patience_s = 0.01
     assert not train(repo, late, KNOWN + 3, eager=KNOWN + 1)
@@ -238,7 +268,9 @@ def check_that_nothing_crosses_ahead(repo: Repository, crossed: list[int], laten
 
 @pytest.mark.in_turn("stills")
 @pytest.mark.parametrize("lateness", Lateness, ids=lambda each: each.value)
-def test_a_training_that_runs_ahead_copies_nothing_that_stays_the_same(lateness: Lateness, repo: Repository, crossed: list[int]) -> None:
+def test_a_training_that_runs_ahead_copies_nothing_that_stays_the_same(
+    lateness: Lateness, repo: Repository, crossed: list[int]
+) -> None:
     check_that_nothing_crosses_ahead(repo, crossed, lateness)
 
 
@@ -255,8 +287,11 @@ def test_a_frozen_weight_that_lies_elsewhere_is_read_there(repo: Repository) -> 
     check_what_moved(repo)
 
 
-def check_what_memory_lets_go_of(repo: Repository, crossed: list[int], *, is_meanwhile: bool) -> None:
-    """All that memory had goes: before the last capture, or ``is_meanwhile``, before that is in memory."""
+def check_what_memory_lets_go_of(
+    repo: Repository, crossed: list[int], *, is_meanwhile: bool
+) -> None:
+    """All that memory had goes: before the last capture, or ``is_meanwhile``, before that is in
+    memory."""
     late, model, process = LateDevices(Lateness.COPIES), Net(), Digest.process
     late.put(model)
     memory = repo.core.engage().memory
@@ -268,7 +303,8 @@ def check_what_memory_lets_go_of(repo: Repository, crossed: list[int], *, is_mea
     def meanwhile(step: Digest, work: Work) -> None:
         let_go()
         for chunk in work.known:
-            step._arena.tensor(work.slots[chunk], work.lengths[chunk]).fill_(255)  # nothing was copied there
+            # nothing was copied there
+            step._arena.tensor(work.slots[chunk], work.lengths[chunk]).fill_(255)
         process(step, work)
 
     def capture() -> Capture:
@@ -277,7 +313,11 @@ def check_what_memory_lets_go_of(repo: Repository, crossed: list[int], *, is_mea
         made.wait(timeout_s=30)
         return made
 
-    with late.running(), repo.track(model=model, rng=False) as run, pytest.MonkeyPatch.context() as patched:
+    with (
+        late.running(),
+        repo.track(model=model, rng=False) as run,
+        pytest.MonkeyPatch.context() as patched,
+    ):
         for _ in range(KNOWN + 1):
             capture()
         before = sum(crossed)
@@ -291,7 +331,9 @@ def check_what_memory_lets_go_of(repo: Repository, crossed: list[int], *, is_mea
 
 
 @pytest.mark.parametrize("is_meanwhile", [False, True], ids=["before", "meanwhile"])
-def test_what_memory_lets_go_of_is_copied_again_or_held(is_meanwhile: bool, repo: Repository, crossed: list[int]) -> None:
+def test_what_memory_lets_go_of_is_copied_again_or_held(
+    is_meanwhile: bool, repo: Repository, crossed: list[int]
+) -> None:
     check_what_memory_lets_go_of(repo, crossed, is_meanwhile=is_meanwhile)
 
 
@@ -305,15 +347,32 @@ PLANTED: dict[str, tuple[type, str, str, str, Callable[[Repository, list[int]], 
         lambda repo, crossed: check_that_nothing_crosses_ahead(repo, crossed, Lateness.COPIES),
     ),
     "chunks are taken for still at once": (
-        *(device_copies.Stills, "_learn", "if self._last.get(chunk) == digest", "if chunk not in self._last or digest"),
-        lambda repo, crossed: check_that_frozen_bytes_cross_twice(repo, crossed, Lateness.COPIES, trained),
+        *(
+            device_copies.Stills,
+            "_learn",
+            "if self._last.get(chunk) == digest",
+            "if chunk not in self._last or digest",
+        ),
+        lambda repo, crossed: check_that_frozen_bytes_cross_twice(
+            repo, crossed, Lateness.COPIES, trained
+        ),
     ),
     "what was copied late is not compared": (
-        *(Stager, "_check", "torn += [path for path in self._changed(job) if path not in torn]", "pass"),
+        *(
+            Stager,
+            "_check",
+            "torn += [path for path in self._changed(job) if path not in torn]",
+            "pass",
+        ),
         lambda repo, crossed: check_that_what_changes_late_is_right_or_torn(repo, Lateness.COPIES),
     ),
     "a frozen tensor that moved is read where it was": (
-        *(CopyPlan, "_take_over", "source.is_deferred or source.is_still or", "source.is_deferred or"),
+        *(
+            CopyPlan,
+            "_take_over",
+            "source.is_deferred or source.is_still or",
+            "source.is_deferred or",
+        ),
         lambda repo, crossed: check_what_moved(repo),
     ),
     "memory may let go of what is still": (
@@ -344,7 +403,11 @@ def test_a_fault_is_noticed(
 @pytest.mark.in_turn("stills")
 @pytest.mark.parametrize("is_wrong", [False, True], ids=["it fails", "it is wrong"])
 def test_a_device_that_cannot_digest_is_copied_from_as_ever(
-    is_wrong: bool, repo: Repository, crossed: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    is_wrong: bool,
+    repo: Repository,
+    crossed: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     lanes = Digester.lanes
 
@@ -360,7 +423,9 @@ def test_a_device_that_cannot_digest_is_copied_from_as_ever(
 
 
 @pytest.mark.in_turn("stills")
-def test_a_capture_without_frozen_parameters_looks_at_nothing(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_without_frozen_parameters_looks_at_nothing(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     looked = list[object]()
     monkeypatch.setattr(crossing, "beside", lambda *given: looked.append(given))
     monkeypatch.setattr(crossing, "is_within", lambda *given: looked.append(given))
@@ -389,4 +454,6 @@ def test_what_lies_beside_chunks_is_left(chunks: set[int], left: list[tuple[int,
     flat = (torch.arange(3 * CHUNK_BYTES) // 1000).to(torch.uint8)
     found = [*beside([(10, flat)], frozenset(chunks))]
     assert [(start, data.numel()) for start, data in found] == left
-    assert all(torch.equal(data, flat[start - 10 : start - 10 + data.numel()]) for start, data in found)
+    assert all(
+        torch.equal(data, flat[start - 10 : start - 10 + data.numel()]) for start, data in found
+    )

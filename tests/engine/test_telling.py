@@ -1,4 +1,6 @@
-"""What ranks tell: all of them at once, twice, or wrongly. Nothing is told twice with effect, and nothing is lost."""
+"""What ranks tell: all of them at once, twice, or wrongly.
+
+Nothing is told twice with effect, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -52,8 +54,23 @@ def at_once(databases: Sequence[Database], said: Sequence[Said]) -> list[Heard]:
 
 
 def part(uid: str, rank: int, parent: str | None = None, step: int = 1) -> NewState:
-    facts: dict[str, Any] = {"world_size": SIZE, "metrics": {"loss": rank / 7}, "attributes": {"note": None}}
-    return told(uid, secrets.token_hex(32), parent, "main", None, step, node=f"node-{rank}", bytes_total=9, bytes_new=rank, **facts)
+    facts: dict[str, Any] = {
+        "world_size": SIZE,
+        "metrics": {"loss": rank / 7},
+        "attributes": {"note": None},
+    }
+    return told(
+        uid,
+        secrets.token_hex(32),
+        parent,
+        "main",
+        None,
+        step,
+        node=f"node-{rank}",
+        bytes_total=9,
+        bytes_new=rank,
+        **facts,
+    )
 
 
 def parts(parent: str | None = None, step: int = 1) -> list[NewState]:
@@ -63,12 +80,17 @@ def parts(parent: str | None = None, step: int = 1) -> list[NewState]:
 
 def said_of(news: Sequence[NewState]) -> list[Said]:
     """Each rank tells its part of one state, and asks what became of it."""
-    return [Said(parts=(Telling(new, rank),), asked={new.uid: rank}) for rank, new in enumerate(news)]
+    return [
+        Said(parts=(Telling(new, rank),), asked={new.uid: rank}) for rank, new in enumerate(news)
+    ]
 
 
 def content(database: Database) -> list[Any]:
     with database.read() as session:
-        rows = [session.execute(select(each.__table__)).mappings().all() for each in (PartRow, StateRow, ReplicaRow, RefEventRow)]
+        rows = [
+            session.execute(select(each.__table__)).mappings().all()
+            for each in (PartRow, StateRow, ReplicaRow, RefEventRow)
+        ]
     return [sorted(repr({**row, "told_at": 0}) for row in each) for each in rows]
 
 
@@ -84,13 +106,25 @@ def test_of_ranks_that_tell_at_once_the_last_hears_that_the_state_is_whole_and_t
         for one in at_once(databases, [Said(asked={parent: rank}) for rank in range(SIZE)]):
             whole = one.outcomes[parent].state
             assert whole is not None
-            assert (whole.uid, whole.world_size, whole.metrics, whole.attributes) == (parent, SIZE, {"loss": 0.0}, {"note": None})
-    marks = [Mark(news[0].uid, Status.DURABLE, "local", f"folder-{rank}", rank, 5) for rank in range(SIZE)]
+            assert (whole.uid, whole.world_size, whole.metrics, whole.attributes) == (
+                parent,
+                SIZE,
+                {"loss": 0.0},
+                {"note": None},
+            )
+    marks = [
+        Mark(news[0].uid, Status.DURABLE, "local", f"folder-{rank}", rank, 5)
+        for rank in range(SIZE)
+    ]
     marked = at_once(databases, [Said(marks=(mark,), is_durable=True) for mark in marks])
-    assert [one.marked[news[0].uid] for one in marked].count(Status.DURABLE) == 1, "that of the last rank"
+    assert [one.marked[news[0].uid] for one in marked].count(Status.DURABLE) == 1, (
+        "that of the last rank"
+    )
 
 
-def test_each_rank_hears_what_the_others_skip_want_and_put_on_their_disks(database: Database) -> None:
+def test_each_rank_hears_what_the_others_skip_want_and_put_on_their_disks(
+    database: Database,
+) -> None:
     first = parts()
     second, third = parts(first[0].uid, 2), parts(first[0].uid, 3)
     for said in said_of(first):
@@ -123,9 +157,15 @@ def test_to_tell_everything_twice_changes_nothing(database: Database) -> None:
         Said(skips=(Skip(third[1].facts, 1, Why.SKIPPED, "no room"),)),
         *said_of(late)[:2],
         Said(late=(late[0].uid,), patience_s=0.1),
-        *(Said(marks=(Mark(first[0].uid, Status.DURABLE, "local", f"folder-{rank}", rank, 5),)) for rank in range(SIZE)),
+        *(
+            Said(marks=(Mark(first[0].uid, Status.DURABLE, "local", f"folder-{rank}", rank, 5),))
+            for rank in range(SIZE)
+        ),
         Said(wishes={first[0].uid: 2}),
-        *(Said(evicted=(second[0].uid,), tier="memory", holder=f"node-{rank}") for rank in range(SIZE)),
+        *(
+            Said(evicted=(second[0].uid,), tier="memory", holder=f"node-{rank}")
+            for rank in range(SIZE)
+        ),
     ]
     for each in said:
         report(database, each)
@@ -144,7 +184,9 @@ def test_of_what_is_refused_nothing_is_told(database: Database) -> None:
     wrong = Telling(replace(first[0], digest="ab" * 32), 0)
     with pytest.raises(Conflict):
         report(database, Said(parts=(Telling(second[0], 0), wrong)))
-    unknown, known = (Mark(uid, Status.DURABLE, "local", "folder", 0, 5) for uid in ("0" * 24, first[0].uid))
+    unknown, known = (
+        Mark(uid, Status.DURABLE, "local", "folder", 0, 5) for uid in ("0" * 24, first[0].uid)
+    )
     with pytest.raises(NotFound):
         report(database, Said(marks=(known, unknown), is_durable=True))
     assert content(database) == before

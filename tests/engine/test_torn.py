@@ -1,7 +1,9 @@
-"""A capture is never torn in silence: what is restored is what was live at the call, or the capture failed with ``Torn``.
+"""A capture is never torn in silence: what is restored is what was live at the call, or the capture
+failed with ``Torn``.
 
-In *held* rounds the copy starts only after the edit was made (or when somebody waits on the fence), so that every edit
-that no fence covers does come first. In *free* rounds the race is run as it falls.
+In *held* rounds the copy starts only after the edit was made (or when somebody waits on the fence),
+so that every edit that no fence covers does come first. In *free* rounds the race is run as it
+falls.
 """
 
 from __future__ import annotations
@@ -48,23 +50,32 @@ def _one_thread() -> Iterator[None]:
 def tally() -> Iterator[Counter[str]]:
     counts: Counter[str] = Counter()
     yield counts
-    print(f"\ncaptures: {counts.total()}, of which", dict(counts))  # noqa: T201  # what the file is there to say
+    # what the file is there to say
+    print(f"\ncaptures: {counts.total()}, of which", dict(counts))  # noqa: T201
 
 
 @pytest.fixture(scope="module")
 def repo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repository]:
     folder: Path = tmp_path_factory.mktemp("torn")
-    with datastates.open(folder, memory_bytes=24 << 22, config=datastates.Config(durable_interval_s=None, memory_bytes=24 << 22)) as opened:
+    with datastates.open(
+        folder,
+        memory_bytes=24 << 22,
+        config=datastates.Config(durable_interval_s=None, memory_bytes=24 << 22),
+    ) as opened:
         yield opened
 
 
 class Scene:
-    """A tracked training, and edits to make right after a capture. An edit runs up to its ``yield`` before the copy can begin."""
+    """A tracked training, and edits to make right after a capture.
+
+    An edit runs up to its ``yield`` before the copy can begin."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
         self.extra = torch.randn(200, 200)
-        self.ema = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        self.ema = {
+            name: parameter.detach().clone() for name, parameter in model.named_parameters()
+        }
         train_step(model, optimizer)
         self.saved = copy.deepcopy(model.state_dict())
         self.run: Tracker
@@ -77,7 +88,7 @@ class Scene:
             for name, parameter in self.model.named_parameters():
                 self.ema[name].lerp_(parameter, 0.1)
 
-    # --- covered: these must be exact --------------------------------------------------------------------------------
+    # --- covered: these must be exact -------------------------------------------------------------
 
     def step(self) -> Generator[None]:
         train_step(self.model, self.optimizer)
@@ -101,7 +112,10 @@ class Scene:
         yield
 
     def small_parameter(self) -> Generator[None]:
-        for buffer in (*self.model.buffers(), *(p for p in self.model.parameters() if p.numel() < 1000)):
+        for buffer in (
+            *self.model.buffers(),
+            *(p for p in self.model.parameters() if p.numel() < 1000),
+        ):
             buffer.data.add_(1)
         yield
 
@@ -136,15 +150,21 @@ class Scene:
 
     def child_loaded(self) -> Generator[None]:
         weight = large_weights(self.model)[3]
-        (child,) = (module for module in self.model.modules() if getattr(module, "weight", None) is weight)
-        child.load_state_dict({name: torch.randn_like(leaf) for name, leaf in child.state_dict().items()})
+        (child,) = (
+            module for module in self.model.modules() if getattr(module, "weight", None) is weight
+        )
+        child.load_state_dict(
+            {name: torch.randn_like(leaf) for name, leaf in child.state_dict().items()}
+        )
         yield
 
-    # --- not covered: these may tear, in the open ----------------------------------------------------------------------
+    # --- not covered: these may tear, in the open -------------------------------------------------
 
     def no_grad_update(self) -> Generator[None]:
         with torch.no_grad():
-            large_weights(self.model)[0][5, 7] += 1  # only the version says so: no sample of its elements has this one
+            large_weights(self.model)[0][5, 7] += (
+                1  # only the version says so: no sample of its elements has this one
+            )
         yield
 
     def data_update(self) -> Generator[None]:
@@ -160,23 +180,52 @@ class Scene:
 
     def optimizer_state(self) -> Generator[None]:
         for _, leaf in leaves_of(self.optimizer.state.get(large_weights(self.model)[3], {})):
-            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.numel() >= 128 * 128:
+            if (
+                isinstance(leaf, torch.Tensor)
+                and leaf.layout is torch.strided
+                and leaf.numel() >= 128 * 128
+            ):
                 leaf.add_(1)
                 break
         yield
 
 
 COVERED = (
-    *(Scene.step, Scene.buffers, Scene.plain_tensor, Scene.plain_tensor_data, Scene.ema_update, Scene.small_parameter, Scene.load_model),
-    *(Scene.load_optimizer, Scene.learning_rate, Scene.fenced_row, Scene.fenced_update, Scene.swapped_pointer, Scene.child_loaded),
+    *(
+        Scene.step,
+        Scene.buffers,
+        Scene.plain_tensor,
+        Scene.plain_tensor_data,
+        Scene.ema_update,
+        Scene.small_parameter,
+        Scene.load_model,
+    ),
+    *(
+        Scene.load_optimizer,
+        Scene.learning_rate,
+        Scene.fenced_row,
+        Scene.fenced_update,
+        Scene.swapped_pointer,
+        Scene.child_loaded,
+    ),
 )
-UNCOVERED = (Scene.no_grad_update, Scene.data_update, Scene.ema_swapped_in_and_back, Scene.optimizer_state)
+UNCOVERED = (
+    Scene.no_grad_update,
+    Scene.data_update,
+    Scene.ema_swapped_in_and_back,
+    Scene.optimizer_state,
+)
 
 
 def test_the_rounds_of_this_file_are_2000_and_more() -> None:
     assert len(FORMS) * 2 * SEGMENTS * (len(COVERED) + len(UNCOVERED)) >= 2000
     assert {"SGD", "AdamW", "LBFGS", "SparseAdam", "Adafactor"} <= {form.name for form in FORMS}
-    assert {form.name for form in FORMS if form.options.get("fused")} >= {"SGD", "Adam", "AdamW", "Adagrad"}
+    assert {form.name for form in FORMS if form.options.get("fused")} >= {
+        "SGD",
+        "Adam",
+        "AdamW",
+        "Adagrad",
+    }
 
 
 @pytest.mark.in_turn
@@ -187,21 +236,46 @@ def test_a_capture_is_what_was_live_at_the_call_or_fails_loudly(
     with held_back(monkeypatch) as gate:
         for segment in range(SEGMENTS):
             for is_held in (True, False):
-                torn = play(Scene(*form.build()), repo, gate, tally, f"{form.id}-{segment}-{is_held}", is_held=is_held, seed=segment)
+                torn = play(
+                    Scene(*form.build()),
+                    repo,
+                    gate,
+                    tally,
+                    f"{form.id}-{segment}-{is_held}",
+                    is_held=is_held,
+                    seed=segment,
+                )
                 if is_held:  # so much was deferred, and changed before it was copied
                     assert torn >= {"no_grad_update", "data_update", "ema_swapped_in_and_back"}
                 assert torn <= {edit.__name__ for edit in UNCOVERED}
 
 
-def play(scene: Scene, repo: Repository, gate: Gate, tally: Counter[str], branch: str, *, is_held: bool, seed: int) -> set[str]:
-    """One capture an edit, each compared; the names of the edits that tore. After each of those another tracker, that knows of none."""
+def play(
+    scene: Scene,
+    repo: Repository,
+    gate: Gate,
+    tally: Counter[str],
+    branch: str,
+    *,
+    is_held: bool,
+    seed: int,
+) -> set[str]:
+    """One capture an edit, each compared; the names of the edits that tore.
+
+    After each of those another tracker, that knows of none."""
     edits: list[Callable[[Scene], Generator[None]]] = [*COVERED, *UNCOVERED]
     random.Random(seed).shuffle(edits)
     torn: set[str] = set()
 
     def track() -> Tracker:
         name = f"{branch}-{len(torn)}"
-        return repo.track(branch=name, model=scene.model, optimizer=scene.optimizer, extra=scene.extra, ema=scene.ema)
+        return repo.track(
+            branch=name,
+            model=scene.model,
+            optimizer=scene.optimizer,
+            extra=scene.extra,
+            ema=scene.ema,
+        )
 
     scene.run = track()
     for edit in edits:
@@ -216,9 +290,17 @@ def play(scene: Scene, repo: Repository, gate: Gate, tally: Counter[str], branch
 
 
 def is_torn(
-    look: Callable[[], dict[str, object]], run: Tracker, repo: Repository, gate: Gate, edit: Generator[None], *, is_held: bool
+    look: Callable[[], dict[str, object]],
+    run: Tracker,
+    repo: Repository,
+    gate: Gate,
+    edit: Generator[None],
+    *,
+    is_held: bool,
 ) -> bool:
-    """Capture, edit, and compare; whether the capture failed with ``Torn``. Then it is not recorded, and the next one is."""
+    """Capture, edit, and compare; whether the capture failed with ``Torn``.
+
+    Then it is not recorded, and the next one is."""
     expected = look()
     if is_held:
         gate.hold()
@@ -251,7 +333,8 @@ def torn_error(capture: Capture) -> Torn | None:
 
 @pytest.fixture
 def in_backward() -> Callable[..., None]:
-    """torch's own way to step inside backward; importing it warns about parts of torch that we do not use."""
+    """torch's own way to step inside backward; importing it warns about parts of torch that we
+    do not use."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         module = importlib.import_module("torch.distributed.optim")
@@ -276,7 +359,11 @@ def test_optimizers_in_backward_wait_for_the_copy(
     in_backward(make, model.parameters(), {"lr": 0.01})
 
     def look() -> dict[str, object]:
-        states = {name: [{"state": {name: p._in_backward_optimizers[0].state.get(p, {})}}] for name, p in model.named_parameters()}  # type: ignore[attr-defined]  # set by torch
+        # set by torch
+        states = {
+            name: [{"state": {name: p._in_backward_optimizers[0].state.get(p, {})}}]  # type: ignore[attr-defined]
+            for name, p in model.named_parameters()
+        }
         return live(model, {}, in_backward={"model": states})
 
     def edit() -> Generator[None]:
@@ -284,7 +371,10 @@ def test_optimizers_in_backward_wait_for_the_copy(
         yield
 
     backward(model)
-    with held_back(monkeypatch) as gate, repo.track(branch=f"in-backward-{make.__name__}-{is_held}", model=model) as run:
+    with (
+        held_back(monkeypatch) as gate,
+        repo.track(branch=f"in-backward-{make.__name__}-{is_held}", model=model) as run,
+    ):
         for _ in range(20):
             assert not is_torn(look, run, repo, gate, edit(), is_held=is_held)
             tally["exact"] += 1
@@ -295,14 +385,24 @@ def test_hand_made_optimizers_in_backward_wait_for_the_copy(
     is_held: bool, repo: Repository, tally: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Net()
-    optimizers = {name: torch.optim.Adam([parameter], fused=True) for name, parameter in model.named_parameters()}
+    optimizers = {
+        name: torch.optim.Adam([parameter], fused=True)
+        for name, parameter in model.named_parameters()
+    }
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: step_and_clear(optimizers[name_of[id(p)]]))
+        parameter.register_post_accumulate_grad_hook(
+            lambda p: step_and_clear(optimizers[name_of[id(p)]])
+        )
 
     def look() -> dict[str, object]:
         return live(
-            model, {}, each={name: {"state": dict.fromkeys([name], next(iter(o.state.values())))} for name, o in optimizers.items()}
+            model,
+            {},
+            each={
+                name: {"state": dict.fromkeys([name], next(iter(o.state.values())))}
+                for name, o in optimizers.items()
+            },
         )
 
     def edit() -> Generator[None]:
@@ -310,7 +410,10 @@ def test_hand_made_optimizers_in_backward_wait_for_the_copy(
         yield
 
     backward(model)
-    with held_back(monkeypatch) as gate, repo.track(branch=f"by-hand-{is_held}", model=model, each=optimizers) as run:
+    with (
+        held_back(monkeypatch) as gate,
+        repo.track(branch=f"by-hand-{is_held}", model=model, each=optimizers) as run,
+    ):
         for _ in range(20):
             assert not is_torn(look, run, repo, gate, edit(), is_held=is_held)
             tally["exact"] += 1
@@ -325,7 +428,10 @@ def test_an_averaged_model_updated_right_after_a_capture_is_captured_as_it_was(
     repo: Repository, tally: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Net()
-    optimizer, average = torch.optim.AdamW(model.parameters()), AveragedModel(model, use_buffers=True)
+    optimizer, average = (
+        torch.optim.AdamW(model.parameters()),
+        AveragedModel(model, use_buffers=True),
+    )
 
     def look() -> dict[str, object]:
         return live(model, {"optimizer": optimizer}, average=average.state_dict())
@@ -334,7 +440,10 @@ def test_an_averaged_model_updated_right_after_a_capture_is_captured_as_it_was(
         average.update_parameters(model)
         yield
 
-    with held_back(monkeypatch) as gate, repo.track(branch="average", model=model, optimizer=optimizer, average=average) as run:
+    with (
+        held_back(monkeypatch) as gate,
+        repo.track(branch="average", model=model, optimizer=optimizer, average=average) as run,
+    ):
         for is_held in (True, False) * 10:
             train_step(model, optimizer)
             assert not is_torn(look, run, repo, gate, edit(), is_held=is_held)
@@ -350,7 +459,10 @@ def test_layers_unfrozen_and_groups_added_between_captures_are_captured(
     first, *others = model.layers
     first.requires_grad_()
     optimizer = torch.optim.AdamW(first.parameters())
-    with held_back(monkeypatch) as gate, repo.track(branch="unfrozen", model=model, optimizer=optimizer) as run:
+    with (
+        held_back(monkeypatch) as gate,
+        repo.track(branch="unfrozen", model=model, optimizer=optimizer) as run,
+    ):
 
         def edit() -> Generator[None]:
             train_step(model, optimizer)
@@ -361,7 +473,14 @@ def test_layers_unfrozen_and_groups_added_between_captures_are_captured(
                 layer.requires_grad_()
                 optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.1})
             for is_held in (True, False, True):
-                assert not is_torn(lambda: live(model, {"optimizer": optimizer}), run, repo, gate, edit(), is_held=is_held)
+                assert not is_torn(
+                    lambda: live(model, {"optimizer": optimizer}),
+                    run,
+                    repo,
+                    gate,
+                    edit(),
+                    is_held=is_held,
+                )
                 tally["exact"] += 1
 
 
@@ -378,14 +497,28 @@ def test_weights_that_a_forward_pass_changes_tear_once_and_are_exact_from_then_o
         yield
 
     tore: list[bool] = []
-    with held_back(monkeypatch) as gate, repo.track(branch="max-norm", model=table, optimizer=optimizer) as run:
+    with (
+        held_back(monkeypatch) as gate,
+        repo.track(branch="max-norm", model=table, optimizer=optimizer) as run,
+    ):
         for _ in range(6):
-            tore.append(is_torn(lambda: live(table, {"optimizer": optimizer}), run, repo, gate, edit(), is_held=True))
+            tore.append(
+                is_torn(
+                    lambda: live(table, {"optimizer": optimizer}),
+                    run,
+                    repo,
+                    gate,
+                    edit(),
+                    is_held=True,
+                )
+            )
             tally["torn" if tore[-1] else "exact"] += 1
     assert tore == [True, False, False, False, False, False]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64], ids=str
+)
 def test_a_fused_or_foreach_optimizer_that_nobody_tracks_is_seen(
     dtype: torch.dtype, repo: Repository, tally: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,19 +532,35 @@ def test_a_fused_or_foreach_optimizer_that_nobody_tracks_is_seen(
         other.step()
         yield
 
-    with held_back(monkeypatch) as gate, repo.track(branch=f"untracked-{dtype}", weight=weight, optimizer=tracked) as run:
-        assert is_torn(lambda: {"/weight": weight.detach().clone()}, run, repo, gate, edit(), is_held=True)
-        assert not is_torn(lambda: {"/weight": weight.detach().clone()}, run, repo, gate, edit(), is_held=True)
+    with (
+        held_back(monkeypatch) as gate,
+        repo.track(branch=f"untracked-{dtype}", weight=weight, optimizer=tracked) as run,
+    ):
+        assert is_torn(
+            lambda: {"/weight": weight.detach().clone()}, run, repo, gate, edit(), is_held=True
+        )
+        assert not is_torn(
+            lambda: {"/weight": weight.detach().clone()}, run, repo, gate, edit(), is_held=True
+        )
     tally["torn"] += 1
     tally["exact"] += 1
 
 
-def test_without_deferring_every_edit_is_harmless(repo: Repository, tally: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_deferring_every_edit_is_harmless(
+    repo: Repository, tally: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = Net()
     scene = Scene(model, torch.optim.AdamW(model.parameters()))
     with (
         held_back(monkeypatch) as gate,
-        repo.track(branch="eager", defer=False, model=model, optimizer=scene.optimizer, extra=scene.extra, ema=scene.ema) as run,
+        repo.track(
+            branch="eager",
+            defer=False,
+            model=model,
+            optimizer=scene.optimizer,
+            extra=scene.extra,
+            ema=scene.ema,
+        ) as run,
     ):
         scene.run = run
         for edit in (*COVERED, *UNCOVERED, one_element_through_data):
@@ -424,12 +573,26 @@ def one_element_through_data(scene: Scene) -> Generator[None]:
     yield
 
 
-@pytest.mark.xfail(reason="an edit through .data leaves no trace but its bytes, and only a sample of these is looked at", strict=True)
-def test_an_unfenced_edit_of_one_element_through_data_is_seen(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.xfail(
+    reason=(
+        "an edit through .data leaves no trace but its bytes, and only a sample of these is"
+        " looked at"
+    ),
+    strict=True,
+)
+def test_an_unfenced_edit_of_one_element_through_data_is_seen(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = Net()
     scene = Scene(model, torch.optim.AdamW(model.parameters()))
     with (
         held_back(monkeypatch) as gate,
-        repo.track(branch="one-element", model=model, optimizer=scene.optimizer, extra=scene.extra, ema=scene.ema) as run,
+        repo.track(
+            branch="one-element",
+            model=model,
+            optimizer=scene.optimizer,
+            extra=scene.extra,
+            ema=scene.ema,
+        ) as run,
     ):
         assert is_torn(scene.live, run, repo, gate, one_element_through_data(scene), is_held=True)

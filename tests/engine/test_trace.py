@@ -1,4 +1,5 @@
-"""The trace of a real training: spans nest, lie on the threads that did it, and name their steps."""
+"""The trace of a real training: spans nest, lie on the threads that did it, and name their
+steps."""
 
 from __future__ import annotations
 
@@ -45,17 +46,23 @@ raise KeyboardInterrupt
 def spans(path: Path) -> list[dict[str, Any]]:
     """The spans of a file, each with the name of its thread."""
     events = json.loads(path.read_text())["traceEvents"]
-    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    names = {
+        event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
     return [{**event, "thread": names[event["tid"]]} for event in events if event["ph"] == "X"]
 
 
 def problems(path: Path) -> list[str]:
-    """What of the rules of Chrome's trace events a file breaks, as Perfetto reads them: each event is of a known phase, names a process and
-    a thread, and has times in microseconds; names of threads are given once; and the complete events of a thread lie within or beside
-    each other, compared in nanoseconds that floats were cut to: what overlaps otherwise is dropped.
+    """What of the rules of Chrome's trace events a file breaks, as Perfetto reads them: each event
+    is of a known phase, names a process and a thread, and has times in microseconds; names of
+    threads are given once; and the complete events of a thread lie within or beside each other,
+    compared in nanoseconds that floats were cut to: what overlaps otherwise is dropped.
     """
     trace = json.loads(path.read_text(), parse_constant=lambda name: f"no number: {name}")
-    found = [f"{key} is no key of a trace" for key in trace.keys() - {"traceEvents", "displayTimeUnit", "otherData"}]
+    found = [
+        f"{key} is no key of a trace"
+        for key in trace.keys() - {"traceEvents", "displayTimeUnit", "otherData"}
+    ]
     found += [] if trace["displayTimeUnit"] in ("ms", "ns") else ["displayTimeUnit"]
     names: dict[tuple[int, int], str] = {}
     open_: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -80,7 +87,10 @@ def problems(path: Path) -> list[str]:
 
 def _shape(event: dict[str, Any]) -> list[str]:
     """What is wrong with one event by itself."""
-    phases = {"M": {"name", "ph", "pid", "tid", "args"}, "X": {"name", "ph", "cat", "ts", "dur", "pid", "tid", "args"}}
+    phases = {
+        "M": {"name", "ph", "pid", "tid", "args"},
+        "X": {"name", "ph", "cat", "ts", "dur", "pid", "tid", "args"},
+    }
     wanted = phases.get(event.get("ph", ""))
     if wanted is None:
         return ["its phase is none of ours"]
@@ -94,11 +104,21 @@ def _shape(event: dict[str, Any]) -> list[str]:
 
 
 def test_a_trace_of_a_real_training_is_valid(tmp_path: Path) -> None:
-    """A model that is large enough for copies behind the fence, memory for few states, writes and a clone beside it."""
+    """A model that is large enough for copies behind the fence, memory for few states, writes
+    and a clone beside it."""
     model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512))
     optimizer = torch.optim.AdamW(model.parameters())
-    config = Config(memory_bytes=80 << 20, durable_every=3, durable_interval_s=None, trace=tmp_path / "trace.json", retention="latest:2")
-    with datastates.open(tmp_path / "runs", config=config) as repo, repo.track(model=model, optimizer=optimizer) as run:
+    config = Config(
+        memory_bytes=80 << 20,
+        durable_every=3,
+        durable_interval_s=None,
+        trace=tmp_path / "trace.json",
+        retention="latest:2",
+    )
+    with (
+        datastates.open(tmp_path / "runs", config=config) as repo,
+        repo.track(model=model, optimizer=optimizer) as run,
+    ):
         for step in range(40):
             optimizer.zero_grad()
             model(torch.randn(8, 512)).square().mean().backward()
@@ -117,10 +137,16 @@ def test_spans_that_touch_in_a_nanosecond_do_not_overlap_in_the_file(tmp_path: P
     for _ in range(2000):
         began = choose.uniform(1e4, 1e6)
         middle, ended = began + choose.uniform(0, 1e-3), began + choose.uniform(1e-3, 2e-3)
-        told += [Span("outer", 1, "a", began, ended, "", None), Span("one", 1, "a", began, middle, "", None)]
+        told += [
+            Span("outer", 1, "a", began, ended, "", None),
+            Span("one", 1, "a", began, middle, "", None),
+        ]
         told.append(Span("two", 1, "a", middle, ended, "", None))
     kept = [told[at : at + 3] for at in range(0, len(told), 3)]
-    write_trace(tmp_path / "trace.json", [span for group in sorted(kept, key=lambda group: group[0].began)[::20] for span in group])
+    write_trace(
+        tmp_path / "trace.json",
+        [span for group in sorted(kept, key=lambda group: group[0].began)[::20] for span in group],
+    )
     assert problems(tmp_path / "trace.json") == []
 
 
@@ -135,9 +161,13 @@ def test_spans_that_touch_in_a_nanosecond_do_not_overlap_in_the_file(tmp_path: P
         (lambda event: event | {"tid": 99}, "no name"),
     ],
 )
-def test_a_trace_that_breaks_a_rule_is_found(tmp_path: Path, change: Callable[[dict[str, Any]], dict[str, Any]], problem: str) -> None:
+def test_a_trace_that_breaks_a_rule_is_found(
+    tmp_path: Path, change: Callable[[dict[str, Any]], dict[str, Any]], problem: str
+) -> None:
     path = tmp_path / "trace.json"
-    write_trace(path, [Span("one", 1, "a", 1.0, 2.0, "", None), Span("two", 1, "a", 2.0, 3.0, "", None)])
+    write_trace(
+        path, [Span("one", 1, "a", 1.0, 2.0, "", None), Span("two", 1, "a", 2.0, 3.0, "", None)]
+    )
     assert problems(path) == []
     trace = json.loads(path.read_text())
     first = next(index for index, event in enumerate(trace["traceEvents"]) if event["ph"] == "X")
@@ -148,7 +178,12 @@ def test_a_trace_that_breaks_a_rule_is_found(tmp_path: Path, change: Callable[[d
 
 def test_the_spans_of_a_training_nest_on_the_threads_that_did_it(tmp_path: Path) -> None:
     model = nn.Linear(64, 64)
-    config = Config(memory_bytes=64 << 20, durable_every=2, durable_interval_s=None, trace=tmp_path / "trace.json")
+    config = Config(
+        memory_bytes=64 << 20,
+        durable_every=2,
+        durable_interval_s=None,
+        trace=tmp_path / "trace.json",
+    )
     with datastates.open(tmp_path / "runs", config=config) as repo, repo.track(model=model) as run:
         for _ in range(6):
             with torch.no_grad():
@@ -170,7 +205,8 @@ def test_the_spans_of_a_training_nest_on_the_threads_that_did_it(tmp_path: Path)
     assert steps["write"][-1] == 6, "a span for each group, with the step of its newest state"
     ends: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for span in found:  # sorted: one that holds another comes before it
-        began = round(span["ts"] * 1000)  # nanoseconds: one ends in the very one in which the next begins
+        # nanoseconds: one ends in the very one in which the next begins
+        began = round(span["ts"] * 1000)
         ended, held = began + round(span["dur"] * 1000), ends[span["thread"]]
         while held and held[-1][0] <= began:
             held.pop()
@@ -181,7 +217,12 @@ def test_the_spans_of_a_training_nest_on_the_threads_that_did_it(tmp_path: Path)
 
 def test_a_training_that_ctrl_c_ends_leaves_its_trace(tmp_path: Path) -> None:
     environ = os.environ | {"DATASTATES_TRACE": "trace-{pid}.json", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path / "runs")], cwd=tmp_path, env=environ, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "runs")],
+        cwd=tmp_path,
+        env=environ,
+        stderr=subprocess.DEVNULL,
+    )
     assert process.wait(timeout=120) != 0
     found = spans(tmp_path / f"trace-{process.pid}.json")
     assert {"capture", "record", "write"} <= {span["name"] for span in found}

@@ -1,4 +1,5 @@
-"""The tripwire alone: every sample is found where it was copied, wherever the slots of its chunks lie."""
+"""The tripwire alone: every sample is found where it was copied, wherever the slots of its
+chunks lie."""
 
 from __future__ import annotations
 
@@ -13,16 +14,24 @@ SLOTS = (3 * CHUNK_BYTES, 64, 2 * CHUNK_BYTES)
 
 def place(arena: torch.Tensor, start: int, data: torch.Tensor) -> None:
     """Copy a stretch of the stream into its slots."""
-    for position, piece in zip(range(start, start + data.numel(), 1 << 20), data.split(1 << 20), strict=True):
+    for position, piece in zip(
+        range(start, start + data.numel(), 1 << 20), data.split(1 << 20), strict=True
+    ):
         chunk, offset = divmod(position, CHUNK_BYTES)
         at = SLOTS[chunk] + offset
         arena[at : at + piece.numel()] = piece
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128])
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128]
+)
 def test_a_changed_sample_of_a_copy_in_several_chunks_names_its_tensor(dtype: torch.dtype) -> None:
     size = min(8, dtype.itemsize)
-    lengths = {"first": (3 << 20, STATE_SAMPLES), "second": (7 << 20, SAMPLES), "third": (2 << 20, STATE_SAMPLES)}
+    lengths = {
+        "first": (3 << 20, STATE_SAMPLES),
+        "second": (7 << 20, SAMPLES),
+        "third": (2 << 20, STATE_SAMPLES),
+    }
     arena, start, watched = torch.zeros(5 * CHUNK_BYTES, dtype=torch.uint8), 0, []
     for path, (length, count) in lengths.items():
         tensor = torch.randint(256, (length,), dtype=torch.uint8).view(dtype)

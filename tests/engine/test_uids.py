@@ -16,11 +16,15 @@ from datastates.engine.handle import Agreed, Drawn
 if TYPE_CHECKING:
     import pytest
 
-places = st.tuples(st.sampled_from(["main", "fork", "main\0", "größe"]), st.integers(0, 5), st.integers(0, 2))
+places = st.tuples(
+    st.sampled_from(["main", "fork", "main\0", "größe"]), st.integers(0, 5), st.integers(0, 2)
+)
 
 
 @given(captures=st.lists(places, max_size=40), ranks=st.integers(2, 5))
-def test_ranks_that_capture_alike_agree_and_no_uid_comes_twice(captures: list[tuple[str, int, int]], ranks: int) -> None:
+def test_ranks_that_capture_alike_agree_and_no_uid_comes_twice(
+    captures: list[tuple[str, int, int]], ranks: int
+) -> None:
     groups = [Agreed("job") for _ in range(ranks)]
     told = [[group.next(*place) for place in captures] for group in groups]
     assert all(uids == told[0] for uids in told)
@@ -38,9 +42,14 @@ def test_branches_are_counted_apart() -> None:
     assert [other.next("a", 1, 0), other.next("a", 1, 0)] == first[:2]
 
 
-def test_a_capture_has_the_uid_that_its_line_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_has_the_uid_that_its_line_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Drawn, "next", Agreed("job").next)
     expected, places = Agreed("job"), [(1, 0), (4, 0), (4, 0)]
-    with datastates.open(tmp_path, memory_bytes=32 << 20) as repo, repo.track(rng=False, weights=torch.ones(3)) as run:
+    with (
+        datastates.open(tmp_path, memory_bytes=32 << 20) as repo,
+        repo.track(rng=False, weights=torch.ones(3)) as run,
+    ):
         made = [run.capture(step=step).wait().uid for step, _ in places]
     assert made == [expected.next("main", *place) for place in places]

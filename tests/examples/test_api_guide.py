@@ -1,4 +1,5 @@
-"""The guide to the web API is true: its commands run, in order, against a real server, and answer with the status that it says."""
+"""The guide to the web API is true: its commands run, in order, against a real server, and
+answer with the status that it says."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ ADDRESS = "http://127.0.0.1:8642"
 TOKEN = "admin-" + "a" * 20
 PROGRAMS = ("bash", "curl", "jq")
 
-# A command that is refused ends the script, unless it asks for the status; what --max-time ends was to end.
+# A command that is refused ends the script, unless it asks for the status; what --max-time ends was
+# to end.
 CURL = """
 set -euo pipefail
 curl() {
@@ -50,8 +52,20 @@ def statuses(text: str) -> list[str]:
 @contextmanager
 def served(folder: Path, *options: str, **environ: str) -> Iterator[str]:
     """The address of a real server of a repository, in a process of its own."""
-    command = [sys.executable, "-m", "datastates", "serve", "http://127.0.0.1:0", "--repo", str(folder), "--json", *options]
-    env = {key: value for key, value in os.environ.items() if not key.startswith("DATASTATES_")} | environ
+    command = [
+        sys.executable,
+        "-m",
+        "datastates",
+        "serve",
+        "http://127.0.0.1:0",
+        "--repo",
+        str(folder),
+        "--json",
+        *options,
+    ]
+    env = {
+        key: value for key, value in os.environ.items() if not key.startswith("DATASTATES_")
+    } | environ
     with warm.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -72,7 +86,9 @@ def folder(tmp_path: Path) -> Path:
                 for step in range(6):
                     with torch.no_grad():
                         model.weight.add_(0.1)
-                    run.capture(metrics={"loss": 1 / (1 + step)}, attributes={"seed": 3}).wait("durable")
+                    run.capture(metrics={"loss": 1 / (1 + step)}, attributes={"seed": 3}).wait(
+                        "durable"
+                    )
             if branch == "main":
                 repo.tag("warm", "main~3")
     return tmp_path / "runs"
@@ -88,18 +104,24 @@ def test_every_command_of_the_guide_works(folder: Path, tmp_path: Path) -> None:
         open_to_all = stack.enter_context(served(folder))
         guarded = stack.enter_context(served(folder, DATASTATES_WEB_TOKENS=f"admin:{TOKEN}"))
         first = "\n".join(blocks(reading)).replace(ADDRESS, open_to_all)
-        second = "\n".join([f"API={guarded}/api/v1", "RUNS=$API/repositories/runs", *blocks(writing)]).replace(ADDRESS, guarded)
+        second = "\n".join(
+            [f"API={guarded}/api/v1", "RUNS=$API/repositories/runs", *blocks(writing)]
+        ).replace(ADDRESS, guarded)
         done = run(CURL + first + second, tmp_path)
 
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [line for line in done.stdout.splitlines() if re.fullmatch(r"\d{3}", line)] == statuses(GUIDE), done.stdout + done.stderr
+    assert [line for line in done.stdout.splitlines() if re.fullmatch(r"\d{3}", line)] == statuses(
+        GUIDE
+    ), done.stdout + done.stderr
 
 
 def test_the_python_of_the_guide_works(folder: Path, tmp_path: Path) -> None:
     (code,) = blocks(GUIDE, "python")
     with served(folder) as address:
         command = [sys.executable, "-W", "error", "-c", code.replace(ADDRESS, address)]
-        done = warm.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        done = warm.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        )
 
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) >= 3, done.stdout
@@ -107,12 +129,19 @@ def test_the_python_of_the_guide_works(folder: Path, tmp_path: Path) -> None:
 
 def test_the_guide_has_commands_for_what_it_lists() -> None:
     assert len(blocks(GUIDE)) >= 25
-    assert {"400", "304", "206", "401", "201", "409", "428", "412", "204", "404"} <= set(statuses(GUIDE))
-    assert "# 4" not in "".join(line for line in GUIDE.splitlines() if "http_code" not in line), "a status that nothing compares"
+    assert {"400", "304", "206", "401", "201", "409", "428", "412", "204", "404"} <= set(
+        statuses(GUIDE)
+    )
+    assert "# 4" not in "".join(line for line in GUIDE.splitlines() if "http_code" not in line), (
+        "a status that nothing compares"
+    )
 
 
 def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """The script in bash, its trace on standard error so that a failure says which command it was."""
+    """The script in bash, its trace on standard error so that a failure says which command it
+    was."""
     environ = {**os.environ, "TOKEN": TOKEN}
     command = ["bash", "-x", "-c", script]
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=240, check=False
+    )

@@ -1,4 +1,5 @@
-"""The example of two processes: what B does after the clone is what A does, and no file carries the state."""
+"""The example of two processes: what B does after the clone is what A does, and no file carries
+the state."""
 
 from __future__ import annotations
 
@@ -19,9 +20,11 @@ QUICK = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 LARGEST_WRITE = 64 << 10
 TEMPORARY = re.escape(tempfile.gettempdir())
 SMALL_BY_NAME = re.compile(
-    r"/lineage\.db(-wal|-shm|-journal)?$|/packs/\.lock$|/packs/leases/|/packs/chronicles/|/packs/\.tmp-identity$"  # A's lineage
+    # A's lineage
+    r"/lineage\.db(-wal|-shm|-journal)?$|/packs/\.lock$|/packs/leases/|/packs/chronicles/|/packs/\.tmp-identity$"
     r"|/\.git/(worktrees/\w+/)?index\.lock$"  # A asks for the commit
-    rf"|^/dev/|^/proc/|^/sys/|^{TEMPORARY}(/#\d+)?( \(deleted\))?$|^{TEMPORARY}/\w{{8}}$"  # no file, or one that is gone at once
+    # no file, or one that is gone at once
+    rf"|^/dev/|^/proc/|^/sys/|^{TEMPORARY}(/#\d+)?( \(deleted\))?$|^{TEMPORARY}/\w{{8}}$"
 )
 """What either side may open to write. UCX's segments in /dev/shm are memory that both map."""
 INTERRUPTED = " <unfinished ...>"
@@ -31,36 +34,72 @@ RESUMED = re.compile(r"\d+ +<\.\.\. \w+ resumed>")
 @pytest.mark.slow
 @pytest.mark.in_turn("examples")
 @pytest.mark.timeout(170)
-def test_the_one_that_clones_repeats_the_next_ten_losses_and_no_file_carries_the_payload(tmp_path: Path) -> None:
+def test_the_one_that_clones_repeats_the_next_ten_losses_and_no_file_carries_the_payload(
+    tmp_path: Path,
+) -> None:
     log = tmp_path / "calls"
-    done = warm.run([*watching(log), sys.executable, "-W", "error", str(EXAMPLE), str(tmp_path / "runs")], capture_output=True, env=QUICK)
+    done = warm.run(
+        [*watching(log), sys.executable, "-W", "error", str(EXAMPLE), str(tmp_path / "runs")],
+        capture_output=True,
+        env=QUICK,
+    )
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("step ") == 10
     assert done.stdout.endswith("equal, bit for bit\n")
     if not log.exists():
-        pytest.skip("the losses are equal; what was written was not looked at: there is no strace here, or it may trace nobody")
+        pytest.skip(
+            "the losses are equal; what was written was not looked at: there is no strace here, or"
+            " it may trace nobody"
+        )
     calls = _whole(log.read_text())
-    ours, cloner = calls.split(None, 1)[0], next(line.split()[0] for line in calls.splitlines() if '"0x1.' in line)
+    ours, cloner = (
+        calls.split(None, 1)[0],
+        next(line.split()[0] for line in calls.splitlines() if '"0x1.' in line),
+    )
     assert cloner != ours
-    until_b_ended, after = re.split(rf"^{cloner} +\+\+\+ exited with 0 \+\+\+$", calls, maxsplit=1, flags=re.MULTILINE)
+    until_b_ended, after = re.split(
+        rf"^{cloner} +\+\+\+ exited with 0 \+\+\+$", calls, maxsplit=1, flags=re.MULTILINE
+    )
 
-    assert {path for path in _opened_to_write(until_b_ended) if not SMALL_BY_NAME.search(path)} == set()
-    assert {path: size for path, size in _largest_writes(until_b_ended).items() if size > LARGEST_WRITE} == {}
-    assert any(path.endswith(".safetensors") for path in _opened_to_write(after)), "the end of A writes a pack, so that this can fail"
+    assert {
+        path for path in _opened_to_write(until_b_ended) if not SMALL_BY_NAME.search(path)
+    } == set()
+    assert {
+        path: size for path, size in _largest_writes(until_b_ended).items() if size > LARGEST_WRITE
+    } == {}
+    assert any(path.endswith(".safetensors") for path in _opened_to_write(after)), (
+        "the end of A writes a pack, so that this can fail"
+    )
 
 
 def watching(log: Path) -> list[str]:
-    """The command that writes down which files a program opens and writes; nothing where that cannot be seen."""
-    command = ["strace", "-f", "--seccomp-bpf", "-y", "-s", "32", "-e", "trace=openat,creat,write", "-o", str(log)]
-    if shutil.which("strace") is None or subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
+    """The command that writes down which files a program opens and writes; nothing where that
+    cannot be seen."""
+    command = [
+        "strace",
+        "-f",
+        "--seccomp-bpf",
+        "-y",
+        "-s",
+        "32",
+        "-e",
+        "trace=openat,creat,write",
+        "-o",
+        str(log),
+    ]
+    if (
+        shutil.which("strace") is None
+        or subprocess.run([*command, "true"], capture_output=True, check=False).returncode
+    ):
         return []
     log.unlink()
     return command
 
 
 def _whole(calls: str) -> str:
-    """What strace wrote, with each call that another one interrupted in one line, where it ended."""
+    """What strace wrote, with each call that another one interrupted in one line, where it
+    ended."""
     begun, lines = dict[str, str](), list[str]()
     for line in calls.splitlines():
         task = line.split(None, 1)[0]
@@ -74,14 +113,20 @@ def _whole(calls: str) -> str:
 
 
 def test_a_call_that_another_one_interrupts_is_put_together() -> None:
-    assert _whole('7 openat(AT_FDCWD, "a", O_RDWR <unfinished ...>\n8 +++ exited with 0 +++\n7 <... openat resumed>) = 3</a>') == (
-        '8 +++ exited with 0 +++\n7 openat(AT_FDCWD, "a", O_RDWR) = 3</a>'
+    assert (
+        _whole(
+            '7 openat(AT_FDCWD, "a", O_RDWR <unfinished ...>\n8 +++ exited with 0 +++\n7 <...'
+            " openat resumed>) = 3</a>"
+        )
+        == '8 +++ exited with 0 +++\n7 openat(AT_FDCWD, "a", O_RDWR) = 3</a>'
     )
 
 
 def _opened_to_write(calls: str) -> set[str]:
     opened = set[str]()
-    for call in re.finditer(r'(?:openat\(.*?, |creat\()"([^"]*)"(?:, ([A-Z_|]+))?.*= \d+<([^>]*)>', calls):
+    for call in re.finditer(
+        r'(?:openat\(.*?, |creat\()"([^"]*)"(?:, ([A-Z_|]+))?.*= \d+<([^>]*)>', calls
+    ):
         if call[2] is None or "O_WRONLY" in call[2] or "O_RDWR" in call[2]:
             opened.add(call[3])
     return opened

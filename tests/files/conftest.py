@@ -22,7 +22,9 @@ def one_thread() -> None:
 
 def opened(folder: Path) -> Repository:
     """A repository that writes no state to disk until it is asked to."""
-    return datastates.open(folder, config=Config(memory_bytes=128 << 20, durable_interval_s=None, direct_io=False))
+    return datastates.open(
+        folder, config=Config(memory_bytes=128 << 20, durable_interval_s=None, direct_io=False)
+    )
 
 
 @pytest.fixture

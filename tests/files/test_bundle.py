@@ -13,7 +13,16 @@ import torch
 from blake3 import blake3
 
 import datastates
-from datastates import Conflict, Corrupt, InvalidInput, NotFound, Repository, State, Status, Unavailable
+from datastates import (
+    Conflict,
+    Corrupt,
+    InvalidInput,
+    NotFound,
+    Repository,
+    State,
+    Status,
+    Unavailable,
+)
 from datastates.files import bundle
 from datastates.files.bundle import export_bundle, import_bundle
 from datastates.storage.durable_files import write_file
@@ -32,7 +41,9 @@ def member(repo: Repository, branch: str, value: float, **options: Any) -> State
             weights["w"] += 1.0
             metrics = {"loss": value, "worst": math.nan, "best": -math.inf}
             state = run.capture(
-                metrics=metrics, attributes={"kind": "toy", "odd": math.inf, "n": 2**60, "no": None}, message=f"{number}"
+                metrics=metrics,
+                attributes={"kind": "toy", "odd": math.inf, "n": 2**60, "no": None},
+                message=f"{number}",
             ).wait()
     return state
 
@@ -64,26 +75,36 @@ def content(repo: Repository, rev: str) -> list[bytes]:
     return [tensor.numpy().tobytes() for tensor in repo.load(rev)["model"].values()]
 
 
-def test_a_merge_is_verified_from_its_parents_after_export_and_import(repo: Repository, other: Repository, tmp_path: Path) -> None:
+def test_a_merge_is_verified_from_its_parents_after_export_and_import(
+    repo: Repository, other: Repository, tmp_path: Path
+) -> None:
     merged = soup(repo)
 
     written = export_bundle(repo, ["soup"], tmp_path / "bundle", with_parents=True)
     brought = import_bundle(other, tmp_path / "bundle")
 
     assert other.verify_merge("soup").uid == merged.uid
-    assert [state.uid for state in brought.states] == [merged.uid, *merged.parents] == [state.uid for state in written.states]
+    assert (
+        [state.uid for state in brought.states]
+        == [merged.uid, *merged.parents]
+        == [state.uid for state in written.states]
+    )
     assert (brought.ancestors, written.ancestors) == (6, 6)
     assert list(map(facts, other.log("soup"))) == list(map(facts, repo.log("soup")))
     assert {state.uid: state.status for state in other.log("soup")} == {
-        state.uid: Status.DURABLE if state.uid in (merged.uid, *merged.parents) else Status.EVICTED for state in repo.log("soup")
+        state.uid: Status.DURABLE if state.uid in (merged.uid, *merged.parents) else Status.EVICTED
+        for state in repo.log("soup")
     }
     assert [(ref.name, ref.state, ref.message) for ref in other.refs()] == [
-        (name, repo.state(name).uid, message) for name, message in (("second", "the one before"), ("soup", None))
+        (name, repo.state(name).uid, message)
+        for name, message in (("second", "the one before"), ("soup", None))
     ]
     assert content(other, "soup") == content(repo, "soup")
 
 
-def test_without_parents_a_merge_comes_alone_and_says_what_it_lacks(repo: Repository, other: Repository, tmp_path: Path) -> None:
+def test_without_parents_a_merge_comes_alone_and_says_what_it_lacks(
+    repo: Repository, other: Repository, tmp_path: Path
+) -> None:
     soup(repo)
     export_bundle(repo, ["soup"], tmp_path / "bundle")
     assert len(import_bundle(other, tmp_path / "bundle").states) == 1
@@ -92,7 +113,9 @@ def test_without_parents_a_merge_comes_alone_and_says_what_it_lacks(repo: Reposi
         other.verify_merge("soup")
 
 
-def test_what_is_imported_outlives_the_bundle_and_the_process(repo: Repository, tmp_path: Path) -> None:
+def test_what_is_imported_outlives_the_bundle_and_the_process(
+    repo: Repository, tmp_path: Path
+) -> None:
     soup(repo)
     export_bundle(repo, ["soup", "a"], tmp_path / "bundle")
     with opened(tmp_path / "new") as new:
@@ -103,15 +126,23 @@ def test_what_is_imported_outlives_the_bundle_and_the_process(repo: Repository, 
         assert content(new, "soup") == content(repo, "soup")
         weights = {"w": torch.zeros(3000), "n": torch.tensor(0)}
         with new.track(branch="on", start="soup", rng=False, model=weights) as run:
-            assert [tensor.numpy().tobytes() for tensor in weights.values()] == content(repo, "soup")
+            assert [tensor.numpy().tobytes() for tensor in weights.values()] == content(
+                repo, "soup"
+            )
             assert run.capture().wait("durable").parents == (repo.state("soup").uid,)
 
 
-def test_a_second_import_changes_nothing(repo: Repository, other: Repository, tmp_path: Path) -> None:
+def test_a_second_import_changes_nothing(
+    repo: Repository, other: Repository, tmp_path: Path
+) -> None:
     soup(repo)
     export_bundle(repo, ["soup"], tmp_path / "bundle", with_parents=True)
     import_bundle(other, tmp_path / "bundle")
-    before = (list(map(repr, other.log("soup"))), other.refs(), sorted(path.name for path in (tmp_path / "theirs" / "packs").iterdir()))
+    before = (
+        list(map(repr, other.log("soup"))),
+        other.refs(),
+        sorted(path.name for path in (tmp_path / "theirs" / "packs").iterdir()),
+    )
 
     again = import_bundle(other, tmp_path / "bundle")
 
@@ -123,7 +154,9 @@ def test_a_second_import_changes_nothing(repo: Repository, other: Repository, tm
     )
 
 
-def test_states_known_without_bytes_get_them_and_taken_tags_stay(repo: Repository, other: Repository, tmp_path: Path) -> None:
+def test_states_known_without_bytes_get_them_and_taken_tags_stay(
+    repo: Repository, other: Repository, tmp_path: Path
+) -> None:
     soup(repo)
     export_bundle(repo, ["soup"], tmp_path / "one")
     export_bundle(repo, ["a"], tmp_path / "two")
@@ -140,13 +173,17 @@ def test_states_known_without_bytes_get_them_and_taken_tags_stay(repo: Repositor
     assert content(other, uid) == content(repo, "a")
 
 
-# --- what is wrong with a bundle ---------------------------------------------------------------------------------------------
+# --- what is wrong with a bundle ------------------------------------------------------------------
 
 
-def test_any_changed_byte_is_found_and_nothing_is_taken(repo: Repository, other: Repository, tmp_path: Path) -> None:
+def test_any_changed_byte_is_found_and_nothing_is_taken(
+    repo: Repository, other: Repository, tmp_path: Path
+) -> None:
     soup(repo)
     export_bundle(repo, ["soup"], tmp_path / "bundle")
-    for path in sorted(each for each in (tmp_path / "bundle").rglob("*") if each.is_file() and each.stat().st_size):
+    for path in sorted(
+        each for each in (tmp_path / "bundle").rglob("*") if each.is_file() and each.stat().st_size
+    ):
         whole = path.read_bytes()
         for place in (0, len(whole) // 2, len(whole) - 1):
             path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
@@ -165,7 +202,8 @@ def test_any_changed_byte_is_found_and_nothing_is_taken(repo: Repository, other:
         lambda plain: plain["states"][-1].update(uid="../../../etc/passwd"),
         lambda plain: plain["states"][0].update(uid="0" * 24),
         lambda plain: (
-            plain["states"][-1].update(parents=plain["states"][-1]["parents"][::-1]) or plain["states"][0].update(digest="1" * 64)
+            plain["states"][-1].update(parents=plain["states"][-1]["parents"][::-1])
+            or plain["states"][0].update(digest="1" * 64)
         ),
         lambda plain: plain["states"][-1].update(status="best"),
         lambda plain: plain["states"][0].update(world_size=2**20 + 1),
@@ -174,9 +212,15 @@ def test_any_changed_byte_is_found_and_nothing_is_taken(repo: Repository, other:
         lambda plain: plain.pop("tags"),
     ],
 )
-def test_a_forged_lineage_is_refused(repo: Repository, other: Repository, tmp_path: Path, change: Any) -> None:
-    """The members are the direct parents of the soup here, so that each of their digests is in its manifest."""
-    members = [repo.track(branch=name, rng=False, model={"w": torch.full((3,), value)}) for name, value in (("a", 1.0), ("b", 2.0))]
+def test_a_forged_lineage_is_refused(
+    repo: Repository, other: Repository, tmp_path: Path, change: Any
+) -> None:
+    """The members are the direct parents of the soup here, so that each of their digests is in
+    its manifest."""
+    members = [
+        repo.track(branch=name, rng=False, model={"w": torch.full((3,), value)})
+        for name, value in (("a", 1.0), ("b", 2.0))
+    ]
     repo.merge([run.capture().wait() for run in members], tag="soup")
     export_bundle(repo, ["soup"], tmp_path / "bundle")
     rewrite(tmp_path / "bundle", change)
@@ -185,7 +229,9 @@ def test_a_forged_lineage_is_refused(repo: Repository, other: Repository, tmp_pa
     assert other.find("step >= 0") == []
 
 
-def test_an_unfinished_bundle_or_one_of_another_version_is_refused(repo: Repository, other: Repository, tmp_path: Path) -> None:
+def test_an_unfinished_bundle_or_one_of_another_version_is_refused(
+    repo: Repository, other: Repository, tmp_path: Path
+) -> None:
     soup(repo)
     export_bundle(repo, ["soup"], tmp_path / "bundle")
     for version in (2, 4):
@@ -199,7 +245,9 @@ def test_an_unfinished_bundle_or_one_of_another_version_is_refused(repo: Reposit
         import_bundle(other, tmp_path / "nowhere")
 
 
-def test_a_folder_with_something_in_it_is_left_alone_and_a_failed_export_leaves_nothing(repo: Repository, tmp_path: Path) -> None:
+def test_a_folder_with_something_in_it_is_left_alone_and_a_failed_export_leaves_nothing(
+    repo: Repository, tmp_path: Path
+) -> None:
     soup(repo)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter").write_text("dear", encoding="ascii")
@@ -235,12 +283,17 @@ def test_a_lineage_that_no_import_would_read_is_refused_by_the_export(
     export_bundle(repo, ["a"], tmp_path / "fits")
     body = (tmp_path / "fits" / "lineage.json").read_bytes()
     monkeypatch.setattr(bundle, "_MOST_BYTES", len(body) - 1)
-    with pytest.raises(InvalidInput, match=r"have 2 ancestors, whose lineage takes \d+ bytes.*name states with fewer ancestors"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"have 2 ancestors, whose lineage takes \d+ bytes.*name states with fewer ancestors",
+    ):
         export_bundle(repo, ["a"], tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
-def test_a_lineage_is_read_with_and_without_white_space(repo: Repository, other: Repository, tmp_path: Path) -> None:
+def test_a_lineage_is_read_with_and_without_white_space(
+    repo: Repository, other: Repository, tmp_path: Path
+) -> None:
     member(repo, "a", 1.0)
     export_bundle(repo, ["a"], tmp_path / "bundle")
     path = tmp_path / "bundle" / "lineage.json"
@@ -252,7 +305,9 @@ def test_a_lineage_is_read_with_and_without_white_space(repo: Repository, other:
     assert list(map(facts, other.log(repo.state("a").uid))) == list(map(facts, repo.log("a")))
 
 
-def test_a_failed_export_leaves_an_empty_folder_empty(repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_export_leaves_an_empty_folder_empty(
+    repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     member(repo, "a", 1.0)
     root = tmp_path / "empty"
     root.mkdir()
@@ -268,15 +323,27 @@ def test_a_failed_export_leaves_an_empty_folder_empty(repo: Repository, tmp_path
     assert list(root.iterdir()) == []
 
 
-# --- in the terminal ---------------------------------------------------------------------------------------------------------
+# --- in the terminal ------------------------------------------------------------------------------
 
 
-def test_the_terminal_exports_and_imports(repo: Repository, other: Repository, tmp_path: Path, invoke: Invoke) -> None:
+def test_the_terminal_exports_and_imports(
+    repo: Repository, other: Repository, tmp_path: Path, invoke: Invoke
+) -> None:
     merged = soup(repo)
     repo.close()
     other.close()
 
-    written = invoke("--repo", tmp_path / "ours", "export", "soup", "b", "--bundle", tmp_path / "bundle", "--parents", "--json")
+    written = invoke(
+        "--repo",
+        tmp_path / "ours",
+        "export",
+        "soup",
+        "b",
+        "--bundle",
+        tmp_path / "bundle",
+        "--parents",
+        "--json",
+    )
     brought = invoke("--repo", tmp_path / "theirs", "import", tmp_path / "bundle")
 
     assert written.code == 0, written.err
@@ -300,7 +367,9 @@ def test_bundles_on_postgresql(repo: Repository, postgresql_url: str, tmp_path: 
         assert facts(new.verify_merge("soup")) == facts(merged)
 
 
-def test_a_bundle_carries_the_notes_on_its_states_once(repo: Repository, other: Repository, tmp_path: Path) -> None:
+def test_a_bundle_carries_the_notes_on_its_states_once(
+    repo: Repository, other: Repository, tmp_path: Path
+) -> None:
     member(repo, "main", 1.0)
     note = repo.notes.write("Diverges *here*", state="main~1", author="ada")
     repo.notes.edit(note.uid, "It did not")
@@ -314,7 +383,9 @@ def test_a_bundle_carries_the_notes_on_its_states_once(repo: Repository, other: 
     assert [each.text for each in other.notes] == ["It did not"]
 
 
-def test_a_bundle_with_notes_on_strangers_is_refused(repo: Repository, other: Repository, tmp_path: Path) -> None:
+def test_a_bundle_with_notes_on_strangers_is_refused(
+    repo: Repository, other: Repository, tmp_path: Path
+) -> None:
     member(repo, "main", 1.0)
     repo.notes.write("x", state="main")
     export_bundle(repo, ["main"], tmp_path / "bundle")

@@ -18,7 +18,9 @@ from datastates.files import checkpoints
 from datastates.files.checkpoints import export, plan_export
 from datastates.lineage import State, Status
 
-STATE = State("a" * 24, "d" * 64, 7, 0, {}, {}, None, datetime.now(UTC), Status.DURABLE, (), (), None, 0, 0, 0)
+STATE = State(
+    "a" * 24, "d" * 64, 7, 0, {}, {}, None, datetime.now(UTC), Status.DURABLE, (), (), None, 0, 0, 0
+)
 
 
 def tree() -> dict[str, object]:
@@ -31,7 +33,10 @@ def tree() -> dict[str, object]:
             "flag": torch.tensor([True, False]),
             "half": torch.ones(3).bfloat16(),
         },
-        "optimizer": {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.zeros(2, 0)}}, "lr": 0.1},
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.zeros(2, 0)}},
+            "lr": 0.1,
+        },
         "alone": torch.tensor(5),
         "nothing": None,
     }
@@ -62,14 +67,31 @@ def test_file_holds_every_tensor_under_its_path(tmp_path: Path) -> None:
 def test_folder_has_a_file_for_each_object_with_its_own_names(tmp_path: Path) -> None:
     export(plan_export(tree(), STATE, tmp_path / "out"))
 
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["alone.safetensors", "model.safetensors", "optimizer.safetensors"]
-    assert set(load_file(tmp_path / "out" / "model.safetensors")) == {"weight", "tied", "turned", "flag", "half"}
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "alone.safetensors",
+        "model.safetensors",
+        "optimizer.safetensors",
+    ]
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) == {
+        "weight",
+        "tied",
+        "turned",
+        "flag",
+        "half",
+    }
     assert load_file(tmp_path / "out" / "alone.safetensors")["alone"] == 5
 
 
 def test_names_never_lead_out_of_the_folder(tmp_path: Path) -> None:
     plan = plan_export(
-        {"..": {"x": torch.ones(1)}, "../up": torch.ones(1), ".hidden": torch.ones(1), "_.hidden": torch.ones(1)}, STATE, tmp_path / "out"
+        {
+            "..": {"x": torch.ones(1)},
+            "../up": torch.ones(1),
+            ".hidden": torch.ones(1),
+            "_.hidden": torch.ones(1),
+        },
+        STATE,
+        tmp_path / "out",
     )
 
     assert {path.parent for path in plan} == {tmp_path / "out"}
@@ -87,7 +109,9 @@ def test_dtypes_that_readers_do_not_know_are_bytes_with_a_note(tmp_path: Path) -
         assert json.loads(opened.metadata()["datastates.dtypes"]) == {"z": "complex128"}
 
 
-def test_tensors_longer_than_a_piece_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_longer_than_a_piece_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoints, "_PIECE_BYTES", 1000)
     value = torch.randn(1234)
     told: list[int] = []
@@ -100,14 +124,24 @@ def test_tensors_longer_than_a_piece_are_whole(tmp_path: Path, monkeypatch: pyte
 def test_each_tensor_is_aligned_to_its_items(tmp_path: Path) -> None:
     path = tmp_path / "out.safetensors"
     export(
-        plan_export({"a": torch.ones(3, dtype=torch.int8), "b": torch.ones(3, dtype=torch.float64), "c": torch.ones(1).half()}, STATE, path)
+        plan_export(
+            {
+                "a": torch.ones(3, dtype=torch.int8),
+                "b": torch.ones(3, dtype=torch.float64),
+                "c": torch.ones(1).half(),
+            },
+            STATE,
+            path,
+        )
     )
     data = path.read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:start])
 
     sizes = {"a": 1, "b": 8, "c": 2}
-    assert {name: (start + header[name]["data_offsets"][0]) % size for name, size in sizes.items()} == {"a": 0, "b": 0, "c": 0}
+    assert {
+        name: (start + header[name]["data_offsets"][0]) % size for name, size in sizes.items()
+    } == {"a": 0, "b": 0, "c": 0}
 
 
 def test_tree_without_tensors_is_refused(tmp_path: Path) -> None:
@@ -115,7 +149,9 @@ def test_tree_without_tensors_is_refused(tmp_path: Path) -> None:
         plan_export({"model": {"weight": None}, "lr": 0.1}, STATE, tmp_path / "x.safetensors")
 
 
-def test_damage_between_writing_and_reading_back_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_between_writing_and_reading_back_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write = checkpoints._write_tensors
 
     def write_and_damage(path: Path, *arguments: object) -> object:
@@ -131,7 +167,9 @@ def test_damage_between_writing_and_reading_back_is_found(tmp_path: Path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
-def test_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "x.safetensors"
     path.write_text("old")
 

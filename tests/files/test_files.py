@@ -23,7 +23,12 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from datastates.errors import InvalidInput
 from datastates.files.checkpoints import DTYPES, Format, format_of, read, write
 
-ENDINGS = {Format.TORCH: ".pt", Format.SAFETENSORS: ".safetensors", Format.HUGGING_FACE: "", Format.DCP: ""}
+ENDINGS = {
+    Format.TORCH: ".pt",
+    Format.SAFETENSORS: ".safetensors",
+    Format.HUGGING_FACE: "",
+    Format.DCP: "",
+}
 
 
 def again(tree: object, kind: Format, folder: Path) -> Any:
@@ -34,7 +39,7 @@ def again(tree: object, kind: Format, folder: Path) -> Any:
     return found["model"] if kind is Format.HUGGING_FACE and isinstance(found, dict) else found
 
 
-# --- dtypes --------------------------------------------------------------------------------------------------------------------
+# --- dtypes ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [Format.SAFETENSORS, Format.HUGGING_FACE])
@@ -64,7 +69,9 @@ def test_dtypes_that_safetensors_lacks_come_back(kind: Format, tmp_path: Path) -
         ("[", "cannot be read"),
     ],
 )
-def test_a_dtype_that_does_not_fit_its_tensor_is_refused(said: str, why: str, tmp_path: Path) -> None:
+def test_a_dtype_that_does_not_fit_its_tensor_is_refused(
+    said: str, why: str, tmp_path: Path
+) -> None:
     path = tmp_path / "x.safetensors"
     tensors = {"w": torch.zeros(3, 8, dtype=torch.uint8), "f": torch.zeros(3, 8)}
     save_file(tensors, path, metadata={DTYPES: said})
@@ -72,7 +79,7 @@ def test_a_dtype_that_does_not_fit_its_tensor_is_refused(said: str, why: str, tm
         read(path)
 
 
-# --- what a format holds -------------------------------------------------------------------------------------------------------
+# --- what a format holds --------------------------------------------------------------------------
 
 
 def test_empty_containers_come_back_from_dcp_and_torch_reads_them_too(tmp_path: Path) -> None:
@@ -104,9 +111,14 @@ def optimizer_after(scale: float, momentum: float) -> torch.optim.Optimizer:
     return made
 
 
-def test_an_optimizer_comes_back_from_dcp_with_the_numbers_of_its_parameters(tmp_path: Path) -> None:
+def test_an_optimizer_comes_back_from_dcp_with_the_numbers_of_its_parameters(
+    tmp_path: Path,
+) -> None:
     state = optimizer_after(1.0, 0.9).state_dict()
-    tree = {"optimizer": state, "several": [state, {"state": {"0": 1, "7": 2}, "param_groups": [{"params": [0, "7"]}, 3]}]}
+    tree = {
+        "optimizer": state,
+        "several": [state, {"state": {"0": 1, "7": 2}, "param_groups": [{"params": [0, "7"]}, 3]}],
+    }
     found = again(tree, Format.DCP, tmp_path)
     assert repr(found["optimizer"]) == repr(found["several"][0]) == repr(state)
     assert list(found["several"][1]["state"]) == [0, "7"]
@@ -116,7 +128,9 @@ def test_an_optimizer_comes_back_from_dcp_with_the_numbers_of_its_parameters(tmp
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_an_optimizer_in_dcp_is_loaded_by_torch_into_that_of_another_training(momentum: float, tmp_path: Path) -> None:
+def test_an_optimizer_in_dcp_is_loaded_by_torch_into_that_of_another_training(
+    momentum: float, tmp_path: Path
+) -> None:
     trained, other = optimizer_after(1.0, momentum), optimizer_after(3.0, momentum)
     write({"optimizer": trained.state_dict()}, Format.DCP, tmp_path / "out", {})
     found = {"optimizer": other.state_dict()}
@@ -136,14 +150,18 @@ def test_an_optimizer_in_dcp_is_loaded_by_torch_into_that_of_another_training(mo
         ([1, 2], [Format.DCP, Format.SAFETENSORS, Format.HUGGING_FACE]),
     ],
 )
-def test_what_a_format_cannot_hold_is_refused_and_leaves_nothing(tree: object, kinds: list[Format], tmp_path: Path) -> None:
+def test_what_a_format_cannot_hold_is_refused_and_leaves_nothing(
+    tree: object, kinds: list[Format], tmp_path: Path
+) -> None:
     for kind in kinds:
         with pytest.raises(InvalidInput, match="try torch"):
             write(tree, kind, tmp_path / "out", {})
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")])
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")]
+)
 def test_what_stops_torch_while_it_writes_a_folder_is_raised_as_itself(
     error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,13 +175,22 @@ def test_what_stops_torch_while_it_writes_a_folder_is_raised_as_itself(
 
 
 def test_a_folder_of_hugging_face_gets_only_texts_that_are_read_again(tmp_path: Path) -> None:
-    files = {"config.json": "{}", "..": "x", "": "x", "../up.json": "x", "model.safetensors": "x", "n.json": 3}
-    write({"model": {"w": torch.ones(2)}, "files": files}, Format.HUGGING_FACE, tmp_path / "out", {})
+    files = {
+        "config.json": "{}",
+        "..": "x",
+        "": "x",
+        "../up.json": "x",
+        "model.safetensors": "x",
+        "n.json": 3,
+    }
+    write(
+        {"model": {"w": torch.ones(2)}, "files": files}, Format.HUGGING_FACE, tmp_path / "out", {}
+    )
     assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors"]
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], torch.ones(2))
 
 
-# --- leftovers -----------------------------------------------------------------------------------------------------------------
+# --- leftovers ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", list(Format))
@@ -185,7 +212,7 @@ def test_what_a_killed_export_left_is_replaced(kind: Format, left: str, tmp_path
     assert os.listdir(elsewhere) == ["old.json"]
 
 
-# --- folders of others ---------------------------------------------------------------------------------------------------------
+# --- folders of others ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
@@ -198,8 +225,13 @@ def test_dcp_metadata_that_another_python_wrote_are_read(module: str, tmp_path: 
     assert repr(read(tmp_path / "theirs")) == repr({"w": torch.ones(3)})
 
 
-@pytest.mark.parametrize("name", [lambda root: str(root / "secret" / "__0_0.distcp"), lambda root: "../secret/__0_0.distcp"])
-def test_dcp_metadata_that_name_a_file_of_another_folder_are_refused(name: Callable[[Path], str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [lambda root: str(root / "secret" / "__0_0.distcp"), lambda root: "../secret/__0_0.distcp"],
+)
+def test_dcp_metadata_that_name_a_file_of_another_folder_are_refused(
+    name: Callable[[Path], str], tmp_path: Path
+) -> None:
     write({"w": torch.full((3,), 42.0)}, Format.DCP, tmp_path / "secret", {})
     shutil.copytree(tmp_path / "secret", tmp_path / "theirs")
     (tmp_path / "theirs" / "__0_0.distcp").unlink()
@@ -212,7 +244,14 @@ def test_dcp_metadata_that_name_a_file_of_another_folder_are_refused(name: Calla
         read(tmp_path / "theirs")
 
 
-@pytest.mark.parametrize("name", ["pathlib\nPath", "collections\nOrderedDict", "torch.distributed.checkpoint.metadata\nMetadata"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pathlib\nPath",
+        "collections\nOrderedDict",
+        "torch.distributed.checkpoint.metadata\nMetadata",
+    ],
+)
 def test_dcp_metadata_that_set_an_attribute_of_a_class_set_none(name: str, tmp_path: Path) -> None:
     write({"w": torch.ones(2)}, Format.DCP, tmp_path / "theirs", {})
     with_attribute = f"c{name}\nN}}Vset_by_a_stranger\nI1\ns\x86b."
@@ -222,7 +261,9 @@ def test_dcp_metadata_that_set_an_attribute_of_a_class_set_none(name: str, tmp_p
     assert not any(hasattr(each, "set_by_a_stranger") for each in (Path, OrderedDict, Metadata))
 
 
-def test_a_folder_that_cannot_be_listed_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_listed_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(path: Path) -> list[str]:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 

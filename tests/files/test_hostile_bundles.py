@@ -41,7 +41,11 @@ def exported(repo: Repository, tmp_path: Path) -> Path:
 def files(repository: Repository) -> dict[str, bytes]:
     """What lies in a repository's folder of packs, but for hints and leases."""
     root = repository.location.packs
-    return {path.name: path.read_bytes() for path in sorted(root.iterdir()) if path.is_file() and path.name not in (".chunks", ".lock")}
+    return {
+        path.name: path.read_bytes()
+        for path in sorted(root.iterdir())
+        if path.is_file() and path.name not in (".chunks", ".lock")
+    }
 
 
 def packs(folder: Path) -> list[Path]:
@@ -76,10 +80,12 @@ def original_of(folder: Path) -> tuple[Path, int, bytes]:
     return path, at, path.read_bytes()[at : at + length]
 
 
-# --- bytes of the right xxh3 --------------------------------------------------------------------------------------------------
+# --- bytes of the right xxh3 ----------------------------------------------------------------------
 
 
-def test_a_colliding_bundle_is_refused_wherever_it_differs(other: Repository, exported: Path) -> None:
+def test_a_colliding_bundle_is_refused_wherever_it_differs(
+    other: Repository, exported: Path
+) -> None:
     before, random = files(other), Random(0)
     path, at, original = original_of(exported)
     for _ in range(1000):
@@ -93,7 +99,8 @@ def test_a_colliding_bundle_is_refused_wherever_it_differs(other: Repository, ex
 
 
 def reseal(folder: Path) -> str:
-    """Have all digests of a bundle agree with its bytes, as somebody would who means to; the new digest."""
+    """Have all digests of a bundle agree with its bytes, as somebody would who means to; the new
+    digest."""
     tier, found = LocalTier(folder / "packs"), {}
     for uid in list(tier.uids()):
         with tier.open(uid) as reader:
@@ -122,7 +129,9 @@ def test_a_bundle_that_was_sealed_anew_is_refused_by_its_digest_and_by_whoever_k
             import_bundle(knows, exported)
 
 
-def test_a_state_that_is_only_in_memory_is_not_what_a_bundle_says_that_it_is(repo: Repository, tmp_path: Path, exported: Path) -> None:
+def test_a_state_that_is_only_in_memory_is_not_what_a_bundle_says_that_it_is(
+    repo: Repository, tmp_path: Path, exported: Path
+) -> None:
     with opened(tmp_path / "mine") as mine:
         weights = {"zeros": torch.zeros(SIZE)}
         run = mine.track(branch="main", rng=False, box=weights)
@@ -139,7 +148,9 @@ def test_a_state_that_is_only_in_memory_is_not_what_a_bundle_says_that_it_is(rep
         assert not mine.load("main")["box"]["zeros"].any()
 
 
-def test_verify_finds_what_was_forged_in_the_folder_of_packs(other: Repository, exported: Path) -> None:
+def test_verify_finds_what_was_forged_in_the_folder_of_packs(
+    other: Repository, exported: Path
+) -> None:
     state = import_bundle(other, exported).states[0]
     other.verify(state)
     path, at, original = original_of(other.location.packs.parent)
@@ -180,7 +191,7 @@ def test_a_bundle_that_changes_between_check_and_write_is_refused(
     assert other.refs() == []
 
 
-# --- what is refused leaves nothing -------------------------------------------------------------------------------------------
+# --- what is refused leaves nothing ---------------------------------------------------------------
 
 
 REFUSED: dict[str, Callable[[Any], object]] = {
@@ -189,11 +200,15 @@ REFUSED: dict[str, Callable[[Any], object]] = {
     "a world of 40 bits": lambda plain: plain["states"][-1].update(world_size=1 << 40),
     "bytes of 62 bits": lambda plain: plain["states"][-1].update(bytes_total=1 << 64),
     "a time of 80 bits": lambda plain: plain["states"][-1].update(created_at_us=1 << 80),
-    "a weight that is no number": lambda plain: plain["states"][-1].update(
-        edges=[{"parent": plain["states"][0]["uid"], "kind": "merge", "weight": float("nan")}],
-        parents=[*plain["states"][-1]["parents"], plain["states"][0]["uid"]],
+    "a weight that is no number": (
+        lambda plain: plain["states"][-1].update(
+            edges=[{"parent": plain["states"][0]["uid"], "kind": "merge", "weight": float("nan")}],
+            parents=[*plain["states"][-1]["parents"], plain["states"][0]["uid"]],
+        )
     ),
-    "a uid in capitals": lambda plain: [state.update(uid=state["uid"].upper()) for state in plain["states"]],
+    "a uid in capitals": lambda plain: [
+        state.update(uid=state["uid"].upper()) for state in plain["states"]
+    ],
     "a digest of another state": lambda plain: plain["states"][-1].update(digest="0" * 64),
     "a digest that is none": lambda plain: plain["states"][0].update(digest="short"),
     "a state twice": lambda plain: plain["states"].append(plain["states"][0]),
@@ -206,7 +221,9 @@ REFUSED: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_refused_import_leaves_nothing_and_an_honest_one_goes_on(kind: str, other: Repository, exported: Path, tmp_path: Path) -> None:
+def test_a_refused_import_leaves_nothing_and_an_honest_one_goes_on(
+    kind: str, other: Repository, exported: Path, tmp_path: Path
+) -> None:
     before = files(other)
     honest = {path: path.read_bytes() for path in exported.glob("lineage.*")}
     rewrite(exported, REFUSED[kind])
@@ -239,7 +256,9 @@ def test_what_was_committed_is_taken_back_when_the_lineage_does_not_take_it(
     assert len(import_bundle(other, exported).states) == 2
 
 
-def test_a_manifest_that_lies_there_already_is_not_taken_for_the_state(other: Repository, exported: Path) -> None:
+def test_a_manifest_that_lies_there_already_is_not_taken_for_the_state(
+    other: Repository, exported: Path
+) -> None:
     """It has no chunks here, and the import would overwrite it."""
     manifest = next((exported / "packs").glob("*.manifest"))
     planted = other.location.packs / manifest.name
@@ -252,27 +271,38 @@ def test_a_manifest_that_lies_there_already_is_not_taken_for_the_state(other: Re
     assert other.verify("it").step == 2
 
 
-def test_a_manifest_that_is_not_the_lineage_s_is_not_opened(other: Repository, exported: Path) -> None:
+def test_a_manifest_that_is_not_the_lineage_s_is_not_opened(
+    other: Repository, exported: Path
+) -> None:
     newest, older = import_bundle(other, exported).states
     root = other.location.packs
     found = decode((root / f"{older.uid}.0.manifest").read_bytes(), source="it")
-    forged = encode(msgspec.structs.replace(found, origin=msgspec.structs.replace(found.origin, uid=newest.uid)))
+    forged = encode(
+        msgspec.structs.replace(found, origin=msgspec.structs.replace(found.origin, uid=newest.uid))
+    )
     (root / f"{newest.uid}.0.manifest").write_bytes(forged)
     with pytest.raises(Corrupt, match="in the lineage"):
         other.load(newest)
 
 
-# --- files that are none ------------------------------------------------------------------------------------------------------
+# --- files that are none --------------------------------------------------------------------------
 
 
-def test_a_planted_lock_is_not_followed_and_a_pipe_hangs_nobody(other: Repository, exported: Path, tmp_path: Path) -> None:
+def test_a_planted_lock_is_not_followed_and_a_pipe_hangs_nobody(
+    other: Repository, exported: Path, tmp_path: Path
+) -> None:
     precious = tmp_path / "precious"
     precious.write_text("dear")
     (exported / "packs" / ".lock").unlink(missing_ok=True)
     (exported / "packs" / ".lock").symlink_to(precious)
     import_bundle(other, exported)
     assert precious.read_text() == "dear"
-    victims = [exported / "lineage.json", *(exported / "packs").glob("*.manifest"), *packs(exported), *(exported / "chunks").iterdir()]
+    victims = [
+        exported / "lineage.json",
+        *(exported / "packs").glob("*.manifest"),
+        *packs(exported),
+        *(exported / "chunks").iterdir(),
+    ]
     for path in victims:
         data = path.read_bytes()
         for plant in (os.mkfifo, lambda path: path.symlink_to(precious), os.mkdir):
@@ -294,6 +324,8 @@ def test_chunks_that_lie_over_each_other_are_refused(other: Repository, exported
         import_bundle(other, exported)
 
 
-def test_states_of_a_bundle_share_what_they_have_in_common(other: Repository, exported: Path) -> None:
+def test_states_of_a_bundle_share_what_they_have_in_common(
+    other: Repository, exported: Path
+) -> None:
     assert import_bundle(other, exported).bytes_new < 5 * SIZE
     assert import_bundle(other, exported).bytes_new == 0

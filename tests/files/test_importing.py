@@ -42,7 +42,9 @@ def folder(tmp_path: Path) -> Path:
 def are_equal(one: Any, other: Any) -> bool:
     """The same containers, keys in the same order, values and bits of tensors."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and one.stride() == other.stride() and torch.equal(one, other)
+        return (
+            one.dtype == other.dtype and one.stride() == other.stride() and torch.equal(one, other)
+        )
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
@@ -61,22 +63,39 @@ def trained(folder: Path, count: int) -> list[dict[str, Any]]:
     for step in range(count):
         model(torch.randn(3, 6)).sum().backward()
         optimizer.step()
-        made.append({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": step // 10, "best": 0.5})
+        made.append(
+            {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "epoch": step // 10,
+                "best": 0.5,
+            }
+        )
         torch.save(made[-1], folder / f"step_{step * 100}.pt")
         made[-1] = torch.load(folder / f"step_{step * 100}.pt", weights_only=True)
     return made
 
 
-def test_fifty_files_are_imported_browsed_forked_and_exported_again(repo: Repository, folder: Path, tmp_path: Path) -> None:
+def test_fifty_files_are_imported_browsed_forked_and_exported_again(
+    repo: Repository, folder: Path, tmp_path: Path
+) -> None:
     made = trained(folder, 50)
     told: list[tuple[int, int]] = []
 
-    done = import_files(repo, folder, PATTERN, branch="old", on_progress=lambda count, total: told.append((count, total)))
+    done = import_files(
+        repo,
+        folder,
+        PATTERN,
+        branch="old",
+        on_progress=lambda count, total: told.append((count, total)),
+    )
 
     assert [state.step for state in done.states] == [step * 100 for step in range(50)]
     assert told[-1] == (50, 50)
     line = repo.log("old")
-    assert [state.uid for state in line] == [state.uid for state in done.states][::-1], "one after the other"
+    assert [state.uid for state in line] == [state.uid for state in done.states][::-1], (
+        "one after the other"
+    )
     assert repo.find("branch = old and step = 4800")[0].attributes["import.file"] == "step_4800.pt"
     model = torch.nn.Linear(6, 4)
     with repo.track(branch="fork", start="old~10", only="model", model=model) as run:
@@ -89,7 +108,9 @@ def test_fifty_files_are_imported_browsed_forked_and_exported_again(repo: Reposi
     for step, tree in enumerate(made):
         again = torch.load(tmp_path / "again" / f"step_{step * 100}.pt", weights_only=True)
         assert are_equal(again, tree), f"step {step}"
-    assert os.path.getsize(tmp_path / "again" / "step_100.pt") < 2 * os.path.getsize(folder / "step_100.pt")
+    assert os.path.getsize(tmp_path / "again" / "step_100.pt") < 2 * os.path.getsize(
+        folder / "step_100.pt"
+    )
 
 
 def test_an_import_goes_on_where_it_was_broken_off(repo: Repository, folder: Path) -> None:
@@ -115,7 +136,11 @@ def test_a_bad_file_is_left_out_only_when_that_is_asked(repo: Repository, folder
     trained(folder, 3)
     torch.save({"model": Path("anything")}, folder / "step_100.pt")
     with pytest.raises(
-        Unsupported, match=r"step_100\.pt holds objects that torch\.load\(weights_only=True\) refuses.*save its state_dicts"
+        Unsupported,
+        match=(
+            r"step_100\.pt holds objects that torch\.load\(weights_only=True\) refuses.*save its"
+            r" state_dicts"
+        ),
     ):
         import_files(repo, folder, PATTERN)
     done = import_files(repo, folder, PATTERN, skip_bad=True)
@@ -123,7 +148,9 @@ def test_a_bad_file_is_left_out_only_when_that_is_asked(repo: Repository, folder
     assert list(done.refused) == ["step_100.pt"]
 
 
-def test_a_folder_that_is_no_checkpoint_is_left_out_like_a_bad_file(repo: Repository, folder: Path) -> None:
+def test_a_folder_that_is_no_checkpoint_is_left_out_like_a_bad_file(
+    repo: Repository, folder: Path
+) -> None:
     for step in (1, 2, 3):
         (folder / f"checkpoint-{step}").mkdir()
     for step in (1, 3):
@@ -132,7 +159,9 @@ def test_a_folder_that_is_no_checkpoint_is_left_out_like_a_bad_file(repo: Reposi
         import_files(repo, folder, "checkpoint-{step}")
     dry = import_files(repo, folder, "checkpoint-{step}", skip_bad=True, dry_run=True)
     done = import_files(repo, folder, "checkpoint-{step}", skip_bad=True)
-    assert [source.step for source in dry.waiting] == [state.step for state in done.states] == [1, 3]
+    assert (
+        [source.step for source in dry.waiting] == [state.step for state in done.states] == [1, 3]
+    )
     assert list(dry.refused) == list(done.refused) == ["checkpoint-2"]
 
 
@@ -167,21 +196,37 @@ def save(path: Path, tree: dict[str, Any]) -> None:
         save_dcp(tree, checkpoint_id=path, no_dist=True)
 
 
-def test_tensors_alone_stand_under_one_name_and_come_out_without_it(repo: Repository, folder: Path, tmp_path: Path) -> None:
-    weights = {"a.weight": torch.randn(3, 2), "a/b": torch.arange(4).to(torch.bfloat16), "half": torch.randn(2).half()}
+def test_tensors_alone_stand_under_one_name_and_come_out_without_it(
+    repo: Repository, folder: Path, tmp_path: Path
+) -> None:
+    weights = {
+        "a.weight": torch.randn(3, 2),
+        "a/b": torch.arange(4).to(torch.bfloat16),
+        "half": torch.randn(2).half(),
+    }
     for step in (1, 2):
         save_file(weights | {"half": weights["half"] + step}, folder / f"model-{step}.safetensors")
     import_files(repo, folder, "model-{step}.safetensors")
     assert set(repo.load("imported")["model"]) == set(weights)
 
-    export_files(repo, ["imported~1", "imported"], tmp_path / "st", format="safetensors", pattern="model-{step}.safetensors")
+    export_files(
+        repo,
+        ["imported~1", "imported"],
+        tmp_path / "st",
+        format="safetensors",
+        pattern="model-{step}.safetensors",
+    )
     export_files(repo, ["imported"], tmp_path / "pt")
     again = load_file(tmp_path / "st" / "model-2.safetensors")
-    assert are_equal(dict(sorted(again.items())), dict(sorted(load_file(folder / "model-2.safetensors").items())))
+    assert are_equal(
+        dict(sorted(again.items())), dict(sorted(load_file(folder / "model-2.safetensors").items()))
+    )
     assert set(torch.load(tmp_path / "pt" / "step_2.pt", weights_only=True)) == set(weights)
 
 
-def test_names_that_a_file_has_itself_are_kept(repo: Repository, folder: Path, tmp_path: Path) -> None:
+def test_names_that_a_file_has_itself_are_kept(
+    repo: Repository, folder: Path, tmp_path: Path
+) -> None:
     trees: list[dict[str, Any]] = [
         {"state_dict": {"w": torch.ones(2)}},
         {"model": {"w": torch.ones(2)}},
@@ -196,25 +241,36 @@ def test_names_that_a_file_has_itself_are_kept(repo: Repository, folder: Path, t
         assert are_equal(torch.load(written.path, weights_only=True), tree)
 
 
-def test_a_folder_of_hugging_face_comes_in_by_its_index_and_goes_out_as_one(repo: Repository, folder: Path, tmp_path: Path) -> None:
+def test_a_folder_of_hugging_face_comes_in_by_its_index_and_goes_out_as_one(
+    repo: Repository, folder: Path, tmp_path: Path
+) -> None:
     one, other = {"a": torch.randn(2)}, {"b": torch.randn(3)}
     root = folder / "checkpoint-7"
     root.mkdir()
     save_file(one, root / "model-00001-of-00002.safetensors")
     save_file(other, root / "model-00002-of-00002.safetensors")
-    names = '{"weight_map": {"b": "model-00002-of-00002.safetensors", "a": "model-00001-of-00002.safetensors"}}'
+    names = (
+        '{"weight_map": {"b": "model-00002-of-00002.safetensors", "a":'
+        ' "model-00001-of-00002.safetensors"}}'
+    )
     (root / "model.safetensors.index.json").write_text(names)
     (root / "config.json").write_text('{"hidden": 2}')
 
     import_files(repo, folder, "checkpoint-{step}")
-    (written,) = export_files(repo, ["imported"], tmp_path / "hf", format="hf", pattern="checkpoint-{step}")
+    (written,) = export_files(
+        repo, ["imported"], tmp_path / "hf", format="hf", pattern="checkpoint-{step}"
+    )
 
     assert repo.state("imported").attributes["import.format"] == "hf"
     assert (written.path / "config.json").read_text() == '{"hidden": 2}'
-    assert are_equal(load_file(written.path / "model.safetensors"), {"a": one["a"], "b": other["b"]})
+    assert are_equal(
+        load_file(written.path / "model.safetensors"), {"a": one["a"], "b": other["b"]}
+    )
 
 
-def test_a_folder_of_dcp_comes_in_and_goes_out(repo: Repository, folder: Path, tmp_path: Path) -> None:
+def test_a_folder_of_dcp_comes_in_and_goes_out(
+    repo: Repository, folder: Path, tmp_path: Path
+) -> None:
     tree = {"model": {"w": torch.randn(3, 4), "n": torch.arange(3)}, "step": 3, "names": ["a", "b"]}
     save(folder / "step_3", tree)
     import_files(repo, folder, "step_{step}")
@@ -226,18 +282,25 @@ def test_a_folder_of_dcp_comes_in_and_goes_out(repo: Repository, folder: Path, t
 
 def test_files_whose_parts_change_are_one_branch(repo: Repository, folder: Path) -> None:
     torch.save({"model": {"w": torch.ones(2)}}, folder / "step_1.pt")
-    torch.save({"model": {"w": torch.ones(3)}, "ema": {"w": torch.ones(2)}, "rate": 0.1}, folder / "step_2.pt")
+    torch.save(
+        {"model": {"w": torch.ones(3)}, "ema": {"w": torch.ones(2)}, "rate": 0.1},
+        folder / "step_2.pt",
+    )
     torch.save([torch.ones(2), 3], folder / "step_3.pt")
     torch.save({"rng": torch.ones(2), "w": 3}, folder / "step_4.pt")
     done = import_files(repo, folder, PATTERN)
-    assert [state.uid for state in repo.log("imported")][::-1] == [state.uid for state in done.states]
+    assert [state.uid for state in repo.log("imported")][::-1] == [
+        state.uid for state in done.states
+    ]
     assert are_equal(repo.load("imported~2")["ema"], {"w": torch.ones(2)})
     assert are_equal(repo.load("imported~1")["checkpoint"], [torch.ones(2), 3])
     assert are_equal(repo.load("imported")["checkpoint"], {"rng": torch.ones(2), "w": 3})
 
 
 @pytest.mark.parametrize("pattern", ["*{step}.pt", "ckpt_{step}*", "*/ckpt{step}*.pt"])
-def test_a_pattern_that_leaves_open_which_digits_are_the_step_is_refused(folder: Path, pattern: str) -> None:
+def test_a_pattern_that_leaves_open_which_digits_are_the_step_is_refused(
+    folder: Path, pattern: str
+) -> None:
     torch.save({"w": torch.ones(1)}, folder / "ckpt_1500.pt")
     with pytest.raises(InvalidInput, match="leaves open which digits are the step"):
         find_files(folder, pattern)
@@ -277,15 +340,47 @@ def test_what_makes_no_sense_is_refused(repo: Repository, folder: Path) -> None:
         export_files(repo, ["imported"], folder / "out")
 
 
-@pytest.mark.parametrize("parameter", ["repository", "folder", "pattern", "branch", "skip_bad", "dry_run", "revs", "format"])
-def test_a_wrong_argument_is_refused_by_an_error_of_ours(repo: Repository, folder: Path, parameter: str) -> None:
+@pytest.mark.parametrize(
+    "parameter",
+    ["repository", "folder", "pattern", "branch", "skip_bad", "dry_run", "revs", "format"],
+)
+def test_a_wrong_argument_is_refused_by_an_error_of_ours(
+    repo: Repository, folder: Path, parameter: str
+) -> None:
     torch.save({"model": {"w": torch.ones(2)}}, folder / "step_1.pt")
     import_files(repo, folder, PATTERN)
-    importing: dict[str, Any] = {"repository": repo, "folder": folder, "pattern": PATTERN, "branch": "imported", "skip_bad": False}
-    exporting: dict[str, Any] = {"repository": repo, "revs": ["imported"], "folder": folder / "out", "format": "torch"}
-    wrongs: list[Any] = [None, True, 3, 0.5, b"x", [1], {"x": 1}, object(), Path, torch.ones(2), "nul \0", "half \ud800"]
+    importing: dict[str, Any] = {
+        "repository": repo,
+        "folder": folder,
+        "pattern": PATTERN,
+        "branch": "imported",
+        "skip_bad": False,
+    }
+    exporting: dict[str, Any] = {
+        "repository": repo,
+        "revs": ["imported"],
+        "folder": folder / "out",
+        "format": "torch",
+    }
+    wrongs: list[Any] = [
+        None,
+        True,
+        3,
+        0.5,
+        b"x",
+        [1],
+        {"x": 1},
+        object(),
+        Path,
+        torch.ones(2),
+        "nul \0",
+        "half \ud800",
+    ]
     allowed = {"skip_bad": (True,), "dry_run": (True,), "folder": (b"x",)}.get(parameter, ())
-    for call, arguments in ((import_files, importing | {"dry_run": True}), (export_files, exporting)):
+    for call, arguments in (
+        (import_files, importing | {"dry_run": True}),
+        (export_files, exporting),
+    ):
         for wrong in wrongs if parameter in arguments else ():
             if any(type(wrong) is type(each) and wrong == each for each in allowed):
                 continue
@@ -293,7 +388,7 @@ def test_a_wrong_argument_is_refused_by_an_error_of_ours(repo: Repository, folde
                 call(**{**arguments, parameter: wrong})
 
 
-# --- folders of strangers ----------------------------------------------------------------------------------------------------------
+# --- folders of strangers -------------------------------------------------------------------------
 
 
 def hugging_face(folder: Path) -> Path:
@@ -315,7 +410,9 @@ def refused(repo: Repository, folder: Path, pattern: str = "checkpoint-{step}") 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors"])
 @pytest.mark.parametrize("kind", ["link", "pipe", "zeros", "folder"])
-def test_only_regular_files_of_the_folder_are_read(repo: Repository, folder: Path, name: str, kind: str, tmp_path: Path) -> None:
+def test_only_regular_files_of_the_folder_are_read(
+    repo: Repository, folder: Path, name: str, kind: str, tmp_path: Path
+) -> None:
     private = tmp_path / "private"
     (hugging_face(folder) / name).rename(private)
     found = folder / "checkpoint-1" / name
@@ -328,11 +425,15 @@ def test_only_regular_files_of_the_folder_are_read(repo: Repository, folder: Pat
     if kind == "folder":
         assert "cannot be read" in refused(repo, folder)
     else:
-        assert f"{name} is no regular file of its folder: put a copy in its place" in refused(repo, folder)
+        assert f"{name} is no regular file of its folder: put a copy in its place" in refused(
+            repo, folder
+        )
 
 
 @pytest.mark.parametrize("kind", ["file", "pipe", "folder", "folder of the pattern"])
-def test_a_checkpoint_that_is_a_link_to_elsewhere_is_refused(repo: Repository, folder: Path, kind: str, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_a_link_to_elsewhere_is_refused(
+    repo: Repository, folder: Path, kind: str, tmp_path: Path
+) -> None:
     elsewhere = tmp_path / "elsewhere"
     pattern = "step_{step}.pt"
     if kind == "pipe":
@@ -362,29 +463,41 @@ def test_a_link_within_the_folder_is_followed(repo: Repository, folder: Path) ->
     assert repo.load(state)["files"] == {"tokenizer.json": "{}", "vocab.json": "{}"}
 
 
-def test_a_text_that_is_too_long_is_refused_unread(repo: Repository, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_is_too_long_is_refused_unread(
+    repo: Repository, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with (hugging_face(folder) / "tokenizer.json").open("r+b") as out:
         out.truncate(1 << 40)
     assert "tokenizer.json has 1099511627776 bytes, and at most 268435456" in refused(repo, folder)
 
 
 def bombs() -> dict[str, object]:
-    """Objects that a small file holds, and that are many if each is counted as often as it is used."""
-    found: dict[str, Any] = {"dicts": {"w": torch.ones(1)}, "lists": 1, "tuples": (1, "a"), "counters": {1: 2}, "metadata": 1}
+    """Objects that a small file holds, and that are many if each is counted as often as it is
+    used."""
+    found: dict[str, Any] = {
+        "dicts": {"w": torch.ones(1)},
+        "lists": 1,
+        "tuples": (1, "a"),
+        "counters": {1: 2},
+        "metadata": 1,
+    }
     for _ in range(40):
         found["dicts"] = {"a": found["dicts"], "b": found["dicts"]}
         found["lists"] = [found["lists"]] * 2
         found["tuples"] = (found["tuples"],) * 2
         found["counters"] = Counter({"a": found["counters"], "b": found["counters"]})
         ordered = OrderedDict(w=torch.ones(1))
-        ordered._metadata = {"a": found["metadata"], "b": found["metadata"]}  # type: ignore[attr-defined]  # as nn.Module sets it
+        # as nn.Module sets it
+        ordered._metadata = {"a": found["metadata"], "b": found["metadata"]}  # type: ignore[attr-defined]
         found["metadata"] = ordered
     found["views"] = torch.ones(100_000).as_strided((50_000, 50_000), (1, 1))
     return found
 
 
 @pytest.mark.parametrize("kind", list(bombs()))
-def test_a_file_whose_parts_are_used_again_and_again_is_refused(repo: Repository, folder: Path, kind: str) -> None:
+def test_a_file_whose_parts_are_used_again_and_again_is_refused(
+    repo: Repository, folder: Path, kind: str
+) -> None:
     torch.save({"it": bombs()[kind]}, folder / "step_1.pt")
     assert (folder / "step_1.pt").stat().st_size < 1 << 20
     assert "far more parts or bytes than it has" in refused(repo, folder, "step_{step}.pt")
@@ -395,17 +508,28 @@ def test_a_file_that_unpacks_to_more_than_it_has_is_refused_unread(
     repo: Repository, folder: Path, is_compressed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.save({"w": torch.zeros(1 << 20)}, folder / "plain")
-    with zipfile.ZipFile(folder / "plain") as plain, zipfile.ZipFile(folder / "step_1.pt", "w") as packed:
+    with (
+        zipfile.ZipFile(folder / "plain") as plain,
+        zipfile.ZipFile(folder / "step_1.pt", "w") as packed,
+    ):
         for name in plain.namelist():
-            packed.writestr(name, plain.read(name), zipfile.ZIP_DEFLATED if is_compressed else zipfile.ZIP_STORED)
+            packed.writestr(
+                name,
+                plain.read(name),
+                zipfile.ZIP_DEFLATED if is_compressed else zipfile.ZIP_STORED,
+            )
     if is_compressed:
         monkeypatch.setattr(torch, "load", None)
-        assert "write it with torch.save, which does not compress" in refused(repo, folder, "step_{step}.pt")
+        assert "write it with torch.save, which does not compress" in refused(
+            repo, folder, "step_{step}.pt"
+        )
     else:
         assert len(import_files(repo, folder, "step_{step}.pt").states) == 1
 
 
-def test_a_value_in_a_folder_of_dcp_that_is_compressed_is_refused_unread(repo: Repository, folder: Path) -> None:
+def test_a_value_in_a_folder_of_dcp_that_is_compressed_is_refused_unread(
+    repo: Repository, folder: Path
+) -> None:
     made = folder / "step-1"
     packed, whole = io.BytesIO(), io.BytesIO()
     torch.save(bytes(1 << 20), whole)

@@ -12,7 +12,10 @@ from datastates.files.checkpoints import TAKEN, WRAPPED, unwrapped, wrapped
 W = torch.ones(2)
 
 
-@pytest.mark.parametrize("found", [{"w": W, "b": W}, [W, 3], W, {}, {3: W}, {"": W, "x": 1}, {"rng": W, "n": 3}, {"x" * 256: 1}])
+@pytest.mark.parametrize(
+    "found",
+    [{"w": W, "b": W}, [W, 3], W, {}, {3: W}, {"": W, "x": 1}, {"rng": W, "n": 3}, {"x" * 256: 1}],
+)
 def test_what_was_wrapped_is_unwrapped(found: Any) -> None:
     tree, name = wrapped(found, TAKEN)
     assert name is not None

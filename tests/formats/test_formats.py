@@ -38,19 +38,27 @@ def test_what_this_version_writes_is_kept() -> None:
     assert NAME in {path.name for path in KEPT}, "write it: python -m tests.formats.write"
 
 
-def test_a_repository_of_an_earlier_build_is_what_it_was(kept: Path, expected: dict[str, Any]) -> None:
+def test_a_repository_of_an_earlier_build_is_what_it_was(
+    kept: Path, expected: dict[str, Any]
+) -> None:
     with datastates.open(kept / "runs") as repo:
         assert facts(repo) == expected
         for uid in expected["states"]:
             assert repo.verify(uid).status is Status.DURABLE
-        assert repo.verify_merge("soup").parents == tuple(expected["states"][expected["refs"]["soup"]]["parents"])
+        assert repo.verify_merge("soup").parents == tuple(
+            expected["states"][expected["refs"]["soup"]]["parents"]
+        )
 
 
-def test_a_state_of_an_earlier_build_is_restored_and_gone_on_from(kept: Path, expected: dict[str, Any]) -> None:
+def test_a_state_of_an_earlier_build_is_restored_and_gone_on_from(
+    kept: Path, expected: dict[str, Any]
+) -> None:
     model, optimizer = make()
     with datastates.open(kept / "runs") as repo:
         for rev in ("main", "main~1", "fork"):
-            assert repo.restore(rev, into={"model": model, "optimizer": optimizer}, strict=False).restored
+            assert repo.restore(
+                rev, into={"model": model, "optimizer": optimizer}, strict=False
+            ).restored
             assert digest_of(dict(model.state_dict())) == digest_of(dict(repo.load(rev)["model"]))
         with repo.track(model=model, optimizer=optimizer, branch="later", start="main") as run:
             after = run.capture().wait("durable")
@@ -58,7 +66,9 @@ def test_a_state_of_an_earlier_build_is_restored_and_gone_on_from(kept: Path, ex
         assert repo.verify("later").uid == after.uid
 
 
-def test_a_bundle_of_an_earlier_build_is_taken_in(kept: Path, expected: dict[str, Any], tmp_path: Path) -> None:
+def test_a_bundle_of_an_earlier_build_is_taken_in(
+    kept: Path, expected: dict[str, Any], tmp_path: Path
+) -> None:
     with datastates.open(tmp_path / "new", memory_bytes=64 << 20) as repo:
         import_bundle(repo, kept / "bundle")
         for rev in ("soup", "main"):
@@ -68,7 +78,9 @@ def test_a_bundle_of_an_earlier_build_is_taken_in(kept: Path, expected: dict[str
         assert repo.verify_merge("soup").uid == expected["refs"]["soup"]
 
 
-def test_a_lineage_of_an_earlier_build_is_rebuilt_from_its_folder(kept: Path, expected: dict[str, Any]) -> None:
+def test_a_lineage_of_an_earlier_build_is_rebuilt_from_its_folder(
+    kept: Path, expected: dict[str, Any]
+) -> None:
     (kept / "runs" / "lineage.db").unlink()
     datastates.reindex(kept / "runs")
     with datastates.open(kept / "runs") as repo:

@@ -2,8 +2,9 @@
 
     .venv/bin/python -m tests.formats.write
 
-makes a folder beside this file, called after the formats that this version writes: a repository, a bundle of it, and what a reader finds
-in them. A version that writes another format writes another folder.
+makes a folder beside this file, called after the formats that this version writes: a repository, a
+bundle of it, and what a reader finds in them. A version that writes another format writes another
+folder.
 """
 
 from __future__ import annotations
@@ -55,7 +56,14 @@ def box(step: int) -> dict[str, Any]:
         "ones": torch.ones(25_003),
         "sparse": torch.tensor([[0.0, 2.0], [0.0, float(step)]]).to_sparse(),
         "array": np.arange(step + 3, dtype=np.int16),
-        "plain": {"step": step, "names": ("a", "ü"), "big": 1 << 80, "none": None, "raw": b"\x00\xff", "nan": float("nan")},
+        "plain": {
+            "step": step,
+            "names": ("a", "ü"),
+            "big": 1 << 80,
+            "none": None,
+            "raw": b"\x00\xff",
+            "nan": float("nan"),
+        },
     }
 
 
@@ -63,13 +71,19 @@ def train(repo: Repository, branch: str, steps: int, start: str | None = None) -
     """So many states on a branch, each of which becomes durable."""
     model, optimizer = make()
     held = {"box": box(0)}
-    with repo.track(model=model, optimizer=optimizer, tracked=held, branch=branch, start=start) as run:
+    with repo.track(
+        model=model, optimizer=optimizer, tracked=held, branch=branch, start=start
+    ) as run:
         for step in range(1, steps + 1):
             optimizer.zero_grad()
             model(torch.ones(2, 6) * step).square().mean().backward()
             optimizer.step()
             held["box"] = box(step)
-            run.capture(metrics={"loss": 1 / step}, attributes={"kind": "kept", "seed": 2**60}, message=f"step {step}").wait("durable")
+            run.capture(
+                metrics={"loss": 1 / step},
+                attributes={"kind": "kept", "seed": 2**60},
+                message=f"step {step}",
+            ).wait("durable")
 
 
 def digest_of(value: object) -> str:
@@ -87,7 +101,9 @@ def digest_of(value: object) -> str:
         elif isinstance(each, torch.Tensor):
             dense = (each.to_dense() if each.is_sparse else each).contiguous()
             digest.update(f"{path} {each.dtype} {list(each.shape)} {each.layout}\n".encode())
-            digest.update(dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b"")
+            digest.update(
+                dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
+            )
         elif isinstance(each, np.ndarray):
             digest.update(f"{path} {each.dtype} {list(each.shape)}\n".encode() + each.tobytes())
         else:

@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 
 def cases(place: Place) -> Sequence[Case]:
     """The second takes longer than there is time."""
-    return [Case("works", _works), Case("takes long", _takes_long, limit_s=1000), Case("comes too late", _works)]
+    return [
+        Case("works", _works),
+        Case("takes long", _takes_long, limit_s=1000),
+        Case("comes too late", _works),
+    ]
 
 
 def _works(place: Place) -> Found:

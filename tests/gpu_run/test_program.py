@@ -1,4 +1,5 @@
-"""The program goes through every part without a GPU, in tiny sizes, and its report says what it could not do."""
+"""The program goes through every part without a GPU, in tiny sizes, and its report says what it
+could not do."""
 
 from __future__ import annotations
 
@@ -31,7 +32,14 @@ def program(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def begun(folder: Path, *options: str) -> subprocess.Popen[str]:
     command = [str(ROOT / "scripts" / "gpu"), "--quick", "--out", str(folder), *options]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def reported(folder: Path) -> Report:
@@ -41,7 +49,9 @@ def reported(folder: Path) -> Report:
 
 @pytest.mark.in_turn("examples")
 @pytest.mark.slow
-def test_every_part_runs_on_a_cpu_and_nothing_is_said_to_be_proven(program: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_every_part_runs_on_a_cpu_and_nothing_is_said_to_be_proven(
+    program: subprocess.Popen[str], tmp_path: Path
+) -> None:
     out, err = program.communicate(timeout=280)
     assert program.returncode == 0, out + err
     found = reported(tmp_path)
@@ -54,9 +64,18 @@ def test_every_part_runs_on_a_cpu_and_nothing_is_said_to_be_proven(program: subp
         if case.status not in ENDS_WITHOUT_A_GPU
     ]
     assert not odd, odd
-    assert all(case.why for part in found.parts for case in part.cases if case.status is not Status.PASSED)
-    passed = {(part.name, case.case): case.found for part in found.parts for case in part.cases if case.status is Status.PASSED}
-    assert {part for part, _ in passed} == {part.name for part in PARTS} - {"tests"}, "all tests that are marked gpu are skipped"
+    assert all(
+        case.why for part in found.parts for case in part.cases if case.status is not Status.PASSED
+    )
+    passed = {
+        (part.name, case.case): case.found
+        for part in found.parts
+        for case in part.cases
+        if case.status is Status.PASSED
+    }
+    assert {part for part, _ in passed} == {part.name for part in PARTS} - {"tests"}, (
+        "all tests that are marked gpu are skipped"
+    )
     assert passed["capture", "blocked and copied"]["blocked_ms"]
     assert passed["dcp", "torn states"]["torn_of_ours"] == 0
     assert "Nothing here was proven on an accelerator" in out
@@ -68,12 +87,14 @@ def test_every_step_is_checked_on_late_devices(tmp_path: Path) -> None:
     with begun(tmp_path, "--device", "late", "--part", "correctness") as process:
         out, err = process.communicate(timeout=200)
     assert process.returncode == 0, out + err
-    ((part),) = reported(tmp_path).parts
+    (part,) = reported(tmp_path).parts
     tried = ["AdamW-lr=0.01-foreach", "AdamW-lr=0.01-foreach, kept on the device"]
     assert [case.case for case in part.cases if case.status is Status.PASSED] == tried
 
 
-def test_a_run_that_is_interrupted_leaves_what_was_done(program: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_a_run_that_is_interrupted_leaves_what_was_done(
+    program: subprocess.Popen[str], tmp_path: Path
+) -> None:
     until = time.monotonic() + 100
     while not [*tmp_path.glob("*.json")] or not reported(tmp_path).parts[0].cases:
         assert program.poll() is None, program.communicate()

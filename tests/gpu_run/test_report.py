@@ -1,4 +1,5 @@
-"""A report says what was seen and no more; and the README says of GPUs what the reports say that are kept."""
+"""A report says what was seen and no more; and the README says of GPUs what the reports say that
+are kept."""
 
 from __future__ import annotations
 
@@ -37,12 +38,17 @@ def test_goals_are_judged_by_medians_and_on_accelerators_only() -> None:
             Outcome("b", Status.FAILED, found={"ms": 0.5}),
         ]
     }
-    assert [(found, verdict) for _, found, verdict in judged(goals, outcomes, is_accelerator=True)] == [
+    assert [
+        (found, verdict) for _, found, verdict in judged(goals, outcomes, is_accelerator=True)
+    ] == [
         (1.9, Verdict.MET),
         (0.89, Verdict.MISSED),
         (None, Verdict.NOT_MEASURED),
     ]
-    assert {verdict for _, _, verdict in judged(goals, outcomes, is_accelerator=False)} == {Verdict.NOT_JUDGED, Verdict.NOT_MEASURED}
+    assert {verdict for _, _, verdict in judged(goals, outcomes, is_accelerator=False)} == {
+        Verdict.NOT_JUDGED,
+        Verdict.NOT_MEASURED,
+    }
 
 
 def test_what_was_skipped_is_counted_apart_from_what_passed() -> None:
@@ -51,22 +57,38 @@ def test_what_was_skipped_is_counted_apart_from_what_passed() -> None:
         Outcome("y", Status.SKIPPED, why="one device"),
         Outcome("z", Status.NOT_REACHED, why="interrupted"),
     ]
-    assert headline(report("cuda", *cases, is_whole=True)) == "Ran on A device on 2026-11-23: 2 passed, 1 skipped, 1 not reached."
+    assert (
+        headline(report("cuda", *cases, is_whole=True))
+        == "Ran on A device on 2026-11-23: 2 passed, 1 skipped, 1 not reached."
+    )
     assert headline(report("cuda", *cases)).endswith("; it ended before its end.")
 
 
 @pytest.mark.parametrize("kind", ["cpu", "late"])
 def test_a_run_without_an_accelerator_says_first_that_it_proves_nothing(kind: str) -> None:
-    said = markdown(report(kind, Outcome("blocked and copied", Status.PASSED, found={"blocked_ms": [0.5]})))
+    said = markdown(
+        report(kind, Outcome("blocked and copied", Status.PASSED, found={"blocked_ms": [0.5]}))
+    )
     assert said.splitlines()[2].startswith("Nothing here was proven on an accelerator")
     assert "| not judged" in said
     assert "| met" not in said
 
 
 def test_both_files_have_what_was_found(tmp_path: Path) -> None:
-    made = report("cuda", Outcome("blocked | copied", Status.PASSED, 1.5, found={"blocked_ms": [1.0, 2.0, 4.0], "is right": True}))
+    made = report(
+        "cuda",
+        Outcome(
+            "blocked | copied",
+            Status.PASSED,
+            1.5,
+            found={"blocked_ms": [1.0, 2.0, 4.0], "is right": True},
+        ),
+    )
     path = written(made, tmp_path)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["2026-11-23T15-00-cuda.json", "2026-11-23T15-00-cuda.md"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        "2026-11-23T15-00-cuda.json",
+        "2026-11-23T15-00-cuda.md",
+    ]
     assert "blocked \\| copied" in path.read_text()
     assert "blocked_ms 2.00 [1.00 .. 4.00], is right yes" in path.read_text()
     read = msgspec.json.decode(path.with_suffix(".json").read_bytes(), type=Report)
@@ -79,7 +101,10 @@ def test_every_goal_of_the_table_is_bound_to_a_part() -> None:
 
 def test_tests_of_a_file_are_counted_by_how_they_ended() -> None:
     skipped = '<skipped message="no CUDA device"/>'
-    failed, broke = '<failure message="assert 1 == 2&#10;more">long</failure>', '<error message="broke"/>'
+    failed, broke = (
+        '<failure message="assert 1 == 2&#10;more">long</failure>',
+        '<error message="broke"/>',
+    )
     tests = {"a": "", "b": skipped, "c": skipped, "d": failed, "e": broke}
     listed = "".join(f'<testcase name="{name}">{how}</testcase>' for name, how in tests.items())
     xml = f"<testsuites><testsuite>{listed}</testsuite></testsuites>"
@@ -90,7 +115,14 @@ def test_tests_of_a_file_are_counted_by_how_they_ended() -> None:
 
 
 def test_waits_and_bytes_are_read_from_a_trace() -> None:
-    marked = {"ph": "X", "cat": "user_annotation", "name": "what is looked at", "tid": 7, "ts": 100.0, "dur": 50.0}
+    marked = {
+        "ph": "X",
+        "cat": "user_annotation",
+        "name": "what is looked at",
+        "tid": 7,
+        "ts": 100.0,
+        "dur": 50.0,
+    }
     call = {"ph": "X", "cat": "cuda_runtime", "tid": 7, "dur": 1.0}
     copy = {"ph": "X", "cat": "gpu_memcpy", "tid": 3, "ts": 500.0}
     events: list[dict[str, Any]] = [
@@ -109,7 +141,10 @@ def test_waits_and_bytes_are_read_from_a_trace() -> None:
 
 
 def test_the_readme_says_of_gpus_what_the_kept_reports_say() -> None:
-    kept = [msgspec.json.decode(path.read_bytes(), type=Report) for path in sorted((ROOT / "docs" / "gpu").glob("*.json"))]
+    kept = [
+        msgspec.json.decode(path.read_bytes(), type=Report)
+        for path in sorted((ROOT / "docs" / "gpu").glob("*.json"))
+    ]
     on_a_gpu = [each for each in kept if each.is_accelerator]
     readme = (ROOT / "README.md").read_text()
     assert kept == on_a_gpu, "only runs on a GPU are kept in docs/gpu"

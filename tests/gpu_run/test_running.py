@@ -24,15 +24,22 @@ def left_behind(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(left_behind: Path) -> dict[str, Any]:
     """What ``trouble`` tells of its run."""
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")]), "LEFT_BEHIND": str(left_behind)}
+    environ = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")]),
+        "LEFT_BEHIND": str(left_behind),
+    }
     command = [sys.executable, "-m", "tests.gpu_run.trouble"]
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     told: dict[str, Any] = json.loads(done.stdout)
     return told | {part["part"]: part for part in told["parts"]}
 
 
-def test_each_case_ends_as_it_ended_and_the_others_go_on(found: dict[str, Any], left_behind: Path) -> None:
+def test_each_case_ends_as_it_ended_and_the_others_go_on(
+    found: dict[str, Any], left_behind: Path
+) -> None:
     trouble = found["trouble"]
     ends = {case["case"]: case for case in trouble["cases"]}
     assert {name: case["status"] for name, case in ends.items()} == {
@@ -56,7 +63,9 @@ def test_each_case_ends_as_it_ended_and_the_others_go_on(found: dict[str, Any], 
     assert not ends["works"]["trace"]
     assert ends["is skipped"]["why"] == "says nothing here"
     assert trouble["note"] == ""
-    processes = [ends[name]["found"]["process"] for name in ("works", "still works", "works at the end")]
+    processes = [
+        ends[name]["found"]["process"] for name in ("works", "still works", "works at the end")
+    ]
     assert len(set(processes)) == 3, "a case behind one that failed has a process of its own"
     assert not Path(f"/proc/{left_behind.read_text()}").exists(), "what a case started goes with it"
     assert found["told"].count("trouble") == len(ends) + 1
@@ -79,11 +88,18 @@ def test_where_the_time_ends_what_was_not_reached_is_named(found: dict[str, Any]
     assert cut["note"] == cut["cases"][2]["why"] == "its time was spent"
 
 
-def test_a_process_whose_caller_was_interrupted_meanwhile_ends_without_a_word(tmp_path: Path) -> None:
-    script = "import sys; from pathlib import Path; from gpu.worker import work; work(None, None, [], None, Path(sys.argv[1]))"
+def test_a_process_whose_caller_was_interrupted_meanwhile_ends_without_a_word(
+    tmp_path: Path,
+) -> None:
+    script = (
+        "import sys; from pathlib import Path; from gpu.worker import work; work(None, None, [],"
+        " None, Path(sys.argv[1]))"
+    )
     command = [sys.executable, "-c", script, str(tmp_path / "gone" / "log")]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

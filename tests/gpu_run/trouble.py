@@ -75,9 +75,14 @@ def _prints(place: Place) -> Found:
 
 
 def main() -> None:
-    """Run trouble; a part whose time ends before its cases do, after three seconds; and one that cannot be imported."""
+    """Run trouble; a part whose time ends before its cases do, after three seconds; and one that
+    cannot be imported."""
     cut, here = "tests.gpu_run.cut", "tests.gpu_run.trouble"
-    parts = [Part("trouble", "Trouble", here, 1), Part("cut", "Cut", cut, 0.05), Part("lost", "Lost", "tests.gpu_run.nowhere", 50)]
+    parts = [
+        Part("trouble", "Trouble", here, 1),
+        Part("cut", "Cut", cut, 0.05),
+        Part("lost", "Lost", "tests.gpu_run.nowhere", 50),
+    ]
     told: list[str] = []
 
     def tell(found: Run) -> None:

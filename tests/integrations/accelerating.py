@@ -1,4 +1,5 @@
-"""A script as Accelerate's users write it, with one line of ours, in every way that they run it; a process that somebody ends."""
+"""A script as Accelerate's users write it, with one line of ours, in every way that they run it;
+a process that somebody ends."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ __all__ = ["EPOCHS", "KINDS", "forget", "train"]
 Say = Callable[..., object]
 EPOCHS = 2
 ITEMS, SIZE = 27, 4
-"""Seven batches an epoch, the last of three: with three to an update, an epoch ends with an update of one."""
+"""Seven batches an epoch, the last of three: with three to an update, an epoch ends with an
+update of one."""
 
 
 def forget() -> None:
@@ -63,20 +65,35 @@ class Items(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         item = torch.sin(torch.arange(8) * (index + 1.0))
-        return item + 0.1 * torch.randn(8) if self.is_noisy else item, torch.tensor([index % 3 - 1.0])
+        return item + 0.1 * torch.randn(8) if self.is_noisy else item, torch.tensor(
+            [index % 3 - 1.0]
+        )
 
 
 def train(
-    folder: str, branch: str, kind: str, workers: int, seed: int, say: Say, epochs: int = EPOCHS, awaited: int = 0, **options: Any
+    folder: str,
+    branch: str,
+    kind: str,
+    workers: int,
+    seed: int,
+    say: Say,
+    epochs: int = EPOCHS,
+    awaited: int = 0,
+    **options: Any,
 ) -> None:
-    """Train as a script does, from where the branch stands; says after each batch its place and its loss, then the weights.
+    """Train as a script does, from where the branch stands; says after each batch its place and its
+    loss, then the weights.
 
-    A process that goes on has another seed than the one that began. The state of step ``awaited`` is waited for until it is durable.
+    A process that goes on has another seed than the one that began. The state of step ``awaited``
+    is waited for until it is durable.
     """
     torch.set_num_threads(1)
     config = Config(memory_bytes=64 << 20, durable_every=1, durable_interval_s=None)
     repo = datastates.open(folder, config=config)
-    torch.manual_seed((seed if any(ref.name == branch for ref in repo.refs()) else 11) + int(os.environ.get("RANK", 0)))
+    torch.manual_seed(
+        (seed if any(ref.name == branch for ref in repo.refs()) else 11)
+        + int(os.environ.get("RANK", 0))
+    )
     how = KINDS[kind]
     accelerator = Accelerator(
         cpu=True,
@@ -84,9 +101,13 @@ def train(
         mixed_precision=how.precision,
         dataloader_config=DataLoaderConfiguration(**how.loading),
     )
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.pop("lr", 1e-2))
-    loader = DataLoader(Items(is_noisy=how.noise), batch_size=SIZE, shuffle=True, num_workers=workers)
+    loader = DataLoader(
+        Items(is_noisy=how.noise), batch_size=SIZE, shuffle=True, num_workers=workers
+    )
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     with repo, track(accelerator, repo, branch=branch, **options) as run:
@@ -105,5 +126,7 @@ def train(
                     if run.step == awaited:
                         taken.wait("durable")
                 say(f"{run.epoch}:{run.step}:{run.micro_step}", float(loss.detach()).hex())
-    weights = hashlib.blake2b(b"".join(each.numpy().tobytes() for each in model.state_dict().values()), digest_size=12)
+    weights = hashlib.blake2b(
+        b"".join(each.numpy().tobytes() for each in model.state_dict().values()), digest_size=12
+    )
     say("weights", weights.hexdigest())

@@ -1,7 +1,9 @@
-"""What is exact where, as the tests declare it; the table of ``docs/frameworks/index.md`` is made of it.
+"""What is exact where, as the tests declare it; the table of ``docs/frameworks/index.md`` is made
+of it.
 
-A test that shows that something is exact (each loss of the training that was interrupted equals that of the one that was not, as
-``float.hex``) carries a marker that names the framework and what was tried:
+A test that shows that something is exact (each loss of the training that was interrupted equals
+that of the one that was not, as ``float.hex``) carries a marker that names the framework and what
+was tried:
 
     @pytest.mark.exact("accelerate", "killed", "shuffled", "accumulation")
     def test_killed_training_repeats_every_loss(...): ...
@@ -14,15 +16,17 @@ A test that shows that something is exact (each loss of the training that was in
 
 What cannot be exact, and is said when training begins, is declared by the test that sees it said:
 
-    @pytest.mark.inexact("transformers", "iterable", "an `IterableDataset` without a place begins again: its batches are read and dropped")
-    def test_...
+    @pytest.mark.inexact("transformers", "iterable", "an `IterableDataset` without a place begins
+    again: its batches are read and dropped") def test_...
 
-The words are literals; those that there are stand in ``FRAMEWORKS`` and ``ASPECTS``, and a new one is a line there (its row appears with
-the first test that names it). A test takes a few lines of these wherever it lies under ``tests/``; nothing is imported to read them. Then
+The words are literals; those that there are stand in ``FRAMEWORKS`` and ``ASPECTS``, and a new one
+is a line there (its row appears with the first test that names it). A test takes a few lines of
+these wherever it lies under ``tests/``; nothing is imported to read them. Then
 
     python -m tests.integrations.cases
 
-writes the page anew, and ``test_cases.py`` fails until that was done. After a conflict in the page, take either side and write it again.
+writes the page anew, and ``test_cases.py`` fails until that was done. After a conflict in the page,
+take either side and write it again.
 """
 
 from __future__ import annotations
@@ -73,7 +77,9 @@ ASPECTS = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What one test declares of one aspect of a framework. ``limit`` says what is not exact; None: it is."""
+    """What one test declares of one aspect of a framework.
+
+    ``limit`` says what is not exact; None: it is."""
 
     framework: str
     aspect: str
@@ -83,7 +89,11 @@ class Case:
 
 def declared(folder: Path = ROOT / "tests") -> list[Case]:
     """What all tests declare, in the order of the files."""
-    return [case for path in sorted(folder.rglob("test_*.py")) for case in read(path.read_text(), str(path.relative_to(folder.parent)))]
+    return [
+        case
+        for path in sorted(folder.rglob("test_*.py"))
+        for case in read(path.read_text(), str(path.relative_to(folder.parent)))
+    ]
 
 
 def read(source: str, path: str) -> Iterator[Case]:
@@ -103,11 +113,18 @@ def read(source: str, path: str) -> Iterator[Case]:
     }
     for call in ast.walk(tree):
         match call:
-            case ast.Call(func=ast.Attribute(attr="exact" | "inexact" as kind, value=ast.Attribute(attr="mark")), args=args):
+            case ast.Call(
+                func=ast.Attribute(
+                    attr="exact" | "inexact" as kind, value=ast.Attribute(attr="mark")
+                ),
+                args=args,
+            ):
                 where = f"{path}:{call.lineno}"
                 words = [_word(arg, where) for arg in args]
                 if id(call) not in owners:
-                    raise ValueError(f"{where}: a marker of a case stands on a test, or in its parametrize")
+                    raise ValueError(
+                        f"{where}: a marker of a case stands on a test, or in its parametrize"
+                    )
                 yield from _cases(kind, words, f"{path}::{owners[id(call)]}", where)
 
 
@@ -121,9 +138,14 @@ def _word(node: ast.expr, where: str) -> str:
 def _cases(kind: str, words: list[str], test: str, where: str) -> Iterator[Case]:
     framework, *aspects = words
     limit = aspects.pop() if kind == "inexact" else None
-    unknown = [word for word in [framework] if word not in FRAMEWORKS] + [word for word in aspects if word not in ASPECTS]
+    unknown = [word for word in [framework] if word not in FRAMEWORKS] + [
+        word for word in aspects if word not in ASPECTS
+    ]
     if unknown or not aspects:
-        raise ValueError(f"{where}: {unknown or 'no aspect'}: see FRAMEWORKS and ASPECTS in tests/integrations/cases.py")
+        raise ValueError(
+            f"{where}: {unknown or 'no aspect'}: see FRAMEWORKS and ASPECTS in"
+            " tests/integrations/cases.py"
+        )
     for aspect in aspects:
         yield Case(framework, aspect, test, limit)
 
@@ -137,18 +159,31 @@ def table(cases: Iterable[Case]) -> str:
     rows = [word for word in ASPECTS if any(aspect == word for _, aspect in known)]
     head = ["", *(FRAMEWORKS[word] for word in columns)]
     lines = [_line(head), _line(["---"] * len(head))]
-    lines += [_line([ASPECTS[row], *(_cell(known.get((column, row), [])) for column in columns)]) for row in rows]
+    lines += [
+        _line([ASPECTS[row], *(_cell(known.get((column, row), [])) for column in columns)])
+        for row in rows
+    ]
     limits = [
         f"- {FRAMEWORKS[column]}, {_lower(ASPECTS[row])}: {limit.rstrip('.')}."
         for column in columns
         for row in rows
-        for limit in dict.fromkeys(case.limit for case in known.get((column, row), []) if case.limit)
+        for limit in dict.fromkeys(
+            case.limit for case in known.get((column, row), []) if case.limit
+        )
     ]
     tests = []
     for column in columns:
-        named = dict.fromkeys(case.test for (framework, _), found in known.items() if framework == column for case in found)
+        named = dict.fromkeys(
+            case.test
+            for (framework, _), found in known.items()
+            if framework == column
+            for case in found
+        )
         tests += [f"- {FRAMEWORKS[column]}: `{test}`" for test in sorted(named)]
-    parts = ["\n".join(lines), *(["What is not exact is said when training begins:", "\n".join(limits)] if limits else [])]
+    parts = [
+        "\n".join(lines),
+        *(["What is not exact is said when training begins:", "\n".join(limits)] if limits else []),
+    ]
     return "\n\n".join([*parts, "The tests that say so:", "\n".join(tests)])
 
 
@@ -161,7 +196,13 @@ def _cell(cases: list[Case]) -> str:
     if not cases:
         return ""
     is_limited = [case.limit is not None for case in cases]
-    return "no, see below" if all(is_limited) else "exact, but see below" if any(is_limited) else "exact"
+    return (
+        "no, see below"
+        if all(is_limited)
+        else "exact, but see below"
+        if any(is_limited)
+        else "exact"
+    )
 
 
 def _lower(title: str) -> str:

@@ -1,4 +1,5 @@
-"""What is saved with torch.distributed.checkpoint in the tests: a model and its optimizer; what was saved, and whether it is the same."""
+"""What is saved with torch.distributed.checkpoint in the tests: a model and its optimizer; what
+was saved, and whether it is the same."""
 
 from __future__ import annotations
 

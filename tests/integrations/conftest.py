@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 @pytest.fixture
 def repo(tmp_path: Path) -> Iterator[Repository]:
     """An empty repository, which writes what it is told to."""
-    with datastates.open(tmp_path / "runs", config=Config(memory_bytes=64 << 20, durable_interval_s=None)) as opened:
+    with datastates.open(
+        tmp_path / "runs", config=Config(memory_bytes=64 << 20, durable_interval_s=None)
+    ) as opened:
         yield opened
 
 

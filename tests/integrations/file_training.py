@@ -1,7 +1,8 @@
-"""Trainings that ``test_file_kills`` kills: plain scripts that save at every step, by torch.distributed.checkpoint or ``datastates.save``.
+"""Trainings that ``test_file_kills`` kills: plain scripts that save at every step, by
+torch.distributed.checkpoint or ``datastates.save``.
 
-Each says its losses exactly, and a state only once the call that saved it has returned. Data are shuffled anew in each epoch, the model
-has dropout, and a step is of two batches in mixed precision.
+Each says its losses exactly, and a state only once the call that saved it has returned. Data are
+shuffled anew in each epoch, the model has dropout, and a step is of two batches in mixed precision.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint
 from torch import nn
-from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it has no stubs
+
+# it has no stubs
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 import datastates
 from datastates.integrations.dcp import Reader, Stateful, Writer
@@ -54,8 +57,12 @@ class Job:
 
     def __init__(self, workers: int) -> None:
         torch.manual_seed(0)
-        loader = StatefulDataLoader(torch.randn(ITEMS, 16), batch_size=BATCH, shuffle=True, num_workers=workers)
-        self.model = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Dropout(0.2), nn.Linear(256, 1))
+        loader = StatefulDataLoader(
+            torch.randn(ITEMS, 16), batch_size=BATCH, shuffle=True, num_workers=workers
+        )
+        self.model = nn.Sequential(
+            nn.Linear(16, 256), nn.ReLU(), nn.Dropout(0.2), nn.Linear(256, 1)
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=7, gamma=0.7)
         self.progress = Progress(loader)
@@ -77,7 +84,9 @@ class Job:
 def train(folder: str, kind: str, steps: int, say: Say, workers: int = 0) -> None:
     """Go on from the newest state, up to so many steps; ``kind`` is how it saves."""
     warnings.simplefilter("ignore", UserWarning)  # that torch saves from one process
-    {"save": by_dcp, "async_save": by_dcp_later, "files": by_files, "nothing": by_nothing}[kind](Job(workers), folder, steps, say)
+    {"save": by_dcp, "async_save": by_dcp_later, "files": by_files, "nothing": by_nothing}[kind](
+        Job(workers), folder, steps, say
+    )
 
 
 def by_nothing(job: Job, folder: str, steps: int, say: Say) -> None:
@@ -105,13 +114,18 @@ def by_dcp_later(job: Job, folder: str, steps: int, say: Say) -> None:
         say("loss", job.progress.step, job.update().hex())
         if waiting is not None:
             say("saved", waiting[0], waiting[1].result().storage_meta.save_id)
-        waiting = job.progress.step, dcp.async_save({"app": app}, storage_writer=Writer(folder, step=job.progress.step))
+        waiting = (
+            job.progress.step,
+            dcp.async_save({"app": app}, storage_writer=Writer(folder, step=job.progress.step)),
+        )
     if waiting is not None:
         say("saved", waiting[0], waiting[1].result().storage_meta.save_id)
 
 
 def _restored(job: Job, folder: str) -> Stateful:
-    app = Stateful(model=job.model, optimizer=job.optimizer, scheduler=job.scheduler, progress=job.progress)
+    app = Stateful(
+        model=job.model, optimizer=job.optimizer, scheduler=job.scheduler, progress=job.progress
+    )
     if _is_begun(folder):
         dcp.load({"app": app}, storage_reader=Reader(folder))
     return app
@@ -119,7 +133,12 @@ def _restored(job: Job, folder: str) -> Stateful:
 
 def by_files(job: Job, folder: str, steps: int, say: Say) -> None:
     """``datastates.save`` after each step, as scripts use ``torch.save``."""
-    parts: dict[str, Any] = {"model": job.model, "optimizer": job.optimizer, "scheduler": job.scheduler, "progress": job.progress}
+    parts: dict[str, Any] = {
+        "model": job.model,
+        "optimizer": job.optimizer,
+        "scheduler": job.scheduler,
+        "progress": job.progress,
+    }
     if _is_begun(folder):
         found = datastates.load(f"{folder}/main")
         for name, part in parts.items():
@@ -128,7 +147,10 @@ def by_files(job: Job, folder: str, steps: int, say: Say) -> None:
     say("begin", job.progress.step)
     while job.progress.step < steps:
         say("loss", job.progress.step, job.update().hex())
-        obj = {name: part.state_dict() for name, part in parts.items()} | {"random": torch.get_rng_state(), "step": job.progress.step}
+        obj = {name: part.state_dict() for name, part in parts.items()} | {
+            "random": torch.get_rng_state(),
+            "step": job.progress.step,
+        }
         say("saved", job.progress.step, datastates.save(obj, f"{folder}/main"))
 
 

@@ -1,4 +1,5 @@
-"""Trainings by Lightning that ``test_lightning`` kills and starts again: each says the loss of every batch exactly."""
+"""Trainings by Lightning that ``test_lightning`` kills and starts again: each says the loss of
+every batch exactly."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it has no stubs
+
+# it has no stubs
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 import datastates
 from datastates import Config
@@ -50,7 +53,9 @@ class Net(nn.Sequential):
     """What all of them train."""
 
     def __init__(self) -> None:
-        super().__init__(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 8))
+        super().__init__(
+            nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 8)
+        )
 
 
 class Automatic(L.LightningModule):  # type: ignore[misc]  # Lightning is not looked at by mypy
@@ -64,7 +69,12 @@ class Automatic(L.LightningModule):  # type: ignore[misc]  # Lightning is not lo
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
         loss = F.mse_loss(self.net(batch), batch)
         self.log("train_loss", loss)
-        self.say(self.trainer.fit_loop.total_batch_idx, batch_idx, self.trainer.current_epoch, float(loss.detach()).hex())
+        self.say(
+            self.trainer.fit_loop.total_batch_idx,
+            batch_idx,
+            self.trainer.current_epoch,
+            float(loss.detach()).hex(),
+        )
         return loss
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
@@ -72,11 +82,17 @@ class Automatic(L.LightningModule):  # type: ignore[misc]  # Lightning is not lo
 
     def on_validation_epoch_end(self) -> None:
         if not self.trainer.sanity_checking:
-            self.say("validated", self.trainer.global_step, self.trainer.callback_metrics["val_loss"].item().hex())
+            self.say(
+                "validated",
+                self.trainer.global_step,
+                self.trainer.callback_metrics["val_loss"].item().hex(),
+            )
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"])
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9), "interval": "step"}]
+        return [optimizer], [
+            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9), "interval": "step"}
+        ]
 
 
 class Plateau(Automatic):
@@ -85,7 +101,9 @@ class Plateau(Automatic):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=1)
-        return [optimizer], [{"scheduler": plateau, "interval": "step", "monitor": "val_loss", "strict": False}]
+        return [optimizer], [
+            {"scheduler": plateau, "interval": "step", "monitor": "val_loss", "strict": False}
+        ]
 
 
 class Manual(Automatic):
@@ -99,26 +117,42 @@ class Manual(Automatic):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizers, schedulers = self.optimizers(), self.lr_schedulers()
         made = self.net(batch)
-        for index, loss in enumerate((F.mse_loss(made, batch) + self.critic(made).mean(), self.critic(made.detach()).square().mean())):
+        for index, loss in enumerate(
+            (
+                F.mse_loss(made, batch) + self.critic(made).mean(),
+                self.critic(made.detach()).square().mean(),
+            )
+        ):
             optimizers[index].zero_grad()
             self.manual_backward(loss)
             optimizers[index].step()
             schedulers[index].step()
-            self.say(self.trainer.fit_loop.total_batch_idx, index, self.trainer.current_epoch, float(loss.detach()).hex())
+            self.say(
+                self.trainer.fit_loop.total_batch_idx,
+                index,
+                self.trainer.current_epoch,
+                float(loss.detach()).hex(),
+            )
 
     def configure_optimizers(self) -> Any:
-        both = [torch.optim.Adam(self.net.parameters(), lr=0.01), torch.optim.SGD(self.critic.parameters(), lr=0.1, momentum=0.5)]
+        both = [
+            torch.optim.Adam(self.net.parameters(), lr=0.01),
+            torch.optim.SGD(self.critic.parameters(), lr=0.1, momentum=0.5),
+        ]
         return both, [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in both]
 
 
 class Killer(L.Callback):  # type: ignore[misc]  # likewise
-    """Kills this process in batch ``at``, where the seed says, and once the newest capture is durable or at any moment."""
+    """Kills this process in batch ``at``, where the seed says, and once the newest capture is
+    durable or at any moment."""
 
     def __init__(self, at: int, seed: int, ours: DatastatesCallback) -> None:
         choose = random.Random(seed)
         self.at, self.ours = at, ours
         self.hook, self.waits = (
-            choose.choice(["on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end"]),
+            choose.choice(
+                ["on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end"]
+            ),
             choose.random() < 0.8,
         )
 
@@ -156,9 +190,18 @@ def loader_of(kind: str, workers: int) -> Any:
     if kind == "iterable":
         return DataLoader(Stream(), batch_size=4, num_workers=workers)
     if kind == "generator":
-        return DataLoader(Items(), batch_size=4, shuffle=True, num_workers=workers, generator=torch.Generator().manual_seed(5))
+        return DataLoader(
+            Items(),
+            batch_size=4,
+            shuffle=True,
+            num_workers=workers,
+            generator=torch.Generator().manual_seed(5),
+        )
     if kind == "several":
-        return {"a": DataLoader(Items(), batch_size=4, shuffle=True), "b": DataLoader(Items(), batch_size=8, shuffle=True)}
+        return {
+            "a": DataLoader(Items(), batch_size=4, shuffle=True),
+            "b": DataLoader(Items(), batch_size=8, shuffle=True),
+        }
     return DataLoader(Items(), batch_size=4, shuffle=True, num_workers=workers)
 
 
@@ -166,8 +209,15 @@ class Several(Automatic):
     """Two loaders at once, the shorter one over and over."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = F.mse_loss(self.net(batch["a"]), batch["a"]) + F.mse_loss(self.net(batch["b"]), batch["b"])
-        self.say(self.trainer.fit_loop.total_batch_idx, batch_idx, self.trainer.current_epoch, float(loss.detach()).hex())
+        loss = F.mse_loss(self.net(batch["a"]), batch["a"]) + F.mse_loss(
+            self.net(batch["b"]), batch["b"]
+        )
+        self.say(
+            self.trainer.fit_loop.total_batch_idx,
+            batch_idx,
+            self.trainer.current_epoch,
+            float(loss.detach()).hex(),
+        )
         return loss
 
 
@@ -184,10 +234,23 @@ def trainer_of(kind: str, folder: Path, callbacks: list[Any], options: dict[str,
     """The Trainer of a kind, which writes no files of its own."""
     further: list[Any] = []
     if kind == "callbacks":
-        further = [EarlyStopping("val_loss", patience=1, min_delta=0.001), ModelCheckpoint(folder / "checkpoints", monitor="val_loss")]
+        further = [
+            EarlyStopping("val_loss", patience=1, min_delta=0.001),
+            ModelCheckpoint(folder / "checkpoints", monitor="val_loss"),
+        ]
     settings = {
-        **{"max_epochs": EPOCHS, "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": kind == "callbacks"},
-        **{"enable_progress_bar": False, "enable_model_summary": False, "plugins": [LightningEnvironment()]},
+        **{
+            "max_epochs": EPOCHS,
+            "accelerator": "cpu",
+            "devices": 1,
+            "logger": False,
+            "enable_checkpointing": kind == "callbacks",
+        },
+        **{
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "plugins": [LightningEnvironment()],
+        },
         **TRAINERS.get(kind, {}),
         **options,
     }
@@ -206,7 +269,8 @@ def train(
     ours: bool = True,
     **options: Any,
 ) -> None:
-    """Train to the end, or until batch ``at``; ``ours=False`` without the callback. In batch ``awaited`` a state is durable."""
+    """Train to the end, or until batch ``at``; ``ours=False`` without the callback. In batch
+    ``awaited`` a state is durable."""
     warnings.simplefilter("ignore")
     torch.manual_seed(3)
     module, loader = MODULES.get(kind, Automatic)(say), loader_of(kind, workers)
@@ -219,4 +283,6 @@ def train(
         callback = DatastatesCallback(repo)
         killer = [] if at is None else [Killer(at, seed, callback)]
         waiter = [] if awaited is None else [Awaiting(awaited, callback)]
-        trainer_of(kind, Path(folder), [*killer, *waiter, callback], options).fit(module, loader, validation)
+        trainer_of(kind, Path(folder), [*killer, *waiter, callback], options).fit(
+            module, loader, validation
+        )

@@ -1,4 +1,5 @@
-"""A training with Accelerate is tracked by one line, and repeats every loss wherever it was ended."""
+"""A training with Accelerate is tracked by one line, and repeats every loss wherever it was
+ended."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ KILLS, EPOCHS = (10, 8) if effort.IS_THOROUGH else (2, 2)
 @pytest.fixture(scope="module")
 def smith(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
     """Starts trainings; each imports nothing anew."""
-    with forge(tmp_path_factory.mktemp("forge"), ["accelerate", "tests.integrations.accelerating"]) as opened:
+    with forge(
+        tmp_path_factory.mktemp("forge"), ["accelerate", "tests.integrations.accelerating"]
+    ) as opened:
         yield opened
 
 
@@ -60,12 +63,14 @@ class Stopped(Exception):
     """The training was stopped."""
 
 
-# --- killed ------------------------------------------------------------------------------------------------------------------
+# --- killed ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.in_turn("integrations")
-@pytest.mark.exact("accelerate", "killed", "shuffled", "accumulation", "mixed-precision", "scheduler", "stateful")
+@pytest.mark.exact(
+    "accelerate", "killed", "shuffled", "accumulation", "mixed-precision", "scheduler", "stateful"
+)
 @pytest.mark.parametrize(
     "workers",
     [
@@ -74,9 +79,18 @@ class Stopped(Exception):
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_training_that_is_killed_again_and_again_repeats_every_loss(kind: str, workers: int, smith: Forge, tmp_path: Path) -> None:
+def test_a_training_that_is_killed_again_and_again_repeats_every_loss(
+    kind: str, workers: int, smith: Forge, tmp_path: Path
+) -> None:
     def arguments(branch: str, seed: int) -> dict[str, Any]:
-        return {"folder": str(tmp_path / "runs"), "branch": branch, "kind": kind, "workers": workers, "seed": seed, "epochs": EPOCHS}
+        return {
+            "folder": str(tmp_path / "runs"),
+            "branch": branch,
+            "kind": kind,
+            "workers": workers,
+            "seed": seed,
+            "epochs": EPOCHS,
+        }
 
     never = dict(map(placed, smith.run(CALL, **arguments("never", 11))))
     assert len(never) == EPOCHS * 7 + 1
@@ -102,7 +116,15 @@ def test_two_variants_fork_and_leave_their_parent_alone(smith: Forge, tmp_path: 
         before = repo.log("main")
         start = next(state.uid for state in before if (state.step, state.micro_step) == (3, 1))
     same = smith.run(CALL, branch="same", seed=2, start=start, **common)
-    other = smith.run(CALL, branch="other", seed=2, start=start, only=["model", "loops", "rng", "accelerator"], lr=0.5, **common)
+    other = smith.run(
+        CALL,
+        branch="other",
+        seed=2,
+        start=start,
+        only=["model", "loops", "rng", "accelerator"],
+        lr=0.5,
+        **common,
+    )
     assert same == never[-len(same) :], "it goes on in the middle of an accumulation"
     assert 0 < len(same) == len(other)
     assert other != same
@@ -111,7 +133,7 @@ def test_two_variants_fork_and_leave_their_parent_alone(smith: Forge, tmp_path: 
         assert {len(repo.log(name)) for name in ("same", "other")} == {len(before)}
 
 
-# --- what is tracked ---------------------------------------------------------------------------------------------------------
+# --- what is tracked ------------------------------------------------------------------------------
 
 
 class Counter:
@@ -131,7 +153,9 @@ def parts(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Any, Any]:
     set_seed(seed)
     model = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.1), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    loader = DataLoader(TensorDataset(torch.linspace(-1, 1, 24).view(12, 2)), batch_size=3, shuffle=True)
+    loader = DataLoader(
+        TensorDataset(torch.linspace(-1, 1, 24).view(12, 2)), batch_size=3, shuffle=True
+    )
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), loader
 
 
@@ -145,7 +169,14 @@ def accelerator(steps: int = 1) -> Accelerator:
 
 
 def losses(
-    accelerator: Accelerator, run: Any, model: Any, optimizer: Any, scheduler: Any, loader: Any, *, stop: int | None = None
+    accelerator: Accelerator,
+    run: Any,
+    model: Any,
+    optimizer: Any,
+    scheduler: Any,
+    loader: Any,
+    *,
+    stop: int | None = None,
 ) -> list[str]:
     found = []
     for (batch,) in run.steps(loader):
@@ -172,13 +203,25 @@ def test_each_prepared_object_has_a_name_and_registered_ones_too(repo: Repositor
         counter.count = 3
         run.capture()
     tree = repo.load("main")
-    assert {"model", "model_1", "optimizer", "optimizer_1", "scheduler", "accelerator", "registered", "seen", "rng"} == tree.keys()
+    assert {
+        "model",
+        "model_1",
+        "optimizer",
+        "optimizer_1",
+        "scheduler",
+        "accelerator",
+        "registered",
+        "seen",
+        "rng",
+    } == tree.keys()
     assert tree["registered"] == [{"count": 3}]
     assert list(tree["model_1"]) == list(second.state_dict())
     assert prepared
 
 
-def test_a_state_goes_on_without_accelerate_and_one_without_goes_on_with_it(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_state_goes_on_without_accelerate_and_one_without_goes_on_with_it(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
     def with_it(branch: str, stop: int | None = None, seed: int = 0) -> list[str]:
         found = accelerator()
         objects = found.prepare(*parts(seed))
@@ -187,7 +230,9 @@ def test_a_state_goes_on_without_accelerate_and_one_without_goes_on_with_it(repo
 
     def without(branch: str, stop: int | None = None, seed: int = 0) -> list[str]:
         found, objects = accelerator(), parts(seed)
-        with repo.track(branch=branch, **dict(zip(("model", "optimizer", "scheduler"), objects, strict=False))) as run:
+        with repo.track(
+            branch=branch, **dict(zip(("model", "optimizer", "scheduler"), objects, strict=False))
+        ) as run:
             return losses(found, run, *objects, stop=stop)
 
     never = with_it("never")
@@ -196,13 +241,20 @@ def test_a_state_goes_on_without_accelerate_and_one_without_goes_on_with_it(repo
     assert without("other", 2) + with_it("other", seed=5) == never
 
 
-def test_an_accumulation_is_counted_as_accelerate_does_and_its_gradients_are_in_the_state(repo: Repository) -> None:
+def test_an_accumulation_is_counted_as_accelerate_does_and_its_gradients_are_in_the_state(
+    repo: Repository,
+) -> None:
     found = accelerator(3)
     objects = found.prepare(*parts())
     with track(found, repo) as run:
         never = losses(found, run, *objects)
     places = [(state.step, state.micro_step) for state in reversed(repo.log("main"))]
-    assert places == [(0, 1), (0, 2), (1, 0), (2, 0)], "the last batch of the loader ends an accumulation"
+    assert places == [
+        (0, 1),
+        (0, 2),
+        (1, 0),
+        (2, 0),
+    ], "the last batch of the loader ends an accumulation"
     assert repo.load("main~2")["gradients"]["model"].keys() == objects[0].state_dict().keys()
     assert repo.load("main")["gradients"]["model"] == {}
     for back in (3, 2, 1):
@@ -212,7 +264,9 @@ def test_an_accumulation_is_counted_as_accelerate_does_and_its_gradients_are_in_
             assert losses(found, run, *objects) == never[-back:]
 
 
-def test_gradients_that_are_left_out_are_said_when_training_starts(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_gradients_that_are_left_out_are_said_when_training_starts(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
     found = accelerator(3)
     objects = found.prepare(*parts())
     with track(found, repo, gradients=False) as run:
@@ -221,7 +275,9 @@ def test_gradients_that_are_left_out_are_said_when_training_starts(repo: Reposit
     assert "gradients" not in repo.load("main")
 
 
-def test_what_was_prepared_too_late_and_a_loop_without_steps_are_said_once(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_was_prepared_too_late_and_a_loop_without_steps_are_said_once(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
     found = accelerator()
     model, optimizer, scheduler, loader = parts()
     found.prepare(model, optimizer, loader)
@@ -239,7 +295,9 @@ def test_what_was_prepared_too_late_and_a_loop_without_steps_are_said_once(repo:
     assert caplog.text.count("no loader is looped over by run.steps") == 1
 
 
-def test_what_cannot_be_tracked_is_refused_with_the_next_step(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_tracked_is_refused_with_the_next_step(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = accelerator()
     with pytest.raises(InvalidInput, match=r"prepared nothing yet: call accelerator\.prepare"):
         track(found, repo)
@@ -248,7 +306,10 @@ def test_what_cannot_be_tracked_is_refused_with_the_next_step(repo: Repository, 
         track(found, repo, model=model)
     for kind, said in (
         (DistributedType.DEEPSPEED, "DEEPSPEED keeps the states"),
-        (DistributedType.FSDP, "1 processes train together by FSDP, .* launch them with --multi_gpu or --cpu"),
+        (
+            DistributedType.FSDP,
+            "1 processes train together by FSDP, .* launch them with --multi_gpu or --cpu",
+        ),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(Accelerator, "distributed_type", property(partial(given, kind)))
@@ -257,7 +318,9 @@ def test_what_cannot_be_tracked_is_refused_with_the_next_step(repo: Repository, 
     assert repo.refs() == []
 
 
-def test_gradients_of_several_processes_are_in_no_state(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_several_processes_are_in_no_state(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = accelerator(3)
     objects = found.prepare(*parts())
     monkeypatch.setattr(Accelerator, "num_processes", property(partial(given, 2)))
@@ -275,7 +338,8 @@ def test_a_cell_that_is_run_again_goes_on_or_says_why_not(repo: Repository) -> N
         never = losses(found, run, *objects)
     found = accelerator()
     objects = found.prepare(*parts())
-    with pytest.raises(KeyboardInterrupt), track(found, repo) as run:  # noqa: PT012  # the block is what fails
+    # the block is what fails
+    with pytest.raises(KeyboardInterrupt), track(found, repo) as run:  # noqa: PT012
         losses(found, run, *objects, stop=2)
         raise KeyboardInterrupt
     with track(found, repo) as run:
@@ -302,7 +366,9 @@ def test_another_optimizer_is_refused_and_nothing_is_lost(repo: Repository) -> N
     assert not repo.verify().damage
 
 
-def test_an_accelerate_that_keeps_what_it_prepared_elsewhere_is_refused(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerate_that_keeps_what_it_prepared_elsewhere_is_refused(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = accelerator()
     objects = found.prepare(*parts())
     del found._schedulers
@@ -311,12 +377,13 @@ def test_an_accelerate_that_keeps_what_it_prepared_elsewhere_is_refused(repo: Re
     assert objects
 
 
-# --- what Accelerate's own tests of its checkpoints ask for --------------------------------------------------------------------
+# --- what Accelerate's own tests of its checkpoints ask for ---------------------------------------
 
 
 @pytest.mark.exact("accelerate", "validation")
 def test_three_epochs_are_two_and_one_that_was_restored(repo: Repository) -> None:
-    """Like ``test_can_resume_training``: with a loader for validation, and random numbers drawn between epochs."""
+    """Like ``test_can_resume_training``: with a loader for validation, and random numbers drawn
+    between epochs."""
 
     def train(branch: str, epochs: int, seed: int) -> tuple[list[float], Any, Any]:
         found = accelerator()
@@ -325,7 +392,9 @@ def test_three_epochs_are_two_and_one_that_was_restored(repo: Repository) -> Non
         with track(found, repo, branch=branch, drawn=drawn) as run:
             for _ in run.epochs(epochs):
                 losses(found, run, model, optimizer, scheduler, loader)
-                drawn.append(random.random() + float(sum(model(batch).sum() for (batch,) in valid).detach()))
+                drawn.append(
+                    random.random() + float(sum(model(batch).sum() for (batch,) in valid).detach())
+                )
                 run.capture()
         return drawn, model.state_dict(), optimizer.state_dict()
 
@@ -365,11 +434,19 @@ def test_so_many_states_are_kept_as_were_asked_for(tmp_path: Path) -> None:
     """Like ``test_with_save_limit`` and ``test_checkpoint_deletion``."""
     found = accelerator()
     objects = found.prepare(*parts())
-    with datastates.open(tmp_path / "runs", config=CONFIG) as repo, track(found, repo, durable_every=1, retention="latest:2") as run:
+    with (
+        datastates.open(tmp_path / "runs", config=CONFIG) as repo,
+        track(found, repo, durable_every=1, retention="latest:2") as run,
+    ):
         losses(found, run, *objects)
         repo.prune("latest:2")
     with datastates.open(tmp_path / "runs", config=CONFIG) as repo:
-        assert [state.status.is_restorable for state in repo.log("main")] == [True, True, False, False]
+        assert [state.status.is_restorable for state in repo.log("main")] == [
+            True,
+            True,
+            False,
+            False,
+        ]
 
 
 def test_a_name_that_is_there_is_not_written_over(repo: Repository) -> None:
@@ -383,7 +460,8 @@ def test_a_name_that_is_there_is_not_written_over(repo: Repository) -> None:
 
 
 def test_a_loader_that_skips_its_first_batches_goes_on(repo: Repository) -> None:
-    """Like ``test_skip_first_batches``: whoever skips batches with Accelerate's loader has that place found too."""
+    """Like ``test_skip_first_batches``: whoever skips batches with Accelerate's loader has that
+    place found too."""
 
     def train(branch: str, seed: int, stop: int | None = None) -> list[str]:
         found = accelerator()
@@ -398,8 +476,12 @@ def test_a_loader_that_skips_its_first_batches_goes_on(repo: Repository) -> None
 
 
 @pytest.mark.filterwarnings("ignore:.*does not support.*:UserWarning")
-def test_the_script_of_the_documents_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/frameworks/accelerate.md").read_text(), re.DOTALL)
+def test_the_script_of_the_documents_goes_on_where_it_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (code,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/frameworks/accelerate.md").read_text(), re.DOTALL
+    )
     monkeypatch.setenv("DATASTATES_MEMORY", "64M")
     seen: dict[str, list[float]] = {}
     capture = Tracker.capture
@@ -409,7 +491,13 @@ def test_the_script_of_the_documents_goes_on_where_it_was_stopped(tmp_path: Path
         taken = seen[name] = []
         for stop in stops:
 
-            def noting(run: Tracker, *, metrics: dict[str, Any], taken: list[float] = taken, stop: int | None = stop) -> Any:
+            def noting(
+                run: Tracker,
+                *,
+                metrics: dict[str, Any],
+                taken: list[float] = taken,
+                stop: int | None = stop,
+            ) -> Any:
                 taken.append(float(metrics["loss"].detach()))
                 made = capture(run, metrics=metrics)
                 if len(taken) == stop:

@@ -41,7 +41,9 @@ def runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("./new/main", "./new", "main"),
     ],
 )
-def test_folder_ends_where_a_repository_lies_or_before_the_last_slash(text: str, where: str, revision: str) -> None:
+def test_folder_ends_where_a_repository_lies_or_before_the_last_slash(
+    text: str, where: str, revision: str
+) -> None:
     assert address_of(text) == Address(where, revision)
 
 
@@ -51,7 +53,21 @@ def test_absolute_paths_and_paths_of_pathlib_are_addresses(runs: Path) -> None:
     assert str(address_of(runs / "side")) == f"datastates://{runs}/side"
 
 
-@pytest.mark.parametrize("text", ["main", "", "/main", "new/", "s3://bucket/main", "datastates://", "datastates://main", 3, None, "a\0/b"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "main",
+        "",
+        "/main",
+        "new/",
+        "s3://bucket/main",
+        "datastates://",
+        "datastates://main",
+        3,
+        None,
+        "a\0/b",
+    ],
+)
 def test_what_names_no_folder_or_no_revision_is_refused(text: object) -> None:
     with pytest.raises(InvalidInput):
         address_of(text)

@@ -20,7 +20,9 @@ def test_warning(): ...
 
 def test_the_page_has_what_the_tests_declare() -> None:
     page = PAGE.read_text()
-    assert page == in_page(page, table(declared())), "write it anew: python -m tests.integrations.cases"
+    assert page == in_page(page, table(declared())), (
+        "write it anew: python -m tests.integrations.cases"
+    )
 
 
 def test_markers_of_a_test_and_of_its_cases_are_read() -> None:
@@ -39,7 +41,10 @@ def test_a_cell_says_what_was_declared_of_it_and_nothing_else() -> None:
     assert "| Shuffled data, dropout |  | exact |" in made
     assert "| An `IterableDataset` | no, see below |  |" in made
     assert "- Trainer, an `IterableDataset`: it begins again." in made
-    assert made[-2:] == ["- Trainer: `tests/test_it.py::test_warning`", "- Lightning: `tests/test_it.py::test_losses`"]
+    assert made[-2:] == [
+        "- Trainer: `tests/test_it.py::test_warning`",
+        "- Lightning: `tests/test_it.py::test_losses`",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -59,4 +64,9 @@ def test_a_marker_that_is_not_understood_is_refused_with_its_line(marker: str, s
 
 def test_a_marker_that_is_on_no_test_is_refused() -> None:
     with pytest.raises(ValueError, match="stands on a test"):
-        list(read('import pytest\nwanted = pytest.mark.exact("lightning", "killed")', "tests/test_it.py"))
+        list(
+            read(
+                'import pytest\nwanted = pytest.mark.exact("lightning", "killed")',
+                "tests/test_it.py",
+            )
+        )

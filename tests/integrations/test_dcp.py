@@ -1,4 +1,5 @@
-"""torch.distributed.checkpoint on a repository: what its own storage gives ours gives, and each save is an ordinary state besides."""
+"""torch.distributed.checkpoint on a repository: what its own storage gives ours gives, and each
+save is an ordinary state besides."""
 
 from __future__ import annotations
 
@@ -19,9 +20,25 @@ import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 
 import datastates
 from datastates import Conflict, InvalidInput, NotFound, Repository, Unsupported
@@ -48,10 +65,31 @@ def cause(error: CheckpointException) -> BaseException:
 
 
 VALUES: dict[str, Any] = {
-    "tensors": {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(3), "empty": torch.empty(0, 3), "flags": torch.tensor([True, False])},
-    "types": {name: torch.ones(3).to(getattr(torch, name)) for name in ("bfloat16", "float16", "float64", "int8", "complex64", "uint8")},
-    "views": {"transposed": torch.arange(6.0).view(2, 3).T, "strided": torch.arange(10.0)[::2], "spread": torch.ones(1).expand(4)},
-    "numbers": {"i": 3, "f": 0.1, "none": None, "yes": True, "text": "é", "bytes": b"\0x", "big": 2**80, "c": 1j},
+    "tensors": {
+        "a": torch.arange(6.0).view(2, 3),
+        "b": torch.tensor(3),
+        "empty": torch.empty(0, 3),
+        "flags": torch.tensor([True, False]),
+    },
+    "types": {
+        name: torch.ones(3).to(getattr(torch, name))
+        for name in ("bfloat16", "float16", "float64", "int8", "complex64", "uint8")
+    },
+    "views": {
+        "transposed": torch.arange(6.0).view(2, 3).T,
+        "strided": torch.arange(10.0)[::2],
+        "spread": torch.ones(1).expand(4),
+    },
+    "numbers": {
+        "i": 3,
+        "f": 0.1,
+        "none": None,
+        "yes": True,
+        "text": "é",
+        "bytes": b"\0x",
+        "big": 2**80,
+        "c": 1j,
+    },
     "containers": {
         "t": (1, (2, None)),
         "l": [1, 2, [3]],
@@ -61,7 +99,11 @@ VALUES: dict[str, Any] = {
         "od": OrderedDict(a=1),
     },
     "lists": {"l": [torch.ones(2), {"k": torch.zeros(1), "v": 2}, [torch.ones(1), 5]]},
-    "arrays": {"small": np.arange(3), "large": np.arange(20_000.0).reshape(2, -1), "scalar": np.float32(0.5)},
+    "arrays": {
+        "small": np.arange(3),
+        "large": np.arange(20_000.0).reshape(2, -1),
+        "scalar": np.float32(0.5),
+    },
     "streams": {"s": io.BytesIO(b"some bytes"), "t": {"u": io.BytesIO(b"")}},
     "numbered": {0: {"x": torch.ones(1)}, 1: {"x": torch.zeros(1)}},
     "named oddly": {"a.b/c%": torch.ones(1), "": torch.zeros(1), "x\n": 1},
@@ -69,16 +111,34 @@ VALUES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("is_flattened", [True, False])
-def test_loads_what_torchs_own_storage_loads(is_flattened: bool, repo: Repository, tmp_path: Path) -> None:
+def test_loads_what_torchs_own_storage_loads(
+    is_flattened: bool, repo: Repository, tmp_path: Path
+) -> None:
     state = {**VALUES, "stream": VALUES["streams"]["s"]}
     if not is_flattened:
         del state["streams"]  # in a container of which the plan sees nothing
     expected, found = _emptied(state), _emptied(state)
-    dcp.save(state, checkpoint_id=tmp_path / "folder", planner=DefaultSavePlanner(flatten_state_dict=is_flattened))
-    dcp.save(state, storage_writer=Writer(repo), planner=DefaultSavePlanner(flatten_state_dict=is_flattened))
+    dcp.save(
+        state,
+        checkpoint_id=tmp_path / "folder",
+        planner=DefaultSavePlanner(flatten_state_dict=is_flattened),
+    )
+    dcp.save(
+        state,
+        storage_writer=Writer(repo),
+        planner=DefaultSavePlanner(flatten_state_dict=is_flattened),
+    )
 
-    dcp.load(expected, checkpoint_id=tmp_path / "folder", planner=DefaultLoadPlanner(flatten_state_dict=is_flattened))
-    dcp.load(found, storage_reader=Reader(repo), planner=DefaultLoadPlanner(flatten_state_dict=is_flattened))
+    dcp.load(
+        expected,
+        checkpoint_id=tmp_path / "folder",
+        planner=DefaultLoadPlanner(flatten_state_dict=is_flattened),
+    )
+    dcp.load(
+        found,
+        storage_reader=Reader(repo),
+        planner=DefaultLoadPlanner(flatten_state_dict=is_flattened),
+    )
 
     assert_same(found, expected)
 
@@ -92,12 +152,16 @@ def _emptied(tree: Any) -> Any:
     return torch.full_like(tree, 0).contiguous() if isinstance(tree, torch.Tensor) else None
 
 
-def test_save_is_the_next_state_of_its_branch_under_the_models_names(repo: Repository, tmp_path: Path) -> None:
+def test_save_is_the_next_state_of_its_branch_under_the_models_names(
+    repo: Repository, tmp_path: Path
+) -> None:
     model, optimizer = build()
     weights, moments = get_state_dict(model, optimizer)
     for step in (5, 6):
         writer = Writer(repo, metrics={"loss": 1 / step}, message="saved", attributes={"seed": 0})
-        metadata = dcp.save({"model": weights, "optimizer": moments, "step": step}, storage_writer=writer)
+        metadata = dcp.save(
+            {"model": weights, "optimizer": moments, "step": step}, storage_writer=writer
+        )
         assert writer.state is not None
         assert metadata.storage_meta.save_id == writer.state.uid == repo.state("main").uid
 
@@ -110,7 +174,9 @@ def test_save_is_the_next_state_of_its_branch_under_the_models_names(repo: Repos
     assert repo.find("metrics.loss < 0.18")[0].uid == newest.uid
     tree = repo.load("main", only="model")
     assert list(tree["model"]) == list(model.state_dict())
-    assert all(torch.equal(tensor, tree["model"][name]) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(tensor, tree["model"][name]) for name, tensor in model.state_dict().items()
+    )
     other, fresh = build(1, is_stepped=False)
     repo.restore("main", into={"model": other, "optimizer": fresh})
     assert_same(get_optimizer_state_dict(other, fresh), moments)
@@ -161,14 +227,18 @@ def test_only_what_is_asked_for_is_loaded(repo: Repository) -> None:
     assert_same(found, {"model": {"w": torch.ones(2)}})
 
 
-def test_name_that_the_state_lacks_is_refused_unless_partial_loads_are_allowed(repo: Repository) -> None:
+def test_name_that_the_state_lacks_is_refused_unless_partial_loads_are_allowed(
+    repo: Repository,
+) -> None:
     dcp.save({"w": torch.ones(2)}, storage_writer=Writer(repo))
     found = {"w": torch.zeros(2), "new": torch.zeros(3)}
     with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: new"):
         dcp.load(found, storage_reader=Reader(repo))
     assert not found["w"].any()
 
-    dcp.load(found, storage_reader=Reader(repo), planner=DefaultLoadPlanner(allow_partial_load=True))
+    dcp.load(
+        found, storage_reader=Reader(repo), planner=DefaultLoadPlanner(allow_partial_load=True)
+    )
 
     assert_same(found, {"w": torch.ones(2), "new": torch.zeros(3)})
 
@@ -179,7 +249,9 @@ def test_tensor_of_another_size_is_refused(repo: Repository) -> None:
         dcp.load({"w": torch.zeros(3)}, storage_reader=Reader(repo))
 
 
-def test_tensor_of_another_type_is_converted_as_torchs_own_storage_does(repo: Repository, tmp_path: Path) -> None:
+def test_tensor_of_another_type_is_converted_as_torchs_own_storage_does(
+    repo: Repository, tmp_path: Path
+) -> None:
     dcp.save({"w": torch.tensor([1.7, -2.2])}, storage_writer=Writer(repo))
     dcp.save({"w": torch.tensor([1.7, -2.2])}, checkpoint_id=tmp_path / "folder")
     for dtype in (torch.float64, torch.bfloat16, torch.int32):
@@ -202,7 +274,9 @@ class Counter:
         self.count, self.is_loaded = state["count"], True
 
 
-def test_objects_with_a_state_are_loaded_in_place_and_all_else_is_replaced(repo: Repository) -> None:
+def test_objects_with_a_state_are_loaded_in_place_and_all_else_is_replaced(
+    repo: Repository,
+) -> None:
     dcp.save({"counter": Counter(3), "list": [1, 2, 3], "none": {}}, storage_writer=Writer(repo))
     counter = Counter(0)
     found: dict[str, Any] = {"counter": counter, "list": None, "none": {}}
@@ -219,7 +293,9 @@ def test_nothing_at_all_is_saved_and_loaded(repo: Repository) -> None:
     assert repo.state("main").bytes_total == 0
 
 
-def test_value_without_an_encoding_is_refused_by_its_name_and_nothing_is_saved(repo: Repository) -> None:
+def test_value_without_an_encoding_is_refused_by_its_name_and_nothing_is_saved(
+    repo: Repository,
+) -> None:
     with pytest.raises(CheckpointException, match=r"model\.thing|model/thing") as caught:
         dcp.save({"model": {"w": torch.ones(1), "thing": object()}}, storage_writer=Writer(repo))
 
@@ -231,7 +307,10 @@ def test_value_without_an_encoding_is_refused_by_its_name_and_nothing_is_saved(r
 
 def test_unknown_revision_and_unknown_repository_are_said(repo: Repository, folder: Path) -> None:
     for reader in (Reader(repo, "nosuch"), Reader("elsewhere", "main"), Reader()):
-        with pytest.raises(CheckpointException, match=r"no branch, tag or uid 'nosuch'|no repository in|no repository was named"):
+        with pytest.raises(
+            CheckpointException,
+            match=r"no branch, tag or uid 'nosuch'|no repository in|no repository was named",
+        ):
             dcp.load({"w": torch.ones(1)}, storage_reader=reader)
     assert not (folder / "elsewhere").exists()
     with pytest.raises(NotFound, match="nosuch"):
@@ -290,8 +369,13 @@ def test_memory_is_the_callers_again_when_an_asynchronous_save_returns(repo: Rep
 
 
 def test_saves_of_several_threads_are_one_line(repo: Repository) -> None:
-    futures = [dcp.async_save({"w": torch.full((10,), float(number))}, storage_writer=Writer(repo)) for number in range(6)]
-    uids = {future.result().storage_meta.save_id for future in futures if isinstance(future, Future)}
+    futures = [
+        dcp.async_save({"w": torch.full((10,), float(number))}, storage_writer=Writer(repo))
+        for number in range(6)
+    ]
+    uids = {
+        future.result().storage_meta.save_id for future in futures if isinstance(future, Future)
+    }
 
     log = repo.log("main")
     assert {state.uid for state in log} == uids
@@ -301,7 +385,9 @@ def test_saves_of_several_threads_are_one_line(repo: Repository) -> None:
 
 def test_checkpoint_id_is_a_tag_that_moves_to_the_newest_save_under_it(repo: Repository) -> None:
     for value in (1.0, 2.0):
-        dcp.save({"w": torch.full((2,), value)}, storage_writer=Writer(repo), checkpoint_id="step-7")
+        dcp.save(
+            {"w": torch.full((2,), value)}, storage_writer=Writer(repo), checkpoint_id="step-7"
+        )
     dcp.save({"w": torch.full((2,), 3.0)}, storage_writer=Writer(repo))
 
     found = {"w": torch.zeros(2)}
@@ -310,19 +396,29 @@ def test_checkpoint_id_is_a_tag_that_moves_to_the_newest_save_under_it(repo: Rep
     dcp.load(found, storage_reader=Reader(repo), checkpoint_id="main~2")
     assert found["w"][0] == 1
     assert {ref.name: ref.kind for ref in repo.refs()} == {"main": "branch", "step-7": "tag"}
-    assert [event.new for event in repo.reflog("step-7")] == [repo.state("main~1").uid, repo.state("main~2").uid]
+    assert [event.new for event in repo.reflog("step-7")] == [
+        repo.state("main~1").uid,
+        repo.state("main~2").uid,
+    ]
     with pytest.raises(InvalidInput, match="cannot name"):
         dcp.save({"w": torch.ones(1)}, storage_writer=Writer(repo), checkpoint_id="two words")
     with pytest.raises(CheckpointException) as caught:
         dcp.save({"w": torch.full((2,), 4.0)}, storage_writer=Writer(repo), checkpoint_id="main")
     assert isinstance(cause(caught.value), Conflict)
-    assert f"'main', which is a branch: the state was saved as {repo.state('main').uid[:10]}" in str(cause(caught.value))
+    assert (
+        f"'main', which is a branch: the state was saved as {repo.state('main').uid[:10]}"
+        in str(cause(caught.value))
+    )
     assert saved(repo, repo.state("main"))["w"][0] == 4
 
 
 def test_address_names_repository_and_branch_or_revision(folder: Path) -> None:
     dcp.save({"w": torch.full((2,), 1.0)}, storage_writer=Writer("runs", "study/a"))
-    dcp.save({"w": torch.full((2,), 2.0)}, storage_writer=Writer(), checkpoint_id="datastates://runs/study/a")
+    dcp.save(
+        {"w": torch.full((2,), 2.0)},
+        storage_writer=Writer(),
+        checkpoint_id="datastates://runs/study/a",
+    )
     dcp.save({"w": torch.full((2,), 3.0)}, storage_writer=Writer("datastates://runs/study/a"))
     dcp.save({"w": torch.full((2,), 4.0)}, storage_writer=Writer("runs", "study/a"))
 
@@ -340,7 +436,11 @@ def test_address_names_repository_and_branch_or_revision(folder: Path) -> None:
 
 def test_address_beside_an_open_repository_is_refused(repo: Repository) -> None:
     with pytest.raises(InvalidInput, match="another repository"):
-        dcp.save({"w": torch.ones(1)}, storage_writer=Writer(repo), checkpoint_id="datastates://runs/main")
+        dcp.save(
+            {"w": torch.ones(1)},
+            storage_writer=Writer(repo),
+            checkpoint_id="datastates://runs/main",
+        )
 
 
 def test_new_branch_forks_from_where_it_is_said_to_start(repo: Repository) -> None:
@@ -352,7 +452,9 @@ def test_new_branch_forks_from_where_it_is_said_to_start(repo: Repository) -> No
     assert repo.state("fork").step == 2
 
 
-def test_save_hangs_on_where_the_branch_stands_whoever_moved_it(repo: Repository, tmp_path: Path) -> None:
+def test_save_hangs_on_where_the_branch_stands_whoever_moved_it(
+    repo: Repository, tmp_path: Path
+) -> None:
     dcp.save({"w": torch.full((2,), 1.0)}, storage_writer=Writer(repo))
     with datastates.open(tmp_path / "runs") as other:
         dcp.save({"w": torch.full((2,), 2.0)}, storage_writer=Writer(other))
@@ -363,7 +465,9 @@ def test_save_hangs_on_where_the_branch_stands_whoever_moved_it(repo: Repository
     dcp.save({"w": torch.full((2,), 5.0)}, storage_writer=Writer(repo, "side"))
 
     assert [int(saved(repo, state)["w"][0]) for state in repo.log("side")] == [5]
-    assert sorted((state.step, int(saved(repo, state)["w"][0])) for state in repo.find("step >= 0")) == [
+    assert sorted(
+        (state.step, int(saved(repo, state)["w"][0])) for state in repo.find("step >= 0")
+    ) == [
         (1, 1),
         (1, 5),
         (2, 2),
@@ -403,7 +507,9 @@ class OddPlanner(DefaultSavePlanner):
     """Writes values in its own way."""
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        return io.BytesIO(pickle.dumps(object)) if write_item.type is WriteItemType.BYTE_IO else object
+        return (
+            io.BytesIO(pickle.dumps(object)) if write_item.type is WriteItemType.BYTE_IO else object
+        )
 
 
 class RenamingPlanner(DefaultLoadPlanner):
@@ -416,7 +522,11 @@ class RenamingPlanner(DefaultLoadPlanner):
 
 
 def test_what_a_planner_makes_of_tensors_is_what_is_saved(repo: Repository) -> None:
-    dcp.save({"w": torch.full((2,), 0.1), "n": (1, "x")}, storage_writer=Writer(repo), planner=HalfPlanner())
+    dcp.save(
+        {"w": torch.full((2,), 0.1), "n": (1, "x")},
+        storage_writer=Writer(repo),
+        planner=HalfPlanner(),
+    )
 
     assert_same(saved(repo), {"w": torch.full((2,), 0.1).half(), "n": (1, "x")})
 
@@ -440,7 +550,18 @@ class SlicingPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         here = MetadataIndex("w", [0, 0])
-        return LoadPlan([ReadItem(LoadItemType.TENSOR, here, torch.Size([1, 0]), here, torch.Size([2, 3]), torch.Size([2, 4]))])
+        return LoadPlan(
+            [
+                ReadItem(
+                    LoadItemType.TENSOR,
+                    here,
+                    torch.Size([1, 0]),
+                    here,
+                    torch.Size([2, 3]),
+                    torch.Size([2, 4]),
+                )
+            ]
+        )
 
 
 def test_part_of_a_tensor_is_loaded_into_a_part_of_another(repo: Repository) -> None:
@@ -456,20 +577,30 @@ def test_plans_that_are_cached_are_saved_like_others(repo: Repository) -> None:
     weights = torch.ones(3)
     for value in (1.0, 2.0, 3.0):
         weights.fill_(value)
-        dcp.save({"w": weights, "n": value}, storage_writer=Writer(repo), planner=DefaultSavePlanner(enable_plan_caching=True))
+        dcp.save(
+            {"w": weights, "n": value},
+            storage_writer=Writer(repo),
+            planner=DefaultSavePlanner(enable_plan_caching=True),
+        )
 
-    assert [(int(saved(repo, state)["w"][0]), saved(repo, state)["n"]) for state in repo.log("main")] == [(3, 3.0), (2, 2.0), (1, 1.0)]
+    assert [
+        (int(saved(repo, state)["w"][0]), saved(repo, state)["n"]) for state in repo.log("main")
+    ] == [(3, 3.0), (2, 2.0), (1, 1.0)]
 
 
 def test_states_of_several_ranks_and_shards_are_refused(repo: Repository) -> None:
     writer = Writer(repo)
     with pytest.raises(Unsupported, match="2 ranks save together"):
         writer.prepare_global_plan([SavePlan([]), SavePlan([])])
-    half: Any = TensorWriteData(ChunkStorageMetadata(torch.Size([0]), torch.Size([2])), TensorProperties(), torch.Size([4]))
+    half: Any = TensorWriteData(
+        ChunkStorageMetadata(torch.Size([0]), torch.Size([2])), TensorProperties(), torch.Size([4])
+    )
     planner = DefaultSavePlanner()
     planner.set_up_planner({"w": torch.ones(2)}, is_coordinator=True)
     with pytest.raises(Unsupported, match="w is a shard"):
-        writer.write_data(SavePlan([WriteItem(MetadataIndex("w"), WriteItemType.SHARD, half)]), planner)
+        writer.write_data(
+            SavePlan([WriteItem(MetadataIndex("w"), WriteItemType.SHARD, half)]), planner
+        )
 
 
 @pytest.fixture
@@ -481,14 +612,23 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_group_of_one_process_saves_and_loads_whole_tensors_that_are_distributed(alone: None, repo: Repository) -> None:
+def test_group_of_one_process_saves_and_loads_whole_tensors_that_are_distributed(
+    alone: None, repo: Repository
+) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (1,))
     whole = torch.arange(12.0).view(4, 3)
-    dcp.save({"w": distribute_tensor(whole, mesh, [Shard(0)]), "plain": whole, "n": 1}, storage_writer=Writer(repo))
-    found: dict[str, Any] = {"w": distribute_tensor(torch.zeros(4, 3), mesh, [Shard(1)]), "plain": torch.zeros(4, 3), "n": 0}
+    dcp.save(
+        {"w": distribute_tensor(whole, mesh, [Shard(0)]), "plain": whole, "n": 1},
+        storage_writer=Writer(repo),
+    )
+    found: dict[str, Any] = {
+        "w": distribute_tensor(torch.zeros(4, 3), mesh, [Shard(1)]),
+        "plain": torch.zeros(4, 3),
+        "n": 0,
+    }
     dcp.load(found, storage_reader=Reader(repo))
 
     assert torch.equal(found["w"].full_tensor(), whole)
@@ -499,7 +639,9 @@ def test_group_of_one_process_saves_and_loads_whole_tensors_that_are_distributed
     assert isinstance(cause(caught.value), Unsupported)
 
 
-def test_open_repository_does_not_go_to_another_process_and_an_address_does(repo: Repository) -> None:
+def test_open_repository_does_not_go_to_another_process_and_an_address_does(
+    repo: Repository,
+) -> None:
     with pytest.raises(Unsupported, match="name its folder"):
         pickle.dumps(Writer(repo))
     again = pickle.loads(pickle.dumps(Writer("runs", "side", step=3)))
@@ -512,7 +654,10 @@ def test_loading_waits_for_the_copy_of_a_capture(repo: Repository) -> None:
     with repo.track(model=model, optimizer=optimizer) as run:
         run.capture().wait()
         torch.manual_seed(9)
-        changed = {name: torch.randn_like(value) if value.is_floating_point() else value for name, value in model.state_dict().items()}
+        changed = {
+            name: torch.randn_like(value) if value.is_floating_point() else value
+            for name, value in model.state_dict().items()
+        }
         dcp.save({"model": changed}, storage_writer=Writer(repo, "other"))
         taken = run.capture()
         before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -1,4 +1,5 @@
-"""Objects given to torch.distributed.checkpoint whole: states of theirs are made, checked and put back by ours."""
+"""Objects given to torch.distributed.checkpoint whole: states of theirs are made, checked and
+put back by ours."""
 
 from __future__ import annotations
 
@@ -33,12 +34,16 @@ def test_stateful_makes_the_state_of_an_optimizer_that_has_not_stepped(repo: Rep
     assert torch.equal(torch.rand(3), expected), "random numbers go on too"
     assert app.report is not None
     assert_same(get_state_dict(other, fresh), get_state_dict(model, optimizer))
-    assert list(repo.load("main")["app"]["optimizer"]["state"]) == [name for name, _ in model.named_parameters()]
+    assert list(repo.load("main")["app"]["optimizer"]["state"]) == [
+        name for name, _ in model.named_parameters()
+    ]
 
 
 def test_stateful_changes_nothing_unless_everything_fits(repo: Repository) -> None:
     model, optimizer = build()
-    dcp.save({"app": Stateful(model=model, optimizer=optimizer, rng=False)}, storage_writer=Writer(repo))
+    dcp.save(
+        {"app": Stateful(model=model, optimizer=optimizer, rng=False)}, storage_writer=Writer(repo)
+    )
     smaller = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
     before = {name: value.clone() for name, value in smaller.state_dict().items()}
     with pytest.raises(InvalidInput, match="does not fit"):
@@ -62,7 +67,10 @@ class Order:
 
 def test_stateful_takes_what_has_another_size_or_another_state_now(repo: Repository) -> None:
     model, fresh = build(is_stepped=False)
-    dcp.save({"app": Stateful(model=model, optimizer=fresh, order=Order(7)), "n": 1}, storage_writer=Writer(repo))
+    dcp.save(
+        {"app": Stateful(model=model, optimizer=fresh, order=Order(7)), "n": 1},
+        storage_writer=Writer(repo),
+    )
     other, stepped = build(1)
     order = Order(3)
     found: dict[str, Any] = {"app": Stateful(model=other, optimizer=stepped, order=order), "n": 0}
@@ -72,10 +80,14 @@ def test_stateful_takes_what_has_another_size_or_another_state_now(repo: Reposit
     assert not stepped.state
     assert found["n"] == 1
     dcp.save(found, storage_writer=Writer(repo))
-    assert torch.equal(saved(repo)["app"]["order"]["order"], torch.arange(7)), "it shows what it holds again"
+    assert torch.equal(saved(repo)["app"]["order"]["order"], torch.arange(7)), (
+        "it shows what it holds again"
+    )
 
 
-def test_stateful_that_another_thread_saves_is_whole_whatever_is_loaded_meanwhile(repo: Repository) -> None:
+def test_stateful_that_another_thread_saves_is_whole_whatever_is_loaded_meanwhile(
+    repo: Repository,
+) -> None:
     model, optimizer = build()
     app = Stateful(model=model, optimizer=optimizer, rng=False)
     dcp.save({"app": app}, storage_writer=Writer(repo))
@@ -101,7 +113,11 @@ def test_stateful_that_the_state_lacks_is_refused(repo: Repository) -> None:
     with pytest.raises(CheckpointException, match="the state has no 'app': it has other, n"):
         dcp.load({"app": app}, storage_reader=Reader(repo))
 
-    dcp.load({"app": app}, storage_reader=Reader(repo), planner=DefaultLoadPlanner(allow_partial_load=True))
+    dcp.load(
+        {"app": app},
+        storage_reader=Reader(repo),
+        planner=DefaultLoadPlanner(allow_partial_load=True),
+    )
     assert list(app.state_dict()) == ["model", "rng"]
 
 
@@ -113,5 +129,7 @@ def test_stateful_is_saved_and_loaded_by_torchs_own_storage_too(tmp_path: Path) 
 
     assert_same(get_state_dict(other, stepped), get_state_dict(model, optimizer))
     third, fresh = build(2, is_stepped=False)
-    with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: app\.optimizer\.state"):
+    with pytest.raises(
+        CheckpointException, match=r"Missing key in checkpoint state_dict: app\.optimizer\.state"
+    ):
         dcp.load({"app": Stateful(model=third, optimizer=fresh)}, checkpoint_id=tmp_path / "folder")

@@ -1,4 +1,5 @@
-"""Trainings by Lightning that are killed and started again: each loss is that of the one that never stopped and had no callback of ours."""
+"""Trainings by Lightning that are killed and started again: each loss is that of the one that
+never stopped and had no callback of ours."""
 
 from __future__ import annotations
 
@@ -24,22 +25,32 @@ def lightning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
         yield opened
 
 
-def losses_after_kills(lightning: Forge, folder: Path, kind: str, kills: int, seed: int, **options: Any) -> tuple[int, int]:
-    """Kill a training so many times, each time further on; raises unless every process says what the plain training says there.
+def losses_after_kills(
+    lightning: Forge, folder: Path, kind: str, kills: int, seed: int, **options: Any
+) -> tuple[int, int]:
+    """Kill a training so many times, each time further on; raises unless every process says what
+    the plain training says there.
 
     :returns: how many batches there are, and with how many the last process went on.
     """
-    # of several loaders at once, ours begins each with its first batch: their seeds are drawn in another order than without it
-    plain = lightning.run(JOB, folder=str(folder / "plain"), kind=kind, ours=kind == "several", **options)
+    # of several loaders at once, ours begins each with its first batch: their seeds are drawn in
+    # another order than without it
+    plain = lightning.run(
+        JOB, folder=str(folder / "plain"), kind=kind, ours=kind == "several", **options
+    )
     whole = {line.rsplit(" ", 1)[0]: line for line in plain}
     assert len(whole) == len(plain), "each line is of its own batch"
     count = sum(not line.startswith("validated") for line in plain)
     choose = random.Random(seed)
     for at in sorted(choose.sample(range(1, 20), kills)):
-        job = lightning.start(JOB, folder=str(folder), kind=kind, at=at, seed=choose.randrange(1000), **options)
+        job = lightning.start(
+            JOB, folder=str(folder), kind=kind, at=at, seed=choose.randrange(1000), **options
+        )
         said = job.say()
         assert job.wait() in (-9, 0), lightning.errors()[-3000:]
-        assert [line for line in said if whole.get(line.rsplit(" ", 1)[0]) != line] == [], f"before the kill at {at}"
+        assert [line for line in said if whole.get(line.rsplit(" ", 1)[0]) != line] == [], (
+            f"before the kill at {at}"
+        )
     said = lightning.run(JOB, folder=str(folder), kind=kind, **options)
     assert [line for line in said if whole.get(line.rsplit(" ", 1)[0]) != line] == []
     assert not said or said[-1] == plain[-1]
@@ -52,11 +63,19 @@ def losses_after_kills(lightning: Forge, folder: Path, kind: str, kills: int, se
     "workers",
     [
         pytest.param(0, marks=pytest.mark.exact("lightning", "workers-0")),
-        pytest.param(2, marks=[pytest.mark.in_turn("integrations"), pytest.mark.exact("lightning", "workers-2")]),
+        pytest.param(
+            2,
+            marks=[
+                pytest.mark.in_turn("integrations"),
+                pytest.mark.exact("lightning", "workers-2"),
+            ],
+        ),
     ],
 )
 def test_killed_training_repeats_every_loss(lightning: Forge, tmp_path: Path, workers: int) -> None:
-    count, rest = losses_after_kills(lightning, tmp_path, "plain", effort(10, 3), seed=workers, workers=workers)
+    count, rest = losses_after_kills(
+        lightning, tmp_path, "plain", effort(10, 3), seed=workers, workers=workers
+    )
     assert 0 < rest < count
 
 
@@ -71,7 +90,9 @@ def test_killed_training_repeats_every_loss(lightning: Forge, tmp_path: Path, wo
         pytest.param("iterable", marks=pytest.mark.exact("lightning", "iterable")),
     ],
 )  # fmt: skip
-def test_killed_training_of_another_kind_repeats_every_loss(lightning: Forge, tmp_path: Path, kind: str) -> None:
+def test_killed_training_of_another_kind_repeats_every_loss(
+    lightning: Forge, tmp_path: Path, kind: str
+) -> None:
     losses_after_kills(lightning, tmp_path, kind, effort(10, 3), seed=len(kind))
 
 
@@ -95,4 +116,12 @@ def test_killed_training_with_accumulation_and_mixed_precision_repeats_every_los
 def test_killed_training_with_manual_optimization_repeats_every_loss(
     lightning: Forge, tmp_path: Path, workers: int, precision: str
 ) -> None:
-    losses_after_kills(lightning, tmp_path, "manual", effort(10, 2), seed=workers, workers=workers, precision=precision)
+    losses_after_kills(
+        lightning,
+        tmp_path,
+        "manual",
+        effort(10, 2),
+        seed=workers,
+        workers=workers,
+        precision=precision,
+    )

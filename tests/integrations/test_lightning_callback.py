@@ -23,34 +23,61 @@ from datastates.integrations.lightning import DatastatesCallback
 from datastates.integrations.lightning.data import Data
 from tests.integrations.lightning_jobs import BATCHES, Automatic, Items, Plateau, trainer_of
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("UserWarning", "FutureWarning", "DeprecationWarning")]
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore::{kind}")
+    for kind in ("UserWarning", "FutureWarning", "DeprecationWarning")
+]
 
 
 def fit(
-    repo: Any, tmp_path: Path, *, seed: int = 3, module: type[Automatic] = Automatic, lr: float = 0.01, more: Any = (), **settings: Any
+    repo: Any,
+    tmp_path: Path,
+    *,
+    seed: int = 3,
+    module: type[Automatic] = Automatic,
+    lr: float = 0.01,
+    more: Any = (),
+    **settings: Any,
 ) -> list[str]:
     """What a training says; options of the callback and of the Trainer by name."""
     said: list[str] = []
-    options = {name: settings.pop(name) for name in ("branch", "start", "every", "config", "gradients", "keep_best") if name in settings}
+    options = {
+        name: settings.pop(name)
+        for name in ("branch", "start", "every", "config", "gradients", "keep_best")
+        if name in settings
+    }
     ckpt_path = settings.pop("ckpt_path", None)
     torch.manual_seed(seed)
     callbacks = [*more, *([] if repo is None else [DatastatesCallback(repo, **options)])]
     trainer = trainer_of("plain", tmp_path, callbacks, settings)
     model = module(lambda *words: said.append(" ".join(map(str, words))), lr)
-    trainer.fit(model, DataLoader(Items(), batch_size=4, shuffle=True), DataLoader(Items(), batch_size=13), ckpt_path=ckpt_path)
+    trainer.fit(
+        model,
+        DataLoader(Items(), batch_size=4, shuffle=True),
+        DataLoader(Items(), batch_size=13),
+        ckpt_path=ckpt_path,
+    )
     return said
 
 
-def test_every_step_is_a_state_with_its_metrics_and_hyperparameters(repo: Repository, tmp_path: Path) -> None:
+def test_every_step_is_a_state_with_its_metrics_and_hyperparameters(
+    repo: Repository, tmp_path: Path
+) -> None:
     said = fit(repo, tmp_path, max_epochs=2, config={"note": "first"})
     states = list(repo.log("main"))
     assert [state.step for state in states] == list(range(2 * BATCHES, 0, -1))
     losses = [float.fromhex(line.split()[-1]) for line in said if not line.startswith("validated")]
     assert [state.metrics["loss"] for state in reversed(states)] == losses
-    assert ["val_loss" in state.metrics for state in states] == ([True] + [False] * (BATCHES - 1)) * 2
+    assert ["val_loss" in state.metrics for state in states] == (
+        [True] + [False] * (BATCHES - 1)
+    ) * 2
     validated = [float.fromhex(line.split()[-1]) for line in said if line.startswith("validated")]
-    assert [state.metrics["val_loss"] for state in reversed(states) if "val_loss" in state.metrics] == validated
-    assert [state.attributes["epoch"] for state in reversed(states)] == [0] * BATCHES + [1] * BATCHES
+    assert [
+        state.metrics["val_loss"] for state in reversed(states) if "val_loss" in state.metrics
+    ] == validated
+    assert [state.attributes["epoch"] for state in reversed(states)] == [0] * BATCHES + [
+        1
+    ] * BATCHES
     assert repo.find("config.lr = 0.01 and config.note = 'first' limit 1")
     assert set(repo.load("main")) == {"model", "optimizer", "scheduler", "trainer", "data", "rng"}
 
@@ -67,7 +94,9 @@ def test_two_variants_fork_where_the_parent_stood(repo: Repository, tmp_path: Pa
     assert len(other) == len(same)
     assert other[0] == same[0], "nothing was updated yet"
     assert other[1:] != same[1:]
-    assert repo.state(f"same~{len([line for line in same if line[0] != 'v'])}") == repo.state("warm")
+    assert repo.state(f"same~{len([line for line in same if line[0] != 'v'])}") == repo.state(
+        "warm"
+    )
     assert repo.state("main").step == 3 * BATCHES
 
 
@@ -84,7 +113,9 @@ def test_a_training_that_is_over_goes_on_with_more_epochs(repo: Repository, tmp_
 @pytest.mark.slow
 @pytest.mark.in_turn("integrations")
 @pytest.mark.parametrize("steps", [3, BATCHES, BATCHES + 2])
-def test_a_training_by_steps_goes_on_with_more_steps(repo: Repository, tmp_path: Path, steps: int) -> None:
+def test_a_training_by_steps_goes_on_with_more_steps(
+    repo: Repository, tmp_path: Path, steps: int
+) -> None:
     whole = fit(None, tmp_path, max_steps=17, max_epochs=-1)
     first = fit(repo, tmp_path, max_steps=steps, max_epochs=-1)
     rest = fit(repo, tmp_path, seed=99, max_steps=17, max_epochs=-1)
@@ -95,7 +126,16 @@ def test_a_training_by_steps_goes_on_with_more_steps(repo: Repository, tmp_path:
 @pytest.mark.in_turn("integrations")
 def test_captures_are_as_often_as_asked_for(repo: Repository, tmp_path: Path) -> None:
     fit(repo, tmp_path, branch="some", every=4)
-    assert [state.step for state in repo.log("some")] == [21, 20, 16, 14, 12, 8, 7, 4], "every fourth, and those that were validated"
+    assert [state.step for state in repo.log("some")] == [
+        21,
+        20,
+        16,
+        14,
+        12,
+        8,
+        7,
+        4,
+    ], "every fourth, and those that were validated"
     fit(repo, tmp_path, branch="epochs", every=None)
     assert [state.step for state in repo.log("epochs")] == [21, 14, 7]
     fit(repo, tmp_path, branch="accumulated", accumulate_grad_batches=3)
@@ -115,14 +155,24 @@ class Validating(L.Callback):  # type: ignore[misc]  # Lightning is not looked a
 
 @pytest.mark.slow
 @pytest.mark.in_turn("integrations")
-def test_a_validated_step_is_a_state_however_seldom_captures_are(repo: Repository, tmp_path: Path) -> None:
+def test_a_validated_step_is_a_state_however_seldom_captures_are(
+    repo: Repository, tmp_path: Path
+) -> None:
     noted = Validating()
     fit(repo, tmp_path, every=5, val_check_interval=3, max_epochs=2, more=[noted])
     assert sorted(noted.found) == [3, 6, 10, 13]
     assert [state.step for state in repo.log("main")] == [14, 13, 10, 6, 5, 3]
-    assert {state.step: state.metrics["val_loss"] for state in repo.log("main") if "val_loss" in state.metrics} == noted.found
+    assert {
+        state.step: state.metrics["val_loss"]
+        for state in repo.log("main")
+        if "val_loss" in state.metrics
+    } == noted.found
     fit(repo, tmp_path, every=5, max_epochs=3)
-    assert [state.step for state in repo.log("main", limit=3)] == [21, 20, 15], "every fifth, wherever the training ended before"
+    assert [state.step for state in repo.log("main", limit=3)] == [
+        21,
+        20,
+        15,
+    ], "every fifth, wherever the training ended before"
 
 
 class Seldom(Automatic):
@@ -142,8 +192,19 @@ def test_no_state_has_the_metrics_of_an_earlier_step(repo: Repository, tmp_path:
     fit(repo, tmp_path, module=Seldom, every=5, branch="seldom", max_epochs=1)
     assert not any("third" in state.metrics for state in repo.log("seldom"))
     noted = Validating()
-    fit(repo, tmp_path, branch="amid", accumulate_grad_batches=2, val_check_interval=3, max_epochs=1, more=[noted])
-    assert sorted(noted.found) == [1, 3], "one of them amid an accumulation, after the state whose weights it had"
+    fit(
+        repo,
+        tmp_path,
+        branch="amid",
+        accumulate_grad_batches=2,
+        val_check_interval=3,
+        max_epochs=1,
+        more=[noted],
+    )
+    assert sorted(noted.found) == [
+        1,
+        3,
+    ], "one of them amid an accumulation, after the state whose weights it had"
     assert [(state.step, state.metrics.get("val_loss")) for state in repo.log("amid")] == [
         (4, None),
         (3, noted.found[3]),
@@ -154,7 +215,9 @@ def test_no_state_has_the_metrics_of_an_earlier_step(repo: Repository, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.in_turn("integrations")
-def test_ends_of_epochs_are_captured_after_a_resume_and_no_other_steps(repo: Repository, tmp_path: Path) -> None:
+def test_ends_of_epochs_are_captured_after_a_resume_and_no_other_steps(
+    repo: Repository, tmp_path: Path
+) -> None:
     fit(repo, tmp_path, every=None, max_epochs=1)
     fit(repo, tmp_path, every=None, max_epochs=3)
     assert [state.step for state in repo.log("main")] == [21, 14, 7]
@@ -162,7 +225,9 @@ def test_ends_of_epochs_are_captured_after_a_resume_and_no_other_steps(repo: Rep
 
 @pytest.mark.slow
 @pytest.mark.in_turn("integrations")
-def test_the_loss_of_a_step_is_not_the_share_that_was_accumulated(repo: Repository, tmp_path: Path) -> None:
+def test_the_loss_of_a_step_is_not_the_share_that_was_accumulated(
+    repo: Repository, tmp_path: Path
+) -> None:
     fit(repo, tmp_path, accumulate_grad_batches=3, max_epochs=1)
     for state in repo.log("main"):
         assert state.metrics["loss"] == pytest.approx(state.metrics["train_loss"])
@@ -187,7 +252,9 @@ def test_hooks_on_checkpoints_are_called(repo: Repository, tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.in_turn("integrations")
-def test_an_error_makes_the_head_durable_and_goes_on_its_way(repo: Repository, tmp_path: Path) -> None:
+def test_an_error_makes_the_head_durable_and_goes_on_its_way(
+    repo: Repository, tmp_path: Path
+) -> None:
     class Failing(L.Callback):  # type: ignore[misc]  # Lightning is not looked at by mypy
         def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
             if trainer.global_step == 5:
@@ -202,7 +269,9 @@ def test_an_error_makes_the_head_durable_and_goes_on_its_way(repo: Repository, t
 
 @pytest.mark.slow
 @pytest.mark.in_turn("integrations")
-def test_ctrl_c_loses_nothing_and_the_same_callback_goes_on(repo: Repository, tmp_path: Path) -> None:
+def test_ctrl_c_loses_nothing_and_the_same_callback_goes_on(
+    repo: Repository, tmp_path: Path
+) -> None:
     class Interrupting(L.Callback):  # type: ignore[misc]  # Lightning is not looked at by mypy
         def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
             if trainer.global_step == 9:
@@ -229,10 +298,14 @@ def test_a_callback_within_a_fit_is_in_no_other(repo: Repository, tmp_path: Path
     class Nesting(L.Callback):  # type: ignore[misc]  # likewise
         def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
             if trainer.global_step == 2:
-                trainer_of("plain", tmp_path, [ours], {}).fit(Automatic(print), DataLoader(Items(), batch_size=4))
+                trainer_of("plain", tmp_path, [ours], {}).fit(
+                    Automatic(print), DataLoader(Items(), batch_size=4)
+                )
 
     with pytest.raises(Conflict, match="is in a fit of another Trainer"):
-        trainer_of("plain", tmp_path, [ours, Nesting()], {}).fit(Automatic(lambda *_: None), DataLoader(Items(), batch_size=4))
+        trainer_of("plain", tmp_path, [ours, Nesting()], {}).fit(
+            Automatic(lambda *_: None), DataLoader(Items(), batch_size=4)
+        )
     assert repo.state("main").step == 2
 
 
@@ -263,11 +336,19 @@ def test_early_stopping_counts_on(repo: Repository, tmp_path: Path) -> None:
 def test_metrics_of_the_repository_choose_the_best(repo: Repository, tmp_path: Path) -> None:
     fit(repo, tmp_path, keep_best="val_loss")
     best = repo.state("main@best:val_loss")
-    assert best.metrics["val_loss"] == min(state.metrics["val_loss"] for state in repo.log("main") if "val_loss" in state.metrics)
+    assert best.metrics["val_loss"] == min(
+        state.metrics["val_loss"] for state in repo.log("main") if "val_loss" in state.metrics
+    )
 
 
-@pytest.mark.inexact("lightning", "iterable", "an iterator has no place that could be found again: give what it iterates over")
-def test_what_cannot_be_exact_is_said_at_the_start(repo: Repository, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.inexact(
+    "lightning",
+    "iterable",
+    "an iterator has no place that could be found again: give what it iterates over",
+)
+def test_what_cannot_be_exact_is_said_at_the_start(
+    repo: Repository, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Once:
         def __iter__(self) -> Any:
             return self
@@ -275,7 +356,12 @@ def test_what_cannot_be_exact_is_said_at_the_start(repo: Repository, tmp_path: P
         def __next__(self) -> torch.Tensor:
             return torch.ones(4, 8)
 
-    trainer = trainer_of("plain", tmp_path, [DatastatesCallback(repo)], {"max_steps": 2, "reload_dataloaders_every_n_epochs": 2})
+    trainer = trainer_of(
+        "plain",
+        tmp_path,
+        [DatastatesCallback(repo)],
+        {"max_steps": 2, "reload_dataloaders_every_n_epochs": 2},
+    )
     with caplog.at_level(logging.WARNING, "datastates"):
         trainer.fit(Automatic(lambda *_: None), Once())
     said = [record.getMessage() for record in caplog.records if "may differ" in record.getMessage()]
@@ -286,16 +372,25 @@ def test_what_cannot_be_exact_is_said_at_the_start(repo: Repository, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.in_turn("integrations")
-def test_stochastic_weight_averaging_is_said_to_be_inexact(repo: Repository, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_stochastic_weight_averaging_is_said_to_be_inexact(
+    repo: Repository, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "datastates"):
         fit(repo, tmp_path, max_epochs=1, more=[StochasticWeightAveraging(swa_lrs=0.01)])
-    assert any("StochasticWeightAveraging has a schedule of its own" in record.getMessage() for record in caplog.records)
+    assert any(
+        "StochasticWeightAveraging has a schedule of its own" in record.getMessage()
+        for record in caplog.records
+    )
 
 
-def test_nothing_is_said_of_what_is_exact(repo: Repository, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_said_of_what_is_exact(
+    repo: Repository, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "datastates"):
         fit(repo, tmp_path, max_epochs=1)
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert [
+        record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+    ] == []
 
 
 @pytest.mark.slow
@@ -311,9 +406,13 @@ def test_what_makes_no_sense_is_refused(repo: Repository, tmp_path: Path) -> Non
         fit(repo, tmp_path, more=[_Second(repo, branch="second")])
     fit(repo, tmp_path, max_epochs=1)
     with pytest.raises(Conflict, match="does not descend"):
-        fit(repo, tmp_path, branch="b", start="main~3") and fit(repo, tmp_path, branch="main", start="b")
+        fit(repo, tmp_path, branch="b", start="main~3") and fit(
+            repo, tmp_path, branch="main", start="b"
+        )
     with pytest.raises(Conflict, match="resume=True"):
-        trainer_of("plain", tmp_path, [DatastatesCallback(repo, resume=False)], {}).fit(Automatic(print), DataLoader(Items(), batch_size=4))
+        trainer_of("plain", tmp_path, [DatastatesCallback(repo, resume=False)], {}).fit(
+            Automatic(print), DataLoader(Items(), batch_size=4)
+        )
 
 
 class _Second(DatastatesCallback):
@@ -324,14 +423,18 @@ class _Second(DatastatesCallback):
         return "second"
 
 
-def test_several_processes_are_refused_before_the_training(repo: Repository, tmp_path: Path) -> None:
+def test_several_processes_are_refused_before_the_training(
+    repo: Repository, tmp_path: Path
+) -> None:
     trainer = trainer_of("plain", tmp_path, [], {})
     trainer.strategy._lightning_module = None
 
     class Two:
         fast_dev_run, world_size, callbacks, strategy = False, 2, (), trainer.strategy
 
-    with pytest.raises(Unsupported, match=r'2 processes by SingleDeviceStrategy, .* use strategy="ddp"'):
+    with pytest.raises(
+        Unsupported, match=r'2 processes by SingleDeviceStrategy, .* use strategy="ddp"'
+    ):
         DatastatesCallback(repo).setup(Two(), None, "fit")
 
 
@@ -339,7 +442,10 @@ def test_an_epoch_that_other_processes_shared_is_refused() -> None:
     class Two:
         world_size = 2
 
-    for is_over, said in ((False, "within an epoch that 1 processes shared, and this Trainer has 2: use devices=1"), (True, None)):
+    for is_over, said in (
+        (False, "within an epoch that 1 processes shared, and this Trainer has 2: use devices=1"),
+        (True, None),
+    ):
         with pytest.raises(InvalidInput, match=said) if said else nullcontext():
             Data(Two(), lambda _: None).load_state_dict({"loaders": [{"is_over": is_over}]})
 

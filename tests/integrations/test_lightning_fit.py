@@ -1,4 +1,5 @@
-"""What a fit by Lightning takes up again: the rest of an epoch, a stop, averages of weights, accumulation."""
+"""What a fit by Lightning takes up again: the rest of an epoch, a stop, averages of weights,
+accumulation."""
 
 from __future__ import annotations
 
@@ -29,7 +30,10 @@ from datastates.integrations.lightning.callback import Fit
 from tests.integrations.lightning_jobs import BATCHES, Automatic, Items, trainer_of
 
 pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("UserWarning", "FutureWarning", "DeprecationWarning")),
+    *(
+        pytest.mark.filterwarnings(f"ignore::{kind}")
+        for kind in ("UserWarning", "FutureWarning", "DeprecationWarning")
+    ),
     pytest.mark.slow,
     pytest.mark.in_turn("integrations"),
 ]
@@ -67,7 +71,12 @@ class Clock(Timer):  # type: ignore[misc]  # likewise
 
 
 def fit(
-    repo: Repository | None, tmp_path: Path, *more: Any, seed: int = 3, validation: Any = None, **settings: Any
+    repo: Repository | None,
+    tmp_path: Path,
+    *more: Any,
+    seed: int = 3,
+    validation: Any = None,
+    **settings: Any,
 ) -> tuple[list[str], Automatic]:
     """What a training says, and what it trained; ``branch`` and ``start`` are the callback's."""
     said: list[str] = []
@@ -76,18 +85,24 @@ def fit(
     ours = [] if repo is None else [DatastatesCallback(repo, **options)]
     model = Automatic(lambda *words: said.append(" ".join(map(str, words))))
     with suppress(ZeroDivisionError):
-        trainer_of("plain", tmp_path, [*more, *ours], settings).fit(model, DataLoader(Items(), batch_size=4, shuffle=True), validation)
+        trainer_of("plain", tmp_path, [*more, *ours], settings).fit(
+            model, DataLoader(Items(), batch_size=4, shuffle=True), validation
+        )
     return said, model
 
 
 def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
     """Whether two modules have the same tensors."""
     found = one.state_dict(), other.state_dict()
-    return found[0].keys() == found[1].keys() and all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    return found[0].keys() == found[1].keys() and all(
+        torch.equal(found[0][name], found[1][name]) for name in found[0]
+    )
 
 
 @pytest.mark.parametrize("at", [3, BATCHES + 2])
-def test_an_epoch_within_which_a_training_was_stopped_goes_on_with_its_rest(repo: Repository, tmp_path: Path, at: int) -> None:
+def test_an_epoch_within_which_a_training_was_stopped_goes_on_with_its_rest(
+    repo: Repository, tmp_path: Path, at: int
+) -> None:
     whole, _ = fit(None, tmp_path)
     first, _ = fit(repo, tmp_path, Stopping(at))
     rest, _ = fit(repo, tmp_path, seed=99)
@@ -95,7 +110,9 @@ def test_an_epoch_within_which_a_training_was_stopped_goes_on_with_its_rest(repo
     assert first + rest == whole
 
 
-def test_a_training_that_early_stopping_ended_stays_ended(repo: Repository, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_training_that_early_stopping_ended_stays_ended(
+    repo: Repository, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def stopping() -> Any:
         return EarlyStopping("val_loss", patience=1, min_delta=10.0)
 
@@ -107,7 +124,9 @@ def test_a_training_that_early_stopping_ended_stays_ended(repo: Repository, tmp_
     assert fit(repo, tmp_path, max_epochs=3)[0] != [], "without it the training goes on"
 
 
-def test_a_training_that_ran_out_of_time_goes_on_once_it_has_more(repo: Repository, tmp_path: Path) -> None:
+def test_a_training_that_ran_out_of_time_goes_on_once_it_has_more(
+    repo: Repository, tmp_path: Path
+) -> None:
     whole, _ = fit(None, tmp_path)
     first, _ = fit(repo, tmp_path, Clock({"hours": 1}))
     assert len(first) == 4
@@ -116,7 +135,9 @@ def test_a_training_that_ran_out_of_time_goes_on_once_it_has_more(repo: Reposito
 
 
 def test_an_average_of_the_weights_goes_on_where_it_stood(repo: Repository, tmp_path: Path) -> None:
-    whole, averaged = fit(repo, tmp_path, EMAWeightAveraging(decay=0.9), branch="whole", validation=VALIDATED)
+    whole, averaged = fit(
+        repo, tmp_path, EMAWeightAveraging(decay=0.9), branch="whole", validation=VALIDATED
+    )
     fit(repo, tmp_path, EMAWeightAveraging(decay=0.9), Failing(BATCHES + 3), validation=VALIDATED)
     rest, again = fit(repo, tmp_path, EMAWeightAveraging(decay=0.9), seed=99, validation=VALIDATED)
     assert rest[-BATCHES:] == whole[-BATCHES:], "the losses of validations too"
@@ -128,13 +149,19 @@ def test_more_epochs_begin_with_the_weights_that_were_trained_and_not_with_their
     repo: Repository, tmp_path: Path, kind: str
 ) -> None:
     def averaging() -> Any:
-        return EMAWeightAveraging(decay=0.9) if kind == "moving" else _Plainly(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=1)
+        return (
+            EMAWeightAveraging(decay=0.9)
+            if kind == "moving"
+            else _Plainly(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=1)
+        )
 
     whole, averaged = fit(None, tmp_path, averaging(), max_epochs=3)
     first, before = fit(repo, tmp_path, averaging(), max_epochs=2)
     nothing, kept = fit(repo, tmp_path, averaging(), seed=99, max_epochs=2)
     assert nothing == []
-    assert same(kept, before), "a training with nothing left to do leaves the average in the module, as Lightning does"
+    assert same(kept, before), (
+        "a training with nothing left to do leaves the average in the module, as Lightning does"
+    )
     rest, after = fit(repo, tmp_path, averaging(), seed=99, max_epochs=3)
     assert first + rest == whole
     assert same(after, averaged)
@@ -155,7 +182,9 @@ def test_a_variant_accumulates_as_its_trainer_was_made_to(repo: Repository, tmp_
     assert repo.state("variant").step == 3 + BATCHES
 
 
-def test_a_schedule_of_accumulation_goes_on_within_an_epoch(repo: Repository, tmp_path: Path) -> None:
+def test_a_schedule_of_accumulation_goes_on_within_an_epoch(
+    repo: Repository, tmp_path: Path
+) -> None:
     def schedule() -> Any:
         return GradientAccumulationScheduler({0: 1, 1: 2})
 
@@ -165,12 +194,16 @@ def test_a_schedule_of_accumulation_goes_on_within_an_epoch(repo: Repository, tm
     assert rest == whole[BATCHES + 2 :]
 
 
-def test_random_numbers_of_a_validated_checkpoint_are_not_those_of_the_next_fit(repo: Repository, tmp_path: Path) -> None:
+def test_random_numbers_of_a_validated_checkpoint_are_not_those_of_the_next_fit(
+    repo: Repository, tmp_path: Path
+) -> None:
     whole, _ = fit(None, tmp_path, max_epochs=2)
     said: list[str] = []
     torch.manual_seed(3)
     plugins = [LightningEnvironment(), DatastatesCheckpointIO(repo, branch="checkpoints")]
-    trainer = trainer_of("plain", tmp_path, [DatastatesCallback(repo)], {"max_epochs": 1, "plugins": plugins})
+    trainer = trainer_of(
+        "plain", tmp_path, [DatastatesCallback(repo)], {"max_epochs": 1, "plugins": plugins}
+    )
     model = Automatic(lambda *words: said.append(" ".join(map(str, words))))
     trainer.fit(model, DataLoader(Items(), batch_size=4, shuffle=True))
     trainer.validate(model, VALIDATED, ckpt_path="datastates:main@step:3", verbose=False)
@@ -179,7 +212,9 @@ def test_random_numbers_of_a_validated_checkpoint_are_not_those_of_the_next_fit(
     assert [line for line in said if not line.startswith("validated")] == whole
 
 
-def test_states_of_earlier_versions_are_taken_up(repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_of_earlier_versions_are_taken_up(
+    repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole, _ = fit(None, tmp_path, accumulate_grad_batches=2)
     taken = Fit.state_dict
 

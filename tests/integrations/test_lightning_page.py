@@ -22,8 +22,18 @@ def test_page_runs_as_it_stands(tmp_path: Path) -> None:
     assert len(code) == 4
     script = tmp_path / "page.py"
     script.write_text("\n\n".join(code))
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("DATASTATES_")} | {"DATASTATES_MEMORY": "64M"}
-    done = warm.run([sys.executable, script.name], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith("DATASTATES_")
+    } | {"DATASTATES_MEMORY": "64M"}
+    done = warm.run(
+        [sys.executable, script.name],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "goes on from" in done.stderr, "one more epoch"

@@ -1,4 +1,5 @@
-"""MLflow, W&B and TensorBoard beside a training: each has the metrics that were given once, and either knows the other's name for it."""
+"""MLflow, W&B and TensorBoard beside a training: each has the metrics that were given once, and
+either knows the other's name for it."""
 
 from __future__ import annotations
 
@@ -26,15 +27,23 @@ from tests.support.forge import forge
 from tests.test_documents import ROOT, blocks
 
 each_log = pytest.mark.parametrize("kind", KINDS)
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")  # theirs
+# theirs
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"
+)
 
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is asked of a network, nor printed."""
-    for name, value in {"WANDB_SILENT": "true", "WANDB_CONSOLE": "off", "MLFLOW_DISABLE_TELEMETRY": "true"}.items():
+    for name, value in {
+        "WANDB_SILENT": "true",
+        "WANDB_CONSOLE": "off",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    }.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.delenv("WANDB_SERVICE", raising=False)  # children have one of their own, which ends with them
+    # children have one of their own, which ends with them
+    monkeypatch.delenv("WANDB_SERVICE", raising=False)
 
 
 @pytest.fixture
@@ -68,10 +77,18 @@ def train(run: Tracker, model: nn.Module, optimizer: torch.optim.Optimizer, step
         run.capture(metrics={"loss": loss.item(), "rate": 0.1})
 
 
-def trained(repo: Repository, theirs: Theirs, steps: int, branch: str = "main", **options: Any) -> Beside:
+def trained(
+    repo: Repository, theirs: Theirs, steps: int, branch: str = "main", **options: Any
+) -> Beside:
     """So many steps more, with the log beside them."""
     model, optimizer = job()
-    with repo.track(branch=branch, model=model, optimizer=optimizer, config={"lr": 0.1, "net": {"width": 3}}, **options) as run:
+    with repo.track(
+        branch=branch,
+        model=model,
+        optimizer=optimizer,
+        config={"lr": 0.1, "net": {"width": 3}},
+        **options,
+    ) as run:
         log = theirs.beside(run)
         train(run, model, optimizer, steps)
     return log
@@ -79,7 +96,11 @@ def trained(repo: Repository, theirs: Theirs, steps: int, branch: str = "main", 
 
 def points(states: Sequence[State]) -> set[tuple[int, str, float]]:
     """As 32 bits, which is what TensorBoard has of them."""
-    return {(state.step, key, as_told(value)) for state in states for key, value in state.metrics.items()}
+    return {
+        (state.step, key, as_told(value))
+        for state in states
+        for key, value in state.metrics.items()
+    }
 
 
 def as_told(value: float) -> float:
@@ -88,15 +109,28 @@ def as_told(value: float) -> float:
 
 @pytest.mark.in_turn("logging")
 @each_log
-def test_metrics_that_are_given_once_are_in_both_and_each_names_the_other(theirs: Theirs, repo: Repository, kind: str) -> None:
+def test_metrics_that_are_given_once_are_in_both_and_each_names_the_other(
+    theirs: Theirs, repo: Repository, kind: str
+) -> None:
     log = trained(repo, theirs, 3)
     head = repo.state("main")
     seen = theirs.runs()[log.id]
 
-    assert {(step, key, as_told(value)) for step, key, value in seen.points} == points(repo.log("main"))
+    assert {(step, key, as_told(value)) for step, key, value in seen.points} == points(
+        repo.log("main")
+    )
     assert len(seen.points) == 6
-    assert [state.step for state in repo.find(f'attr.{kind}.run = "{log.id}" order by step')] == [1, 2, 3]
-    named = {"repository": str(repo.core.location), "branch": "main", "run": head.run, "head": head.uid}
+    assert [state.step for state in repo.find(f'attr.{kind}.run = "{log.id}" order by step')] == [
+        1,
+        2,
+        3,
+    ]
+    named = {
+        "repository": str(repo.core.location),
+        "branch": "main",
+        "run": head.run,
+        "head": head.uid,
+    }
     assert seen.told == {f"datastates.{key}": value for key, value in named.items()}
     assert seen.config.items() >= {"lr": "0.1", "net.width": "3", "optimizer.lr": "0.1"}.items()
     assert (seen.parent, seen.ended) == (None, "finished")
@@ -115,10 +149,20 @@ def test_a_training_that_is_resumed_goes_on_in_its_run_and_a_fork_has_one_that_n
 
     assert second.id == first.id != fork.id == again.id
     assert runs.keys() == {first.id, fork.id}
-    assert [step for step, key, _ in runs[first.id].points if key == "loss"] == [1, 2, 3, 4, 5, 6, 7]
+    assert [step for step, key, _ in runs[first.id].points if key == "loss"] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+    ]
     assert [step for step, key, _ in runs[fork.id].points if key == "loss"] == [6, 7, 8]
     assert (runs[first.id].parent, runs[fork.id].parent) == (None, first.id)
-    assert runs[fork.id].told["datastates.start"] == repo.state("fork~1").uid, "where it went on the last time"
+    assert runs[fork.id].told["datastates.start"] == repo.state("fork~1").uid, (
+        "where it went on the last time"
+    )
     assert runs[fork.id].told["datastates.branch"] == "fork"
 
 
@@ -137,9 +181,16 @@ def killed(say: Any, kind: str, folder: str, theirs: str) -> None:
 @pytest.mark.slow
 @pytest.mark.in_turn("logging")
 @each_log
-def test_a_training_that_was_killed_goes_on_in_its_run(theirs: Theirs, tmp_path: Path, kind: str) -> None:
+def test_a_training_that_was_killed_goes_on_in_its_run(
+    theirs: Theirs, tmp_path: Path, kind: str
+) -> None:
     with forge(tmp_path) as smith:
-        process = smith.start("tests.integrations.test_logging:killed", kind=kind, folder=str(tmp_path / "runs"), theirs=str(theirs.folder))
+        process = smith.start(
+            "tests.integrations.test_logging:killed",
+            kind=kind,
+            folder=str(tmp_path / "runs"),
+            theirs=str(theirs.folder),
+        )
         id = process.lines.readline().strip()
         process.kill(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL, smith.errors()
@@ -151,9 +202,15 @@ def test_a_training_that_was_killed_goes_on_in_its_run(theirs: Theirs, tmp_path:
 
 @pytest.mark.in_turn("logging")
 @each_log
-def test_a_training_that_fails_says_so_in_their_run(theirs: Theirs, repo: Repository, kind: str) -> None:
+def test_a_training_that_fails_says_so_in_their_run(
+    theirs: Theirs, repo: Repository, kind: str
+) -> None:
     model, optimizer = job()
-    with pytest.raises(ZeroDivisionError), repo.track(model=model, optimizer=optimizer) as run:  # noqa: PT012  # the block is what fails
+    # the block is what fails
+    with (  # noqa: PT012
+        pytest.raises(ZeroDivisionError),
+        repo.track(model=model, optimizer=optimizer) as run,
+    ):
         log = theirs.beside(run)
         train(run, model, optimizer, 2)
         raise ZeroDivisionError
@@ -179,7 +236,9 @@ def test_a_run_of_mlflow_that_was_deleted_is_replaced_and_that_is_said(
 
 
 @pytest.mark.in_turn("logging")
-def test_a_run_of_the_callers_own_is_logged_to_and_not_ended(tmp_path: Path, repo: Repository) -> None:
+def test_a_run_of_the_callers_own_is_logged_to_and_not_ended(
+    tmp_path: Path, repo: Repository
+) -> None:
     mlflow: Any = pytest.importorskip("mlflow")
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
     from datastates.integrations.mlflow import MlflowLog
@@ -190,7 +249,9 @@ def test_a_run_of_the_callers_own_is_logged_to_and_not_ended(tmp_path: Path, rep
             log = MlflowLog(run, into=own.info.run_id)
             train(run, model, optimizer, 2)
         mlflow.log_metric("after", 1.0)
-        assert mlflow.active_run().info.run_id == log.id == repo.state("main").attributes["mlflow.run"]
+        assert (
+            mlflow.active_run().info.run_id == log.id == repo.state("main").attributes["mlflow.run"]
+        )
     found = mlflow.get_run(log.id)
     assert found.data.metrics.keys() == {"loss", "rate", "after"}
     assert found.info.status == "FINISHED"
@@ -198,7 +259,10 @@ def test_a_run_of_the_callers_own_is_logged_to_and_not_ended(tmp_path: Path, rep
 
 @pytest.mark.in_turn("logging")
 def test_a_metric_that_mlflow_would_not_take_costs_no_other_one(
-    tmp_path: Path, repo: Repository, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    repo: Repository,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("mlflow")
     from mlflow.exceptions import MlflowException
@@ -215,10 +279,19 @@ def test_a_metric_that_mlflow_would_not_take_costs_no_other_one(
 
     monkeypatch.setattr(client, "log_batch", choosy)
     model, optimizer = job()
-    with repo.track(model=model, optimizer=optimizer, config={"a//b": 1, "a/b": 2, "../c": 3}) as run:
+    with repo.track(
+        model=model, optimizer=optimizer, config={"a//b": 1, "a/b": 2, "../c": 3}
+    ) as run:
         log = theirs.beside(run)
         for step in range(3):
-            odd = {"val//acc": 1.0, "/loss": 2.0, "./a/../b/": 3.0, "l" * 255: 4.0, "..": 5.0, "refused": 6.0}
+            odd = {
+                "val//acc": 1.0,
+                "/loss": 2.0,
+                "./a/../b/": 3.0,
+                "l" * 255: 4.0,
+                "..": 5.0,
+                "refused": 6.0,
+            }
             run.capture(metrics={"plain": float(step), **odd}).wait()
     seen = theirs.runs()[log.id]
 
@@ -229,7 +302,7 @@ def test_a_metric_that_mlflow_would_not_take_costs_no_other_one(
     assert "did not take" not in caplog.text
 
 
-# --- what holds of every log ---------------------------------------------------------------------------------------------------
+# --- what holds of every log ----------------------------------------------------------------------
 
 
 class Kept(Beside):
@@ -278,7 +351,9 @@ def test_what_a_log_did_not_take_is_sent_again_and_the_training_hears_nothing_of
     assert "did not take the metrics of" not in caplog.text
 
 
-def test_a_log_that_stays_away_is_said_to_lack_what_the_lineage_has(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_that_stays_away_is_said_to_lack_what_the_lineage_has(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
     model, optimizer = job()
     with repo.track(model=model, optimizer=optimizer) as run:
         log = Kept(run)
@@ -289,7 +364,9 @@ def test_a_log_that_stays_away_is_said_to_lack_what_the_lineage_has(repo: Reposi
     assert [state.metrics["rate"] for state in repo.log("main")] == [0.1, 0.1, 0.1]
 
 
-def test_a_log_that_hangs_is_not_waited_for(repo: Repository, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_hangs_is_not_waited_for(
+    repo: Repository, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(beside, "PATIENCE_S", 0.1)
     go_on = threading.Event()
 
@@ -318,17 +395,25 @@ def test_a_log_does_not_keep_a_dropped_training_alive(repo: Repository) -> None:
     assert log.end is None
 
 
-def test_attributes_of_a_training_are_those_of_each_state_and_a_capture_s_own_win(repo: Repository) -> None:
+def test_attributes_of_a_training_are_those_of_each_state_and_a_capture_s_own_win(
+    repo: Repository,
+) -> None:
     model, optimizer = job()
     with repo.track(model=model, optimizer=optimizer) as run:
         run.capture()
         run.attributes["job"] = 4711
         run.capture(attributes={"lr": 0.1})
         run.capture(attributes={"job": 4712})
-    assert [state.attributes for state in repo.log("main")] == [{"job": 4712}, {"job": 4711, "lr": 0.1}, {}]
+    assert [state.attributes for state in repo.log("main")] == [
+        {"job": 4712},
+        {"job": 4711, "lr": 0.1},
+        {},
+    ]
 
 
-def test_an_attribute_of_a_training_that_cannot_be_recorded_is_named_and_counts_no_step(repo: Repository) -> None:
+def test_an_attribute_of_a_training_that_cannot_be_recorded_is_named_and_counts_no_step(
+    repo: Repository,
+) -> None:
     model, optimizer = job()
     with repo.track(model=model, optimizer=optimizer) as run:
         run.attributes["model"] = model  # type: ignore[assignment]  # it is what is tried
@@ -338,22 +423,38 @@ def test_an_attribute_of_a_training_that_cannot_be_recorded_is_named_and_counts_
         assert run.capture().step == 1
 
 
-# --- the page ------------------------------------------------------------------------------------------------------------------
+# --- the page -------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.in_turn("logging")
 def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    code = [*blocks(ROOT / "docs" / "guide" / "first-steps.md"), *blocks(ROOT / "docs" / "frameworks" / "logging.md"), "repo.close()"]
+    code = [
+        *blocks(ROOT / "docs" / "guide" / "first-steps.md"),
+        *blocks(ROOT / "docs" / "frameworks" / "logging.md"),
+        "repo.close()",
+    ]
     script = tmp_path / "page.py"
     script.write_text("\n\n".join(code))
-    done = warm.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    done = warm.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("name", "extra"), [("mlflow", "mlflow"), ("wandb", "wandb"), ("torch.utils.tensorboard", "tensorboard")])
-def test_a_log_that_is_not_installed_is_named_with_what_to_install(name: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [("mlflow", "mlflow"), ("wandb", "wandb"), ("torch.utils.tensorboard", "tensorboard")],
+)
+def test_a_log_that_is_not_installed_is_named_with_what_to_install(
+    name: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, f"datastates.integrations.{extra}", raising=False)
     with pytest.raises(ImportError, match=rf"pip install 'datastates\[{extra}\]'"):

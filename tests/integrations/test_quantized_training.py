@@ -1,4 +1,5 @@
-"""Quantized optimizers of torchao and bitsandbytes, and models of bitsandbytes, go on with equal losses; what cannot is refused at once."""
+"""Quantized optimizers of torchao and bitsandbytes, and models of bitsandbytes, go on with equal
+losses; what cannot is refused at once."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ ITEMS = 5000
 
 @pytest.fixture
 def repo(tmp_path: Path) -> Iterator[Repository]:
-    with datastates.open(tmp_path / "runs", config=datastates.Config(memory_bytes=64 << 20)) as opened:
+    with datastates.open(
+        tmp_path / "runs", config=datastates.Config(memory_bytes=64 << 20)
+    ) as opened:
         yield opened
 
 
@@ -64,36 +67,57 @@ class Loop:
     def __init__(self, repo: Repository, make: Callable[[Any], torch.optim.Optimizer]) -> None:
         self.repo, self.make = repo, make
 
-    def train(self, branch: str, until: int, *, seed: int = 0, start: str | None = None) -> list[float]:
-        """The losses from where it goes on; with another seed, the weights that a restore must replace are others."""
+    def train(
+        self, branch: str, until: int, *, seed: int = 0, start: str | None = None
+    ) -> list[float]:
+        """The losses from where it goes on; with another seed, the weights that a restore must
+        replace are others."""
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.Linear(64, 8))
         self.optimizer = self.make(model.parameters())
         found = []
-        with self.repo.track(branch=branch, start=start, model=model, optimizer=self.optimizer) as self.run:
+        with self.repo.track(
+            branch=branch, start=start, model=model, optimizer=self.optimizer
+        ) as self.run:
             for step in range(self.run.step, until):
                 draw = torch.Generator().manual_seed(step)
-                loss = (model(torch.randn(16, 64, generator=draw)) - torch.randn(16, 8, generator=draw)).square().mean()
+                loss = (
+                    (
+                        model(torch.randn(16, 64, generator=draw))
+                        - torch.randn(16, 8, generator=draw)
+                    )
+                    .square()
+                    .mean()
+                )
                 self.optimizer.zero_grad()
                 loss.backward()
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # torchao's classes say nothing of torch.compile's cache
+                    # torchao's classes say nothing of torch.compile's cache
+                    warnings.simplefilter("ignore")
                     self.optimizer.step()
                 self.run.capture(step=step + 1)
                 found.append(loss.item())
         return found
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS if IS_THOROUGH else ("AdamW8bit", "bitsandbytes"))  # torchao compiles for half a minute
-def test_an_optimizer_with_quantized_state_goes_on_with_equal_losses(name: str, repo: Repository) -> None:
+@pytest.mark.parametrize(
+    "name", OPTIMIZERS if IS_THOROUGH else ("AdamW8bit", "bitsandbytes")
+)  # torchao compiles for half a minute
+def test_an_optimizer_with_quantized_state_goes_on_with_equal_losses(
+    name: str, repo: Repository
+) -> None:
     loop = Loop(repo, OPTIMIZERS[name])
     whole = loop.train("whole", 8)
     assert loop.train("main", 3) + loop.train("main", 8, seed=5) == whole
     assert loop.train("fork", 8, seed=6, start="main~5") == whole[3:]
-    assert any(is_wrapping(value) for entry in loop.optimizer.state.values() for value in entry.values()) is (name != "bitsandbytes")
+    assert any(
+        is_wrapping(value) for entry in loop.optimizer.state.values() for value in entry.values()
+    ) is (name != "bitsandbytes")
 
 
-def test_quantized_state_is_overwritten_in_place_and_takes_as_much_room_as_it_has(repo: Repository) -> None:
+def test_quantized_state_is_overwritten_in_place_and_takes_as_much_room_as_it_has(
+    repo: Repository,
+) -> None:
     loop = Loop(repo, OPTIMIZERS["AdamW8bit"])
     loop.train("main", 3)
     parameter = next(each for each in loop.optimizer.state if each.numel() > ITEMS)
@@ -123,22 +147,35 @@ def with_projector(monkeypatch: pytest.MonkeyPatch) -> type[Any]:
     return AdamW
 
 
-def test_galore_is_refused_before_its_first_step(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_galore_is_refused_before_its_first_step(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kind = with_projector(monkeypatch)
     model = nn.Linear(2, 2)
     plain = kind(model.parameters())
     with repo.track(branch="plain", model=model, optimizer=plain):
         pass
-    optimizer = kind([{"params": [model.weight], "rank": 2, "update_proj_gap": 10}, {"params": [model.bias]}])
-    with pytest.raises(Unsupported, match=r"optimizer is a AdamW.*register_encoder\(GaLoreProjector"):
+    optimizer = kind(
+        [{"params": [model.weight], "rank": 2, "update_proj_gap": 10}, {"params": [model.bias]}]
+    )
+    with pytest.raises(
+        Unsupported, match=r"optimizer is a AdamW.*register_encoder\(GaLoreProjector"
+    ):
         repo.track(model=model, optimizer=optimizer)
     projector = sys.modules["galore_torch.galore_projector"].GaLoreProjector
-    datastates.register_encoder(projector, f"tests.projector.{id(projector)}", encode=lambda p: p.rank, decode=lambda _: projector())
+    datastates.register_encoder(
+        projector,
+        f"tests.projector.{id(projector)}",
+        encode=lambda p: p.rank,
+        decode=lambda _: projector(),
+    )
     with repo.track(model=model, optimizer=optimizer):
         pass
 
 
-def test_torchao_over_dtensors_is_refused_before_its_first_step(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchao_over_dtensors_is_refused_before_its_first_step(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = nn.Linear(2, 2)
     optimizer = OPTIMIZERS["AdamW8bit"](model.parameters())
     monkeypatch.setattr("datastates.state.optimizer.is_spread", lambda found: found is model.weight)
@@ -148,19 +185,29 @@ def test_torchao_over_dtensors_is_refused_before_its_first_step(repo: Repository
 
 @pytest.mark.exact("transformers", "peft")
 @pytest.mark.parametrize("is_4bit", [True, False])
-def test_qlora_with_the_trainer_goes_on_and_leaves_its_base_out(is_4bit: bool, tmp_path: Path, repo: Repository) -> None:
+def test_qlora_with_the_trainer_goes_on_and_leaves_its_base_out(
+    is_4bit: bool, tmp_path: Path, repo: Repository
+) -> None:
     from transformers import default_data_collator
 
     def make(*callbacks: Any, seed: int = 0) -> Any:
         model = qlora(tmp_path / "base", is_4bit=is_4bit)
         torch.manual_seed(seed)
-        options = {"train_dataset": Words(), "data_collator": default_data_collator, "label_names": ["labels"]}
+        options = {
+            "train_dataset": Words(),
+            "data_collator": default_data_collator,
+            "label_names": ["labels"],
+        }
         return trainer(tmp_path / "out", callbacks=callbacks, model=model, max_steps=8, **options)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of bitsandbytes and transformers
         whole = losses(make())
-        assert losses(make(DatastatesCallback(repo), StopAt(3))) + losses(make(DatastatesCallback(repo))) == whole
+        assert (
+            losses(make(DatastatesCallback(repo), StopAt(3)))
+            + losses(make(DatastatesCallback(repo)))
+            == whole
+        )
         tree = repo.load("main")
         assert all("lora_" in name for name in tree["model"])
         left = tree["frozen_parameters"]["model"].split("\n")
@@ -169,9 +216,13 @@ def test_qlora_with_the_trainer_goes_on_and_leaves_its_base_out(is_4bit: bool, t
         model = qlora(tmp_path / "base", is_4bit=is_4bit)
         assert repo.restore("main", into={"model": model})
         other = make(DatastatesCallback(repo, "all", frozen=True))
-        with pytest.raises(Unsupported, match=r"is a tensor subclass, bitsandbytes\..*frozen=False"):
+        with pytest.raises(
+            Unsupported, match=r"is a tensor subclass, bitsandbytes\..*frozen=False"
+        ):
             other.train()
     assert len(whole) == 8
     assert all(
-        torch.equal(value, tree["model"][canonical_name(model, name)]) for name, value in model.state_dict().items() if "lora_" in name
+        torch.equal(value, tree["model"][canonical_name(model, name)])
+        for name, value in model.state_dict().items()
+        if "lora_" in name
     )

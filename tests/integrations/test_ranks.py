@@ -1,4 +1,5 @@
-"""Trainings in several processes are one training: each state has a part of each rank, and all ranks that were killed go on exactly."""
+"""Trainings in several processes are one training: each state has a part of each rank, and all
+ranks that were killed go on exactly."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ TRAIN = "tests.integrations.together:train"
 MODULES = {"accelerate": "accelerating", "transformers": "trainers", "lightning": "lightning_jobs"}
 KILLS, EPOCHS = effort(10, 1), effort(8, 4)
 AWAITED, LINES = 2, 10
-"""A state is durable by the end of this step, or batch, and before a rank has said so many lines."""
+"""A state is durable by the end of this step, or batch, and before a rank has said so many
+lines."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn("integrations")]
 
@@ -54,7 +56,10 @@ MORE: list[Any] = [
     ("accelerate", {"kind": "dispatched", "workers": 0}),
     ("transformers", {"case": "bf16"}),
     ("transformers", {"case": "evaluated"}),
-    ("lightning", {"kind": "plain", "workers": 2, "accumulate_grad_batches": 3, "precision": "bf16-mixed"}),
+    (
+        "lightning",
+        {"kind": "plain", "workers": 2, "accumulate_grad_batches": 3, "precision": "bf16-mixed"},
+    ),
     ("lightning", {"kind": "manual", "workers": 0, "strategy": "ddp_find_unused_parameters_true"}),
 ]
 
@@ -62,28 +67,51 @@ MORE: list[Any] = [
 @pytest.mark.parametrize(
     ("framework", "options"),
     [
-        pytest.param("accelerate", {"kind": "all", "workers": 0}, marks=pytest.mark.exact("accelerate", "ranks")),
-        ("accelerate", {"kind": "stateful", "workers": 0}),  # the order comes from a generator that Accelerate gives the sampler of a job
-        pytest.param("transformers", {"case": "accumulation in workers"}, marks=pytest.mark.exact("transformers", "ranks")),
-        pytest.param("lightning", {"kind": "plain", "workers": 0}, marks=pytest.mark.exact("lightning", "ranks")),
+        pytest.param(
+            "accelerate",
+            {"kind": "all", "workers": 0},
+            marks=pytest.mark.exact("accelerate", "ranks"),
+        ),
+        (
+            "accelerate",
+            {"kind": "stateful", "workers": 0},
+        ),  # the order comes from a generator that Accelerate gives the sampler of a job
+        pytest.param(
+            "transformers",
+            {"case": "accumulation in workers"},
+            marks=pytest.mark.exact("transformers", "ranks"),
+        ),
+        pytest.param(
+            "lightning",
+            {"kind": "plain", "workers": 0},
+            marks=pytest.mark.exact("lightning", "ranks"),
+        ),
         *(MORE if IS_THOROUGH else []),
     ],
 )
-def test_ranks_that_were_all_killed_go_on_exactly(framework: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_ranks_that_were_all_killed_go_on_exactly(
+    framework: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     choose = random.Random(f"{framework} {SEED}")
     with forge(tmp_path, [f"tests.integrations.{MODULES[framework]}"]) as smith:
         job = {"framework": framework, "epochs": EPOCHS, **options}
         whole = ended(smith, begin(smith, folder=str(tmp_path / "whole"), is_tracked=False, **job))
         job |= {"folder": str(tmp_path / "killed"), "awaited": AWAITED}
-        said = [killed(smith, begin(smith, **job), choose.randrange(1, 3)) for _ in range(KILLS - 1)]
+        said = [
+            killed(smith, begin(smith, **job), choose.randrange(1, 3)) for _ in range(KILLS - 1)
+        ]
         said.append(killed(smith, begin(smith, **job), LINES))
         rest = ended(smith, begin(smith, **job))
 
     for rank in range(RANKS):
         for lines in (ranks[rank] for ranks in said):
-            assert lines == [] or any(lines == whole[rank][at : at + len(lines)] for at in range(len(whole[rank]))), (rank, lines)
+            assert lines == [] or any(
+                lines == whole[rank][at : at + len(lines)] for at in range(len(whole[rank]))
+            ), (rank, lines)
         assert rest[rank] == whole[rank][-len(rest[rank]) :]
-        assert 0 < len(rest[rank]) < len(whole[rank]), "it did not begin anew: a state was durable before the last kill"
+        assert 0 < len(rest[rank]) < len(whole[rank]), (
+            "it did not begin anew: a state was durable before the last kill"
+        )
     folder = tmp_path / "killed" / ("" if framework == "accelerate" else "runs")
     with datastates.open(folder) as repo:
         assert {state.world_size for state in repo.log("main")} == {RANKS}

@@ -1,4 +1,5 @@
-"""Trials of Ray Tune and workers of Ray Train as branches, and checkpoints of Ray that only name a state."""
+"""Trials of Ray Tune and workers of Ray Train as branches, and checkpoints of Ray that only name
+a state."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
     """Tune takes over Ctrl-C, and never gives it back."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    before = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    }
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -47,7 +51,11 @@ def cluster() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ray.init(
-            num_cpus=2, runtime_env={"env_vars": environment}, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
+            num_cpus=2,
+            runtime_env={"env_vars": environment},
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
         )
     yield
     ray.shutdown()
@@ -68,7 +76,13 @@ def losses(epochs: int = EPOCHS, how: dict[str, Any] | None = None) -> list[str]
     model, optimizer, loader = job(RATE, how.get("workers", 0))
     found = []
     for count, (inputs,) in enumerate((batch for _ in range(epochs) for batch in loader), 1):
-        loss = step(model, optimizer, inputs, is_last=count % accumulate == 0, is_half=how.get("is_half", False))
+        loss = step(
+            model,
+            optimizer,
+            inputs,
+            is_last=count % accumulate == 0,
+            is_half=how.get("is_half", False),
+        )
         found += [loss.hex()] if count % accumulate == 0 else []
     return found
 
@@ -80,10 +94,16 @@ def recorded(repo: Repository, branch: str) -> list[str]:
 def files(checkpoint: Any) -> dict[str, int]:
     """What Ray carries about, with its bytes."""
     with checkpoint.as_directory() as folder:
-        return {path.name: path.stat().st_size for path in Path(folder).rglob("*") if not path.name.startswith(".")}
+        return {
+            path.name: path.stat().st_size
+            for path in Path(folder).rglob("*")
+            if not path.name.startswith(".")
+        }
 
 
-def tuned(runs: Path, space: dict[str, Any], *, scheduler: Any = None, max_failures: int = 0) -> list[Any]:
+def tuned(
+    runs: Path, space: dict[str, Any], *, scheduler: Any = None, max_failures: int = 0
+) -> list[Any]:
     tuner = ray.tune.Tuner(
         ray.tune.with_resources(train, {"cpu": 1}),
         param_space={"lr": RATE, "epochs": EPOCHS, "runs": str(runs), **space},
@@ -105,10 +125,14 @@ def tuned(runs: Path, space: dict[str, Any], *, scheduler: Any = None, max_failu
 @pytest.mark.parametrize(
     "how",
     [
-        pytest.param({}, marks=pytest.mark.exact("ray", "killed", "shuffled", "workers-0", "moved")),
+        pytest.param(
+            {}, marks=pytest.mark.exact("ray", "killed", "shuffled", "workers-0", "moved")
+        ),
         pytest.param(
             {"workers": 2, "accumulate": 2, "is_half": True},
-            marks=pytest.mark.exact("ray", "killed", "workers-2", "accumulation", "mixed-precision"),
+            marks=pytest.mark.exact(
+                "ray", "killed", "workers-2", "accumulation", "mixed-precision"
+            ),
         ),
     ],
 )
@@ -122,12 +146,16 @@ def test_a_trial_that_was_killed_goes_on_in_another_process_from_the_state_that_
     expected = losses(epochs, how)
     dies = sorted(random.Random(SEED).sample(range(2, len(expected) + 1), kills))
     (result,) = tuned(runs, {"dies_at": dies, "how": how, "epochs": epochs}, max_failures=kills)
-    assert sorted(path.name for path in runs.glob("died-*")) == sorted(f"died-{step}" for step in dies)
+    assert sorted(path.name for path in runs.glob("died-*")) == sorted(
+        f"died-{step}" for step in dies
+    )
     found = named(result.checkpoint)
     with datastates.open(found.repository) as repo:
         assert recorded(repo, found.branch) == expected
         assert repo.state(found.state) == repo.state(found.branch)
-        moves = [(event.old, event.new) for event in repo.reflog(found.branch) if event.reason == "move"]
+        moves = [
+            (event.old, event.new) for event in repo.reflog(found.branch) if event.reason == "move"
+        ]
         assert [[repo.state(uid).step for uid in move if uid is not None] for move in moves] == [
             [step, step - 1] for step in reversed(dies)
         ], "what was captured and not reported is trained again"
@@ -135,14 +163,17 @@ def test_a_trial_that_was_killed_goes_on_in_another_process_from_the_state_that_
         assert repo.state(found.state).config["lr"] == RATE
     assert files(result.checkpoint).keys() == {"datastates.json"}
     assert sum(files(result.checkpoint).values()) < 1000
-    told = list(result.metrics_dataframe["hex"])  # Ray drops lines of processes that were killed soon after their report
+    # Ray drops lines of processes that were killed soon after their report
+    told = list(result.metrics_dataframe["hex"])
     assert told == [loss for loss in expected if loss in told]
     assert told[-1] == expected[-1]
 
 
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.exact("ray", "fork")
-def test_a_trial_that_takes_over_the_state_of_another_goes_on_in_a_branch_that_forks_there(runs: Path) -> None:
+def test_a_trial_that_takes_over_the_state_of_another_goes_on_in_a_branch_that_forks_there(
+    runs: Path,
+) -> None:
     pbt = ray.tune.schedulers.PopulationBasedTraining(
         time_attr="training_iteration",
         metric="score",
@@ -160,9 +191,13 @@ def test_a_trial_that_takes_over_the_state_of_another_goes_on_in_a_branch_that_f
         first = names[0]
         (winner,) = {name for name in names if not name.startswith(first)}
         fork = f"{first}/2"
-        assert repo.state(f"{fork}~{STEPS - AT}") == repo.state(f"{winner}~{STEPS - AT}"), "the winner's state, and no copy of it"
+        assert repo.state(f"{fork}~{STEPS - AT}") == repo.state(f"{winner}~{STEPS - AT}"), (
+            "the winner's state, and no copy of it"
+        )
         assert repo.state(f"{fork}~{STEPS - AT - 1}").attributes["ray.trial"] == first
-        assert recorded(repo, winner) == recorded(repo, fork) == losses(), "either goes on as the winner would have"
+        assert recorded(repo, winner) == recorded(repo, fork) == losses(), (
+            "either goes on as the winner would have"
+        )
         assert len(repo.log(first)) == AT, "what it had is still there"
 
 
@@ -170,7 +205,9 @@ def test_a_trial_that_takes_over_the_state_of_another_goes_on_in_a_branch_that_f
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.exact("ray", "killed", "shuffled", "workers-0")
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.exact("ray", "ranks"))])
-def test_workers_of_train_that_were_killed_go_on_from_what_their_checkpoint_names(runs: Path, workers: int) -> None:
+def test_workers_of_train_that_were_killed_go_on_from_what_their_checkpoint_names(
+    runs: Path, workers: int
+) -> None:
     from ray.train.torch import TorchTrainer
 
     from datastates.integrations.ray import named
@@ -181,7 +218,9 @@ def test_workers_of_train_that_were_killed_go_on_from_what_their_checkpoint_name
         train_loop_config=config,
         scaling_config=ray.train.ScalingConfig(num_workers=workers),
         run_config=ray.train.RunConfig(
-            name="fitted", storage_path=str(runs.parent / "storage"), failure_config=ray.train.FailureConfig(max_failures=1)
+            name="fitted",
+            storage_path=str(runs.parent / "storage"),
+            failure_config=ray.train.FailureConfig(max_failures=1),
         ),
     ).fit()
     assert (runs / "died-4").exists()
@@ -191,7 +230,10 @@ def test_workers_of_train_that_were_killed_go_on_from_what_their_checkpoint_name
         for rank, branch in enumerate(branches):
             assert recorded(repo, branch) == losses()
             assert named(result.checkpoint, rank).state == repo.state(branch).uid
-    assert files(result.checkpoint).keys() == {"datastates.json", *(f"datastates.{rank}.json" for rank in range(1, workers))}
+    assert files(result.checkpoint).keys() == {
+        "datastates.json",
+        *(f"datastates.{rank}.json" for rank in range(1, workers)),
+    }
 
 
 def test_a_checkpoint_that_names_no_state_is_refused_with_what_to_do(tmp_path: Path) -> None:
@@ -203,14 +245,23 @@ def test_a_checkpoint_that_names_no_state_is_refused_with_what_to_do(tmp_path: P
     (tmp_path / "datastates.json").write_text('{"state": 3}')
     with pytest.raises(InvalidInput, match="damaged, or of a newer version"):
         named(checkpoint)
-    (tmp_path / "datastates.json").write_text('{"repository": "runs", "state": "abc", "branch": "main", "owner": "main"}')
-    assert named(checkpoint, rank=3) == Named("runs", "abc", "main", "main"), "a rank that is new goes on from that of rank 0"
+    (tmp_path / "datastates.json").write_text(
+        '{"repository": "runs", "state": "abc", "branch": "main", "owner": "main"}'
+    )
+    assert named(checkpoint, rank=3) == Named("runs", "abc", "main", "main"), (
+        "a rank that is new goes on from that of rank 0"
+    )
 
 
-def test_a_checkpoint_of_another_repository_is_refused_with_the_one_that_it_names(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_repository_is_refused_with_the_one_that_it_names(
+    tmp_path: Path,
+) -> None:
     from datastates.integrations.ray import Named, _onwards, _Worker
 
-    worker, found = _Worker("tried/1", 0, is_trial=True), Named("/elsewhere/runs", "0" * 24, "tried/1", "tried/1")
+    worker, found = (
+        _Worker("tried/1", 0, is_trial=True),
+        Named("/elsewhere/runs", "0" * 24, "tried/1", "tried/1"),
+    )
     with (
         datastates.open(tmp_path / "runs") as repo,
         pytest.raises(NotFound, match=r"names state 0+ of /elsewhere/runs, and .* has no such"),
@@ -221,6 +272,9 @@ def test_a_checkpoint_of_another_repository_is_refused_with_the_one_that_it_name
 def test_outside_of_ray_a_training_is_sent_to_track(tmp_path: Path) -> None:
     from datastates.integrations.ray import track
 
-    with pytest.raises(InvalidInput, match=r"Ray runs no training function here: .*repo\.track"), track(tmp_path / "runs", count=1):
+    with (
+        pytest.raises(InvalidInput, match=r"Ray runs no training function here: .*repo\.track"),
+        track(tmp_path / "runs", count=1),
+    ):
         pass
     assert not os.path.exists(tmp_path / "runs")

@@ -1,4 +1,5 @@
-"""What makes no sense is refused by each integration at the call, by our own errors, and nothing is begun."""
+"""What makes no sense is refused by each integration at the call, by our own errors, and nothing
+is begun."""
 
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ CASES: dict[str, list[tuple[Call, str]]] = {
         (lambda found, repo, run: found.track(3, repo), "accelerator is 3"),
         (lambda found, repo, run: found.track(repo, accelerator()), "accelerator is .*Repository"),
         (lambda found, repo, run: found.track(accelerator(), "runs"), "repo is 'runs'"),
-        (lambda found, repo, run: found.track(accelerator(), repo, objects=[3]), "objects is a list"),
+        (
+            lambda found, repo, run: found.track(accelerator(), repo, objects=[3]),
+            "objects is a list",
+        ),
     ],
     "transformers": [
         (lambda found, repo, run: found.DatastatesCallback(3), "3"),
@@ -75,7 +79,10 @@ CASES: dict[str, list[tuple[Call, str]]] = {
         (lambda found, repo, run: found.save({}, "main", repo=repo, message=2), "message is 2"),
         (lambda found, repo, run: found.load(3), "3"),
         (lambda found, repo, run: found.load("main", repo=3), "3"),
-        (lambda found, repo, run: found.load("main", repo=repo, map_location="somewhere"), "map_location is 'somewhere'"),
+        (
+            lambda found, repo, run: found.load("main", repo=repo, map_location="somewhere"),
+            "map_location is 'somewhere'",
+        ),
     ],
     "ray": [
         (lambda found, repo, run: found.report(3, {}), "run is 3"),
@@ -105,7 +112,9 @@ CASES: dict[str, list[tuple[Call, str]]] = {
 @pytest.mark.in_turn("integrations")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_no_argument_is_refused_by_its_name(name: str, repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_argument_is_refused_by_its_name(
+    name: str, repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)  # MLflow's client makes a file where it is made
     for package in {"lightning": ["lightning"], "ray": ["ray.train", "ray.tune"]}.get(name, []):
         pytest.importorskip(package)

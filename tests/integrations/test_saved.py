@@ -1,4 +1,5 @@
-"""``datastates.save`` and ``load``: what is given comes back, each call is a state, and no repository is left open."""
+"""``datastates.save`` and ``load``: what is given comes back, each call is a state, and no
+repository is left open."""
 
 from __future__ import annotations
 
@@ -53,7 +54,11 @@ def assert_same(found: Any, expected: Any, path: str = "") -> None:
         for index, pair in enumerate(zip(found, expected, strict=True)):
             assert_same(*pair, f"{path}/{index}")
     elif isinstance(expected, torch.Tensor):
-        assert (found.dtype, found.layout, found.shape) == (expected.dtype, expected.layout, expected.shape), path
+        assert (found.dtype, found.layout, found.shape) == (
+            expected.dtype,
+            expected.layout,
+            expected.shape,
+        ), path
         assert expected.is_sparse or found.stride() == expected.stride(), path
         assert torch.equal(found.to_dense(), expected.to_dense()), path
     elif isinstance(expected, np.ndarray):
@@ -71,11 +76,47 @@ OBJECTS: dict[str, Any] = {
         "history": [1.0, 0.5],
         "t": (1, (2,)),
     },
-    "numbered": {"state": {0: {"step": torch.tensor(3.0)}, 1: {}}, "param_groups": [{"lr": 0.1, "params": [0, 1], "betas": (0.9, 0.999)}]},
-    "containers": [OrderedDict(b=1, a=2), deque([1, 2], maxlen=3), {1, 2}, frozenset({"x"}), Counter("aab"), defaultdict(list, {"a": [1]})],
-    "numbers": (2**80, -1, 1j, float("inf"), b"\0", bytearray(b"x"), range(3), slice(1, None), torch.Size([2]), torch.float16, ...),
-    "arrays": {"small": np.arange(3), "large": np.asfortranarray(np.arange(40_000.0).reshape(200, -1)), "scalar": np.float32(1.5)},
-    "types": [torch.ones(3).to(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool, torch.complex64)],
+    "numbered": {
+        "state": {0: {"step": torch.tensor(3.0)}, 1: {}},
+        "param_groups": [{"lr": 0.1, "params": [0, 1], "betas": (0.9, 0.999)}],
+    },
+    "containers": [
+        OrderedDict(b=1, a=2),
+        deque([1, 2], maxlen=3),
+        {1, 2},
+        frozenset({"x"}),
+        Counter("aab"),
+        defaultdict(list, {"a": [1]}),
+    ],
+    "numbers": (
+        2**80,
+        -1,
+        1j,
+        float("inf"),
+        b"\0",
+        bytearray(b"x"),
+        range(3),
+        slice(1, None),
+        torch.Size([2]),
+        torch.float16,
+        ...,
+    ),
+    "arrays": {
+        "small": np.arange(3),
+        "large": np.asfortranarray(np.arange(40_000.0).reshape(200, -1)),
+        "scalar": np.float32(1.5),
+    },
+    "types": [
+        torch.ones(3).to(dtype)
+        for dtype in (
+            torch.bfloat16,
+            torch.float16,
+            torch.float64,
+            torch.int8,
+            torch.bool,
+            torch.complex64,
+        )
+    ],
     "shapes": [
         torch.tensor(1),
         torch.empty(0, 3),
@@ -104,7 +145,15 @@ def test_each_save_is_the_next_state_of_its_branch(folder: Path) -> None:
     uids = []
     for epoch in range(3):
         obj = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
-        uids.append(datastates.save(obj, "runs/main", metrics={"loss": 1 - epoch / 10}, message=f"epoch {epoch}", attributes={"seed": 0}))
+        uids.append(
+            datastates.save(
+                obj,
+                "runs/main",
+                metrics={"loss": 1 - epoch / 10},
+                message=f"epoch {epoch}",
+                attributes={"seed": 0},
+            )
+        )
     assert datastates.load("runs/main~2")["epoch"] == 0
     assert datastates.load("runs/main@best:loss")["epoch"] == 2
     assert datastates.load(f"runs/{uids[1][:8]}")["epoch"] == 1
@@ -115,7 +164,11 @@ def test_each_save_is_the_next_state_of_its_branch(folder: Path) -> None:
         assert [state.uid for state in log] == uids[::-1]
         assert [state.step for state in log] == [3, 2, 1]
         assert {state.status for state in log} == {"durable"}
-        assert (log[0].message, log[0].metrics, log[0].attributes) == ("epoch 2", {"loss": 0.8}, {"seed": 0})
+        assert (log[0].message, log[0].metrics, log[0].attributes) == (
+            "epoch 2",
+            {"loss": 0.8},
+            {"seed": 0},
+        )
         other = nn.Linear(4, 2)
         repo.restore("main", into={"model": other})
         assert torch.equal(other.state_dict()["weight"], model.state_dict()["weight"])
@@ -138,7 +191,13 @@ def test_optimizer_goes_on_with_what_was_loaded(folder: Path) -> None:
 
 
 def test_step_is_the_one_given_or_the_objects_or_the_next(folder: Path) -> None:
-    for obj, step in [({"step": 7}, None), ({"global_step": torch.tensor(8)}, None), ({"step": 1.5}, None), ({"step": 3}, 20), ([1], None)]:
+    for obj, step in [
+        ({"step": 7}, None),
+        ({"global_step": torch.tensor(8)}, None),
+        ({"step": 1.5}, None),
+        ({"step": 3}, 20),
+        ([1], None),
+    ]:
         datastates.save(obj, "runs/main", step=step)
 
     with datastates.open("runs") as repo:
@@ -146,7 +205,17 @@ def test_step_is_the_one_given_or_the_objects_or_the_next(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "step", [np.int64(500), np.uint8(50), np.array(500), np.float32(500), torch.tensor(500), torch.tensor(500.0), 500.0], ids=repr
+    "step",
+    [
+        np.int64(500),
+        np.uint8(50),
+        np.array(500),
+        np.float32(500),
+        torch.tensor(500),
+        torch.tensor(500.0),
+        500.0,
+    ],
+    ids=repr,
 )
 def test_a_step_may_be_a_number_of_numpy_or_a_tensor(folder: Path, step: Any) -> None:
     datastates.save({"step": step}, "runs/main")
@@ -154,7 +223,9 @@ def test_a_step_may_be_a_number_of_numpy_or_a_tensor(folder: Path, step: Any) ->
         assert repo.state("main").step == int(step)
 
 
-@pytest.mark.parametrize("step", [1.5, "7", None, True, -1, 2**70, torch.ones(3), float("nan")], ids=repr)
+@pytest.mark.parametrize(
+    "step", [1.5, "7", None, True, -1, 2**70, torch.ones(3), float("nan")], ids=repr
+)
 def test_what_is_no_step_is_left_to_the_branch(folder: Path, step: Any) -> None:
     datastates.save({"step": step}, "runs/main")
     with datastates.open("runs") as repo:
@@ -164,16 +235,23 @@ def test_what_is_no_step_is_left_to_the_branch(folder: Path, step: Any) -> None:
 def test_tied_tensors_stay_tied_and_come_back_plain(folder: Path) -> None:
     weight = nn.Parameter(torch.randn(64, 64))
     base = torch.arange(10.0)
-    datastates.save({"a": weight, "b": weight, "view": base[2:4], "grad": torch.ones(2, requires_grad=True)}, "runs/main")
+    datastates.save(
+        {"a": weight, "b": weight, "view": base[2:4], "grad": torch.ones(2, requires_grad=True)},
+        "runs/main",
+    )
     found = datastates.load("runs/main")
 
     assert found["a"] is found["b"]
     assert type(found["a"]) is torch.Tensor
     assert not found["a"].requires_grad
     assert not found["grad"].requires_grad
-    assert found["view"].untyped_storage().nbytes() < base.nbytes, "a view is saved as its own bytes"
+    assert found["view"].untyped_storage().nbytes() < base.nbytes, (
+        "a view is saved as its own bytes"
+    )
     found["a"].add_(1)
-    assert not torch.equal(datastates.load("runs/main")["a"], found["a"]), "what was loaded is the caller's"
+    assert not torch.equal(datastates.load("runs/main")["a"], found["a"]), (
+        "what was loaded is the caller's"
+    )
 
 
 def test_map_location_says_where_tensors_go(folder: Path) -> None:
@@ -182,7 +260,8 @@ def test_map_location_says_where_tensors_go(folder: Path) -> None:
     found = datastates.load("runs/main", map_location="meta")
     assert (found["w"].device.type, found["n"]) == ("meta", 1)
     with pytest.raises(InvalidInput, match="map_location"):
-        datastates.load("runs/main", map_location=lambda storage, place: storage)  # type: ignore[arg-type]  # as torch.load takes it
+        # as torch.load takes it
+        datastates.load("runs/main", map_location=lambda storage, place: storage)  # type: ignore[arg-type]
 
 
 class Thing:
@@ -201,7 +280,9 @@ class Thing:
         ({"m": torch.empty(2, device="meta")}, "m .*meta"),
     ],
 )
-def test_what_cannot_be_stored_is_named_by_its_path_and_nothing_is_saved(obj: object, said: str, folder: Path) -> None:
+def test_what_cannot_be_stored_is_named_by_its_path_and_nothing_is_saved(
+    obj: object, said: str, folder: Path
+) -> None:
     with pytest.raises(InvalidInput, match=said):
         datastates.save(obj, "runs/main")
     datastates.save({"ok": 1}, "runs/main")
@@ -251,7 +332,10 @@ def test_what_is_not_there_is_said_and_nothing_is_made(folder: Path) -> None:
     datastates.save({"v": 1}, "runs/main")
     with pytest.raises(NotFound, match="mian"):
         datastates.load("runs/mian")
-    with datastates.open("runs") as repo, pytest.raises(InvalidInput, match="is of a repository that is not named: give repo= too"):
+    with (
+        datastates.open("runs") as repo,
+        pytest.raises(InvalidInput, match="is of a repository that is not named: give repo= too"),
+    ):
         datastates.load(repo.state("main"))
     for wrong in ("main", "", "https://host/main"):
         with pytest.raises(InvalidInput):
@@ -272,7 +356,9 @@ def test_damaged_byte_is_found(folder: Path) -> None:
     assert datastates.load("runs/main~1")["w"][0] == 1
 
 
-def test_repository_stays_open_in_a_loop_and_is_closed_when_it_idles(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repository_stays_open_in_a_loop_and_is_closed_when_it_idles(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     datastates.save({"v": 0}, "runs/main")
     ((_, first),) = saved._kept.items()
     datastates.save({"v": 1}, "runs/main")
@@ -302,9 +388,15 @@ def test_repository_that_was_removed_and_made_anew_is_another_one(folder: Path) 
 
 
 def test_saves_of_several_processes_are_one_line(folder: Path) -> None:
-    script = "import datastates, sys\nfor n in range(5): print(datastates.save({'v': n, 'who': sys.argv[1]}, 'runs/main'))"
+    script = (
+        "import datastates, sys\nfor n in range(5): print(datastates.save({'v': n, 'who':"
+        " sys.argv[1]}, 'runs/main'))"
+    )
     datastates.save({"v": -1, "who": "test"}, "runs/main")
-    done = [warm.Popen([sys.executable, "-c", script, name], stdout=subprocess.PIPE, text=True) for name in ("a", "b")]
+    done = [
+        warm.Popen([sys.executable, "-c", script, name], stdout=subprocess.PIPE, text=True)
+        for name in ("a", "b")
+    ]
     said = [process.communicate(timeout=120)[0].split() for process in done]
     datastates.save({"v": 9, "who": "test"}, "runs/main")
 
@@ -317,7 +409,10 @@ def test_saves_of_several_processes_are_one_line(folder: Path) -> None:
 
 
 def test_saves_of_several_threads_are_one_line(folder: Path) -> None:
-    threads = [threading.Thread(target=datastates.save, args=({"v": number}, "runs/main")) for number in range(5)]
+    threads = [
+        threading.Thread(target=datastates.save, args=({"v": number}, "runs/main"))
+        for number in range(5)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -354,7 +449,9 @@ def test_forked_child_opens_the_repository_for_itself(folder: Path) -> None:
 def test_object_of_a_registered_encoder_comes_back(folder: Path) -> None:
     with pytest.raises(Unsupported):
         datastates.save({"thing": Thing()}, "runs/main")
-    datastates.register_encoder(Thing, "test-thing", encode=lambda thing: None, decode=lambda tree: Thing())
+    datastates.register_encoder(
+        Thing, "test-thing", encode=lambda thing: None, decode=lambda tree: Thing()
+    )
     datastates.save({"thing": Thing()}, "runs/main")
 
     assert type(datastates.load("runs/main")["thing"]) is Thing

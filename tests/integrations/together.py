@@ -1,4 +1,5 @@
-"""Scripts of Accelerate, transformers and Lightning as one of several processes under DistributedDataParallel, as torchrun starts them."""
+"""Scripts of Accelerate, transformers and Lightning as one of several processes under
+DistributedDataParallel, as torchrun starts them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,11 @@ RANKS = 2
 def train(framework: str, rank: int, port: int, folder: str, say: Say, **options: Any) -> None:
     """Be this rank of a training; says its own losses."""
     os.environ.update(rendezvous(rank, RANKS, port))
-    trainings: dict[str, Callable[..., None]] = {"accelerate": _accelerate, "transformers": _transformers, "lightning": _lightning}
+    trainings: dict[str, Callable[..., None]] = {
+        "accelerate": _accelerate,
+        "transformers": _transformers,
+        "lightning": _lightning,
+    }
     trainings[framework](folder, say, **options)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -38,7 +43,9 @@ def _transformers(folder: str, say: Say, *, epochs: int, **options: Any) -> None
     trainers.train(folder, say=say, num_train_epochs=epochs, ddp_backend="gloo", **options)
 
 
-def _lightning(folder: str, say: Say, *, epochs: int, is_tracked: bool = True, **options: Any) -> None:
+def _lightning(
+    folder: str, say: Say, *, epochs: int, is_tracked: bool = True, **options: Any
+) -> None:
     from . import lightning_jobs
 
     job: dict[str, Any] = {

@@ -29,7 +29,8 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture(params=BACKENDS)
 def empty_url(request: pytest.FixtureRequest, tmp_path: Path, real_migrations: None) -> str:
-    """Where a lineage may be made, by the migrations themselves: a file that is not there, a database without tables."""
+    """Where a lineage may be made, by the migrations themselves: a file that is not there, a
+    database without tables."""
     if request.param == "postgresql":
         return str(request.getfixturevalue("postgresql").empty())
     return f"sqlite:///{tmp_path / 'new' / 'lineage.db'}"
@@ -44,9 +45,17 @@ def database(database_url: str) -> Iterator[Database]:
 
 
 class Grow(Protocol):
-    """``grow(parent, branch=…, count=…)`` records states one upon the other and returns the last."""
+    """``grow(parent, branch=…, count=…)`` records states one upon the other and returns the
+    last."""
 
-    def __call__(self, parent: State | None = None, *, branch: str | None = None, count: int = 1, **fields: Any) -> State: ...
+    def __call__(
+        self,
+        parent: State | None = None,
+        *,
+        branch: str | None = None,
+        count: int = 1,
+        **fields: Any,
+    ) -> State: ...
 
 
 @pytest.fixture
@@ -54,7 +63,13 @@ def new_state() -> Callable[..., NewState]:
     """Makes a state to record, with a uid of its own."""
 
     def make(parent: str | None = None, **fields: Any) -> NewState:
-        values = {"uid": secrets.token_hex(12), "digest": secrets.token_hex(32), "branch": None, "run": None, "step": 0} | fields
+        values = {
+            "uid": secrets.token_hex(12),
+            "digest": secrets.token_hex(32),
+            "branch": None,
+            "run": None,
+            "step": 0,
+        } | fields
         return told(parent=parent, **values)
 
     return make
@@ -64,7 +79,9 @@ def new_state() -> Callable[..., NewState]:
 def grow(database: Database, new_state: Callable[..., NewState]) -> Grow:
     """Records states in ``database``."""
 
-    def grow(parent: State | None = None, *, branch: str | None = None, count: int = 1, **fields: Any) -> State:
+    def grow(
+        parent: State | None = None, *, branch: str | None = None, count: int = 1, **fields: Any
+    ) -> State:
         with database.write() as session:
             for _ in range(count):
                 step = parent.step + 1 if parent else 0

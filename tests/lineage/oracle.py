@@ -1,4 +1,5 @@
-"""A small random lineage, in a database and as plain values, for tests that compare SQL with brute force."""
+"""A small random lineage, in a database and as plain values, for tests that compare SQL with
+brute force."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ LARGE = (
 
 @dataclass
 class Lineage:
-    """``states`` in the order of their recording; ``moves`` are each ref's uids, the oldest first."""
+    """``states`` in the order of their recording; ``moves`` are each ref's uids, the oldest
+    first."""
 
     states: list[State] = field(default_factory=list)
     runs: dict[str, Run] = field(default_factory=dict)
@@ -74,7 +76,8 @@ class Lineage:
 
 
 def grow(database: Database, seed: int, count: int = 30) -> Lineage:
-    """The same lineage for the same seed: forks, merges, criss-crosses, steps that fall back, values that are missing."""
+    """The same lineage for the same seed: forks, merges, criss-crosses, steps that fall back,
+    values that are missing."""
     rng = random.Random(seed)
     lineage = Lineage()
     for index in range(2):
@@ -116,23 +119,41 @@ def _start_run(database: Database, lineage: Lineage, rng: random.Random, index: 
 def _record(database: Database, lineage: Lineage, rng: random.Random, index: int) -> None:
     branch = rng.choice(["main", "fork", "other"])
     head = lineage.branches.get(branch)
-    parent = lineage.by_uid[head] if head else rng.choice([None, *lineage.states[-5:]]) if lineage.states else None
+    parent = (
+        lineage.by_uid[head]
+        if head
+        else rng.choice([None, *lineage.states[-5:]])
+        if lineage.states
+        else None
+    )
     choices = [*TEXTS, *NUMBERS, True, False, None, math.nan] if rng.random() < 0.6 else LARGE
-    further = [state for state in rng.sample(lineage.states, min(len(lineage.states), 2)) if parent is None or state.uid != parent.uid]
+    further = [
+        state
+        for state in rng.sample(lineage.states, min(len(lineage.states), 2))
+        if parent is None or state.uid != parent.uid
+    ]
     new = told(
         uid=f"{rng.getrandbits(96):024x}",
         digest=f"{index:064x}",
         parent=parent.uid if parent else None,
         branch=branch,
         run=rng.choice([None, *lineage.runs]),
-        step=rng.choice([0, 3]) if parent is None or rng.random() < 0.2 else parent.step + rng.choice([0, 1, 2]),
+        step=(
+            rng.choice([0, 3])
+            if parent is None or rng.random() < 0.2
+            else parent.step + rng.choice([0, 1, 2])
+        ),
         micro_step=rng.choice([0, 0, 1]),
         metrics={key: rng.choice([*NUMBERS, math.nan]) for key in METRICS if rng.random() < 0.7},
         attributes={key: rng.choice(choices) for key in ATTRIBUTES if rng.random() < 0.7},
         message=rng.choice([None, *TEXTS]),
         created_at=START + timedelta(hours=index),
         status=rng.choice(list(Status)),
-        edges=tuple(Edge(state.uid, rng.choice(list(EdgeKind)), 0.5) for state in further) if rng.random() < 0.3 else (),
+        edges=(
+            tuple(Edge(state.uid, rng.choice(list(EdgeKind)), 0.5) for state in further)
+            if rng.random() < 0.3
+            else ()
+        ),
     )
     with database.write() as session:
         state = record.record(session, new)

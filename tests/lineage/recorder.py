@@ -1,8 +1,10 @@
-"""One of the processes of ``test_many_processes``: records states on a branch of its own, and on one that all share.
+"""One of the processes of ``test_many_processes``: records states on a branch of its own, and on
+one that all share.
 
     python recorder.py URL NAME OWN SHARED
 
-It says "ready", waits for a line, and prints the uids that it recorded and how long each ``record`` took, as JSON.
+It says "ready", waits for a line, and prints the uids that it recorded and how long each ``record``
+took, as JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +33,15 @@ class Recorder:
         self.conflicts = 0
 
     def record(self, branch: str, parent: str | None, step: int) -> None:
-        new = told(secrets.token_hex(12), secrets.token_hex(32), parent, branch, None, step, metrics={"loss": 1 / (1 + step)})
+        new = told(
+            secrets.token_hex(12),
+            secrets.token_hex(32),
+            parent,
+            branch,
+            None,
+            step,
+            metrics={"loss": 1 / (1 + step)},
+        )
         began = time.perf_counter()
         with self.database.write() as session:
             record.record(session, new)
@@ -57,7 +67,8 @@ class Recorder:
 
 
 def main(url: str, name: str, own: int, shared: int) -> None:
-    """Record ``own`` states on the branch ``name`` and, spread among them, ``shared`` on the shared one."""
+    """Record ``own`` states on the branch ``name`` and, spread among them, ``shared`` on the
+    shared one."""
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     sys.stdin.readline()
@@ -67,7 +78,10 @@ def main(url: str, name: str, own: int, shared: int) -> None:
         if step % (own // shared) == 0:
             recorder.record_shared(step)
     recorder.database.close()
-    json.dump({"recorded": recorder.recorded, "took": recorder.took, "conflicts": recorder.conflicts}, sys.stdout)
+    json.dump(
+        {"recorded": recorder.recorded, "took": recorder.took, "conflicts": recorder.conflicts},
+        sys.stdout,
+    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,10 @@ from datastates.errors import Closed
 from datastates.lineage import sqlite_files
 from datastates.lineage.database import Database
 
-OPENED = "import sys; from datastates.lineage.database import Database; base = Database(sys.argv[1])\nwith base.read(): pass\nbase.close()"
+OPENED = (
+    "import sys; from datastates.lineage.database import Database; base ="
+    " Database(sys.argv[1])\nwith base.read(): pass\nbase.close()"
+)
 WRITING = "import sqlite3, sys; sqlite3.connect(sys.argv[1], timeout=0).execute('BEGIN IMMEDIATE')"
 FILES = ("", "-wal", "-shm")
 
@@ -73,7 +76,9 @@ def test_the_last_one_to_close_leaves_one_file(path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_closed_by_another_thread", [False, True])
-def test_a_transaction_that_is_under_way_at_the_close_keeps_its_locks_to_its_end(path: Path, is_closed_by_another_thread: bool) -> None:
+def test_a_transaction_that_is_under_way_at_the_close_keeps_its_locks_to_its_end(
+    path: Path, is_closed_by_another_thread: bool
+) -> None:
     database = Database(f"sqlite:///{path}")
     with database.write() as session:
         session.execute(text("CREATE TABLE seen (value INTEGER)"))
@@ -84,7 +89,13 @@ def test_a_transaction_that_is_under_way_at_the_close_keeps_its_locks_to_its_end
             database.close()
         with pytest.raises(Closed), database.read():
             raise AssertionError
-        done = subprocess.run([sys.executable, "-c", WRITING, path], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", WRITING, path],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         assert done.stderr.endswith("database is locked\n")
         session.execute(text("INSERT INTO seen VALUES (1)"))
     assert [Path(f"{path}{suffix}").exists() for suffix in FILES] == [True, False, False]
@@ -123,5 +134,8 @@ def test_a_forked_child_leaves_the_locks_of_its_parent_alone(path: Path) -> None
     index = Path(f"{path}-shm").stat()
     copied(path)
     open_elsewhere(database.url)
-    assert (Path(f"{path}-shm").stat().st_ino, Path(f"{path}-shm").stat().st_size) == (index.st_ino, index.st_size)
+    assert (Path(f"{path}-shm").stat().st_ino, Path(f"{path}-shm").stat().st_size) == (
+        index.st_ino,
+        index.st_size,
+    )
     database.close()

@@ -20,7 +20,11 @@ BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def grow(
-    database: Database, values: list[float], *, metrics: dict[str, float] | None = None, attributes: dict[str, Value] | None = None
+    database: Database,
+    values: list[float],
+    *,
+    metrics: dict[str, float] | None = None,
+    attributes: dict[str, Value] | None = None,
 ) -> list[int]:
     """A branch with these losses, one state a second; the row ids of its states."""
     uids: list[str] = []
@@ -36,7 +40,9 @@ def grow(
                 attributes=attributes or {},
                 created_at=BEGAN + timedelta(seconds=step),
             )
-            record.record(session, NewState(facts, secrets.token_hex(32), tier="memory", node="test"))
+            record.record(
+                session, NewState(facts, secrets.token_hex(32), tier="memory", node="test")
+            )
             uids.append(facts.uid)
         return [id_of(session, uid) for uid in uids]
 
@@ -44,16 +50,26 @@ def grow(
 def test_a_point_has_the_time_at_which_its_state_was_captured(database: Database) -> None:
     ids = grow(database, [1.0, 2.0, 3.0])
     with database.read() as session:
-        assert along(session, ids[::-1], Axis.TIME) == [BEGAN.timestamp() + second for second in (2, 1, 0)]
+        assert along(session, ids[::-1], Axis.TIME) == [
+            BEGAN.timestamp() + second for second in (2, 1, 0)
+        ]
         assert along(session, ids, Axis.STEP) == []
 
 
 @pytest.mark.parametrize(
     ("metrics", "attributes", "expected"),
-    [({"epoch": 2.5}, {"epoch": 9}, 2.5), ({}, {"epoch": 9}, 9.0), ({}, {"epoch": "ninth"}, None), ({}, {}, None)],
+    [
+        ({"epoch": 2.5}, {"epoch": 9}, 2.5),
+        ({}, {"epoch": 9}, 9.0),
+        ({}, {"epoch": "ninth"}, None),
+        ({}, {}, None),
+    ],
 )
 def test_a_metric_says_the_epoch_before_an_attribute_does(
-    database: Database, metrics: dict[str, float], attributes: dict[str, Value], expected: float | None
+    database: Database,
+    metrics: dict[str, float],
+    attributes: dict[str, Value],
+    expected: float | None,
 ) -> None:
     ids = grow(database, [1.0], metrics=metrics, attributes=attributes)
     with database.read() as session:
@@ -70,7 +86,9 @@ def test_means_are_those_of_all_states_and_skip_gaps(database: Database) -> None
     assert sum(found.sums) == pytest.approx(sum(finite))
     assert found.count == 200
     assert found.ids[:3].tolist() == [ids[63], ids[127], ids[191]]
-    assert found.sums[0] == pytest.approx(sum(value for value in values[:64] if math.isfinite(value)))
+    assert found.sums[0] == pytest.approx(
+        sum(value for value in values[:64] if math.isfinite(value))
+    )
 
 
 def test_states_are_grouped_by_an_attribute_and_no_other_word(database: Database) -> None:

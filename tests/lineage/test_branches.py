@@ -12,7 +12,8 @@ import pytest
 from datastates.errors import Conflict, InvalidInput, SyntaxProblem
 from datastates.lineage import Database, Run, State, Status
 from datastates.lineage.query import names
-from datastates.lineage.views.branch_rows import SORTS, Branch, Life, Line, Lines, Setting, thinned
+from datastates.lineage.states import Life
+from datastates.lineage.views.branch_rows import SORTS, Branch, Line, Lines, Setting, thinned
 from datastates.lineage.views.branches import branches
 from datastates.lineage.views.cards import DARK, LIGHT, colour_of, number_of
 from datastates.lineage.views.text import Direction, direction_of
@@ -27,12 +28,17 @@ SAFE = (Status.DURABLE, Status.REPLICATED, Status.EXTERNAL)
 
 @pytest.mark.parametrize("seed", seeds(15))
 @pytest.mark.parametrize("direction", list(Direction))
-def test_branches_are_told_as_brute_force_tells_them(database: Database, seed: int, direction: Direction) -> None:
+def test_branches_are_told_as_brute_force_tells_them(
+    database: Database, seed: int, direction: Direction
+) -> None:
     lineage, drawn = grow(database, seed, 60), Lines(most=10)
     for metric in (*METRICS, METRICS[0]):
         with database.read() as session:
             found = branches(session, metric=metric, direction=direction, sort="name", drawn=drawn)
-            assert branches(session, metric=metric, direction=direction, sort="name", drawn=drawn) == found
+            assert (
+                branches(session, metric=metric, direction=direction, sort="name", drawn=drawn)
+                == found
+            )
         assert [branch.name for branch in found] == sorted(lineage.branches)
         for branch in found:
             check(branch, lineage, metric, direction)
@@ -51,39 +57,61 @@ def test_the_lines_that_were_not_used_for_longest_go_first() -> None:
 def check(branch: Branch, lineage: Lineage, metric: str, direction: Direction) -> None:
     own = [lineage.by_uid[uid] for uid in lineage.moves[branch.name]]
     fork = lineage.first_parent(own[0])
-    owners = {uid: name for name, uids in lineage.moves.items() if name in lineage.branches for uid in uids}
+    owners = {
+        uid: name
+        for name, uids in lineage.moves.items()
+        if name in lineage.branches
+        for uid in uids
+    }
     assert (branch.head, branch.step, branch.status) == (own[-1].uid, own[-1].step, own[-1].status)
     assert branch.states == len(own)
     if fork is None:
         assert branch.fork is None
     else:
         assert branch.fork is not None
-        assert (branch.fork.state, branch.fork.step, branch.fork.branch) == (fork.uid, fork.step, owners[fork.uid])
+        assert (branch.fork.state, branch.fork.step, branch.fork.branch) == (
+            fork.uid,
+            fork.step,
+            owners[fork.uid],
+        )
     assert branch.restorable == sum(state.status.is_restorable for state in own)
     assert branch.durable == sum(state.status in SAFE for state in own)
     assert branch.bytes == sum(state.bytes_new for state in own)
     assert (branch.began_at, branch.changed_at) == (own[0].created_at, own[-1].created_at)
     assert (branch.best and branch.best.value) == best(own, metric, direction)
-    assert (branch.best_restorable and branch.best_restorable.value) == best([s for s in own if s.status.is_restorable], metric, direction)
+    assert (branch.best_restorable and branch.best_restorable.value) == best(
+        [s for s in own if s.status.is_restorable], metric, direction
+    )
     for point in (branch.best, branch.best_restorable):
         if point is not None:
             state = lineage.by_uid[point.state]
-            assert (state.metrics[metric], state.step, state.status) == (point.value, point.step, point.status)
+            assert (state.metrics[metric], state.step, state.status) == (
+                point.value,
+                point.step,
+                point.status,
+            )
     having = [state for state in own if metric in state.metrics]
     assert (branch.last and branch.last.state) == (having[-1].uid if having else None)
     assert branch.line.steps == tuple(state.step for state in having)
-    assert branch.line.values == tuple(None if math.isnan(state.metrics[metric]) else state.metrics[metric] for state in having)
+    assert branch.line.values == tuple(
+        None if math.isnan(state.metrics[metric]) else state.metrics[metric] for state in having
+    )
     assert branch.run == own[-1].run
     ours, theirs = (config_of(lineage, state) for state in (own[-1], fork))
     assert branch.config == tuple(
         Setting(key, ours.get(key), theirs.get(key))
         for key in sorted(ours.keys() | theirs.keys())
-        if (key in ours, ours.get(key), type(ours.get(key)) is bool) != (key in theirs, theirs.get(key), type(theirs.get(key)) is bool)
+        if (key in ours, ours.get(key), type(ours.get(key)) is bool)
+        != (key in theirs, theirs.get(key), type(theirs.get(key)) is bool)
     )
 
 
 def best(states: list[State], metric: str, direction: Direction) -> float | None:
-    values = [state.metrics[metric] for state in states if math.isfinite(state.metrics.get(metric, math.nan))]
+    values = [
+        state.metrics[metric]
+        for state in states
+        if math.isfinite(state.metrics.get(metric, math.nan))
+    ]
     return (min if direction is Direction.MIN else max)(values, default=None)
 
 
@@ -94,7 +122,9 @@ def config_of(lineage: Lineage, state: State | None) -> dict[str, Any]:
 @pytest.mark.in_turn
 @pytest.mark.parametrize("seed", seeds(5))
 @pytest.mark.parametrize("sort", [*SORTS, *(f"-{sort}" for sort in SORTS)])
-def test_pages_put_together_are_the_whole_in_order(database: Database, seed: int, sort: str) -> None:
+def test_pages_put_together_are_the_whole_in_order(
+    database: Database, seed: int, sort: str
+) -> None:
     grow(database, seed, 40)
     with database.read() as session:
         whole = list(branches(session, sort=sort, metric="loss"))
@@ -112,9 +142,15 @@ def test_pages_put_together_are_the_whole_in_order(database: Database, seed: int
         numbers = [getattr(branch, key) for branch in whole]
         assert numbers == sorted(numbers, reverse=not sort.startswith("-"))
     if key == "best":
-        values = [branch.best.value for branch in whole if branch.best is not None and branch.best.value is not None]
+        values = [
+            branch.best.value
+            for branch in whole
+            if branch.best is not None and branch.best.value is not None
+        ]
         assert values == sorted(values, reverse=sort.startswith("-"))
-        assert all(branch.best is None for branch in whole[len(values) :]), "what has no value comes last, whichever way"
+        assert all(branch.best is None for branch in whole[len(values) :]), (
+            "what has no value comes last, whichever way"
+        )
 
 
 def test_a_condition_is_one_on_the_newest_state(database: Database, grow: Grow) -> None:
@@ -123,16 +159,28 @@ def test_a_condition_is_one_on_the_newest_state(database: Database, grow: Grow) 
     grow(shared, branch="bad", count=2, metrics={"loss": 5.0})
     with database.read() as session:
         found = branches(session, "metrics.loss < 2", sort="name")
-        assert ([branch.name for branch in found], found.matching, found.total) == (["good", "main"], 2, 3)
+        assert ([branch.name for branch in found], found.matching, found.total) == (
+            ["good", "main"],
+            2,
+            3,
+        )
         assert [branch.name for branch in branches(session, "step >= 4", name="oo")] == ["good"]
         with pytest.raises(SyntaxProblem):
             branches(session, "metrics.loss <")
-        for wrong in ({"query": "order by step"}, {"query": "step > 1 limit 2"}, {"sort": "x"}, {"group": "step"}, {"limit": 0}):
+        for wrong in (
+            {"query": "order by step"},
+            {"query": "step > 1 limit 2"},
+            {"sort": "x"},
+            {"group": "step"},
+            {"limit": 0},
+        ):
             with pytest.raises(InvalidInput):
                 branches(session, **wrong)
 
 
-def test_a_branch_that_was_made_and_not_trained_has_no_states_of_its_own(database: Database, grow: Grow) -> None:
+def test_a_branch_that_was_made_and_not_trained_has_no_states_of_its_own(
+    database: Database, grow: Grow
+) -> None:
     head = grow(branch="main", count=4, metrics={"loss": 1.0})
     with database.write() as session:
         refs.branch(session, "made", head.uid)
@@ -160,8 +208,14 @@ def test_who_lives_is_asked_for_runs_that_did_not_finish(database: Database, gro
             runs.start(session, run)
             record.record(session, told(f"{number:024x}", "0" * 64, None, f"b{number}", run.uid, 0))
     with database.read() as session:
-        assert [branch.life for branch in branches(session, sort="name")] == [Life.UNKNOWN, Life.ENDED]
-        lives = [branch.life for branch in branches(session, sort="name", living=lambda run: Life.RUNNING)]
+        assert [branch.life for branch in branches(session, sort="name")] == [
+            Life.UNKNOWN,
+            Life.ENDED,
+        ]
+        lives = [
+            branch.life
+            for branch in branches(session, sort="name", living=lambda run: Life.RUNNING)
+        ]
     assert lives == [Life.RUNNING, Life.ENDED]
 
 
@@ -169,9 +223,16 @@ def test_a_rate_goes_over_the_latest_captures_of_the_newest_run(database: Databa
     parent = None
     with database.write() as session:
         for number in range(2):
-            runs.start(session, Run(f"{number}" * 24, "host", "me", 1, (), None, None, {}, {}, START))
-        for step in range(60):  # a second for each step, then a day's pause, then a tenth of a second for each
-            run, at = ("0" * 24, timedelta(seconds=step)) if step < 30 else ("1" * 24, timedelta(days=1, seconds=step / 10))
+            runs.start(
+                session, Run(f"{number}" * 24, "host", "me", 1, (), None, None, {}, {}, START)
+            )
+        for step in range(60):
+            # a second for each step, then a day's pause, then a tenth of a second for each
+            run, at = (
+                ("0" * 24, timedelta(seconds=step))
+                if step < 30
+                else ("1" * 24, timedelta(days=1, seconds=step / 10))
+            )
             new = told(f"{step:024x}", "0" * 64, parent, "main", run, step, created_at=START + at)
             parent = record.record(session, new).uid
     with database.read() as session:
@@ -207,7 +268,9 @@ def test_which_way_a_metric_gets_better_is_told_by_its_name(key: str, direction:
 
 
 def test_thinned_curves_keep_their_ends_and_extremes() -> None:
-    points = [(number, math.sin(number / 7) if number != 500 else math.nan) for number in range(1000)]
+    points = [
+        (number, math.sin(number / 7) if number != 500 else math.nan) for number in range(1000)
+    ]
     points[333], points[777] = (333, 9.0), (777, -9.0)
     found = thinned(points, 60)
     assert len(found) <= 60
@@ -217,7 +280,16 @@ def test_thinned_curves_keep_their_ends_and_extremes() -> None:
 
 
 def test_the_colour_of_a_branch_is_what_the_design_says() -> None:
-    expected = {"main": 0, "fork": 2, "lr-0.1/wd-0": 5, "study/variant-3": 3, "Größe": 2, "実験": 9, "a": 8, "feature/x": 6}
+    expected = {
+        "main": 0,
+        "fork": 2,
+        "lr-0.1/wd-0": 5,
+        "study/variant-3": 3,
+        "Größe": 2,
+        "実験": 9,
+        "a": 8,
+        "feature/x": 6,
+    }
     assert {name: number_of(name) for name in expected} == expected
     assert (colour_of("main"), colour_of("fork", is_dark=False)) == (DARK[0], LIGHT[2])
 
@@ -240,22 +312,31 @@ def test_renamed_branch_keeps_its_history(database: Database, grow: Grow) -> Non
         refs.rename(session, "exp", "other")
 
 
-def test_branch_made_at_a_state_of_another_has_the_curve_of_its_path(database: Database, grow: Grow) -> None:
+def test_branch_made_at_a_state_of_another_has_the_curve_of_its_path(
+    database: Database, grow: Grow
+) -> None:
     root = grow(branch="main", metrics={"loss": 0.25})
     head = grow(root, branch="main", count=3, metrics={"loss": 0.5})
     with database.write() as session:
         refs.branch(session, "second", head.uid)
         main, second = branches(session, metric="loss", sort="name")
-    assert (second.states, second.best, second.last, second.line) == (0, main.best, main.last, main.line)
+    assert (second.states, second.best, second.last, second.line) == (
+        0,
+        main.best,
+        main.last,
+        main.line,
+    )
     assert second.best is not None
     assert (second.best.value, second.line.values) == (0.25, (0.25, 0.5, 0.5, 0.5))
     grow(head, branch="second", metrics={"loss": 0.75})
     with database.read() as session:
-        (_, second) = branches(session, metric="loss", sort="name")
+        _, second = branches(session, metric="loss", sort="name")
     assert (second.states, second.line.values) == (1, (0.75,))
 
 
-def test_branch_that_is_deleted_and_made_again_has_its_states(database: Database, grow: Grow) -> None:
+def test_branch_that_is_deleted_and_made_again_has_its_states(
+    database: Database, grow: Grow
+) -> None:
     first = grow(branch="main", count=3, metrics={"loss": 0.25})
     grow(first, branch="main", count=3, metrics={"loss": 0.5})
     with database.write() as session:
@@ -265,7 +346,9 @@ def test_branch_that_is_deleted_and_made_again_has_its_states(database: Database
         assert (main.fork, main.states, main.best and main.best.value) == (None, 3, 0.25)
 
 
-def test_branch_that_is_renamed_by_hand_has_the_states_of_the_old_one(database: Database, grow: Grow) -> None:
+def test_branch_that_is_renamed_by_hand_has_the_states_of_the_old_one(
+    database: Database, grow: Grow
+) -> None:
     head = grow(branch="main", count=3, metrics={"loss": 0.5})
     with database.write() as session:
         refs.branch(session, "exp", head.uid)
@@ -284,7 +367,9 @@ def test_branch_that_was_moved_back_and_forth_is_as_before(database: Database, g
     assert (main.fork, main.states) == (None, 6)
 
 
-def test_branch_that_a_training_makes_again_after_its_deletion_has_its_states(database: Database, grow: Grow) -> None:
+def test_branch_that_a_training_makes_again_after_its_deletion_has_its_states(
+    database: Database, grow: Grow
+) -> None:
     head = grow(branch="main", count=3)
     with database.write() as session:
         refs.delete_ref(session, "main")

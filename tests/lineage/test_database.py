@@ -37,7 +37,9 @@ def count_states(database: Database) -> int:
         return int(session.execute(text("SELECT count(*) FROM state")).scalar_one())
 
 
-@pytest.mark.filterwarnings("ignore:autogenerate skipping metadata-specified expression-based index")
+@pytest.mark.filterwarnings(
+    "ignore:autogenerate skipping metadata-specified expression-based index"
+)
 def test_a_new_lineage_has_the_schema_of_the_models(empty_url: str) -> None:
     database = Database(empty_url)
 
@@ -46,12 +48,16 @@ def test_a_new_lineage_has_the_schema_of_the_models(empty_url: str) -> None:
 
     with database.read() as session:
         dialect = session.get_bind().dialect.name
-        context = MigrationContext.configure(session.connection(), opts={"compare_type": True, "include_object": is_for_it})
+        context = MigrationContext.configure(
+            session.connection(), opts={"compare_type": True, "include_object": is_for_it}
+        )
         assert compare_metadata(context, Base.metadata) == []
     database.close()
 
 
-def test_a_lineage_is_there_when_it_is_opened_again(database: Database, new_state: Callable[..., NewState]) -> None:
+def test_a_lineage_is_there_when_it_is_opened_again(
+    database: Database, new_state: Callable[..., NewState]
+) -> None:
     with database.write() as session:
         state = record.record(session, new_state(branch="main"))
     again = Database(database.url, create=False)
@@ -81,7 +87,10 @@ sys.stdin.readline()
 Database({empty_url!r}).close()
 """
     pipe = subprocess.PIPE
-    children = [warm.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True) for _ in range(5)]
+    children = [
+        warm.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        for _ in range(5)
+    ]
     assert errors_of(children) == [("", 0)] * 5
 
 
@@ -97,10 +106,17 @@ def test_create_false_leaves_no_file_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("revision", ["9999", "datastates_0012"])
-def test_a_lineage_of_another_version_is_refused_and_left_alone(database: Database, revision: str) -> None:
+def test_a_lineage_of_another_version_is_refused_and_left_alone(
+    database: Database, revision: str
+) -> None:
     with database.write() as session:
-        session.execute(text("UPDATE alembic_version SET version_num = :revision"), {"revision": revision})
-    with pytest.raises(Conflict, match=f"another version of datastates .schema {revision}, this one reads {HEAD}.: upgrade"):
+        session.execute(
+            text("UPDATE alembic_version SET version_num = :revision"), {"revision": revision}
+        )
+    with pytest.raises(
+        Conflict,
+        match=f"another version of datastates .schema {revision}, this one reads {HEAD}.: upgrade",
+    ):
         Database(database.url)
     assert count_states(database) == 0
 
@@ -111,9 +127,12 @@ def test_the_database_of_another_program_is_refused_and_left_alone(empty_url: st
         for table in reversed(Base.metadata.sorted_tables):
             session.execute(text(f'DROP TABLE "{table.name}"'))
         session.execute(text("CREATE TABLE songs (title TEXT)"))
-        session.execute(text("UPDATE alembic_version SET version_num = '0001'"))  # another program's own
+        # another program's own
+        session.execute(text("UPDATE alembic_version SET version_num = '0001'"))
     for _ in ("with an alembic_version", "without"):
-        with pytest.raises(InvalidInput, match=r"not a datastates database: it holds the tables .*songs"):
+        with pytest.raises(
+            InvalidInput, match=r"not a datastates database: it holds the tables .*songs"
+        ):
             Database(empty_url)
         with database.write() as session:
             session.execute(text("DROP TABLE IF EXISTS alembic_version"))
@@ -160,7 +179,9 @@ def test_a_database_that_the_server_lacks_is_not_found(postgresql_url: str) -> N
         Database(missing)
 
 
-def test_a_relative_path_stays_where_it_was_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_stays_where_it_was_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     database = Database("sqlite:///x.db")
     (tmp_path / "elsewhere").mkdir()
@@ -170,7 +191,9 @@ def test_a_relative_path_stays_where_it_was_opened(tmp_path: Path, monkeypatch: 
     database.close()
 
 
-def test_a_write_that_raises_changes_nothing(database: Database, new_state: Callable[..., NewState]) -> None:
+def test_a_write_that_raises_changes_nothing(
+    database: Database, new_state: Callable[..., NewState]
+) -> None:
     def record_and_fail() -> None:
         with database.write() as session:
             record.record(session, new_state(branch="main"))
@@ -215,7 +238,9 @@ def test_postgresql_compiles_no_query(postgresql_url: str) -> None:
     database.close()
 
 
-def test_a_lock_that_is_never_released_is_unavailable_and_then_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_is_never_released_is_unavailable_and_then_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(database_module, "BUSY_TIMEOUT_S", 0.05)
     database = Database(f"sqlite:///{tmp_path}/x.db")
     holder = sqlite3.connect(tmp_path / "x.db", isolation_level=None)
@@ -265,12 +290,17 @@ def fail_with(code: str) -> TextClause:
 @pytest.mark.parametrize(
     ("code", "kind"),
     [
-        *((code, Unavailable) for code in ("25006", "25P03", "25P04", "26000", "42P05", "57014", "53100", "57P01")),
+        *(
+            (code, Unavailable)
+            for code in ("25006", "25P03", "25P04", "26000", "42P05", "57014", "53100", "57P01")
+        ),
         *((code, InvalidInput) for code in ("54000", "54001", "22001")),
         *((code, Conflict) for code in ("40001", "40P01", "23505")),
     ],
 )
-def test_errors_of_postgresql_say_what_to_do(postgresql_url: str, code: str, kind: type[DatastatesError]) -> None:
+def test_errors_of_postgresql_say_what_to_do(
+    postgresql_url: str, code: str, kind: type[DatastatesError]
+) -> None:
     database = Database(postgresql_url)
     with pytest.raises(DatastatesError, match="as it fails") as raised, database.write() as session:
         session.execute(fail_with(code))
@@ -280,12 +310,18 @@ def test_errors_of_postgresql_say_what_to_do(postgresql_url: str, code: str, kin
 
 def test_a_statement_is_overdue_only_where_a_deadline_was_set(postgresql_url: str) -> None:
     database = Database(postgresql_url)
-    with pytest.raises(InvalidInput, match="takes more than 60 s"), deadline.within(60), database.read() as session:
+    with (
+        pytest.raises(InvalidInput, match="takes more than 60 s"),
+        deadline.within(60),
+        database.read() as session,
+    ):
         session.execute(fail_with("57014"))
     database.close()
 
 
-def test_a_server_that_takes_no_writes_for_a_while_is_asked_over_new_connections(postgresql_url: str) -> None:
+def test_a_server_that_takes_no_writes_for_a_while_is_asked_over_new_connections(
+    postgresql_url: str,
+) -> None:
     database = Database(postgresql_url)
 
     def backend() -> int:
@@ -300,7 +336,9 @@ def test_a_server_that_takes_no_writes_for_a_while_is_asked_over_new_connections
     database.close()
 
 
-def test_a_transaction_that_others_were_in_the_way_of_is_done_again_a_few_times(postgresql_url: str) -> None:
+def test_a_transaction_that_others_were_in_the_way_of_is_done_again_a_few_times(
+    postgresql_url: str,
+) -> None:
     database, failures = Database(postgresql_url), iter(["40P01", "40001"])
 
     @undeterred
@@ -318,7 +356,9 @@ def test_a_transaction_that_others_were_in_the_way_of_is_done_again_a_few_times(
     database.close()
 
 
-def test_threads_write_and_read_at_once(database: Database, new_state: Callable[..., NewState]) -> None:
+def test_threads_write_and_read_at_once(
+    database: Database, new_state: Callable[..., NewState]
+) -> None:
     failures: list[BaseException] = []
 
     def work(name: str) -> None:

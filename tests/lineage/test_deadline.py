@@ -1,4 +1,5 @@
-"""Questions that take too long are ended, by the database itself; what has no deadline takes as long as it takes."""
+"""Questions that take too long are ended, by the database itself; what has no deadline takes as
+long as it takes."""
 
 from __future__ import annotations
 

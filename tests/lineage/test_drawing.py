@@ -20,7 +20,8 @@ Parents = dict[int, tuple[int, ...]]
 
 @pytest.fixture(autouse=True, params=[0, 1000], ids=["run by run", "state by state"])
 def _short_strides(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that small graphs have many places that are kept; and what has long runs is drawn as what has none, and the other way round."""
+    """So that small graphs have many places that are kept; and what has long runs is drawn as
+    what has none, and the other way round."""
     monkeypatch.setattr(graph, "STRIDE", 4)
     for module in (graph, walk):
         monkeypatch.setattr(module, "SHORT", request.param)
@@ -28,7 +29,9 @@ def _short_strides(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 def topology_of(parents: Parents) -> Topology:
     topology = Topology()
-    topology.first = array("q", [0, *(parents[id_][0] if parents[id_] else 0 for id_ in sorted(parents))])
+    topology.first = array(
+        "q", [0, *(parents[id_][0] if parents[id_] else 0 for id_ in sorted(parents))]
+    )
     topology.further = {id_: these[1:] for id_, these in parents.items() if len(these) > 1}
     return topology
 
@@ -41,7 +44,8 @@ def state(id_: int, parents: tuple[int, ...]) -> State:
 
 
 def check(made: Drawing, parents: Parents) -> None:
-    """Every window of the drawing is that of the lanes of all its states, when these prefer its tips' columns."""
+    """Every window of the drawing is that of the lanes of all its states, when these prefer its
+    tips' columns."""
     seen: set[int] = set()
     open_ = list(made.heads)
     while open_:
@@ -54,7 +58,12 @@ def check(made: Drawing, parents: Parents) -> None:
     assert made.total == len(whole)
     for first in range(made.total + 1):
         for row, one in zip(made.rows(first, 5), whole[first : first + 5], strict=True):
-            assert (str(row.id), row.lane, row.above, row.below) == (one.uid, one.lane, one.above, one.below)
+            assert (str(row.id), row.lane, row.above, row.below) == (
+                one.uid,
+                one.lane,
+                one.above,
+                one.below,
+            )
             assert (row.joins, row.parents) == (one.joins, one.parents)
             assert made.row_of(row.id) == whole.index(one)
     columns = {column for row in whole for column in (row.lane, *row.above, *row.below)}
@@ -69,7 +78,11 @@ def graphs(draw: st.DrawFn, most: int = 40) -> Parents:
     for id_ in range(1, count + 1):
         near = st.integers(max(1, id_ - 3), max(1, id_ - 1))
         anywhere = st.integers(1, max(1, id_ - 1))
-        wanted = draw(st.one_of(st.lists(near, min_size=1, max_size=1), st.lists(anywhere, max_size=3, unique=True)))
+        wanted = draw(
+            st.one_of(
+                st.lists(near, min_size=1, max_size=1), st.lists(anywhere, max_size=3, unique=True)
+            )
+        )
         parents[id_] = tuple(wanted) if id_ > 1 else ()
     return parents
 
@@ -86,7 +99,9 @@ def test_windows_are_those_of_all_lanes(data: st.DataObject) -> None:
     assert made is not None
     check(made, parents)
     fresh = list(lanes(state(id_, parents[id_]) for id_ in reversed(made.order)))
-    assert [row.lane for row in made.rows(0, made.total)] == [row.lane for row in fresh], "a first drawing prefers nothing"
+    assert [row.lane for row in made.rows(0, made.total)] == [row.lane for row in fresh], (
+        "a first drawing prefers nothing"
+    )
 
 
 @given(st.data())
@@ -99,9 +114,13 @@ def test_windows_are_those_of_all_lanes_after_heads_moved(data: st.DataObject) -
         for _ in range(data.draw(st.integers(0, 6))):  # captures, forks and merges
             new = len(parents) + 1
             tips = sorted(before.heads | {new - 1})
-            parents[new] = tuple(dict.fromkeys(data.draw(st.lists(st.sampled_from(tips), min_size=1, max_size=2))))
+            parents[new] = tuple(
+                dict.fromkeys(data.draw(st.lists(st.sampled_from(tips), min_size=1, max_size=2)))
+            )
         keeps = data.draw(st.booleans())
-        heads = frozenset(range(len(parents) - 2, len(parents) + 1)) - {0, -1} | (before.heads if keeps else frozenset())
+        heads = frozenset(range(len(parents) - 2, len(parents) + 1)) - {0, -1} | (
+            before.heads if keeps else frozenset()
+        )
         made = draw_history(topology_of(parents), heads, old=before)
         assert made is not None
         check(made, parents)
@@ -122,7 +141,12 @@ def test_branches_stay_in_their_columns_and_what_is_old_is_not_drawn_again() -> 
     new = draw_history(topology_of(grown), heads, old=old, budget_rows=20)
 
     assert new is not None, "within the budget: most of the old drawing was used"
-    assert new.tips == {403: old.tips[400], 404: old.tips[399], 398: old.tips[398], 401: old.tips[401]}
+    assert new.tips == {
+        403: old.tips[400],
+        404: old.tips[399],
+        398: old.tips[398],
+        401: old.tips[401],
+    }
     assert sum(one is old.kept.get(place) for place, one in new.kept.items()) > 45
     check(new, grown)
 
@@ -165,7 +189,11 @@ def test_the_version_tells_drawings_apart() -> None:
 
 
 def test_many_open_lines_are_kept_at_few_places() -> None:
-    parents: Parents = {1: (), **dict.fromkeys(range(2, 202), (1,)), **{id_: (id_ - 200,) for id_ in range(202, 402)}}
+    parents: Parents = {
+        1: (),
+        **dict.fromkeys(range(2, 202), (1,)),
+        **{id_: (id_ - 200,) for id_ in range(202, 402)},
+    }
     made = draw_history(topology_of(parents), frozenset(range(202, 402)))
     assert made is not None
     assert made.width == 200

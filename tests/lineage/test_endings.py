@@ -9,8 +9,7 @@ from datetime import UTC, datetime
 import pytest
 
 from datastates.lineage import Database, Run, State
-from datastates.lineage.states import Ending, How, ending_of, facts_of
-from datastates.lineage.views.branch_rows import Life
+from datastates.lineage.states import Ending, How, Life, ending_of, facts_of
 from datastates.lineage.views.branches import branches
 from datastates.lineage.write import runs
 
@@ -47,7 +46,9 @@ class Rude(Exception):
         (asyncio.CancelledError(), Ending(How.INTERRUPTED, None, 7)),
     ],
 )
-def test_what_is_recorded_of_an_end_is_told_later(database: Database, error: BaseException | None, told: Ending | None) -> None:
+def test_what_is_recorded_of_an_end_is_told_later(
+    database: Database, error: BaseException | None, told: Ending | None
+) -> None:
     run = new_run()
     with database.write() as session:
         runs.start(session, run)
@@ -58,9 +59,13 @@ def test_what_is_recorded_of_an_end_is_told_later(database: Database, error: Bas
     assert ending_of(found, {}, is_over=True) == (told or Ending(How.ENDED))
 
 
-def test_a_training_whose_process_died_was_killed_unless_it_was_over_before(database: Database, grow: Grow) -> None:
+def test_a_training_whose_process_died_was_killed_unless_it_was_over_before(
+    database: Database, grow: Grow
+) -> None:
     process = new_run()
-    over, failed, going = (new_run(process=process.uid, branch=name) for name in ("over", "failed", "going"))
+    over, failed, going = (
+        new_run(process=process.uid, branch=name) for name in ("over", "failed", "going")
+    )
     with database.write() as session:
         for run in (process, over, failed, going):
             runs.start(session, run)
@@ -70,11 +75,16 @@ def test_a_training_whose_process_died_was_killed_unless_it_was_over_before(data
         runs.finish(session, over.uid, datetime(2026, 5, 4, 4, tzinfo=UTC))
         runs.note(session, failed.uid, facts_of(OSError("gone"), 4))
         runs.finish(session, failed.uid, datetime(2026, 5, 4, 5, tzinfo=UTC))
-    assert endings(database, Life.RUNNING) == {"going": None, "over": Ending(How.ENDED), "failed": Ending(How.FAILED, "OSError: gone", 4)}
+    assert endings(database, Life.RUNNING) == {
+        "going": None,
+        "over": Ending(How.ENDED),
+        "failed": Ending(How.FAILED, "OSError: gone", 4),
+    }
     assert endings(database, Life.UNKNOWN)["going"] is None
     assert endings(database, Life.ENDED)["going"] == Ending(How.KILLED)
     with database.write() as session:
-        runs.recover(session, [process.uid], volatile=())  # of a repository whose states are all on disk
+        # of a repository whose states are all on disk
+        runs.recover(session, [process.uid], volatile=())
     assert endings(database, Life.UNKNOWN) == {
         "going": Ending(How.KILLED),
         "over": Ending(How.ENDED),
@@ -82,8 +92,12 @@ def test_a_training_whose_process_died_was_killed_unless_it_was_over_before(data
     }
 
 
-def test_what_an_earlier_version_recorded_of_an_end_it_did_not_know_is_no_failure(database: Database) -> None:
-    strange: Run = new_run(config={"datastates.ended": 3, "datastates.error": ["x"], "datastates.ended_at_step": "y"})
+def test_what_an_earlier_version_recorded_of_an_end_it_did_not_know_is_no_failure(
+    database: Database,
+) -> None:
+    strange: Run = new_run(
+        config={"datastates.ended": 3, "datastates.error": ["x"], "datastates.ended_at_step": "y"}
+    )
     with database.write() as session:
         runs.start(session, strange)
         runs.finish(session, strange.uid)

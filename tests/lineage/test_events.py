@@ -17,7 +17,9 @@ from datastates.lineage.write import refs
 Grow = Callable[..., State]
 
 
-def read(database: Database, after: int = 0, horizon: detail.Horizon | None = None, limit: int = 500) -> detail.Events:
+def read(
+    database: Database, after: int = 0, horizon: detail.Horizon | None = None, limit: int = 500
+) -> detail.Events:
     with database.read() as session:
         return detail.read(session, after, horizon=horizon, limit=limit)
 
@@ -33,7 +35,8 @@ def tag(database: Database, name: str, state: State) -> None:
 
 @contextmanager
 def open_tag(database: Database, name: str, state: State, *, keep: bool = True) -> Iterator[None]:
-    """A transaction on another thread that has written its event, and commits (or not) at the end of the block."""
+    """A transaction on another thread that has written its event, and commits (or not) at the
+    end of the block."""
     has_written, end = threading.Event(), threading.Event()
 
     def write() -> None:
@@ -54,7 +57,9 @@ def open_tag(database: Database, name: str, state: State, *, keep: bool = True) 
         thread.join(30)
 
 
-def test_events_come_by_their_ids_with_all_that_the_reflog_says(database: Database, grow: Grow) -> None:
+def test_events_come_by_their_ids_with_all_that_the_reflog_says(
+    database: Database, grow: Grow
+) -> None:
     state = grow(branch="main", count=2)
     tag(database, "v1", state)
     with database.write() as session:
@@ -68,7 +73,10 @@ def test_events_come_by_their_ids_with_all_that_the_reflog_says(database: Databa
         ("v1", RefKind.TAG, "delete"),
     ]
     with database.read() as session:
-        logged: list[RefEvent] = [*names_query.reflog(session, "main"), *names_query.reflog(session, "v1")]
+        logged: list[RefEvent] = [
+            *names_query.reflog(session, "main"),
+            *names_query.reflog(session, "v1"),
+        ]
         assert detail.newest_events(session) == detail.Horizon(found.items[-1].id, frozenset())
     assert list(found.items) == sorted(logged, key=lambda event: event.id)
     assert read(database, found.items[-1].id) == detail.Events((), None)
@@ -103,10 +111,13 @@ def state(shared: Database, new_state: Callable[..., object]) -> State:
     from datastates.lineage.write import record
 
     with shared.write() as session:
-        return record.record(session, new_state(branch="main"))  # type: ignore[arg-type] # it makes what is to be recorded
+        # it makes what is to be recorded
+        return record.record(session, new_state(branch="main"))  # type: ignore[arg-type]
 
 
-def test_an_event_committed_after_a_younger_one_is_not_missed(shared: Database, state: State) -> None:
+def test_an_event_committed_after_a_younger_one_is_not_missed(
+    shared: Database, state: State
+) -> None:
     last = read(shared).items[-1].id
     with open_tag(shared, "older", state):
         tag(shared, "younger", state)
@@ -158,7 +169,9 @@ def test_writers_that_began_later_are_not_waited_for(shared: Database, state: St
     assert names(read(shared, found.items[-1].id, found.horizon)) == ["third", "fourth"]
 
 
-def test_who_begins_at_the_newest_event_waits_for_those_before_it(shared: Database, state: State) -> None:
+def test_who_begins_at_the_newest_event_waits_for_those_before_it(
+    shared: Database, state: State
+) -> None:
     with open_tag(shared, "older", state):
         tag(shared, "younger", state)
         with shared.read() as session:
@@ -179,7 +192,9 @@ def test_a_lock_that_writes_nothing_is_not_waited_for(shared: Database, state: S
             assert detail.newest_events(other).is_settled
 
 
-def test_many_writers_at_once_are_read_completely_and_in_order(shared: Database, state: State) -> None:
+def test_many_writers_at_once_are_read_completely_and_in_order(
+    shared: Database, state: State
+) -> None:
     done = threading.Event()
 
     def write(writer: int) -> None:
@@ -194,7 +209,8 @@ def test_many_writers_at_once_are_read_completely_and_in_order(shared: Database,
     while not done.is_set():
         if not any(thread.is_alive() for thread in writers):
             done.set()
-        for _ in range(3):  # what is left when the writers have ended takes a settled horizon at most
+        for _ in range(3):
+            # what is left when the writers have ended takes a settled horizon at most
             found = read(shared, seen[-1], horizon)
             seen, horizon = seen + [event.id for event in found.items], found.horizon
     with shared.read() as session:

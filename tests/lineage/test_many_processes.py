@@ -18,31 +18,40 @@ from tests.support.effort import effort
 PROCESSES, OWN, SHARED = effort(8, 4), effort(180, 90), effort(20, 10)
 
 
-def test_nothing_is_lost_when_many_processes_record(empty_url: str, record_property: Callable[[str, object], None]) -> None:
+def test_nothing_is_lost_when_many_processes_record(
+    empty_url: str, record_property: Callable[[str, object], None]
+) -> None:
     reports = run_recorders(empty_url)
     database = Database(empty_url, create=False)
     with database.read() as session:
         for name, report in reports.items():
             head = names.get(session, name).state
-            assert [state.uid for state in walk.log(session, head)] == report["recorded"][name][::-1]
+            assert [state.uid for state in walk.log(session, head)] == report["recorded"][name][
+                ::-1
+            ]
         shared = walk.log(session, names.get(session, "shared").state)
         events = names.reflog(session, "shared")
     database.close()
     assert len(shared) == PROCESSES * SHARED
-    assert {state.uid for state in shared} == {uid for report in reports.values() for uid in report["recorded"]["shared"]}
+    assert {state.uid for state in shared} == {
+        uid for report in reports.values() for uid in report["recorded"]["shared"]
+    }
     assert [event.new for event in events] == [state.uid for state in shared]
     assert [event.old for event in events[:-1]] == [state.uid for state in shared[1:]]
     tell(empty_url, reports, record_property)
 
 
 def run_recorders(url: str) -> dict[str, Any]:
-    """What each process reports, once all of them have ended; they begin together, on a lineage that is not there yet."""
+    """What each process reports, once all of them have ended; they begin together, on a lineage
+    that is not there yet."""
     program = Path(__file__).with_name("recorder.py")
     children = {}
     for number in range(PROCESSES):
         name = f"process-{number}"
         command = [sys.executable, str(program), url, name, str(OWN), str(SHARED)]
-        children[name] = warm.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        children[name] = warm.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
     for child in children.values():
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
@@ -59,8 +68,15 @@ def tell(url: str, reports: dict[str, Any], record_property: Callable[[str, obje
     """The latency of ``record``, for whoever reads the report of the tests."""
     took = sorted(each for report in reports.values() for each in report["took"])
     conflicts = sum(report["conflicts"] for report in reports.values())
-    figures = {"p50_ms": statistics.median(took) * 1e3, "p99_ms": took[len(took) * 99 // 100] * 1e3, "max_ms": took[-1] * 1e3}
+    figures = {
+        "p50_ms": statistics.median(took) * 1e3,
+        "p99_ms": took[len(took) * 99 // 100] * 1e3,
+        "max_ms": took[-1] * 1e3,
+    }
     for name, value in figures.items():
         record_property(name, round(value, 2))
     shown = ", ".join(f"{name} {value:.1f}" for name, value in figures.items())
-    sys.stdout.write(f"\n{PROCESSES} x {OWN + SHARED} records, {url.split(':')[0]}: {shown}, {conflicts} conflicts retried\n")
+    sys.stdout.write(
+        f"\n{PROCESSES} x {OWN + SHARED} records, {url.split(':')[0]}: {shown}, {conflicts}"
+        " conflicts retried\n"
+    )

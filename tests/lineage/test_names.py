@@ -12,7 +12,18 @@ from datastates.lineage.schema import from_us
 from datastates.lineage.write import runs
 from tests.lineage.conftest import Grow
 
-RUN = Run("a" * 24, "node7", "ann", 42, ("train.py",), None, None, {"lr": 0.1, "optimizer.beta": 0.9, "api_token": "***"}, {}, from_us(0))
+RUN = Run(
+    "a" * 24,
+    "node7",
+    "ann",
+    42,
+    ("train.py",),
+    None,
+    None,
+    {"lr": 0.1, "optimizer.beta": 0.9, "api_token": "***"},
+    {},
+    from_us(0),
+)
 
 
 @pytest.fixture
@@ -20,7 +31,13 @@ def filled(database: Database, grow: Grow) -> Database:
     """Two hundred states with three metrics and two attributes, of a run with settings."""
     with database.write() as session:
         runs.start(session, RUN)
-    grow(branch="main", count=200, run=RUN.uid, metrics={"loss": 0.5, "val_loss": 0.4}, attributes={"seed": 3})
+    grow(
+        branch="main",
+        count=200,
+        run=RUN.uid,
+        metrics={"loss": 0.5, "val_loss": 0.4},
+        attributes={"seed": 3},
+    )
     grow(branch="other", metrics={"grad norm": 1.0}, attributes={"kind": "base"})
     return database
 
@@ -41,7 +58,10 @@ def test_a_lineage_without_states_knows_no_names_and_refuses_none(database: Data
 @pytest.mark.parametrize(
     "text",
     [
-        "metrics.loss < 1 and not attr.seed in (3, 4) or config.lr > 0 order by metrics.val_loss desc, attr.kind limit 3",
+        (
+            "metrics.loss < 1 and not attr.seed in (3, 4) or config.lr > 0 order by"
+            " metrics.val_loss desc, attr.kind limit 3"
+        ),
         'metrics."grad norm" = 1',
         "config.optimizer.beta > 0",
         "metrics.absent exists and not exists attr.absent",  # which ask whether it is there
@@ -57,7 +77,11 @@ def test_known_names_pass(filled: Database, text: str) -> None:
     ("text", "message", "column"),
     [
         ("metrics.val_los < 1", "there is no metric 'val_los', did you mean metrics.val_loss?", 1),
-        ("step > 3 and metrics.Loss < 1", "there is no metric 'Loss', did you mean metrics.loss?", 14),
+        (
+            "step > 3 and metrics.Loss < 1",
+            "there is no metric 'Loss', did you mean metrics.loss?",
+            14,
+        ),
         ("order by attr.sed", "there is no attribute 'sed', did you mean attr.seed?", 10),
         ("metrics.seed = 3", "there is no metric 'seed', did you mean attr.seed?", 1),
         ("attr.lr = 3", "there is no attribute 'lr', did you mean config.lr?", 1),
@@ -65,7 +89,9 @@ def test_known_names_pass(filled: Database, text: str) -> None:
         ("not (metrics.zzz in (1, 2))", "there is no metric 'zzz'", 6),
     ],
 )
-def test_unknown_names_are_told_with_close_ones(filled: Database, text: str, message: str, column: int) -> None:
+def test_unknown_names_are_told_with_close_ones(
+    filled: Database, text: str, message: str, column: int
+) -> None:
     with filled.read() as session, pytest.raises(SyntaxProblem) as caught:
         check_names(session, text)
 
@@ -76,21 +102,34 @@ def test_unknown_names_are_told_with_close_ones(filled: Database, text: str, mes
     assert all(one.startswith(kind) for one in caught.value.expected), "what there is of the kind"
 
 
-def test_a_lineage_without_attributes_says_that_there_are_none(database: Database, grow: Grow) -> None:
+def test_a_lineage_without_attributes_says_that_there_are_none(
+    database: Database, grow: Grow
+) -> None:
     grow(branch="main", metrics={"loss": 1.0})
-    with database.read() as session, pytest.raises(SyntaxProblem, match="no attribute 'seed': no state has any"):
+    with (
+        database.read() as session,
+        pytest.raises(SyntaxProblem, match="no attribute 'seed': no state has any"),
+    ):
         check_names(session, "attr.seed = 3")
 
 
 def test_columns_are_named_as_in_a_query_or_by_bare_names(filled: Database) -> None:
     with filled.read() as session:
-        assert field_of(session, "loss") == field_of(session, "metrics.loss") == Field("metrics", Kind.METRIC, "loss")
+        assert (
+            field_of(session, "loss")
+            == field_of(session, "metrics.loss")
+            == Field("metrics", Kind.METRIC, "loss")
+        )
         assert field_of(session, "grad norm") == field_of(session, 'metrics."grad norm"')
         assert field_of(session, "seed").name == "attr"
         assert field_of(session, "lr").name == "config"
         assert field_of(session, "step") == Field("step", Kind.INTEGER)
         assert written(field_of(session, "grad norm")) == 'metrics."grad norm"'
-        with pytest.raises(SyntaxProblem, match=r"there is no metric 'los', did you mean metrics\.loss"):
+        with pytest.raises(
+            SyntaxProblem, match=r"there is no metric 'los', did you mean metrics\.loss"
+        ):
             field_of(session, "los")
-        with pytest.raises(SyntaxProblem, match=r"there is no attribute 'sed', did you mean attr\.seed"):
+        with pytest.raises(
+            SyntaxProblem, match=r"there is no attribute 'sed', did you mean attr\.seed"
+        ):
             field_of(session, "attr.sed")

@@ -38,17 +38,24 @@ def made(path: Path) -> Path:
     return path
 
 
-def test_a_new_lineage_is_the_migrated_one_under_another_uid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_lineage_is_the_migrated_one_under_another_uid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written = [made(tmp_path / f"written-{count}.db") for count in range(2)]
     monkeypatch.setattr(new, "write", upgrade.upgrade)
     migrated = made(tmp_path / "migrated.db")
     assert len({uid(path) for path in (migrated, *written)}) == 3
     assert {len(uid(path)) for path in (migrated, *written)} == {24}
     assert dump(written[0]) == dump(written[1])
-    assert dump(written[0]) == dump(migrated), "after a migration was added: .venv/bin/python -m tests.lineage.write_new"
+    assert dump(written[0]) == dump(migrated), (
+        "after a migration was added: .venv/bin/python -m tests.lineage.write_new"
+    )
 
 
 def test_a_new_lineage_needs_no_alembic(tmp_path: Path) -> None:
-    script = "import sys; from datastates.lineage import Database; Database(sys.argv[1]).close(); print('alembic' in sys.modules)"
+    script = (
+        "import sys; from datastates.lineage import Database; Database(sys.argv[1]).close();"
+        " print('alembic' in sys.modules)"
+    )
     command = [sys.executable, "-c", script, f"sqlite:///{tmp_path}/new.db"]
     assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "False\n"

@@ -27,9 +27,17 @@ def told(database: Database, mark: Mark) -> Mark:
 def forget(database: Database, uid: str) -> None:
     """Lose the newest state and the move of its branch, as a server that is killed does."""
     with database.write() as session:
-        session.execute(text("UPDATE ref SET state_id = (SELECT parent_id FROM state WHERE uid = :uid)"), {"uid": uid})
+        session.execute(
+            text("UPDATE ref SET state_id = (SELECT parent_id FROM state WHERE uid = :uid)"),
+            {"uid": uid},
+        )
         for name, column in (("ref_event", "new_id"), ("replica", "state_id"), ("state", "id")):
-            session.execute(text(f"DELETE FROM {name} WHERE {column} = (SELECT id FROM state WHERE uid = :uid)"), {"uid": uid})
+            session.execute(
+                text(
+                    f"DELETE FROM {name} WHERE {column} = (SELECT id FROM state WHERE uid = :uid)"
+                ),
+                {"uid": uid},
+            )
 
 
 def test_a_lineage_that_was_told_again_what_its_server_forgot_is_not_behind(
@@ -50,7 +58,9 @@ def test_a_lineage_that_was_told_again_what_its_server_forgot_is_not_behind(
     database.close()
 
 
-def test_a_lineage_that_numbers_its_rows_far_below_is_behind(postgresql_url: str, new_state: Callable[..., NewState]) -> None:
+def test_a_lineage_that_numbers_its_rows_far_below_is_behind(
+    postgresql_url: str, new_state: Callable[..., NewState]
+) -> None:
     database, state = Database(postgresql_url), new_state(branch="main")
     with database.write() as session:
         record.record(session, state)
@@ -60,7 +70,10 @@ def test_a_lineage_that_numbers_its_rows_far_below_is_behind(postgresql_url: str
 
 
 def test_rows_that_are_committed_after_many_younger_ones_are_told(
-    postgresql_url: str, new_state: Callable[..., NewState], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    postgresql_url: str,
+    new_state: Callable[..., NewState],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(chronicle, "_PATIENCE_S", 0.0)
     database, early = Database(postgresql_url), new_state(branch="early")
@@ -73,7 +86,9 @@ def test_rows_that_are_committed_after_many_younger_ones_are_told(
             chronicle.catch_up(database, tmp_path)
     assert chronicle.catch_up(database, tmp_path)
     (found,) = chronicle.chronicles(tmp_path)
-    assert {state.uid for entry in found.entries for state in entry.states} == {new.uid for new in (early, *younger)}
+    assert {state.uid for entry in found.entries for state in entry.states} == {
+        new.uid for new in (early, *younger)
+    }
     assert {event.new for entry in found.entries for event in entry.events} == {early.uid}
     database.close()
 
@@ -81,7 +96,8 @@ def test_rows_that_are_committed_after_many_younger_ones_are_told(
 def test_a_reader_waits_for_no_writer_that_began_after_the_newest_rows(
     postgresql_url: str, new_state: Callable[..., NewState], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Writers follow each other without a pause, and each of them is gone when the next is there."""
+    """Writers follow each other without a pause, and each of them is gone when the next is
+    there."""
     database = Database(postgresql_url)
     with database.write() as session:
         record.record(session, first := new_state())
@@ -96,5 +112,9 @@ def test_a_reader_waits_for_no_writer_that_began_after_the_newest_rows(
             record.record(now, new_state())
             until = settled(database, timeout_s=2.0)
     with database.read() as session:
-        assert [until.state] == list(session.execute(text("SELECT id FROM state WHERE uid = :uid"), {"uid": first.uid}).scalars())
+        assert [until.state] == list(
+            session.execute(
+                text("SELECT id FROM state WHERE uid = :uid"), {"uid": first.uid}
+            ).scalars()
+        )
     database.close()

@@ -11,7 +11,9 @@ from datastates.lineage.write import refs
 from tests.lineage.conftest import Grow
 
 
-def test_a_note_is_there_with_who_and_when_until_it_is_deleted(database: Database, grow: Grow) -> None:
+def test_a_note_is_there_with_who_and_when_until_it_is_deleted(
+    database: Database, grow: Grow
+) -> None:
     state, other = grow(), grow()
     with database.write() as session:
         refs.branch(session, "main", other.uid)
@@ -23,7 +25,12 @@ def test_a_note_is_there_with_who_and_when_until_it_is_deleted(database: Databas
         assert names.notes(session, state=state.uid) == [first]
         assert names.notes(session, branch="main") == [second]
         assert names.notes(session, state=other.uid) == []
-        assert (first.state, first.branch, first.author, first.edited_at) == (state.uid, None, "ada", None)
+        assert (first.state, first.branch, first.author, first.edited_at) == (
+            state.uid,
+            None,
+            "ada",
+            None,
+        )
         assert (second.state, second.branch, second.author) == (None, "main", "unknown")
         edited = refs.edit(session, first.uid, "It did not.")
     with database.write() as session:
@@ -38,7 +45,9 @@ def test_a_note_is_there_with_who_and_when_until_it_is_deleted(database: Databas
             names.get_note(session, first.uid)
 
 
-def test_a_note_that_was_edited_meanwhile_is_neither_changed_nor_deleted(database: Database, grow: Grow) -> None:
+def test_a_note_that_was_edited_meanwhile_is_neither_changed_nor_deleted(
+    database: Database, grow: Grow
+) -> None:
     state = grow()
     with database.write() as session:
         seen = refs.write(session, "first", state=state.uid, author="ada")
@@ -68,7 +77,10 @@ def test_what_becomes_of_a_note_is_an_event(database: Database, grow: Grow) -> N
 def test_notes_come_in_pages(database: Database, grow: Grow) -> None:
     state = grow()
     with database.write() as session:
-        written = [refs.write(session, f"note {number}", state=state.uid, author="x") for number in range(5)][::-1]
+        written = [
+            refs.write(session, f"note {number}", state=state.uid, author="x")
+            for number in range(5)
+        ][::-1]
     with database.read() as session:
         assert names.notes(session, limit=2) == written[:2]
         assert names.notes(session, limit=9, after=written[1].uid) == written[2:]
@@ -106,7 +118,9 @@ def test_a_note_is_of_one_thing_that_is_there(database: Database, grow: Grow) ->
         refs.edit(session, "0" * 24, "x")
 
 
-def test_notes_do_not_pile_up_for_ever(database: Database, grow: Grow, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notes_do_not_pile_up_for_ever(
+    database: Database, grow: Grow, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(refs, "NOTES", 3)
     state, other = grow(), grow()
     with database.write() as session:

@@ -1,4 +1,5 @@
-"""Histories from parents in memory: against walks in SQL, while states are recorded, also late ones."""
+"""Histories from parents in memory: against walks in SQL, while states are recorded, also late
+ones."""
 
 from __future__ import annotations
 
@@ -20,9 +21,12 @@ from datastates.lineage.write import record
 from tests.lineage.conftest import Grow
 
 
-@pytest.fixture(autouse=True, params=[(0, 0), (0, 1000), (1000, 1)], ids=["run by run", "state by state", "few"])
+@pytest.fixture(
+    autouse=True, params=[(0, 0), (0, 1000), (1000, 1)], ids=["run by run", "state by state", "few"]
+)
 def _any_length(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has long runs is looked at as what has none, what is long as what is short, and the other way round."""
+    """What has long runs is looked at as what has none, what is long as what is short, and the
+    other way round."""
     few, short = request.param
     monkeypatch.setattr(walk, "FEW", few)
     monkeypatch.setattr(walk, "SHORT", short)
@@ -36,10 +40,14 @@ def history(database: Database, topology: Topology, *heads: str) -> list[str]:
         return uids_of(session, list(reversed(topology.history(ids))))
 
 
-def test_a_history_is_that_of_a_walk(database: Database, grow: Grow, new_state: Callable[..., NewState]) -> None:
+def test_a_history_is_that_of_a_walk(
+    database: Database, grow: Grow, new_state: Callable[..., NewState]
+) -> None:
     root = grow(count=5)
     left, right = grow(root, count=4), grow(root, count=3)
-    soup = new_state(parent=left.uid, edges=(Edge(right.uid, EdgeKind.SOUP), Edge(root.uid, EdgeKind.MERGE)))
+    soup = new_state(
+        parent=left.uid, edges=(Edge(right.uid, EdgeKind.SOUP), Edge(root.uid, EdgeKind.MERGE))
+    )
     with database.write() as session:
         record.record(session, soup)
     grow(count=2)
@@ -49,7 +57,9 @@ def test_a_history_is_that_of_a_walk(database: Database, grow: Grow, new_state: 
         expected = [state.uid for state in walk.log(session, soup.uid)]
     assert history(database, topology, soup.uid) == expected
     with database.read() as session:
-        assert topology.parents(id_of(session, soup.uid)) == tuple(ids_of(session, [left.uid, right.uid, root.uid]))
+        assert topology.parents(id_of(session, soup.uid)) == tuple(
+            ids_of(session, [left.uid, right.uid, root.uid])
+        )
 
 
 @given(data=st.data())
@@ -61,7 +71,11 @@ def test_starts_are_found_in_any_ids(data: st.DataObject) -> None:
     some = array("q", sorted(data.draw(st.sets(st.sampled_from(ids)), label="some")))
     begin = data.draw(st.sampled_from(ids), label="begin")
     for chosen in (some, ids[begin - 1 :], array("q", ids[:begin])):
-        expected = [place for place, id_ in enumerate(chosen) if not place or first[id_] != chosen[place - 1]]
+        expected = [
+            place
+            for place, id_ in enumerate(chosen)
+            if not place or first[id_] != chosen[place - 1]
+        ]
         assert starts(first, chosen) == expected
         assert starts(dict(enumerate(first)), chosen) == expected
 
@@ -74,7 +88,9 @@ def test_what_is_recorded_later_is_read_then(database: Database, grow: Grow) -> 
     assert history(database, topology, second.uid)[2:] == history(database, topology, first.uid)
 
 
-def test_ids_that_are_committed_late_are_read_when_something_leads_to_them(database: Database, grow: Grow) -> None:
+def test_ids_that_are_committed_late_are_read_when_something_leads_to_them(
+    database: Database, grow: Grow
+) -> None:
     topology = Topology()
     root = grow(count=2)
     with database.read() as session:

@@ -36,7 +36,9 @@ def parts_of(new: NewState, count: int) -> list[NewState]:
     return [
         replace(
             new,
-            facts=replace(new.facts, world_size=count, metrics={"loss": float(rank), "odd": math.nan}),
+            facts=replace(
+                new.facts, world_size=count, metrics={"loss": float(rank), "odd": math.nan}
+            ),
             digest=secrets.token_hex(32),
             bytes_total=100 + rank,
             bytes_new=10 + rank,
@@ -64,15 +66,22 @@ def visible(database: Database, uid: str) -> bool:
 
 
 def begun(database: Database, host: str = "host") -> str:
-    run = Run(secrets.token_hex(12), host, "user", 1, ("train.py",), None, None, {}, {}, datetime.now(UTC))
+    run = Run(
+        secrets.token_hex(12), host, "user", 1, ("train.py",), None, None, {}, {}, datetime.now(UTC)
+    )
     with database.write() as session:
         runs.start(session, run)
     return run.uid
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
-def test_a_state_is_invisible_until_every_rank_reported(database: Database, new_state: Make, order: tuple[int, ...]) -> None:
-    told = parts_of(new_state(step=5, branch="main", attributes={"big": 2**64 - 1, "e": None}, message="a\nb"), 3)
+def test_a_state_is_invisible_until_every_rank_reported(
+    database: Database, new_state: Make, order: tuple[int, ...]
+) -> None:
+    told = parts_of(
+        new_state(step=5, branch="main", attributes={"big": 2**64 - 1, "e": None}, message="a\nb"),
+        3,
+    )
     for rank in order[:-1]:
         assert tell(database, told[rank], rank) is None
         assert not visible(database, told[0].uid)
@@ -91,7 +100,11 @@ def test_a_state_is_invisible_until_every_rank_reported(database: Database, new_
     assert (state.bytes_total, state.bytes_new, state.world_size) == (303, 33, 3)
     assert state.metrics["loss"] == 0.0, "rank 0's"
     assert math.isnan(state.metrics["odd"])
-    assert (state.attributes, state.message, state.step) == ({"big": 2**64 - 1, "e": None}, "a\nb", 5)
+    assert (state.attributes, state.message, state.step) == (
+        {"big": 2**64 - 1, "e": None},
+        "a\nb",
+        5,
+    )
     with database.read() as session:
         assert waiting(session) == []
         assert names.get(session, "main").state == state.uid
@@ -101,7 +114,9 @@ def test_a_state_is_invisible_until_every_rank_reported(database: Database, new_
         assert parts.part_digests(session, state.uid) == tuple(part.digest for part in told)
 
 
-def test_a_state_of_one_part_is_recorded_at_once_and_leaves_no_part(database: Database, new_state: Make) -> None:
+def test_a_state_of_one_part_is_recorded_at_once_and_leaves_no_part(
+    database: Database, new_state: Make
+) -> None:
     new = new_state(step=1, branch="main")
     state = tell(database, new, 0)
     assert state is not None
@@ -124,7 +139,9 @@ def test_a_part_that_is_told_again_changes_nothing(database: Database, new_state
 
 
 @pytest.mark.parametrize("is_whole", [False, True])
-def test_a_part_that_contradicts_is_refused(database: Database, new_state: Make, is_whole: bool) -> None:
+def test_a_part_that_contradicts_is_refused(
+    database: Database, new_state: Make, is_whole: bool
+) -> None:
     parent = new_state(step=0)
     with database.write() as session:
         record(session, parent)
@@ -139,18 +156,29 @@ def test_a_part_that_contradicts_is_refused(database: Database, new_state: Make,
     if is_whole:
         return
     other = (Edge(parent.uid, EdgeKind.MERGE),)
-    wrong: list[dict[str, Any]] = [{"step": 2}, {"parent": None}, {"branch": "main"}, {"micro_step": 1}, {"edges": other}]
+    wrong: list[dict[str, Any]] = [
+        {"step": 2},
+        {"parent": None},
+        {"branch": "main"},
+        {"micro_step": 1},
+        {"edges": other},
+    ]
     for changes in wrong:
         with pytest.raises(Conflict, match=f"{next(iter(changes))} .* and not"):
             tell(database, replace(told[2], facts=replace(told[2].facts, **changes)), 2)
     assert tell(database, told[2], 2) is not None
 
 
-def test_parts_captured_after_unlike_numbers_of_updates_are_no_state(database: Database, new_state: Make) -> None:
+def test_parts_captured_after_unlike_numbers_of_updates_are_no_state(
+    database: Database, new_state: Make
+) -> None:
     first, second = parts_of(new_state(step=1, branch="main"), 2)
     with database.write() as session:
         record_parts(session, [Telling(first, 0, form=form_after("one", 4))])
-    with pytest.raises(Conflict, match=r"rank 1 of state .* after 5 steps .* rank 0 after 4"), database.write() as session:
+    with (
+        pytest.raises(Conflict, match=r"rank 1 of state .* after 5 steps .* rank 0 after 4"),
+        database.write() as session,
+    ):
         record_parts(session, [Telling(second, 1, form=form_after("one", 5))])
     with pytest.raises(Conflict, match="another tree"), database.write() as session:
         record_parts(session, [Telling(second, 1, form=form_after("another", 4))])
@@ -161,13 +189,22 @@ def test_parts_captured_after_unlike_numbers_of_updates_are_no_state(database: D
 
 @pytest.mark.parametrize("is_together", [False, True])
 @pytest.mark.parametrize("wrong", ["form", "step", "world_size"])
-def test_parts_that_do_not_fit_each_other_are_no_state(database: Database, new_state: Make, wrong: str, is_together: bool) -> None:
+def test_parts_that_do_not_fit_each_other_are_no_state(
+    database: Database, new_state: Make, wrong: str, is_together: bool
+) -> None:
     first, second = parts_of(new_state(step=1, branch="main"), 2)
     if wrong != "form":
         changes: dict[str, Any] = {wrong: 3}
         second = replace(second, facts=replace(second.facts, **changes))
-    told = [Telling(first, 0, form="one"), Telling(second, 1, form="another" if wrong == "form" else "one")]
-    said = "rank 1 of state .* has another tree than rank 0" if wrong == "form" else f"rank 1 of state .* says {wrong} 3 and not"
+    told = [
+        Telling(first, 0, form="one"),
+        Telling(second, 1, form="another" if wrong == "form" else "one"),
+    ]
+    said = (
+        "rank 1 of state .* has another tree than rank 0"
+        if wrong == "form"
+        else f"rank 1 of state .* says {wrong} 3 and not"
+    )
     if not is_together:
         with database.write() as session:
             record_parts(session, told[:1])
@@ -175,7 +212,9 @@ def test_parts_that_do_not_fit_each_other_are_no_state(database: Database, new_s
         record_parts(session, told if is_together else told[1:])
     assert not visible(database, first.uid)
     with database.write() as session:
-        record_parts(session, [told[0], replace(told[1], new=replace(second, facts=first.facts), form="one")])
+        record_parts(
+            session, [told[0], replace(told[1], new=replace(second, facts=first.facts), form="one")]
+        )
     assert visible(database, first.uid)
 
 
@@ -202,7 +241,11 @@ def chain(new_state: Make, count: int, length: int) -> list[list[NewState]]:
     """So many states in a row on ``main``, each as its ranks tell it."""
     found: list[list[NewState]] = []
     for step in range(length):
-        found.append(parts_of(new_state(found[-1][0].uid if found else None, step=step, branch="main"), count))
+        found.append(
+            parts_of(
+                new_state(found[-1][0].uid if found else None, step=step, branch="main"), count
+            )
+        )
     return found
 
 
@@ -215,10 +258,16 @@ def log_of(database: Database, branch: str = "main") -> list[str]:
     """The uids of a branch, the oldest first."""
     with database.read() as session:
         found = {ref.name: ref.state for ref in names.refs(session)}
-        return [state.uid for state in walk.log(session, found[branch])][::-1] if branch in found else []
+        return (
+            [state.uid for state in walk.log(session, found[branch])][::-1]
+            if branch in found
+            else []
+        )
 
 
-def test_a_state_whose_parent_waits_waits_too_and_both_become_visible_together(database: Database, new_state: Make) -> None:
+def test_a_state_whose_parent_waits_waits_too_and_both_become_visible_together(
+    database: Database, new_state: Make
+) -> None:
     states = chain(new_state, 2, 4)
     for told in states[1:]:
         for rank in range(2):
@@ -231,10 +280,17 @@ def test_a_state_whose_parent_waits_waits_too_and_both_become_visible_together(d
     assert tell(database, states[0][0], 0) is not None
     assert log_of(database) == [told[0].uid for told in states]
     with database.read() as session:
-        assert session.connection().exec_driver_sql("SELECT count(*) FROM part WHERE rank < 0").scalar() == 0
+        assert (
+            session.connection()
+            .exec_driver_sql("SELECT count(*) FROM part WHERE rank < 0")
+            .scalar()
+            == 0
+        )
 
 
-def test_what_one_rank_skipped_is_given_up_for_all_and_the_next_hangs_on_the_one_before(database: Database, new_state: Make) -> None:
+def test_what_one_rank_skipped_is_given_up_for_all_and_the_next_hangs_on_the_one_before(
+    database: Database, new_state: Make
+) -> None:
     states = chain(new_state, 2, 5)
     uids = [told[0].uid for told in states]
     for number, told in enumerate(states):
@@ -251,7 +307,9 @@ def test_what_one_rank_skipped_is_given_up_for_all_and_the_next_hangs_on_the_one
         found, forgotten = outcomes(session, {**dict.fromkeys(uids, 1), "0" * 24: 1})
         assert waiting(session) == []
     assert forgotten == ["0" * 24]
-    assert {uid: (each.given_up.rank, each.given_up.why) for uid, each in found.items() if each.given_up} == {
+    assert {
+        uid: (each.given_up.rank, each.given_up.why) for uid, each in found.items() if each.given_up
+    } == {
         uids[1]: (0, Why.SKIPPED),
         uids[2]: (1, Why.SKIPPED),
     }
@@ -260,10 +318,14 @@ def test_what_one_rank_skipped_is_given_up_for_all_and_the_next_hangs_on_the_one
     assert third.state is not None
     assert third.state.parents == (uids[0],)
     assert third.parent_digests == (first.digest,)
-    assert third.state.digest == root_digest([part.digest for part in states[3]], third.parent_digests)
+    assert third.state.digest == root_digest(
+        [part.digest for part in states[3]], third.parent_digests
+    )
 
 
-def test_a_rank_that_tells_nothing_is_named_and_what_waited_behind_goes_on(database: Database, new_state: Make) -> None:
+def test_a_rank_that_tells_nothing_is_named_and_what_waited_behind_goes_on(
+    database: Database, new_state: Make
+) -> None:
     states = chain(new_state, 3, 3)
     for rank in range(3):
         tell(database, states[0][rank], rank)
@@ -271,7 +333,12 @@ def test_a_rank_that_tells_nothing_is_named_and_what_waited_behind_goes_on(datab
     tell(database, states[1][0], 0)
     tell(database, states[1][2], 2)
     with database.write() as session:
-        parts.give_up(session, [states[1][0].uid, states[0][0].uid], why=Why.LATE, reason="it told no part within 1 s")
+        parts.give_up(
+            session,
+            [states[1][0].uid, states[0][0].uid],
+            why=Why.LATE,
+            reason="it told no part within 1 s",
+        )
     assert log_of(database) == [states[0][0].uid, states[2][0].uid]
     assert tell(database, states[1][1], 1) is None, "too late"
     with database.read() as session:
@@ -279,7 +346,9 @@ def test_a_rank_that_tells_nothing_is_named_and_what_waited_behind_goes_on(datab
     assert str(found[states[1][0].uid].given_up) == "rank 1 (late): it told no part within 1 s"
 
 
-def test_what_the_lineage_refuses_is_given_up_for_all_and_says_why(database: Database, new_state: Make) -> None:
+def test_what_the_lineage_refuses_is_given_up_for_all_and_says_why(
+    database: Database, new_state: Make
+) -> None:
     states = chain(new_state, 2, 2)
     for rank in range(2):
         tell(database, states[0][rank], rank)
@@ -295,7 +364,11 @@ def test_what_the_lineage_refuses_is_given_up_for_all_and_says_why(database: Dat
     assert "branch 'main' is at" in given_up.reason
 
 
-@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(data=st.data())
 def test_whatever_order_parts_come_in_the_states_that_nobody_skipped_make_one_path(
     database: Database, new_state: Make, data: st.DataObject
@@ -303,17 +376,27 @@ def test_whatever_order_parts_come_in_the_states_that_nobody_skipped_make_one_pa
     ranks, length = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 5))
     branch = f"branch-{secrets.token_hex(4)}"
     told = chain(new_state, ranks, length)
-    states = [[replace(part, facts=replace(part.facts, branch=branch)) for part in each] for each in told]
-    skipped = data.draw(st.sets(st.tuples(st.integers(0, length - 1), st.integers(0, ranks - 1)), max_size=4))
-    order = data.draw(st.permutations([(step, rank) for step in range(length) for rank in range(ranks)]))
+    states = [
+        [replace(part, facts=replace(part.facts, branch=branch)) for part in each] for each in told
+    ]
+    skipped = data.draw(
+        st.sets(st.tuples(st.integers(0, length - 1), st.integers(0, ranks - 1)), max_size=4)
+    )
+    order = data.draw(
+        st.permutations([(step, rank) for step in range(length) for rank in range(ranks)])
+    )
     with database.write() as session:
         for step, rank in order:
             if (step, rank) in skipped:
-                parts.skip_part(session, states[step][rank].facts, rank=rank, why=Why.TORN, reason="it tore")
+                parts.skip_part(
+                    session, states[step][rank].facts, rank=rank, why=Why.TORN, reason="it tore"
+                )
             else:
                 record_part(session, states[step][rank], rank=rank)
     assert log_of(database, branch) == [
-        states[step][0].uid for step in range(length) if not any((step, rank) in skipped for rank in range(ranks))
+        states[step][0].uid
+        for step in range(length)
+        if not any((step, rank) in skipped for rank in range(ranks))
     ]
     with database.read() as session:
         assert not [each for each in waiting(session) if each.branch == branch]
@@ -321,16 +404,28 @@ def test_whatever_order_parts_come_in_the_states_that_nobody_skipped_make_one_pa
 
 def test_metrics_of_ranks_are_reduced_as_rank_0_says(database: Database, new_state: Make) -> None:
     told = parts_of(new_state(branch="main"), 3)
-    measured = [{"loss": 1.0, "top": 2.0, "n": 5.0}, {"loss": 2.0, "top": 7.0, "own": 1.0}, {"loss": 6.0, "top": math.nan, "n": 2.0}]
+    measured = [
+        {"loss": 1.0, "top": 2.0, "n": 5.0},
+        {"loss": 2.0, "top": 7.0, "own": 1.0},
+        {"loss": 6.0, "top": math.nan, "n": 2.0},
+    ]
     reduce = {"loss": "mean", "top": "max", "n": "sum", "own": "each"}
     for rank in (2, 1, 0):
         facts = replace(told[rank].facts, metrics=measured[rank])
         with database.write() as session:
-            made = record_part(session, replace(told[rank], facts=facts), rank=rank, reduce=reduce if rank == 0 else "first")
+            made = record_part(
+                session,
+                replace(told[rank], facts=facts),
+                rank=rank,
+                reduce=reduce if rank == 0 else "first",
+            )
     assert made is not None
     assert math.isnan(made.metrics.pop("top"))
     assert made.metrics == {"loss": 3.0, "n": 7.0, "own": 1.0, "own@1": 1.0}
-    with pytest.raises(InvalidInput, match="say one of first, each, mean, max, min, sum"), database.write() as session:
+    with (
+        pytest.raises(InvalidInput, match="say one of first, each, mean, max, min, sum"),
+        database.write() as session,
+    ):
         record_part(session, parts_of(new_state(), 2)[0], rank=0, reduce="median")
 
 
@@ -345,11 +440,15 @@ def test_metrics_of_ranks_are_reduced_as_rank_0_says(database: Database, new_sta
         ("mean", [1.0, math.inf, 2.0], math.inf),
     ],
 )
-def test_metrics_beyond_the_range_of_floats_are_reduced_as_far_as_floats_go(way: str, measured: list[float], expected: float) -> None:
+def test_metrics_beyond_the_range_of_floats_are_reduced_as_far_as_floats_go(
+    way: str, measured: list[float], expected: float
+) -> None:
     assert reduced([{"loss": value} for value in measured], way) == {"loss": expected}
 
 
-def test_ranks_that_report_at_the_same_moment_complete_every_state_once(database: Database, new_state: Make) -> None:
+def test_ranks_that_report_at_the_same_moment_complete_every_state_once(
+    database: Database, new_state: Make
+) -> None:
     count, steps = 4, 12
     uids: list[list[NewState]] = []
     parent = None
@@ -385,7 +484,11 @@ def test_ranks_that_report_at_the_same_moment_complete_every_state_once(database
 def test_what_waits_for_a_run_that_died_is_removed(database: Database, new_state: Make) -> None:
     dead, alive = begun(database), begun(database)
     lost, kept, whole = (parts_of(new_state(step=step), 3) for step in range(3))
-    for told, reporters in ((lost, [alive, dead]), (kept, [alive, alive]), (whole, [alive, alive, dead])):
+    for told, reporters in (
+        (lost, [alive, dead]),
+        (kept, [alive, alive]),
+        (whole, [alive, alive, dead]),
+    ):
         for rank, run in enumerate(reporters):
             facts = replace(told[rank].facts, run=run)
             tell(database, replace(told[rank], facts=facts, node=holder("host", run)), rank)
@@ -393,13 +496,17 @@ def test_what_waits_for_a_run_that_died_is_removed(database: Database, new_state
         runs.recover(session, [dead], volatile=["memory"])
     with database.read() as session:
         assert [each.uid for each in waiting(session)] == [kept[0].uid]
-        assert lookup.state(session, whole[0].uid).status is Status.LOST, "one of its parts was in the memory of the dead run"
+        assert lookup.state(session, whole[0].uid).status is Status.LOST, (
+            "one of its parts was in the memory of the dead run"
+        )
     assert not visible(database, lost[0].uid)
 
 
 def told_by(database: Database, new: NewState, rank: int, run: str) -> State | None:
     """A part in the memory of a run."""
-    return tell(database, replace(new, facts=replace(new.facts, run=run), node=holder("host", run)), rank)
+    return tell(
+        database, replace(new, facts=replace(new.facts, run=run), node=holder("host", run)), rank
+    )
 
 
 def end(database: Database, run: str) -> list[incomplete.Waiting]:
@@ -407,7 +514,9 @@ def end(database: Database, run: str) -> list[incomplete.Waiting]:
         return runs.finish(session, run, volatile=["memory"])
 
 
-def test_a_run_that_ends_takes_the_states_with_it_whose_parts_were_in_its_memory(database: Database, new_state: Make) -> None:
+def test_a_run_that_ends_takes_the_states_with_it_whose_parts_were_in_its_memory(
+    database: Database, new_state: Make
+) -> None:
     ending, other = begun(database), begun(database)
     mine, theirs = parts_of(new_state(step=1, branch="main"), 3), parts_of(new_state(step=2), 3)
     told_by(database, mine[0], 0, ending)
@@ -421,26 +530,38 @@ def test_a_run_that_ends_takes_the_states_with_it_whose_parts_were_in_its_memory
     assert not visible(database, mine[0].uid)
 
 
-def test_a_part_that_outlives_its_run_may_be_completed_later(database: Database, new_state: Make) -> None:
+def test_a_part_that_outlives_its_run_may_be_completed_later(
+    database: Database, new_state: Make
+) -> None:
     first, second = begun(database), begun(database)
     told = parts_of(new_state(step=1, branch="main"), 2)
     told_by(database, told[0], 0, first)
     with database.write() as session:
-        assert mark(session, told[0].uid, Status.DURABLE, tier="local", node="packs", rank=0, bytes=7) is Status.DURABLE
-        assert mark(session, told[0].uid, Status.CAPTURED, tier="memory", node="late", rank=0) is Status.DURABLE
+        assert (
+            mark(session, told[0].uid, Status.DURABLE, tier="local", node="packs", rank=0, bytes=7)
+            is Status.DURABLE
+        )
+        assert (
+            mark(session, told[0].uid, Status.CAPTURED, tier="memory", node="late", rank=0)
+            is Status.DURABLE
+        )
     assert end(database, first) == []
     with database.read() as session:
         (one,) = waiting(session)
     assert one.has_ended
-    assert str(one) == (
-        f"state {told[0].uid} (branch main, step 1) is incomplete: it lacks the parts of rank 1 of 2, "
-        "and the runs that told the others have ended; run all its ranks again"
+    assert (
+        str(one)
+        == f"state {told[0].uid} (branch main, step 1) is incomplete: it lacks the parts of rank 1"
+        " of 2, and the runs that told the others have ended; run all its ranks again"
     )
     state = told_by(database, told[1], 1, second)
     assert state is not None
     assert (state.status, state.bytes_new) == (Status.CAPTURED, 7 + 11)
     with database.read() as session:
-        assert [(each.rank, each.tier) for each in replicas_of(session, state.uid)] == [(0, "local"), (1, "memory")]
+        assert [(each.rank, each.tier) for each in replicas_of(session, state.uid)] == [
+            (0, "local"),
+            (1, "memory"),
+        ]
 
 
 def test_a_state_waits_while_one_of_its_runs_goes_on(database: Database, new_state: Make) -> None:
@@ -453,7 +574,9 @@ def test_a_state_waits_while_one_of_its_runs_goes_on(database: Database, new_sta
     assert end(database, ending) == []
     with database.read() as session:
         (one,) = waiting(session)
-    assert str(one) == f"state {told[0].uid} (branch None, step 4) waits for the parts of rank 2 of 3"
+    assert (
+        str(one) == f"state {told[0].uid} (branch None, step 4) waits for the parts of rank 2 of 3"
+    )
 
 
 def test_a_part_that_nobody_told_cannot_be_marked(database: Database, new_state: Make) -> None:
@@ -463,7 +586,9 @@ def test_a_part_that_nobody_told_cannot_be_marked(database: Database, new_state:
         mark(session, told[0].uid, Status.DURABLE, tier="local", node="packs", rank=1)
 
 
-def test_a_state_is_as_safe_as_the_least_safe_of_its_parts(database: Database, new_state: Make) -> None:
+def test_a_state_is_as_safe_as_the_least_safe_of_its_parts(
+    database: Database, new_state: Make
+) -> None:
     told = parts_of(new_state(), 2)
     for rank in range(2):
         tell(database, told[rank], rank)
@@ -471,7 +596,9 @@ def test_a_state_is_as_safe_as_the_least_safe_of_its_parts(database: Database, n
     statuses = []
     for rank in (1, 0):
         with database.write() as session:
-            statuses.append(mark(session, uid, Status.DURABLE, tier="local", node="packs", rank=rank, bytes=5))
+            statuses.append(
+                mark(session, uid, Status.DURABLE, tier="local", node="packs", rank=rank, bytes=5)
+            )
     assert statuses == [Status.CAPTURED, Status.DURABLE]
     with database.write() as session:
         assert evict(session, [uid], tier="memory", node="node-0") == []

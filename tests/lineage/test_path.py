@@ -20,15 +20,23 @@ Make = Callable[..., NewState]
 
 
 @pytest.mark.parametrize("seed", seeds(5))
-def test_a_path_leads_from_parent_to_child_wherever_there_is_one(database: Database, new_state: Make, seed: int) -> None:
+def test_a_path_leads_from_parent_to_child_wherever_there_is_one(
+    database: Database, new_state: Make, seed: int
+) -> None:
     chance = random.Random(seed)
     graph: nx.DiGraph[int] = nx.DiGraph()
     made: list[str] = []
     with database.write() as session:
         for number in range(40):
             parent = chance.choice(made) if made and chance.random() < 0.95 else None
-            others = [each for each in chance.sample(made, min(len(made), 2)) if each != parent and chance.random() < 0.3]
-            edges = tuple(Edge(each, EdgeKind.MERGE) for each in others) if parent is not None else ()
+            others = [
+                each
+                for each in chance.sample(made, min(len(made), 2))
+                if each != parent and chance.random() < 0.3
+            ]
+            edges = (
+                tuple(Edge(each, EdgeKind.MERGE) for each in others) if parent is not None else ()
+            )
             new = new_state(parent, step=number, edges=edges)
             record.record(session, new)
             made.append(new.uid)
@@ -49,7 +57,9 @@ def test_metrics_and_bytes_are_told_of_the_path_alone(database: Database, new_st
         for step in range(6):
             metrics = {} if step == 3 else {"loss": math.nan if step == 4 else float(step)}
             status = Status.EVICTED if step == 2 else Status.CAPTURED
-            news.append(new_state(news[-1].uid if news else None, step=step, metrics=metrics, status=status))
+            news.append(
+                new_state(news[-1].uid if news else None, step=step, metrics=metrics, status=status)
+            )
             record.record(session, news[-1])
         beside = new_state(news[0].uid, step=9, metrics={"loss": 9.0})
         record.record(session, beside)

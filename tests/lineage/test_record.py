@@ -12,7 +12,17 @@ import pytest
 from sqlalchemy import select, text
 
 from datastates.errors import Conflict, InvalidInput, NotFound
-from datastates.lineage import Database, Edge, EdgeKind, NewState, Ref, RefKind, State, Status, lookup
+from datastates.lineage import (
+    Database,
+    Edge,
+    EdgeKind,
+    NewState,
+    Ref,
+    RefKind,
+    State,
+    Status,
+    lookup,
+)
 from datastates.lineage.query import names
 from datastates.lineage.schema import Base, ReplicaRow, StateRow
 from datastates.lineage.write import refs
@@ -26,7 +36,9 @@ Grow = Callable[..., State]
 def count_rows(database: Database) -> dict[str, int]:
     with database.read() as session:
         return {
-            table.name: int(session.execute(text(f'SELECT count(*) FROM "{table.name}"')).scalar_one())
+            table.name: int(
+                session.execute(text(f'SELECT count(*) FROM "{table.name}"')).scalar_one()
+            )
             for table in Base.metadata.sorted_tables
         }
 
@@ -37,12 +49,19 @@ def read_state(database: Database, uid: str) -> State:
 
 
 def replicas(database: Database, uid: str) -> set[tuple[int, str, str, int]]:
-    query = select(ReplicaRow.rank, ReplicaRow.tier, ReplicaRow.node, ReplicaRow.bytes).join(StateRow, StateRow.id == ReplicaRow.state_id)
+    query = select(ReplicaRow.rank, ReplicaRow.tier, ReplicaRow.node, ReplicaRow.bytes).join(
+        StateRow, StateRow.id == ReplicaRow.state_id
+    )
     with database.read() as session:
-        return {(rank, tier, node, size) for rank, tier, node, size in session.execute(query.where(StateRow.uid == uid))}
+        return {
+            (rank, tier, node, size)
+            for rank, tier, node, size in session.execute(query.where(StateRow.uid == uid))
+        }
 
 
-def test_a_state_comes_back_as_it_was_recorded(database: Database, new_state: Make, grow: Grow) -> None:
+def test_a_state_comes_back_as_it_was_recorded(
+    database: Database, new_state: Make, grow: Grow
+) -> None:
     root, other = grow(), grow()
     new = new_state(
         root.uid,
@@ -50,7 +69,17 @@ def test_a_state_comes_back_as_it_was_recorded(database: Database, new_state: Ma
         step=7,
         micro_step=3,
         metrics={"loss": 0.1, "best": math.inf, "worst": -math.inf, "tiny": 5e-324, "größe": -0.0},
-        attributes={"s": "é\n", "i": -3, "big": 2**64 - 1, "low": -(2**63), "f": 2.5, "t": True, "n": None, "e": "", "x" * 255: 0},
+        attributes={
+            "s": "é\n",
+            "i": -3,
+            "big": 2**64 - 1,
+            "low": -(2**63),
+            "f": 2.5,
+            "t": True,
+            "n": None,
+            "e": "",
+            "x" * 255: 0,
+        },
         message="a message\nof two lines",
         created_at=datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=timezone(timedelta(hours=2))),
         edges=(Edge(other.uid, EdgeKind.SOUP, 0.25), Edge(root.uid, EdgeKind.MERGE)),
@@ -65,23 +94,32 @@ def test_a_state_comes_back_as_it_was_recorded(database: Database, new_state: Ma
     for field in ("digest", "bytes_total", "bytes_new"):
         assert getattr(recorded, field) == getattr(new, field), field
     assert recorded.facts == replace(new.facts, branch=None)
-    assert {key: type(value) for key, value in read_state(database, new.uid).attributes.items()} == {
-        key: type(value) for key, value in new.facts.attributes.items()
-    }
+    assert {
+        key: type(value) for key, value in read_state(database, new.uid).attributes.items()
+    } == {key: type(value) for key, value in new.facts.attributes.items()}
     assert recorded.created_at == new.facts.created_at
     assert recorded.created_at.tzinfo is UTC
-    assert (recorded.status, recorded.parents, recorded.generation) == (Status.CAPTURED, (root.uid, other.uid, root.uid), 1)
+    assert (recorded.status, recorded.parents, recorded.generation) == (
+        Status.CAPTURED,
+        (root.uid, other.uid, root.uid),
+        1,
+    )
     assert replicas(database, new.uid) == {(0, "memory", "here", 12)}
 
 
 def test_nan_comes_back_as_nan(database: Database, grow: Grow) -> None:
-    state = read_state(database, grow(metrics={"loss": math.nan, "acc": 1.0}, attributes={"x": math.nan}).uid)
+    state = read_state(
+        database, grow(metrics={"loss": math.nan, "acc": 1.0}, attributes={"x": math.nan}).uid
+    )
     assert math.isnan(state.metrics["loss"])
     assert isinstance(state.attributes["x"], float)
     assert math.isnan(state.attributes["x"])
     assert state.metrics["acc"] == 1.0
-    with database.read() as session:  # and compares like NaN in queries, though PostgreSQL's own is above all numbers
-        assert session.execute(text("SELECT key FROM metric WHERE value > 0 OR value <= 0")).scalars().all() == ["acc"]
+    with database.read() as session:
+        # and compares like NaN in queries, though PostgreSQL's own is above all numbers
+        assert session.execute(
+            text("SELECT key FROM metric WHERE value > 0 OR value <= 0")
+        ).scalars().all() == ["acc"]
 
 
 def test_a_capture_makes_its_branch_and_moves_it(database: Database, grow: Grow) -> None:
@@ -97,7 +135,10 @@ def test_a_new_branch_forks_where_its_parent_is(database: Database, grow: Grow) 
     trunk = grow(branch="main", count=3)
     fork = grow(trunk, branch="fork")
     with database.read() as session:
-        assert {ref.name: ref.state for ref in names.refs(session)} == {"main": trunk.uid, "fork": fork.uid}
+        assert {ref.name: ref.state for ref in names.refs(session)} == {
+            "main": trunk.uid,
+            "fork": fork.uid,
+        }
 
 
 def test_a_state_without_a_branch_moves_none(database: Database, grow: Grow) -> None:
@@ -108,12 +149,17 @@ def test_a_state_without_a_branch_moves_none(database: Database, grow: Grow) -> 
 
 
 @pytest.mark.parametrize("stale", [True, False])
-def test_a_branch_that_moved_on_is_a_conflict_and_nothing_is_recorded(database: Database, new_state: Make, grow: Grow, stale: bool) -> None:
+def test_a_branch_that_moved_on_is_a_conflict_and_nothing_is_recorded(
+    database: Database, new_state: Make, grow: Grow, stale: bool
+) -> None:
     first = grow(branch="main")
     second = grow(first, branch="main")
     before = count_rows(database)
     late = new_state(first.uid if stale else None, branch="main", metrics={"loss": 1.0})
-    with pytest.raises(Conflict, match=f"branch 'main' is at {second.uid}, not at"), database.write() as session:
+    with (
+        pytest.raises(Conflict, match=f"branch 'main' is at {second.uid}, not at"),
+        database.write() as session,
+    ):
         record(session, late)
     assert count_rows(database) == before
 
@@ -128,7 +174,9 @@ def test_a_capture_does_not_move_a_tag(database: Database, new_state: Make, grow
     assert count_rows(database) == before
 
 
-def test_a_state_that_is_somewhere_is_recorded_with_its_tier(database: Database, new_state: Make) -> None:
+def test_a_state_that_is_somewhere_is_recorded_with_its_tier(
+    database: Database, new_state: Make
+) -> None:
     with pytest.raises(InvalidInput, match="name the tier"), database.write() as session:
         record(session, new_state(tier=""))
     gone = new_state(tier="", status=Status.EVICTED)
@@ -140,7 +188,10 @@ def test_a_state_that_is_somewhere_is_recorded_with_its_tier(database: Database,
 def test_a_uid_is_recorded_once(database: Database, new_state: Make, grow: Grow) -> None:
     state = grow(branch="main")
     before = count_rows(database)
-    with pytest.raises(Conflict, match=f"there is a state {state.uid} already"), database.write() as session:
+    with (
+        pytest.raises(Conflict, match=f"there is a state {state.uid} already"),
+        database.write() as session,
+    ):
         record(session, new_state(uid=state.uid))
     assert count_rows(database) == before
 
@@ -151,7 +202,11 @@ def test_a_uid_is_recorded_once(database: Database, new_state: Make, grow: Grow)
         ({"parent": "0" * 24}, NotFound, "no state '0{24}' to be the parent"),
         ({"run": "no-run"}, NotFound, "no run 'no-run'"),
         ({"edges": (Edge("0" * 24, EdgeKind.MERGE),)}, NotFound, "no state '0{24}'"),
-        ({"edges": (Edge("0" * 24, EdgeKind.MERGE), Edge("0" * 24, EdgeKind.MERGE, 0.5))}, InvalidInput, "twice"),
+        (
+            {"edges": (Edge("0" * 24, EdgeKind.MERGE), Edge("0" * 24, EdgeKind.MERGE, 0.5))},
+            InvalidInput,
+            "twice",
+        ),
         ({"uid": "ABC"}, InvalidInput, "24 lower-case hex digits"),
         ({"branch": "a b"}, InvalidInput, "'a b' cannot name a branch"),
         ({"metrics": {"": 1.0}}, InvalidInput, "cannot name a metric"),
@@ -165,16 +220,23 @@ def test_a_uid_is_recorded_once(database: Database, new_state: Make, grow: Grow)
     ],
 )
 def test_what_cannot_be_stored_is_named_and_nothing_is_recorded(
-    database: Database, new_state: Make, fields: dict[str, Any], error: type[Exception], problem: str
+    database: Database,
+    new_state: Make,
+    fields: dict[str, Any],
+    error: type[Exception],
+    problem: str,
 ) -> None:
     new = new_state(**({"branch": "main", "metrics": {"loss": 1.0}} | fields))
     with pytest.raises(error, match=problem), database.write() as session:
         record(session, new)
-    assert {name: count for name, count in count_rows(database).items() if count} == {"repository": 1}
+    assert {name: count for name, count in count_rows(database).items() if count} == {
+        "repository": 1
+    }
 
 
 def test_jump_pointers_follow_the_skew_binary_rule(database: Database, grow: Grow) -> None:
-    """The jump of generation n goes back by the smallest weight (1, 3, 7, …) of n written in skew-binary digits."""
+    """The jump of generation n goes back by the smallest weight (1, 3, 7, …) of n written in
+    skew-binary digits."""
     grow(count=400)
     with database.read() as session:
         rows = session.execute(select(StateRow.id, StateRow.generation, StateRow.jump_id)).all()
@@ -187,7 +249,9 @@ def test_jump_pointers_follow_the_skew_binary_rule(database: Database, grow: Gro
                 rest, smallest = rest - weight, weight
             else:
                 weight = (weight - 1) // 2
-        assert (None if row.generation == 0 else generation[row.jump_id]) == (None if row.generation == 0 else row.generation - smallest)
+        assert (None if row.generation == 0 else generation[row.jump_id]) == (
+            None if row.generation == 0 else row.generation - smallest
+        )
 
 
 def test_a_status_rises_and_never_falls(database: Database, grow: Grow) -> None:
@@ -195,7 +259,10 @@ def test_a_status_rises_and_never_falls(database: Database, grow: Grow) -> None:
     with database.write() as session:
         assert mark(session, uid, Status.REPLICATED, tier="partner", node="b") is Status.REPLICATED
         assert mark(session, uid, Status.DURABLE, tier="local", node="a") is Status.REPLICATED
-        assert mark(session, uid, Status.CAPTURED, tier="memory", node="a", rank=1) is Status.REPLICATED
+        assert (
+            mark(session, uid, Status.CAPTURED, tier="memory", node="a", rank=1)
+            is Status.REPLICATED
+        )
         assert mark(session, uid, Status.EXTERNAL, tier="external", node="") is Status.EXTERNAL
     assert read_state(database, uid).status is Status.EXTERNAL
     assert {(rank, tier) for rank, tier, _, _ in replicas(database, uid)} == {
@@ -215,8 +282,13 @@ def test_marking_again_renews_the_replica(database: Database, grow: Grow) -> Non
     assert (0, "local", "a", 7) in replicas(database, first.uid)
 
 
-def test_what_is_new_in_a_state_is_what_it_added_to_the_disk_once_it_is_durable(database: Database, grow: Grow) -> None:
-    first, parted = grow(bytes_total=100, bytes_new=7), grow(bytes_total=100, bytes_new=7, world_size=2)
+def test_what_is_new_in_a_state_is_what_it_added_to_the_disk_once_it_is_durable(
+    database: Database, grow: Grow
+) -> None:
+    first, parted = (
+        grow(bytes_total=100, bytes_new=7),
+        grow(bytes_total=100, bytes_new=7, world_size=2),
+    )
     with database.write() as session:
         for uid in (first.uid, parted.uid):
             mark(session, uid, Status.CAPTURED, tier="memory", node="b", bytes=50)
@@ -227,7 +299,9 @@ def test_what_is_new_in_a_state_is_what_it_added_to_the_disk_once_it_is_durable(
     assert (0, "local", "b", 3) in replicas(database, first.uid)
 
 
-def test_a_state_cannot_be_marked_as_gone_nor_one_that_is_unknown(database: Database, grow: Grow) -> None:
+def test_a_state_cannot_be_marked_as_gone_nor_one_that_is_unknown(
+    database: Database, grow: Grow
+) -> None:
     uid = grow().uid
     with pytest.raises(InvalidInput, match="cannot be marked lost"), database.write() as session:
         mark(session, uid, Status.LOST, tier="memory", node="")
@@ -239,13 +313,21 @@ def test_only_states_that_nobody_holds_any_more_are_evicted(database: Database, 
     only, durable, elsewhere = grow(node="a"), grow(node="a"), grow(node="b")
     with database.write() as session:
         mark(session, durable.uid, Status.DURABLE, tier="local", node="a")
-        assert evict(session, [elsewhere.uid, durable.uid, only.uid], tier="memory", node="a") == [only.uid]
+        assert evict(session, [elsewhere.uid, durable.uid, only.uid], tier="memory", node="a") == [
+            only.uid
+        ]
         assert evict(session, [only.uid], tier="memory", node="a") == []
-    assert [read_state(database, state.uid).status for state in (only, durable, elsewhere)] == ["evicted", "durable", "captured"]
+    assert [read_state(database, state.uid).status for state in (only, durable, elsewhere)] == [
+        "evicted",
+        "durable",
+        "captured",
+    ]
     assert replicas(database, durable.uid) == {(0, "local", "a", 0)}
 
 
-def test_an_evicted_state_that_is_here_again_can_be_restored(database: Database, grow: Grow) -> None:
+def test_an_evicted_state_that_is_here_again_can_be_restored(
+    database: Database, grow: Grow
+) -> None:
     uid = grow(metrics={"loss": 1.0}).uid
     with database.write() as session:
         evict(session, [uid], tier="memory", node="")
@@ -267,7 +349,14 @@ def test_a_state_recorded_without_bytes_has_no_replica(database: Database, grow:
     assert replicas(database, grow(status=Status.EVICTED).uid) == set()
 
 
-@pytest.mark.parametrize("value", [2**64, -(2**63) - 1, 10**400], ids=["above", "below", "far above"])
-def test_an_integer_of_more_than_64_bits_is_refused(database: Database, new_state: Callable[..., NewState], value: int) -> None:
-    with database.write() as session, pytest.raises(InvalidInput, match=r"attribute 'huge' is .*more than 64 bits"):
+@pytest.mark.parametrize(
+    "value", [2**64, -(2**63) - 1, 10**400], ids=["above", "below", "far above"]
+)
+def test_an_integer_of_more_than_64_bits_is_refused(
+    database: Database, new_state: Callable[..., NewState], value: int
+) -> None:
+    with (
+        database.write() as session,
+        pytest.raises(InvalidInput, match=r"attribute 'huge' is .*more than 64 bits"),
+    ):
         record(session, new_state(attributes={"huge": value}))

@@ -17,7 +17,17 @@ from sqlalchemy import event, select
 from datastates.errors import Conflict, NotFound
 from datastates.lineage import Database, Edge, EdgeKind, NewState, Run, Status, lookup
 from datastates.lineage.query import names as names_query
-from datastates.lineage.schema import AttributeRow, EdgeRow, MetricRow, RefEventRow, RefRow, ReplicaRow, RunRow, StateRow, table
+from datastates.lineage.schema import (
+    AttributeRow,
+    EdgeRow,
+    MetricRow,
+    RefEventRow,
+    RefRow,
+    ReplicaRow,
+    RunRow,
+    StateRow,
+    table,
+)
 from datastates.lineage.write import runs
 from datastates.lineage.write.record import record, record_all
 from tests.support.effort import seeds
@@ -44,8 +54,12 @@ def plan(seed: int, count: int) -> list[NewState]:
     news: list[NewState] = []
     for index in range(count):
         branch = rng.choice(["main", "main", "main", "fork", "other", None])
-        parent = heads.get(branch or "") or (rng.choice(news).uid if news and rng.random() < 0.9 else None)
-        further = {rng.choice(news).uid for _ in range(2)} if news and rng.random() < 0.2 else set[str]()
+        parent = heads.get(branch or "") or (
+            rng.choice(news).uid if news and rng.random() < 0.9 else None
+        )
+        further = (
+            {rng.choice(news).uid for _ in range(2)} if news and rng.random() < 0.2 else set[str]()
+        )
         new = told(
             uid=f"{rng.getrandbits(96):024x}",
             digest=f"{index:064x}",
@@ -53,8 +67,16 @@ def plan(seed: int, count: int) -> list[NewState]:
             branch=branch,
             run=rng.choice([RUN.uid, RUN.uid, None]),
             step=rng.choice([index, 0]),
-            metrics={key: rng.choice([0.5, math.nan, math.inf]) for key in ("acc", "loss") if rng.random() < 0.5},
-            attributes={key: rng.choice(["x", 3, 2**62, None, True]) for key in ("a", "b") if rng.random() < 0.3},
+            metrics={
+                key: rng.choice([0.5, math.nan, math.inf])
+                for key in ("acc", "loss")
+                if rng.random() < 0.5
+            },
+            attributes={
+                key: rng.choice(["x", 3, 2**62, None, True])
+                for key in ("a", "b")
+                if rng.random() < 0.3
+            },
             created_at=START + timedelta(seconds=index),
             status=rng.choice([Status.CAPTURED, Status.CAPTURED, Status.EVICTED]),
             edges=tuple(Edge(uid, EdgeKind.MERGE, 0.5) for uid in sorted(further)),
@@ -72,13 +94,18 @@ def rows(database: Database) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     with database.read() as session:
         names: dict[str, dict[int, str]] = {
-            "state": {row.id: row.uid for row in session.execute(select(StateRow.id, StateRow.uid))},
+            "state": {
+                row.id: row.uid for row in session.execute(select(StateRow.id, StateRow.uid))
+            },
             "run": {row.id: row.uid for row in session.execute(select(RunRow.id, RunRow.uid))},
         }
         for model in (StateRow, EdgeRow, MetricRow, AttributeRow, ReplicaRow, RefRow, RefEventRow):
             read = [dict(row._mapping) for row in session.execute(select(table(model)))]
             found[model.__tablename__] = sorted((_named(row, names) for row in read), key=repr)
-        found["order"] = [{"uid": uid} for uid in session.execute(select(StateRow.uid).order_by(StateRow.id)).scalars()]
+        found["order"] = [
+            {"uid": uid}
+            for uid in session.execute(select(StateRow.uid).order_by(StateRow.id)).scalars()
+        ]
         events = session.execute(select(RefEventRow.new_id).order_by(RefEventRow.id)).scalars()
         found["events"] = [{"new": names["state"].get(id_ or 0)} for id_ in events]
     return found
@@ -86,7 +113,14 @@ def rows(database: Database) -> dict[str, list[dict[str, Any]]]:
 
 def _named(row: dict[str, Any], names: dict[str, dict[int, str]]) -> dict[str, Any]:
     row.pop("id", None)
-    return {key: names["run" if key == "run_id" else "state"].get(value) if key.endswith("_id") else value for key, value in row.items()}
+    return {
+        key: (
+            names["run" if key == "run_id" else "state"].get(value)
+            if key.endswith("_id")
+            else value
+        )
+        for key, value in row.items()
+    }
 
 
 def begin(database: Database) -> None:
@@ -95,7 +129,9 @@ def begin(database: Database) -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(5))
-def test_states_recorded_together_are_as_if_they_had_come_one_by_one(database: Database, one_by_one: Database, seed: int) -> None:
+def test_states_recorded_together_are_as_if_they_had_come_one_by_one(
+    database: Database, one_by_one: Database, seed: int
+) -> None:
     news, rng = plan(seed, 150), random.Random(seed)
     begin(one_by_one)
     for new in news:
@@ -109,7 +145,8 @@ def test_states_recorded_together_are_as_if_they_had_come_one_by_one(database: D
         with database.write() as session:
             recorded = record_all(session, batch)
         with database.read() as session:
-            assert repr([lookup.state(session, new.uid) for new in batch]) == repr(recorded)  # NaN is not equal to itself
+            # NaN is not equal to itself
+            assert repr([lookup.state(session, new.uid) for new in batch]) == repr(recorded)
     expected = rows(one_by_one)
     for name, found in rows(database).items():
         assert found == expected[name], name
@@ -120,7 +157,9 @@ def test_many_states_take_as_many_statements_as_two(database: Database, new_stat
     for step in range(1, 200):
         chain.append(new_state(chain[-1].uid, branch="main", step=step, metrics={"loss": 1.0}))
     said: list[str] = []
-    event.listen(database._engine, "before_cursor_execute", lambda *arguments: said.append(arguments[2]))
+    event.listen(
+        database._engine, "before_cursor_execute", lambda *arguments: said.append(arguments[2])
+    )
     for batch in (chain[:2], chain[2:]):
         said.clear()
         with database.write() as session:
@@ -128,19 +167,37 @@ def test_many_states_take_as_many_statements_as_two(database: Database, new_stat
         assert 0 < len(said) < 12
 
 
-def test_one_of_several_that_cannot_be_recorded_leaves_none(database: Database, new_state: Make) -> None:
+def test_one_of_several_that_cannot_be_recorded_leaves_none(
+    database: Database, new_state: Make
+) -> None:
     first = new_state(branch="main")
     with database.write() as session:
         record(session, first)
     before = rows(database)
     second = new_state(first.uid, branch="main")
     wrong = [
-        ([second, new_state(first.uid, branch="main")], Conflict, f"branch 'main' is at {second.uid}, not at {first.uid}"),
-        ([second, new_state(branch="main")], Conflict, f"branch 'main' is at {second.uid}, not at its beginning"),
-        ([second, replace(second, facts=replace(second.facts, branch=None, parent=None))], Conflict, f"there is a state .*{second.uid}"),
+        (
+            [second, new_state(first.uid, branch="main")],
+            Conflict,
+            f"branch 'main' is at {second.uid}, not at {first.uid}",
+        ),
+        (
+            [second, new_state(branch="main")],
+            Conflict,
+            f"branch 'main' is at {second.uid}, not at its beginning",
+        ),
+        (
+            [second, replace(second, facts=replace(second.facts, branch=None, parent=None))],
+            Conflict,
+            f"there is a state .*{second.uid}",
+        ),
         ([second, new_state(secrets.token_hex(12), branch="other")], NotFound, "to be the parent"),
         ([second, new_state(second.uid, run="nobody")], NotFound, "no run 'nobody'"),
-        ([second, new_state(second.uid, edges=(Edge("0" * 24, EdgeKind.MERGE),))], NotFound, "0{24}"),
+        (
+            [second, new_state(second.uid, edges=(Edge("0" * 24, EdgeKind.MERGE),))],
+            NotFound,
+            "0{24}",
+        ),
     ]
     for batch, error, problem in wrong:
         with pytest.raises(error, match=problem), database.write() as session:

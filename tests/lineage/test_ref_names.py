@@ -1,4 +1,5 @@
-"""The branches and tags of all states: read again as far as they changed, they are those that are read anew."""
+"""The branches and tags of all states: read again as far as they changed, they are those that
+are read anew."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def read(database: Database, old: Names | None = None) -> Names:
 
 @pytest.mark.parametrize("few", [1, 100])
 @pytest.mark.parametrize("seed", seeds(4))
-def test_what_changed_is_read_again(database: Database, grow: Grow, seed: int, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_changed_is_read_again(
+    database: Database, grow: Grow, seed: int, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(branch_rows, "_FEW", few)
     rng, tips = random.Random(seed), {"main": grow(branch="main", count=3)}
     states, tags = [*tips.values()], dict[str, State]()
@@ -37,7 +40,13 @@ def test_what_changed_is_read_again(database: Database, grow: Grow, seed: int, f
 
 
 def change(
-    database: Database, grow: Grow, rng: random.Random, tips: dict[str, State], tags: dict[str, State], states: list[State], label: str
+    database: Database,
+    grow: Grow,
+    rng: random.Random,
+    tips: dict[str, State],
+    tags: dict[str, State],
+    states: list[State],
+    label: str,
 ) -> None:
     """One change of a random kind."""
     kind = rng.choice(("capture", "capture", "fork", "tag", "move", "delete", "again"))
@@ -62,7 +71,11 @@ def change(
             refs.tag(session, name, tags[name].uid)
     if kind in ("capture", "fork"):
         parent = rng.choice([*tips.values()])
-        branch = next(name for name, tip in tips.items() if tip is parent) if kind == "capture" else f"fork-{label}-{len(tips)}"
+        branch = (
+            next(name for name, tip in tips.items() if tip is parent)
+            if kind == "capture"
+            else f"fork-{label}-{len(tips)}"
+        )
         tips[branch] = grow(parent, branch=branch)
         states.append(tips[branch])
 

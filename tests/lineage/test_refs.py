@@ -27,23 +27,40 @@ def events(database: Database, name: str) -> list[tuple[str | None, str | None, 
 def test_a_tag_and_a_branch_name_states(database: Database, grow: Grow) -> None:
     first, second = grow(), grow()
     with database.write() as session:
-        assert refs.tag(session, "v1", first.uid, message="warm") == Ref("v1", RefKind.TAG, first.uid, 1, "warm")
-        assert refs.branch(session, "fork", second.uid) == Ref("fork", RefKind.BRANCH, second.uid, 1)
+        assert refs.tag(session, "v1", first.uid, message="warm") == Ref(
+            "v1", RefKind.TAG, first.uid, 1, "warm"
+        )
+        assert refs.branch(session, "fork", second.uid) == Ref(
+            "fork", RefKind.BRANCH, second.uid, 1
+        )
     with database.read() as session:
         tag, fork = names.get(session, "v1"), names.get(session, "fork")
-        assert (tag.state, tag.kind, tag.message, fork.state, fork.kind) == (first.uid, RefKind.TAG, "warm", second.uid, RefKind.BRANCH)
+        assert (tag.state, tag.kind, tag.message, fork.state, fork.kind) == (
+            first.uid,
+            RefKind.TAG,
+            "warm",
+            second.uid,
+            RefKind.BRANCH,
+        )
         assert names.refs(session) == [fork, tag]
-        assert (names.refs(session, RefKind.TAG), names.refs(session, RefKind.BRANCH)) == ([tag], [fork])
+        assert (names.refs(session, RefKind.TAG), names.refs(session, RefKind.BRANCH)) == (
+            [tag],
+            [fork],
+        )
 
 
 @pytest.mark.parametrize("make", [refs.tag, refs.branch])
 @pytest.mark.parametrize("taken_by", [refs.tag, refs.branch])
-def test_a_name_is_taken_once(database: Database, grow: Grow, make: Callable[..., Ref], taken_by: Callable[..., Ref]) -> None:
+def test_a_name_is_taken_once(
+    database: Database, grow: Grow, make: Callable[..., Ref], taken_by: Callable[..., Ref]
+) -> None:
     first, second = grow(), grow()
     with database.write() as session:
         taken_by(session, "v1", first.uid)
     for state in (first, second):
-        problem = rf"'v1' already names {first.uid}.*move\('v1', '{state.uid}', expected='{first.uid}'\)"
+        problem = (
+            rf"'v1' already names {first.uid}.*move\('v1', '{state.uid}', expected='{first.uid}'\)"
+        )
         with pytest.raises(Conflict, match=problem), database.write() as session:
             make(session, "v1", state.uid)
     assert len(events(database, "v1")) == 1
@@ -53,7 +70,9 @@ def test_a_ref_moves_from_where_it_is_expected(database: Database, grow: Grow) -
     first, second = grow(), grow()
     with database.write() as session:
         refs.tag(session, "v1", first.uid, message="kept")
-        assert refs.move(session, "v1", second.uid, expected=first.uid) == Ref("v1", RefKind.TAG, second.uid, 2, "kept")
+        assert refs.move(session, "v1", second.uid, expected=first.uid) == Ref(
+            "v1", RefKind.TAG, second.uid, 2, "kept"
+        )
     assert events(database, "v1") == [(first.uid, second.uid, "move"), (None, first.uid, "tag")]
 
 
@@ -61,7 +80,10 @@ def test_a_ref_that_moved_since_is_a_conflict(database: Database, grow: Grow) ->
     first, second, third = grow(), grow(), grow()
     with database.write() as session:
         refs.branch(session, "main", second.uid)
-    with pytest.raises(Conflict, match=f"branch 'main' is at {second.uid}, not at {first.uid}"), database.write() as session:
+    with (
+        pytest.raises(Conflict, match=f"branch 'main' is at {second.uid}, not at {first.uid}"),
+        database.write() as session,
+    ):
         refs.move(session, "main", third.uid, expected=first.uid)
     assert events(database, "main") == [(None, second.uid, "branch")]
 
@@ -75,7 +97,11 @@ def test_a_deleted_ref_leaves_its_log_and_frees_its_name(database: Database, gro
         names.get(session, "v1")
     with database.write() as session:
         refs.branch(session, "v1", state.uid)
-    assert events(database, "v1") == [(None, state.uid, "branch"), (state.uid, None, "delete"), (None, state.uid, "tag")]
+    assert events(database, "v1") == [
+        (None, state.uid, "branch"),
+        (state.uid, None, "delete"),
+        (None, state.uid, "tag"),
+    ]
 
 
 def test_the_reflog_is_newest_first_dated_and_limited(database: Database, grow: Grow) -> None:
@@ -111,17 +137,27 @@ def test_every_change_of_a_ref_grows_the_last_event(database: Database, grow: Gr
 
 
 @pytest.mark.parametrize("look", [names.get, refs.delete_ref, names.reflog])
-def test_an_unknown_name_lists_close_ones(database: Database, grow: Grow, look: Callable[..., object]) -> None:
+def test_an_unknown_name_lists_close_ones(
+    database: Database, grow: Grow, look: Callable[..., object]
+) -> None:
     state = grow(branch="without-3")
     with database.write() as session:
         refs.branch(session, "other", state.uid)
-    with pytest.raises(NotFound, match=r"'without3'.*did you mean 'without-3'"), database.write() as session:
+    with (
+        pytest.raises(NotFound, match=r"'without3'.*did you mean 'without-3'"),
+        database.write() as session,
+    ):
         look(session, "without3")
 
 
-def test_moving_an_unknown_name_or_to_an_unknown_state_is_not_found(database: Database, grow: Grow) -> None:
+def test_moving_an_unknown_name_or_to_an_unknown_state_is_not_found(
+    database: Database, grow: Grow
+) -> None:
     state = grow(branch="main")
-    with pytest.raises(NotFound, match=r"no branch or tag 'mian'.*'main'"), database.write() as session:
+    with (
+        pytest.raises(NotFound, match=r"no branch or tag 'mian'.*'main'"),
+        database.write() as session,
+    ):
         refs.move(session, "mian", state.uid, expected=state.uid)
     with pytest.raises(NotFound, match=r"no state '0{24}'"), database.write() as session:
         refs.move(session, "main", "0" * 24, expected=state.uid)
@@ -130,7 +166,21 @@ def test_moving_an_unknown_name_or_to_an_unknown_state_is_not_found(database: Da
 
 
 @pytest.mark.parametrize(
-    "name", ["main", "a", "lr=0.1", "sweep/lr-3e-4", "v1.0", "größe", "best_yet+1", "abc", "a/.b", "deadbeef0" * 3, "f" * 25, "DEAD"]
+    "name",
+    [
+        "main",
+        "a",
+        "lr=0.1",
+        "sweep/lr-3e-4",
+        "v1.0",
+        "größe",
+        "best_yet+1",
+        "abc",
+        "a/.b",
+        "deadbeef0" * 3,
+        "f" * 25,
+        "DEAD",
+    ],
 )
 def test_these_names_are_allowed(name: str) -> None:
     assert refs.check_name(name) == name
@@ -187,7 +237,9 @@ def test_a_bad_name_makes_no_ref(database: Database, grow: Grow, make: Callable[
         assert names.refs(session) == []
 
 
-def test_a_close_name_is_found_among_many_and_few_are_compared(database: Database, grow: Grow, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_close_name_is_found_among_many_and_few_are_compared(
+    database: Database, grow: Grow, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = grow(branch="main")
     newest = grow(state, branch="main")
     with database.write() as session:

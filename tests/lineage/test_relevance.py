@@ -1,4 +1,5 @@
-"""Which metrics matter and which way they get better: one rule here and on the page, which is tested with the same table."""
+"""Which metrics matter and which way they get better: one rule here and on the page, which is
+tested with the same table."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ import pytest
 from datastates.lineage.views.text import by_relevance, direction_of
 from tests.support.effort import ROOT
 
-TABLE: dict[str, Any] = json.loads((ROOT / "api" / "ui" / "src" / "lib" / "relevance.test.json").read_text(encoding="utf-8"))
+TABLE: dict[str, Any] = json.loads(
+    (ROOT / "api" / "ui" / "src" / "lib" / "relevance.test.json").read_text(encoding="utf-8")
+)
 
 
 @pytest.mark.parametrize("keys", TABLE["ordered"], ids=lambda keys: keys[0])

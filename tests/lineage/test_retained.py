@@ -36,11 +36,15 @@ def held(database: Database, state: State, node: str = "here") -> None:
 
 
 def counted_on(database: Database, node: str = "here") -> dict[int, str]:
-    held = {each.id for page in retained.durable(database, tier="local", node=node) for each in page}
+    held = {
+        each.id for page in retained.durable(database, tier="local", node=node) for each in page
+    }
     return retained.counted_on(database, held)
 
 
-def test_the_oldest_state_that_is_held_is_what_a_name_leads_to(database: Database, grow: Grow) -> None:
+def test_the_oldest_state_that_is_held_is_what_a_name_leads_to(
+    database: Database, grow: Grow
+) -> None:
     root = grow(branch="main")
     oldest = grow(root, branch="main")
     head = grow(grow(oldest, branch="main"), branch="main")
@@ -56,19 +60,25 @@ def test_the_oldest_state_that_is_held_is_what_a_name_leads_to(database: Databas
     assert counted_on(database) == {head_id: "the head of branch 'main'"}
 
 
-def test_states_that_are_held_come_with_the_metrics_that_are_numbers(database: Database, grow: Grow) -> None:
+def test_states_that_are_held_come_with_the_metrics_that_are_numbers(
+    database: Database, grow: Grow
+) -> None:
     first = grow(branch="main", metrics={"loss": 2.0, "other": 1.0})
     second = grow(first, branch="main", metrics={"loss": math.nan, "val": 0.5})
     grow(second, branch="main", metrics={"loss": 0.5})
     for state in (first, second):
         held(database, state)
     (page,) = retained.durable(database, **HERE, keys={"loss", "val"})
-    assert {each.uid: each.metrics for each in page} == {first.uid: {"loss": 2.0}, second.uid: {"val": 0.5}}
+    assert {each.uid: each.metrics for each in page} == {
+        first.uid: {"loss": 2.0},
+        second.uid: {"val": 0.5},
+    }
 
 
 @pytest.fixture
 def forest(database: Database) -> Database:
-    """A lineage at random: forks, further parents, equal and missing losses, some states held, and names anywhere."""
+    """A lineage at random: forks, further parents, equal and missing losses, some states held,
+    and names anywhere."""
     rng, uids = random.Random(5), list[str]()
     facts = StateFacts("", None, None, None, 0)
     for number in range(200):
@@ -77,13 +87,20 @@ def forest(database: Database) -> Database:
         edges = tuple(Edge(uid, EdgeKind.MERGE) for uid in others if uid != parent)
         metrics = {"loss": rng.choice((0.5, 1.0, 1.5, math.nan))} if rng.random() < 0.3 else {}
         uid = f"{number:024x}"
-        new = NewState(replace(facts, uid=uid, parent=parent, metrics=metrics, edges=edges), f"{number:064x}", tier="memory", node="here")
+        new = NewState(
+            replace(facts, uid=uid, parent=parent, metrics=metrics, edges=edges),
+            f"{number:064x}",
+            tier="memory",
+            node="here",
+        )
         with database.write() as session:
             record(session, new)
             if rng.random() < 0.1:
                 mark(session, uid, Status.DURABLE, tier="local", node="here", bytes=1)
             if rng.random() < 0.3:
-                (refs.branch if rng.random() < 0.5 else refs.tag)(session, f"name-{number}", rng.choice([*uids, uid]))
+                (refs.branch if rng.random() < 0.5 else refs.tag)(
+                    session, f"name-{number}", rng.choice([*uids, uid])
+                )
         uids.append(uid)
     return database
 
@@ -101,7 +118,9 @@ def by_walking(session: Session, held: set[int]) -> dict[str, int | None]:
 
 
 @pytest.mark.parametrize("page", [3, 5000])
-def test_walks_that_meet_find_what_each_alone_would(forest: Database, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_walks_that_meet_find_what_each_alone_would(
+    forest: Database, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(retained, "_PAGE_MIN", page)
     monkeypatch.setattr(retained, "_PAGE", page)
     monkeypatch.setattr(retained, "_PAGES", retained._PAGES.limit(page))
@@ -110,13 +129,17 @@ def test_walks_that_meet_find_what_each_alone_would(forest: Database, page: int,
     with forest.read() as session:
         walked = by_walking(session, held)
         forks = {fork for _, fork in retained.segments_of(session).values() if fork is not None}
-        assert {at for at in counted if at not in forks} == {at for at in walked.values() if at is not None and at not in forks}
+        assert {at for at in counted if at not in forks} == {
+            at for at in walked.values() if at is not None and at not in forks
+        }
         for at, why in counted.items():
             if not why.endswith("forks here"):
                 assert {walked[name] for name in walked if repr(name) in why} == {at}
         assert retained.leading(session, held, **HERE) == {at for at in counted if at in held}
         heads = {ref.name: id_of(session, ref.state) for ref in names.refs(session, RefKind.BRANCH)}
-        one_by_one = {at: revision.best_id(session, at, "loss", is_max=False) for at in heads.values()}
+        one_by_one = {
+            at: revision.best_id(session, at, "loss", is_max=False) for at in heads.values()
+        }
         most = {at: revision.best_id(session, at, "loss", is_max=True) for at in heads.values()}
     best = retained.best_on_the_way(forest, heads.values(), "loss", is_max=False)
     assert best == {at: found for at, found in one_by_one.items() if found is not None}
@@ -127,7 +150,8 @@ def test_walks_that_meet_find_what_each_alone_would(forest: Database, page: int,
 
 @contextmanager
 def instructions(database: Database) -> Iterator[list[int]]:
-    """Counts the work of SQLite's virtual machine for each statement on a database, in hundreds of instructions."""
+    """Counts the work of SQLite's virtual machine for each statement on a database, in hundreds
+    of instructions."""
     count = [0]
 
     def tick() -> int:
@@ -144,7 +168,9 @@ def instructions(database: Database) -> Iterator[list[int]]:
 
 
 @on_one_database
-def test_what_a_state_costs_does_not_depend_on_the_number_of_names_far_above(database: Database, grow: Grow) -> None:
+def test_what_a_state_costs_does_not_depend_on_the_number_of_names_far_above(
+    database: Database, grow: Grow
+) -> None:
     root = grow(branch="main")
     other = grow(root, branch="side")
     tips = [grow(root, branch="main", count=300)]
@@ -165,7 +191,11 @@ def test_what_a_state_costs_does_not_depend_on_the_number_of_names_far_above(dat
         with instructions(database) as count, database.read() as session:
             assert retained.leading(session, ids, **HERE) == set(ids)
         costs["one batch"].append(count[0])
-        with instructions(database) as count, database.write() as session, pytest.raises(Conflict, match="side"):
+        with (
+            instructions(database) as count,
+            database.write() as session,
+            pytest.raises(Conflict, match="side"),
+        ):
             check_withdrawal(session, other.uid)
         costs["one state"].append(count[0])
     assert all(many <= 2 * few + 30 for few, many in costs.values()), costs

@@ -1,4 +1,5 @@
-"""Random revisions agree with brute force on both databases; errors point at the column and name what is near."""
+"""Random revisions agree with brute force on both databases; errors point at the column and name
+what is near."""
 
 from __future__ import annotations
 
@@ -36,13 +37,19 @@ def _follow(lineage: Lineage, state: State, suffix: Suffix) -> State | None:
         case "^", int(number):
             if number == 0:
                 return state
-            return lineage.by_uid[state.parents[number - 1]] if number <= len(state.parents) else None
+            return (
+                lineage.by_uid[state.parents[number - 1]] if number <= len(state.parents) else None
+            )
         case "step", int(step):
             return next((one for one in chain if one.step <= step), None)
     assert isinstance(value, tuple)
     key, is_max = value
     reached = lineage.reach(state)
-    values = [(one.metrics[key], index) for index, one in enumerate(lineage.states) if one.uid in reached and key in one.metrics]
+    values = [
+        (one.metrics[key], index)
+        for index, one in enumerate(lineage.states)
+        if one.uid in reached and key in one.metrics
+    ]
     values = [(-value if is_max else value, -index) for value, index in values if value == value]
     return lineage.states[-min(values)[1]] if values else None
 
@@ -74,7 +81,11 @@ _suffixes = st.lists(
 @pytest.mark.parametrize("seed", seeds(5))
 def test_random_revisions_name_what_brute_force_finds(database: Database, seed: int) -> None:
     lineage = grow_lineage(database, seed, 40)
-    names = {**lineage.branches, **lineage.tags, **{state.uid[:12]: state.uid for state in lineage.states}}
+    names = {
+        **lineage.branches,
+        **lineage.tags,
+        **{state.uid[:12]: state.uid for state in lineage.states},
+    }
 
     @settings(max_examples=examples(200))
     @given(name=st.sampled_from(sorted(names)), suffixes=_suffixes)
@@ -121,7 +132,11 @@ def test_reflog_says_where_a_ref_stood(database: Database) -> None:
         with pytest.raises(NotFound, match=r"did not exist .* its reflog begins at"):
             resolve(session, f"main@{{{len(moves)}}}")
         for hour in range(30):
-            before = [one.uid for one in lineage.states if one.uid in moves and one.created_at <= START + timedelta(hours=hour)]
+            before = [
+                one.uid
+                for one in lineage.states
+                if one.uid in moves and one.created_at <= START + timedelta(hours=hour)
+            ]
             age = int((NOW - START - timedelta(hours=hour)).total_seconds() // 3600)
             moment = (START + timedelta(hours=hour)).isoformat()
             if before:
@@ -148,15 +163,28 @@ def test_step_is_exact_where_steps_fall_back(database: Database) -> None:
     rng = random.Random(1)
     steps, uids, parent = [0], [], None
     for _ in range(600):
-        steps.append(max(0, steps[-1] - rng.randint(1, 200)) if rng.random() < 0.02 else steps[-1] + rng.randint(0, 3))
+        steps.append(
+            max(0, steps[-1] - rng.randint(1, 200))
+            if rng.random() < 0.02
+            else steps[-1] + rng.randint(0, 3)
+        )
     with database.write() as session:
         for step in steps:
-            new = told(uid=f"{rng.getrandbits(96):024x}", digest="0" * 64, parent=parent, branch="main", run=None, step=step)
+            new = told(
+                uid=f"{rng.getrandbits(96):024x}",
+                digest="0" * 64,
+                parent=parent,
+                branch="main",
+                run=None,
+                step=step,
+            )
             parent = record.record(session, new).uid
             uids.append(parent)
     with database.read() as session:
         for wanted in range(-1, max(steps) + 2, 7):
-            index = next((index for index in reversed(range(len(steps))) if steps[index] <= wanted), None)
+            index = next(
+                (index for index in reversed(range(len(steps))) if steps[index] <= wanted), None
+            )
             if index is None:
                 with pytest.raises(NotFound, match=f"at or before step {wanted}"):
                     resolve(session, f"main@step:{wanted}")
@@ -175,7 +203,10 @@ def test_a_ref_goes_before_a_uid_that_begins_so(database: Database, grow: Grow) 
 
 def test_beyond_the_root_says_how_long_the_chain_is(database: Database, grow: Grow) -> None:
     grow(branch="main", count=4)
-    with database.read() as session, pytest.raises(NotFound, match="has 3 first parents up to its root: ~9 goes beyond"):
+    with (
+        database.read() as session,
+        pytest.raises(NotFound, match="has 3 first parents up to its root: ~9 goes beyond"),
+    ):
         resolve(session, "main~9")
 
 
@@ -189,12 +220,18 @@ def test_an_unknown_name_lists_the_nearest(database: Database, grow: Grow) -> No
             resolve(session, "main@best:los")
 
 
-def test_the_best_of_values_that_are_all_nan_is_said_to_be_nan(database: Database, grow: Grow) -> None:
+def test_the_best_of_values_that_are_all_nan_is_said_to_be_nan(
+    database: Database, grow: Grow
+) -> None:
     broken = grow(grow(branch="main"), branch="main", metrics={"loss": math.nan, "lr": 0.1})
     with database.read() as session:
         for direction in ("", ":max"):
             with pytest.raises(
-                NotFound, match=rf"'loss' is NaN wherever {broken.uid} .* name a state, or another metric \({broken.uid} has lr\)"
+                NotFound,
+                match=(
+                    rf"'loss' is NaN wherever {broken.uid} .* name a state, or another metric"
+                    rf" \({broken.uid} has lr\)"
+                ),
             ):
                 resolve(session, f"main@best:loss{direction}")
     well = grow(broken, branch="main", metrics={"loss": 1.0})
@@ -206,8 +243,21 @@ def test_the_best_of_values_that_are_all_nan_is_said_to_be_nan(database: Databas
 def test_an_ambiguous_uid_lists_the_candidates(database: Database) -> None:
     with database.write() as session:
         for last in "01":
-            record.record(session, told(uid="abcd" + "0" * 19 + last, digest="0" * 64, parent=None, branch=None, run=None, step=7))
-    with database.read() as session, pytest.raises(Ambiguous, match=r"abcd0+ \(step 7\), abcd0+1 \(step 7\)"):
+            record.record(
+                session,
+                told(
+                    uid="abcd" + "0" * 19 + last,
+                    digest="0" * 64,
+                    parent=None,
+                    branch=None,
+                    run=None,
+                    step=7,
+                ),
+            )
+    with (
+        database.read() as session,
+        pytest.raises(Ambiguous, match=r"abcd0+ \(step 7\), abcd0+1 \(step 7\)"),
+    ):
         resolve(session, "abcd")
 
 
@@ -228,7 +278,9 @@ def test_an_ambiguous_uid_lists_the_candidates(database: Database) -> None:
         ("a..b", 2, ""),
     ],
 )
-def test_errors_point_at_the_column_and_say_what_may_stand_there(database: Database, text: str, column: int, expected: str) -> None:
+def test_errors_point_at_the_column_and_say_what_may_stand_there(
+    database: Database, text: str, column: int, expected: str
+) -> None:
     with database.read() as session, pytest.raises(SyntaxProblem) as caught:
         resolve(session, text)
     assert caught.value.column == column
@@ -247,7 +299,26 @@ def test_a_range_needs_two_states(database: Database, grow: Grow) -> None:
 def test_any_text_resolves_or_fails_as_ours(database: Database, grow: Grow) -> None:
     grow(branch="main", count=3, metrics={"loss": 1.0})
     pieces = st.sampled_from(
-        ["main", "~", "^", "@{", "}", "@step:", "@best:", "loss", ":max", "..", "...", "2", "9" * 30, "2h", "'", '"', "\\", " "]
+        [
+            "main",
+            "~",
+            "^",
+            "@{",
+            "}",
+            "@step:",
+            "@best:",
+            "loss",
+            ":max",
+            "..",
+            "...",
+            "2",
+            "9" * 30,
+            "2h",
+            "'",
+            '"',
+            "\\",
+            " ",
+        ]
     )
     texts = st.one_of(st.text(max_size=30), st.lists(pieces, max_size=8).map("".join))
 

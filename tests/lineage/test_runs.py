@@ -90,7 +90,10 @@ def test_words_that_are_no_text_are_written_out(database: Database) -> None:
 
 
 def test_a_run_starts_once(database: Database, run: Run) -> None:
-    with pytest.raises(Conflict, match=f"run {run.uid} was recorded before"), database.write() as session:
+    with (
+        pytest.raises(Conflict, match=f"run {run.uid} was recorded before"),
+        database.write() as session,
+    ):
         runs.start(session, run)
 
 
@@ -111,7 +114,9 @@ def test_unfinished_runs_are_those_of_every_host(database: Database, run: Run) -
         assert runs.unfinished(session) == [run, elsewhere, second]
 
 
-def test_states_in_the_memory_of_a_dead_run_are_lost_and_its_branch_goes_back(database: Database, run: Run, grow: Grow) -> None:
+def test_states_in_the_memory_of_a_dead_run_are_lost_and_its_branch_goes_back(
+    database: Database, run: Run, grow: Grow
+) -> None:
     kept = grow(branch="main", run=run.uid, count=3)
     with database.write() as session:
         mark(session, kept.uid, Status.DURABLE, tier="local", node="")
@@ -123,7 +128,9 @@ def test_states_in_the_memory_of_a_dead_run_are_lost_and_its_branch_goes_back(da
         assert names.get(session, "main").state == kept.uid
         event = names.reflog(session, "main")[0]
         assert (event.old, event.new) == (head.uid, kept.uid)
-        assert event.reason == f"recover: {head.uid} is lost, went back to the newest restorable state"
+        assert (
+            event.reason == f"recover: {head.uid} is lost, went back to the newest restorable state"
+        )
         assert runs.get(session, run.uid).finished_at is not None
 
 
@@ -139,7 +146,9 @@ def test_recovering_again_changes_nothing(database: Database, run: Run, grow: Gr
         assert len(names.reflog(session, "main")) == 3
 
 
-def test_no_replica_in_the_memory_of_a_dead_run_remains(database: Database, run: Run, grow: Grow) -> None:
+def test_no_replica_in_the_memory_of_a_dead_run_remains(
+    database: Database, run: Run, grow: Grow
+) -> None:
     both = grow(run=run.uid)
     with database.write() as session:
         mark(session, both.uid, Status.DURABLE, tier="local", node="")
@@ -148,18 +157,30 @@ def test_no_replica_in_the_memory_of_a_dead_run_remains(database: Database, run:
         assert session.execute(text("SELECT tier FROM replica")).scalars().all() == ["local"]
 
 
-def test_the_states_of_living_runs_and_of_none_are_left_alone(database: Database, run: Run, grow: Grow) -> None:
+def test_the_states_of_living_runs_and_of_none_are_left_alone(
+    database: Database, run: Run, grow: Grow
+) -> None:
     alive = new_run()
     with database.write() as session:
         runs.start(session, alive)
-    mine, other, nobody = grow(run=run.uid), grow(branch="other", run=alive.uid), grow(branch="nobody")
+    mine, other, nobody = (
+        grow(run=run.uid),
+        grow(branch="other", run=alive.uid),
+        grow(branch="nobody"),
+    )
     assert recover(database, run) == []
-    assert statuses(database, mine, other, nobody) == [Status.LOST, Status.CAPTURED, Status.CAPTURED]
+    assert statuses(database, mine, other, nobody) == [
+        Status.LOST,
+        Status.CAPTURED,
+        Status.CAPTURED,
+    ]
     with database.read() as session:
         assert runs.unfinished(session) == [alive]
 
 
-def test_a_branch_with_nothing_left_to_go_back_to_is_deleted_and_tags_stay(database: Database, run: Run, grow: Grow) -> None:
+def test_a_branch_with_nothing_left_to_go_back_to_is_deleted_and_tags_stay(
+    database: Database, run: Run, grow: Grow
+) -> None:
     head = grow(branch="main", run=run.uid, count=2)
     with database.write() as session:
         refs.tag(session, "v1", head.uid)
@@ -172,7 +193,9 @@ def test_a_branch_with_nothing_left_to_go_back_to_is_deleted_and_tags_stay(datab
     assert event.reason == f"recover: {head.uid} is lost, no ancestor can be restored, deleted"
 
 
-def test_a_name_that_recovery_deleted_can_begin_again(database: Database, run: Run, grow: Grow) -> None:
+def test_a_name_that_recovery_deleted_can_begin_again(
+    database: Database, run: Run, grow: Grow
+) -> None:
     grow(branch="main", run=run.uid)
     recover(database, run)
     again = grow(branch="main")
@@ -180,13 +203,23 @@ def test_a_name_that_recovery_deleted_can_begin_again(database: Database, run: R
         assert names.get(session, "main").state == again.uid
 
 
-def test_a_branch_whose_head_was_evicted_goes_back_across_runs(database: Database, run: Run, grow: Grow) -> None:
+def test_a_branch_whose_head_was_evicted_goes_back_across_runs(
+    database: Database, run: Run, grow: Grow
+) -> None:
     base = grow(branch="main")
     head = grow(base, branch="main", count=40)
     forked = grow(head, branch="fork", run=run.uid)
     with database.write() as session:
-        evict(session, [state.uid for state in walk.log(session, head.uid, limit=40)], tier="memory", node="")
-    assert recover(database, run) == [Recovered("fork", forked.uid, base.uid), Recovered("main", head.uid, base.uid)]
+        evict(
+            session,
+            [state.uid for state in walk.log(session, head.uid, limit=40)],
+            tier="memory",
+            node="",
+        )
+    assert recover(database, run) == [
+        Recovered("fork", forked.uid, base.uid),
+        Recovered("main", head.uid, base.uid),
+    ]
     with database.read() as session:
         assert [event.reason for event in names.reflog(session, "main", limit=1)] == [
             f"recover: {head.uid} is evicted, went back to the newest restorable state"

@@ -1,4 +1,5 @@
-"""Random queries agree with a brute-force evaluator, on both databases and through every cursor; errors point and list."""
+"""Random queries agree with a brute-force evaluator, on both databases and through every cursor;
+errors point and list."""
 
 from __future__ import annotations
 
@@ -48,18 +49,29 @@ _numbers = st.sampled_from(NUMBERS)
 _texts = st.sampled_from([*TEXTS, "b", "abc123"])
 _metric = st.sampled_from(METRICS).map(lambda key: Field("metrics", Kind.METRIC, key))
 _attribute = st.sampled_from(ATTRIBUTES).map(lambda key: Field("attr", Kind.ANY, key))
-_config = st.sampled_from(["lr", "seed", "ü", "flag", "none", "absent"]).map(lambda key: Field("config", Kind.ANY, key))
+_config = st.sampled_from(["lr", "seed", "ü", "flag", "none", "absent"]).map(
+    lambda key: Field("config", Kind.ANY, key)
+)
 _integer = st.sampled_from(["step", "micro_step"]).map(lambda name: Field(name, Kind.INTEGER))
-_text = st.sampled_from(["message", "run.host", "run.user", "run.git_commit", "run.uid"]).map(lambda name: Field(name, Kind.TEXT))
+_text = st.sampled_from(["message", "run.host", "run.user", "run.git_commit", "run.uid"]).map(
+    lambda name: Field(name, Kind.TEXT)
+)
 _names = st.sampled_from(["branch", "tag"]).map(lambda name: Field(name, Kind.NAMES))
-_status, _uid, _created = Field("status", Kind.STATUS), Field("uid", Kind.UID), Field("created", Kind.TIME)
+_status, _uid, _created = (
+    Field("status", Kind.STATUS),
+    Field("uid", Kind.UID),
+    Field("created", Kind.TIME),
+)
 _times = st.one_of(
-    st.integers(0, 40).map(lambda hours: START + timedelta(hours=hours)), st.integers(0, 260).map(lambda hours: Ago(hours * 3600))
+    st.integers(0, 40).map(lambda hours: START + timedelta(hours=hours)),
+    st.integers(0, 260).map(lambda hours: Ago(hours * 3600)),
 )
 _ref_names = st.sampled_from(["main", "fork", "other", "warm", "x/y.z-1", "absent"])
 
 
-def _compare(fields: st.SearchStrategy[Field], operators: list[str], values: st.SearchStrategy[Value]) -> st.SearchStrategy[Node]:
+def _compare(
+    fields: st.SearchStrategy[Field], operators: list[str], values: st.SearchStrategy[Value]
+) -> st.SearchStrategy[Node]:
     return st.one_of(
         st.builds(Compare, fields, st.sampled_from(operators), values),
         st.builds(Among, fields, st.lists(values, min_size=1, max_size=3).map(tuple)),
@@ -79,9 +91,16 @@ def _leaves(lineage: Lineage) -> st.SearchStrategy[Node]:
         _compare(st.one_of(_attribute, _config), ["=", "!="], st.booleans()),
         _compare(_names, ["=", "!=", "~"], _ref_names),
         _compare(st.just(_status), ["=", "!="], st.sampled_from(list(Status)).map(str)),
-        _compare(st.just(_uid), ["=", "!="], st.builds(lambda uid, length: uid[:length], uids, st.integers(4, 24))),
+        _compare(
+            st.just(_uid),
+            ["=", "!="],
+            st.builds(lambda uid, length: uid[:length], uids, st.integers(4, 24)),
+        ),
         _compare(st.just(_created), NUMERIC, _times),
-        st.builds(Exists, st.one_of(_metric, _attribute, _config, _text, _names, _integer, st.just(_created))),
+        st.builds(
+            Exists,
+            st.one_of(_metric, _attribute, _config, _text, _names, _integer, st.just(_created)),
+        ),
         st.builds(Related, st.booleans(), revisions, st.just(0)),
     )
 
@@ -96,9 +115,13 @@ def _queries(lineage: Lineage) -> st.SearchStrategy[Query]:
         ),
         max_leaves=6,
     )
-    orderable = st.one_of(_metric, _attribute, _config, _integer, _text, st.sampled_from([_status, _uid, _created]))
+    orderable = st.one_of(
+        _metric, _attribute, _config, _integer, _text, st.sampled_from([_status, _uid, _created])
+    )
     orders = st.lists(st.builds(Order, orderable, st.booleans()), max_size=3).map(tuple)
-    return st.builds(Query, st.one_of(st.none(), nodes), orders, st.one_of(st.none(), st.integers(0, 40)))
+    return st.builds(
+        Query, st.one_of(st.none(), nodes), orders, st.one_of(st.none(), st.integers(0, 40))
+    )
 
 
 # A query as text
@@ -146,7 +169,13 @@ def _written(node: Node) -> str:
 def _text_of(query: Query) -> str:
     parts = [] if query.condition is None else [_written(query.condition)]
     if query.order:
-        parts.append("order by " + ", ".join(f"{_field(one.field)} {'desc' if one.is_descending else 'asc'}" for one in query.order))
+        parts.append(
+            "order by "
+            + ", ".join(
+                f"{_field(one.field)} {'desc' if one.is_descending else 'asc'}"
+                for one in query.order
+            )
+        )
     return " ".join(parts if query.limit is None else [*parts, f"limit {query.limit}"])
 
 
@@ -164,7 +193,9 @@ def _holds(node: Node, state: State, lineage: Lineage) -> bool:
         case Exists(field):
             return bool(_held(field, state, lineage))
         case Related(is_ancestor, revision):
-            other = lineage.by_uid[lineage.branches.get(revision) or lineage.tags.get(revision) or revision]
+            other = lineage.by_uid[
+                lineage.branches.get(revision) or lineage.tags.get(revision) or revision
+            ]
             older, newer = (state, other) if is_ancestor else (other, state)
             return older.uid != newer.uid and older.uid in lineage.reach(newer)
         case Among(field, values):
@@ -172,7 +203,9 @@ def _holds(node: Node, state: State, lineage: Lineage) -> bool:
         case Compare(Field(kind=Kind.NAMES) as field, "!=", value):
             return not _holds(Compare(field, "=", value), state, lineage)
         case Compare(field, operator, value):
-            return any(_compares(field, held, operator, value) for held in _held(field, state, lineage))
+            return any(
+                _compares(field, held, operator, value) for held in _held(field, state, lineage)
+            )
 
 
 def _held(field: Field, state: State, lineage: Lineage) -> list[object]:
@@ -187,12 +220,20 @@ def _held(field: Field, state: State, lineage: Lineage) -> list[object]:
         case "tag":
             return [name for name, uid in lineage.tags.items() if uid == state.uid]
         case "branch":
-            return [name for name, uid in lineage.branches.items() if state in lineage.chain(lineage.by_uid[uid])]
+            return [
+                name
+                for name, uid in lineage.branches.items()
+                if state in lineage.chain(lineage.by_uid[uid])
+            ]
         case "created":
             return [state.created_at]
         case "status":
             return [str(state.status)]
-    found = getattr(run, field.name[4:]) if run and "." in field.name else getattr(state, field.name, None)
+    found = (
+        getattr(run, field.name[4:])
+        if run and "." in field.name
+        else getattr(state, field.name, None)
+    )
     return [] if found is None else [found]
 
 
@@ -202,7 +243,11 @@ def _compares(field: Field, held: object, operator: str, value: object) -> bool:
     if field.kind is Kind.UID:
         return str(held).startswith(str(value)) == (operator == "=")
     kinds = (bool, str, datetime)
-    if any(isinstance(held, kind) != isinstance(value, kind) for kind in kinds) or held is None or held != held:
+    if (
+        any(isinstance(held, kind) != isinstance(value, kind) for kind in kinds)
+        or held is None
+        or held != held
+    ):
         return False
     ours: Any = held  # both are of one kind by now
     theirs: Any = value
@@ -224,16 +269,23 @@ def _compares(field: Field, held: object, operator: str, value: object) -> bool:
 
 def _expected(query: Query, lineage: Lineage) -> list[str]:
     found = [
-        (index, state) for index, state in enumerate(lineage.states) if query.condition is None or _holds(query.condition, state, lineage)
+        (index, state)
+        for index, state in enumerate(lineage.states)
+        if query.condition is None or _holds(query.condition, state, lineage)
     ]
 
     def before(one: tuple[int, State], other: tuple[int, State]) -> int:
         for order in query.order:
-            for a, b in zip(_sort_keys(order.field, one[1], lineage), _sort_keys(order.field, other[1], lineage), strict=True):
+            for a, b in zip(
+                _sort_keys(order.field, one[1], lineage),
+                _sort_keys(order.field, other[1], lineage),
+                strict=True,
+            ):
                 if a != b and (a is None or b is None):
                     return 1 if a is None else -1
                 if a != b:
-                    return -1 if (a < b) != order.is_descending else 1  # type: ignore[operator] # of one kind
+                    # of one kind
+                    return -1 if (a < b) != order.is_descending else 1  # type: ignore[operator]
         falls = query.order[-1].is_descending if query.order else True
         return other[0] - one[0] if falls else one[0] - other[0]
 
@@ -247,7 +299,8 @@ def _sort_keys(field: Field, state: State, lineage: Lineage) -> list[object]:
         held = None
     if field.name not in ("attr", "config"):
         return [held]
-    return [None, held] if isinstance(held, str) else [held if held is None else float(held), None]  # type: ignore[arg-type] # a number
+    # a number
+    return [None, held] if isinstance(held, str) else [held if held is None else float(held), None]  # type: ignore[arg-type]
 
 
 def _pages(database: Database, text: str, limit: int | None) -> list[str]:
@@ -264,7 +317,9 @@ def _pages(database: Database, text: str, limit: int | None) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", seeds(5))
-def test_random_queries_find_what_brute_force_finds_through_every_cursor(database: Database, seed: int) -> None:
+def test_random_queries_find_what_brute_force_finds_through_every_cursor(
+    database: Database, seed: int
+) -> None:
     lineage = grow_lineage(database, seed)
 
     @settings(max_examples=examples(40))
@@ -276,8 +331,11 @@ def test_random_queries_find_what_brute_force_finds_through_every_cursor(databas
 
 
 @pytest.mark.parametrize("selective", [0, 2])
-def test_every_plan_finds_the_same(database: Database, monkeypatch: pytest.MonkeyPatch, selective: int) -> None:
-    monkeypatch.setattr("datastates.lineage.query.pages.SELECTIVE", selective)  # so few that indexes are read in order
+def test_every_plan_finds_the_same(
+    database: Database, monkeypatch: pytest.MonkeyPatch, selective: int
+) -> None:
+    # so few that indexes are read in order
+    monkeypatch.setattr("datastates.lineage.query.pages.SELECTIVE", selective)
     lineage = grow_lineage(database, 99)
 
     @settings(max_examples=examples(40))
@@ -290,17 +348,26 @@ def test_every_plan_finds_the_same(database: Database, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("around", [2**53, 10**16, 2**63 - 2])
-def test_whole_numbers_with_the_same_nearest_float_are_told_apart(database: Database, grow: Grow, around: int, sign: int) -> None:
+def test_whole_numbers_with_the_same_nearest_float_are_told_apart(
+    database: Database, grow: Grow, around: int, sign: int
+) -> None:
     numbers = [sign * (around + more) for more in (-1, 0, 1)]
     states = {number: grow(attributes={"seed": number}).uid for number in numbers}
     for operator, holds in [("=", eq), ("!=", ne), ("<", lt), ("<=", le), (">", gt), (">=", ge)]:
         for asked in numbers:
             with database.read() as session:
-                found = {state.uid for state in find(session, f"attr.seed {operator} {asked}").states}
-            assert found == {uid for number, uid in states.items() if holds(number, asked)}, (operator, asked)
+                found = {
+                    state.uid for state in find(session, f"attr.seed {operator} {asked}").states
+                }
+            assert found == {uid for number, uid in states.items() if holds(number, asked)}, (
+                operator,
+                asked,
+            )
 
 
-def test_what_a_state_lacks_compares_as_false_and_not_of_it_is_true(database: Database, grow: Grow) -> None:
+def test_what_a_state_lacks_compares_as_false_and_not_of_it_is_true(
+    database: Database, grow: Grow
+) -> None:
     lacks = grow(branch="main")
     nan = grow(lacks, branch="main", metrics={"loss": math.nan})
     has = grow(nan, branch="main", metrics={"loss": 0.5})
@@ -314,10 +381,14 @@ def test_what_a_state_lacks_compares_as_false_and_not_of_it_is_true(database: Da
             ("order by metrics.loss", [has, lacks, nan]),
             ("order by metrics.loss desc", [has, nan, lacks]),
         ]:
-            assert [state.uid for state in find(session, text).states] == [state.uid for state in expected], text
+            assert [state.uid for state in find(session, text).states] == [
+                state.uid for state in expected
+            ], text
 
 
-def test_the_limit_of_the_query_bounds_all_pages_and_the_limit_of_the_call_each(database: Database, grow: Grow) -> None:
+def test_the_limit_of_the_query_bounds_all_pages_and_the_limit_of_the_call_each(
+    database: Database, grow: Grow
+) -> None:
     grow(branch="main", count=150)
     with database.read() as session:
         sizes, after = [], None
@@ -341,7 +412,9 @@ def test_ages_count_from_the_first_page(database: Database) -> None:
     with database.read() as session:
         first = find(session, text, limit=5, now=NOW)
         rest = find(session, text, after=first.next, limit=100, now=NOW + timedelta(days=99))
-        assert [state.uid for state in first.states + rest.states] == [state.uid for state in lineage.states[1:]]
+        assert [state.uid for state in first.states + rest.states] == [
+            state.uid for state in lineage.states[1:]
+        ]
 
 
 def test_states_recorded_between_pages_shift_nothing(database: Database, grow: Grow) -> None:
@@ -355,7 +428,9 @@ def test_states_recorded_between_pages_shift_nothing(database: Database, grow: G
 
 
 @pytest.mark.parametrize("limit", [None, 1, 2, 7, 8, 9])
-def test_all_are_found_though_pages_are_short(database: Database, grow: Grow, monkeypatch: pytest.MonkeyPatch, limit: int | None) -> None:
+def test_all_are_found_though_pages_are_short(
+    database: Database, grow: Grow, monkeypatch: pytest.MonkeyPatch, limit: int | None
+) -> None:
     monkeypatch.setattr(pages, "_PAGE_MAX", 3)
     grow(branch="main", count=8)
     text = "order by step desc" + (f" limit {limit}" if limit else "")
@@ -392,7 +467,9 @@ def test_all_are_found_though_pages_are_short(database: Database, grow: Grow, mo
         {},
     ],
 )
-def test_a_cursor_that_was_made_up_is_refused(database: Database, grow: Grow, place: object) -> None:
+def test_a_cursor_that_was_made_up_is_refused(
+    database: Database, grow: Grow, place: object
+) -> None:
     grow(branch="main", count=5, metrics={"loss": 1.0})
     text = "order by metrics.loss limit 4"
     with database.read() as session, pytest.raises(InvalidInput, match="cursor"):
@@ -401,9 +478,17 @@ def test_a_cursor_that_was_made_up_is_refused(database: Database, grow: Grow, pl
 
 @pytest.mark.parametrize(
     ("text", "last"),
-    [("", [3]), ("order by step", [3, 1]), ("order by message", [3, None]), ("order by attr.x", [3, None, "ü"]), ("order by uid", [3, ""])],
+    [
+        ("", [3]),
+        ("order by step", [3, 1]),
+        ("order by message", [3, None]),
+        ("order by attr.x", [3, None, "ü"]),
+        ("order by uid", [3, ""]),
+    ],
 )
-def test_a_cursor_that_was_made_up_leads_no_further_than_the_query(database: Database, grow: Grow, text: str, last: list[object]) -> None:
+def test_a_cursor_that_was_made_up_leads_no_further_than_the_query(
+    database: Database, grow: Grow, text: str, last: list[object]
+) -> None:
     grow(branch="main", count=5)
     with database.read() as session:
         assert len(find(session, text, after=_made_up([0, None, last], text)).states) <= 5
@@ -462,7 +547,9 @@ def test_a_cursor_that_was_changed_is_refused(database: Database, grow: Grow) ->
         ("x" * 20_000, 1, ""),
     ],
 )
-def test_errors_point_at_the_column_and_say_what_may_stand_there(database: Database, text: str, column: int, expected: str) -> None:
+def test_errors_point_at_the_column_and_say_what_may_stand_there(
+    database: Database, text: str, column: int, expected: str
+) -> None:
     with database.read() as session, pytest.raises(SyntaxProblem) as caught:
         find(session, text)
     assert caught.value.column == column
@@ -490,14 +577,31 @@ def test_random_queries_parse_to_what_was_written(database: Database) -> None:
 
 def test_any_text_finds_or_fails_as_ours(database: Database, grow: Grow) -> None:
     grow(branch="main", count=3, metrics={"loss": 1.0})
-    fields = "step metrics.loss attr.x config.y created uid branch ancestor_of(main) ancestor_of( exists"
+    fields = (
+        "step metrics.loss attr.x config.y created uid branch ancestor_of(main) ancestor_of( exists"
+    )
     signs = "( ) and or not = != < ~ in , order by desc limit"
-    values = "3 -1.5e400 1e5 inf ' \" now now-2h now-99999999999999999d 2026-11-21 0001-01-01 9999-12-31T23:59:59 true abcd ü \0 \ud800"
+    values = (
+        "3 -1.5e400 1e5 inf ' \" now now-2h now-99999999999999999d 2026-11-21 0001-01-01"
+        " 9999-12-31T23:59:59 true abcd ü \0 \ud800"
+    )
     words = f"{fields} {signs} {values} {'9' * 30}"
-    texts = st.one_of(st.text(max_size=40), st.lists(st.sampled_from(words.split(" ")), max_size=12).map(" ".join))
-    whole = st.sampled_from(["step", "metrics.loss", "micro_step", "created", "attr.x", "config.y", "message"])
+    texts = st.one_of(
+        st.text(max_size=40), st.lists(st.sampled_from(words.split(" ")), max_size=12).map(" ".join)
+    )
+    whole = st.sampled_from(
+        ["step", "metrics.loss", "micro_step", "created", "attr.x", "config.y", "message"]
+    )
     extremes = st.sampled_from(
-        ["9" * 30, "-" + "9" * 30, "1e999", "now-99999999999999999d", "0001-01-01", "9999-12-31T23:59:59", "-1e-400"]
+        [
+            "9" * 30,
+            "-" + "9" * 30,
+            "1e999",
+            "now-99999999999999999d",
+            "0001-01-01",
+            "9999-12-31T23:59:59",
+            "-1e-400",
+        ]
     )
     comparisons = st.builds("{} {} {}".format, whole, st.sampled_from(NUMERIC), extremes)
 
@@ -527,46 +631,84 @@ def test_deep_and_long_queries_run(database: Database, grow: Grow) -> None:
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-def test_a_rare_metric_and_an_order_by_metric_read_its_index(database: Database, grow: Grow) -> None:
+def test_a_rare_metric_and_an_order_by_metric_read_its_index(
+    database: Database, grow: Grow
+) -> None:
     grow(branch="main", count=50, metrics={"loss": 0.5, "acc": 0.5})
     index = "ix_metric_key_metric_value_metric_state_id"
     for text, selective, driver in [
-        ("metrics.loss > 0.9", 10, f"SEARCH metric USING COVERING INDEX {index} (key=? AND value>?)"),
-        ("metrics.acc > 0.1 order by metrics.loss limit 5", 10, f"SEARCH sorted USING COVERING INDEX {index} (key=? AND value>?)"),
-        ("metrics.acc > 0.1 order by metrics.loss desc limit 5", 10, f"SEARCH sorted USING COVERING INDEX {index} (key=? AND value>?)"),
+        (
+            "metrics.loss > 0.9",
+            10,
+            f"SEARCH metric USING COVERING INDEX {index} (key=? AND value>?)",
+        ),
+        (
+            "metrics.acc > 0.1 order by metrics.loss limit 5",
+            10,
+            f"SEARCH sorted USING COVERING INDEX {index} (key=? AND value>?)",
+        ),
+        (
+            "metrics.acc > 0.1 order by metrics.loss desc limit 5",
+            10,
+            f"SEARCH sorted USING COVERING INDEX {index} (key=? AND value>?)",
+        ),
     ]:
         plan = _plan(database, text, selective)
         assert any(driver in line for line in plan), plan
-        assert not any("SCAN state" in line or ("sorted" in driver and "TEMP B-TREE" in line) for line in plan), plan
+        assert not any(
+            "SCAN state" in line or ("sorted" in driver and "TEMP B-TREE" in line) for line in plan
+        ), plan
 
 
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
-def test_a_rare_value_of_a_metric_that_every_state_has_reads_its_index(database: Database, grow: Grow) -> None:
+def test_a_rare_value_of_a_metric_that_every_state_has_reads_its_index(
+    database: Database, grow: Grow
+) -> None:
     grow(branch="main")
-    others = "g, lpad(g::text, 24, '0'), lpad(g::text, 64, '0'), g, g, 0, g, 'captured', 0, 0, 1 from generate_series(1000, 31000) g"
-    columns = "id, uid, digest, generation, step, micro_step, created_at, status, bytes_total, bytes_new, world_size"
+    others = (
+        "g, lpad(g::text, 24, '0'), lpad(g::text, 64, '0'), g, g, 0, g, 'captured', 0, 0, 1 from"
+        " generate_series(1000, 31000) g"
+    )
+    columns = (
+        "id, uid, digest, generation, step, micro_step, created_at, status, bytes_total, bytes_new,"
+        " world_size"
+    )
     with database.write() as session:
         run = session.connection().exec_driver_sql
         run(f"insert into state ({columns}) select {others}")
         run("insert into metric (state_id, key, value) select id, 'loss', random() from state")
-        run("insert into metric (state_id, key, value) select id, 'rare', (mod(id, 3000) = 0)::int from state")
+        run(
+            "insert into metric (state_id, key, value) select id, 'rare', (mod(id, 3000) = 0)::int"
+            " from state"
+        )
         run("analyze")
     asked: list[tuple[str, Any]] = []
 
-    def listen(connection: Any, cursor: Any, statement: str, parameters: Any, context: Any, many: bool) -> None:
+    def listen(
+        connection: Any, cursor: Any, statement: str, parameters: Any, context: Any, many: bool
+    ) -> None:
         asked.append((statement, parameters))
 
     with database.read() as session:
         event.listen(session.get_bind(), "before_cursor_execute", listen)
         try:
-            found = [len(find(session, query).states) for query in ("metrics.rare > 0.5", "metrics.rare > 0.5 order by step")]
+            found = [
+                len(find(session, query).states)
+                for query in ("metrics.rare > 0.5", "metrics.rare > 0.5 order by step")
+            ]
         finally:
             event.remove(session.get_bind(), "before_cursor_execute", listen)
-        plans = [str(row[0]) for one in asked for row in session.connection().exec_driver_sql(f"EXPLAIN {one[0]}", one[1])]
+        plans = [
+            str(row[0])
+            for one in asked
+            for row in session.connection().exec_driver_sql(f"EXPLAIN {one[0]}", one[1])
+        ]
     assert found == [10, 10]
     assert any("Index" in line for line in plans)
     assert not any(
-        f"Seq Scan on {name}" in line or f"Index Scan Backward using pk_{name}" in line for name in ("state", "metric") for line in plans
+        f"Seq Scan on {name}" in line or f"Index Scan Backward using pk_{name}" in line
+        for name in ("state", "metric")
+        for line in plans
     )
 
 
@@ -574,7 +716,9 @@ def _plan(database: Database, text: str, selective: int) -> list[str]:
     """What SQLite does for the last statement that a query runs on ``state``."""
     asked: list[tuple[str, Any]] = []
 
-    def listen(connection: Any, cursor: Any, statement: str, parameters: Any, context: Any, many: bool) -> None:
+    def listen(
+        connection: Any, cursor: Any, statement: str, parameters: Any, context: Any, many: bool
+    ) -> None:
         asked.append((statement, parameters))
 
     with pytest.MonkeyPatch.context() as patch, database.read() as session:

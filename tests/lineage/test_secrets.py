@@ -14,8 +14,26 @@ from datastates.lineage.write import runs
 from datastates.values import Value
 
 SECRET = "hunter22hunter22"
-ARGV = ("train.py", "--token", SECRET, f"--password={SECRET}", f"WANDB_API_KEY={SECRET}", f"postgresql://me:{SECRET}@db/x", "--lr", "0.1")
-SHOWN = ("train.py", "--token", "***", "--password=***", "WANDB_API_KEY=***", "postgresql://me:***@db/x", "--lr", "0.1")
+ARGV = (
+    "train.py",
+    "--token",
+    SECRET,
+    f"--password={SECRET}",
+    f"WANDB_API_KEY={SECRET}",
+    f"postgresql://me:{SECRET}@db/x",
+    "--lr",
+    "0.1",
+)
+SHOWN = (
+    "train.py",
+    "--token",
+    "***",
+    "--password=***",
+    "WANDB_API_KEY=***",
+    "postgresql://me:***@db/x",
+    "--lr",
+    "0.1",
+)
 CONFIG: dict[str, Value] = {
     "lr": 0.1,
     "db.password": SECRET,
@@ -42,7 +60,9 @@ def run_of(uid: str = "a" * 24) -> Run:
 
 def raw(database: Database) -> str:
     with database.read() as session:
-        return "".join(str(session.execute(text(f"SELECT * FROM {name}")).all()) for name in ("run", "setting"))
+        return "".join(
+            str(session.execute(text(f"SELECT * FROM {name}")).all()) for name in ("run", "setting")
+        )
 
 
 def test_secrets_are_not_recorded(database: Database) -> None:
@@ -55,7 +75,9 @@ def test_secrets_are_not_recorded(database: Database) -> None:
     assert found.config == CONFIG | {"db.password": "***", "url": "https://h/?token=***"}
 
 
-@pytest.mark.parametrize("asked", ["config.db.password ~ 'h'", "config.hf_token = 'x'", "order by config.hf_token"])
+@pytest.mark.parametrize(
+    "asked", ["config.db.password ~ 'h'", "config.hf_token = 'x'", "order by config.hf_token"]
+)
 def test_a_search_does_not_ask_for_secrets(database: Database, asked: str) -> None:
     with database.read() as session, pytest.raises(SyntaxProblem, match="names a secret"):
         pages.find(session, asked)

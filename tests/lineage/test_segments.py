@@ -35,7 +35,8 @@ NUMBERS = (0.5, -1.0, 2.0, 0.5, 3.25, math.nan, math.inf, -math.inf)
 
 
 class Story:
-    """What people and trainings do to branches, at random; ``heads`` are where branches should be."""
+    """What people and trainings do to branches, at random; ``heads`` are where branches should
+    be."""
 
     def __init__(self, database: Database, seed: int) -> None:
         self.database, self.rng = database, random.Random(seed)
@@ -48,14 +49,27 @@ class Story:
 
     def capture(self) -> None:
         name = self.rng.choice(["main", "fork", "other"])
-        at = self.heads.get(name) or (self.rng.choice([None, *self.uids[-100:]]) if self.uids else None)
+        at = self.heads.get(name) or (
+            self.rng.choice([None, *self.uids[-100:]]) if self.uids else None
+        )
         rows = []
         for _ in range(self.rng.choice([1, 2, 7, STATES, STATES + 1, 100])):
             uid = secrets.token_hex(12)
             metrics = {key: self.rng.choice(NUMBERS) for key in KEYS if self.rng.random() < 0.8}
             self.steps[uid] = self.steps.get(at or "", -1) + 1
             status = self.rng.choice(list(Status))
-            rows.append(told(uid, secrets.token_hex(32), at, name, self.run.uid, self.steps[uid], metrics=metrics, status=status))
+            rows.append(
+                told(
+                    uid,
+                    secrets.token_hex(32),
+                    at,
+                    name,
+                    self.run.uid,
+                    self.steps[uid],
+                    metrics=metrics,
+                    status=status,
+                )
+            )
             at = uid
         with self.database.write() as session:
             record.record_all(session, rows)
@@ -67,7 +81,19 @@ class Story:
         """A state to which no branch moves, as clones bring them."""
         uid, at = secrets.token_hex(12), self.rng.choice([None, *self.uids[-5:]])
         with self.database.write() as session:
-            record.record(session, told(uid, secrets.token_hex(32), at, None, None, 0, metrics={"loss": 1.0}, status=Status.EVICTED))
+            record.record(
+                session,
+                told(
+                    uid,
+                    secrets.token_hex(32),
+                    at,
+                    None,
+                    None,
+                    0,
+                    metrics={"loss": 1.0},
+                    status=Status.EVICTED,
+                ),
+            )
         self.uids.append(uid)
 
     def make(self) -> None:
@@ -154,7 +180,9 @@ def check(session: Session) -> None:
     for segment in segments.values():
         chain = own[segment.id]
         assert segment.first_id == (chain[0].id if chain else None)
-        for parent, child in zip([segment.fork_id, *(state.id for state in chain)], chain, strict=False):
+        for parent, child in zip(
+            [segment.fork_id, *(state.id for state in chain)], chain, strict=False
+        ):
             assert child.parent_id == parent, "a segment is a piece of a path"
         expected |= summaries(segment.id, chain, values)
     found = {
@@ -164,9 +192,14 @@ def check(session: Session) -> None:
     assert found.keys() == expected.keys()
     for key, kept in found.items():
         assert kept == pytest.approx(expected[key]), key
-    heads = {row.name: row.state_id for row in session.execute(select(table(RefRow)).where(table(RefRow).c.kind == "branch"))}
+    heads = {
+        row.name: row.state_id
+        for row in session.execute(select(table(RefRow)).where(table(RefRow).c.kind == "branch"))
+    }
     ends = {
-        segment.branch: (own[segment.id][-1].id if own[segment.id] else segment.fork_id) for segment in segments.values() if segment.branch
+        segment.branch: own[segment.id][-1].id if own[segment.id] else segment.fork_id
+        for segment in segments.values()
+        if segment.branch
     }
     assert ends == heads, "a branch stands at the end of its segment"
     for segment in segments.values():
@@ -176,7 +209,9 @@ def check(session: Session) -> None:
             assert segments[at].branch is not None, "a branch gets states that no branch has"
 
 
-def summaries(segment: int, chain: list[Any], values: dict[int, dict[str, Any]]) -> dict[tuple[int, str, int], tuple[Any, ...]]:
+def summaries(
+    segment: int, chain: list[Any], values: dict[int, dict[str, Any]]
+) -> dict[tuple[int, str, int], tuple[Any, ...]]:
     """The rows that a segment should have."""
     made: defaultdict[tuple[int, str, int], list[tuple[int, float | None]]] = defaultdict(list)
     for state in chain:
@@ -194,23 +229,44 @@ def brute(points: list[tuple[int, float | None]]) -> tuple[Any, ...]:
     most = max((value for value, _ in finite), default=None)
     most_id = next((id_ for value, id_ in finite if value == most), None)
     ends = (points[0][1], points[0][0], points[-1][1], points[-1][0])
-    return (len(points), len(gaps), sum(value for value, _ in finite), least, least_id, most, most_id, *ends, gaps[0] if gaps else None)
+    return (
+        len(points),
+        len(gaps),
+        sum(value for value, _ in finite),
+        least,
+        least_id,
+        most,
+        most_id,
+        *ends,
+        gaps[0] if gaps else None,
+    )
 
 
 def check_outline(session: Session, uid: str) -> None:
-    """A curve by its summaries has the ends and extremes of the whole one, and nothing that this has not."""
+    """A curve by its summaries has the ends and extremes of the whole one, and nothing that this
+    has not."""
     head = id_of(session, uid)
     for key in KEYS:
         whole, found = curve(session, head, key), outline(session, head, key)
         assert found.count == len(whole.ids)
         values = dict(zip(whole.ids, whole.values, strict=True))
         assert list(found.ids) == sorted(set(found.ids))
-        assert all(values[id_] == value or not math.isfinite(value) for id_, value in zip(found.ids, found.values, strict=True))
+        assert all(
+            values[id_] == value or not math.isfinite(value)
+            for id_, value in zip(found.ids, found.values, strict=True)
+        )
         assert not whole.ids or (found.ids[0], found.ids[-1]) == (whole.ids[0], whole.ids[-1])
         finite = [value for value in whole.values if math.isfinite(value)]
         kept = [value for value in found.values if math.isfinite(value)]
-        assert (min(kept, default=None), max(kept, default=None)) == (min(finite, default=None), max(finite, default=None))
-        assert any(map(math.isnan, found.values)) or len(finite) == len(whole.values) or any(map(math.isinf, found.values))
+        assert (min(kept, default=None), max(kept, default=None)) == (
+            min(finite, default=None),
+            max(finite, default=None),
+        )
+        assert (
+            any(map(math.isnan, found.values))
+            or len(finite) == len(whole.values)
+            or any(map(math.isinf, found.values))
+        )
 
 
 def test_a_tally_of_two_parts_is_that_of_the_whole() -> None:
@@ -226,7 +282,9 @@ def test_a_tally_of_two_parts_is_that_of_the_whole() -> None:
         assert tuple(one.row().values()) == pytest.approx(brute(plain))
 
 
-def test_summaries_are_right_while_other_processes_change_branches_and_metrics(database: Database, database_url: str) -> None:
+def test_summaries_are_right_while_other_processes_change_branches_and_metrics(
+    database: Database, database_url: str
+) -> None:
     story, ended = Story(database, 1), threading.Event()
     story.heads = {}
     for _ in range(3):
@@ -249,7 +307,13 @@ def test_summaries_are_right_while_other_processes_change_branches_and_metrics(d
         own.close()
 
     def measure(session: Session, rng: random.Random, number: int) -> None:
-        refs.measure(session, rng.choice(uids), {"loss": number, "late": rng.random()}, author="me", is_replacing=True)
+        refs.measure(
+            session,
+            rng.choice(uids),
+            {"loss": number, "late": rng.random()},
+            author="me",
+            is_replacing=True,
+        )
 
     def twig(session: Session, rng: random.Random, number: int) -> None:
         if number % 2:
@@ -257,7 +321,10 @@ def test_summaries_are_right_while_other_processes_change_branches_and_metrics(d
         else:
             refs.branch(session, "twig", rng.choice(uids))
 
-    threads = [threading.Thread(target=beside, args=(change, seed)) for seed, change in enumerate((measure, twig))]
+    threads = [
+        threading.Thread(target=beside, args=(change, seed))
+        for seed, change in enumerate((measure, twig))
+    ]
     for thread in threads:
         thread.start()
     try:

@@ -14,7 +14,8 @@ from tests.lineage.test_drawing import Parents, graphs, heads_of, topology_of
 
 
 def check(made: Skeleton, topology: Topology, order: list[int], keep: set[int]) -> None:
-    """Every state is in one node; what says how the history goes is a node of its own; nothing else is, next to another such."""
+    """Every state is in one node; what says how the history goes is a node of its own; nothing
+    else is, next to another such."""
     children = {id_: [one for one in order if topology.first[one] == id_] for id_ in order}
     merged = {parent for id_ in order for parent in topology.further.get(id_, ())}
     members: dict[int, list[int]] = {}
@@ -23,14 +24,24 @@ def check(made: Skeleton, topology: Topology, order: list[int], keep: set[int]) 
     assert set(members) == set(made.first) == set(made.order())
     for node, states in members.items():
         if node in made.counts:
-            assert (len(states), states[0], states[-1]) == (made.counts[node], node, made.newest[node])
+            assert (len(states), states[0], states[-1]) == (
+                made.counts[node],
+                node,
+                made.newest[node],
+            )
             assert all(topology.first[id_] == before for before, id_ in itertools.pairwise(states))
         else:
             assert states == [node]
         parent = topology.first[node]
         assert made.first[node] == (made.node(parent) if parent > 0 else 0)
     for id_ in order:
-        if id_ in keep or len(children[id_]) != 1 or id_ in topology.further or id_ in merged or topology.first[id_] == 0:
+        if (
+            id_ in keep
+            or len(children[id_]) != 1
+            or id_ in topology.further
+            or id_ in merged
+            or topology.first[id_] == 0
+        ):
             assert id_ in made.first
             assert id_ not in made.counts
 
@@ -59,8 +70,14 @@ def test_captures_make_of_it_what_it_would_be_anew(data: st.DataObject) -> None:
     topology = topology_of(parents)
     tips: set[int] = set()
     old: Skeleton | None = None
-    for upto in sorted({len(parents), *data.draw(st.sets(st.sampled_from(sorted(parents)), max_size=6))}):
-        tips = {id_ for id_ in range(1, upto + 1) if not any(id_ in parents[child] for child in range(id_ + 1, upto + 1))}
+    for upto in sorted(
+        {len(parents), *data.draw(st.sets(st.sampled_from(sorted(parents)), max_size=6))}
+    ):
+        tips = {
+            id_
+            for id_ in range(1, upto + 1)
+            if not any(id_ in parents[child] for child in range(id_ + 1, upto + 1))
+        }
         order = array("q", range(1, upto + 1))
         old = skeleton(topology, order, tips, old=old)
         check(old, topology, list(order), tips)
@@ -84,7 +101,9 @@ def test_a_training_that_captures_is_three_nodes_however_long_it_is() -> None:
 
 
 @given(st.data())
-def test_an_open_stretch_has_a_node_for_each_state_and_parts_where_it_is_told(data: st.DataObject) -> None:
+def test_an_open_stretch_has_a_node_for_each_state_and_parts_where_it_is_told(
+    data: st.DataObject,
+) -> None:
     parents = data.draw(graphs())
     topology = topology_of(parents)
     heads = data.draw(heads_of(parents))
@@ -112,6 +131,10 @@ def test_what_branches_have_in_common_belongs_to_the_first_of_them() -> None:
 def test_the_trunk_stands_in_the_first_column_whatever_leads_to_it() -> None:
     topology = topology_of({1: (), 2: (1,), 3: (2,), 4: (3,), 5: (2,)})
     drawn = draw_nodes(
-        made := skeleton(topology, array("q", range(1, 6)), {3, 4, 5}), frozenset((3, 4, 5)), made.order(), trunk=3, preferred={}
+        made := skeleton(topology, array("q", range(1, 6)), {3, 4, 5}),
+        frozenset((3, 4, 5)),
+        made.order(),
+        trunk=3,
+        preferred={},
     )
     assert {one.id: one.lane for one in drawn.rows(0, 9)} == {1: 0, 2: 0, 3: 0, 4: 2, 5: 1}

@@ -1,4 +1,5 @@
-"""The lineage against a plain-dict model: any sequence of records, tags, branches, moves and deletions."""
+"""The lineage against a plain-dict model: any sequence of records, tags, branches, moves and
+deletions."""
 
 from __future__ import annotations
 
@@ -9,7 +10,15 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+    run_state_machine_as_test,
+)
 
 from datastates.errors import Conflict, DatastatesError, NotFound
 from datastates.lineage import Database, Edge, EdgeKind, RefKind, lookup
@@ -25,7 +34,8 @@ NAMES = st.sampled_from(["main", "fork", "v1", "sweep/lr=0.1"])
 
 @dataclass
 class Model:
-    """What the lineage should hold: parents of states in the order they were recorded, refs, and events oldest first."""
+    """What the lineage should hold: parents of states in the order they were recorded, refs, and
+    events oldest first."""
 
     first: dict[str, str | None] = field(default_factory=dict)
     further: dict[str, list[str]] = field(default_factory=dict)
@@ -77,14 +87,27 @@ class Machine(RuleBasedStateMachine):
             made += self.record(head, branch, [])
         return multiple(*made)
 
-    @rule(target=states, parent=states, branch=st.none() | NAMES, further=st.lists(states, max_size=2, unique=True))
+    @rule(
+        target=states,
+        parent=states,
+        branch=st.none() | NAMES,
+        further=st.lists(states, max_size=2, unique=True),
+    )
     def record_anywhere(self, parent: str, branch: str | None, further: list[str]) -> Any:
         """Fork or merge; from where the branch is not, this must fail."""
         return multiple(*self.record(parent, branch, further))
 
     def record(self, parent: str | None, branch: str | None, further: list[str]) -> list[str]:
         edges = tuple(Edge(uid, EdgeKind.MERGE, 0.5) for uid in further)
-        new = told(secrets.token_hex(12), secrets.token_hex(32), parent, branch, None, len(self.model.first), edges=edges)
+        new = told(
+            secrets.token_hex(12),
+            secrets.token_hex(32),
+            parent,
+            branch,
+            None,
+            len(self.model.first),
+            edges=edges,
+        )
         kind, head, _ = self.model.refs.get(branch or "", (RefKind.BRANCH, parent, 0))
         if branch is not None and (kind is RefKind.TAG or head != parent):
             self.fails(Conflict, lambda session: record.record(session, new))
@@ -141,12 +164,20 @@ class Machine(RuleBasedStateMachine):
         model = self.model
         above_a, above_b = model.ancestors(a), model.ancestors(b)
         with self.database.read() as session:
-            assert [state.uid for state in walk.ancestors(session, a)] == model.newest_first(above_a)
-            assert [state.uid for state in walk.log(session, a, limit=3)] == model.newest_first(above_a | {a})[:3]
-            assert [state.uid for state in walk.children(session, a)] == [uid for uid in model.first if a in model.parents(uid)]
+            assert [state.uid for state in walk.ancestors(session, a)] == model.newest_first(
+                above_a
+            )
+            assert [state.uid for state in walk.log(session, a, limit=3)] == model.newest_first(
+                above_a | {a}
+            )[:3]
+            assert [state.uid for state in walk.children(session, a)] == [
+                uid for uid in model.first if a in model.parents(uid)
+            ]
             assert walk.is_ancestor(session, a, b) == (a == b or a in above_b)
             base = walk.merge_base(session, a, b)
-            assert (None if base is None else base.uid) == next(iter(model.newest_first((above_a | {a}) & (above_b | {b}))), None)
+            assert (None if base is None else base.uid) == next(
+                iter(model.newest_first((above_a | {a}) & (above_b | {b}))), None
+            )
             at: str | None = a
             for n in range(lookup.state(session, a).generation + 1):
                 assert at == nth_ancestor(session, a, n).uid
@@ -156,12 +187,17 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def refs_agree(self) -> None:
         with self.database.read() as session:
-            assert {ref.name: (ref.kind, ref.state, ref.version) for ref in names.refs(session)} == self.model.refs
+            assert {
+                ref.name: (ref.kind, ref.state, ref.version) for ref in names.refs(session)
+            } == self.model.refs
 
     def teardown(self) -> None:
         with self.database.read() as session:
             for name in {event[0] for event in self.model.events}:
-                log = [(event.name, event.kind, event.old, event.new, event.reason) for event in names.reflog(session, name)]
+                log = [
+                    (event.name, event.kind, event.old, event.new, event.reason)
+                    for event in names.reflog(session, name)
+                ]
                 assert log == [event for event in reversed(self.model.events) if event[0] == name]
 
 
@@ -170,4 +206,6 @@ def test_the_lineage_agrees_with_a_model(database: Database) -> None:
         pass
 
     OnDatabase.database = database
-    run_state_machine_as_test(OnDatabase, settings=settings(max_examples=examples(40), stateful_step_count=25))
+    run_state_machine_as_test(
+        OnDatabase, settings=settings(max_examples=examples(40), stateful_step_count=25)
+    )

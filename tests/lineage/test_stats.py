@@ -13,8 +13,24 @@ from datastates.lineage.write import record, refs, replicas, runs
 
 
 def test_everything_is_counted(database: Database, new_state: Callable[..., NewState]) -> None:
-    run = Run("a" * 24, "host", "user", 1, ("train",), None, None, {"lr": 0.1, "seed": 1}, {}, datetime.now(UTC))
-    first = new_state(run=run.uid, branch="main", metrics={"loss": 2.0, "B": math.inf}, attributes={"note": "x", "tries": 2})
+    run = Run(
+        "a" * 24,
+        "host",
+        "user",
+        1,
+        ("train",),
+        None,
+        None,
+        {"lr": 0.1, "seed": 1},
+        {},
+        datetime.now(UTC),
+    )
+    first = new_state(
+        run=run.uid,
+        branch="main",
+        metrics={"loss": 2.0, "B": math.inf},
+        attributes={"note": "x", "tries": 2},
+    )
     second = new_state(first.uid, branch="main", metrics={"loss": math.nan}, status=Status.DURABLE)
     with database.write() as session:
         runs.start(session, run)
@@ -25,7 +41,13 @@ def test_everything_is_counted(database: Database, new_state: Callable[..., NewS
     with database.read() as session:
         found, newest = detail.count(session), detail.newest_stats(session)
 
-    assert (found.states, found.statuses, found.branches, found.tags, found.runs) == (2, {"captured": 1, "durable": 1}, 1, 1, 1)
+    assert (found.states, found.statuses, found.branches, found.tags, found.runs) == (
+        2,
+        {"captured": 1, "durable": 1},
+        1,
+        1,
+        1,
+    )
     assert found.metrics == (KeyStats("B", 1, math.inf, math.inf), KeyStats("loss", 2, 2.0, 2.0))
     assert found.attributes == ("note", "tries")
     assert found.config == ("lr", "seed")
@@ -37,5 +59,11 @@ def test_nothing_is_counted_too(database: Database) -> None:
     with database.read() as session:
         found, newest = detail.count(session), detail.newest_stats(session)
 
-    assert (found.states, found.statuses, found.metrics, found.attributes, found.config) == (0, {}, (), (), ())
+    assert (found.states, found.statuses, found.metrics, found.attributes, found.config) == (
+        0,
+        {},
+        (),
+        (),
+        (),
+    )
     assert newest is None

@@ -1,4 +1,5 @@
-"""A lineage comes to the next revision wholly or not at all: by several processes at once, on a full disk, by one that is killed."""
+"""A lineage comes to the next revision wholly or not at all: by several processes at once, on a
+full disk, by one that is killed."""
 
 from __future__ import annotations
 
@@ -76,7 +77,12 @@ class Old:
         with database.write() as session:
             for step in range(STATES):
                 parent = self.states[-1].uid if self.states else None
-                told = new_state(parent, branch="main", step=step, metrics={"loss": 1 / (step + 1), "accuracy": step / STATES})
+                told = new_state(
+                    parent,
+                    branch="main",
+                    step=step,
+                    metrics={"loss": 1 / (step + 1), "accuracy": step / STATES},
+                )
                 self.states.append(record.record(session, told))
             refs.branch(session, "side", self.states[STATES // 2].uid)
         database.close()
@@ -90,7 +96,9 @@ class Old:
         engine = create_engine(self.url)
         with engine.connect() as connection:
             assert connection.execute(text("SELECT count(*) FROM state")).scalar_one() == STATES
-            found = str(connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one())
+            found = str(
+                connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one()
+            )
         engine.dispose()
         return found
 
@@ -102,8 +110,16 @@ class Old:
             database = Database(self.url, create=False)
         with database.read() as session:
             assert walk.log(session, self.states[-1].uid) == self.states[::-1]
-            found = {each.name: (each.states, each.last and each.last.value) for each in branches.branches(session, metric="loss")}
-            assert session.execute(text("SELECT count(*) FROM state WHERE mood LIKE 'good %'")).scalar_one() == STATES
+            found = {
+                each.name: (each.states, each.last and each.last.value)
+                for each in branches.branches(session, metric="loss")
+            }
+            assert (
+                session.execute(
+                    text("SELECT count(*) FROM state WHERE mood LIKE 'good %'")
+                ).scalar_one()
+                == STATES
+            )
         database.close()
         assert found == {"main": (STATES, 1 / STATES), "side": (0, 1 / (STATES // 2 + 1))}
 
@@ -121,7 +137,10 @@ def old_file(tmp_path: Path, new_state: Callable[..., NewState]) -> Old:
 
 def test_processes_that_upgrade_a_lineage_at_once_all_find_the_newest_schema(old: Old) -> None:
     pipe = subprocess.PIPE
-    children = [warm.Popen(old.command(OPEN_AT_ONCE), stdin=pipe, stdout=pipe, stderr=pipe) for _ in range(4)]
+    children = [
+        warm.Popen(old.command(OPEN_AT_ONCE), stdin=pipe, stdout=pipe, stderr=pipe)
+        for _ in range(4)
+    ]
     assert errors_of(children) == [("", 0)] * 4
     old.check()
 
@@ -138,11 +157,18 @@ def test_an_upgrade_that_is_killed_leaves_the_old_lineage_and_is_done_again(old:
 
 
 @pytest.mark.parametrize("most_bytes", [0, 20_000, 60_000])
-def test_an_upgrade_that_finds_no_room_says_so_and_leaves_the_old_lineage(old_file: Old, most_bytes: int) -> None:
-    """No file can grow past so many bytes, which is as near to a full disk as a process comes without one of its own."""
-    done = warm.run(old_file.command(WITHOUT_ROOM, most_bytes), capture_output=True, text=True, check=False)
+def test_an_upgrade_that_finds_no_room_says_so_and_leaves_the_old_lineage(
+    old_file: Old, most_bytes: int
+) -> None:
+    """No file can grow past so many bytes, which is as near to a full disk as a process comes
+    without one of its own."""
+    done = warm.run(
+        old_file.command(WITHOUT_ROOM, most_bytes), capture_output=True, text=True, check=False
+    )
     assert (done.stderr, done.returncode) == ("", 0)
-    assert done.stdout.startswith(f"{old_file.url} cannot be written (disk I/O error): "), done.stdout
+    assert done.stdout.startswith(f"{old_file.url} cannot be written (disk I/O error): "), (
+        done.stdout
+    )
     assert old_file.version() == HEAD
     done = warm.run(old_file.command(KILLED, 0), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -37,13 +37,17 @@ def test_a_fork_joins_at_its_state() -> None:
 
 
 def test_a_merge_opens_a_lane_for_each_further_parent() -> None:
-    merged = drawing(state("m", "a", "b", "c"), state("c", "r"), state("b", "r"), state("a", "r"), state("r"))
+    merged = drawing(
+        state("m", "a", "b", "c"), state("c", "r"), state("b", "r"), state("a", "r"), state("r")
+    )
 
     assert merged == ["* m", "├─┬─╮", "│ │ * c", "│ * │ b", "* │ │ a", "├─┴─╯", "* r"]
 
 
 def test_a_criss_cross_meets_lanes_that_are_there() -> None:
-    crossed = drawing(state("x", "a", "b"), state("y", "b", "a"), state("b", "r"), state("a", "r"), state("r"))
+    crossed = drawing(
+        state("x", "a", "b"), state("y", "b", "a"), state("b", "r"), state("a", "r"), state("r")
+    )
 
     assert crossed == ["* x", "├─╮", "│ │ * y", "├─┼─╯", "│ * b", "* │ a", "├─╯", "* r"]
 
@@ -56,7 +60,10 @@ def test_a_history_that_is_cut_off_keeps_its_lines() -> None:
 def histories(draw: st.DrawFn) -> list[State]:
     """Up to 30 states, newest first, each with up to three older parents."""
     count = draw(st.integers(1, 30))
-    parents = [draw(st.lists(st.integers(0, max(0, i - 1)), max_size=min(3, i), unique=True)) for i in range(count)]
+    parents = [
+        draw(st.lists(st.integers(0, max(0, i - 1)), max_size=min(3, i), unique=True))
+        for i in range(count)
+    ]
     return [state(str(i), *map(str, parents[i])) for i in reversed(range(count))]
 
 
@@ -66,7 +73,10 @@ def test_every_line_leads_from_a_state_to_its_parents(history: list[State]) -> N
     leads_to: dict[int, str] = {}
     for each in history:
         row = rows[each.uid]
-        assert all(leads_to.pop(lane) == each.uid for lane in (*row.joins, *([row.lane] if row.lane in row.above else [])))
+        assert all(
+            leads_to.pop(lane) == each.uid
+            for lane in (*row.joins, *([row.lane] if row.lane in row.above else []))
+        )
         assert each.uid not in leads_to.values(), "every line to a state ends at it"
         for lane, parent in zip(row.parents, each.parents, strict=True):
             assert leads_to.setdefault(lane, parent) == parent
@@ -74,7 +84,9 @@ def test_every_line_leads_from_a_state_to_its_parents(history: list[State]) -> N
     assert len(list(draw(lanes(history)))) == len(history)
 
 
-def test_graph_holds_the_subgraph_with_kinds_and_names(database: Database, new_state: Callable[..., NewState]) -> None:
+def test_graph_holds_the_subgraph_with_kinds_and_names(
+    database: Database, new_state: Callable[..., NewState]
+) -> None:
     root = new_state()
     with database.write() as session:
         record.record(session, root)

@@ -30,7 +30,14 @@ def chain(database: Database, new_state: Make) -> list[str]:
     news: list[NewState] = []
     with database.write() as session:
         for step in range(700):
-            news.append(new_state(news[-1].uid if news else None, step=step, metrics={"loss": 1.0}, attributes={"a": 1}))
+            news.append(
+                new_state(
+                    news[-1].uid if news else None,
+                    step=step,
+                    metrics={"loss": 1.0},
+                    attributes={"a": 1},
+                )
+            )
             record.record(session, news[-1])
     return [new.uid for new in news]
 
@@ -54,7 +61,9 @@ def uids(states: list[State]) -> list[str]:
     return [state.uid for state in states]
 
 
-def test_states_come_in_the_order_asked_in_a_few_queries(database: Database, chain: list[str]) -> None:
+def test_states_come_in_the_order_asked_in_a_few_queries(
+    database: Database, chain: list[str]
+) -> None:
     asked = random.Random(1).choices(chain, k=900)
     with database.read() as session, counted(database) as statements:
         assert uids(lookup.states(session, asked)) == asked
@@ -70,7 +79,13 @@ def test_an_unknown_state_is_named(database: Database, chain: list[str]) -> None
             lookup.states(session, [chain[0], "x"])
         with pytest.raises(NotFound, match=r"no state with row id 9999"):
             lookup.states(session, [1, 9999])
-        for function in (walk.log, walk.ancestors, walk.descendants, walk.children, walk.nearest_restorable):
+        for function in (
+            walk.log,
+            walk.ancestors,
+            walk.descendants,
+            walk.children,
+            walk.nearest_restorable,
+        ):
             with pytest.raises(NotFound, match=r"no state 'x'"):
                 function(session, "x")
         for a, b in ((chain[0], "x"), ("x", chain[0])):
@@ -81,11 +96,23 @@ def test_an_unknown_state_is_named(database: Database, chain: list[str]) -> None
 
 
 def test_a_prefix_finds_the_one_state_it_begins(database: Database, grow: Grow) -> None:
-    states = [grow(uid=uid) for uid in ("abcd0" + "0" * 19, "abcdf" + "f" * 19, "abce" + "0" * 20, "f" * 24)]
+    states = [
+        grow(uid=uid)
+        for uid in ("abcd0" + "0" * 19, "abcdf" + "f" * 19, "abce" + "0" * 20, "f" * 24)
+    ]
     with database.read() as session:
-        for prefix, state in (("abcd0", states[0]), ("ABCDF", states[1]), ("abce", states[2]), ("ffff", states[3]), ("f" * 24, states[3])):
+        for prefix, state in (
+            ("abcd0", states[0]),
+            ("ABCDF", states[1]),
+            ("abce", states[2]),
+            ("ffff", states[3]),
+            ("f" * 24, states[3]),
+        ):
             assert by_prefix(session, prefix) == state
-        with pytest.raises(Ambiguous, match=f"'abcd' begins several uids: .*{states[0].uid} .step 0.*give more digits"):
+        with pytest.raises(
+            Ambiguous,
+            match=f"'abcd' begins several uids: .*{states[0].uid} .step 0.*give more digits",
+        ):
             by_prefix(session, "abcd")
         with pytest.raises(NotFound, match=r"no state's uid begins with 'abcd1'"):
             by_prefix(session, "abcd1")
@@ -134,7 +161,9 @@ def test_the_nth_ancestor_is_one_statement_away(database: Database, chain: list[
             nth_ancestor(session, chain[-1], -1)
 
 
-def test_ancestry_along_first_parents_takes_few_statements(database: Database, chain: list[str], grow: Grow) -> None:
+def test_ancestry_along_first_parents_takes_few_statements(
+    database: Database, chain: list[str], grow: Grow
+) -> None:
     with database.read() as session:
         trunk = lookup.state(session, chain[400])
     fork = grow(trunk, count=90)
@@ -151,12 +180,15 @@ def test_histories_that_never_meet_have_no_merge_base(database: Database, grow: 
     with database.read() as session:
         assert walk.merge_base(session, one.uid, other.uid) is None
         assert not walk.is_ancestor(session, one.uid, other.uid)
-    grow(one, edges=(Edge(one.uid, EdgeKind.MERGE),))  # now there are further parents, the way of looking is another
+    # now there are further parents, the way of looking is another
+    grow(one, edges=(Edge(one.uid, EdgeKind.MERGE),))
     with database.read() as session:
         assert walk.merge_base(session, one.uid, other.uid) is None
 
 
-def test_children_come_through_first_and_further_parents_once(database: Database, grow: Grow) -> None:
+def test_children_come_through_first_and_further_parents_once(
+    database: Database, grow: Grow
+) -> None:
     root, other = grow(), grow()
     first = grow(root)
     both = grow(root, edges=(Edge(root.uid, EdgeKind.MERGE),))
@@ -167,7 +199,9 @@ def test_children_come_through_first_and_further_parents_once(database: Database
         assert walk.children(session, other.uid) == [further]
 
 
-def test_limited_descendants_are_the_nearest(database: Database, chain: list[str], grow: Grow) -> None:
+def test_limited_descendants_are_the_nearest(
+    database: Database, chain: list[str], grow: Grow
+) -> None:
     with database.read() as session:
         root = lookup.state(session, chain[0])
         assert uids(walk.descendants(session, chain[0])) == chain[1:]
@@ -178,7 +212,9 @@ def test_limited_descendants_are_the_nearest(database: Database, chain: list[str
         assert uids(walk.descendants(session, chain[0], limit=2)) == [chain[1], near.uid]
 
 
-def test_the_nearest_restorable_state_is_up_the_first_parents(database: Database, grow: Grow) -> None:
+def test_the_nearest_restorable_state_is_up_the_first_parents(
+    database: Database, grow: Grow
+) -> None:
     base = grow()
     lost = grow(base, count=50, status=Status.LOST)
     evicted = grow(lost, status=Status.EVICTED, edges=(Edge(grow().uid, EdgeKind.MERGE),))
@@ -197,26 +233,44 @@ def graphs(draw: st.DrawFn) -> Graph:
     for size in range(1, draw(st.integers(2, 24))):
         near = st.integers(max(0, size - 3), size - 1)
         first = draw(st.none() | near | near | near | st.integers(0, size - 1))
-        further = draw(st.lists(st.integers(0, size - 1), max_size=2, unique=True)) if has_further and draw(st.integers(0, 3)) == 0 else []
+        further = (
+            draw(st.lists(st.integers(0, size - 1), max_size=2, unique=True))
+            if has_further and draw(st.integers(0, 3)) == 0
+            else []
+        )
         graph.append((first, further))
     return graph
 
 
-@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=examples(40),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(graph=graphs(), data=st.data())
 def test_walks_agree_with_brute_force(
-    database: Database, new_state: Make, graph: list[tuple[int | None, list[int]]], data: st.DataObject
+    database: Database,
+    new_state: Make,
+    graph: list[tuple[int | None, list[int]]],
+    data: st.DataObject,
 ) -> None:
-    with database.write() as session:  # what earlier examples left is other graphs; further parents among them change the way of looking
+    with database.write() as session:
+        # what earlier examples left is other graphs; further parents among them change the way of
+        # looking
         session.connection().exec_driver_sql("DELETE FROM edge")
     model: nx.DiGraph[int] = nx.DiGraph()
     states: list[State] = []
     with database.write() as session:
         for number, (first, further) in enumerate(graph):
             edges = tuple(Edge(states[parent].uid, EdgeKind.MERGE) for parent in further)
-            states.append(record.record(session, new_state(None if first is None else states[first].uid, edges=edges)))
+            states.append(
+                record.record(
+                    session, new_state(None if first is None else states[first].uid, edges=edges)
+                )
+            )
             model.add_node(number)
-            model.add_edges_from((parent, number) for parent in {*further, first} - {None} if parent is not None)
+            model.add_edges_from(
+                (parent, number) for parent in {*further, first} - {None} if parent is not None
+            )
     number_of = {state.uid: number for number, state in enumerate(states)}
     pairs = st.tuples(st.integers(0, len(states) - 1), st.integers(0, len(states) - 1))
     with database.read() as session:
@@ -224,9 +278,15 @@ def test_walks_agree_with_brute_force(
             above = {number: nx.ancestors(model, number) for number in (a, b)}
             found = [number_of[state.uid] for state in walk.ancestors(session, states[a].uid)]
             assert found == sorted(above[a], reverse=True)
-            assert [number_of[state.uid] for state in walk.descendants(session, states[a].uid)] == sorted(nx.descendants(model, a))
-            assert {number_of[state.uid] for state in walk.children(session, states[a].uid)} == set(model.successors(a))
-            assert walk.is_ancestor(session, states[a].uid, states[b].uid) == (a == b or a in above[b])
+            assert [
+                number_of[state.uid] for state in walk.descendants(session, states[a].uid)
+            ] == sorted(nx.descendants(model, a))
+            assert {number_of[state.uid] for state in walk.children(session, states[a].uid)} == set(
+                model.successors(a)
+            )
+            assert walk.is_ancestor(session, states[a].uid, states[b].uid) == (
+                a == b or a in above[b]
+            )
             common = (above[a] | {a}) & (above[b] | {b})
             base = walk.merge_base(session, states[a].uid, states[b].uid)
             assert (None if base is None else number_of[base.uid]) == max(common, default=None)

@@ -29,7 +29,9 @@ def placed(database: Database, grow: Grow, count: int, branch: str = "main") -> 
     return uids
 
 
-def test_withdrawn_state_is_evicted_and_stays_in_the_lineage(database: Database, grow: Grow) -> None:
+def test_withdrawn_state_is_evicted_and_stays_in_the_lineage(
+    database: Database, grow: Grow
+) -> None:
     first, second, _ = placed(database, grow, 3)
     with database.write() as session:
         withdrawn = withdraw(session, second, HERE, volatile=VOLATILE)
@@ -44,7 +46,9 @@ def test_state_that_others_hold_keeps_what_they_give_it(database: Database, grow
     first, second, third, _ = placed(database, grow, 4)
     with database.write() as session:
         replicas.mark(session, first, Status.DURABLE, tier="local", node="other", bytes=7)
-        replicas.mark(session, second, Status.CAPTURED, tier="memory", node=holder("node", "0" * 24), bytes=7)
+        replicas.mark(
+            session, second, Status.CAPTURED, tier="memory", node=holder("node", "0" * 24), bytes=7
+        )
         assert withdraw(session, first, HERE, volatile=VOLATILE).status is Status.DURABLE
         assert withdraw(session, second, HERE, volatile=VOLATILE).status is Status.CAPTURED
         assert withdraw(session, third, HERE, volatile=VOLATILE).status is Status.EVICTED
@@ -58,11 +62,21 @@ def test_refs_count_on_what_they_lead_to(database: Database, grow: Grow) -> None
         with pytest.raises(Conflict, match=r"main|warm"), database.write() as session:
             withdraw(session, uid, HERE, volatile=VOLATILE)
     with database.write() as session:
-        assert withdraw(session, third, HERE, volatile=VOLATILE, is_forced=True).status is Status.EVICTED
-    with pytest.raises(Conflict, match="branch 'main'"), database.write() as session:  # both names lead to it now
+        assert (
+            withdraw(session, third, HERE, volatile=VOLATILE, is_forced=True).status
+            is Status.EVICTED
+        )
+    with (
+        pytest.raises(Conflict, match="branch 'main'"),
+        database.write() as session,
+    ):
+        # both names lead to it now
         withdraw(session, second, HERE, volatile=VOLATILE)
     with database.write() as session:
-        assert withdraw(session, second, HERE, volatile=VOLATILE, is_forced=True).status is Status.EVICTED
+        assert (
+            withdraw(session, second, HERE, volatile=VOLATILE, is_forced=True).status
+            is Status.EVICTED
+        )
     for is_forced in (False, True):
         with pytest.raises(Conflict, match="all that can be restored"), database.write() as session:
             withdraw(session, first, HERE, volatile=VOLATILE, is_forced=is_forced)
@@ -76,7 +90,10 @@ def test_a_head_in_memory_does_not_stand_for_its_branch(database: Database, grow
     with pytest.raises(Conflict, match="branch 'main' leads to"), database.write() as session:
         withdraw(session, second, HERE, volatile=VOLATILE)
     with database.write() as session:
-        assert withdraw(session, second, HERE, volatile=VOLATILE, is_forced=True).status is Status.EVICTED
+        assert (
+            withdraw(session, second, HERE, volatile=VOLATILE, is_forced=True).status
+            is Status.EVICTED
+        )
     with pytest.raises(Conflict, match="all that can be restored"), database.write() as session:
         withdraw(session, first, HERE, volatile=VOLATILE, is_forced=True)
 
@@ -87,10 +104,15 @@ def test_tag_alone_gives_way_to_force(database: Database, grow: Grow) -> None:
         refs.tag(session, "warm", only)
         refs.delete_ref(session, "main")
     with database.write() as session:
-        assert withdraw(session, only, HERE, volatile=VOLATILE, is_forced=True).status is Status.EVICTED
+        assert (
+            withdraw(session, only, HERE, volatile=VOLATILE, is_forced=True).status
+            is Status.EVICTED
+        )
 
 
-def test_what_is_not_there_or_held_by_several_ranks_is_refused(database: Database, grow: Grow) -> None:
+def test_what_is_not_there_or_held_by_several_ranks_is_refused(
+    database: Database, grow: Grow
+) -> None:
     wide = grow(world_size=2, node="node")
     with pytest.raises(NotFound), database.write() as session:
         withdraw(session, "0" * 24, HERE, volatile=VOLATILE)
@@ -106,7 +128,9 @@ def test_of_many_at_once_those_go_that_nobody_counts_on(database: Database, grow
     with database.write() as session:
         refs.tag(session, "warm", uids[1])
         replicas.mark(session, uids[2], Status.DURABLE, tier="local", node="other", bytes=7)
-        replicas.mark(session, uids[3], Status.CAPTURED, tier="memory", node=holder("node", "0" * 24), bytes=7)
+        replicas.mark(
+            session, uids[3], Status.CAPTURED, tier="memory", node=holder("node", "0" * 24), bytes=7
+        )
         replicas.evict(session, uids, tier="memory", node="node")
         ids = ids_of(session, uids)
     own = {"tier": "local", "node": "node"}
@@ -127,11 +151,15 @@ def test_of_many_at_once_those_go_that_nobody_counts_on(database: Database, grow
         "the head of branch 'main'",
     }
     with database.write() as session:
-        assert withdraw_all(session, ids, **own, volatile=VOLATILE, holder=holder("node", "0" * 24)) == [uids[3]]
+        assert withdraw_all(
+            session, ids, **own, volatile=VOLATILE, holder=holder("node", "0" * 24)
+        ) == [uids[3]]
         assert state(session, uids[3]).status is Status.CAPTURED, "its process has it in memory"
 
 
-def test_facts_come_in_pages_with_the_metrics_that_are_asked_for(database: Database, grow: Grow, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_come_in_pages_with_the_metrics_that_are_asked_for(
+    database: Database, grow: Grow, monkeypatch: pytest.MonkeyPatch
+) -> None:
     uids = placed(database, grow, 7)
     monkeypatch.setattr(retained, "_PAGES", retained._PAGES.limit(3))
     monkeypatch.setattr(retained, "_PAGE", 3)
@@ -142,7 +170,15 @@ def test_facts_come_in_pages_with_the_metrics_that_are_asked_for(database: Datab
         assert [each.uid for each in found] == uids
         assert [each.generation for each in found] == list(range(7))
         assert all(
-            each.metrics == {key: value for key, value in state(session, each.uid).metrics.items() if key == "loss"} for each in found
+            each.metrics
+            == {
+                key: value
+                for key, value in state(session, each.uid).metrics.items()
+                if key == "loss"
+            }
+            for each in found
         )
-        assert {each.segment for each in found} == {key for key, (branch, _) in retained.segments_of(session).items() if branch == "main"}
+        assert {each.segment for each in found} == {
+            key for key, (branch, _) in retained.segments_of(session).items() if branch == "main"
+        }
         assert retained.told(session, "datastates.retention") == {}

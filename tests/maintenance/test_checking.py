@@ -1,4 +1,5 @@
-"""A check of everything: each flipped bit in a pack or a manifest is found, by it and by restore, and named."""
+"""A check of everything: each flipped bit in a pack or a manifest is found, by it and by
+restore, and named."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ QUIET = Config(memory_bytes=64 << 20, durable_interval_s=None)
 
 @pytest.fixture
 def repo(tmp_path: Path) -> Iterator[Repository]:
-    """Three durable states, which no memory holds any more; a frozen tensor of 6 MiB is stored once."""
+    """Three durable states, which no memory holds any more; a frozen tensor of 6 MiB is stored
+    once."""
     frozen, weight = torch.arange(1_572_864.0), torch.zeros(300)
     with (
         datastates.open(tmp_path / "runs", config=QUIET) as first,
@@ -48,6 +50,7 @@ def path_of(repo: Repository, uid: str, kind: str) -> Path:
 
 def flip(path: Path, at: int, bit: int = 0) -> None:
     with path.open("r+b") as file:
+        at %= path.stat().st_size
         file.seek(at)
         byte = file.read(1)[0]
         file.seek(at)
@@ -58,7 +61,10 @@ def test_what_is_sound_is_read_once_and_found_sound(repo: Repository) -> None:
     told: list[tuple[int, int]] = []
     found = repo.verify(on_progress=lambda *each: told.append(each))
     assert (found.states, found.damage, found.mark) == (3, (), None)
-    alone = sum(chunk.length for chunk in repo.core.tiers.durable.manifest(repo.state("main").uid).content.chunks)
+    alone = sum(
+        chunk.length
+        for chunk in repo.core.tiers.durable.manifest(repo.state("main").uid).content.chunks
+    )
     assert alone < found.bytes < 2 * alone, "what they share was read once"
     assert told[-1][0] == found.bytes
 
@@ -66,12 +72,16 @@ def test_what_is_sound_is_read_once_and_found_sound(repo: Repository) -> None:
 def test_damage_of_what_states_share_is_named_for_each_of_them(repo: Repository) -> None:
     uids = [state.uid for state in repo.log("main")]
     newest = repo.core.tiers.durable.manifest(uids[0])
-    shared = next(ref for ref in newest.refs if newest.packs[ref.pack].name == f"{uids[-1]}.0.safetensors")
+    shared = next(
+        ref for ref in newest.refs if newest.packs[ref.pack].name == f"{uids[-1]}.0.safetensors"
+    )
     flip(path_of(repo, uids[-1], "safetensors"), shared.offset + 5)
     found = repo.verify()
     assert sorted(found.hurt) == sorted(uids)
     assert {each.tensors for each in found.damage} == {("frozen",)}
-    assert all("fail their digest" in each.problem and each.chunk is not None for each in found.damage)
+    assert all(
+        "fail their digest" in each.problem and each.chunk is not None for each in found.damage
+    )
 
 
 def replace(path: Path, other: Path, kind: str) -> None:
@@ -83,7 +93,14 @@ def replace(path: Path, other: Path, kind: str) -> None:
     elif kind == "fifo":
         os.mkfifo(path)
     elif kind != "missing":
-        path.write_bytes({"cut": data[:-1], "longer": data + b"x", "newer": wrap(3, b"?"), "swapped": other.read_bytes()}[kind])
+        path.write_bytes(
+            {
+                "cut": data[:-1],
+                "longer": data + b"x",
+                "newer": wrap(3, b"?"),
+                "swapped": other.read_bytes(),
+            }[kind]
+        )
 
 
 @pytest.mark.parametrize("kind", ["missing", "cut", "longer", "link", "fifo", "newer", "swapped"])
@@ -125,7 +142,9 @@ def test_a_check_goes_on_where_it_was_ended(repo: Repository) -> None:
         repo.verify("main", since=uids[1])  # type: ignore[call-overload]  # what nobody should ask
 
 
-def test_a_state_of_several_parts_is_no_mark_before_the_last_of_them_was_read(repo: Repository) -> None:
+def test_a_state_of_several_parts_is_no_mark_before_the_last_of_them_was_read(
+    repo: Repository,
+) -> None:
     tier, uid = LocalTier(repo.location.packs), "0" * 24
     for rank in range(2):
         tier.put(part(uid, rank, rank))
@@ -158,10 +177,16 @@ def test_a_state_that_nobody_was_told_of_is_checked_too(repo: Repository) -> Non
     assert repo.verify().hurt == ("stranger",)
 
 
-def test_every_flip_in_a_small_pack_and_manifest_is_found_by_verify_and_by_restore(tmp_path: Path) -> None:
-    """All positions (in the gate a twelfth of them); in the pack: header, its padding, chunks, the zeros behind them."""
+def test_every_flip_in_a_small_pack_and_manifest_is_found_by_verify_and_by_restore(
+    tmp_path: Path,
+) -> None:
+    """All positions (in the gate a twelfth of them); in the pack: header, its padding, chunks,
+    the zeros behind them."""
     weight = torch.arange(40.0)
-    with datastates.open(tmp_path / "runs", config=QUIET) as first, first.track(weight=weight, more=[1, "x"], rng=False) as run:
+    with (
+        datastates.open(tmp_path / "runs", config=QUIET) as first,
+        first.track(weight=weight, more=[1, "x"], rng=False) as run,
+    ):
         uid = run.capture(metrics={"loss": 0.5}).wait("durable").uid
     with datastates.open(tmp_path / "runs", config=QUIET) as repo:
         for kind in ("safetensors", "manifest"):
@@ -178,13 +203,18 @@ def test_every_flip_in_a_small_pack_and_manifest_is_found_by_verify_and_by_resto
         assert not repo.verify().damage
 
 
-def test_every_flip_in_an_index_of_chunks_is_found_until_the_file_is_deleted(tmp_path: Path) -> None:
+def test_every_flip_in_an_index_of_chunks_is_found_until_the_file_is_deleted(
+    tmp_path: Path,
+) -> None:
     """All bytes of two entries, and some of the free ones (in the gate a twelfth of them)."""
-    with datastates.open(tmp_path / "runs", config=QUIET) as repo, repo.track(weight=torch.arange(40_000.0), rng=False) as run:
+    with (
+        datastates.open(tmp_path / "runs", config=QUIET) as repo,
+        repo.track(weight=torch.arange(40_000.0), rng=False) as run,
+    ):
         run.capture().wait("durable")
         path = repo.location.packs / ".chunks"
         whole = path.read_bytes()
-        (first, *_) = (at for at in range(0, len(whole), 64) if any(whole[at : at + 64]))
+        first, *_ = (at for at in range(0, len(whole), 64) if any(whole[at : at + 64]))
         for at in [*some_of(range(first, first + 128)), *range(first + 4096, len(whole), 4099)]:
             flip(path, at, at % 8)
             (said,) = repo.verify().unread
@@ -198,7 +228,10 @@ def test_every_flip_in_an_index_of_chunks_is_found_until_the_file_is_deleted(tmp
 
 
 def test_every_flip_in_the_identity_of_a_folder_is_found(tmp_path: Path) -> None:
-    with datastates.open(tmp_path / "runs", config=QUIET) as repo, repo.track(weight=torch.arange(40.0), rng=False) as run:
+    with (
+        datastates.open(tmp_path / "runs", config=QUIET) as repo,
+        repo.track(weight=torch.arange(40.0), rng=False) as run,
+    ):
         run.capture().wait("durable")
         path = repo.location.packs / ".identity"
     for at in range(24):
@@ -215,10 +248,15 @@ def test_every_flip_in_the_identity_of_a_folder_is_found(tmp_path: Path) -> None
 
 
 def test_every_flip_in_a_chronicle_is_found_by_verify_and_mended_by_repair(tmp_path: Path) -> None:
-    """All positions of two frames (in the gate a twelfth of them): head, body, foot. Whoever rebuilds the lineage is told of it, too."""
+    """All positions of two frames (in the gate a twelfth of them): head, body, foot.
+
+    Whoever rebuilds the lineage is told of it, too."""
     weight = torch.arange(40.0)
     for _ in range(2):
-        with datastates.open(tmp_path / "runs", config=QUIET) as repo, repo.track(weight=weight, rng=False) as run:
+        with (
+            datastates.open(tmp_path / "runs", config=QUIET) as repo,
+            repo.track(weight=weight, rng=False) as run,
+        ):
             run.capture(metrics={"loss": 0.5}).wait("durable")
     with datastates.open(tmp_path / "runs", config=QUIET) as repo:
         (path,) = (repo.location.packs / CHRONICLES).iterdir()
@@ -235,12 +273,19 @@ def test_every_flip_in_a_chronicle_is_found_by_verify_and_mended_by_repair(tmp_p
         assert repo.repair().unread == ()
         assert repo.verify().unread == ()
         (mended,) = chronicles(repo.location.packs)
-        assert [state.uid for entry in mended.entries for state in entry.states] == [state.uid for state in repo.log("main")][::-1]
+        assert [state.uid for entry in mended.entries for state in entry.states] == [
+            state.uid for state in repo.log("main")
+        ][::-1]
 
 
 @pytest.mark.parametrize("cut", [1, 8, 9, 30, 60])
-def test_a_frame_that_a_killed_writer_left_unfinished_is_no_damage(tmp_path: Path, cut: int) -> None:
-    with datastates.open(tmp_path / "runs", config=QUIET) as repo, repo.track(weight=torch.zeros(3), rng=False) as run:
+def test_a_frame_that_a_killed_writer_left_unfinished_is_no_damage(
+    tmp_path: Path, cut: int
+) -> None:
+    with (
+        datastates.open(tmp_path / "runs", config=QUIET) as repo,
+        repo.track(weight=torch.zeros(3), rng=False) as run,
+    ):
         run.capture().wait("durable")
     with datastates.open(tmp_path / "runs", config=QUIET) as repo:
         (path,) = (repo.location.packs / CHRONICLES).iterdir()
@@ -254,7 +299,10 @@ def test_a_chronicle_that_knows_more_than_its_lineage_is_not_written_anew(tmp_pa
         run.capture().wait("durable")
     older = (folder / "lineage.db").read_bytes()
     for _ in range(2):
-        with datastates.open(folder, config=QUIET) as repo, repo.track(weight=weight, rng=False) as run:
+        with (
+            datastates.open(folder, config=QUIET) as repo,
+            repo.track(weight=weight, rng=False) as run,
+        ):
             run.capture().wait("durable")
     for left in folder.glob("lineage.db-*"):
         left.unlink()
@@ -269,7 +317,10 @@ def test_a_chronicle_that_knows_more_than_its_lineage_is_not_written_anew(tmp_pa
 
 def test_every_change_of_a_seal_is_found_by_verify(tmp_path: Path) -> None:
     """Each of its digits (in the gate a twelfth of them)."""
-    with datastates.open(tmp_path / "runs", config=QUIET) as repo, repo.track(weight=torch.arange(40.0), rng=False) as run:
+    with (
+        datastates.open(tmp_path / "runs", config=QUIET) as repo,
+        repo.track(weight=torch.arange(40.0), rng=False) as run,
+    ):
         uid = run.capture().wait("durable").uid
         repo.verify(uid)
         with repo.core.database.read() as session:
@@ -278,7 +329,9 @@ def test_every_change_of_a_seal_is_found_by_verify(tmp_path: Path) -> None:
             changed = sealed[:at] + "0123456789abcdef"[int(sealed[at], 16) ^ 1] + sealed[at + 1 :]
             with repo.core.database.write() as session:
                 session.execute(update(SealRow).values(digest=changed))
-            with pytest.raises(Corrupt, match=f"state {uid} holds other bytes than when it was sealed"):
+            with pytest.raises(
+                Corrupt, match=f"state {uid} holds other bytes than when it was sealed"
+            ):
                 repo.verify(uid)
         with repo.core.database.write() as session:
             session.execute(update(SealRow).values(digest=sealed))

@@ -1,4 +1,5 @@
-"""Restores put large tensors straight where they live, take no memory for them, and change nothing before every byte was checked."""
+"""Restores put large tensors straight where they live, take no memory for them, and change
+nothing before every byte was checked."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ LARGE = numbers(5 * MIB + 77)
 
 
 class Tied(nn.Module):
-    """Large and tiny tensors, one of them tied to another, a buffer, and one that lies the other way round."""
+    """Large and tiny tensors, one of them tied to another, a buffer, and one that lies the other
+    way round."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +39,9 @@ class Tied(nn.Module):
         self.second = nn.Linear(1024, 1536, bias=False)
         self.second.weight = self.first.weight
         self.picture = nn.Conv2d(64, 256, 9)
-        self.picture.weight.data = self.picture.weight.data.contiguous(memory_format=torch.channels_last)
+        self.picture.weight.data = self.picture.weight.data.contiguous(
+            memory_format=torch.channels_last
+        )
         self.many = nn.ParameterList([nn.Parameter(torch.randn(7)) for _ in range(300)])
         self.register_buffer("mean", torch.randn(70_001, dtype=torch.float64))
 
@@ -113,7 +117,10 @@ def test_a_large_state_comes_back_whole_and_takes_no_memory(
     places = {name: tensor.data_ptr() for name, tensor in tensors_in(objects).items()}
     poured = is_used(monkeypatch)
     monkeypatch.setattr(Stage, "__init__", None)
-    with datastates.open(tmp_path, config=config(verify=verify)) as repo, repo.track(rng=False, **objects) as run:
+    with (
+        datastates.open(tmp_path, config=config(verify=verify)) as repo,
+        repo.track(rng=False, **objects) as run,
+    ):
         run.capture().wait("durable" if where == "disk" else "captured")
         if where == "memory":
             spoil(objects)
@@ -149,7 +156,9 @@ def places_of(repo: Repository) -> list[int]:
 
 
 @pytest.mark.parametrize("chunk", range(6))
-def test_a_wrong_byte_anywhere_is_found_before_anything_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+def test_a_wrong_byte_anywhere_is_found_before_anything_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
     pack = saved(tmp_path, {"w": LARGE, "v": torch.ones(3)})
     into = {"w": torch.zeros_like(LARGE), "v": torch.zeros(3)}
     poured = is_used(monkeypatch)
@@ -188,7 +197,9 @@ def test_a_file_that_changes_after_it_was_checked_is_told_and_what_it_spoilt_is_
     assert torch.equal(into["w"], LARGE)
 
 
-def test_a_file_that_is_cut_short_while_it_is_checked_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_cut_short_while_it_is_checked_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pack = saved(tmp_path, {"w": LARGE})
     check = MappedReader._look_through
 
@@ -203,7 +214,9 @@ def test_a_file_that_is_cut_short_while_it_is_checked_changes_nothing(tmp_path: 
     assert not into["w"].any()
 
 
-def test_whoever_breaks_off_the_check_finds_nothing_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_breaks_off_the_check_finds_nothing_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def ctrl_c() -> None:
         raise KeyboardInterrupt
 
@@ -219,8 +232,11 @@ def test_whoever_breaks_off_the_check_finds_nothing_changed(tmp_path: Path, monk
     assert torch.equal(into["w"], LARGE)
 
 
-def test_what_restores_itself_gets_the_stored_values_of_tensors_that_live_elsewhere(tmp_path: Path) -> None:
-    """It is loaded first: a tensor that the state has once, and two objects share, is not where it lives by then."""
+def test_what_restores_itself_gets_the_stored_values_of_tensors_that_live_elsewhere(
+    tmp_path: Path,
+) -> None:
+    """It is loaded first: a tensor that the state has once, and two objects share, is not where
+    it lives by then."""
     model, _ = trained()
     wanted = model.first.weight.detach().clone()
     saved(tmp_path, {"model": model, "copied": Copied(model)})
@@ -255,7 +271,9 @@ def test_a_graph_of_before_is_refused_by_autograd(tmp_path: Path) -> None:
         loss.backward()
 
 
-def test_unverified_one_tensor_reads_only_its_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unverified_one_tensor_reads_only_its_own_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parts = {name: numbers(3 * MIB + 5) for name in "abc"}
     saved(tmp_path, {"box": parts})
     read: list[int] = []
@@ -291,7 +309,9 @@ def pieces(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
     found, at = [], 0
     while at < length and draw(st.booleans()):
         begin = draw(st.integers(at, length - 1))
-        size = draw(st.sampled_from([1, 5, 70_000, STRIDE_BYTES, 2 * STRIDE_BYTES]) | st.integers(1, length))
+        size = draw(
+            st.sampled_from([1, 5, 70_000, STRIDE_BYTES, 2 * STRIDE_BYTES]) | st.integers(1, length)
+        )
         size = min(size, length - begin)
         found.append((begin, size))
         at = begin + size
@@ -299,12 +319,18 @@ def pieces(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
 
 
 @given(pieces(), st.booleans())
-def test_legs_cover_a_chunk_once_and_bring_each_byte_to_its_piece(drawn: tuple[int, list[tuple[int, int]]], is_whole: bool) -> None:
+def test_legs_cover_a_chunk_once_and_bring_each_byte_to_its_piece(
+    drawn: tuple[int, list[tuple[int, int]]], is_whole: bool
+) -> None:
     length, extents = drawn
     data = memoryview(torch.randint(0, 256, (length,), dtype=torch.uint8).numpy().data)
     memory = [memoryview(bytearray(size)) for _, size in extents]
     last = 0
-    for leg in legs([Piece(begin, into) for (begin, _), into in zip(extents, memory, strict=True)], length, is_whole=is_whole):
+    for leg in legs(
+        [Piece(begin, into) for (begin, _), into in zip(extents, memory, strict=True)],
+        length,
+        is_whole=is_whole,
+    ):
         assert leg.offset == last if is_whole else leg.offset >= last
         assert 0 < leg.length <= STRIDE_BYTES
         last = leg.offset + leg.length
@@ -314,13 +340,20 @@ def test_legs_cover_a_chunk_once_and_bring_each_byte_to_its_piece(drawn: tuple[i
         for piece in leg.pieces:
             copy(piece.memory, stride[piece.offset - leg.offset :][: piece.memory.nbytes])
     assert last == length if is_whole else last <= length
-    assert [bytes(each) for each in memory] == [bytes(data[begin : begin + size]) for begin, size in extents]
+    assert [bytes(each) for each in memory] == [
+        bytes(data[begin : begin + size]) for begin, size in extents
+    ]
 
 
 def test_stretches_are_cut_where_chunks_begin() -> None:
     memory = memoryview(bytearray(2 * CHUNK_BYTES))
-    found = pieces_by_chunk([(CHUNK_BYTES + 5, memory[:CHUNK_BYTES]), (7, memory[CHUNK_BYTES : CHUNK_BYTES + 3])])
-    assert {index: [(piece.offset, piece.memory.nbytes) for piece in each] for index, each in found.items()} == {
+    found = pieces_by_chunk(
+        [(CHUNK_BYTES + 5, memory[:CHUNK_BYTES]), (7, memory[CHUNK_BYTES : CHUNK_BYTES + 3])]
+    )
+    assert {
+        index: [(piece.offset, piece.memory.nbytes) for piece in each]
+        for index, each in found.items()
+    } == {
         0: [(7, 3)],
         1: [(5, CHUNK_BYTES - 5)],
         2: [(0, 5)],
@@ -336,7 +369,9 @@ def test_what_threads_raise_is_raised_in_the_order_of_chunks() -> None:
         copying.on_threads(range(40), work)
 
 
-def test_where_no_thread_can_be_started_any_more_the_caller_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_thread_can_be_started_any_more_the_caller_does_the_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As at the end of the interpreter, when heads still become durable."""
     monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
     done = list[int]()

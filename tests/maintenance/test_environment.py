@@ -50,19 +50,24 @@ def test_a_run_names_the_commit_and_says_whether_files_of_it_were_changed(checko
     assert told() == (commit, True), "what is about to be committed is a change too"
 
 
-def test_a_run_outside_a_checkout_names_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_outside_a_checkout_names_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert told() == (None, None)
 
 
-def test_a_run_names_the_commit_where_git_takes_too_long_to_look_for_changes(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_names_the_commit_where_git_takes_too_long_to_look_for_changes(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     git("commit", "--quiet", "--allow-empty", "-m", "begin")
     run = subprocess.run
 
     def slow(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
         if "status" in command:
             raise subprocess.TimeoutExpired(command, 5)
-        return run(command, **options)  # type: ignore[call-overload,no-any-return]  # handed on as they are
+        # handed on as they are
+        return run(command, **options)  # type: ignore[call-overload,no-any-return]
 
     monkeypatch.setattr(subprocess, "run", slow)
     assert told() == (git("rev-parse", "HEAD"), None)
@@ -81,8 +86,12 @@ ask()
 
 
 def asked(*command: str, given: str | None = None) -> list[object]:
-    """What a script says: commit, whether there are changes, root and remote. ``given`` goes to its standard input."""
-    done = subprocess.run([sys.executable, *command], input=given, capture_output=True, text=True, check=True)
+    """What a script says: commit, whether there are changes, root and remote.
+
+    ``given`` goes to its standard input."""
+    done = subprocess.run(
+        [sys.executable, *command], input=given, capture_output=True, text=True, check=True
+    )
     found: list[object] = json.loads(done.stdout.splitlines()[0])
     return found
 
@@ -97,7 +106,12 @@ def test_the_commit_is_that_of_the_script_and_not_of_the_working_directory(
     assert asked(str(script)) == [None, None, None, None], "its folder is no checkout"
     git("commit", "--quiet", "--allow-empty", "-m", "begin")
     here = [git("rev-parse", "HEAD"), False, str(checkout), None]
-    assert asked(str(script)) == [None, None, None, None], "the working directory is none of its business"
+    assert asked(str(script)) == [
+        None,
+        None,
+        None,
+        None,
+    ], "the working directory is none of its business"
 
     git("-C", str(code), "init", "--quiet")
     assert asked(str(script)) == [None, None, str(code), None], "nothing is committed yet"
@@ -110,7 +124,12 @@ def test_the_commit_is_that_of_the_script_and_not_of_the_working_directory(
     git("-C", str(code), "add", "jobs/[[]train].py")
     git("-C", str(code), "commit", "--quiet", "-m", "the script")
     git("-C", str(code), "remote", "add", "origin", "https://someone:s3cret@example.org/code.git")
-    there = [git("-C", str(code), "rev-parse", "HEAD"), False, str(code), "https://***@example.org/code.git"]
+    there = [
+        git("-C", str(code), "rev-parse", "HEAD"),
+        False,
+        str(code),
+        "https://***@example.org/code.git",
+    ]
     assert asked(str(script)) == there
     link = checkout / "link.py"
     link.symlink_to(script)
@@ -132,7 +151,9 @@ def test_the_commit_is_that_of_the_script_and_not_of_the_working_directory(
         ("git@example.org:code.git", "git@example.org:code.git"),
     ],
 )
-def test_credentials_in_the_url_of_a_remote_are_masked(checkout: Path, url: str, shown: str) -> None:
+def test_credentials_in_the_url_of_a_remote_are_masked(
+    checkout: Path, url: str, shown: str
+) -> None:
     git("remote", "add", "upstream", url)
     git("config", "branch.main.remote", "upstream")
     git("checkout", "--quiet", "-B", "main")

@@ -1,4 +1,5 @@
-"""Making room beside whatever goes on: what the lineage counts on stays, and what nobody needs goes."""
+"""Making room beside whatever goes on: what the lineage counts on stays, and what nobody needs
+goes."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ ROOT = Path(__file__).parents[2]
 def trained(folder: Path, count: int = 4) -> list[str]:
     """The uids of some durable states of one branch that share a tensor."""
     frozen, weight = torch.arange(40_000.0), torch.zeros(30_000)
-    with datastates.open(folder, config=QUIET) as repo, repo.track(objects={"frozen": frozen}, weight=weight) as run:
+    with (
+        datastates.open(folder, config=QUIET) as repo,
+        repo.track(objects={"frozen": frozen}, weight=weight) as run,
+    ):
         uids = []
         for _ in range(count):
             weight += 1
@@ -61,7 +65,8 @@ def check(repo: Repository, count: int) -> None:
 def test_what_an_eviction_that_was_killed_left_is_deleted(repo: Repository, tmp_path: Path) -> None:
     uids = [state.uid for state in repo.log("main")]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(repo.core.tiers.durable), "remove", lambda tier, uid: 0)  # killed after the lineage was told
+        # killed after the lineage was told
+        patch.setattr(type(repo.core.tiers.durable), "remove", lambda tier, uid: 0)
         for uid in uids[2:]:
             evict(repo.core, uid)
     before = files(repo)
@@ -77,10 +82,15 @@ def test_what_an_eviction_that_was_killed_left_is_deleted(repo: Repository, tmp_
     assert repo.gc().bytes_freed == 0
 
 
-def test_states_that_the_lineage_does_not_know_stay_and_are_said(repo: Repository, tmp_path: Path) -> None:
+def test_states_that_the_lineage_does_not_know_stay_and_are_said(
+    repo: Repository, tmp_path: Path
+) -> None:
     other = tmp_path / "other"
     datastates.open(other, config=QUIET).close()
-    with datastates.open(other, packs=repo.location.packs, config=QUIET) as second, second.track(weight=torch.zeros(5)) as run:
+    with (
+        datastates.open(other, packs=repo.location.packs, config=QUIET) as second,
+        second.track(weight=torch.zeros(5)) as run,
+    ):
         uid = run.capture().wait("durable").uid
     done = repo.gc()
     assert done.bytes_freed == 0
@@ -91,7 +101,8 @@ def test_states_that_the_lineage_does_not_know_stay_and_are_said(repo: Repositor
 
 @pytest.fixture
 def second(repo: Repository, tmp_path: Path) -> Path:
-    """Another lineage in the folder of the first, which has taken in the oldest but one state of that."""
+    """Another lineage in the folder of the first, which has taken in the oldest but one state of
+    that."""
     uid = repo.log("main")[-2].uid
     export_bundle(repo, [uid], tmp_path / "bundle")
     datastates.open(tmp_path / "second", config=QUIET).close()
@@ -101,7 +112,9 @@ def second(repo: Repository, tmp_path: Path) -> Path:
     return tmp_path / "second"
 
 
-def test_files_of_an_evicted_state_stay_for_another_lineage_that_names_it(repo: Repository, second: Path) -> None:
+def test_files_of_an_evicted_state_stay_for_another_lineage_that_names_it(
+    repo: Repository, second: Path
+) -> None:
     uids = [state.uid for state in repo.log("main")]
     before = files(repo)
     assert evict(repo.core, uids[-2]) == 0
@@ -125,7 +138,9 @@ def uid_of_lineage(repo: Repository) -> str:
         return repository_uid(session)
 
 
-def test_states_that_no_lineage_was_told_of_are_deleted_when_that_is_asked_for(repo: Repository, tmp_path: Path) -> None:
+def test_states_that_no_lineage_was_told_of_are_deleted_when_that_is_asked_for(
+    repo: Repository, tmp_path: Path
+) -> None:
     other = tmp_path / "other"
     datastates.open(other, config=QUIET).close()
     packs = repo.location.packs
@@ -144,7 +159,9 @@ def test_states_that_no_lineage_was_told_of_are_deleted_when_that_is_asked_for(r
         assert second.load(theirs)["weight"].shape == (5,)
 
 
-def test_an_import_of_evicted_states_loses_no_file_to_a_collection(repo: Repository, tmp_path: Path) -> None:
+def test_an_import_of_evicted_states_loses_no_file_to_a_collection(
+    repo: Repository, tmp_path: Path
+) -> None:
     """Their files are there before the lineage is told, which still calls them evicted."""
     uid = repo.log("main")[-1].uid
     export_bundle(repo, [uid], tmp_path / "bundle")
@@ -170,7 +187,9 @@ def test_an_import_of_evicted_states_loses_no_file_to_a_collection(repo: Reposit
     assert repo.load(uid)["weight"][0] == 1
 
 
-def test_a_repository_that_can_only_be_read_is_looked_at_and_not_collected(repo: Repository) -> None:
+def test_a_repository_that_can_only_be_read_is_looked_at_and_not_collected(
+    repo: Repository,
+) -> None:
     (repo.location.packs / "stray.0.safetensors").write_bytes(bytes(100))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(repo.core, "home", replace(repo.core.home, read_only="as asked for"))
@@ -198,8 +217,12 @@ with datastates.open(folder, config=Config(memory_bytes=32 << 20, durable_interv
 def test_collections_beside_two_captures_and_a_reader_lose_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "runs"
     uids = trained(folder)
-    commands = [[sys.executable, "-c", _CAPTURING, str(folder), branch, "12"] for branch in ("one", "two")]
-    processes = [warm.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for command in commands]
+    commands = [
+        [sys.executable, "-c", _CAPTURING, str(folder), branch, "12"] for branch in ("one", "two")
+    ]
+    processes = [
+        warm.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for command in commands
+    ]
     with datastates.open(folder, config=QUIET) as repo:
         with repo.core.open_payload(repo.state(uids[1])) as reader:
             evict(repo.core, uids[1])
@@ -233,20 +256,35 @@ with datastates.open(sys.argv[1], config=Config(memory_bytes=32 << 20, durable_i
 
 
 @pytest.mark.parametrize("step", ["manifest-removed", "pack-moved", "manifest-replaced"])
-def test_a_collection_that_is_killed_loses_nothing_that_the_lineage_counts_on(tmp_path: Path, step: str) -> None:
+def test_a_collection_that_is_killed_loses_nothing_that_the_lineage_counts_on(
+    tmp_path: Path, step: str
+) -> None:
+    # the weights of the first state, and what it shares: half and more goes
     frozen, weight = (
         torch.arange(1_200_000.0),
         torch.zeros(1_500_000),
-    )  # the weights of the first state, and what it shares: half and more goes
-    with datastates.open(tmp_path / "runs", config=QUIET) as repo, repo.track(objects={"frozen": frozen}, weight=weight, rng=False) as run:
+    )
+    with (
+        datastates.open(tmp_path / "runs", config=QUIET) as repo,
+        repo.track(objects={"frozen": frozen}, weight=weight, rng=False) as run,
+    ):
         for _ in range(3):
             weight += 1
             run.capture().wait("durable")
-    with datastates.open(tmp_path / "runs", config=QUIET) as repo, pytest.MonkeyPatch.context() as patch:
+    with (
+        datastates.open(tmp_path / "runs", config=QUIET) as repo,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setattr(type(repo.core.tiers.durable), "remove", lambda tier, uid: 0)
         uid = repo.log("main")[-1].uid
         evict(repo.core, uid)
-    done = warm.run([sys.executable, "-c", _KILLED, str(tmp_path / "runs"), step], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = warm.run(
+        [sys.executable, "-c", _KILLED, str(tmp_path / "runs"), step],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 137, done.stderr
     with datastates.open(tmp_path / "runs", config=QUIET) as repo:
         assert not repo.verify().damage

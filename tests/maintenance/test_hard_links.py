@@ -1,4 +1,5 @@
-"""A snapshot of a repository by hard links (``cp -al``): the database is refused under both names, and a training goes on."""
+"""A snapshot of a repository by hard links (``cp -al``): the database is refused under both
+names, and a training goes on."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def snapshot(root: Path) -> Path:
     return made
 
 
-def test_a_database_with_a_second_link_is_refused_by_name_until_the_link_is_gone(tmp_path: Path) -> None:
+def test_a_database_with_a_second_link_is_refused_by_name_until_the_link_is_gone(
+    tmp_path: Path,
+) -> None:
     runs = tmp_path / "runs"
     with datastates.open(runs) as repo:
         repo.track(model=torch.nn.Linear(2, 2)).capture().wait("durable")
@@ -63,7 +66,9 @@ def test_a_training_goes_on_while_a_snapshot_has_its_files(tmp_path: Path) -> No
             run.capture().wait("durable")
         repo.gc()
     shutil.rmtree(made / "packs/leases", ignore_errors=True)
-    assert {path: path.read_bytes() for path in (made / "packs").iterdir() if path.is_file()} == before
+    assert {
+        path: path.read_bytes() for path in (made / "packs").iterdir() if path.is_file()
+    } == before
     shutil.rmtree(made)
     with datastates.open(runs) as repo:
         assert [state.status for state in repo.log()] == ["durable"] * 4
@@ -84,14 +89,23 @@ def test_lock_files_may_have_other_links_and_are_not_written_through_them(tmp_pa
     held.write("new")
     assert (tmp_path / "lease").read_text() == (tmp_path / "file").read_text() == "new"
     held.close()
-    assert (tmp_path / "lease.snap").read_text() == (tmp_path / ".tmp-file.snap").read_text() == "as it was"
+    assert (
+        (tmp_path / "lease.snap").read_text()
+        == (tmp_path / ".tmp-file.snap").read_text()
+        == "as it was"
+    )
 
 
-def test_a_database_that_another_process_may_have_under_another_link_is_locked(tmp_path: Path) -> None:
+def test_a_database_that_another_process_may_have_under_another_link_is_locked(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "lineage.db"
     path.touch()
     os.link(path, tmp_path / "snap.db")
-    with sqlite_files.alone(path) as is_alone, sqlite_files.alone(tmp_path / "snap.db") as is_alone_too:
+    with (
+        sqlite_files.alone(path) as is_alone,
+        sqlite_files.alone(tmp_path / "snap.db") as is_alone_too,
+    ):
         assert is_alone
         assert not is_alone_too
 
@@ -103,5 +117,15 @@ def test_chunks_are_shared_again_after_a_snapshot_took_the_index(tmp_path: Path)
     kept = (made / ".chunks").read_bytes()
     tier.put(payload("b", {"model/0": numbers(SHARED_BYTES, 2)}))
     assert (made / ".chunks").read_bytes() == kept
-    assert LocalTier(tmp_path / "packs").put(payload("c", {"model/0": numbers(SHARED_BYTES, 2)})).bytes_new == 0
-    assert LocalTier(tmp_path / "packs").put(payload("d", {"model/0": numbers(SHARED_BYTES, 1)})).bytes_new == 0
+    assert (
+        LocalTier(tmp_path / "packs")
+        .put(payload("c", {"model/0": numbers(SHARED_BYTES, 2)}))
+        .bytes_new
+        == 0
+    )
+    assert (
+        LocalTier(tmp_path / "packs")
+        .put(payload("d", {"model/0": numbers(SHARED_BYTES, 1)}))
+        .bytes_new
+        == 0
+    )

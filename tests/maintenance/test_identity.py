@@ -1,4 +1,5 @@
-"""Whose states, whose processes, whose files: a repository is known by what lies in it, a process by its lock."""
+"""Whose states, whose processes, whose files: a repository is known by what lies in it, a
+process by its lock."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ def status(folder: Path, uid: str) -> Status:
 
 def test_a_training_that_lives_is_seen_under_another_path(smith: Forge, tmp_path: Path) -> None:
     with lodging(smith, tmp_path / "runs") as (_, _, newest):
-        (tmp_path / "runs").rename(tmp_path / "seen")  # its path is another one to whoever opens it now
+        # its path is another one to whoever opens it now
+        (tmp_path / "runs").rename(tmp_path / "seen")
         with datastates.open(tmp_path / "seen") as repo:
             assert not repo.recovered
             assert repo.state("main").uid == newest
@@ -113,7 +115,9 @@ def test_a_lease_is_held_whoever_opens_and_closes_its_file(tmp_path: Path) -> No
     lease.close()
 
 
-def test_a_claim_that_cannot_be_noted_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_that_cannot_be_noted_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(held: object, text: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -132,7 +136,12 @@ def test_a_claim_is_held_whoever_opens_and_closes_its_file(tmp_path: Path) -> No
     assert claim is not None
     shutil.copytree(tmp_path / "packs", tmp_path / "copy")
     assert Claim.take(tmp_path / "packs" / LEASES, "study", "again") is None
-    held = warm.run([sys.executable, "-c", HOLDER, str(tmp_path / "packs" / LEASES)], capture_output=True, text=True, check=True)
+    held = warm.run(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "packs" / LEASES)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert held.stdout == "mine\n"
     claim.close()
     assert holder(tmp_path / "packs" / LEASES, "study") is None
@@ -146,7 +155,9 @@ print(holder(Path(sys.argv[1]), "study"))
 """
 
 
-def test_a_child_does_not_hold_the_lease_of_a_parent_that_died(smith: Forge, tmp_path: Path) -> None:
+def test_a_child_does_not_hold_the_lease_of_a_parent_that_died(
+    smith: Forge, tmp_path: Path
+) -> None:
     job = smith.start("tests.support.lodgers:lodge", folder=str(tmp_path), how="fork")
     said = {words[0]: words[1:] for words in (job.lines.readline().split() for _ in range(2))}
     child = int(said["child"][0])
@@ -166,13 +177,18 @@ def test_a_lease_whose_file_was_deleted_does_not_make_a_training_dead(
         shutil.rmtree(tmp_path / "packs" / LEASES)
         with datastates.open(tmp_path) as repo:  # the process is there
             assert repo.state("main").uid == newest
-            with pytest.raises(Unavailable, match=r"is only in the memory of another process, \d+ on "):
+            with pytest.raises(
+                Unavailable, match=r"is only in the memory of another process, \d+ on "
+            ):
                 repo.load("main")
         with monkeypatch.context() as patch:  # nobody can tell
             call_us(patch, "elsewhere")
             with datastates.open(tmp_path) as repo:
                 assert repo.state("main").uid == newest
-                with pytest.raises(Unavailable, match="of which nothing is to be seen here; the nearest ancestor that can is") as caught:
+                with pytest.raises(
+                    Unavailable,
+                    match="of which nothing is to be seen here; the nearest ancestor that can is",
+                ) as caught:
                     repo.load("main")
                 assert caught.value.nearest == kept
     assert status(tmp_path, newest) is Status.LOST  # the kernel says that it has ended
@@ -181,7 +197,9 @@ def test_a_lease_whose_file_was_deleted_does_not_make_a_training_dead(
 # A training that died
 
 
-def test_the_same_script_goes_on_under_another_host_name(smith: Forge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_script_goes_on_under_another_host_name(
+    smith: Forge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept, newest = dead(smith, tmp_path)
     call_us(monkeypatch, "requeued")
     tracked = {"weight": torch.zeros(1000)}
@@ -200,7 +218,10 @@ def test_a_run_that_nobody_can_settle_goes_on_from_the_nearest_state_that_is_her
     kept, newest = dead(smith, tmp_path)
     shutil.rmtree(tmp_path / "packs" / LEASES)
     call_us(monkeypatch, "requeued")
-    with datastates.open(tmp_path, config=CONFIG) as repo, caplog.at_level(logging.WARNING, "datastates"):
+    with (
+        datastates.open(tmp_path, config=CONFIG) as repo,
+        caplog.at_level(logging.WARNING, "datastates"),
+    ):
         assert repo.state("main").uid == newest
         run = repo.track(tracked={"weight": torch.zeros(1000)}, rng=False)
         assert run.resumed_from is not None
@@ -208,11 +229,14 @@ def test_a_run_that_nobody_can_settle_goes_on_from_the_nearest_state_that_is_her
         assert repo.state("main").uid == kept
         (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(
-        f"branch main goes back to state {kept[:10]} (step 1): state {newest[:10]} (step 2) cannot be restored: it was only"
+        f"branch main goes back to state {kept[:10]} (step 1): state {newest[:10]} (step 2) cannot"
+        " be restored: it was only"
     )
 
 
-def test_a_lease_of_an_older_version_is_settled_when_it_is_free(smith: Forge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_of_an_older_version_is_settled_when_it_is_free(
+    smith: Forge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, newest = dead(smith, tmp_path)
     database = Database(f"sqlite:///{tmp_path}/lineage.db")
     with database.write() as session:
@@ -251,7 +275,8 @@ def test_a_copy_looks_only_at_its_own_files(tmp_path: Path) -> None:
 def test_a_copy_of_the_packs_alone_says_nothing_of_whoever_trains_in_the_original(
     smith: Forge, tmp_path: Path, postgresql_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with lodging(smith, postgresql_url, packs=str(tmp_path / "packs")) as (_, kept, newest):  # type: ignore[arg-type] # a URL
+    # a URL
+    with lodging(smith, postgresql_url, packs=str(tmp_path / "packs")) as (_, kept, newest):  # type: ignore[arg-type]
         shutil.copytree(tmp_path / "packs", tmp_path / "copy")
         call_us(monkeypatch, "elsewhere")
         with datastates.open(postgresql_url, packs=tmp_path / "copy") as repo:
@@ -259,12 +284,17 @@ def test_a_copy_of_the_packs_alone_says_nothing_of_whoever_trains_in_the_origina
             assert repo.load(kept)["tracked"]["weight"].sum() == 1000
         with datastates.open(postgresql_url, packs=tmp_path / "others") as repo:
             assert repo.state("main").uid == newest
-            with pytest.raises(Unavailable, match=f"in another folder of packs: {tmp_path}/copy on elsewhere"):
+            with pytest.raises(
+                Unavailable, match=f"in another folder of packs: {tmp_path}/copy on elsewhere"
+            ):
                 repo.load(kept)
 
 
-def test_a_run_is_settled_in_its_own_folder_only(smith: Forge, tmp_path: Path, postgresql_url: str) -> None:
-    _, newest = dead(smith, postgresql_url, packs=str(tmp_path / "packs"))  # type: ignore[arg-type] # a URL
+def test_a_run_is_settled_in_its_own_folder_only(
+    smith: Forge, tmp_path: Path, postgresql_url: str
+) -> None:
+    # a URL
+    _, newest = dead(smith, postgresql_url, packs=str(tmp_path / "packs"))  # type: ignore[arg-type]
     for packs, expected in (("others", Status.CAPTURED), ("packs", Status.LOST)):
         with datastates.open(postgresql_url, packs=tmp_path / packs) as repo:
             assert repo.state(newest).status is expected
@@ -277,16 +307,28 @@ def test_files_that_were_deleted_are_called_so(tmp_path: Path) -> None:
     (manifest,) = (tmp_path / "packs").glob(f"{gone.uid}.*.manifest")
     manifest.unlink()
     with datastates.open(tmp_path) as repo:
-        with pytest.raises(Unavailable, match=f"it is durable, but its files are not in {tmp_path}/packs: somebody deleted") as caught:
+        with pytest.raises(
+            Unavailable,
+            match=f"it is durable, but its files are not in {tmp_path}/packs: somebody deleted",
+        ) as caught:
             repo.load("main")
         assert caught.value.nearest == kept.uid
 
 
 def test_packs_whose_lineage_is_an_empty_file_are_mentioned(tmp_path: Path) -> None:
-    with datastates.open(tmp_path, config=CONFIG) as repo, repo.track(tracked={"weight": torch.zeros(10)}, rng=False) as run:
+    with (
+        datastates.open(tmp_path, config=CONFIG) as repo,
+        repo.track(tracked={"weight": torch.zeros(10)}, rng=False) as run,
+    ):
         state = run.capture().wait("durable")
     (tmp_path / "lineage.db").write_bytes(b"")
-    with pytest.raises(NotFound, match=rf"holds 1 state, but their lineage, {tmp_path}/lineage.db, is empty.*reindex --replace`"):
+    with pytest.raises(
+        NotFound,
+        match=(
+            rf"holds 1 state, but their lineage, {tmp_path}/lineage.db, is empty.*reindex"
+            r" --replace`"
+        ),
+    ):
         datastates.open(tmp_path)
     assert (tmp_path / "lineage.db").read_bytes() == b""
     datastates.reindex(tmp_path, replace=True)
@@ -295,10 +337,15 @@ def test_packs_whose_lineage_is_an_empty_file_are_mentioned(tmp_path: Path) -> N
 
 
 def test_packs_whose_lineage_is_gone_are_mentioned(tmp_path: Path) -> None:
-    with datastates.open(tmp_path, config=CONFIG) as repo, repo.track(tracked={"weight": torch.zeros(10)}, rng=False) as run:
+    with (
+        datastates.open(tmp_path, config=CONFIG) as repo,
+        repo.track(tracked={"weight": torch.zeros(10)}, rng=False) as run,
+    ):
         run.capture()
     (tmp_path / "lineage.db").unlink()
-    with pytest.raises(NotFound, match=rf"holds 1 state, but their lineage, {tmp_path}/lineage.db, is gone"):
+    with pytest.raises(
+        NotFound, match=rf"holds 1 state, but their lineage, {tmp_path}/lineage.db, is gone"
+    ):
         datastates.open(tmp_path)
     done = CliRunner().invoke(app, ["--repo", str(tmp_path), "init"])
     assert (done.exit_code, "is gone: bring it back" in done.output) == (3, True)
@@ -310,7 +357,8 @@ def test_a_folder_that_is_deleted_under_a_training_is_named_and_reported_once(
 ) -> None:
     monkeypatch.setattr("datastates.engine.outbox.PATIENCE_S", 3.0)
     config = replace(CONFIG, durable_every=1, on_failure=OnFailure.RAISE)
-    with pytest.raises(Unavailable, match="is gone"):  # noqa: PT012, SIM117 # the blocks are what is tested
+    # the blocks are what is tested
+    with pytest.raises(Unavailable, match="is gone"):  # noqa: PT012, SIM117
         with datastates.open(tmp_path / "runs", config=config) as repo:
             with repo.track(tracked={"weight": torch.zeros(10)}, rng=False) as run:
                 run.capture().wait("durable")
@@ -320,16 +368,26 @@ def test_a_folder_that_is_deleted_under_a_training_is_named_and_reported_once(
 
 
 def test_a_training_begins_beside_one_whose_folder_was_deleted(tmp_path: Path) -> None:
-    with datastates.open(tmp_path / "gone", config=replace(CONFIG, on_failure=OnFailure.RAISE)) as gone:
+    with datastates.open(
+        tmp_path / "gone", config=replace(CONFIG, on_failure=OnFailure.RAISE)
+    ) as gone:
         run = gone.track(tracked={"weight": torch.zeros(10)}, rng=False)
         (tmp_path / "gone").rename(tmp_path / "away")
-        with datastates.open(tmp_path / "here") as here, here.track(tracked={"weight": torch.zeros(10)}, rng=False) as other:
+        with (
+            datastates.open(tmp_path / "here") as here,
+            here.track(tracked={"weight": torch.zeros(10)}, rng=False) as other,
+        ):
             assert other.capture().wait("durable").status is Status.DURABLE
         assert run.head is None
 
 
-def test_bytes_are_dropped_whatever_the_host_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with datastates.open(tmp_path, config=CONFIG) as repo, repo.track(tracked={"weight": torch.zeros(10)}, rng=False) as run:
+def test_bytes_are_dropped_whatever_the_host_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        datastates.open(tmp_path, config=CONFIG) as repo,
+        repo.track(tracked={"weight": torch.zeros(10)}, rng=False) as run,
+    ):
         dropped = run.capture().wait("durable")
         run.capture()
     call_us(monkeypatch, "elsewhere")
@@ -358,20 +416,30 @@ def test_a_folder_keeps_one_identity_whoever_opens_it_first(tmp_path: Path) -> N
 
 def test_two_processes_with_one_configuration_do_not_differ(tmp_path: Path) -> None:
     for branch in ("one", "other"):
-        with datastates.open(tmp_path, config=CONFIG) as repo, repo.track(branch=branch, tracked={"w": torch.zeros(10)}, rng=False) as run:
+        with (
+            datastates.open(tmp_path, config=CONFIG) as repo,
+            repo.track(branch=branch, tracked={"w": torch.zeros(10)}, rng=False) as run,
+        ):
             run.capture()
     with datastates.open(tmp_path) as repo, repo.core.database.read() as session:
         assert repo.diff("one", "other").config == {}
         assert detail.count(session).config == ()
 
 
-def test_the_disk_of_a_replica_is_a_folder_whatever_the_host_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_of_a_replica_is_a_folder_whatever_the_host_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for host in ("first", "second"):
         monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
-        with datastates.open(tmp_path, config=CONFIG) as repo, repo.track(tracked={"weight": torch.zeros(10)}, rng=False) as run:
+        with (
+            datastates.open(tmp_path, config=CONFIG) as repo,
+            repo.track(tracked={"weight": torch.zeros(10)}, rng=False) as run,
+        ):
             newest = run.capture().wait("durable")
     with datastates.open(tmp_path) as repo, repo.core.database.read() as session:
-        assert [(one.tier, one.node) for one in replicas_of(session, newest.uid)] == [("local", "first")]
+        assert [(one.tier, one.node) for one in replicas_of(session, newest.uid)] == [
+            ("local", "first")
+        ]
 
 
 # Several users
@@ -391,7 +459,9 @@ def shared() -> Iterator[Path]:
 
 def test_two_users_train_in_one_folder(smith: Forge, shared: Path) -> None:
     with lodging(smith, shared / "runs", user=ANN) as (_, _, newest):
-        said = smith.run("tests.support.lodgers:visit", folder=str(shared / "runs"), user=BEN, branch="bens")
+        said = smith.run(
+            "tests.support.lodgers:visit", folder=str(shared / "runs"), user=BEN, branch="bens"
+        )
         assert said[0] == f"main {newest} captured"
         assert said[1].startswith("bens ")
     smith.run("tests.support.lodgers:visit", folder=str(shared / "runs"), user=BEN)
@@ -399,7 +469,10 @@ def test_two_users_train_in_one_folder(smith: Forge, shared: Path) -> None:
         assert repo.state(newest).status is Status.LOST
         assert repo.verify("main").status is Status.DURABLE
         assert repo.verify("bens").status is Status.DURABLE
-    assert {path.stat().st_uid for path in (shared / "runs" / "packs").glob("*.manifest")} == {ANN[0], BEN[0]}
+    assert {path.stat().st_uid for path in (shared / "runs" / "packs").glob("*.manifest")} == {
+        ANN[0],
+        BEN[0],
+    }
 
 
 def test_a_commit_waits_for_a_lock_whose_file_is_another_users(smith: Forge, shared: Path) -> None:
@@ -409,7 +482,9 @@ def test_a_commit_waits_for_a_lock_whose_file_is_another_users(smith: Forge, sha
         path.unlink()
     assert (shared / ".lock").stat().st_mode & 0o777 == 0o644
     with locked(shared, is_shared=False):
-        assert smith.run("tests.support.lodgers:put_at_once", folder=str(shared), user=BEN) == ["waits"]
+        assert smith.run("tests.support.lodgers:put_at_once", folder=str(shared), user=BEN) == [
+            "waits"
+        ]
     assert smith.run("tests.support.lodgers:put_at_once", folder=str(shared), user=BEN) == ["put"]
 
 
@@ -417,8 +492,12 @@ def test_a_user_who_may_only_read_opens_what_another_trains_in(smith: Forge, sha
     shared.chmod(0o755)
     os.chown(shared, ANN[0], GROUP)
     with lodging(smith, shared / "runs", user=ANN) as (_, _, newest):
-        assert smith.run("tests.support.lodgers:visit", folder=str(shared / "runs"), user=BEN) == [f"main {newest} captured"]
-        job = smith.start("tests.support.lodgers:visit", folder=str(shared / "runs"), user=BEN, branch="bens")
+        assert smith.run("tests.support.lodgers:visit", folder=str(shared / "runs"), user=BEN) == [
+            f"main {newest} captured"
+        ]
+        job = smith.start(
+            "tests.support.lodgers:visit", folder=str(shared / "runs"), user=BEN, branch="bens"
+        )
         job.say()
         assert job.wait() == 1
     assert "this repository can only be read" in smith.errors()

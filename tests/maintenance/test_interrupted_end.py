@@ -1,4 +1,5 @@
-"""A repository whose end is interrupted anywhere, also inside Python's own waiting and joining, is ended by whoever comes next."""
+"""A repository whose end is interrupted anywhere, also inside Python's own waiting and joining,
+is ended by whoever comes next."""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ STRIDE = 7
 PATIENCE_S = 60.0
 """Far less than retention's own patience at the end is here."""
 
-WAITING = [each for place in (threading.Event, threading.Condition) for each in vars(place).values() if callable(each)]
+WAITING = [
+    each
+    for place in (threading.Event, threading.Condition)
+    for each in vars(place).values()
+    if callable(each)
+]
 CODES = codes_of(threads, core, chronicle, keeper, *WAITING)
 
 
@@ -47,7 +53,8 @@ def _raises() -> Iterator[None]:
 
 
 def ended(folder: Path, interruption: Interruption) -> Callable[[], None]:
-    """A training that was captured once, and whose end began and may have been broken off; what ends it for good."""
+    """A training that was captured once, and whose end began and may have been broken off; what
+    ends it for good."""
     repo = datastates.open(folder, config=Config(memory_bytes=64 << 20, retention="latest:1"))
     run = repo.track(model=nn.Linear(2, 2))
     run.capture().wait("durable", timeout_s=60)
@@ -60,7 +67,9 @@ def ended(folder: Path, interruption: Interruption) -> Callable[[], None]:
     return held.end_unowned
 
 
-def test_an_end_that_was_interrupted_anywhere_is_ended_by_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_that_was_interrupted_anywhere_is_ended_by_another_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.set_num_threads(1)
     monkeypatch.setattr(keeper, "_PATIENCE_S", 10 * PATIENCE_S)
     counted = Interruption(CODES, NEVER, torn)

@@ -21,7 +21,12 @@ OTHER = torch.ones(3)
 
 def make() -> tuple[nn.Sequential, AdamW]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.PReLU(), nn.Identity()), nn.Linear(4, 2))
+    model = nn.Sequential(
+        nn.Linear(4, 4),
+        nn.BatchNorm1d(4),
+        nn.Sequential(nn.PReLU(), nn.Identity()),
+        nn.Linear(4, 2),
+    )
     optimizer = AdamW(model.parameters(), lr=0.1)
     model(torch.randn(8, 4)).sum().backward()
     optimizer.step()
@@ -44,7 +49,9 @@ def move_to_the_next(model: Any, optimizer: Optimizer) -> None:
 
 
 def add_state_hook(model: Any, optimizer: Optimizer) -> None:
-    def drop_last(module: nn.Module, state: dict[str, object], prefix: str, metadata: object) -> None:
+    def drop_last(
+        module: nn.Module, state: dict[str, object], prefix: str, metadata: object
+    ) -> None:
         del state["3.bias"]
 
     model._register_state_dict_hook(drop_last)
@@ -88,7 +95,9 @@ def another_list_of_parameters(model: Any, optimizer: Optimizer) -> None:
 
 MUTATIONS: dict[str, Mutation] = {
     "nothing": lambda model, optimizer: None,
-    "a parameter is another object": lambda model, optimizer: setattr(model[0], "weight", nn.Parameter(torch.ones(4, 4))),
+    "a parameter is another object": lambda model, optimizer: setattr(
+        model[0], "weight", nn.Parameter(torch.ones(4, 4))
+    ),
     "a parameter has another name": rename,
     "a parameter moved to the next module": move_to_the_next,
     "a buffer was added": lambda model, optimizer: model[0].register_buffer("seen", torch.zeros(3)),
@@ -96,18 +105,26 @@ MUTATIONS: dict[str, Mutation] = {
     "a module was added": lambda model, optimizer: model.append(nn.Linear(2, 2)),
     "a module was replaced": lambda model, optimizer: model.__setitem__(3, nn.Linear(4, 2)),
     "a module was taken out": lambda model, optimizer: model.pop(3),
-    "two modules changed places": lambda model, optimizer: model._modules.update({"0": model[3], "3": model[0]}),
+    "two modules changed places": lambda model, optimizer: model._modules.update(
+        {"0": model[3], "3": model[0]}
+    ),
     "a hook changes what is stored": add_state_hook,
     "the model has a state_dict of its own": patch_state_dict,
     "a part saves itself in another way": patch_saving,
     "the optimizer was loaded": reload_optimizer,
-    "a group was added": lambda model, optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 0.5}),
-    "the learning rate is another": lambda model, optimizer: optimizer.param_groups[0].update(lr=0.25),
+    "a group was added": lambda model, optimizer: optimizer.add_param_group(
+        {"params": [nn.Parameter(torch.ones(2))], "lr": 0.5}
+    ),
+    "the learning rate is another": (
+        lambda model, optimizer: optimizer.param_groups[0].update(lr=0.25)
+    ),
     "the parameters come in another order": another_list_of_parameters,
     "a tensor of the state is another object": replace_entry,
     "a tensor of the state is gone": drop_entry,
     "the state has a number": number_in_entry,
-    "a parameter has no state any more": lambda model, optimizer: optimizer.state.pop(model[0].weight),
+    "a parameter has no state any more": lambda model, optimizer: optimizer.state.pop(
+        model[0].weight
+    ),
 }
 
 
@@ -126,7 +143,9 @@ def test_a_change_between_captures_is_seen(change: str) -> None:
 
     assert now.skeleton.nodes == anew.skeleton.nodes
     assert now.values == anew.values
-    assert [(leaf.path, id(leaf.tensor)) for leaf in now.tensors] == [(leaf.path, id(leaf.tensor)) for leaf in anew.tensors]
+    assert [(leaf.path, id(leaf.tensor)) for leaf in now.tensors] == [
+        (leaf.path, id(leaf.tensor)) for leaf in anew.tensors
+    ]
     assert flat_of(adapted, now).values == anew.values
 
 
@@ -142,7 +161,9 @@ def test_numbers_of_an_optimizer_are_read_every_time() -> None:
 
 
 def sparse(places: list[int]) -> torch.Tensor:
-    return torch.sparse_coo_tensor(torch.tensor([places]), torch.ones(len(places)), (4,), check_invariants=True)
+    return torch.sparse_coo_tensor(
+        torch.tensor([places]), torch.ones(len(places)), (4,), check_invariants=True
+    )
 
 
 def test_a_sparse_buffer_that_grew_is_not_remembered() -> None:
@@ -155,7 +176,9 @@ def test_a_sparse_buffer_that_grew_is_not_remembered() -> None:
 
     now, anew = flat_of(adapted, before), flat_of(Adapted({"model": model}))
 
-    assert [leaf.tensor.tolist() for leaf in now.tensors] == [leaf.tensor.tolist() for leaf in anew.tensors]
+    assert [leaf.tensor.tolist() for leaf in now.tensors] == [
+        leaf.tensor.tolist() for leaf in anew.tensors
+    ]
 
 
 def test_names_follow_a_module_whose_names_changed() -> None:
@@ -177,12 +200,16 @@ def test_names_follow_a_module_whose_names_changed() -> None:
 def test_what_a_part_saves_by_a_method_of_its_own_is_asked_for_every_time() -> None:
     counts = iter(range(9))
     model: Any = nn.Sequential(nn.Linear(2, 2))
-    model[0]._save_to_state_dict = lambda state, prefix, keep_vars: state.update({prefix + "count": next(counts)})
+    model[0]._save_to_state_dict = lambda state, prefix, keep_vars: state.update(
+        {prefix + "count": next(counts)}
+    )
     adapted = Adapted({"model": model})
     assert [adapted.tree()["model"] for _ in range(3)] == [{"0.count": count} for count in range(3)]
 
 
-def test_a_class_that_saves_in_another_way_from_now_on_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_that_saves_in_another_way_from_now_on_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, _ = make()
     adapted = Adapted({"model": model})
     adapted.tree()

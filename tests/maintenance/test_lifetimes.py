@@ -1,4 +1,5 @@
-"""Repositories and trackers that nobody closes, and cells that are run again: heads become durable, nothing is kept for ever."""
+"""Repositories and trackers that nobody closes, and cells that are run again: heads become
+durable, nothing is kept for ever."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def train(folder: Path, model: nn.Module | None = None, steps: int = 3) -> tuple[str, float]:
-    """As a script has it: no ``with``, no ``close``; the uid of the head and what its weights sum up to."""
+    """As a script has it: no ``with``, no ``close``; the uid of the head and what its weights
+    sum up to."""
     model = nn.Linear(200, 200) if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     repo = datastates.open(folder, config=QUIET)
@@ -52,7 +54,8 @@ def train(folder: Path, model: nn.Module | None = None, steps: int = 3) -> tuple
 
 
 def collect_until(expected: set[str]) -> None:
-    """``gc.collect`` returns at once while another thread collects, so this collects until only the expected threads are left."""
+    """``gc.collect`` returns at once while another thread collects, so this collects until only
+    the expected threads are left."""
     deadline = time.monotonic() + 60
     while True:
         gc.collect()
@@ -63,11 +66,15 @@ def collect_until(expected: set[str]) -> None:
 
 
 def threads() -> set[str]:
-    return {thread.name for thread in threading.enumerate() if thread.name.startswith("datastates-")} - {"datastates-end"}
+    return {
+        thread.name for thread in threading.enumerate() if thread.name.startswith("datastates-")
+    } - {"datastates-end"}
 
 
 @pytest.mark.parametrize("is_kept", [False, True], ids=["all dropped", "model kept"])
-def test_what_a_function_opened_and_did_not_close_is_ended_when_it_returns(folder: Path, is_kept: bool) -> None:
+def test_what_a_function_opened_and_did_not_close_is_ended_when_it_returns(
+    folder: Path, is_kept: bool
+) -> None:
     before = threads()
     model = nn.Linear(200, 200)
     kept = [model] if is_kept else []
@@ -99,7 +106,9 @@ def test_a_repository_that_was_deleted_can_be_opened_again_at_once(folder: Path)
         assert last.load("main")["weight"].tolist() == [4.0] * 300
 
 
-def test_a_tracker_that_was_dropped_leaves_a_durable_head_and_neither_its_model_nor_its_hooks(folder: Path) -> None:
+def test_a_tracker_that_was_dropped_leaves_a_durable_head_and_neither_its_model_nor_its_hooks(
+    folder: Path,
+) -> None:
     with datastates.open(folder, config=QUIET) as repo:
         model = nn.Linear(200, 200)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -137,7 +146,13 @@ SCRIPT = """
 @pytest.mark.parametrize("how", ["main()", "gc.disable(); kept = main()", "main(); 1 / 0"])
 def test_a_script_without_with_in_a_function_loses_no_head(tmp_path: Path, how: str) -> None:
     script = textwrap.dedent(SCRIPT).format(how=how)
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=300, check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        timeout=300,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == ("1 / 0" in how), done.stderr
     assert "failed" not in done.stderr
     with datastates.open(tmp_path) as repo:
@@ -185,7 +200,9 @@ for _ in range(2):
 """
 
 
-def test_a_cell_that_is_run_again_goes_on_from_the_head(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cell_that_is_run_again_goes_on_from_the_head(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     names = {"folder": folder, "config": QUIET}
     for times in range(1, 4):
         exec(CELL, names)  # what a notebook does
@@ -193,7 +210,8 @@ def test_a_cell_that_is_run_again_goes_on_from_the_head(folder: Path, caplog: py
         assert run.step == 2 * times
         assert names["weight"].tolist() == [2.0 * times] * 300  # type: ignore[attr-defined]
     assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
-        "branch main is tracked anew in this process: the earlier tracker ends here and takes no more captures"
+        "branch main is tracked anew in this process: the earlier tracker ends here and takes no"
+        " more captures"
     ] * 2
     run.close()
     names.clear()
@@ -213,18 +231,25 @@ def test_the_earlier_tracker_says_that_it_gave_way(folder: Path, tmp_path: Path)
         assert second.head is not None
         assert second.head.uid == uid
         for use in (first.capture, lambda: first.restore("main")):
-            with pytest.raises(Closed, match="gave way to another that was made for branch main in this process"):
+            with pytest.raises(
+                Closed, match="gave way to another that was made for branch main in this process"
+            ):
                 use()
         first.close()
         side.capture().wait()
         second.capture().wait()
 
 
-def test_neither_another_branch_nor_a_copy_of_the_repository_takes_over(folder: Path, tmp_path: Path) -> None:
+def test_neither_another_branch_nor_a_copy_of_the_repository_takes_over(
+    folder: Path, tmp_path: Path
+) -> None:
     with datastates.open(folder, config=QUIET) as repo, repo.track(weight=torch.zeros(3)) as run:
         run.capture().wait("durable")
         shutil.copytree(folder, tmp_path / "copy")
-        with datastates.open(tmp_path / "copy", config=QUIET) as copy, copy.track(weight=torch.zeros(3)) as other:
+        with (
+            datastates.open(tmp_path / "copy", config=QUIET) as copy,
+            copy.track(weight=torch.zeros(3)) as other,
+        ):
             other.capture()
             run.capture().wait()
         os.symlink(folder, tmp_path / "link")
@@ -235,7 +260,9 @@ def test_neither_another_branch_nor_a_copy_of_the_repository_takes_over(folder: 
 
 
 def test_an_interrupt_at_any_line_of_a_finalizer_leaves_nobody_waiting(folder: Path) -> None:
-    datastates.open(folder, config=QUIET).track(weight=torch.zeros(3), rng=False).close()  # from here on a thread ends things
+    datastates.open(folder, config=QUIET).track(
+        weight=torch.zeros(3), rng=False
+    ).close()  # from here on a thread ends things
     for line in range(12):
         left = line
 

@@ -1,4 +1,5 @@
-"""Restores into live tensors of a late device: from memory of which it may read, and through rooms, from memory and from files."""
+"""Restores into live tensors of a late device: from memory of which it may read, and through
+rooms, from memory and from files."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ WORDS = 3 * CHUNK_BYTES // 4 + 1000
 
 
 def state(put: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> dict[str, Any]:
-    """One large tensor, one that shares a chunk with it, one that is too small to be received in place, and one on the host. The first lies
-    behind the others, as its elements are shorter."""
+    """One large tensor, one that shares a chunk with it, one that is too small to be received in
+    place, and one on the host. The first lies behind the others, as its elements are shorter."""
     torch.manual_seed(0)
     return {
         "short": put(torch.randn(300_000).bfloat16()),
@@ -51,7 +52,10 @@ def check(into: dict[str, torch.Tensor], late: LateDevices) -> None:
 
 def restored(late: LateDevices, repo: datastates.Repository) -> dict[str, torch.Tensor]:
     """Tensors of which the device still has to write when they are restored."""
-    into = {name: torch.zeros_like(each) if name == "here" else late.put(torch.zeros_like(each)) for name, each in WANTED.items()}
+    into = {
+        name: torch.zeros_like(each) if name == "here" else late.put(torch.zeros_like(each))
+        for name, each in WANTED.items()
+    }
     for each in into.values():
         each += 7
     repo.restore("main", into={"state": into})
@@ -81,37 +85,64 @@ def scribbling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_MemoryReader, "close", closed)
 
 
-def test_from_memory_that_the_device_reads(late: LateDevices, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scribbling: None) -> None:
-    monkeypatch.setattr(loading.Lift, "_fill_by_rooms", lambda self, chunks: list(chunks) == [] or pytest.fail("through rooms"))
-    with late.running(), datastates.open(tmp_path, config=CONFIG) as repo, repo.track(rng=False, state=state(late.put)) as run:
+def test_from_memory_that_the_device_reads(
+    late: LateDevices, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scribbling: None
+) -> None:
+    monkeypatch.setattr(
+        loading.Lift,
+        "_fill_by_rooms",
+        lambda self, chunks: list(chunks) == [] or pytest.fail("through rooms"),
+    )
+    with (
+        late.running(),
+        datastates.open(tmp_path, config=CONFIG) as repo,
+        repo.track(rng=False, state=state(late.put)) as run,
+    ):
         run.capture().wait(timeout_s=20)
         check(restored(late, repo), late)
 
 
-def test_from_memory_that_no_device_knows(late: LateDevices, tmp_path: Path, small_rooms: None) -> None:
-    with datastates.open(tmp_path, config=CONFIG) as repo, repo.track(rng=False, state=state()) as run:
+def test_from_memory_that_no_device_knows(
+    late: LateDevices, tmp_path: Path, small_rooms: None
+) -> None:
+    with (
+        datastates.open(tmp_path, config=CONFIG) as repo,
+        repo.track(rng=False, state=state()) as run,
+    ):
         run.capture().wait(timeout_s=20)
         with late.running():
             check(restored(late, repo), late)
 
 
 def test_from_files(late: LateDevices, tmp_path: Path, small_rooms: None) -> None:
-    with datastates.open(tmp_path, config=CONFIG) as repo, repo.track(rng=False, state=state()) as run:
+    with (
+        datastates.open(tmp_path, config=CONFIG) as repo,
+        repo.track(rng=False, state=state()) as run,
+    ):
         run.capture().wait("durable", timeout_s=20)
     with late.running(), datastates.open(tmp_path, config=CONFIG) as repo:
         check(restored(late, repo), late)
 
 
 @pytest.mark.parametrize(
-    ("name", "is_pinned"), [("_fill_by_rooms", False), ("fill", True)], ids=["a room is used again", "the sources are given away"]
+    ("name", "is_pinned"),
+    [("_fill_by_rooms", False), ("fill", True)],
+    ids=["a room is used again", "the sources are given away"],
 )
 def test_without_its_waits_something_else_is_restored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_rooms: None, scribbling: None, name: str, is_pinned: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    small_rooms: None,
+    scribbling: None,
+    name: str,
+    is_pinned: bool,
 ) -> None:
     late = LateDevices(Lateness.COMPUTE)
     without(monkeypatch, loading.Lift, name, "mark.synchronize()")
     with late.running(), datastates.open(tmp_path, config=CONFIG) as repo:
-        with repo.track(rng=False, state=state(late.put if is_pinned else lambda tensor: tensor)) as run:
+        with repo.track(
+            rng=False, state=state(late.put if is_pinned else lambda tensor: tensor)
+        ) as run:
             run.capture().wait(timeout_s=20)
             into = {"large": late.put(torch.zeros(WORDS))}
             repo.restore("main", into={"state": into}, only="state/large")
@@ -119,7 +150,9 @@ def test_without_its_waits_something_else_is_restored(
         assert not torch.equal(into["large"], WANTED["large"])
 
 
-def test_memory_that_has_rotted_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_has_rotted_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     late, check = LateDevices(Lateness.COPIES), _MemoryReader.check
 
     def rotten(self: _MemoryReader, indices: Sequence[int]) -> None:
@@ -127,9 +160,17 @@ def test_memory_that_has_rotted_changes_nothing(tmp_path: Path, monkeypatch: pyt
         check(self, indices)
 
     monkeypatch.setattr(_MemoryReader, "check", rotten)
-    with late.running(), datastates.open(tmp_path, config=CONFIG) as repo, repo.track(rng=False, state=state(late.put)) as run:
+    with (
+        late.running(),
+        datastates.open(tmp_path, config=CONFIG) as repo,
+        repo.track(rng=False, state=state(late.put)) as run,
+    ):
         run.capture().wait(timeout_s=20)
-        into = {name: late.put(torch.zeros_like(each)) for name, each in WANTED.items() if name != "here"}
+        into = {
+            name: late.put(torch.zeros_like(each))
+            for name, each in WANTED.items()
+            if name != "here"
+        }
         with pytest.raises(Corrupt, match="chunk 2 fails its digest in memory"):
             repo.restore("main", into={"state": into}, only="state/large")
         late.schedule.catch_up()
@@ -140,7 +181,10 @@ def test_a_file_that_changes_after_the_check_is_told_and_what_it_spoilt_is_dirty
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_rooms: None
 ) -> None:
     late, pour = LateDevices(Lateness.COPIES), MappedReader.pour
-    with datastates.open(tmp_path, config=CONFIG) as repo, repo.track(rng=False, state=state()) as run:
+    with (
+        datastates.open(tmp_path, config=CONFIG) as repo,
+        repo.track(rng=False, state=state()) as run,
+    ):
         run.capture().wait("durable", timeout_s=20)
     (pack,) = tmp_path.rglob("*.safetensors")
 

@@ -16,7 +16,11 @@ SERVER = "postgresql+psycopg://ann:secret@db:5433/lineage"
 
 
 def test_location_shows_no_password(tmp_path: Path) -> None:
-    for url in (SERVER, f"{SERVER}?sslpassword=secret", "postgresql://db/x?user=ann&password=secret"):
+    for url in (
+        SERVER,
+        f"{SERVER}?sslpassword=secret",
+        "postgresql://db/x?user=ann&password=secret",
+    ):
         location = locate(url, tmp_path)
         assert "secret" not in f"{location} {location!r}"
         assert "secret" in location.database_url
@@ -55,10 +59,15 @@ def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_packs_of_a_folder_may_lie_elsewhere(tmp_path: Path) -> None:
-    location = locate(tmp_path / "runs", tmp_path / "elsewhere", environ={"DATASTATES_PACKS": "/not/for/folders"})
+    location = locate(
+        tmp_path / "runs", tmp_path / "elsewhere", environ={"DATASTATES_PACKS": "/not/for/folders"}
+    )
 
     assert location.packs == tmp_path / "elsewhere"
-    assert locate(tmp_path / "runs", environ={"DATASTATES_PACKS": "/not/for/folders"}).packs == tmp_path / "runs" / "packs"
+    assert (
+        locate(tmp_path / "runs", environ={"DATASTATES_PACKS": "/not/for/folders"}).packs
+        == tmp_path / "runs" / "packs"
+    )
 
 
 @pytest.mark.parametrize("scheme", ["postgresql", "postgresql+psycopg"])
@@ -67,7 +76,10 @@ def test_server_takes_packs_from_argument_or_environment(tmp_path: Path, scheme:
 
     assert locate(url, tmp_path).database_url == SERVER
     assert locate(url, environ={"DATASTATES_PACKS": str(tmp_path)}).packs == tmp_path
-    assert locate(url, tmp_path, environ={"DATASTATES_PACKS": "/other"}, must_exist=True).packs == tmp_path
+    assert (
+        locate(url, tmp_path, environ={"DATASTATES_PACKS": "/other"}, must_exist=True).packs
+        == tmp_path
+    )
 
 
 def test_password_is_not_shown(tmp_path: Path) -> None:
@@ -128,7 +140,9 @@ def test_nearest_repository_is_discovered(tmp_path: Path) -> None:
     assert discover(inner, {"DATASTATES_REPO": "elsewhere"}) == "elsewhere"
 
 
-def test_a_relative_path_in_a_working_directory_that_was_deleted_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_in_a_working_directory_that_was_deleted_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
@@ -162,7 +176,9 @@ def test_a_path_that_is_too_long_for_the_system_is_refused_in_a_short_line() -> 
     assert len(str(refused.value)) < 200
 
 
-def test_a_folder_that_this_user_may_not_look_into_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_this_user_may_not_look_into_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(path: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 

@@ -1,4 +1,5 @@
-"""After a training was killed everything that reads agrees: what was open before, what is opened then, the terminal and the web."""
+"""After a training was killed everything that reads agrees: what was open before, what is opened
+then, the terminal and the web."""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ def sealed(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "runs").mkdir()
     folder = tmp_path / "sealed"
     folder.mkdir()
-    for command in (["mount", "--bind", f"{tmp_path}/runs", f"{folder}"], ["mount", "-o", "remount,ro,bind", f"{folder}"]):
+    for command in (
+        ["mount", "--bind", f"{tmp_path}/runs", f"{folder}"],
+        ["mount", "-o", "remount,ro,bind", f"{folder}"],
+    ):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
@@ -50,15 +54,25 @@ def sealed(tmp_path: Path) -> Iterator[Path]:
 
 
 def told(repo: Repository, branch: str = "main") -> dict[str, Any]:
-    """What a repository returns of a branch: head, best, how many can be restored, and the newest lost step."""
+    """What a repository returns of a branch: head, best, how many can be restored, and the
+    newest lost step."""
     with repo.core.reading() as session:
         (found,) = branches(session, names=[branch], metric="loss")
     assert found.best_restorable is not None
     head = repo.state(branch)
     assert found.head == head.uid
-    assert {ref.name: ref.state for ref in repo.refs()}[branch] == repo.log(branch)[0].uid == head.uid
-    assert head.status is Status.CAPTURED or not repo.find(f"status = captured and branch = {branch}")
-    return {"step": head.step, "restorable": found.restorable, "best": found.best_restorable.step, "lost_step": found.lost_step}
+    assert (
+        {ref.name: ref.state for ref in repo.refs()}[branch] == repo.log(branch)[0].uid == head.uid
+    )
+    assert head.status is Status.CAPTURED or not repo.find(
+        f"status = captured and branch = {branch}"
+    )
+    return {
+        "step": head.step,
+        "restorable": found.restorable,
+        "best": found.best_restorable.step,
+        "lost_step": found.lost_step,
+    }
 
 
 def web(repo: Repository) -> TestClient:
@@ -75,7 +89,11 @@ def in_terminal(folder: Path, *command: str) -> list[dict[str, Any]]:
 
 def told_by_terminal(folder: Path) -> dict[str, Any]:
     """The same from the terminal, where each command is the first after the kill for itself."""
-    (found,) = [line for line in in_terminal(folder, "branches", "--metric", "loss") if line["name"] == "main"]
+    (found,) = [
+        line
+        for line in in_terminal(folder, "branches", "--metric", "loss")
+        if line["name"] == "main"
+    ]
     (best,) = [line for line in in_terminal(folder, "best", "loss") if line["name"] == "main"]
     assert best["best_restorable"] == found["best_restorable"]
     assert in_terminal(folder, "log", "main", "-n", "1")[0]["uid"] == found["head"]
@@ -91,7 +109,9 @@ SETTLED = {"step": DURABLE, "restorable": 1, "best": DURABLE, "lost_step": STEPS
 
 
 @pytest.mark.parametrize("first", ["open", "opened", "terminal", "refs", "web"])
-def test_whoever_reads_first_after_a_kill_all_agree(smith: Forge, tmp_path: Path, first: str) -> None:
+def test_whoever_reads_first_after_a_kill_all_agree(
+    smith: Forge, tmp_path: Path, first: str
+) -> None:
     folder = tmp_path / "runs"
     with holding(smith, folder) as holder, datastates.open(folder, config=CONFIG) as repo:
         client = web(repo)
@@ -103,7 +123,9 @@ def test_whoever_reads_first_after_a_kill_all_agree(smith: Forge, tmp_path: Path
         if first == "terminal":
             assert told_by_terminal(folder) == SETTLED
         if first == "refs":
-            assert [line["state"] for line in in_terminal(folder, "refs")] == [repo.state("main@step:2").uid]
+            assert [line["state"] for line in in_terminal(folder, "refs")] == [
+                repo.state("main@step:2").uid
+            ]
         if first == "web":
             assert client.get(f"{BASE}/branches").json()["items"][0]["restorable"] == 1
         assert told(repo) == told_by_terminal(folder) == SETTLED
@@ -111,10 +133,14 @@ def test_whoever_reads_first_after_a_kill_all_agree(smith: Forge, tmp_path: Path
         assert repo.load("main")["tracked"] is not None
         found = client.get(f"{BASE}/series", params={"head": "main", "key": "loss"}).json()
         assert [line["steps"] for line in found["lines"]] == [list(range(1, DURABLE + 1))]
-        assert [(line["head"], line["steps"]) for line in found["lost"]] == [("main", list(range(DURABLE, STEPS + 1)))]
+        assert [(line["head"], line["steps"]) for line in found["lost"]] == [
+            ("main", list(range(DURABLE, STEPS + 1)))
+        ]
 
 
-def test_the_events_of_a_server_report_a_kill_while_nobody_asks(smith: Forge, tmp_path: Path) -> None:
+def test_the_events_of_a_server_report_a_kill_while_nobody_asks(
+    smith: Forge, tmp_path: Path
+) -> None:
     folder = tmp_path / "runs"
     with holding(smith, folder) as holder, datastates.open(folder, config=CONFIG) as repo:
         live: LiveEvents = create_app({"runs": repo}).state.served["runs"].live
@@ -142,7 +168,8 @@ def test_a_branch_that_goes_on_keeps_each_part_that_it_lost(smith: Forge, tmp_pa
         assert all(repo.state(part.uid).status is Status.LOST for part in parts)
         repo.move("main", "main~2", expected="main")
         found = web(repo).get(f"{BASE}/series", params={"head": "main", "key": "loss"}).json()
-        assert [line["state"] for line in found["lost"]] == [parts[0].uid]  # the other part begins after where the branch is now
+        # the other part begins after where the branch is now
+        assert [line["state"] for line in found["lost"]] == [parts[0].uid]
 
 
 def test_a_branch_that_is_renamed_keeps_what_it_lost(smith: Forge, tmp_path: Path) -> None:
@@ -158,9 +185,14 @@ def test_a_branch_that_is_renamed_keeps_what_it_lost(smith: Forge, tmp_path: Pat
         assert made.lost_step is None
 
 
-def test_a_branch_that_lost_everything_begins_anew_and_shows_what_it_lost(smith: Forge, tmp_path: Path) -> None:
+def test_a_branch_that_lost_everything_begins_anew_and_shows_what_it_lost(
+    smith: Forge, tmp_path: Path
+) -> None:
     folder = tmp_path / "runs"
-    with holding(smith, folder, durable=0) as holder, datastates.open(folder, config=CONFIG) as repo:
+    with (
+        holding(smith, folder, durable=0) as holder,
+        datastates.open(folder, config=CONFIG) as repo,
+    ):
         holder.kill()
         assert not repo.refs()
         with begin(repo) as run:
@@ -170,9 +202,15 @@ def test_a_branch_that_lost_everything_begins_anew_and_shows_what_it_lost(smith:
         assert [line["steps"] for line in found["lost"]] == [list(range(1, STEPS + 1))]
 
 
-def test_a_folder_that_may_not_be_written_is_read_as_if_it_were_settled(smith: Forge, tmp_path: Path, sealed: Path) -> None:
+def test_a_folder_that_may_not_be_written_is_read_as_if_it_were_settled(
+    smith: Forge, tmp_path: Path, sealed: Path
+) -> None:
     folder = tmp_path / "runs"
-    with holding(smith, folder, branches=["other"]) as going_on, holding(smith, folder) as holder, datastates.open(sealed) as early:
+    with (
+        holding(smith, folder, branches=["other"]) as going_on,
+        holding(smith, folder) as holder,
+        datastates.open(sealed) as early,
+    ):
         assert told(early)["step"] == STEPS
         before = sorted(path.name for path in folder.rglob("*"))
         holder.kill()

@@ -12,7 +12,9 @@ import datastates
 from datastates import DatastatesError, Unavailable
 
 
-@pytest.mark.parametrize("name", ["packs", "packs/.identity", "packs/.lock", "packs/leases", "lineage.db"])
+@pytest.mark.parametrize(
+    "name", ["packs", "packs/.identity", "packs/.lock", "packs/leases", "lineage.db"]
+)
 def test_a_repository_with_a_fifo_in_it_is_refused_by_name(tmp_path: Path, name: str) -> None:
     fifo = tmp_path / name
     fifo.parent.mkdir(exist_ok=True)
@@ -30,7 +32,9 @@ def test_pruning_with_a_fifo_in_place_of_its_lock_is_refused_by_name(tmp_path: P
             repo.prune("latest:1")
 
 
-def test_the_name_of_a_new_repository_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_of_a_new_repository_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced, fsync = set[str](), os.fsync
 
     def noting(fd: int) -> None:

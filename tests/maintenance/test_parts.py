@@ -1,4 +1,5 @@
-"""What upkeep does with states of several parts: after kills, damage and the loss of the lineage."""
+"""What upkeep does with states of several parts: after kills, damage and the loss of the
+lineage."""
 
 from __future__ import annotations
 
@@ -50,7 +51,10 @@ def test_the_newest_state_that_counts_is_one_of_which_every_part_verifies(tmp_pa
         assert problems_of(repo, states[2]) == ["rank 1: Corrupt"]
         assert problems_of(repo, states[1]) == ["rank 0: NotFound"]
         assert latest(repo, group=SoloGroup()).uid == states[0].uid
-        assert {(each.state, each.rank) for each in repo.verify().damage} == {(states[2].uid, 1), (states[1].uid, 0)}
+        assert {(each.state, each.rank) for each in repo.verify().damage} == {
+            (states[2].uid, 1),
+            (states[1].uid, 0),
+        }
 
 
 def test_a_lineage_of_several_ranks_is_rebuilt_from_their_folder(tmp_path: Path) -> None:
@@ -63,7 +67,11 @@ def test_a_lineage_of_several_ranks_is_rebuilt_from_their_folder(tmp_path: Path)
     assert report.restorable == 1
     with datastates.open(tmp_path) as repo:
         again = repo.state("main")
-        assert (again.uid, again.digest, again.status) == (states[0].uid, states[0].digest, Status.DURABLE)
+        assert (again.uid, again.digest, again.status) == (
+            states[0].uid,
+            states[0].digest,
+            Status.DURABLE,
+        )
         assert repo.verify(again.uid).uid == states[0].uid
         assert problems_of(repo, again) == []
 
@@ -72,7 +80,7 @@ def test_a_rank_that_died_before_it_said_that_its_part_is_on_disk_has_it_all_the
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def body() -> None:
-        monkeypatch.setattr(Journal, "_tell_mark", lambda self, uid, placed: None)
+        monkeypatch.setattr(Journal, "_tell_marks", lambda self, placed: None)
         with ranks_of(tmp_path, None, 2) as ranks:
             first = step(ranks, "captured")
             for rank in ranks:
@@ -103,7 +111,9 @@ def test_what_waits_is_listed_and_what_will_never_be_whole_is_removed(tmp_path: 
         like = decode(part.read_bytes(), source="the manifest")
         for rank in range(2):
             origin = msgspec.structs.replace(like.origin, uid=given_up, rank=rank)
-            copied = encode(msgspec.structs.replace(like, origin=origin, digest=digest_of(like.content, origin)))
+            copied = encode(
+                msgspec.structs.replace(like, origin=origin, digest=digest_of(like.content, origin))
+            )
             (tmp_path / "packs" / f"{given_up}.{rank}.manifest").write_bytes(copied)
         assert repo.gc(dry_run=True).states == (given_up,)
         assert repo.gc().states == (given_up,)
@@ -115,5 +125,7 @@ def test_what_waits_is_listed_and_what_will_never_be_whole_is_removed(tmp_path: 
 
 def never_whole(repo: datastates.Repository) -> list[str]:
     with repo.core.reading() as session:
-        rows = session.connection().exec_driver_sql(f"SELECT state_uid FROM part WHERE status = '{Why.LATE.value}'")
+        rows = session.connection().exec_driver_sql(
+            f"SELECT state_uid FROM part WHERE status = '{Why.LATE.value}'"
+        )
         return [str(row[0]) for row in rows]

@@ -1,4 +1,5 @@
-"""What docs/deployment.md shows of PostgreSQL: a pooler between a training and its server, the rights of a second user."""
+"""What docs/deployment.md shows of PostgreSQL: a pooler between a training and its server, the
+rights of a second user."""
 
 from __future__ import annotations
 
@@ -34,20 +35,35 @@ PGBOUNCER = shutil.which("pgbouncer", path=f"{os.environ.get('PATH', '')}:/usr/s
 
 def shown(language: str, word: str) -> str:
     """The block of the document that holds a word."""
-    return next(str(text) for text in re.findall(rf"^```{language}\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL) if word in text)
+    return next(
+        str(text)
+        for text in re.findall(rf"^```{language}\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
+        if word in text
+    )
 
 
 @contextmanager
 def pooled(postgresql: Postgresql, url: str) -> Iterator[str]:
-    """The URL of a database through PgBouncer, with the document's settings. It gives transactions its connections in turn."""
+    """The URL of a database through PgBouncer, with the document's settings.
+
+    It gives transactions its connections in turn."""
     if PGBOUNCER is None:
         pytest.skip("no PgBouncer on this machine: apt-get install pgbouncer")
     folder, name = postgresql.host(f"pooler-{secrets.token_hex(4)}"), make_url(url).database
-    settings = shown("ini", "[pgbouncer]").replace("lineage =", f"{name} =").replace("db.example.org", f"{postgresql.host()} user=postgres")
-    own = f"unix_socket_dir = {folder}\nlisten_port = 6432\nauth_type = any\nserver_round_robin = 1\ndefault_pool_size = 4\n"
+    settings = (
+        shown("ini", "[pgbouncer]")
+        .replace("lineage =", f"{name} =")
+        .replace("db.example.org", f"{postgresql.host()} user=postgres")
+    )
+    own = (
+        f"unix_socket_dir = {folder}\nlisten_port = 6432\nauth_type = any\nserver_round_robin ="
+        " 1\ndefault_pool_size = 4\n"
+    )
     (folder / "pgbouncer.ini").write_text(settings + own)
     as_user = ["runuser", "-u", "postgres", "--"] if os.geteuid() == 0 else []
-    with subprocess.Popen([*as_user, PGBOUNCER, str(folder / "pgbouncer.ini")], stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*as_user, PGBOUNCER, str(folder / "pgbouncer.ini")], stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stderr is not None
             assert any("process up" in line for line in process.stderr), "PgBouncer does not start"
@@ -74,26 +90,51 @@ def train(url: str, packs: Path, count: int = 60) -> list[str]:
 
 @pytest.mark.parametrize("option", ["", "&prepare_threshold=0"])
 def test_trainings_record_everything_through_a_pooler_of_transactions(
-    postgresql: Postgresql, postgresql_url: str, tmp_path: Path, option: str, caplog: pytest.LogCaptureFixture
+    postgresql: Postgresql,
+    postgresql_url: str,
+    tmp_path: Path,
+    option: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with pooled(postgresql, postgresql_url) as url, ThreadPoolExecutor(4) as pool:
-        uids = {uid for made in pool.map(lambda number: train(url + option, tmp_path / f"b{number}"), range(4)) for uid in made}
+        uids = {
+            uid
+            for made in pool.map(
+                lambda number: train(url + option, tmp_path / f"b{number}"), range(4)
+            )
+            for uid in made
+        }
     with datastates.open(postgresql_url, packs=tmp_path / "b0") as repo:
-        assert {state.uid for number in range(4) for state in repo.log(f"b{number}", limit=100)} == uids
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+        assert {
+            state.uid for number in range(4) for state in repo.log(f"b{number}", limit=100)
+        } == uids
+    assert [
+        record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+    ] == []
 
 
-def test_statements_that_a_pooler_mixes_up_end_no_training(postgresql: Postgresql, postgresql_url: str, tmp_path: Path) -> None:
+def test_statements_that_a_pooler_mixes_up_end_no_training(
+    postgresql: Postgresql, postgresql_url: str, tmp_path: Path
+) -> None:
     with pooled(postgresql, postgresql_url) as url:
         mixed = f"{url}&prepare_threshold=1"
         with ThreadPoolExecutor(2) as pool:
-            uids = {uid for made in pool.map(lambda number: capture(mixed, tmp_path / f"b{number}"), range(2)) for uid in made}
+            uids = {
+                uid
+                for made in pool.map(
+                    lambda number: capture(mixed, tmp_path / f"b{number}"), range(2)
+                )
+                for uid in made
+            }
     with datastates.open(postgresql_url, packs=tmp_path / "b0") as repo:
-        assert {state.uid for number in range(2) for state in repo.log(f"b{number}", limit=100)} == uids
+        assert {
+            state.uid for number in range(2) for state in repo.log(f"b{number}", limit=100)
+        } == uids
 
 
 def capture(url: str, packs: Path) -> list[str]:
-    """Capture states over connections that may fail; what asks the lineage at once is asked again."""
+    """Capture states over connections that may fail; what asks the lineage at once is asked
+    again."""
     weight, made = torch.zeros(4), []
     with patient(lambda: datastates.open(url, packs=packs)) as repo:
         run = patient(lambda: repo.track(branch=packs.name, weight=weight))
@@ -110,7 +151,9 @@ def patient(ask: Callable[[], _T]) -> _T:
     raise AssertionError("it is refused each time")
 
 
-def test_only_connections_through_a_pooler_prepare_nothing(postgresql: Postgresql, postgresql_url: str) -> None:
+def test_only_connections_through_a_pooler_prepare_nothing(
+    postgresql: Postgresql, postgresql_url: str
+) -> None:
     def settings(url: str) -> tuple[int | None, str]:
         database = Database(url)
         try:
@@ -121,7 +164,10 @@ def test_only_connections_through_a_pooler_prepare_nothing(postgresql: Postgresq
             database.close()
 
     with pooled(postgresql, postgresql_url) as url:
-        assert [settings(each) for each in (url, f"{url}&prepare_threshold=7")] == [(None, "off"), (7, "off")]
+        assert [settings(each) for each in (url, f"{url}&prepare_threshold=7")] == [
+            (None, "off"),
+            (7, "off"),
+        ]
     assert settings(postgresql_url) == (5, "off")
     assert settings(f"{postgresql_url}&prepare_threshold=0") == (None, "off")
     with pytest.raises(InvalidInput, match="prepare_threshold in the URL is no number: use 0"):
@@ -148,15 +194,28 @@ def test_a_second_user_trains_with_the_rights_of_the_document_and_is_told_of_one
     postgresql: Postgresql, tmp_path: Path
 ) -> None:
     url = postgresql.empty()
-    name, user, owner = str(make_url(url).database), f"trainer_{secrets.token_hex(4)}", f"owner_{secrets.token_hex(4)}"
+    name, user, owner = (
+        str(make_url(url).database),
+        f"trainer_{secrets.token_hex(4)}",
+        f"owner_{secrets.token_hex(4)}",
+    )
     with postgresql._connect(name) as connection:
-        connection.execute(f"CREATE ROLE {user} LOGIN; CREATE ROLE {owner} LOGIN; GRANT ALL ON SCHEMA public TO {owner}")
+        connection.execute(
+            f"CREATE ROLE {user} LOGIN; CREATE ROLE {owner} LOGIN; GRANT ALL ON SCHEMA public TO"
+            f" {owner}"
+        )
     Database(url.replace("postgres@", f"{owner}@")).close()
     theirs = url.replace("postgres@", f"{user}@")
-    with pytest.raises(Unavailable, match=r"lacks a right, GRANT it.*permission denied for table alembic_version"):
+    with pytest.raises(
+        Unavailable, match=r"lacks a right, GRANT it.*permission denied for table alembic_version"
+    ):
         datastates.open(theirs, packs=tmp_path / "b0")
-    with psycopg.connect(host=str(postgresql.host()), user=owner, dbname=name, autocommit=True) as connection:
-        connection.execute(shown("sql", "GRANT").replace("trainer", user).replace("datastates", owner))
+    with psycopg.connect(
+        host=str(postgresql.host()), user=owner, dbname=name, autocommit=True
+    ) as connection:
+        connection.execute(
+            shown("sql", "GRANT").replace("trainer", user).replace("datastates", owner)
+        )
         connection.execute("CREATE TABLE later (id serial)")
     assert len(train(theirs, tmp_path / "b0", 10)) == 10
     with datastates.open(theirs, packs=tmp_path / "b0") as repo:
@@ -167,7 +226,9 @@ def test_a_second_user_trains_with_the_rights_of_the_document_and_is_told_of_one
         connection.execute("INSERT INTO later DEFAULT VALUES")
 
 
-def test_a_right_that_is_taken_away_and_given_back_costs_no_state(postgresql: Postgresql, tmp_path: Path) -> None:
+def test_a_right_that_is_taken_away_and_given_back_costs_no_state(
+    postgresql: Postgresql, tmp_path: Path
+) -> None:
     url = postgresql.migrated()
     name, user = str(make_url(url).database), f"trainer_{secrets.token_hex(4)}"
     rights = shown("sql", "GRANT").replace("trainer", user).replace("datastates", "postgres")

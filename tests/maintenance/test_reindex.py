@@ -1,4 +1,5 @@
-"""A lineage rebuilt from its folder alone: what was, as far as the folder was told of it; and said what it was not told."""
+"""A lineage rebuilt from its folder alone: what was, as far as the folder was told of it; and
+said what it was not told."""
 
 from __future__ import annotations
 
@@ -35,12 +36,20 @@ ROOT = Path(__file__).parents[2]
 def train(repo: Repository, branch: str, count: int, start: str | None = None) -> list[str]:
     """States of which every second one is durable."""
     weight = torch.zeros(30)
-    with repo.track(branch=branch, weight=weight, rng=False, config={"lr": 0.5}, durable_every=2, start=start) as run:
+    with repo.track(
+        branch=branch, weight=weight, rng=False, config={"lr": 0.5}, durable_every=2, start=start
+    ) as run:
         uids = []
         for number in range(count):
             weight += 1
             loss = float("nan") if number == 1 else 1 / (number + 1)
-            uids.append(run.capture(metrics={"loss": loss}, attributes={"n": number}, message=f"{branch} {number}").wait().uid)
+            uids.append(
+                run.capture(
+                    metrics={"loss": loss}, attributes={"n": number}, message=f"{branch} {number}"
+                )
+                .wait()
+                .uid
+            )
         return uids
 
 
@@ -59,7 +68,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fill(folder: Path | str, packs: Path | None = None) -> None:
-    """A lineage with two branches, tags, moves, a deleted name, a merge, notes, and states whose bytes are gone."""
+    """A lineage with two branches, tags, moves, a deleted name, a merge, notes, and states whose
+    bytes are gone."""
     with datastates.open(folder, packs=packs, config=QUIET) as repo:
         uids = train(repo, "main", 6)
         repo.tag("warm", uids[3], message="the shared prefix")
@@ -77,7 +87,8 @@ def fill(folder: Path | str, packs: Path | None = None) -> None:
 
 
 def bare(state: State) -> State:
-    """What of a state is promised: all of it, but that what is gone is said to be lost or evicted, and which bytes were new."""
+    """What of a state is promised: all of it, but that what is gone is said to be lost or
+    evicted, and which bytes were new."""
     status = state.status if state.status.is_restorable else Status.EVICTED
     return replace(state, status=status, bytes_new=0)
 
@@ -93,10 +104,19 @@ def told(folder: Path | str, packs: Path | None = None) -> dict[str, object]:
             "reflogs": {name: repo.reflog(name) for name in names},
             "notes": sorted(repo.notes, key=lambda note: note.uid),
             "graph": sorted(repo.graph().edges),
-            "bytes": {state.uid: repo.load(state)["weight"].tolist() for state in states if state.status.is_restorable},
+            "bytes": {
+                state.uid: repo.load(state)["weight"].tolist()
+                for state in states
+                if state.status.is_restorable
+            },
             "best": repo.state("main@best:loss").uid,
-            "runs": sorted((run.uid, run.config.get("lr"), run.argv, run.branch) for run in repo.runs()),
-            "branches": [(each.name, each.states, each.best) for each in repo.overview("", metric="loss", sort="name")],
+            "runs": sorted(
+                (run.uid, run.config.get("lr"), run.argv, run.branch) for run in repo.runs()
+            ),
+            "branches": [
+                (each.name, each.states, each.best)
+                for each in repo.overview("", metric="loss", sort="name")
+            ],
         }
 
 
@@ -154,7 +174,9 @@ def test_packs_alone_become_a_repository_elsewhere(folder: Path, tmp_path: Path)
     assert told(tmp_path / "new") == before
 
 
-def test_a_lineage_on_postgresql_comes_back_in_an_empty_database(postgresql: Postgresql, tmp_path: Path) -> None:
+def test_a_lineage_on_postgresql_comes_back_in_an_empty_database(
+    postgresql: Postgresql, tmp_path: Path
+) -> None:
     first, second = postgresql.migrated(), postgresql.migrated()
     packs = tmp_path / "packs"
     fill(first, packs)
@@ -172,8 +194,11 @@ def test_a_lineage_on_postgresql_comes_back_in_an_empty_database(postgresql: Pos
         postgresql.give_back(url)
 
 
-def test_a_chronicle_goes_on_where_a_rebuilt_lineage_numbers_its_rows_otherwise(postgresql: Postgresql, tmp_path: Path) -> None:
-    """PostgreSQL leaves gaps between the ids of rows, where a transaction was given up; the database that is made anew has none."""
+def test_a_chronicle_goes_on_where_a_rebuilt_lineage_numbers_its_rows_otherwise(
+    postgresql: Postgresql, tmp_path: Path
+) -> None:
+    """PostgreSQL leaves gaps between the ids of rows, where a transaction was given up; the
+    database that is made anew has none."""
     first, second = postgresql.migrated(), postgresql.migrated()
     packs = tmp_path / "packs"
     database = Database(first)
@@ -202,7 +227,9 @@ def test_a_lineage_that_is_there_is_kept_unless_it_is_to_be_replaced(folder: Pat
     assert {path.name for path in folder.iterdir()} >= {DATABASE, "packs", f"{DATABASE}.replaced-1"}
 
 
-def test_a_lineage_older_than_its_folder_gets_what_it_lacks(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lineage_older_than_its_folder_gets_what_it_lacks(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     copy = folder.parent / "copy.db"
     shutil.copy(folder / DATABASE, copy)
     with datastates.open(folder, config=QUIET) as repo:
@@ -226,7 +253,9 @@ def test_a_lineage_older_than_its_folder_gets_what_it_lacks(folder: Path, caplog
 
 def test_a_folder_of_an_earlier_version_tells_what_it_has(folder: Path) -> None:
     with datastates.open(folder, config=QUIET) as repo:
-        durable = {state.uid: bare(state) for state in repo.find("step >= 0") if state.status.is_restorable}
+        durable = {
+            state.uid: bare(state) for state in repo.find("step >= 0") if state.status.is_restorable
+        }
         head = repo.state("main").uid
     lose(folder)
     shutil.rmtree(folder / "packs" / CHRONICLES)
@@ -241,9 +270,18 @@ def test_a_folder_of_an_earlier_version_tells_what_it_has(folder: Path) -> None:
                 assert getattr(found[uid], name) == getattr(state, name)
             assert repr(found[uid].metrics) == repr(state.metrics)
         assert repo.state("main").uid == head
-        steps = sorted((state.step for state in durable.values() if state.message and state.message.startswith("main")), reverse=True)
+        steps = sorted(
+            (
+                state.step
+                for state in durable.values()
+                if state.message and state.message.startswith("main")
+            ),
+            reverse=True,
+        )
         assert [state.step for state in repo.log("main")] == steps
-        assert 2 not in steps, "what was evicted is not known, and its child hangs on to the one before"
+        assert 2 not in steps, (
+            "what was evicted is not known, and its child hangs on to the one before"
+        )
         assert repo.load("main")["weight"][0] == 6
         weight = torch.zeros(30)
         with repo.track(branch="main", weight=weight, rng=False):
@@ -251,7 +289,8 @@ def test_a_folder_of_an_earlier_version_tells_what_it_has(folder: Path) -> None:
 
 
 def test_a_clock_that_jumped_back_changes_neither_ancestry_nor_heads(tmp_path: Path) -> None:
-    """Of the last states only manifests tell, and they say that they are older than what came before them."""
+    """Of the last states only manifests tell, and they say that they are older than what came
+    before them."""
     folder = tmp_path / "runs"
     weight = torch.zeros(3)
     with datastates.open(folder, config=QUIET) as repo, repo.track(weight=weight, rng=False) as run:
@@ -268,14 +307,21 @@ def test_a_clock_that_jumped_back_changes_neither_ancestry_nor_heads(tmp_path: P
     states = [state for entry in chronicle.entries for state in entry.states]
     events = [event for entry in chronicle.entries for event in entry.events]
     assert (states[0].uid, events[-1].new) == (uids[0], uids[-1])
-    first = msgspec.structs.replace(chronicle.entries[-1], states=tuple(states[:1]), events=tuple(events[:1]))
-    together = retell(Chronicle(chronicle.lineage, (first,), 0), {key: manifests[key] for key in manifests if key[0] in uids[1:]})
+    first = msgspec.structs.replace(
+        chronicle.entries[-1], states=tuple(states[:1]), events=tuple(events[:1])
+    )
+    together = retell(
+        Chronicle(chronicle.lineage, (first,), 0),
+        {key: manifests[key] for key in manifests if key[0] in uids[1:]},
+    )
     assert together.events[-1].new == uids[-1]
     assert [line.parent for line in together.states] == [None, *uids[:-1]]
 
 
 @pytest.mark.parametrize("kind", ["cut", "flipped", "torn", "link", "fifo", "newer"])
-def test_a_chronicle_that_is_damaged_tells_what_is_left_and_manifests_the_rest(folder: Path, kind: str) -> None:
+def test_a_chronicle_that_is_damaged_tells_what_is_left_and_manifests_the_rest(
+    folder: Path, kind: str
+) -> None:
     with datastates.open(folder, config=QUIET) as repo:
         head, count = repo.state("main").uid, len(repo.find("step >= 0"))
     (path,) = (folder / "packs" / CHRONICLES).iterdir()
@@ -332,14 +378,18 @@ def test_a_folder_of_two_lineages_says_so(folder: Path, tmp_path: Path) -> None:
     lose(folder)
     with pytest.raises(InvalidInput, match="serves 2 lineages"):
         datastates.reindex(folder)
-    uid = next(each.lineage for each in chronicles(folder / "packs") if theirs[0] not in str(each.entries))
+    uid = next(
+        each.lineage for each in chronicles(folder / "packs") if theirs[0] not in str(each.entries)
+    )
     datastates.reindex(folder, lineage=uid)
     assert told(folder) == before
     with pytest.raises(NotFound, match="no lineage 'x'"):
         datastates.reindex(folder, lineage="x", replace=True)
 
 
-def test_states_that_another_lineage_took_in_come_back_and_stay(folder: Path, tmp_path: Path) -> None:
+def test_states_that_another_lineage_took_in_come_back_and_stay(
+    folder: Path, tmp_path: Path
+) -> None:
     """Those that it names only as ancestors of what it took in are ours no less."""
     packs, other = folder / "packs", tmp_path / "other"
     (ours,) = chronicles(packs)
@@ -361,7 +411,9 @@ def test_states_that_another_lineage_took_in_come_back_and_stay(folder: Path, tm
         assert second.load("mine")["weight"][0] == 6
 
 
-def test_a_folder_that_lost_its_identity_gets_one_under_which_its_states_are_known(folder: Path) -> None:
+def test_a_folder_that_lost_its_identity_gets_one_under_which_its_states_are_known(
+    folder: Path,
+) -> None:
     """As when it was brought here by a program that leaves out hidden files."""
     packs = folder / "packs"
     (packs / ".identity").unlink()
@@ -374,14 +426,18 @@ def test_a_folder_that_lost_its_identity_gets_one_under_which_its_states_are_kno
         assert repo.prune("latest:1", dry_run=True).dropped
 
 
-def test_news_too_large_for_one_frame_are_told_in_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_news_too_large_for_one_frame_are_told_in_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chronicle, "_FULL_BYTES", 2000)
     with datastates.open(tmp_path / "runs", config=QUIET) as repo:
         uids = train(repo, "main", 30)
         assert catch_up(repo.core.database, repo.location.packs)
     (found,) = chronicles(tmp_path / "runs" / "packs")
     told = [state.uid for entry in found.entries for state in entry.states]
-    assert list(dict.fromkeys(told)) == uids, "the thread of the repository may tell some of them too"
+    assert list(dict.fromkeys(told)) == uids, (
+        "the thread of the repository may tell some of them too"
+    )
     assert len(found.entries) > 4
 
 
@@ -392,12 +448,24 @@ def test_reports_are_told_one_by_one_and_without_pictures_that_are_too_large_tog
     with datastates.open(tmp_path / "runs", config=QUIET) as repo:
         with repo.core.writing() as session:
             for name, size in (("a", 100), ("b", 200), ("c", 100)):
-                attachments.keep(session, name, {}, [attachments.NewSample(rank, rank, {}, bytes(size)) for rank in range(2)])
+                attachments.keep(
+                    session,
+                    name,
+                    {},
+                    [attachments.NewSample(rank, rank, {}, bytes(size)) for rank in range(2)],
+                )
         chronicle.tell_anew(repo.core.database, repo.location.packs)
     (found,) = chronicles(tmp_path / "runs" / "packs")
     assert found.damaged_bytes == 0
-    told = [[(each.name, [sample.picture for sample in each.samples]) for each in entry.reports] for entry in found.entries]
-    assert [each for each in told if each] == [[("a", [bytes(100)] * 2)], [("b", [None] * 2)], [("c", [bytes(100)] * 2)]]
+    told = [
+        [(each.name, [sample.picture for sample in each.samples]) for each in entry.reports]
+        for entry in found.entries
+    ]
+    assert [each for each in told if each] == [
+        [("a", [bytes(100)] * 2)],
+        [("b", [None] * 2)],
+        [("c", [bytes(100)] * 2)],
+    ]
 
 
 def test_nothing_is_rebuilt_under_a_training_that_goes_on(folder: Path) -> None:
@@ -433,7 +501,13 @@ elif kind == "aside":
 @pytest.mark.parametrize("kind", ["midway", "written", "aside"])
 def test_a_rebuilding_that_is_killed_can_be_done_again(folder: Path, kind: str) -> None:
     before = told(folder)
-    done = warm.run([sys.executable, "-c", _KILLED, str(folder), kind], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = warm.run(
+        [sys.executable, "-c", _KILLED, str(folder), kind],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 9, done.stderr
     if kind != "aside":
         assert told(folder) == before, "the lineage that was there is untouched"
@@ -445,7 +519,8 @@ def test_a_rebuilding_that_is_killed_can_be_done_again(folder: Path, kind: str) 
 def test_an_argument_of_the_command_line_that_is_no_text_keeps_nothing_from_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = os.fsdecode(b"caf\xe9.txt")  # a file's name in another encoding, as a shell hands it over
+    # a file's name in another encoding, as a shell hands it over
+    name = os.fsdecode(b"caf\xe9.txt")
     monkeypatch.setattr(sys, "argv", ["train.py", name])
     with datastates.open(tmp_path / "runs", config=QUIET) as repo:
         train(repo, "main", 2)

@@ -1,4 +1,5 @@
-"""A lineage is rebuilt beside others: whoever has it open, other rebuildings, gc, repair, a training; and whoever is killed at it."""
+"""A lineage is rebuilt beside others: whoever has it open, other rebuildings, gc, repair, a
+training; and whoever is killed at it."""
 
 from __future__ import annotations
 
@@ -75,10 +76,17 @@ def told(folder: Path) -> dict[str, object]:
     with datastates.open(folder, config=QUIET) as repo:
         assert not repo.verify().damage
         return {
-            "states": [(state.uid, state.digest, state.metrics, state.parents) for state in repo.log("main")],
+            "states": [
+                (state.uid, state.digest, state.metrics, state.parents)
+                for state in repo.log("main")
+            ],
             "refs": [(ref.name, ref.state) for ref in repo.refs() if ref.name != "beside"],
             "notes": [note.text for note in repo.notes],
-            "bytes": {state.uid: repo.load(state)["weight"].sum().item() for state in repo.log("main") if state.status.is_restorable},
+            "bytes": {
+                state.uid: repo.load(state)["weight"].sum().item()
+                for state in repo.log("main")
+                if state.status.is_restorable
+            },
         }
 
 
@@ -121,7 +129,11 @@ def test_what_somebody_wrote_meanwhile_is_not_lost(folder: Path) -> None:
 
 def has_open(pid: int, path: Path) -> bool:
     with os.scandir(f"/proc/{pid}/fd") as entries:
-        return any(Path(os.readlink(entry.path)) == path for entry in entries if os.path.lexists(entry.path))
+        return any(
+            Path(os.readlink(entry.path)) == path
+            for entry in entries
+            if os.path.lexists(entry.path)
+        )
 
 
 def test_who_opens_a_lineage_while_it_is_replaced_gets_the_new_one_or_is_told(folder: Path) -> None:
@@ -139,7 +151,9 @@ base.close()
 """
     with sqlite_files.alone(database) as is_alone:
         assert is_alone
-        child = warm.Popen([sys.executable, "-c", code, f"sqlite:///{database}"], stderr=-1, cwd=ROOT)
+        child = warm.Popen(
+            [sys.executable, "-c", code, f"sqlite:///{database}"], stderr=-1, cwd=ROOT
+        )
         while not has_open(child.pid, database):
             assert child.poll() is None
             time.sleep(0.01)
@@ -161,12 +175,23 @@ def test_what_root_rebuilds_and_repairs_stays_the_owners(folder: Path) -> None:
         repo.tag("later", "main")
         with repo.track(branch="other", weight=torch.ones(3), rng=False) as run:
             run.capture().wait("durable")
-    foreign = [path for path in folder.rglob("*") if path.stat().st_uid != owner and path.name != ".identity"]
+    foreign = [
+        path
+        for path in folder.rglob("*")
+        if path.stat().st_uid != owner and path.name != ".identity"
+    ]
     assert foreign == []
 
 
 PAIRS = [
-    *(("reindex", "reindex"), ("reindex", "gc"), ("reindex", "repair"), ("reindex", "train"), ("gc", "gc"), ("gc", "repair")),
+    *(
+        ("reindex", "reindex"),
+        ("reindex", "gc"),
+        ("reindex", "repair"),
+        ("reindex", "train"),
+        ("gc", "gc"),
+        ("gc", "repair"),
+    ),
     *(("repair", "repair"), ("gc", "train"), ("repair", "train")),
 ]
 
@@ -176,7 +201,16 @@ PAIRS = [
 @pytest.mark.parametrize("deeds", PAIRS, ids=["beside ".join(pair) for pair in PAIRS])
 def test_two_at_once_lose_nothing(folder: Path, deeds: tuple[str, str], is_killed: bool) -> None:
     before = told(folder)
-    children = [warm.Popen([sys.executable, "-c", DEEDS, str(folder), deed], stdin=-1, stdout=-1, stderr=-1, cwd=ROOT) for deed in deeds]
+    children = [
+        warm.Popen(
+            [sys.executable, "-c", DEEDS, str(folder), deed],
+            stdin=-1,
+            stdout=-1,
+            stderr=-1,
+            cwd=ROOT,
+        )
+        for deed in deeds
+    ]
     if is_killed:
         let_go(children)
         time.sleep(random.Random("/".join(deeds)).uniform(0.02, 0.4))

@@ -1,4 +1,5 @@
-"""Every table of a lineage that was lost with its database, and rebuilt from the folder alone: row by row what it was."""
+"""Every table of a lineage that was lost with its database, and rebuilt from the folder alone:
+row by row what it was."""
 
 from __future__ import annotations
 
@@ -40,19 +41,32 @@ STATES = {"state.jump_id", "segment.fork_id", "segment.first_id", "stretch.least
 
 def train(repo: Repository, branch: str, count: int, start: str | None = None) -> list[State]:
     weight = torch.zeros(30)
-    with repo.track(branch=branch, weight=weight, rng=False, config={"lr": 0.5, "deep": {"er": "x"}}, durable_every=2, start=start) as run:
+    with repo.track(
+        branch=branch,
+        weight=weight,
+        rng=False,
+        config={"lr": 0.5, "deep": {"er": "x"}},
+        durable_every=2,
+        start=start,
+    ) as run:
         found = []
         for number in range(count):
             weight += 1
-            found.append(run.capture(metrics={"loss": 1 / (number + 1)}, attributes={"n": number}).wait())
+            found.append(
+                run.capture(metrics={"loss": 1 / (number + 1)}, attributes={"n": number}).wait()
+            )
         return found
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A lineage with something in every table: trainings, names, notes, clones, seals, a study, a report, changed attributes."""
+    """A lineage with something in every table: trainings, names, notes, clones, seals, a study,
+    a report, changed attributes."""
     root = tmp_path_factory.mktemp("made")
-    with datastates.open(root / "theirs", config=QUIET) as theirs, datastates.open(root / "runs", config=QUIET) as repo:
+    with (
+        datastates.open(root / "theirs", config=QUIET) as theirs,
+        datastates.open(root / "runs", config=QUIET) as repo,
+    ):
         states = train(repo, "main", 5)
         repo.tag("warm", states[3], message="shared")
         train(repo, "fork", 3, start="warm")
@@ -62,7 +76,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         repo.notes.write("Diverges.", state="main")
         train(theirs, "away", 2)
         theirs.tag("published", "away")
-        with theirs.serve("tcp://127.0.0.1:0", token=TOKEN) as server, datastates.connect(server.url, token=TOKEN) as peer:
+        with (
+            theirs.serve("tcp://127.0.0.1:0", token=TOKEN) as server,
+            datastates.connect(server.url, token=TOKEN) as peer,
+        ):
             cloned = peer.clone("away", repo=repo, tags=True).state
         repo.flush()
         study(repo)
@@ -70,7 +87,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
             annotate(session, states[3].uid, {"n": None, "reviewed": True})
             facts = {"count": 3}
             attachments.keep(
-                session, "labels", facts, [attachments.NewSample(1, 7, {"score": 0.5}, b"\x89PNG"), attachments.NewSample(2, 9, {})]
+                session,
+                "labels",
+                facts,
+                [
+                    attachments.NewSample(1, 7, {"score": 0.5}, b"\x89PNG"),
+                    attachments.NewSample(2, 9, {}),
+                ],
             )
         repo.verify(states[3])
     with datastates.open(root / "runs", config=QUIET) as repo:
@@ -85,7 +108,8 @@ def study(repo: Repository) -> None:
     """A study of which one variant was trained, one failed twice, and one is begun later."""
     with repo.core.writing() as session:
         planned = [
-            attachments.Planned(name, parent, 3, {"lr": lr}) for name, parent, lr in (("a", None, 0.1), ("b", "a", 0.2), ("c", None, 0.3))
+            attachments.Planned(name, parent, 3, {"lr": lr})
+            for name, parent, lr in (("a", None, 0.1), ("b", "a", 0.2), ("c", None, 0.3))
         ]
         attachments.plan(session, "sweep", planned)
     for variant in ("a", "b", "b"):
@@ -103,16 +127,22 @@ def folder(made: Path, tmp_path: Path) -> Path:
 
 
 def rows(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """What each table holds, with uids and names for the ids of rows, in an order that does not depend on them."""
+    """What each table holds, with uids and names for the ids of rows, in an order that does not
+    depend on them."""
     with closing(sqlite3.connect(folder / DATABASE)) as found:
         found.row_factory = sqlite3.Row
-        raw = {name: [dict(row) for row in found.execute(f"SELECT * FROM {name}")] for name in Base.metadata.tables}
+        raw = {
+            name: [dict(row) for row in found.execute(f"SELECT * FROM {name}")]
+            for name in Base.metadata.tables
+        }
     named = {
         "state": {row["id"]: row["uid"] for row in raw["state"]},
         "run": {row["id"]: row["uid"] for row in raw["run"]},
         "report": {row["id"]: row["name"] for row in raw["report"]},
     }
-    named["segment"] = {row["id"]: (row["name"], named["state"].get(row["first_id"])) for row in raw["segment"]}
+    named["segment"] = {
+        row["id"]: (row["name"], named["state"].get(row["first_id"])) for row in raw["segment"]
+    }
     return {
         name: sorted((_named(name, row, named) for row in listed if _counts(name, row)), key=repr)
         for name, listed in raw.items()
@@ -129,19 +159,39 @@ def _named(table: str, row: dict[str, Any], named: dict[str, dict[int, Any]]) ->
     found: dict[str, Any] = {}
     for column in Base.metadata.tables[table].columns:
         keys = [key.column.table.name for key in column.foreign_keys]
-        target = keys[0] if keys else "state" if f"{table}.{column.name}" in STATES else "segment" if column.name == "segment_id" else None
+        target = (
+            keys[0]
+            if keys
+            else (
+                "state"
+                if f"{table}.{column.name}" in STATES
+                else "segment"
+                if column.name == "segment_id"
+                else None
+            )
+        )
         value = row[column.name]
         if column.name in LEFT_OUT.get(table, ()) or (column.name == "id" and column.primary_key):
             continue
-        found[column.name] = named[target].get(value) if target is not None and value is not None else value
-    if found.get("status") in ("evicted", "lost"):  # a state that left memory unwritten was not told of again
+        found[column.name] = (
+            named[target].get(value) if target is not None and value is not None else value
+        )
+    if found.get("status") in (
+        "evicted",
+        "lost",
+    ):
+        # a state that left memory unwritten was not told of again
         found["status"] = "gone"
     return found
 
 
-def check_same(before: dict[str, list[dict[str, Any]]], after: dict[str, list[dict[str, Any]]]) -> None:
+def check_same(
+    before: dict[str, list[dict[str, Any]]], after: dict[str, list[dict[str, Any]]]
+) -> None:
     for name, listed in before.items():
-        assert [row for row in after[name] if row not in listed] == [row for row in listed if row not in after[name]], name
+        assert [row for row in after[name] if row not in listed] == [
+            row for row in listed if row not in after[name]
+        ], name
         assert len(after[name]) == len(listed), name
 
 
@@ -152,7 +202,9 @@ def lose(folder: Path) -> None:
 
 def test_every_table_is_what_it_was(folder: Path) -> None:
     before = rows(folder)
-    assert {name for name, listed in before.items() if not listed} == set(), "each table has something to lose"
+    assert {name for name, listed in before.items() if not listed} == set(), (
+        "each table has something to lose"
+    )
     assert before["clone"][0]["source"]
     lose(folder)
     report = datastates.reindex(folder)
@@ -169,7 +221,14 @@ def test_what_came_after_a_rebuilding_is_not_lost_by_the_next_one(folder: Path) 
         late = train(repo, "late", 3)
         repo.verify("late")
         with repo.core.writing() as session:
-            attachments.plan(session, "sweep", [attachments.Planned("a", None, 5, {"lr": 0.1}), attachments.Planned("d", None, 1, {})])
+            attachments.plan(
+                session,
+                "sweep",
+                [
+                    attachments.Planned("a", None, 5, {"lr": 0.1}),
+                    attachments.Planned("d", None, 1, {}),
+                ],
+            )
         repo.tag("newer", "late")
         repo.move("warm", "newer", expected="warm")
     before = rows(folder)
@@ -190,9 +249,17 @@ datastates.reindex(sys.argv[1], replace=True)
 """
 
 
-def test_a_rebuilding_that_is_killed_before_the_chronicle_is_replaced_loses_nothing(folder: Path) -> None:
+def test_a_rebuilding_that_is_killed_before_the_chronicle_is_replaced_loses_nothing(
+    folder: Path,
+) -> None:
     before = rows(folder)
-    done = warm.run([sys.executable, "-c", _KILLED, str(folder)], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = warm.run(
+        [sys.executable, "-c", _KILLED, str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 9, done.stderr
     assert rows(folder) == before
     with datastates.open(folder, config=QUIET) as repo:
@@ -205,7 +272,9 @@ def test_a_rebuilding_that_is_killed_before_the_chronicle_is_replaced_loses_noth
         assert after[name] == before[name], name
     with datastates.open(folder, config=QUIET) as repo:
         repo.gc()
-    assert {path.name for path in (folder / "packs" / CHRONICLES).iterdir()} <= {each.lineage for each in chronicles(folder / "packs")}
+    assert {path.name for path in (folder / "packs" / CHRONICLES).iterdir()} <= {
+        each.lineage for each in chronicles(folder / "packs")
+    }
 
 
 @pytest.fixture

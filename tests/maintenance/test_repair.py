@@ -1,4 +1,5 @@
-"""What is damaged comes back from where else it is, byte for byte; and what does not is said, with what to restore instead."""
+"""What is damaged comes back from where else it is, byte for byte; and what does not is said,
+with what to restore instead."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ COUNT = 3
 def train(folder: Path, config: Config = QUIET, start: float = 0) -> list[str]:
     """Three durable states, the oldest first; a frozen tensor of 6 MiB is stored once."""
     frozen, weight = torch.arange(1_572_864.0), torch.full((300,), float(start))
-    with datastates.open(folder, config=config) as repo, repo.track(objects={"frozen": frozen}, weight=weight, rng=False) as run:
+    with (
+        datastates.open(folder, config=config) as repo,
+        repo.track(objects={"frozen": frozen}, weight=weight, rng=False) as run,
+    ):
         uids = []
         for _ in range(COUNT):
             weight += 1
@@ -97,7 +101,9 @@ def test_a_damaged_header_needs_no_other_place(folder: Path) -> None:
 
 @pytest.mark.parametrize("is_sealed", [False, True])
 @pytest.mark.parametrize("kind", ["flipped", "missing"])
-def test_a_damaged_manifest_comes_back(folder: Path, made: Path, kind: str, is_sealed: bool) -> None:
+def test_a_damaged_manifest_comes_back(
+    folder: Path, made: Path, kind: str, is_sealed: bool
+) -> None:
     with datastates.open(folder, config=QUIET) as repo:
         if is_sealed:
             repo.verify(uids(repo)[1])
@@ -114,7 +120,10 @@ def test_a_damaged_manifest_comes_back(folder: Path, made: Path, kind: str, is_s
 
 def test_memory_of_this_process_gives_what_it_has(tmp_path: Path) -> None:
     frozen, weight = torch.arange(1_572_864.0), torch.zeros(300)
-    with datastates.open(tmp_path / "runs", config=QUIET) as repo, repo.track(objects={"frozen": frozen}, weight=weight, rng=False) as run:
+    with (
+        datastates.open(tmp_path / "runs", config=QUIET) as repo,
+        repo.track(objects={"frozen": frozen}, weight=weight, rng=False) as run,
+    ):
         for _ in range(COUNT):
             weight += 1
             run.capture().wait("durable")
@@ -132,7 +141,9 @@ class Other(LocalTier):
 
 def test_further_tiers_give_what_they_have(tmp_path: Path) -> None:
     def config() -> Config:
-        return Config(memory_bytes=64 << 20, durable_interval_s=None, tiers=[Other(tmp_path / "other")])
+        return Config(
+            memory_bytes=64 << 20, durable_interval_s=None, tiers=[Other(tmp_path / "other")]
+        )
 
     train(tmp_path / "runs", config())
     with datastates.open(tmp_path / "runs", config=config()) as repo:
@@ -154,7 +165,9 @@ def test_what_is_nowhere_else_stays_hurt_and_names_the_nearest_ancestor(folder: 
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "manifest"])
-def test_another_state_of_the_same_uid_gives_nothing(folder: Path, tmp_path: Path, kind: str) -> None:
+def test_another_state_of_the_same_uid_gives_nothing(
+    folder: Path, tmp_path: Path, kind: str
+) -> None:
     train(tmp_path / "other", start=7.0)
     with datastates.open(folder, config=QUIET) as repo:
         uid = uids(repo)[2]
@@ -163,20 +176,27 @@ def test_another_state_of_the_same_uid_gives_nothing(folder: Path, tmp_path: Pat
             theirs = uids(other)[2]
             manifest = other.core.tiers.durable.manifest(theirs)
         packs = tmp_path / "other" / "packs"
-        origin = msgspec.structs.replace(manifest.origin, uid=uid)  # whole, and forged: all of it agrees with itself
-        (packs / f"{uid}.0.manifest").write_bytes(encode(msgspec.structs.replace(manifest, origin=origin)))
+        # whole, and forged: all of it agrees with itself
+        origin = msgspec.structs.replace(manifest.origin, uid=uid)
+        (packs / f"{uid}.0.manifest").write_bytes(
+            encode(msgspec.structs.replace(manifest, origin=origin))
+        )
         assert repo.repair(source=tmp_path / "other").hurt[0].state == uid
         with pytest.raises(NotFound, match="there is no folder"):
             repo.repair(source=tmp_path / "nothing")
 
 
-def test_forged_bytes_of_the_same_digest_do_not_come_into_a_state_that_was_sealed(folder: Path, tmp_path: Path) -> None:
+def test_forged_bytes_of_the_same_digest_do_not_come_into_a_state_that_was_sealed(
+    folder: Path, tmp_path: Path
+) -> None:
     forged = Path(shutil.copytree(folder, tmp_path / "forged"))
     with datastates.open(folder, config=QUIET) as repo:
         uid = uids(repo)[0]
         repo.verify(uid)  # which seals it
         manifest = repo.core.tiers.durable.manifest(uid)
-        index = max(range(len(manifest.refs)), key=lambda each: manifest.content.chunks[each].length)
+        index = max(
+            range(len(manifest.refs)), key=lambda each: manifest.content.chunks[each].length
+        )
         ref, chunk = manifest.refs[index], manifest.content.chunks[index]
         path = forged / "packs" / f"{uid}.0.safetensors"
         data = bytearray(path.read_bytes())

@@ -1,4 +1,5 @@
-"""What is damaged comes back from other processes: from their memory or from their disk, and only the damaged chunks are moved."""
+"""What is damaged comes back from other processes: from their memory or from their disk, and
+only the damaged chunks are moved."""
 
 from __future__ import annotations
 
@@ -87,7 +88,10 @@ def a_missing_pack(packs: Path, names: list[str]) -> None:
 def test_what_is_damaged_comes_back_from_a_peer_and_says_whose_it_is(
     folder: Path, made: Path, tmp_path: Path, damage: Callable[[Path, list[str]], None]
 ) -> None:
-    with datastates.open(folder, config=QUIET) as repo, served(Path(shutil.copytree(made, tmp_path / "theirs"))) as peer:
+    with (
+        datastates.open(folder, config=QUIET) as repo,
+        served(Path(shutil.copytree(made, tmp_path / "theirs"))) as peer,
+    ):
         damage(repo.location.packs, uids(repo))
         hurt = repo.verify().hurt
         assert hurt
@@ -99,7 +103,11 @@ def test_what_is_damaged_comes_back_from_a_peer_and_says_whose_it_is(
             with repo.core.reading() as session:
                 (came,) = clones.clones_of(session, uid)
             assert came.source == peer.urls[0]
-            assert came.bytes_moved < 16 << 20 if damage is a_missing_pack or damage is a_manifest else came.bytes_moved <= 4 << 20
+            assert (
+                came.bytes_moved < 16 << 20
+                if damage is a_missing_pack or damage is a_manifest
+                else came.bytes_moved <= 4 << 20
+            )
         repo.gc()
         check(repo)
 
@@ -127,7 +135,9 @@ def test_memory_of_another_process_gives_what_no_disk_has(tmp_path: Path) -> Non
             check(repo)
 
 
-def test_one_peer_that_has_nothing_and_one_that_is_gone_hinder_nobody(folder: Path, made: Path, tmp_path: Path) -> None:
+def test_one_peer_that_has_nothing_and_one_that_is_gone_hinder_nobody(
+    folder: Path, made: Path, tmp_path: Path
+) -> None:
     datastates.open(tmp_path / "empty", config=QUIET).close()
     with ExitStack() as stack:
         repo = stack.enter_context(datastates.open(folder, config=QUIET))
@@ -142,13 +152,17 @@ def test_one_peer_that_has_nothing_and_one_that_is_gone_hinder_nobody(folder: Pa
         check(repo)
 
 
-def test_forged_bytes_of_a_peer_do_not_come_into_a_state_that_was_sealed(folder: Path, tmp_path: Path) -> None:
+def test_forged_bytes_of_a_peer_do_not_come_into_a_state_that_was_sealed(
+    folder: Path, tmp_path: Path
+) -> None:
     theirs = Path(shutil.copytree(folder, tmp_path / "theirs"))
     with datastates.open(folder, config=QUIET) as repo:
         uid = uids(repo)[0]
         repo.verify(uid)  # which seals it
         manifest = repo.core.tiers.durable.manifest(uid)
-        index = max(range(len(manifest.refs)), key=lambda each: manifest.content.chunks[each].length)
+        index = max(
+            range(len(manifest.refs)), key=lambda each: manifest.content.chunks[each].length
+        )
         ref, chunk = manifest.refs[index], manifest.content.chunks[index]
         path = theirs / "packs" / f"{uid}.0.safetensors"
         data = bytearray(path.read_bytes())
@@ -194,7 +208,9 @@ with datastates.open(sys.argv[1], config=config) as repo, datastates.connect(sys
 
 
 @pytest.mark.parametrize("step", ["pack-moved", "pack-renamed", "manifest-replaced"])
-def test_a_repair_that_is_killed_is_done_again(folder: Path, made: Path, tmp_path: Path, step: str) -> None:
+def test_a_repair_that_is_killed_is_done_again(
+    folder: Path, made: Path, tmp_path: Path, step: str
+) -> None:
     with served(Path(shutil.copytree(made, tmp_path / "theirs"))) as peer:
         with datastates.open(folder, config=QUIET) as repo:
             a_shared_chunk(repo.location.packs, uids(repo))

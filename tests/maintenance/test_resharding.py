@@ -1,4 +1,5 @@
-"""From any number of ranks and any layout to any other: what was captured comes back bit by bit, without a process for a rank."""
+"""From any number of ranks and any layout to any other: what was captured comes back bit by bit,
+without a process for a rank."""
 
 from __future__ import annotations
 
@@ -23,21 +24,31 @@ from tests.support.sharding import opened
 torch.set_num_threads(1)
 
 
-def captured(job: Job) -> tuple[dict[str, torch.Tensor], dict[str, list[list[tuple[tuple[int, ...], tuple[int, ...]]]]]]:
+def captured(
+    job: Job,
+) -> tuple[dict[str, torch.Tensor], dict[str, list[list[tuple[tuple[int, ...], tuple[int, ...]]]]]]:
     """The tensors by name, and the boxes of each that the parts of a capture hold, by rank."""
     shares = divide([each.held for each in job.tensors], job.size)
     names = [f"t{index}" for index in range(len(job.tensors))]
     tree = {name: each.whole for name, each in zip(names, job.tensors, strict=True)}
     return tree, {
-        name: [[(box.offset, box.shape) for box in shares[rank][index]] for rank in range(job.size)] for index, name in enumerate(names)
+        name: [[(box.offset, box.shape) for box in shares[rank][index]] for rank in range(job.size)]
+        for index, name in enumerate(names)
     }
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[int]]]:
-    """A mesh, and for each of up to seven tensors how each dimension of the mesh cuts it: seeds, as the tensor is not known yet."""
+    """A mesh, and for each of up to seven tensors how each dimension of the mesh cuts it: seeds,
+    as the tensor is not known yet."""
     mesh = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=2)))
-    return mesh, draw(st.lists(st.lists(st.integers(0, 29), min_size=len(mesh), max_size=len(mesh)), min_size=7, max_size=7))
+    return mesh, draw(
+        st.lists(
+            st.lists(st.integers(0, 29), min_size=len(mesh), max_size=len(mesh)),
+            min_size=7,
+            max_size=7,
+        )
+    )
 
 
 def placement(seed: int, dims: int) -> Any:
@@ -49,10 +60,15 @@ def placement(seed: int, dims: int) -> Any:
 
 @settings(max_examples=examples(500), deadline=None)
 @given(job=jobs(), layout=layouts())
-def test_what_any_ranks_captured_comes_back_on_any_others_bit_by_bit(job: Job, layout: tuple[tuple[int, ...], list[list[int]]]) -> None:
+def test_what_any_ranks_captured_comes_back_on_any_others_bit_by_bit(
+    job: Job, layout: tuple[tuple[int, ...], list[list[int]]]
+) -> None:
     mesh, seeds = layout
     tree, shares = captured(job)
-    placements = {name: [placement(seed, tensor.dim()) for seed in row] for (name, tensor), row in zip(tree.items(), seeds, strict=False)}
+    placements = {
+        name: [placement(seed, tensor.dim()) for seed in row]
+        for (name, tensor), row in zip(tree.items(), seeds, strict=False)
+    }
     wanted = {name: local_tensors(tensor, mesh, placements[name]) for name, tensor in tree.items()}
     for rank in range(prod(mesh)):
         with as_rank(rank, mesh) as device_mesh, opened(tree, shares, job.size) as reader:
@@ -71,7 +87,11 @@ def test_what_any_ranks_captured_comes_back_on_any_others_bit_by_bit(job: Job, l
             for name, tensor in live.items():
                 assert torch.equal(tensor._local_tensor, wanted[name][rank])
             specs = {spec.path: spec for spec in specs_of(reader)}
-            boxes = [Region(specs[name], box.offset, box.local_shape) for name, tensor in live.items() for box in boxes_here(tensor)]
+            boxes = [
+                Region(specs[name], box.offset, box.local_shape)
+                for name, tensor in live.items()
+                for box in boxes_here(tensor)
+            ]
             assert sorted(reader.read) == chunks_of(boxes)
     with opened(tree, shares, job.size) as reader:
         plain = {name: torch.zeros_like(tensor) for name, tensor in tree.items()}

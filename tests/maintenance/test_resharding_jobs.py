@@ -1,4 +1,5 @@
-"""Real jobs: what ranks captured in one layout, others restore together in another, and train on."""
+"""Real jobs: what ranks captured in one layout, others restore together in another, and train
+on."""
 
 from __future__ import annotations
 
@@ -51,7 +52,10 @@ OF_ANY_SIZE = ("ddp", "fsdp")
 
 def made(layout: str, size: int) -> Objects:
     model = LAYOUTS[layout](size)
-    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), amsgrad=True, foreach=False)}
+    return {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters(), amsgrad=True, foreach=False),
+    }
 
 
 def train(objects: Objects, seed: int) -> None:
@@ -70,7 +74,9 @@ def capture(folder: Path, layout: str) -> None:
     adapted = Adapted(objects)
     flat = flatten(adapted.tree(is_shared=True))
     apart = {id(tensor) for tensor in adapted.buffers()}
-    plan = compile_plan(flat, fenced={id(tensor) for tensor in adapted.fenced()}, apart=apart, rank=rank, size=size)
+    plan = compile_plan(
+        flat, fenced={id(tensor) for tensor in adapted.fenced()}, apart=apart, rank=rank, size=size
+    )
     torch.save(part_of(flat, plan, rank, size).as_bytes(), folder / f"{layout}.{size}.{rank}")
 
 
@@ -79,19 +85,34 @@ def part(folder: Path, source: str, was: int, number: int) -> Reader:
 
 
 def opened(folder: Path, source: str, was: int, is_alone: bool, number: int) -> tuple[Reader, int]:
-    """A part as this rank reaches it: all, or only that of its own number (and those beyond the last rank's)."""
+    """A part as this rank reaches it: all, or only that of its own number (and those beyond the
+    last rank's)."""
     if is_alone and number % dist.get_world_size() != dist.get_rank():
         raise NotFound("with another rank")
     return part(folder, source, was, number), 0
 
 
-def restore(folder: Path, source: str, was: int, target: str, group: TorchGroup, *, is_alone: bool, is_used: bool) -> None:
+def restore(
+    folder: Path,
+    source: str,
+    was: int,
+    target: str,
+    group: TorchGroup,
+    *,
+    is_alone: bool,
+    is_used: bool,
+) -> None:
     torch.manual_seed(7)
     objects = made(target, group.size)
     if is_used:
         train(objects, 11)
     meeting, own = Meeting(group, "restore"), Redivision(was, group.rank, group.size)
-    with meeting.united(), open_shared(meeting, "u", was, partial(opened, folder, source, was, is_alone), rank=own.source) as reader:
+    with (
+        meeting.united(),
+        open_shared(
+            meeting, "u", was, partial(opened, folder, source, was, is_alone), rank=own.source
+        ) as reader,
+    ):
         assert restore_from(reader, objects, own=own, meeting=meeting)
     with PartsReader([part(folder, source, was, number) for number in range(was)]) as whole:
         check(objects, tensors_in(read_tree(whole)))
@@ -100,7 +121,9 @@ def restore(folder: Path, source: str, was: int, target: str, group: TorchGroup,
 
 def check(objects: Objects, expected: dict[str, torch.Tensor]) -> None:
     """Everything that this rank holds is what the state has there."""
-    found = {leaf.path: leaf.tensor for leaf in flatten(Adapted(objects).tree(is_shared=True)).tensors}
+    found = {
+        leaf.path: leaf.tensor for leaf in flatten(Adapted(objects).tree(is_shared=True)).tensors
+    }
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     for path, tensor in found.items():
         local = local_of(tensor)
@@ -111,8 +134,16 @@ def check(objects: Objects, expected: dict[str, torch.Tensor]) -> None:
             continue
         for held in holdings_of(tensor, dist.get_world_size()):
             if dist.get_rank() in held.owners and 0 not in held.local_shape:
-                here = tuple(slice(at, at + side) for at, side in zip(held.place or [0] * local.dim(), held.local_shape, strict=True))
-                there = tuple(slice(at, at + side) for at, side in zip(held.offset, held.local_shape, strict=True))
+                here = tuple(
+                    slice(at, at + side)
+                    for at, side in zip(
+                        held.place or [0] * local.dim(), held.local_shape, strict=True
+                    )
+                )
+                there = tuple(
+                    slice(at, at + side)
+                    for at, side in zip(held.offset, held.local_shape, strict=True)
+                )
                 assert torch.equal(local[here], expected[path][there]), path
 
 
@@ -122,13 +153,24 @@ def work(folder: str, captures: list[str], restores: str, say: Say) -> None:
     dist.barrier()
     with TorchGroup() as group:
         for number, (source, was, target) in enumerate(json.loads(restores)):
-            restore(Path(folder), source, was, target, group, is_alone=bool(number % 2), is_used=number % 3 == 0)
+            restore(
+                Path(folder),
+                source,
+                was,
+                target,
+                group,
+                is_alone=bool(number % 2),
+                is_used=number % 3 == 0,
+            )
             say(source, was, target)
 
 
 def cases(source: str, was: int, targets: Sequence[str]) -> str:
-    """Into which layouts it is restored: all in a thorough run, else two, and others after each commit."""
-    chosen = targets if IS_THOROUGH else [targets[(SEED + number) % len(targets)] for number in range(2)]
+    """Into which layouts it is restored: all in a thorough run, else two, and others after each
+    commit."""
+    chosen = (
+        targets if IS_THOROUGH else [targets[(SEED + number) % len(targets)] for number in range(2)]
+    )
     return json.dumps([(source, was, target) for target in chosen])
 
 
@@ -138,7 +180,14 @@ def test_what_any_job_captured_any_other_goes_on_with(tmp_path: Path, source: st
     for size in (4, 3, 2) if IS_THOROUGH else (4,):
         restores = cases(source, 4, list(LAYOUTS) if size == 4 else OF_ANY_SIZE)
         captures = [source] if size == 4 else []
-        said = run(size, f"{HERE}:work", folder=str(tmp_path), captures=captures, restores=restores, timeout_s=100)
+        said = run(
+            size,
+            f"{HERE}:work",
+            folder=str(tmp_path),
+            captures=captures,
+            restores=restores,
+            timeout_s=100,
+        )
         assert [len(lines) for lines in said] == [len(json.loads(restores))] * size
     plain: Objects = {"model": Net()}
     plain["optimizer"] = torch.optim.AdamW(plain["model"].parameters(), amsgrad=True, foreach=False)
@@ -151,7 +200,16 @@ def test_what_any_job_captured_any_other_goes_on_with(tmp_path: Path, source: st
 
 @pytest.mark.skipif(not IS_THOROUGH, reason="a few minutes: DATASTATES_THOROUGH=1")
 def test_fewer_ranks_captured_and_more_go_on(tmp_path: Path) -> None:
-    run(2, f"{HERE}:work", folder=str(tmp_path), captures=list(OF_ANY_SIZE), restores="[]", timeout_s=200)
+    run(
+        2,
+        f"{HERE}:work",
+        folder=str(tmp_path),
+        captures=list(OF_ANY_SIZE),
+        restores="[]",
+        timeout_s=200,
+    )
     restores = json.dumps([(source, 2, target) for source in OF_ANY_SIZE for target in LAYOUTS])
-    said = run(4, f"{HERE}:work", folder=str(tmp_path), captures=[], restores=restores, timeout_s=200)
+    said = run(
+        4, f"{HERE}:work", folder=str(tmp_path), captures=[], restores=restores, timeout_s=200
+    )
     assert [len(lines) for lines in said] == [len(OF_ANY_SIZE) * len(LAYOUTS)] * 4

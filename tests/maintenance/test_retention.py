@@ -26,7 +26,12 @@ from datastates.maintenance.retention_pass import evict, usage
 from datastates.system.files import Held, hold
 from datastates.testing import fail_at
 
-EACH = Config(memory_bytes=64 << 20, durable_every=1, durable_interval_s=None, retention=datastates.Retention.all())
+EACH = Config(
+    memory_bytes=64 << 20,
+    durable_every=1,
+    durable_interval_s=None,
+    retention=datastates.Retention.all(),
+)
 
 
 class Counting:
@@ -36,7 +41,8 @@ class Counting:
         self.repo = datastates.open(folder, config=config)
         self.model = nn.Linear(4, 4)
         torch.nn.init.zeros_(self.model.weight)
-        self.run = self.repo.track(model=self.model, **options)  # type: ignore[arg-type]  # they are passed on
+        # they are passed on
+        self.run = self.repo.track(model=self.model, **options)  # type: ignore[arg-type]
 
     def go(self, count: int) -> list[State]:
         """So many steps, each of them durable."""
@@ -45,7 +51,11 @@ class Counting:
             with torch.no_grad():
                 self.model.weight.add_(1)
             step = self.run.step + 1
-            taken.append(self.run.capture(metrics={"loss": abs(step - 20), "accuracy": min(step, 10)}).wait("durable", timeout_s=60))
+            taken.append(
+                self.run.capture(metrics={"loss": abs(step - 20), "accuracy": min(step, 10)}).wait(
+                    "durable", timeout_s=60
+                )
+            )
         return taken
 
 
@@ -67,7 +77,9 @@ def assert_whole(repo: Repository, rev: str = "main") -> None:
     for state in repo.log(rev):
         if state.status is Status.DURABLE:
             repo.verify(state)
-            assert torch.equal(repo.load(state)["model"]["weight"], torch.full((4, 4), float(state.step)))
+            assert torch.equal(
+                repo.load(state)["model"]["weight"], torch.full((4, 4), float(state.step))
+            )
 
 
 def test_what_no_rule_keeps_is_evicted_and_all_else_restores(training: Counting) -> None:
@@ -78,13 +90,22 @@ def test_what_no_rule_keeps_is_evicted_and_all_else_restores(training: Counting)
     assert len(steps(repo)) == 30, "a dry run drops nothing"
     done = repo.prune("latest:2 best:2:loss every:10")
     assert planned.dropped == done.dropped
-    assert (planned.bytes_freed, planned.is_dry_run, done.is_dry_run) == (done.bytes_freed, True, False)
+    assert (planned.bytes_freed, planned.is_dry_run, done.is_dry_run) == (
+        done.bytes_freed,
+        True,
+        False,
+    )
     assert steps(repo) == [1, 5, 7, 10, 20, 21, 29, 30]
     assert_whole(repo)
-    assert {each.reason for each in done.dropped} == {"no rule of 'latest:2 best:2:loss every:10' keeps it"}
+    assert {each.reason for each in done.dropped} == {
+        "no rule of 'latest:2 best:2:loss every:10' keeps it"
+    }
     assert done.kept["what tag 'warm' names"] == done.kept["the head of branch 'side'"] == 1
     gone = repo.state(made[7].uid)
-    assert (gone.metrics, gone.status in (Status.CAPTURED, Status.EVICTED)) == (made[7].metrics, True)
+    assert (gone.metrics, gone.status in (Status.CAPTURED, Status.EVICTED)) == (
+        made[7].metrics,
+        True,
+    )
     assert repo.prune("latest:2 best:2:loss every:10").dropped == ()
 
 
@@ -93,7 +114,9 @@ def test_progress_is_told_of_what_was_read_and_dropped(training: Counting) -> No
     told = list[tuple[int, int]]()
     usage(training.repo.core, on_progress=lambda done, total: told.append((done, total)))
     assert told == [(12, 12)]
-    training.repo.prune("latest:2", dry_run=True, on_progress=lambda done, total: told.append((done, total)))
+    training.repo.prune(
+        "latest:2", dry_run=True, on_progress=lambda done, total: told.append((done, total))
+    )
     assert told == [(12, 12)] * 2
     training.repo.prune("latest:2", on_progress=lambda done, total: told.append((done, total)))
     assert told == [*[(12, 12)] * 3, (10, 10)]
@@ -120,14 +143,18 @@ def test_packs_that_kept_states_share_stay(tmp_path: Path) -> None:
             run.capture().wait("durable", timeout_s=60)
         first = repo.log("main")[-1]
         report = repo.prune("latest:1")
-        assert report.bytes_freed < 1 << 20 < report.bytes_after, "what the first state wrote is needed by the last"
+        assert report.bytes_freed < 1 << 20 < report.bytes_after, (
+            "what the first state wrote is needed by the last"
+        )
         assert not repo.core.tiers.durable.has(first.uid)
     with datastates.open(tmp_path / "runs") as repo:
         repo.verify("main")
         assert torch.equal(repo.load("main")["model"]["0.weight"], frozen)
 
 
-def test_newest_durable_state_of_a_branch_stays_though_newer_ones_are_in_memory(tmp_path: Path) -> None:
+def test_newest_durable_state_of_a_branch_stays_though_newer_ones_are_in_memory(
+    tmp_path: Path,
+) -> None:
     training = Counting(tmp_path / "runs", Config(memory_bytes=64 << 20, durable_interval_s=None))
     with training.repo as repo:
         durable = training.go(3)[-1]
@@ -148,16 +175,25 @@ def test_where_a_branch_forked_stays(training: Counting) -> None:
     assert steps(repo) == [3, 5]
 
 
-def test_state_whose_handle_somebody_kept_after_waiting_for_it_stays_and_no_longer(training: Counting) -> None:
+def test_state_whose_handle_somebody_kept_after_waiting_for_it_stays_and_no_longer(
+    training: Counting,
+) -> None:
     handle = training.run.capture()
     handle.wait("durable", timeout_s=60)
     training.go(5)
-    assert training.repo.prune("tagged").kept["this process waited for it to become durable, and has its handle"] == 1
+    assert (
+        training.repo.prune("tagged").kept[
+            "this process waited for it to become durable, and has its handle"
+        ]
+        == 1
+    )
     del handle
     assert len(training.repo.prune("tagged").dropped) == 1
 
 
-def test_dropped_state_in_memory_is_captured_again_and_a_tag_makes_it_durable_again(training: Counting) -> None:
+def test_dropped_state_in_memory_is_captured_again_and_a_tag_makes_it_durable_again(
+    training: Counting,
+) -> None:
     made, repo = training.go(4), training.repo
     repo.prune("tagged")
     assert repo.state(made[1].uid).status is Status.CAPTURED
@@ -168,7 +204,9 @@ def test_dropped_state_in_memory_is_captured_again_and_a_tag_makes_it_durable_ag
     assert_whole(repo)
 
 
-def test_state_that_another_lineage_of_the_folder_names_stays(training: Counting, tmp_path: Path) -> None:
+def test_state_that_another_lineage_of_the_folder_names_stays(
+    training: Counting, tmp_path: Path
+) -> None:
     (first, second, _, _), repo = training.go(4), training.repo
     training.run.close()
     export_bundle(repo, [first], tmp_path / "bundle")
@@ -178,13 +216,17 @@ def test_state_that_another_lineage_of_the_folder_names_stays(training: Counting
         other.tag("keep", first.uid)
     done = repo.prune("latest:1")
     assert [each.uid for each in done.dropped] == [second.uid, repo.state("main~1").uid]
-    assert sum(count for why, count in done.kept.items() if "of this folder names it too" in why) == 1
+    assert (
+        sum(count for why, count in done.kept.items() if "of this folder names it too" in why) == 1
+    )
     assert steps(repo) == [1, 4]
     with datastates.open(tmp_path / "other", packs=repo.location.packs) as other:
         assert other.load("keep")["model"]["weight"][0, 0] == 1
 
 
-def test_state_that_another_lineage_takes_in_while_it_is_dropped_stays(training: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_that_another_lineage_takes_in_while_it_is_dropped_stays(
+    training: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, repo = training.go(4), training.repo
     training.run.close()
     asked: list[int] = []
@@ -206,7 +248,9 @@ def test_state_in_the_memory_of_another_process_stays(training: Counting, tmp_pa
         assert other.prune("tagged").dropped == ()
 
 
-def test_two_that_prune_at_once_take_turns_and_drop_everything_once(training: Counting, tmp_path: Path) -> None:
+def test_two_that_prune_at_once_take_turns_and_drop_everything_once(
+    training: Counting, tmp_path: Path
+) -> None:
     training.go(40)
     training.run.close()
     training.repo.close()
@@ -227,7 +271,9 @@ def test_two_that_prune_at_once_take_turns_and_drop_everything_once(training: Co
         assert_whole(repo)
 
 
-def test_who_waits_too_long_for_another_is_told(training: Counting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_too_long_for_another_is_told(
+    training: Counting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training.go(2)
     monkeypatch.setattr(retention_pass, "_PATIENCE_S", 0.0)
     held = hold(tmp_path / "runs" / "packs" / ".prune")
@@ -239,11 +285,15 @@ def test_who_waits_too_long_for_another_is_told(training: Counting, tmp_path: Pa
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_broken_off_after_a_batch_was_withdrawn_the_next_finishes_it(tmp_path: Path, error: type[BaseException]) -> None:
+def test_broken_off_after_a_batch_was_withdrawn_the_next_finishes_it(
+    tmp_path: Path, error: type[BaseException]
+) -> None:
     training = Counting(tmp_path / "runs")
     training.go(9)
     training.repo.close()
-    config = Config(on_step=fail_at("manifest-removed", error()), retention=datastates.Retention.all())
+    config = Config(
+        on_step=fail_at("manifest-removed", error()), retention=datastates.Retention.all()
+    )
     with datastates.open(tmp_path / "runs", config=config) as repo:
         with pytest.raises(error):
             repo.prune("latest:2")
@@ -275,13 +325,19 @@ datastates.open(folder, config=config).prune("latest:2")
 
 
 @pytest.mark.parametrize("where", ["withdrawn", "manifest-removed"])
-def test_killed_in_the_middle_nothing_kept_is_lost_and_the_next_leaves_no_file_behind(tmp_path: Path, where: str) -> None:
+def test_killed_in_the_middle_nothing_kept_is_lost_and_the_next_leaves_no_file_behind(
+    tmp_path: Path, where: str
+) -> None:
     training = Counting(tmp_path / "runs")
     training.go(14)
     training.repo.close()
-    done = subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path / "runs"), where], check=False, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", _KILLED, str(tmp_path / "runs"), where], check=False, timeout=100
+    )
     assert done.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
-    with datastates.open(tmp_path / "runs", config=Config(retention=datastates.Retention.all())) as repo:
+    with datastates.open(
+        tmp_path / "runs", config=Config(retention=datastates.Retention.all())
+    ) as repo:
         assert {13, 14} <= set(steps(repo))
         assert_whole(repo)
         repo.prune("latest:2")
@@ -292,14 +348,23 @@ def test_killed_in_the_middle_nothing_kept_is_lost_and_the_next_leaves_no_file_b
     assert len(list(packs.glob("*.manifest"))) == len(list(packs.glob("*.safetensors"))) == 2
 
 
-def test_state_that_somebody_brings_again_while_it_is_dropped_keeps_its_files(training: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_that_somebody_brings_again_while_it_is_dropped_keeps_its_files(
+    training: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, repo = training.go(5), training.repo
     training.run.close()
     remove = retention_pass._remove
 
     def bring_first(grounds: retention_pass.Grounds, uids: list[str], packs: set[str]) -> None:
         with repo.core.database.write() as session:
-            replicas.mark(session, made[1].uid, Status.DURABLE, tier="local", node=repo.core.home.check_writable(), bytes=80)
+            replicas.mark(
+                session,
+                made[1].uid,
+                Status.DURABLE,
+                tier="local",
+                node=repo.core.home.check_writable(),
+                bytes=80,
+            )
         remove(grounds, uids, packs)
 
     monkeypatch.setattr(retention_pass, "_remove", bring_first)
@@ -309,7 +374,9 @@ def test_state_that_somebody_brings_again_while_it_is_dropped_keeps_its_files(tr
     assert_whole(repo)
 
 
-def test_a_disk_that_takes_no_note_of_what_goes_is_pruned_all_the_same(training: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_takes_no_note_of_what_goes_is_pruned_all_the_same(
+    training: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training.go(4)
 
     def full(held: Held, note: str) -> None:
@@ -346,7 +413,9 @@ def test_deleting_a_branch_frees_the_bytes_that_only_it_holds(training: Counting
     assert done is not None
     assert (done.dropped, done.bytes_freed > 0) == (planned.dropped, True)
     assert [ref.name for ref in repo.refs()] == ["side", "warm"]
-    assert [repo.state(state.uid).status is Status.DURABLE for state in made] == [True] * 2 + [False] * 4
+    assert [repo.state(state.uid).status is Status.DURABLE for state in made] == [True] * 2 + [
+        False
+    ] * 4
     assert_whole(repo, "side")
     (side,) = repo.overview()
     assert (side.name, side.states) == ("side", 2)
@@ -361,7 +430,9 @@ def test_branch_of_a_training_is_not_renamed(training: Counting) -> None:
     assert {use.branch: use.states for use in usage(training.repo.core).branches} == {"exp": 2}
 
 
-def test_tag_of_an_evicted_state_is_made_with_a_warning(training: Counting, caplog: pytest.LogCaptureFixture) -> None:
+def test_tag_of_an_evicted_state_is_made_with_a_warning(
+    training: Counting, caplog: pytest.LogCaptureFixture
+) -> None:
     made, repo = training.go(3), training.repo
     evict(repo.core, made[1].uid)
     repo.tag("fine", made[0])

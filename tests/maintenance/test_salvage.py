@@ -1,4 +1,5 @@
-"""A damaged state, and a fork that fails: what the error says is what goes on, and nothing is left half done."""
+"""A damaged state, and a fork that fails: what the error says is what goes on, and nothing is
+left half done."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ QUIET = Config(memory_bytes=64 << 20, durable_interval_s=None)
 @pytest.fixture
 def repo(tmp_path: Path) -> Iterator[Repository]:
     """A branch of four durable states of one tensor each, which no memory holds any more."""
-    with datastates.open(tmp_path / "runs", config=QUIET) as first, first.track(weight=(weight := torch.zeros(3))) as run:
+    with (
+        datastates.open(tmp_path / "runs", config=QUIET) as first,
+        first.track(weight=(weight := torch.zeros(3))) as run,
+    ):
         for _ in range(4):
             weight += 1
             run.capture().wait("durable")
@@ -37,14 +41,20 @@ def damage(repo: Repository, rev: str, kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "manifest"])
-def test_a_branch_with_a_damaged_head_goes_on_as_the_error_says(repo: Repository, kind: str) -> None:
+def test_a_branch_with_a_damaged_head_goes_on_as_the_error_says(
+    repo: Repository, kind: str
+) -> None:
     damage(repo, "main", kind)
     damage(repo, "main~1", kind)
     weight = torch.zeros(3)
-    with pytest.raises(Corrupt, match=r"the nearest state that verifies is \w{10} \(step 2\)") as caught:
+    with pytest.raises(
+        Corrupt, match=r"the nearest state that verifies is \w{10} \(step 2\)"
+    ) as caught:
         repo.track(weight=weight)
     assert caught.value.nearest == repo.state("main~2").uid
-    (advice,) = re.findall(r"on branch 'main': (repo\.move\(.*\)), then track it again", str(caught.value))
+    (advice,) = re.findall(
+        r"on branch 'main': (repo\.move\(.*\)), then track it again", str(caught.value)
+    )
     eval(advice, {"repo": repo})
     with repo.track(weight=weight) as run:
         assert weight.tolist() == [2, 2, 2]
@@ -68,7 +78,9 @@ def test_a_damaged_state_without_sound_ancestors_names_a_later_one(repo: Reposit
     assert caught.value.nearest == repo.state("main~1").uid
 
 
-def test_a_state_that_cannot_be_restored_is_not_the_one_to_restore_instead(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_that_cannot_be_restored_is_not_the_one_to_restore_instead(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     uid, before = repo.state("main").uid, repo.state("main~1").uid
 
     def is_missing(*args: object, **options: object) -> None:
@@ -76,7 +88,9 @@ def test_a_state_that_cannot_be_restored_is_not_the_one_to_restore_instead(repo:
 
     monkeypatch.setattr(repo.core.tiers, "open", is_missing)
     assert repo.core.holds(uid)
-    with pytest.raises(Unavailable, match=f"the nearest ancestor that can is {before[:10]}") as caught:
+    with pytest.raises(
+        Unavailable, match=f"the nearest ancestor that can is {before[:10]}"
+    ) as caught:
         repo.load(uid)
     assert caught.value.nearest == before
 
@@ -84,7 +98,9 @@ def test_a_state_that_cannot_be_restored_is_not_the_one_to_restore_instead(repo:
 def test_when_no_ancestor_verifies_the_error_says_so(repo: Repository) -> None:
     for back in range(4):
         damage(repo, f"main~{back}", "safetensors")
-    with pytest.raises(Corrupt, match="no ancestor or descendant of it verifies here: bring its files back") as caught:
+    with pytest.raises(
+        Corrupt, match="no ancestor or descendant of it verifies here: bring its files back"
+    ) as caught:
         repo.track(weight=torch.zeros(3))
     assert caught.value.nearest is None
     with repo.track(weight=torch.zeros(3), branch="another") as run:

@@ -27,7 +27,10 @@ def size(repo: datastates.Repository) -> int:
 
 def test_pruning_half_of_the_states_of_shared_packs_frees_their_bytes(tmp_path: Path) -> None:
     with train(tmp_path, 200) as repo:
-        before, durable = size(repo), [state.uid for state in repo.log("main", limit=None) if state.status is Status.DURABLE]
+        before, durable = (
+            size(repo),
+            [state.uid for state in repo.log("main", limit=None) if state.status is Status.DURABLE],
+        )
         assert len(durable) == 200
         assert len(list(repo.location.packs.glob("*.safetensors"))) < 60
         planned = repo.prune("latest:20", dry_run=True)

@@ -1,4 +1,5 @@
-"""Single states out of packs that they share with others: exported, cloned, reindexed, dropped, collected and verified."""
+"""Single states out of packs that they share with others: exported, cloned, reindexed, dropped,
+collected and verified."""
 
 from __future__ import annotations
 
@@ -50,7 +51,10 @@ def test_one_state_is_cloned_from_the_disk_of_another_process(folder: Path, tmp_
             weight = torch.zeros(3000)
             peer.clone("main~10", into={"weight": weight})
             assert weight.tolist() == [50.0] * 3000
-        with datastates.open(tmp_path / "other") as other, datastates.connect(server.url, token="t" * 32) as peer:
+        with (
+            datastates.open(tmp_path / "other") as other,
+            datastates.connect(server.url, token="t" * 32) as peer,
+        ):
             peer.clone("main~20", repo=other)
             assert other.load(repo.state("main~20").uid)["weight"].tolist() == [40.0] * 3000
 

@@ -37,7 +37,10 @@ def no_file_beyond(size: int) -> Iterator[None]:
 def database(tmp_path: Path) -> Iterator[Database]:
     """A lineage of three states whose folder was told of them."""
     weight = torch.zeros(3)
-    with datastates.open(tmp_path, config=QUIET) as repo, repo.track(weight=weight, rng=False) as run:
+    with (
+        datastates.open(tmp_path, config=QUIET) as repo,
+        repo.track(weight=weight, rng=False) as run,
+    ):
         for _ in range(3):
             run.capture()
     database = Database(f"sqlite:///{tmp_path / DATABASE}")
@@ -47,10 +50,16 @@ def database(tmp_path: Path) -> Iterator[Database]:
 
 
 def states_told(folder: Path) -> int:
-    return sum(len(entry.states) for chronicle in chronicles(folder / "packs") for entry in chronicle.entries)
+    return sum(
+        len(entry.states)
+        for chronicle in chronicles(folder / "packs")
+        for entry in chronicle.entries
+    )
 
 
-def test_a_chronicle_of_which_the_disk_took_a_part_is_told_again(database: Database, tmp_path: Path) -> None:
+def test_a_chronicle_of_which_the_disk_took_a_part_is_told_again(
+    database: Database, tmp_path: Path
+) -> None:
     (told,) = (tmp_path / "packs" / CHRONICLES).iterdir()
     told.unlink()
     with no_file_beyond(200), pytest.raises(OSError, match="File too large"):

@@ -1,4 +1,5 @@
-"""A state into models and optimizers that lie over the ranks of a mesh, whatever it was captured from: each rank gets its boxes."""
+"""A state into models and optimizers that lie over the ranks of a mesh, whatever it was captured
+from: each rank gets its boxes."""
 
 from __future__ import annotations
 
@@ -69,7 +70,11 @@ def fsdp(net: Net, mesh: DeviceMesh) -> None:
 
 
 def tensor_parallel(net: Net, mesh: DeviceMesh) -> None:
-    parallelize_module(net, mesh["inner"] if mesh.ndim == 2 else mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    parallelize_module(
+        net,
+        mesh["inner"] if mesh.ndim == 2 else mesh,
+        {"up": ColwiseParallel(), "down": RowwiseParallel()},
+    )
 
 
 def both(net: Net, mesh: DeviceMesh) -> None:
@@ -91,7 +96,10 @@ LAYOUTS: list[tuple[str, LayOut, tuple[int, ...]]] = [
 def source() -> dict[str, Any]:
     torch.manual_seed(1)
     objects = trained(0)
-    objects["net"].kernel = nn.Parameter(torch.randn(3, 4, 2, 2).to(memory_format=torch.channels_last))  # not what FSDP has
+    # not what FSDP has
+    objects["net"].kernel = nn.Parameter(
+        torch.randn(3, 4, 2, 2).to(memory_format=torch.channels_last)
+    )
     return trained(2, objects["net"])
 
 
@@ -113,7 +121,8 @@ def parts(tree: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Cal
 
 
 def assert_restored(objects: dict[str, Any], tree: dict[str, Any]) -> int:
-    """Every tensor is bit by bit the stored one, or this rank's boxes of it; how many are DTensors."""
+    """Every tensor is bit by bit the stored one, or this rank's boxes of it; how many are
+    DTensors."""
     wanted = {leaf.path: leaf.tensor for leaf in flatten(tree).tensors}
     found = tensors_in(Adapted(objects).tree())
     assert found.keys() == wanted.keys()
@@ -124,10 +133,17 @@ def assert_restored(objects: dict[str, Any], tree: dict[str, Any]) -> int:
             continue
         count += 1
         for box in boxes_here(tensor):
-            place = tuple(slice(at, at + size) for at, size in zip(box.place or box.offset, box.local_shape, strict=True))
-            there = tuple(slice(at, at + size) for at, size in zip(box.offset, box.local_shape, strict=True))
+            place = tuple(
+                slice(at, at + size)
+                for at, size in zip(box.place or box.offset, box.local_shape, strict=True)
+            )
+            there = tuple(
+                slice(at, at + size) for at, size in zip(box.offset, box.local_shape, strict=True)
+            )
             assert torch.equal(tensor._local_tensor[place], wanted[path][there]), path
-        assert tensor._local_tensor.numel() == sum(prod(box.local_shape) for box in boxes_here(tensor)), path
+        assert tensor._local_tensor.numel() == sum(
+            prod(box.local_shape) for box in boxes_here(tensor)
+        ), path
     return count
 
 
@@ -137,10 +153,16 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize(("lay_out", "mesh"), [each[1:] for each in LAYOUTS], ids=[each[0] for each in LAYOUTS])
+@pytest.mark.parametrize(
+    ("lay_out", "mesh"), [each[1:] for each in LAYOUTS], ids=[each[0] for each in LAYOUTS]
+)
 @pytest.mark.parametrize("steps", [0, 1], ids=["fresh", "used"])
 def test_each_rank_gets_its_boxes_of_a_state_that_other_ranks_captured(
-    lay_out: LayOut, mesh: tuple[int, ...], steps: int, tree: dict[str, Any], parts: Callable[[], Reader]
+    lay_out: LayOut,
+    mesh: tuple[int, ...],
+    steps: int,
+    tree: dict[str, Any],
+    parts: Callable[[], Reader],
 ) -> None:
     for rank in range(prod(mesh)):
         with as_rank(rank, mesh) as device_mesh:
@@ -192,23 +214,35 @@ def test_gradients_lie_as_their_parameters_do(source: dict[str, Any], has_one: b
 
 
 def test_each_rank_reads_its_own_chunks_only() -> None:
-    tree = {"wide": torch.randn(1 << 12, 1 << 10), "other": torch.randn(1 << 10, 1 << 11)}  # of 16 and 8 MiB
+    # of 16 and 8 MiB
+    tree = {
+        "wide": torch.randn(1 << 12, 1 << 10),
+        "other": torch.randn(1 << 10, 1 << 11),
+    }
     for placement, chunks in ((Shard(0), {2, 3, 5}), (Shard(1), {0, 1, 2, 3, 4, 5})):
         with as_rank(1, (2,)) as mesh, opened(tree) as reader:
-            live = {name: distribute_tensor(torch.zeros_like(tensor), mesh, [placement]) for name, tensor in tree.items()}
+            live = {
+                name: distribute_tensor(torch.zeros_like(tensor), mesh, [placement])
+                for name, tensor in tree.items()
+            }
             restore_from(reader, live)
             assert reader.read == Counter(chunks)
             for name, tensor in live.items():
                 assert torch.equal(tensor.to_local(), tree[name].chunk(2, placement.dim)[1])
 
 
-def test_what_does_not_fit_changes_nothing(tree: dict[str, Any], parts: Callable[[], Reader]) -> None:
+def test_what_does_not_fit_changes_nothing(
+    tree: dict[str, Any], parts: Callable[[], Reader]
+) -> None:
     with as_rank(0, (2,)) as mesh:
         net = Net()
         net.up = nn.Linear(12, 23)
         fsdp(net, mesh)
         before = local(net.down.weight).clone()
-        with parts() as reader, pytest.raises(InvalidInput, match=r"net/up.weight: the state has float32 \(22, 12\)"):
+        with (
+            parts() as reader,
+            pytest.raises(InvalidInput, match=r"net/up.weight: the state has float32 \(22, 12\)"),
+        ):
             restore_from(reader, {"net": net})
         assert torch.equal(local(net.down.weight), before)
         with parts() as reader:
@@ -233,7 +267,9 @@ def test_one_stored_tensor_goes_to_several_that_lie_otherwise() -> None:
         assert torch.equal(two, torch.arange(12.0))
 
 
-@pytest.mark.parametrize("kind", ["SGD", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD"])
+@pytest.mark.parametrize(
+    "kind", ["SGD", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD"]
+)
 def test_a_fresh_optimizer_gets_what_it_would_have_made_itself(kind: str) -> None:
     """What torch's own optimizers keep for a DTensor; Adafactor and Rprop do not step with one."""
     options = {"momentum": 0.9} if kind in ("SGD", "RMSprop") else {}
@@ -257,5 +293,10 @@ def test_a_fresh_optimizer_gets_what_it_would_have_made_itself(kind: str) -> Non
             if not steps:
                 assert restore_from(reader, {"net": live, "optimizer": optimizer})
             state = optimizer.state[live.weight]
-            kinds.append({key: (type(value), getattr(value, "placements", None)) for key, value in state.items()})
+            kinds.append(
+                {
+                    key: (type(value), getattr(value, "placements", None))
+                    for key, value in state.items()
+                }
+            )
     assert kinds[0] == kinds[1]

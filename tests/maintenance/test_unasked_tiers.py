@@ -1,4 +1,5 @@
-"""What only a tier of the user's has, while the repository was opened without it or while it does not answer."""
+"""What only a tier of the user's has, while the repository was opened without it or while it
+does not answer."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def model() -> torch.nn.Module:
 
 @pytest.fixture
 def archive(tmp_path: Path, model: torch.nn.Module) -> Archive:
-    """It holds two states, and the folder of packs has lost the newest of them. (Closed with its repository: this one is another.)"""
+    """It holds two states, and the folder of packs has lost the newest of them. (Closed with its
+    repository: this one is another.)"""
     first, again = Archive(), Archive()
     with datastates.open(tmp_path, config=Config(tiers=[first])) as repo:
         with repo.track(model=model) as run:
@@ -35,16 +37,24 @@ def test_a_branch_does_not_go_back_behind_what_a_tier_has_that_was_not_given(
 ) -> None:
     with datastates.open(tmp_path) as repo:
         head = repo.state("main")
-        lacking = r"is not in .*packs, but on the archive tier, with which it was not opened: give it by Config\(tiers=\[…\]\)"
+        lacking = (
+            r"is not in .*packs, but on the archive tier, with which it was not opened: give it by"
+            r" Config\(tiers=\[…\]\)"
+        )
         for use in (lambda: repo.track(model=model), lambda: repo.load(head)):
             with pytest.raises(Unavailable, match=lacking):
                 use()
         assert repo.state("main") == head
-    with datastates.open(tmp_path, config=Config(tiers=[archive])) as repo, repo.track(model=model) as run:
+    with (
+        datastates.open(tmp_path, config=Config(tiers=[archive])) as repo,
+        repo.track(model=model) as run,
+    ):
         assert run.head == head
 
 
-def test_a_branch_does_not_go_back_behind_what_a_tier_has_that_is_away(tmp_path: Path, model: torch.nn.Module, archive: Archive) -> None:
+def test_a_branch_does_not_go_back_behind_what_a_tier_has_that_is_away(
+    tmp_path: Path, model: torch.nn.Module, archive: Archive
+) -> None:
     archive.is_away = True
     with datastates.open(tmp_path, config=Config(tiers=[archive])) as repo:
         head = repo.state("main")

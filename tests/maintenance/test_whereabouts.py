@@ -14,7 +14,9 @@ APART = ("unshare", "--user", "--map-root-user", "--net")
 
 
 def said(*how: str) -> str:
-    return subprocess.run([*how, sys.executable, "-c", SAY], capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    return subprocess.run(
+        [*how, sys.executable, "-c", SAY], capture_output=True, text=True, timeout=60, check=True
+    ).stdout.strip()
 
 
 def test_another_process_has_the_same_network() -> None:

@@ -48,7 +48,9 @@ def test_a_frame_has_a_row_a_state_and_columns_named_as_in_a_query() -> None:
 
 def test_nan_and_infinity_stay_what_they_are() -> None:
     pytest.importorskip("pandas")
-    made = frame([state(1, metrics={"loss": float("nan")}), state(2, metrics={"loss": float("inf")})])
+    made = frame(
+        [state(1, metrics={"loss": float("nan")}), state(2, metrics={"loss": float("inf")})]
+    )
 
     assert math.isnan(made["metrics.loss"].iloc[0])
     assert made["metrics.loss"].iloc[1] == math.inf
@@ -83,7 +85,11 @@ def test_a_repository_gives_frames_of_what_it_finds(tmp_path: Path) -> None:
 
         assert repo.log().frame().index.tolist() == [second, first]
         assert repo.find("metrics.loss < 1").frame()["step"].tolist() == [1]
-        assert repo.ancestors(second).frame().index.tolist() == repo.descendants(first).frame()["parent"].tolist() == [first]
+        assert (
+            repo.ancestors(second).frame().index.tolist()
+            == repo.descendants(first).frame()["parent"].tolist()
+            == [first]
+        )
 
 
 def test_lists_stay_lists() -> None:
@@ -113,7 +119,17 @@ except Exception as error:
     print(type(error).__name__, error)
 """
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
-    assert done.stdout == "2 True\nUnsupported a frame needs pandas, which is not installed: pip install pandas\n", done.stderr
+    assert (
+        done.stdout
+        == "2 True\nUnsupported a frame needs pandas, which is not installed: pip install pandas\n"
+    ), done.stderr
     assert issubclass(Unsupported, datastates.DatastatesError)

@@ -1,4 +1,5 @@
-"""What a notebook shows: states, lists of them and repositories, whatever others wrote into them."""
+"""What a notebook shows: states, lists of them and repositories, whatever others wrote into
+them."""
 
 from __future__ import annotations
 
@@ -31,7 +32,25 @@ ATTACKS = (
     "&lt;script&gt;",
     "\u202egnp.exe\u0000\u001b[31m",
 )
-TAGS = {"table", "thead", "tbody", "tr", "th", "td", "p", "span", "strong", "code", "br", "svg", "path", "circle", "text", "tspan", "title"}
+TAGS = {
+    "table",
+    "thead",
+    "tbody",
+    "tr",
+    "th",
+    "td",
+    "p",
+    "span",
+    "strong",
+    "code",
+    "br",
+    "svg",
+    "path",
+    "circle",
+    "text",
+    "tspan",
+    "title",
+}
 ATTRIBUTES = {
     "style",
     "title",
@@ -53,7 +72,8 @@ ATTRIBUTES |= {"r", "font-weight", "xml:space"}
 
 
 class Seen(HTMLParser):
-    """What a browser would find: elements, their attributes, all text; fails where an element is not closed."""
+    """What a browser would find: elements, their attributes, all text; fails where an element is
+    not closed."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -121,14 +141,20 @@ def chain(count: int) -> list[State]:
 def capture(repo: Repository, branch: str, parent: str | None, step: int, **more: object) -> str:
     uid = secrets.token_hex(12)
     with repo.core.database.write() as session:
-        record.record(session, told(uid, secrets.token_hex(32), parent, branch, None, step, **more))  # type: ignore[arg-type]  # as above
+        # as above
+        record.record(session, told(uid, secrets.token_hex(32), parent, branch, None, step, **more))  # type: ignore[arg-type]
     return uid
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_nothing_that_others_wrote_becomes_markup(attack: str) -> None:
     hostile = state(
-        3, metrics={attack: 0.5}, attributes={attack: attack}, config={attack: attack}, message=f"{attack}\nand\n{attack}", run=attack
+        3,
+        metrics={attack: 0.5},
+        attributes={attack: attack},
+        config={attack: attack},
+        message=f"{attack}\nand\n{attack}",
+        run=attack,
     )
     ref = Ref(attack, RefKind.BRANCH, hostile.uid, 1)
 
@@ -141,7 +167,14 @@ def test_nothing_that_others_wrote_becomes_markup(attack: str) -> None:
 def test_a_hostile_repository_is_shown_as_text(attack: str, tmp_path: Path) -> None:
     folder = tmp_path / "<b>runs" if "script" in attack else tmp_path
     with datastates.open(folder) as repo:
-        capture(repo, "a<b>&x", None, 1, metrics={attack.replace("\0", ""): 0.5}, message=attack.replace("\0", ""))
+        capture(
+            repo,
+            "a<b>&x",
+            None,
+            1,
+            metrics={attack.replace("\0", ""): 0.5},
+            message=attack.replace("\0", ""),
+        )
         seen = look(repo._repr_html_())
 
     assert "a<b>&x" in seen.text
@@ -165,11 +198,29 @@ def test_a_state_says_all_that_it_knows() -> None:
 
     seen = look(state_html(merged, now=NOW))
 
-    for said in (merged.uid, "12+2", "durable", "12 minutes ago", "first", "second", "metrics.loss", "0.123456789", "metrics.val/acc"):
+    for said in (
+        merged.uid,
+        "12+2",
+        "durable",
+        "12 minutes ago",
+        "first",
+        "second",
+        "metrics.loss",
+        "0.123456789",
+        "metrics.val/acc",
+    ):
         assert said in seen.text
     for said in ("config.optimizer.lr", "0.25", "config.name", "'tiny'"):
         assert said in seen.text
-    for said in ("attr.seed", "'plain'", "soup, weight 0.25", "aaaaaaaaaa", "3.0 MiB, 1.0 MiB of it new", "ranks4", "cccccccccc"):
+    for said in (
+        "attr.seed",
+        "'plain'",
+        "soup, weight 0.25",
+        "aaaaaaaaaa",
+        "3.0 MiB, 1.0 MiB of it new",
+        "ranks4",
+        "cccccccccc",
+    ):
         assert said in seen.text
 
 
@@ -183,7 +234,11 @@ def test_numbers_that_are_none_are_shown() -> None:
 
 def test_a_table_has_columns_for_the_metrics_that_most_have_and_leaves_gaps() -> None:
     keys = [f"m{number}" for number in range(8)]
-    states = [state(1, metrics=dict.fromkeys(keys, 0.5)), state(2, metrics={"m7": 0.25}), state(3, metrics={"m6": 0.125, "m7": 0.5})]
+    states = [
+        state(1, metrics=dict.fromkeys(keys, 0.5)),
+        state(2, metrics={"m7": 0.25}),
+        state(3, metrics={"m6": 0.125, "m7": 0.5}),
+    ]
 
     text = look(states_html(states, now=NOW)).text
 
@@ -209,7 +264,11 @@ def test_no_states_make_an_empty_table() -> None:
 
 
 def test_the_graph_has_a_dot_a_state_and_lines_that_meet() -> None:
-    root, left, right = state(1), state(2, f"{1:024x}"), state(3, f"{1:024x}", status=Status.EVICTED)
+    root, left, right = (
+        state(1),
+        state(2, f"{1:024x}"),
+        state(3, f"{1:024x}", status=Status.EVICTED),
+    )
     refs = [Ref("main", RefKind.BRANCH, right.uid, 1), Ref("warm", RefKind.TAG, root.uid, 1)]
 
     html = graph_html([right, left, root], refs)
@@ -218,7 +277,11 @@ def test_the_graph_has_a_dot_a_state_and_lines_that_meet() -> None:
     names = [element.tag.rpartition("}")[2] for element in svg]
     assert names.count("circle") == names.count("text") == 3
     dots = [element.attrib for element in svg if element.tag.endswith("circle")]
-    assert [dot["fill"] == "none" for dot in dots] == [True, False, False], "the bytes of the evicted one are gone"
+    assert [dot["fill"] == "none" for dot in dots] == [
+        True,
+        False,
+        False,
+    ], "the bytes of the evicted one are gone"
     assert dots[0]["cx"] == dots[2]["cx"] != dots[1]["cx"], "the fork stands in a lane of its own"
     ends = {line.attrib["d"].split()[-1] for line in svg if line.tag.endswith("path")}
     assert max(float(end.rpartition("V")[2]) for end in ends) <= 3 * 22

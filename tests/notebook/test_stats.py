@@ -49,13 +49,28 @@ def test_the_numbers_are_what_a_training_did(tmp_path: Path) -> None:
             stats = repo.stats()
         done = stats.activity
 
-        assert (stats.lineage.states, stats.lineage.statuses, stats.trouble) == (3, {"durable": 3}, None)
-        assert (done.captures, done.recorded, done.written, done.failed, done.skipped, done.retries) == (3, 3, 3, 0, 0, 0)
+        assert (stats.lineage.states, stats.lineage.statuses, stats.trouble) == (
+            3,
+            {"durable": 3},
+            None,
+        )
+        assert (
+            done.captures,
+            done.recorded,
+            done.written,
+            done.failed,
+            done.skipped,
+            done.retries,
+        ) == (3, 3, 3, 0, 0, 0)
         assert 3 * 8 * MIB <= done.bytes_copied < 3 * 8 * MIB + 4096
-        assert 16 * MIB <= done.bytes_new < 16 * MIB + 4096, "the half that does not change is new once"
+        assert 16 * MIB <= done.bytes_new < 16 * MIB + 4096, (
+            "the half that does not change is new once"
+        )
         assert 16 * MIB <= done.bytes_written <= stats.bytes_stored < 17 * MIB
         assert done.chunks_shared == 2
-        assert {timing.stage: timing.count for timing in done.timings if timing.stage != "round"} == dict.fromkeys(
+        assert {
+            timing.stage: timing.count for timing in done.timings if timing.stage != "round"
+        } == dict.fromkeys(
             ("capture", "copy", "digest", "dedup", "record", "put", "mark", "write"), 3
         )
         assert all(0 < timing.least_s <= timing.mean_s <= timing.most_s for timing in done.timings)
@@ -91,7 +106,9 @@ def test_what_goes_wrong_is_counted(tmp_path: Path) -> None:
         assert done.evicted > 0
 
 
-def test_a_capture_that_comes_to_nothing_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_that_comes_to_nothing_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = Changing()
     with datastates.open(tmp_path, config=QUIET) as repo, repo.track(model=model, rng=False) as run:
         with monkeypatch.context() as patch:
@@ -117,7 +134,9 @@ class Reading(metrics.NoOpMeter):
         super().__init__("test")
         self.made: dict[str, tuple[Sequence[Callable[[Any], Any]], str]] = {}
 
-    def create_observable_counter(self, name: str, callbacks: Any = None, unit: str = "", description: str = "") -> Any:
+    def create_observable_counter(
+        self, name: str, callbacks: Any = None, unit: str = "", description: str = ""
+    ) -> Any:
         self.made[name] = (callbacks, unit)
         return super().create_observable_counter(name, callbacks, unit, description)
 

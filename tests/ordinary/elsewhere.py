@@ -1,4 +1,5 @@
-"""Run a script as it stands on another host, as another user, or where folders lie elsewhere: ``elsewhere.py PLACE SCRIPT …``.
+"""Run a script as it stands on another host, as another user, or where folders lie elsewhere:
+``elsewhere.py PLACE SCRIPT …``.
 
 Namespaces of this process alone make the place: nobody else sees any of it. Root on Linux only.
 """
@@ -24,7 +25,10 @@ _NEW_MOUNTS, _NEW_HOST = 0x00020000, 0x04000000
 
 
 class Place(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is other than here. ``binds`` are pairs of a folder and where else it lies; ``small`` has folders with so many bytes of room."""
+    """What is other than here.
+
+    ``binds`` are pairs of a folder and where else it lies; ``small`` has folders with so many
+    bytes of room."""
 
     folder: str
     host: str = ""
@@ -67,10 +71,13 @@ def _pretend(boot: str) -> None:
 
 
 def _open_the_way(paths: Iterable[str]) -> None:
-    """Let any user reach these folders, also where one above them is closed to others: Python may be installed in /root."""
+    """Let any user reach these folders, also where one above them is closed to others: Python
+    may be installed in /root."""
     closed: dict[Path, list[Path]] = {}
     for path in map(Path, paths):
-        above = next((above for above in reversed(path.parents) if not above.stat().st_mode & 0o001), None)
+        above = next(
+            (above for above in reversed(path.parents) if not above.stat().st_mode & 0o001), None
+        )
         if above is not None:
             closed.setdefault(above, []).append(path)
     for above, wanted in closed.items():

@@ -1,6 +1,8 @@
-"""Six well-known public training scripts, written from their descriptions at a tiny size, and made restartable with a few lines.
+"""Six well-known public training scripts, written from their descriptions at a tiny size, and made
+restartable with a few lines.
 
-Each runs as ``python FILE``, and prints a line with the loss of each step before it captures that step.
+Each runs as ``python FILE``, and prints a line with the loss of each step before it captures that
+step.
 """
 
 from __future__ import annotations
@@ -517,7 +519,14 @@ for iteration in range(run.step + 1, num_iterations + 1):
     run.capture(metrics={"loss": loss.item()}).wait("durable")
 """
 
-PUBLIC = {"mnist": MNIST, "imagenet": IMAGENET, "dcgan": DCGAN, "nanoGPT": NANOGPT, "minGPT": MINGPT, "PPO": PPO}
+PUBLIC = {
+    "mnist": MNIST,
+    "imagenet": IMAGENET,
+    "dcgan": DCGAN,
+    "nanoGPT": NANOGPT,
+    "minGPT": MINGPT,
+    "PPO": PPO,
+}
 """Scripts that track what their training depends on."""
 
 
@@ -543,7 +552,10 @@ INEXACT = {
             PPO,
             (
                 "next_obs.copy_(torch.tensor(found)), next_done.copy_(torch.tensor(done))",
-                "next_obs, next_done = torch.tensor(found, dtype=torch.float32), torch.tensor(done).float()",
+                (
+                    "next_obs, next_done = torch.tensor(found, dtype=torch.float32),"
+                    " torch.tensor(done).float()"
+                ),
             ),
         ),
         ["next_obs", "next_done"],
@@ -557,4 +569,5 @@ INEXACT = {
         ["mean", "var"],
     ),
 }
-"""Scripts that track an object whose name they bind again, and the names that the lines name which they log."""
+"""Scripts that track an object whose name they bind again, and the names that the lines name
+which they log."""

@@ -1,4 +1,6 @@
-"""Scripts as a person types them: no ``with``, no ``close``, nothing handled. Each is written to a file and run as it stands."""
+"""Scripts as a person types them: no ``with``, no ``close``, nothing handled.
+
+Each is written to a file and run as it stands."""
 
 from __future__ import annotations
 
@@ -74,8 +76,11 @@ while run.step < int(sys.argv[1]):
     print(run.step, loss.hex(), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """,
-    # These ask for the head: what nobody of its process asks for others may see a tenth of a second later.
-    "waits when it is done": MODEL + LOOP + "run.head\nprint('done', flush=True)\nsys.stdin.readline()\n",
+    # These ask for the head: what nobody of its process asks for others may see a tenth of a second
+    # later.
+    "waits when it is done": (
+        MODEL + LOOP + "run.head\nprint('done', flush=True)\nsys.stdin.readline()\n"
+    ),
     "uploads its folder": MODEL
     + LOOP
     + """
@@ -110,21 +115,23 @@ if child == 0:
     sys.exit(0)
 assert os.waitpid(child, 0)[1] == 0, "the child did not end well"
 """,
-    "spawns a reader": "import multiprocessing, datastates\n"
-    + """
+    "spawns a reader": (
+        "import multiprocessing, datastates\n"
+        + """
 def read(count):
     print("child", len(datastates.open("runs").log("main")) >= count - 1, flush=True)
 
 if __name__ == "__main__":
 """
-    + "".join(f"    {line}\n" for line in (MODEL + LOOP).splitlines())
-    + """
+        + "".join(f"    {line}\n" for line in (MODEL + LOOP).splitlines())
+        + """
     run.head
     child = multiprocessing.get_context("spawn").Process(target=read, args=(run.step,))
     child.start()
     child.join()
     assert child.exitcode == 0, "the child did not end well"
-""",
+"""
+    ),
     "loads data with workers": MODEL
     + """
 class Numbers(torch.utils.data.Dataset):
@@ -139,7 +146,8 @@ for batch in loader:
     print(run.step, loss.hex(), flush=True)
     if run.step == int(sys.argv[1]): break
 """,
-    "larger than the disk": """
+    "larger than the disk": (
+        """
 import sys, torch, datastates
 torch.manual_seed(0)
 model = torch.nn.Linear(1024, 4096)
@@ -150,6 +158,7 @@ while run.step < int(sys.argv[1]):
     optimizer.zero_grad(); loss.backward(); optimizer.step()
     run.capture(metrics={"loss": loss.item()})
     print(run.step, loss.item().hex(), flush=True)
-""",
+"""
+    ),
 }
 """Each takes the step at which it ends, and says each step that it made with its loss."""

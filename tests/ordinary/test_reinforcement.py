@@ -1,4 +1,5 @@
-"""The scripts of ``docs/guide/reinforcement-learning.md`` are killed twice: each loss and return equals that of a training that was not."""
+"""The scripts of ``docs/guide/reinforcement-learning.md`` are killed twice: each loss and return
+equals that of a training that was not."""
 
 from __future__ import annotations
 
@@ -24,23 +25,32 @@ capture = datastates.Tracker.capture
 datastates.Tracker.capture = lambda *args, **options: capture(*args, **options).wait("durable")
 print = functools.partial(print, flush=True)
 """
-"""Each state is durable before the script goes on, each line is read at once, and all random numbers are seeded."""
+"""Each state is durable before the script goes on, each line is read at once, and all random
+numbers are seeded."""
 
 
 def within_rollouts(script: str) -> str:
     """The script, with captures in the middle of its rollouts."""
     note = "# A capture is exact here, too: run.capture(step=run.step)"
     assert note in script
-    return script.replace(note, 'if t % 6 == 2: print("at", update, t, score.tolist()); run.capture(step=run.step)')
+    return script.replace(
+        note, 'if t % 6 == 2: print("at", update, t, score.tolist()); run.capture(step=run.step)'
+    )
 
 
-SCRIPTS = {"ppo": ("step ", PPO), "ppo, within rollouts": ("at ", within_rollouts(PPO)), "dqn": ("step ", DQN)}
+SCRIPTS = {
+    "ppo": ("step ", PPO),
+    "ppo, within rollouts": ("at ", within_rollouts(PPO)),
+    "dqn": ("step ", DQN),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.in_turn
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_of_the_guide_that_is_killed_twice_repeats_every_loss_and_return(name: str, tmp_path: Path) -> None:
+def test_a_script_of_the_guide_that_is_killed_twice_repeats_every_loss_and_return(
+    name: str, tmp_path: Path
+) -> None:
     begins, code = SCRIPTS[name]
     script = AT_ONCE + ENVIRONMENT + code
     whole, err = run(tmp_path / "whole", script)
@@ -68,7 +78,8 @@ def members() -> Any:
 
 
 class CartPole:
-    """The attributes of Gymnasium's ``CartPole``, whose generator is made by ``reset`` and read by a property."""
+    """The attributes of Gymnasium's ``CartPole``, whose generator is made by ``reset`` and read
+    by a property."""
 
     action_space: Any
 
@@ -88,7 +99,11 @@ class CartPole:
         self.action_space = SimpleNamespace(np_random=np.random.default_rng(seed))
 
     def step(self) -> None:
-        self.state = np.asarray(self.state) + self.np_random.normal(size=4) + self.action_space.np_random.integers(2)
+        self.state = (
+            np.asarray(self.state)
+            + self.np_random.normal(size=4)
+            + self.action_space.np_random.integers(2)
+        )
         self.steps_beyond_terminated = (self.steps_beyond_terminated or 0) + 1
 
 
@@ -103,7 +118,9 @@ class TimeLimit:
         self._elapsed_steps += 1
 
 
-def test_an_environment_like_those_of_gymnasium_is_restored_with_its_wrapper(tmp_path: Path) -> None:
+def test_an_environment_like_those_of_gymnasium_is_restored_with_its_wrapper(
+    tmp_path: Path,
+) -> None:
     wrap, ends = members(), []
     for counts in ([10], [4, 3, 3]):
         for count in counts:
@@ -112,17 +129,29 @@ def test_an_environment_like_those_of_gymnasium_is_restored_with_its_wrapper(tmp
             cart = wrap(env.unwrapped, "np_random", "state", "steps_beyond_terminated")
             with (
                 datastates.open(tmp_path / str(len(counts))) as repo,
-                repo.track(cart=cart, limit=wrap(env, "_elapsed_steps"), actions=env.unwrapped.action_space.np_random) as tracker,
+                repo.track(
+                    cart=cart,
+                    limit=wrap(env, "_elapsed_steps"),
+                    actions=env.unwrapped.action_space.np_random,
+                ) as tracker,
             ):
                 for _ in range(count):
                     env.step()
                     tracker.capture()
-        ends.append((np.asarray(env.unwrapped.state).tolist(), env.unwrapped.steps_beyond_terminated, env._elapsed_steps))
+        ends.append(
+            (
+                np.asarray(env.unwrapped.state).tolist(),
+                env.unwrapped.steps_beyond_terminated,
+                env._elapsed_steps,
+            )
+        )
     assert ends[0] == ends[1]
     assert ends[0][1:] == (10, 10)
 
 
-def test_an_attribute_that_an_environment_lacks_is_named_by_the_first_capture(tmp_path: Path) -> None:
+def test_an_attribute_that_an_environment_lacks_is_named_by_the_first_capture(
+    tmp_path: Path,
+) -> None:
     with datastates.open(tmp_path / "runs") as repo:
         tracker = repo.track(env=members()(CartPole(), "elapsed"))
         with pytest.raises(AttributeError, match="elapsed"):

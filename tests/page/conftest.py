@@ -1,4 +1,5 @@
-"""The page in Chromium, over lineages that were recorded without a training: many states, forks, merges, and one that grows."""
+"""The page in Chromium, over lineages that were recorded without a training: many states, forks,
+merges, and one that grows."""
 
 from __future__ import annotations
 
@@ -17,7 +18,18 @@ import datastates
 from datastates import Repository
 from datastates.api.app import create_app
 from tests.page.forest import Forest, plant
-from tests.page.site import ROOT, administered, browser, grown, grown_folder, page, shared, site, training, writable
+from tests.page.site import (
+    ROOT,
+    administered,
+    browser,
+    grown,
+    grown_folder,
+    page,
+    shared,
+    site,
+    training,
+    writable,
+)
 
 __all__ = [
     "Wood",
@@ -46,7 +58,11 @@ class Wood:
 
     def at(self, query: str = "") -> str:
         """The page's address with this view; of states, unless it says another."""
-        return f"{self.address}/?{query}" if "view=" in query else f"{self.address}/?{'&'.join(filter(None, (query, 'view=states')))}"
+        return (
+            f"{self.address}/?{query}"
+            if "view=" in query
+            else f"{self.address}/?{'&'.join(filter(None, (query, 'view=states')))}"
+        )
 
     def uid(self, rev: str) -> str:
         """Of the state that a revision names."""
@@ -76,7 +92,11 @@ class _Server(uvicorn.Server):
 @contextmanager
 def serving(repo: Repository) -> Iterator[str]:
     """The address of a server of a repository, as long as the block lasts."""
-    server = _Server(uvicorn.Config(create_app({"wood": repo}), port=0, log_level="warning", timeout_graceful_shutdown=1))
+    server = _Server(
+        uvicorn.Config(
+            create_app({"wood": repo}), port=0, log_level="warning", timeout_graceful_shutdown=1
+        )
+    )
     thread = threading.Thread(target=server.run, name="page-server")
     thread.start()
     while not server.started:

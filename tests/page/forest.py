@@ -1,4 +1,5 @@
-"""Lineages for the page to show, recorded without a training: branches that fork, merge and end, with what real ones have."""
+"""Lineages for the page to show, recorded without a training: branches that fork, merge and end,
+with what real ones have."""
 
 from __future__ import annotations
 
@@ -29,15 +30,26 @@ class Forest:
         self.heads: dict[str, str] = {}
         self.steps: dict[str, int] = {}
 
-    def grow(self, branch: str, count: int, *, start: str | None = None, lr: float = 0.1, status: Status = Status.EVICTED) -> str:
-        """``count`` more states on a branch, the newest two durable, the others as ``status`` says; gives the uid of the newest."""
+    def grow(
+        self,
+        branch: str,
+        count: int,
+        *,
+        start: str | None = None,
+        lr: float = 0.1,
+        status: Status = Status.EVICTED,
+    ) -> str:
+        """``count`` more states on a branch, the newest two durable, the others as ``status``
+        says; gives the uid of the newest."""
         parent = self.heads.get(branch) or start
         step = self.steps.get(parent or "", 0)
         if branch not in self.heads and start is not None:
             refs.branch(self.session, branch, start)
         for place in range(count):
             step += 1
-            state = self._state(branch, parent, step, lr, Status.DURABLE if place >= count - 2 else status)
+            state = self._state(
+                branch, parent, step, lr, Status.DURABLE if place >= count - 2 else status
+            )
             parent = self._add(state)
         self.heads[branch] = parent or ""
         return self.heads[branch]
@@ -45,7 +57,9 @@ class Forest:
     def merge(self, into: str, others: list[str]) -> str:
         """A state on ``into`` that is made of the heads of others as well."""
         parent = self.heads[into]
-        edges = tuple(Edge(self.heads[other], EdgeKind.SOUP, 1 / (1 + len(others))) for other in others)
+        edges = tuple(
+            Edge(self.heads[other], EdgeKind.SOUP, 1 / (1 + len(others))) for other in others
+        )
         state = self._state(into, parent, self.steps[parent] + 1, 0.1, Status.DURABLE, edges)
         self.heads[into] = self._add(state)
         return self.heads[into]
@@ -58,7 +72,15 @@ class Forest:
         self.steps[state.uid] = state.facts.step
         return state.uid
 
-    def _state(self, branch: str, parent: str | None, step: int, lr: float, status: Status, edges: tuple[Edge, ...] = ()) -> NewState:
+    def _state(
+        self,
+        branch: str,
+        parent: str | None,
+        step: int,
+        lr: float,
+        status: Status,
+        edges: tuple[Edge, ...] = (),
+    ) -> NewState:
         self._now += timedelta(seconds=1 + self._random.random())
         loss = 2.4 * math.exp(-step / 60) + 0.35 + lr * 0.4 + self._random.gauss(0, 0.04)
         metrics = {"loss": loss, "lr": lr * 0.98**step}
@@ -73,7 +95,8 @@ class Forest:
 
 
 def plant(repository: Repository, *, rounds: int = 3) -> Forest:
-    """A training that is forked into variants, some of which are merged back: about 250 states a round."""
+    """A training that is forked into variants, some of which are merged back: about 250 states a
+    round."""
     with repository.core.database.write() as session:
         forest = Forest(session)
         warm = forest.grow("main", 40)

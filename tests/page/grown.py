@@ -1,4 +1,5 @@
-"""A repository with forks, grown by real small trainings: what the panels are looked at and tested with."""
+"""A repository with forks, grown by real small trainings: what the panels are looked at and
+tested with."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ class Net(nn.Module):
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(FEATURES, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Dropout(dropout), nn.Linear(64, 32))
+        self.body = nn.Sequential(
+            nn.Linear(FEATURES, 64),
+            nn.BatchNorm1d(64),
+            nn.GELU(),
+            nn.Dropout(dropout),
+            nn.Linear(64, 32),
+        )
         self.classes = nn.Embedding(CLASSES, 32)
         self.head = nn.Linear(32, CLASSES, bias=False)
         self.head.weight = self.classes.weight
@@ -39,13 +46,29 @@ def samples(seed: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return centres[labels] + 1.6 * torch.randn(count, FEATURES, generator=generator), labels
 
 
-def train(repo: Repository, branch: str, steps: int, *, start: str | None = None, lr: float = 0.02, dropout: float = 0.1) -> None:
+def train(
+    repo: Repository,
+    branch: str,
+    steps: int,
+    *,
+    start: str | None = None,
+    lr: float = 0.02,
+    dropout: float = 0.1,
+) -> None:
     """Train and capture every step, with a loss; with validation every fifth."""
     torch.manual_seed(11)
     model = Net(dropout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     inputs, labels = samples(5, 256)
-    with repo.track(model=model, optimizer=optimizer, branch=branch, start=start, durable_every=1, lr=lr, dropout=dropout) as run:
+    with repo.track(
+        model=model,
+        optimizer=optimizer,
+        branch=branch,
+        start=start,
+        durable_every=1,
+        lr=lr,
+        dropout=dropout,
+    ) as run:
         for group in optimizer.param_groups:
             group["lr"] = lr
         for _ in range(steps):
@@ -80,7 +103,8 @@ def validate(model: Net, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str
 
 
 def grow(folder: Path, length: int = 60) -> None:
-    """``main`` has ``length`` steps, ``warm`` at a third; ``no-dropout`` and ``hot`` fork there, ``hot/cooler`` from ``hot``; a merge."""
+    """``main`` has ``length`` steps, ``warm`` at a third; ``no-dropout`` and ``hot`` fork there,
+    ``hot/cooler`` from ``hot``; a merge."""
     torch.set_num_threads(1)
     third = length // 3
     with datastates.open(folder, memory_bytes=64 << 20) as repo:
@@ -89,7 +113,12 @@ def grow(folder: Path, length: int = 60) -> None:
         train(repo, "no-dropout", length - third, start="warm", dropout=0.0)
         train(repo, "hot", length - third, start="warm", lr=0.15)
         train(repo, "hot/cooler", third, start=f"hot@step:{2 * third}", lr=0.005)
-        repo.merge(["main", "no-dropout"], into="soup", tag="best-of-two", message="mean of main and no-dropout")
+        repo.merge(
+            ["main", "no-dropout"],
+            into="soup",
+            tag="best-of-two",
+            message="mean of main and no-dropout",
+        )
 
 
 def obey(folder: Path, branch: str, start: str | None) -> None:

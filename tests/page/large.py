@@ -1,4 +1,5 @@
-"""A lineage of the size that people have after some months: 10,000 states on 40 branches, of 200 runs, with 30 metrics.
+"""A lineage of the size that people have after some months: 10,000 states on 40 branches, of 200
+runs, with 30 metrics.
 
 ``populate`` leaves one branch and one run to whoever trains on.
 """
@@ -26,7 +27,12 @@ if TYPE_CHECKING:
 __all__ = ["BRANCHES", "METRICS", "RUNS", "STATES", "populate"]
 
 STATES, BRANCHES, RUNS = 10_000, 40, 200
-METRICS = ("loss", "val_loss", "val/accuracy", *(f"layer{number}/grad_norm" for number in range(27)))
+METRICS = (
+    "loss",
+    "val_loss",
+    "val/accuracy",
+    *(f"layer{number}/grad_norm" for number in range(27)),
+)
 
 _TRUNK = 650
 _EACH = (STATES - _TRUNK) // (BRANCHES - 2)
@@ -47,7 +53,8 @@ class _Planned:
 
 
 def populate(repository: Repository, *, seed: int = 7) -> None:
-    """Record it all by the lineage's own recorder, as trainings long ago would have: nobody has the bytes of most states."""
+    """Record it all by the lineage's own recorder, as trainings long ago would have: nobody has
+    the bytes of most states."""
     rng, steps = random.Random(seed), dict[tuple[str, int], str]()
     began = datetime.now(UTC) - timedelta(days=30)
     for number, planned in enumerate(_plan(rng)):
@@ -55,7 +62,10 @@ def populate(repository: Repository, *, seed: int = 7) -> None:
             if planned.parent is not None:
                 refs.branch(session, planned.name, steps[planned.parent, planned.fork])
             pieces = _PIECES if planned.parent else RUNS - 1 - _PIECES * (BRANCHES - 2)
-            owners = [_run(rng, planned, began + timedelta(hours=12 * number + 2 * piece)) for piece in range(pieces)]
+            owners = [
+                _run(rng, planned, began + timedelta(hours=12 * number + 2 * piece))
+                for piece in range(pieces)
+            ]
             for run in owners:
                 runs.start(session, run)
             new = list(_states(rng, planned, owners, steps))
@@ -65,7 +75,13 @@ def populate(repository: Repository, *, seed: int = 7) -> None:
 
 def _plan(rng: random.Random) -> Iterator[_Planned]:
     """The trunk, branches that fork from it, and every fourth from another branch."""
-    base: dict[str, Value] = {"lr": 0.1, "wd": 0.0, "optimizer": "adamw", "batch_size": 64, "warmup": 100}
+    base: dict[str, Value] = {
+        "lr": 0.1,
+        "wd": 0.0,
+        "optimizer": "adamw",
+        "batch_size": 64,
+        "warmup": 100,
+    }
     made = [_Planned("main", _TRUNK, None, 0, base)]
     yield made[0]
     for number in range(1, BRANCHES - 1):
@@ -82,17 +98,35 @@ def _run(rng: random.Random, planned: _Planned, began: datetime) -> Run:
     ended = began + timedelta(hours=2)
     host, branch = f"node{rng.randrange(4)}", planned.name
     argv = ("train.py", "--branch", branch)
-    return Run(f"{rng.getrandbits(96):024x}", host, "ann", os.getpid(), argv, None, None, planned.config, {}, began, ended, None, branch)
+    return Run(
+        f"{rng.getrandbits(96):024x}",
+        host,
+        "ann",
+        os.getpid(),
+        argv,
+        None,
+        None,
+        planned.config,
+        {},
+        began,
+        ended,
+        None,
+        branch,
+    )
 
 
-def _states(rng: random.Random, planned: _Planned, owners: Sequence[Run], steps: dict[tuple[str, int], str]) -> Iterator[NewState]:
+def _states(
+    rng: random.Random, planned: _Planned, owners: Sequence[Run], steps: dict[tuple[str, int], str]
+) -> Iterator[NewState]:
     parent = None if planned.parent is None else steps[planned.parent, planned.fork]
     drift = rng.uniform(-0.15, 0.25)
     for place in range(planned.length):
         step, piece = planned.fork + place + 1, place * len(owners) // planned.length
         run = owners[piece]
         is_kept = place % 40 == 39 or place == planned.length - 1
-        created = run.started_at + timedelta(seconds=10 * (place - piece * planned.length // len(owners)))
+        created = run.started_at + timedelta(
+            seconds=10 * (place - piece * planned.length // len(owners))
+        )
         new = told(
             f"{rng.getrandbits(96):024x}", f"{rng.getrandbits(256):064x}", parent, planned.name, run.uid, step,
             metrics=_metrics(rng, step, place, drift), attributes={"study": "lr"} if planned.parent else {}, created_at=created,
@@ -104,11 +138,15 @@ def _states(rng: random.Random, planned: _Planned, owners: Sequence[Run], steps:
 
 
 def _metrics(rng: random.Random, step: int, place: int, drift: float) -> dict[str, float]:
-    """The loss of each state; what validation says of every tenth, and the norms of every twentieth."""
+    """The loss of each state; what validation says of every tenth, and the norms of every
+    twentieth."""
     loss = 0.4 + 2.2 * math.exp(-step / 160) + drift * place / (_EACH + place) + rng.gauss(0, 0.02)
     found = {"loss": loss}
     if place % 10 == 9:
-        found |= {"val_loss": loss + 0.05 + abs(rng.gauss(0, 0.02)), "val/accuracy": max(0.0, 1 - loss / 3)}
+        found |= {
+            "val_loss": loss + 0.05 + abs(rng.gauss(0, 0.02)),
+            "val/accuracy": max(0.0, 1 - loss / 3),
+        }
     if place % 20 == 19:
         found |= {key: abs(rng.gauss(1, 0.3)) for key in METRICS[3:]}
     return found

@@ -1,10 +1,11 @@
 """The pictures of the page in the documents, taken of the page as it is.
 
     python -m tests.page.pictures [--into docs/pictures] [--only NAME ...]
-    python -m tests.page.pictures --before FOLDER    # the built page of an older tree: its opening view, and ours beside it
+    python -m tests.page.pictures --before FOLDER    # the built page of an older tree: its opening
+    view, and ours beside it
 
-Three repositories are served: 10,000 states on 40 branches, a small one whose tensors are there, and a study of sixty variants. An
-older page is shown on the first of them: it asks the same server.
+Three repositories are served: 10,000 states on 40 branches, a small one whose tensors are there,
+and a study of sixty variants. An older page is shown on the first of them: it asks the same server.
 """
 
 from __future__ import annotations
@@ -59,7 +60,11 @@ PICTURES = {
     "page-dark": Picture("view=branches&by=best", "[data-branch]", theme="dark"),
     "page-phone": Picture("view=branches&by=best", "[data-branch]", size=PHONE),
     "page-graph": Picture("view=graph", ".row", "small"),
-    "page-curves": Picture("panel=curves&view=graph&head=main&head=hot&head=no-dropout", "[data-panel=curves] canvas", "small"),
+    "page-curves": Picture(
+        "panel=curves&view=graph&head=main&head=hot&head=no-dropout",
+        "[data-panel=curves] canvas",
+        "small",
+    ),
     "page-compare": Picture("view=compare", "[data-kept]", "study"),
 }
 OPENING = {
@@ -72,18 +77,27 @@ OPENING = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--into", type=Path, default=ROOT / "docs" / "pictures")
     parser.add_argument("--only", nargs="+", default=list(PICTURES), choices=list(PICTURES))
-    parser.add_argument("--before", type=Path, help="the built page of an older tree, its api/static")
+    parser.add_argument(
+        "--before", type=Path, help="the built page of an older tree, its api/static"
+    )
     arguments = parser.parse_args()
-    wanted = {"large"} if arguments.before else {PICTURES[name].repository for name in arguments.only}
+    wanted = (
+        {"large"} if arguments.before else {PICTURES[name].repository for name in arguments.only}
+    )
     with repositories(wanted) as addresses, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
         if arguments.before:
             for name, one in OPENING.items():
                 before = taken(browser, addresses["large"], one, arguments.before)
-                save(beside([before, taken(browser, addresses["large"], one)]), arguments.into / f"before-after-{name}.png")
+                save(
+                    beside([before, taken(browser, addresses["large"], one)]),
+                    arguments.into / f"before-after-{name}.png",
+                )
         else:
             for name in arguments.only:
                 one = PICTURES[name]
@@ -92,8 +106,13 @@ def main() -> None:
 
 
 def taken(browser: Browser, address: str, one: Picture, built: Path | None = None) -> Image.Image:
-    """A view as it is seen; of the page that lies in ``built``, which opens with the states, where that is given."""
-    options: dict[str, Any] = {"viewport": one.size, "color_scheme": one.theme, "reduced_motion": "reduce"}
+    """A view as it is seen; of the page that lies in ``built``, which opens with the states,
+    where that is given."""
+    options: dict[str, Any] = {
+        "viewport": one.size,
+        "color_scheme": one.theme,
+        "reduced_motion": "reduce",
+    }
     page = browser.new_context(**options).new_page()
     page.set_default_timeout(TIMEOUT_MS)
     if built is not None:
@@ -114,7 +133,11 @@ def taken(browser: Browser, address: str, one: Picture, built: Path | None = Non
 
 def beside(pictures: Sequence[Image.Image]) -> Image.Image:
     """Pictures from left to right, the older first."""
-    made = Image.new("RGB", (sum(one.width + GAP for one in pictures) - GAP, max(one.height for one in pictures)), "white")
+    made = Image.new(
+        "RGB",
+        (sum(one.width + GAP for one in pictures) - GAP, max(one.height for one in pictures)),
+        "white",
+    )
     left = 0
     for one in pictures:
         made.paste(one, (left, 0))
@@ -157,7 +180,9 @@ def large(folder: Path, *, is_wanted: bool) -> Iterator[datastates.Repository]:
         populate(repo)
         model = torch.nn.Linear(64, 64)
         optimizer = torch.optim.AdamW(model.parameters())
-        with repo.track(model=model, optimizer=optimizer, branch="now", durable_every=1, config={"lr": 0.001}) as run:
+        with repo.track(
+            model=model, optimizer=optimizer, branch="now", durable_every=1, config={"lr": 0.001}
+        ) as run:
             for step in range(12):
                 run.capture(metrics={"loss": 3.0 * 0.8**step})
             yield repo

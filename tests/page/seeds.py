@@ -1,4 +1,5 @@
-"""A study of rates and seeds, recorded without a training: what curves of many branches are tested and looked at with."""
+"""A study of rates and seeds, recorded without a training: what curves of many branches are
+tested and looked at with."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _FURTHER = ("acc", "val/acc", "grad/norm", "lr", "time/step", "val_loss")
 
 
 def sow(repository: Repository, *, seeds: int, steps: int, metrics: int = 6) -> None:
-    """``main`` for 20 steps; from its end ``lr-RATE/seed-N`` for each rate and seed; ``seed-0`` of the highest rate diverges."""
+    """``main`` for 20 steps; from its end ``lr-RATE/seed-N`` for each rate and seed; ``seed-0``
+    of the highest rate diverges."""
     with repository.core.database.write() as session:
         rng = random.Random(0)
         keys = [*_FURTHER, *(f"layer-{number}/norm" for number in range(metrics - len(_FURTHER)))]
@@ -59,10 +61,20 @@ def _branch(
     runs.start(session, run)
     shift = rng.gauss(0, 0.04)
     for step in range(steps[0], steps[1] + 1):
-        loss = 2.3 * math.exp(-step * (0.3 + rate * 3) / 60) + 0.2 + abs(math.log10(rate) + 1) * 0.12 + shift + rng.gauss(0, 0.03)
+        loss = (
+            2.3 * math.exp(-step * (0.3 + rate * 3) / 60)
+            + 0.2
+            + abs(math.log10(rate) + 1) * 0.12
+            + shift
+            + rng.gauss(0, 0.03)
+        )
         if rate == RATES[-1] and seed == 0 and step > 20 + (steps[1] - 20) // 2:
             loss = 10.0 ** min(6, step / 10)
-        values = {key: rng.random() for key in keys} | {"val_loss": loss + 0.1, "val/acc": 1 / (1 + loss), "epoch": step / 20}
+        values = {key: rng.random() for key in keys} | {
+            "val_loss": loss + 0.1,
+            "val/acc": 1 / (1 + loss),
+            "epoch": step / 20,
+        }
         state = told(
             f"{rng.getrandbits(96):024x}", f"{rng.getrandbits(256):064x}", parent, name, run.uid, step,
             metrics={"loss": loss, **values}, attributes={"seed": seed}, created_at=began + timedelta(seconds=2 * step), config=config,

@@ -1,4 +1,5 @@
-"""A server of the page in a process of its own, so that it can be killed: ``python -m tests.page.server FOLDER PORT [SCOPE:TOKEN]...``."""
+"""A server of the page in a process of its own, so that it can be killed: ``python -m
+tests.page.server FOLDER PORT [SCOPE:TOKEN]...``."""
 
 from __future__ import annotations
 
@@ -25,9 +26,21 @@ def main(folder: str, port: str, *tokens: str) -> None:
     """Serve until killed. With tokens, reading needs one as well."""
     with datastates.open(folder) as repo:
         app = create_app(
-            {"runs": repo}, tokens={token: Scope[scope.upper()] for scope, _, token in (pair.partition(":") for pair in tokens)}
+            {"runs": repo},
+            tokens={
+                token: Scope[scope.upper()]
+                for scope, _, token in (pair.partition(":") for pair in tokens)
+            },
         )
-        Announcing(uvicorn.Config(app, host="127.0.0.1", port=int(port), log_level="warning", timeout_graceful_shutdown=1)).run()
+        Announcing(
+            uvicorn.Config(
+                app,
+                host="127.0.0.1",
+                port=int(port),
+                log_level="warning",
+                timeout_graceful_shutdown=1,
+            )
+        ).run()
 
 
 if __name__ == "__main__":

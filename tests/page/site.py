@@ -1,4 +1,5 @@
-"""What the tests of the panels share: a repository, a server of it that can be killed, a browser, and a training to command."""
+"""What the tests of the panels share: a repository, a server of it that can be killed, a
+browser, and a training to command."""
 
 from __future__ import annotations
 
@@ -114,7 +115,18 @@ class Grown:
         return self.states[rev]
 
 
-REVISIONS = ("main", "main~1", "main~2", "warm", "warm~1", "no-dropout", "hot", "hot/cooler", "hot@step:12", "soup")
+REVISIONS = (
+    "main",
+    "main~1",
+    "main~2",
+    "warm",
+    "warm~1",
+    "no-dropout",
+    "hot",
+    "hot/cooler",
+    "hot@step:12",
+    "soup",
+)
 
 
 @pytest.fixture(scope="session")
@@ -125,23 +137,32 @@ def grown(grown_folder: Path) -> Grown:
 
 
 def chromium() -> str | None:
-    """Where it lies: in the gate the one without a window, which does half of the work for the same page; else the whole one."""
+    """Where it lies: in the gate the one without a window, which does half of the work for the
+    same page; else the whole one."""
     names = ("chromium-headless-shell", "chromium")
     return next(filter(None, map(shutil.which, reversed(names) if IS_THOROUGH else names)), None)
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Debian's Chromium. While it is there an event loop runs in this thread, which tests with loops of their own cannot have."""
+    """Debian's Chromium.
+
+    While it is there an event loop runs in this thread, which tests with loops of their own
+    cannot have."""
     found = chromium()
     if found is None:
         pytest.skip("chromium is not installed")
     with sync_playwright() as playwright:
-        fewer_processes = ["--in-process-gpu", "--renderer-process-limit=1"]  # a third less to do for each window
+        # a third less to do for each window
+        fewer_processes = [
+            "--in-process-gpu",
+            "--renderer-process-limit=1",
+        ]
         options = {"executable_path": found, "args": ["--no-sandbox", *fewer_processes]}
         try:
             browser = playwright.chromium.launch(**options)  # type: ignore[arg-type]
-        except Error:  # on a busy machine, Chromium sometimes crashes while it starts: it gets a second chance
+        except Error:
+            # on a busy machine, Chromium sometimes crashes while it starts: it gets a second chance
             browser = playwright.chromium.launch(**options)  # type: ignore[arg-type]
         yield browser
         browser.close()
@@ -157,7 +178,8 @@ def page(browser: Browser) -> Iterator[Page]:
 @contextmanager
 def new_page(browser: Browser, **options: object) -> Iterator[Page]:
     """A window with a session of its own."""
-    context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})  # type: ignore[arg-type]  # Playwright's own
+    # Playwright's own
+    context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})  # type: ignore[arg-type]
     context.set_default_timeout(TIMEOUT_MS)
     page = context.new_page()
     errors: list[str] = []
@@ -169,7 +191,8 @@ def new_page(browser: Browser, **options: object) -> Iterator[Page]:
 
 @pytest.fixture(scope="session")
 def shared(grown_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A copy of it, served to everybody for reading: one server for all tests that change nothing."""
+    """A copy of it, served to everybody for reading: one server for all tests that change
+    nothing."""
     with serving(grown_folder, tmp_path_factory.mktemp("shared")) as site:
         yield site
 
@@ -196,7 +219,9 @@ def administered(grown_folder: Path, tmp_path: Path) -> Iterator[Site]:
 
 
 @contextmanager
-def serving(folder: Path, place: Path, token: str | None = None, scope: str = "write") -> Iterator[Site]:
+def serving(
+    folder: Path, place: Path, token: str | None = None, scope: str = "write"
+) -> Iterator[Site]:
     """A server of a copy."""
     shutil.copytree(folder, place / "runs")
     site = Site(place / "runs", token, scope)
@@ -212,7 +237,9 @@ class Training:
 
     def __init__(self, folder: Path, branch: str, start: str | None) -> None:
         command = [sys.executable, "-m", "tests.page.grown", str(folder), branch, start or ""]
-        self.process = warm.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = warm.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def step(self) -> str:
         """One more step, captured and recorded; gives the state's uid."""

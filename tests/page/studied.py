@@ -1,4 +1,5 @@
-"""A repository with a study that ran, failed in one variant and waits in another, a report on outliers and soups: for the page to show."""
+"""A repository with a study that ran, failed in one variant and waits in another, a report on
+outliers and soups: for the page to show."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ COUNT = 120
 def train(job: Job) -> None:
     """Epochs of a few steps; what is too hot ends in an error."""
     model = Net(0.1)
-    lr, weight_decay = (float(str(job.config.get(key, default))) for key, default in (("lr", 1e-2), ("weight_decay", 0.01)))
+    lr, weight_decay = (
+        float(str(job.config.get(key, default)))
+        for key, default in (("lr", 1e-2), ("weight_decay", 0.01))
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
     inputs, labels = samples(5, 256)
     job.track(model=model, optimizer=optimizer)
@@ -43,7 +47,12 @@ def train(job: Job) -> None:
             optimizer.step()
         if job.config.get("lr") == 0.5 and epoch == 1:
             raise FloatingPointError("the loss is nan after 2 epochs: lr 0.5 is too high")
-        job.report(**{name.replace("/", "_"): value for name, value in validate(model, inputs[200:], labels[200:]).items()})
+        job.report(
+            **{
+                name.replace("/", "_"): value
+                for name, value in validate(model, inputs[200:], labels[200:]).items()
+            }
+        )
 
 
 def loss_of(model: nn.Module, indices: torch.Tensor) -> torch.Tensor:
@@ -64,10 +73,23 @@ def add(repo: Repository) -> None:
     with SerialExecutor() as executor:
         explore(repo, "warm", PLAN, train, executor, study=STUDY, retries=1, progress=False)
     report = outliers(
-        repo, ["main", "no-dropout"], study=STUDY, model=Net(0.1), loss=loss_of, count=COUNT, noise_rate=0.1, steps_per_epoch=10
+        repo,
+        ["main", "no-dropout"],
+        study=STUDY,
+        model=Net(0.1),
+        loss=loss_of,
+        count=COUNT,
+        noise_rate=0.1,
+        steps_per_epoch=10,
     )
     _, labels = samples(5, 256)
-    report.to_repository(repo, "labels", show=picture, describe=lambda index: f"class {int(labels[index])} of {CLASSES}", most=70)
+    report.to_repository(
+        repo,
+        "labels",
+        show=picture,
+        describe=lambda index: f"class {int(labels[index])} of {CLASSES}",
+        most=70,
+    )
     done = [f"done/{STUDY}/{name}" for name in ("low", "low-long", "middle")]
     repo.merge(done, weights=[0.5, 0.3, 0.2], into="rates-soup", message="weighted by hand")
 

@@ -1,4 +1,5 @@
-"""A study of sixty variants over a tiny model, forked from a shared prefix: what comparing is looked at and tested with.
+"""A study of sixty variants over a tiny model, forked from a shared prefix: what comparing is
+looked at and tested with.
 
 python -m tests.page.study FOLDER
 """
@@ -57,7 +58,9 @@ def epoch(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float
     model.train()
     for start in range(0, 192, 48):
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(inputs[start : start + 48]), labels[start : start + 48])
+        loss = nn.functional.cross_entropy(
+            model(inputs[start : start + 48]), labels[start : start + 48]
+        )
         loss.backward()
         optimizer.step()
     model.eval()
@@ -71,17 +74,29 @@ def epoch(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float
 def train(job: Job) -> None:
     """One variant."""
     model = Net(str(job.config["activation"]), float(job.config["dropout"] or 0))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=float(job.config["lr"] or 0), weight_decay=float(job.config["weight_decay"] or 0))
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=float(job.config["lr"] or 0),
+        weight_decay=float(job.config["weight_decay"] or 0),
+    )
     job.track(model=model, optimizer=optimizer)
     for _ in job.epochs():
         job.report(**epoch(model, optimizer))
 
 
 def study(folder: Path) -> None:
-    """``main`` has four epochs, the last of them tagged ``warm``; each variant of ``sweep`` goes on from there for two."""
+    """``main`` has four epochs, the last of them tagged ``warm``; each variant of ``sweep`` goes
+    on from there for two."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    config: dict[str, Value] = {"lr": 0.005, "weight_decay": 0.0, "dropout": 0.1, "activation": "relu", "width": 24, "batch": 48}
+    config: dict[str, Value] = {
+        "lr": 0.005,
+        "weight_decay": 0.0,
+        "dropout": 0.1,
+        "activation": "relu",
+        "width": 24,
+        "batch": 48,
+    }
     with datastates.open(folder, memory_bytes=128 << 20) as repo:
         model = Net("relu", 0.1)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.005, weight_decay=0.0)
@@ -89,7 +104,16 @@ def study(folder: Path) -> None:
             for _ in range(4):
                 run.capture(metrics=epoch(model, optimizer))
         repo.tag("warm", "main")
-        explore(repo, "warm", grid(GRID, epochs=2), train, SerialExecutor(), study=STUDY, config=config, progress=False)
+        explore(
+            repo,
+            "warm",
+            grid(GRID, epochs=2),
+            train,
+            SerialExecutor(),
+            study=STUDY,
+            config=config,
+            progress=False,
+        )
 
 
 if __name__ == "__main__":

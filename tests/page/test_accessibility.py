@@ -1,4 +1,5 @@
-"""Nothing serious is wrong for who cannot see or point, in any panel, theme and width: checked by axe-core."""
+"""Nothing serious is wrong for who cannot see or point, in any panel, theme and width: checked
+by axe-core."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ SHOWN: dict[str, tuple[str, str]] = {
     "now": ("view=now", "[data-forecast]"),
     "detail": ("state={warm}&panel=detail", "[data-panel=detail] [data-child]"),
     "curves": ("state={warm}&panel=curves", "[data-panel=curves] canvas"),
-    "diff": ("mark={warm}&state={hot}&panel=diff&diff.tensor=model/head.weight", "[data-spread] svg"),
+    "diff": (
+        "mark={warm}&state={hot}&panel=diff&diff.tensor=model/head.weight",
+        "[data-spread] svg",
+    ),
 }
 """Addresses, and what is there once they are shown."""
 
@@ -53,18 +57,27 @@ OPENED: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("look", LOOKS)
 def test_axe_finds_nothing_serious(shared: Site, grown: Grown, browser: Browser, look: str) -> None:
     with new_page(browser, **LOOKS[look], reduced_motion="reduce") as page:
-        serious = [f"{view}: {fault}" for view in (*SHOWN, *OPENED) for fault in faults(page, shared, grown, view)]
+        serious = [
+            f"{view}: {fault}"
+            for view in (*SHOWN, *OPENED)
+            for fault in faults(page, shared, grown, view)
+        ]
     assert not serious, "\n".join(serious)
 
 
 def test_no_view_panel_or_dialog_is_left_out() -> None:
-    written = {name: (UI / "lib" / f"{name}.ts").read_text(encoding="utf-8") for name in ("address", "view.svelte")}
+    written = {
+        name: (UI / "lib" / f"{name}.ts").read_text(encoding="utf-8")
+        for name in ("address", "view.svelte")
+    }
 
     def members(file: str, kind: str) -> set[str]:
         (said,) = re.findall(rf"^export type {kind} = (.+);$", written[file], re.MULTILINE)
         return set(re.findall(r'"([a-z]+)"', said)) - {"none"}
 
-    every = members("address", "Scene") | members("address", "Panel") | members("view.svelte", "Dialog")
+    every = (
+        members("address", "Scene") | members("address", "Panel") | members("view.svelte", "Dialog")
+    )
     assert len(every) >= 12
     assert every <= SHOWN.keys() | OPENED.keys()
 
@@ -75,7 +88,10 @@ def faults(page: Page, site: Site, grown: Grown, view: str) -> list[str]:
     page.evaluate(AXE.read_text(encoding="utf-8"))
     found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
     serious = [one for one in found["violations"] if one["impact"] in ("serious", "critical")]
-    return [f"{one['id']}: {one['help']}: {[node['html'] for node in one['nodes']][:3]}" for one in serious]
+    return [
+        f"{one['id']}: {one['help']}: {[node['html'] for node in one['nodes']][:3]}"
+        for one in serious
+    ]
 
 
 def show(page: Page, site: Site, grown: Grown, view: str) -> None:

@@ -32,7 +32,9 @@ ENDS_SEEN = """button => {
 
 def told(wood: Wood, **query: str) -> dict[str, Any]:
     """What the API says of the branches."""
-    found: dict[str, Any] = httpx.get(f"{wood.address}/api/v1/repositories/wood/branches", params=query).json()
+    found: dict[str, Any] = httpx.get(
+        f"{wood.address}/api/v1/repositories/wood/branches", params=query
+    ).json()
     return found
 
 
@@ -41,7 +43,12 @@ def row(page: Page, name: str) -> Locator:
 
 
 def names(page: Page) -> list[str]:
-    return [str(name) for name in page.locator("[data-branch]").evaluate_all("rows => rows.map(row => row.dataset.branch)")]
+    return [
+        str(name)
+        for name in page.locator("[data-branch]").evaluate_all(
+            "rows => rows.map(row => row.dataset.branch)"
+        )
+    ]
 
 
 def open_(page: Page, address: str) -> None:
@@ -53,7 +60,9 @@ def test_what_is_opened_first_are_the_branches(woods: Wood, page: Page) -> None:
     open_(page, woods.address)
     said = told(woods)
     assert names(page) == [one["name"] for one in said["items"]]
-    expect(page.get_by_role("status").filter(has_text="branches")).to_have_text(f"{said['total']} branches")
+    expect(page.get_by_role("status").filter(has_text="branches")).to_have_text(
+        f"{said['total']} branches"
+    )
     one = next(one for one in said["items"] if one["name"] == FORK)
     there = row(page, FORK)
     expect(there.locator(".fork")).to_have_text(f"main @ {one['fork']['step']}")
@@ -64,7 +73,11 @@ def test_what_is_opened_first_are_the_branches(woods: Wood, page: Page) -> None:
 
 def test_what_the_opening_view_asks_for_is_never_given_up(woods: Wood, page: Page) -> None:
     given_up: list[str] = []
-    for each, query in ((page, ""), (page.context.new_page(), "?repo=wood")):  # whoever leaves a page gives up what it asks just then
+    for each, query in (
+        (page, ""),
+        (page.context.new_page(), "?repo=wood"),
+    ):
+        # whoever leaves a page gives up what it asks just then
         each.on("requestfailed", lambda request: given_up.append(request.url))
         open_(each, f"{woods.address}/{query}")
     assert not [url for url in given_up if "/branches" in url]
@@ -88,7 +101,9 @@ def test_the_fork_of_a_branch_is_shown_among_all(woods: Wood, page: Page) -> Non
     expect(page.locator(f"#state-{fork}")).to_have_attribute("aria-selected", "true")
 
 
-def test_branches_are_sorted_grouped_and_filtered_and_the_address_says_it(woods: Wood, page: Page) -> None:
+def test_branches_are_sorted_grouped_and_filtered_and_the_address_says_it(
+    woods: Wood, page: Page
+) -> None:
     open_(page, woods.address)
     page.get_by_role("columnheader", name="Best", exact=True).get_by_role("button").click()
     best = [one["name"] for one in told(woods, sort="best")["items"]]
@@ -99,8 +114,12 @@ def test_branches_are_sorted_grouped_and_filtered_and_the_address_says_it(woods:
     page.get_by_role("combobox", name="Filter").fill("step > 300")
     page.keyboard.press("Enter")
     wanted = told(woods, q="step > 300")
-    expect(page.get_by_role("status").filter(has_text="branches")).to_have_text(f"{wanted['matching']} of {wanted['total']} branches")
-    assert {"by=best", "group=attr.epoch", "q=step"} <= {part for part in ("by=best", "group=attr.epoch", "q=step") if part in page.url}
+    expect(page.get_by_role("status").filter(has_text="branches")).to_have_text(
+        f"{wanted['matching']} of {wanted['total']} branches"
+    )
+    assert {"by=best", "group=attr.epoch", "q=step"} <= {
+        part for part in ("by=best", "group=attr.epoch", "q=step") if part in page.url
+    }
     page.get_by_role("combobox", name="Filter").fill("step > ")
     page.keyboard.press("Enter")
     expect(page.locator("#filter-problem")).to_be_visible()
@@ -123,22 +142,41 @@ def test_keys_alone_lead_from_a_branch_to_its_states(woods: Wood, page: Page) ->
     expect(page.locator(f"#state-{woods.uid(chosen)}")).to_have_attribute("aria-selected", "true")
 
 
-def test_a_long_name_is_cut_on_a_phone_and_whole_where_the_focus_is(tmp_path: Path, browser: Browser) -> None:
+def test_a_long_name_is_cut_on_a_phone_and_whole_where_the_focus_is(
+    tmp_path: Path, browser: Browser
+) -> None:
     name = "sweep/learning_rate=0.0003,weight_decay=0.1,dropout=0.3"
     with datastates.open(tmp_path / "runs", memory_bytes=16 << 20) as repo:
         with repo.track(branch=name, rng=False, value=1, config={"lr": 0.1, "wd": 0.2}) as run:
             run.capture(metrics={"loss": 1.0}).wait()
-        with serving(repo) as address, new_page(browser, viewport={"width": 390, "height": 844}) as page:
+        with (
+            serving(repo) as address,
+            new_page(browser, viewport={"width": 390, "height": 844}) as page,
+        ):
             page.goto(f"{address}/?view=branches")
             button = page.get_by_role("button", name=name, exact=True)
             assert (
-                button.evaluate("button => button.scrollWidth > button.clientWidth && getComputedStyle(button).textOverflow") == "ellipsis"
+                button.evaluate(
+                    "button => button.scrollWidth > button.clientWidth &&"
+                    " getComputedStyle(button).textOverflow"
+                )
+                == "ellipsis"
             )
-            assert button.evaluate(ENDS_SEEN) == [False, True]  # variants differ in the end of their names
-            assert button.evaluate("button => getComputedStyle(button, '::after').content") == "none"
+            # variants differ in the end of their names
+            assert button.evaluate(ENDS_SEEN) == [
+                False,
+                True,
+            ]
+            assert (
+                button.evaluate("button => getComputedStyle(button, '::after').content") == "none"
+            )
             page.get_by_role("button", name="Branch", exact=True).focus()
             page.keyboard.press("Tab")
             while not button.evaluate("button => button === document.activeElement"):
                 page.keyboard.press("Tab")
-            assert button.evaluate("button => getComputedStyle(button, '::after').content").startswith(f'"{name}"')
-            expect(page.get_by_role("button", name=name, exact=True)).to_be_focused()  # its name is the same
+            assert button.evaluate(
+                "button => getComputedStyle(button, '::after').content"
+            ).startswith(f'"{name}"')
+            expect(
+                page.get_by_role("button", name=name, exact=True)
+            ).to_be_focused()  # its name is the same

@@ -1,4 +1,5 @@
-"""Branches by settings and metrics, and states beside each other: a real study of sixty variants."""
+"""Branches by settings and metrics, and states beside each other: a real study of sixty
+variants."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 def asked(site: Site, path: str, **query: Any) -> Any:
     """What the API says."""
-    return httpx.get(f"http://127.0.0.1:{site.port}/api/v1/repositories/runs/{path}", params=query).json()
+    return httpx.get(
+        f"http://127.0.0.1:{site.port}/api/v1/repositories/runs/{path}", params=query
+    ).json()
 
 
 def open_(page: Page, site: Site, query: str = "") -> Locator:
@@ -51,7 +54,12 @@ def open_(page: Page, site: Site, query: str = "") -> Locator:
 
 
 def lines(page: Page) -> set[str]:
-    return {str(name) for name in page.locator("[data-near]").evaluate_all("paths => paths.map(path => path.dataset.near)")}
+    return {
+        str(name)
+        for name in page.locator("[data-near]").evaluate_all(
+            "paths => paths.map(path => path.dataset.near)"
+        )
+    }
 
 
 def drag(page: Page, key: str, start: float, end: float) -> None:
@@ -77,7 +85,9 @@ def test_sixty_variants_are_drawn_over_what_varies(sweep: Site, page: Page) -> N
     loss = next(axis["values"] for axis in found["axes"] if axis["key"] == "metrics.loss")
     scale = page.get_by_role("figure", name=re.compile("Colours: loss"))
     expect(scale).to_contain_text(f"{min(loss):.4g}"[:5])
-    paths = page.locator("[data-line]").evaluate_all("paths => paths.map(path => path.getAttribute('d'))")
+    paths = page.locator("[data-line]").evaluate_all(
+        "paths => paths.map(path => path.getAttribute('d'))"
+    )
     assert len(set(paths)) >= 60, "lines through one value lie beside each other"
 
 
@@ -90,12 +100,16 @@ def test_ranges_on_axes_keep_what_has_its_values_in_all_of_them(sweep: Site, pag
     want = {
         one["branch"]
         for place, one in enumerate(drawn["branches"])
-        if values["config.lr"][place] in (0.03, 0.1) and values["config.activation"][place] == "tanh"
+        if values["config.lr"][place] in (0.03, 0.1)
+        and values["config.activation"][place] == "tanh"
     }
     assert len(want) == 12
     expect(scene.get_by_role("status").first).to_have_text(re.compile("12 of 61 branches"))
     assert lines(page) == want
-    assert set(scene.locator("[data-kept]").evaluate_all("rows => rows.map(row => row.dataset.kept)")) == want
+    assert (
+        set(scene.locator("[data-kept]").evaluate_all("rows => rows.map(row => row.dataset.kept)"))
+        == want
+    )
 
     page.reload()
     expect(page.locator("[data-near]")).to_have_count(12)
@@ -130,15 +144,22 @@ def test_a_point_names_its_branch_and_a_click_opens_it(sweep: Site, page: Page) 
     expect(page.locator(".row").first).to_be_visible()
 
 
-def test_the_scatter_plot_has_logarithmic_axes_where_values_are_spaced_so(sweep: Site, page: Page) -> None:
+def test_the_scatter_plot_has_logarithmic_axes_where_values_are_spaced_so(
+    sweep: Site, page: Page
+) -> None:
     scene = open_(page, sweep, "&compare.x=config.lr&compare.y=metrics.val_loss")
     plot = scene.get_by_role("img", name="val_loss against lr: 61 branches")
     expect(plot).to_contain_text("lr (log)")
     centres = {
         str(one[0]): float(one[1])
-        for one in plot.locator("[data-point]").evaluate_all("all => all.map(one => [one.dataset.point, one.getAttribute('cx')])")
+        for one in plot.locator("[data-point]").evaluate_all(
+            "all => all.map(one => [one.dataset.point, one.getAttribute('cx')])"
+        )
     }
-    at = [centres[f"{STUDY}/lr={rate},weight_decay=0.0,dropout=0.0,activation=relu"] for rate in ("0.001", "0.01", "0.1")]
+    at = [
+        centres[f"{STUDY}/lr={rate},weight_decay=0.0,dropout=0.0,activation=relu"]
+        for rate in ("0.001", "0.01", "0.1")
+    ]
     assert at[2] - at[1] == pytest.approx(at[1] - at[0], rel=1e-3)
 
 
@@ -146,26 +167,36 @@ def test_states_stand_beside_each_other_with_what_differs_on_top(sweep: Site, pa
     scene = open_(page, sweep)
     for box in scene.get_by_role("checkbox", name=re.compile("^Put ")).all()[:2]:
         box.check()
-    scene.get_by_role("combobox", name="A branch, a tag or a state to add").fill(f"{STUDY}/{BEST}~1")
+    scene.get_by_role("combobox", name="A branch, a tag or a state to add").fill(
+        f"{STUDY}/{BEST}~1"
+    )
     scene.get_by_role("button", name="Add").click()
     heads = scene.locator("[data-beside]")
     expect(heads).to_have_count(3)
     revs = heads.evaluate_all("heads => heads.map(head => head.dataset.beside)")
     told = asked(sweep, "comparison", rev=revs)
     for section, kind in (("Configuration", "config"), ("Metrics", "metrics")):
-        rows = scene.locator(f"[data-section={section}] [data-row]").evaluate_all("rows => rows.map(row => row.dataset.row)")
+        rows = scene.locator(f"[data-section={section}] [data-row]").evaluate_all(
+            "rows => rows.map(row => row.dataset.row)"
+        )
         assert rows == [row["key"] for row in told[kind] if row["differs"]]
-    expect(scene.locator("[data-section=Configuration] summary")).to_contain_text(re.compile(r"(is|are) the same"))
+    expect(scene.locator("[data-section=Configuration] summary")).to_contain_text(
+        re.compile(r"(is|are) the same")
+    )
     restore = scene.locator("[data-section=Restore]")
     expect(restore).to_contain_text("evicted")
-    expect(restore.get_by_role("button", name=asked(sweep, "resolve", rev="warm")["uid"][:8])).to_be_visible()
+    expect(
+        restore.get_by_role("button", name=asked(sweep, "resolve", rev="warm")["uid"][:8])
+    ).to_be_visible()
     page.reload()
     expect(heads).to_have_count(3)
     scene.get_by_role("button", name=f"Take {revs[0]} away").click()
     expect(heads).to_have_count(2)
 
 
-def test_too_many_or_unknown_states_are_a_problem_that_can_be_mended(sweep: Site, page: Page) -> None:
+def test_too_many_or_unknown_states_are_a_problem_that_can_be_mended(
+    sweep: Site, page: Page
+) -> None:
     scene = open_(page, sweep, "&compare.beside=main,mian")
     expect(scene.get_by_role("alert")).to_contain_text("mian")
     scene.get_by_role("button", name="Take mian away").click()

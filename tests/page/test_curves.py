@@ -1,4 +1,5 @@
-"""Curves of many branches: which are drawn, over what, averaged by what; and all of it in the address."""
+"""Curves of many branches: which are drawn, over what, averaged by what; and all of it in the
+address."""
 
 from __future__ import annotations
 
@@ -34,7 +35,11 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def asked(study: str, route: str, **query: Any) -> dict[str, Any]:
     """What the API says."""
-    found: dict[str, Any] = httpx.get(f"{study}/api/v1/repositories/wood/{route}", params=query).raise_for_status().json()
+    found: dict[str, Any] = (
+        httpx.get(f"{study}/api/v1/repositories/wood/{route}", params=query)
+        .raise_for_status()
+        .json()
+    )
     return found
 
 
@@ -51,7 +56,10 @@ def rows(chart: Locator) -> Locator:
 
 
 def names(chart: Locator) -> set[str]:
-    return {str(name) for name in rows(chart).locator("th").evaluate_all("cells => cells.map(cell => cell.title)")}
+    return {
+        str(name)
+        for name in rows(chart).locator("th").evaluate_all("cells => cells.map(cell => cell.title)")
+    }
 
 
 def said(page: Page, name: str) -> str | None:
@@ -114,7 +122,9 @@ def test_groups_are_means_with_a_band_that_is_said(study: str, page: Page) -> No
     chart = open_(page, study, "curves.pick=all")
     page.get_by_role("combobox", name="Mean by").select_option("config.lr")
     expect(rows(chart)).to_have_count(len(RATES))
-    lines = asked(study, "series", head=[f"lr-0.03/seed-{seed}" for seed in range(SEEDS)], key="loss")["lines"]
+    lines = asked(
+        study, "series", head=[f"lr-0.03/seed-{seed}" for seed in range(SEEDS)], key="loss"
+    )["lines"]
     last = [line["values"][-1] for line in lines]
     row = rows(chart).filter(has_text="lr 0.03")
     expect(row).to_contain_text(f"{SEEDS} branches")
@@ -128,15 +138,21 @@ def test_groups_are_means_with_a_band_that_is_said(study: str, page: Page) -> No
     assert (said(page, "group"), said(page, "band")) == ("config.lr", "sigma")
 
 
-@pytest.mark.parametrize(("axis", "label"), [("time", "time"), ("elapsed", "time since it began"), ("epoch", "epoch")])
-def test_curves_are_drawn_over_time_and_epochs_too(study: str, page: Page, axis: str, label: str) -> None:
+@pytest.mark.parametrize(
+    ("axis", "label"), [("time", "time"), ("elapsed", "time since it began"), ("epoch", "epoch")]
+)
+def test_curves_are_drawn_over_time_and_epochs_too(
+    study: str, page: Page, axis: str, label: str
+) -> None:
     chart = open_(page, study, "curves.lines=lr-0.1%252Fseed-1")
     page.get_by_role("combobox", name="What curves are drawn over").select_option(axis)
     expect(chart.get_by_role("img", name=f"loss over {label};")).to_be_visible()
     assert said(page, "x") == axis
     expect(rows(chart)).to_have_count(1)
     chart.locator(".u-over").hover()
-    expect(chart.get_by_role("columnheader").nth(1)).to_contain_text({"time": "at 20", "elapsed": "at after", "epoch": "at epoch"}[axis])
+    expect(chart.get_by_role("columnheader").nth(1)).to_contain_text(
+        {"time": "at 20", "elapsed": "at after", "epoch": "at epoch"}[axis]
+    )
 
 
 def test_far_outliers_are_left_out_and_it_is_said(study: str, page: Page) -> None:
@@ -157,7 +173,9 @@ def test_a_point_that_is_picked_opens_its_state_and_the_curves_stay(study: str, 
     assert box is not None
     over.click(position={"x": box["width"] - 3, "y": box["height"] / 2})
     newest = asked(study, "resolve", rev="lr-0.1/seed-1")["uid"]
-    expect(page.get_by_role("complementary", name="The selected state").locator("code.uid")).to_have_text(newest)
+    expect(
+        page.get_by_role("complementary", name="The selected state").locator("code.uid")
+    ).to_have_text(newest)
     expect(over).to_be_visible()
     page.get_by_role("group", name="Metrics").get_by_role("button", name="val_loss").first.click()
     expect(page.locator("[data-panel=curves] [data-key=val_loss] canvas")).to_be_visible()
@@ -176,7 +194,9 @@ def test_the_curves_fill_the_page_and_escape_brings_them_back(study: str, page: 
     expect(chart).to_have_count(0)
 
 
-def test_the_size_of_the_panel_is_set_by_keys_or_dragged_and_remembered(study: str, page: Page) -> None:
+def test_the_size_of_the_panel_is_set_by_keys_or_dragged_and_remembered(
+    study: str, page: Page
+) -> None:
     open_(page, study)
     region = page.get_by_role("region", name="Curves", exact=True)
 

@@ -54,7 +54,11 @@ def texts(saved: Download) -> set[str]:
     assert tree.tag == f"{SVG}svg"
     ground = tree.find(f"{SVG}rect")
     assert ground is not None
-    assert (ground.get("fill"), ground.get("width"), ground.get("height")) == ("#ffffff", tree.get("width"), tree.get("height"))
+    assert (ground.get("fill"), ground.get("width"), ground.get("height")) == (
+        "#ffffff",
+        tree.get("width"),
+        tree.get("height"),
+    )
     return {"".join(each.itertext()) for each in tree.iter(f"{SVG}text")}
 
 
@@ -67,7 +71,9 @@ def size_of_png(saved: Download) -> tuple[int, int]:
 @pytest.fixture(scope="module")
 def formulas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[NewState]]]:
     """1,200 states on one branch, whose messages and keys a spreadsheet would take for formulas."""
-    with datastates.open(tmp_path_factory.mktemp("formulas") / "runs", memory_bytes=1 << 20) as repo:
+    with datastates.open(
+        tmp_path_factory.mktemp("formulas") / "runs", memory_bytes=1 << 20
+    ) as repo:
         made: list[NewState] = []
         for step in range(1_200):
             parent = made[-1].facts.uid if made else None
@@ -96,7 +102,9 @@ def formulas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, li
             yield address, made
 
 
-def test_all_that_a_filter_finds_is_saved_in_full_and_no_text_is_a_formula(formulas: tuple[str, list[NewState]], page: Page) -> None:
+def test_all_that_a_filter_finds_is_saved_in_full_and_no_text_is_a_formula(
+    formulas: tuple[str, list[NewState]], page: Page
+) -> None:
     address, made = formulas
     page.goto(f"{address}/?view=states&q=step+>=+1&sort=step+asc")
     page.locator("[role=row][id^=state-]").first.wait_for()
@@ -104,15 +112,21 @@ def test_all_that_a_filter_finds_is_saved_in_full_and_no_text_is_a_formula(formu
     assert saved.suggested_filename == "wood-found.csv"
     found = rows(saved)
     assert [row["uid"] for row in found] == [state.facts.uid for state in made[1:]]
-    assert [float(row["metrics.loss"]) for row in found] == [state.facts.metrics["loss"] for state in made[1:]]
-    assert [float(row["metrics.=gain"]) for row in found] == [state.facts.metrics["=gain"] for state in made[1:]]
+    assert [float(row["metrics.loss"]) for row in found] == [
+        state.facts.metrics["loss"] for state in made[1:]
+    ]
+    assert [float(row["metrics.=gain"]) for row in found] == [
+        state.facts.metrics["=gain"] for state in made[1:]
+    ]
     assert {row["metrics.odd"] for row in found} == {"NaN"}
     assert found[1]["message"] == "'-2, or so"
     assert found[1]["attr.note"] == """'=HYPERLINK("http://x","y")"""
     expect(page.get_by_role("status").filter(has_text="1\u2009199 rows")).to_be_visible()
 
 
-def test_a_long_export_says_how_far_it_is_and_can_be_given_up(formulas: tuple[str, list[NewState]], page: Page) -> None:
+def test_a_long_export_says_how_far_it_is_and_can_be_given_up(
+    formulas: tuple[str, list[NewState]], page: Page
+) -> None:
     held = threading.Event()
 
     def hold(route: Any) -> None:
@@ -152,7 +166,9 @@ def test_branches_and_the_history_are_saved_whole(woods: Wood, page: Page) -> No
     assert {"Graph", "Names", "Step", "its bytes are gone"} <= texts(graph)
 
 
-def test_curves_are_saved_as_numbers_and_as_a_picture_with_axes_and_legend(shared: Site, grown: Grown, page: Page) -> None:
+def test_curves_are_saved_as_numbers_and_as_a_picture_with_axes_and_legend(
+    shared: Site, grown: Grown, page: Page
+) -> None:
     page.emulate_media(color_scheme="dark")
     page.goto(shared.address("view=graph&panel=curves&key=loss&head=main&head=hot"))
     page.locator("[data-panel=curves] canvas").first.wait_for()
@@ -160,7 +176,10 @@ def test_curves_are_saved_as_numbers_and_as_a_picture_with_axes_and_legend(share
     assert saved.suggested_filename == "runs-curves-loss.csv"
     points = {(row["branch"], row["state"]): row for row in rows(saved)}
     newest = grown["main"]
-    assert (points["main", newest.uid]["step"], float(points["main", newest.uid]["loss"])) == (str(newest.step), newest.metrics["loss"])
+    assert (points["main", newest.uid]["step"], float(points["main", newest.uid]["loss"])) == (
+        str(newest.step),
+        newest.metrics["loss"],
+    )
     assert len([1 for branch, _ in points if branch == "main"]) == newest.step
     assert {"loss", "step", "main", "hot", "fork"} <= texts(save(page, "Curves of loss", "SVG"))
     width, height = size_of_png(save(page, "Curves of loss", "PNG"))
@@ -170,13 +189,22 @@ def test_curves_are_saved_as_numbers_and_as_a_picture_with_axes_and_legend(share
 
 def test_a_diff_saves_its_tensors_and_the_histogram(shared: Site, grown: Grown, page: Page) -> None:
     old, new = grown["warm"], grown["hot"]
-    page.goto(shared.address(f"view=graph&mark={old.uid}&state={new.uid}&panel=diff&diff.tensor=model/head.weight"))
+    page.goto(
+        shared.address(
+            f"view=graph&mark={old.uid}&state={new.uid}&panel=diff&diff.tensor=model/head.weight"
+        )
+    )
     page.locator("[data-spread] svg").wait_for()
     found = {row["path"]: row for row in rows(save(page, "Changes of tensors", "CSV"))}
     assert found["model/classes.weight"]["shape"] == "4x32"
     bins = rows(save(page, "Histogram of model/head.weight", "CSV"))
-    assert [sum(int(row[f"{name}.count"]) for row in bins) for name in (f"old {old.uid[:8]}", f"new {new.uid[:8]}")] == [128, 128]
-    assert {"value", "elements in a bin", "Values of model/head.weight"} <= texts(save(page, "Histogram of model/head.weight", "SVG"))
+    assert [
+        sum(int(row[f"{name}.count"]) for row in bins)
+        for name in (f"old {old.uid[:8]}", f"new {new.uid[:8]}")
+    ] == [128, 128]
+    assert {"value", "elements in a bin", "Values of model/head.weight"} <= texts(
+        save(page, "Histogram of model/head.weight", "SVG")
+    )
 
 
 def test_comparing_saves_axes_points_and_states(shared: Site, page: Page) -> None:
@@ -187,10 +215,19 @@ def test_comparing_saves_axes_points_and_states(shared: Site, page: Page) -> Non
     )
     page.locator("[data-beside]").first.wait_for()
     page.locator("[data-line]").first.wait_for()
-    assert {row["branch"] for row in rows(save(page, "Parallel coordinates", "CSV"))} >= {"main", "hot", "no-dropout"}
-    assert {"lr", "loss", "coloured by loss (log)"} <= texts(save(page, "Parallel coordinates", "SVG"))
+    assert {row["branch"] for row in rows(save(page, "Parallel coordinates", "CSV"))} >= {
+        "main",
+        "hot",
+        "no-dropout",
+    }
+    assert {"lr", "loss", "coloured by loss (log)"} <= texts(
+        save(page, "Parallel coordinates", "SVG")
+    )
     saved = save(page, "Scatter of loss against lr", "SVG")
     assert saved.suggested_filename == "runs-scatter-lr-loss.svg"
     assert {"lr (log)", "loss (log)", "loss against lr"} <= texts(saved)
-    beside = {(row["kind"], row["name"]): row for row in rows(save(page, "States beside each other", "CSV"))}
+    beside = {
+        (row["kind"], row["name"]): row
+        for row in rows(save(page, "States beside each other", "CSV"))
+    }
     assert (beside["metric", "lr"]["main"], beside["metric", "lr"]["hot"]) == ("0.02", "0.15")

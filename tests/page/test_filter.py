@@ -1,4 +1,5 @@
-"""The filter bar: the search grammar with help, errors where they are, and orders by a click on a header."""
+"""The filter bar: the search grammar with help, errors where they are, and orders by a click on
+a header."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def bar(page: Page) -> Locator:
 def steps(page: Page) -> list[int]:
     """The steps of the rows, from the top."""
     texts = page.locator("[role=row][id^=state-]").evaluate_all(
-        "rows => rows.sort((a, b) => a.ariaRowIndex - b.ariaRowIndex).map(row => row.querySelector('.step').textContent)"
+        "rows => rows.sort((a, b) => a.ariaRowIndex - b.ariaRowIndex).map(row =>"
+        " row.querySelector('.step').textContent)"
     )
     return [int(text) for text in texts]
 
@@ -38,7 +40,9 @@ def test_or_finds_what_either_finds(woods: Wood, open_page: Open) -> None:
     page = open_page(woods.at())
     bar(page).fill("step = 7 or step = 9 and branch = main")
     bar(page).press("Enter")
-    expect(page.get_by_role("grid", name="States that were found")).to_have_attribute("aria-rowcount", "3")
+    expect(page.get_by_role("grid", name="States that were found")).to_have_attribute(
+        "aria-rowcount", "3"
+    )
     assert steps(page) == [9, 7]
 
 
@@ -97,7 +101,9 @@ def test_a_header_sorts_down_up_and_not(woods: Wood, open_page: Open) -> None:
     newest = steps(page)[0]
     header.get_by_role("button").click()
     expect(header).to_have_attribute("aria-sort", "descending")
-    expect(page.locator("[role=row][id^=state-]").first).to_contain_text(f"{woods.repo.find('order by metrics.loss desc limit 1')[0].step}")
+    expect(page.locator("[role=row][id^=state-]").first).to_contain_text(
+        f"{woods.repo.find('order by metrics.loss desc limit 1')[0].step}"
+    )
     header.get_by_role("button").click()
     expect(header).to_have_attribute("aria-sort", "ascending")
     least = woods.repo.find("order by metrics.loss limit 3")
@@ -108,7 +114,9 @@ def test_a_header_sorts_down_up_and_not(woods: Wood, open_page: Open) -> None:
     assert steps(page)[0] == newest
 
 
-def test_a_header_takes_the_place_of_the_order_that_was_written(woods: Wood, open_page: Open) -> None:
+def test_a_header_takes_the_place_of_the_order_that_was_written(
+    woods: Wood, open_page: Open
+) -> None:
     page = open_page(woods.at("q=branch+%3D+main+order+by+step+limit+5"))
     expect(page.get_by_role("grid")).to_have_attribute("aria-rowcount", "6")
     page.get_by_role("columnheader", name="Step").get_by_role("button").click()
@@ -148,7 +156,9 @@ def test_nothing_found_says_so(woods: Wood, open_page: Open) -> None:
     expect(page.locator("[role=row][id^=state-]").first).to_be_visible()
 
 
-def test_the_end_of_what_was_found_is_its_last_state_not_the_last_one_that_was_loaded(woods: Wood, open_page: Open) -> None:
+def test_the_end_of_what_was_found_is_its_last_state_not_the_last_one_that_was_loaded(
+    woods: Wood, open_page: Open
+) -> None:
     page = open_page(woods.at("q=order+by+created"))
     found = page.get_by_role("grid", name="States that were found")
     expect(found).to_have_attribute("aria-rowcount", "201")
@@ -159,13 +169,19 @@ def test_the_end_of_what_was_found_is_its_last_state_not_the_last_one_that_was_l
     expect(found).to_have_attribute("aria-rowcount", str(len(newest) + 1))
 
 
-def test_the_end_is_reached_although_the_search_would_be_repeated_meanwhile(woods: Wood, open_page: Open) -> None:
+def test_the_end_is_reached_although_the_search_would_be_repeated_meanwhile(
+    woods: Wood, open_page: Open
+) -> None:
     page = open_page(woods.at("q=order+by+created"))
-    expect(page.get_by_role("grid", name="States that were found")).to_have_attribute("aria-rowcount", "201")
+    expect(page.get_by_role("grid", name="States that were found")).to_have_attribute(
+        "aria-rowcount", "201"
+    )
 
     def hold(route: Route) -> None:
         if "fields=uid" not in route.request.url:  # the last states themselves, not their count
-            page.wait_for_timeout(3000)  # longer than the page waits after an event, of which the first one says that it is connected
+            # longer than the page waits after an event, of which the first one says that it is
+            # connected
+            page.wait_for_timeout(3000)
         route.continue_()
 
     page.route("**/states?*after=*", hold)
@@ -177,4 +193,10 @@ def test_what_a_filter_speaks_of_has_columns(woods: Wood, open_page: Open) -> No
     page = open_page(woods.at("q=attr.epoch+>+3+order+by+metrics.val_loss"))
     page.get_by_role("grid", name="States that were found").wait_for()
     titles = page.get_by_role("columnheader").all_inner_texts()
-    assert [title.strip(" ▾▴") for title in titles[1:6]] == ["Names", "Step", "epoch", "val_loss", "loss"]
+    assert [title.strip(" ▾▴") for title in titles[1:6]] == [
+        "Names",
+        "Step",
+        "epoch",
+        "val_loss",
+        "loss",
+    ]

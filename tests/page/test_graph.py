@@ -1,4 +1,5 @@
-"""Graph and table: the same rows, in the lanes that the server gives them, also far down, also while states are captured."""
+"""Graph and table: the same rows, in the lanes that the server gives them, also far down, also
+while states are captured."""
 
 from __future__ import annotations
 
@@ -36,14 +37,19 @@ def row(page: Page, uid: str) -> Locator:
 
 
 def height_of(page: Page, uid: str) -> float:
-    """Where the row of a state is; asked at once, as the same element shows another state when rows appear above."""
+    """Where the row of a state is; asked at once, as the same element shows another state when
+    rows appear above."""
     row(page, uid).wait_for()
-    return float(page.evaluate("id => document.getElementById(id).getBoundingClientRect().y", f"state-{uid}"))
+    return float(
+        page.evaluate("id => document.getElementById(id).getBoundingClientRect().y", f"state-{uid}")
+    )
 
 
 def graph_of(wood: Wood, **query: Any) -> dict[str, Any]:
     """What the API says of the whole graph."""
-    found: dict[str, Any] = httpx.get(f"{wood.address}/api/v1/repositories/wood/graph", params={"count": 1000, **query}).json()
+    found: dict[str, Any] = httpx.get(
+        f"{wood.address}/api/v1/repositories/wood/graph", params={"count": 1000, **query}
+    ).json()
     return found
 
 
@@ -51,7 +57,8 @@ def test_rows_stand_in_the_order_of_the_history(woods: Wood, open_page: Open) ->
     page = open_page(woods.at())
     rows = graph_of(woods)["rows"]
     shown = page.locator("[role=row][id^=state-]").evaluate_all(
-        "rows => rows.map(row => [row.id, +row.ariaRowIndex]).sort((a, b) => a[1] - b[1]).map(one => one[0])"
+        "rows => rows.map(row => [row.id, +row.ariaRowIndex]).sort((a, b) => a[1] - b[1]).map(one"
+        " => one[0])"
     )
     assert len(shown) > 25
     assert shown == [f"state-{one['state']['uid']}" for one in rows[: len(shown)]]
@@ -59,7 +66,10 @@ def test_rows_stand_in_the_order_of_the_history(woods: Wood, open_page: Open) ->
 
 def test_every_state_has_its_dot_in_its_lane(woods: Wood, open_page: Open) -> None:
     rows = graph_of(woods)["rows"]
-    widest = max(range(len(rows) - 24), key=lambda index: len({one["lane"] for one in rows[index : index + 24]}))
+    widest = max(
+        range(len(rows) - 24),
+        key=lambda index: len({one["lane"] for one in rows[index : index + 24]}),
+    )
     page = open_page(woods.at())
     grid(page).evaluate(SCROLL, widest)
     row(page, rows[widest + 5]["state"]["uid"]).wait_for()
@@ -76,13 +86,19 @@ def test_every_state_has_its_dot_in_its_lane(woods: Wood, open_page: Open) -> No
 
 def test_lines_of_two_lanes_have_two_colours(woods: Wood, open_page: Open) -> None:
     rows = graph_of(woods)["rows"]
-    place = next(index for index, one in enumerate(rows) if {0, 1} <= set(one["above"]) and not one["joins"] and index > 40)
+    place = next(
+        index
+        for index, one in enumerate(rows)
+        if {0, 1} <= set(one["above"]) and not one["joins"] and index > 40
+    )
     page = open_page(woods.at())
     grid(page).evaluate(SCROLL, place - 3)
     row(page, rows[place]["state"]["uid"]).wait_for()
     box = row(page, rows[place]["state"]["uid"]).bounding_box()
     assert box is not None
-    first, second = (page.evaluate(INK, [box["x"] + 15 + 14 * lane, box["y"] + 2]) for lane in (0, 1))
+    first, second = (
+        page.evaluate(INK, [box["x"] + 15 + 14 * lane, box["y"] + 2]) for lane in (0, 1)
+    )
     assert None not in (first, second)
     assert first != second
 
@@ -100,7 +116,9 @@ def test_rows_far_down_are_fetched_when_they_come_in_sight(woods: Wood, open_pag
 def test_pointing_at_a_line_names_its_branch(woods: Wood, open_page: Open) -> None:
     rows = graph_of(woods)["rows"]
     place = next(
-        index for index, one in enumerate(rows) if one["lane"] == 1 and one["state"]["attributes"]["variant"].startswith("round-3/")
+        index
+        for index, one in enumerate(rows)
+        if one["lane"] == 1 and one["state"]["attributes"]["variant"].startswith("round-3/")
     )
     page = open_page(woods.at())
     grid(page).evaluate(SCROLL, place - 3)
@@ -139,7 +157,9 @@ def test_new_states_appear_at_the_top(wood: Wood, open_page: Open) -> None:
     assert grid(page).evaluate(OFFSET) == 0
 
 
-def test_what_one_reads_stays_where_it_is_while_states_are_captured(wood: Wood, open_page: Open) -> None:
+def test_what_one_reads_stays_where_it_is_while_states_are_captured(
+    wood: Wood, open_page: Open
+) -> None:
     page = open_page(wood.at())
     grid(page).evaluate(SCROLL, 60)
     known = wood.history()
@@ -148,7 +168,8 @@ def test_what_one_reads_stays_where_it_is_while_states_are_captured(wood: Wood, 
     pill = page.get_by_role("button", name="4 new")
     expect(pill).to_be_visible()
     assert height_of(page, known[70]) == before
-    grid(page).evaluate(SCROLL, 180)  # below are rows that are not here: they come from the longer history
+    # below are rows that are not here: they come from the longer history
+    grid(page).evaluate(SCROLL, 180)
     before = height_of(page, known[190])
     expect(row(page, known[190])).to_have_attribute("aria-rowindex", str(190 + 2 + 4))
     assert height_of(page, known[190]) == before
@@ -179,8 +200,15 @@ def test_panning_over_many_states_keeps_its_frames(woods: Wood, open_page: Open)
     session.send("Performance.enable", {"timeDomain": "threadTicks"})
 
     def processor_s() -> float:
-        """What the page's main thread has used so far: what runs beside this test does not count."""
-        return float(next(one["value"] for one in session.send("Performance.getMetrics")["metrics"] if one["name"] == "TaskDuration"))
+        """What the page's main thread has used so far: what runs beside this test does not
+        count."""
+        return float(
+            next(
+                one["value"]
+                for one in session.send("Performance.getMetrics")["metrics"]
+                if one["name"] == "TaskDuration"
+            )
+        )
 
     before = processor_s()
     grid(page).evaluate(PAN)
@@ -193,7 +221,9 @@ def folded_of(wood: Wood) -> dict[str, Any]:
     return graph_of(wood, fold="true", alone=best)
 
 
-def test_stretches_of_states_are_one_row_until_they_are_opened(woods: Wood, open_page: Open) -> None:
+def test_stretches_of_states_are_one_row_until_they_are_opened(
+    woods: Wood, open_page: Open
+) -> None:
     page = open_page(woods.at("view=graph"))
     every, folded = graph_of(woods), folded_of(woods)
     assert folded["total"] * 10 < every["total"] == folded["states"]
@@ -222,14 +252,18 @@ def test_a_stretch_is_opened_by_keys(woods: Wood, open_page: Open) -> None:
     expect(page.locator("[data-panel=detail] code.uid")).to_have_text(folded[place]["state"]["uid"])
 
 
-def test_a_state_within_a_stretch_gets_a_row_of_its_own_when_it_is_asked_for(woods: Wood, open_page: Open) -> None:
+def test_a_state_within_a_stretch_gets_a_row_of_its_own_when_it_is_asked_for(
+    woods: Wood, open_page: Open
+) -> None:
     uid = woods.uid("main@step:45")
     page = open_page(woods.at(f"view=graph&state={uid}"))
     expect(row(page, uid)).to_be_in_viewport()
     expect(row(page, uid)).not_to_contain_text("states")
 
 
-def test_the_best_state_has_a_row_of_its_own_in_the_folded_graph(woods: Wood, open_page: Open) -> None:
+def test_the_best_state_has_a_row_of_its_own_in_the_folded_graph(
+    woods: Wood, open_page: Open
+) -> None:
     page = open_page(woods.at("view=graph"))
     best = woods.repo.find("order by metrics.loss limit 1")[0]
     grid(page).evaluate("element => element.scrollTop = 0")
@@ -253,7 +287,11 @@ def test_a_branch_has_one_colour_in_chips_graph_and_curves(woods: Wood, open_pag
     lane = next(one["lane"] for one in rows if one["state"]["uid"] == woods.uid(name))
     dot = page.evaluate(INK, [box["x"] + 15 + 14 * lane, box["y"] + ROW / 2])
     stroke = page.locator("[data-panel=curves] .legend tr", has_text=name).locator(".stroke line")
-    assert f"rgb({', '.join(map(str, dot))})" == colour == stroke.first.evaluate("one => getComputedStyle(one).stroke")
+    assert (
+        f"rgb({', '.join(map(str, dot))})"
+        == colour
+        == stroke.first.evaluate("one => getComputedStyle(one).stroke")
+    )
 
 
 def test_main_stands_in_the_first_column_in_its_own_colour(woods: Wood) -> None:
@@ -272,11 +310,15 @@ def test_the_overview_leads_to_where_it_is_clicked(woods: Wood, open_page: Open)
     expect(row(page, woods.uid("warm~39"))).to_be_in_viewport()
 
 
-def test_the_graph_is_zoomed_by_keys_wheel_and_link(woods: Wood, open_page: Callable[[str], Page]) -> None:
+def test_the_graph_is_zoomed_by_keys_wheel_and_link(
+    woods: Wood, open_page: Callable[[str], Page]
+) -> None:
     page = open_page(woods.at("view=states"))
     grid = page.get_by_role("grid")
     row = page.locator("[role=row][id^=state-]").first
-    tall = page.evaluate("() => document.querySelector('[role=row][id^=state-]').getBoundingClientRect().height")
+    tall = page.evaluate(
+        "() => document.querySelector('[role=row][id^=state-]').getBoundingClientRect().height"
+    )
 
     def height() -> float:
         return float(row.bounding_box()["height"])  # type: ignore[index]  # it is shown
@@ -298,7 +340,8 @@ def test_the_graph_is_zoomed_by_keys_wheel_and_link(woods: Wood, open_page: Call
     page.mouse.wheel(0, -120)
     page.keyboard.up("Control")
     page.wait_for_url("**graph.zoom=0.8*")
-    page.wait_for_function(f"({under})([{x}, {y}]) === '{before}'")  # what the pointer is on stays there
+    # what the pointer is on stays there
+    page.wait_for_function(f"({under})([{x}, {y}]) === '{before}'")
     page.mouse.click(x, y)
     expect(page.locator(f"#{before}")).to_have_attribute("aria-selected", "true")
     page.goto(page.url)

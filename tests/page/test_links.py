@@ -1,4 +1,5 @@
-"""Links that others made: what they name and is not there is said, and they leave alone what somebody has chosen for themselves."""
+"""Links that others made: what they name and is not there is said, and they leave alone what
+somebody has chosen for themselves."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn("page/links")]
 
 
-def test_a_repository_that_is_not_there_is_said_with_those_that_are(woods: Wood, page: Page) -> None:
+def test_a_repository_that_is_not_there_is_said_with_those_that_are(
+    woods: Wood, page: Page
+) -> None:
     page.goto(f"{woods.address}/?repo=forest&q=step+%3E+3&view=states")
 
     trouble = page.get_by_role("alert")
@@ -39,7 +42,9 @@ def test_a_state_that_is_gone_is_said(woods: Wood, page: Page) -> None:
 def test_a_link_of_somebody_else_leaves_my_columns_alone(woods: Wood, page: Page) -> None:
     page.goto(woods.at("repo=wood"))
     page.get_by_role("button", name="Columns").click()
-    page.get_by_role("button", name="Move step to the left").or_(page.get_by_role("button", name="Move Step to the left")).first.wait_for()
+    page.get_by_role("button", name="Move step to the left").or_(
+        page.get_by_role("button", name="Move Step to the left")
+    ).first.wait_for()
     page.get_by_role("checkbox").first.uncheck()
     mine = page.evaluate("localStorage.getItem('datastates.view.wood')")
     assert mine is not None
@@ -73,7 +78,11 @@ def test_a_view_with_a_name_is_shown_again_renamed_and_deleted(woods: Wood, page
     expect(page.get_by_text("No view has a name yet")).to_be_visible()
 
 
-def test_a_link_that_names_no_repository_draws_the_curves_that_it_names(shared: Site, page: Page) -> None:
+def test_a_link_that_names_no_repository_draws_the_curves_that_it_names(
+    shared: Site, page: Page
+) -> None:
     page.goto(f"http://127.0.0.1:{shared.port}/?panel=curves&key=loss&curves.lines=main,hot")
-    expect(page.locator("[data-panel=curves] [data-key=loss]")).to_have_attribute("data-curves", "2")
+    expect(page.locator("[data-panel=curves] [data-key=loss]")).to_have_attribute(
+        "data-curves", "2"
+    )
     expect(page.get_by_text("any more")).to_have_count(0)

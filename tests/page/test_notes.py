@@ -1,4 +1,5 @@
-"""Notes on the page: written, edited and deleted with a token; and whatever somebody writes, it can do nothing."""
+"""Notes on the page: written, edited and deleted with a token; and whatever somebody writes, it
+can do nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ ATTACKS = (
     "![pixel](https://evil.invalid/pixel.png)",
     '![x](x" onerror="window.hacked=1)',
     '<a href="javascript:window.hacked=1" style="position:fixed;inset:0">all of it</a>',
-    '<math><mtext><table><mglyph><style><!--</style><img title="--&gt;&lt;img src=1 onerror=window.hacked=1&gt;">',
+    (
+        '<math><mtext><table><mglyph><style><!--</style><img title="--&gt;&lt;img src=1'
+        ' onerror=window.hacked=1&gt;">'
+    ),
     "```<img src=x onerror=window.hacked=1>\n<script>window.hacked = 1</script>\n```",
     "# <details open ontoggle=window.hacked=1>",
     "| a |\n|---|\n| <img src=x onerror=window.hacked=1> |",
@@ -46,7 +50,9 @@ ATTACKS = (
 def write(site: Site, uid: str, text: str, author: str = "mallory") -> None:
     body = {"state": uid, "text": text, "author": author}
     made = httpx.post(
-        f"http://127.0.0.1:{site.port}/api/v1/repositories/runs/notes", json=body, headers={"Authorization": f"Bearer {TOKEN}"}
+        f"http://127.0.0.1:{site.port}/api/v1/repositories/runs/notes",
+        json=body,
+        headers={"Authorization": f"Bearer {TOKEN}"},
     )
     assert made.status_code == 201
 
@@ -61,7 +67,9 @@ def test_a_note_is_written_edited_and_deleted(writable: Site, grown: Grown, page
     expect(notes).to_contain_text("Nothing is noted", timeout=20_000)  # the server has just begun
 
     notes.get_by_role("button", name="Write a note").click()
-    notes.get_by_label("Markdown").fill("Diverges **here**, see [the log](https://example.org/log)\n\n- one\n- two")
+    notes.get_by_label("Markdown").fill(
+        "Diverges **here**, see [the log](https://example.org/log)\n\n- one\n- two"
+    )
     notes.get_by_label("Your name").fill("ada")
     notes.get_by_role("button", name="Save").click()
 
@@ -85,7 +93,9 @@ def test_a_note_is_written_edited_and_deleted(writable: Site, grown: Grown, page
     expect(notes.locator("article")).to_have_count(0)
 
 
-def test_two_people_who_edit_one_note_lose_no_text(writable: Site, grown: Grown, page: Page) -> None:
+def test_two_people_who_edit_one_note_lose_no_text(
+    writable: Site, grown: Grown, page: Page
+) -> None:
     uid = grown["main~2"].uid
     write(writable, uid, "first", author="ada")
     page.goto(writable.address(f"state={uid}&panel=detail", token=TOKEN))
@@ -103,7 +113,9 @@ def test_two_people_who_edit_one_note_lose_no_text(writable: Site, grown: Grown,
     expect(section(other)).to_contain_text("read it again")
     expect(section(other).get_by_label("Markdown")).to_have_value("theirs")
     section(other).get_by_role("button", name="Cancel").click()
-    expect(section(other).locator("article .text"), "the event brought the other text").to_have_text("mine")
+    expect(
+        section(other).locator("article .text"), "the event brought the other text"
+    ).to_have_text("mine")
     section(page).get_by_role("button", name="Edit").click()
     section(other).get_by_role("button", name="Delete").click()
     section(other).get_by_role("button", name="Yes, delete it").click()
@@ -128,7 +140,9 @@ def test_whoever_may_only_read_gets_no_form(shared: Site, grown: Grown, page: Pa
     expect(page.get_by_role("button", name="Write a note")).to_have_count(0)
 
 
-def test_what_somebody_writes_into_a_note_can_do_nothing(writable: Site, grown: Grown, page: Page) -> None:
+def test_what_somebody_writes_into_a_note_can_do_nothing(
+    writable: Site, grown: Grown, page: Page
+) -> None:
     uid = grown["warm~1"].uid
     for attack in ATTACKS:
         write(writable, uid, attack, author=attack[:255])
@@ -141,13 +155,26 @@ def test_what_somebody_writes_into_a_note_can_do_nothing(writable: Site, grown: 
     expect(notes.locator("article .text").last).not_to_be_empty()
 
     inside = (
-        "script, img, svg, iframe, style, form, input, math, details, object, embed, [style], [onerror], [onclick], [onmouseover], [id]"
+        "script, img, svg, iframe, style, form, input, math, details, object, embed, [style],"
+        " [onerror], [onclick], [onmouseover], [id]"
     )
     assert notes.locator("article").locator(inside).count() == 0
-    addresses = notes.locator("article a").evaluate_all("links => links.map((link) => [link.getAttribute('href'), link.rel, link.target])")
-    assert [address for address, _, _ in addresses if address is not None and not address.startswith(("https://", "mailto:"))] == []
-    assert {(rel, target) for _, rel, target in addresses} == {("noopener noreferrer nofollow", "_blank")}
-    notes.locator("article a:not([href^=http])").evaluate_all("links => links.forEach((link) => link.click())")
+    addresses = notes.locator("article a").evaluate_all(
+        "links => links.map((link) => [link.getAttribute('href'), link.rel, link.target])"
+    )
+    assert [
+        address
+        for address, _, _ in addresses
+        if address is not None and not address.startswith(("https://", "mailto:"))
+    ] == []
+    assert {(rel, target) for _, rel, target in addresses} == {
+        ("noopener noreferrer nofollow", "_blank")
+    }
+    notes.locator("article a:not([href^=http])").evaluate_all(
+        "links => links.forEach((link) => link.click())"
+    )
     assert page.evaluate("window.hacked") is None
-    assert [url for url in asked if not url.startswith((f"http://127.0.0.1:{writable.port}/", "blob:"))] == []
+    assert [
+        url for url in asked if not url.startswith((f"http://127.0.0.1:{writable.port}/", "blob:"))
+    ] == []
     expect(notes.locator("article").first).to_be_visible()

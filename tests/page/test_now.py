@@ -1,4 +1,5 @@
-"""What runs and what lies where, on the page: two trainings while somebody looks, pins, and eviction by who may."""
+"""What runs and what lies where, on the page: two trainings while somebody looks, pins, and
+eviction by who may."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 
-def test_two_trainings_are_seen_while_they_run(site: Site, page: Page, training: Callable[..., Training]) -> None:
+def test_two_trainings_are_seen_while_they_run(
+    site: Site, page: Page, training: Callable[..., Training]
+) -> None:
     one, two = training(site.folder, "main"), training(site.folder, "second", "warm")
     one.step()
     two.step()
@@ -53,9 +56,17 @@ def test_bytes_by_tier_and_branch_are_those_of_the_lineage(shared: Site, page: P
     expect(page.get_by_text("no process tracks this repository")).to_be_visible()
 
 
-def test_what_retention_would_drop_is_listed_with_reasons_and_a_disk_in_trouble_is_told(shared: Site, grown: Grown, page: Page) -> None:
+def test_what_retention_would_drop_is_listed_with_reasons_and_a_disk_in_trouble_is_told(
+    shared: Site, grown: Grown, page: Page
+) -> None:
     state = grown["warm~1"]
-    drop = {"state": state.uid, "branch": "main", "step": 5, "bytes": 4096, "reason": "no rule keeps it"}
+    drop = {
+        "state": state.uid,
+        "branch": "main",
+        "step": 5,
+        "bytes": 4096,
+        "reason": "no rule keeps it",
+    }
     told = {
         "policy": "latest:1",
         "items": [drop],
@@ -65,7 +76,9 @@ def test_what_retention_would_drop_is_listed_with_reasons_and_a_disk_in_trouble_
         "kept": {"tag warm leads to it": 2},
     }
     storage = f"{shared.address().partition('?')[0]}api/v1/repositories/runs/storage"
-    trouble = "nothing can be written since 12 s, and 3 states wait in memory: No space left on device"
+    trouble = (
+        "nothing can be written since 12 s, and 3 states wait in memory: No space left on device"
+    )
     page.goto(shared.address("view=now"))
     expect(page.locator("[data-forecast='0']")).to_contain_text("Nothing would go now")
     expect(page.get_by_role("alert")).to_have_count(0)
@@ -74,7 +87,9 @@ def test_what_retention_would_drop_is_listed_with_reasons_and_a_disk_in_trouble_
     page.route("**/retention*", lambda route: route.fulfill(json=told))
     page.reload()
     expect(page.get_by_role("alert")).to_contain_text(trouble)
-    expect(page.locator("[data-forecast='3']")).to_contain_text("3 states would go now, 20.0 KiB of 40.0 KiB would be free; 2 states stay.")
+    expect(page.locator("[data-forecast='3']")).to_contain_text(
+        "3 states would go now, 20.0 KiB of 40.0 KiB would be free; 2 states stay."
+    )
     row = page.locator(f"[data-dropping='{state.uid}']")
     expect(row).to_contain_text("no rule keeps it")
     page.get_by_text("Why the others stay").click()
@@ -87,7 +102,9 @@ def test_a_state_is_pinned_listed_and_unpinned(writable: Site, grown: Grown, pag
     state = grown["warm~1"]
     page.goto(writable.address(f"state={state.uid}&panel=detail", token=TOKEN))
     page.get_by_role("button", name="Pin", exact=True).click()
-    expect(page.get_by_role("button", name="Pinned", exact=True)).to_have_attribute("aria-pressed", "true")
+    expect(page.get_by_role("button", name="Pinned", exact=True)).to_have_attribute(
+        "aria-pressed", "true"
+    )
     with datastates.open(writable.folder) as repo:
         assert repo.state(f"pinned/{state.uid[:12]}").uid == state.uid
     page.get_by_role("button", name="Now", exact=True).click()
@@ -100,11 +117,16 @@ def test_a_state_is_pinned_listed_and_unpinned(writable: Site, grown: Grown, pag
 
 
 @pytest.mark.parametrize("token", [READER, TOKEN], ids=["who reads", "who writes"])
-def test_who_may_not_evict_finds_no_enabled_button(writable: Site, grown: Grown, page: Page, token: str) -> None:
+def test_who_may_not_evict_finds_no_enabled_button(
+    writable: Site, grown: Grown, page: Page, token: str
+) -> None:
     page.goto(writable.address(f"state={grown['main~1'].uid}&panel=detail", token=token))
     evict = page.get_by_role("button", name="Evict…")
     expect(evict).to_be_disabled()
-    expect(evict).to_have_attribute("title", "This needs a token of an administrator: --web-tokens FILE with a line 'admin TOKEN'")
+    expect(evict).to_have_attribute(
+        "title",
+        "This needs a token of an administrator: --web-tokens FILE with a line 'admin TOKEN'",
+    )
     pin = page.get_by_role("button", name="Pin", exact=True)
     if token == READER:
         expect(pin).to_be_disabled()
@@ -129,7 +151,9 @@ def test_who_may_drops_bytes_after_a_question(administered: Site, grown: Grown, 
         assert repo.state(state.uid).status is Status.EVICTED
 
 
-def test_what_a_name_keeps_goes_only_when_that_is_said(administered: Site, grown: Grown, page: Page) -> None:
+def test_what_a_name_keeps_goes_only_when_that_is_said(
+    administered: Site, grown: Grown, page: Page
+) -> None:
     state = grown["warm"]
     page.goto(administered.address(f"state={state.uid}&panel=detail", token=TOKEN))
     page.get_by_role("button", name="Evict…").click()

@@ -25,14 +25,22 @@ def panel(page: Page, name: str) -> Locator:
     return page.locator(f"[data-panel={name}]")
 
 
-def test_a_click_on_a_row_opens_all_that_is_known_of_the_state(shared: Site, grown: Grown, page: Page) -> None:
+def test_a_click_on_a_row_opens_all_that_is_known_of_the_state(
+    shared: Site, grown: Grown, page: Page
+) -> None:
     state = grown["main"]
     page.goto(shared.address())
     page.locator(f"#state-{state.uid}").click()
     detail = panel(page, "detail")
     expect(detail).to_contain_text(state.uid)
     expect(detail).to_contain_text("durable")
-    for part in ("loss", "variant", "Where its bytes are", "local", f"datastates restore {state.uid} --into"):
+    for part in (
+        "loss",
+        "variant",
+        "Where its bytes are",
+        "local",
+        f"datastates restore {state.uid} --into",
+    ):
         expect(detail).to_contain_text(part)
     assert state.uid in page.url
 
@@ -48,7 +56,9 @@ def test_keys_select_open_and_close(shared: Site, grown: Grown, page: Page) -> N
     expect(panel(page, "detail")).to_have_count(0)
 
 
-def test_a_fork_names_the_branch_of_each_child_and_a_click_follows_it(shared: Site, grown: Grown, page: Page) -> None:
+def test_a_fork_names_the_branch_of_each_child_and_a_click_follows_it(
+    shared: Site, grown: Grown, page: Page
+) -> None:
     page.goto(shared.address(f"state={grown['warm'].uid}&panel=detail"))
     detail = panel(page, "detail")
     expect(detail).to_contain_text("3 paths fork here")
@@ -60,24 +70,34 @@ def test_a_fork_names_the_branch_of_each_child_and_a_click_follows_it(shared: Si
     expect(detail.locator("code.uid")).to_have_text(grown["warm"].uid)
 
 
-def test_tensors_are_filtered_and_their_norms_read_when_asked(shared: Site, grown: Grown, page: Page) -> None:
+def test_tensors_are_filtered_and_their_norms_read_when_asked(
+    shared: Site, grown: Grown, page: Page
+) -> None:
     page.goto(shared.address(f"state={grown['main'].uid}&panel=detail"))
     tensors = panel(page, "detail").locator(".tensors")
     tensors.locator("summary").click()
-    expect(tensors.get_by_role("row", name="save model/classes.weight")).to_contain_text(re.compile("4 . 32"))
+    expect(tensors.get_by_role("row", name="save model/classes.weight")).to_contain_text(
+        re.compile("4 . 32")
+    )
     expect(tensors.get_by_role("row", name="tied to")).to_have_count(1)
     tensors.get_by_role("searchbox").fill("CLASSES")
-    expect(tensors.locator("tbody tr")).to_have_count(1 + 3)  # the weight, and what the optimizer keeps of it
+    # the weight, and what the optimizer keeps of it
+    expect(tensors.locator("tbody tr")).to_have_count(1 + 3)
     expect(tensors.get_by_role("columnheader", name="norm")).to_have_count(0)
     tensors.get_by_role("button", name="read norms").click()
     expect(tensors.get_by_role("columnheader", name="norm")).to_be_visible()
 
 
-def test_one_tensor_and_the_whole_state_are_downloaded(shared: Site, grown: Grown, page: Page, tmp_path: Path) -> None:
+def test_one_tensor_and_the_whole_state_are_downloaded(
+    shared: Site, grown: Grown, page: Page, tmp_path: Path
+) -> None:
     page.goto(shared.address(f"state={grown['main'].uid}&panel=detail"))
     tensors = panel(page, "detail").locator(".tensors")
     tensors.locator("summary").click()
-    for label, expected in (("save model/classes.weight", {"model/classes.weight"}), ("download all tensors", None)):
+    for label, expected in (
+        ("save model/classes.weight", {"model/classes.weight"}),
+        ("download all tensors", None),
+    ):
         with page.expect_download() as coming:
             tensors.get_by_role("link", name=label).click()
         coming.value.save_as(tmp_path / "one.safetensors")
@@ -86,7 +106,9 @@ def test_one_tensor_and_the_whole_state_are_downloaded(shared: Site, grown: Grow
             assert keys == expected if expected else len(keys) > 10
 
 
-def test_what_needs_a_token_is_downloaded_with_it(writable: Site, grown: Grown, page: Page, tmp_path: Path) -> None:
+def test_what_needs_a_token_is_downloaded_with_it(
+    writable: Site, grown: Grown, page: Page, tmp_path: Path
+) -> None:
     page.goto(writable.address(f"state={grown['main'].uid}&panel=detail", token=TOKEN))
     tensors = panel(page, "detail").locator(".tensors")
     tensors.locator("summary").click()
@@ -107,7 +129,9 @@ def test_a_state_that_does_not_exist_is_a_problem_with_a_way_out(shared: Site, p
 # Curves
 
 
-def test_curves_of_branches_are_chosen_and_the_best_is_flagged(shared: Site, grown: Grown, page: Page) -> None:
+def test_curves_of_branches_are_chosen_and_the_best_is_flagged(
+    shared: Site, grown: Grown, page: Page
+) -> None:
     page.goto(shared.address("panel=curves"))
     curves = panel(page, "curves")
     chart = curves.locator("[data-key=loss]")
@@ -128,7 +152,9 @@ def test_curves_of_branches_are_chosen_and_the_best_is_flagged(shared: Site, gro
     expect(panel(page, "detail").locator("code.uid")).to_be_visible()
 
 
-def test_a_click_on_a_point_opens_its_state_beside_the_curves_and_drag_zooms(shared: Site, grown: Grown, page: Page) -> None:
+def test_a_click_on_a_point_opens_its_state_beside_the_curves_and_drag_zooms(
+    shared: Site, grown: Grown, page: Page
+) -> None:
     page.goto(shared.address("panel=curves&head=main&key=loss"))
     over = panel(page, "curves").locator(".u-over")
     box = over.bounding_box()
@@ -182,10 +208,15 @@ def test_the_focus_stays_in_a_dialog(shared: Site, page: Page) -> None:
     panel(page, "help").wait_for()
     for _ in range(25):
         page.keyboard.press("Tab")
-        assert page.evaluate("document.activeElement === document.body || document.activeElement.closest('dialog') !== null")
+        assert page.evaluate(
+            "document.activeElement === document.body || document.activeElement.closest('dialog')"
+            " !== null"
+        )
 
 
-def test_a_token_is_asked_for_and_kept_for_the_tab_only(writable: Site, grown: Grown, browser: Browser) -> None:
+def test_a_token_is_asked_for_and_kept_for_the_tab_only(
+    writable: Site, grown: Grown, browser: Browser
+) -> None:
     with new_page(browser) as page:
         page.goto(writable.address())
         dialog = panel(page, "token")
@@ -197,7 +228,9 @@ def test_a_token_is_asked_for_and_kept_for_the_tab_only(writable: Site, grown: G
         assert TOKEN not in page.url
 
 
-def test_curves_of_a_state_are_those_of_its_branches(shared: Site, grown: Grown, page: Page) -> None:
+def test_curves_of_a_state_are_those_of_its_branches(
+    shared: Site, grown: Grown, page: Page
+) -> None:
     page.goto(shared.address(f"state={grown['hot@step:12'].uid}&panel=detail"))
     page.locator(".actions").get_by_role("button", name="Curves").click()
     rows = panel(page, "curves").locator("[data-key=loss] table.legend tbody tr")
@@ -205,22 +238,29 @@ def test_curves_of_a_state_are_those_of_its_branches(shared: Site, grown: Grown,
     expect(rows.filter(has_text="hot/cooler")).to_have_count(1)
 
 
-def test_curves_of_a_state_are_those_of_its_branches_before_the_page_has_read_any(shared: Site, grown: Grown, page: Page) -> None:
+def test_curves_of_a_state_are_those_of_its_branches_before_the_page_has_read_any(
+    shared: Site, grown: Grown, page: Page
+) -> None:
     late: list[Route] = []
-    page.route(
-        "**/refs", lambda route: route.continue_() if late else late.append(route)
-    )  # what the page asks is not answered; the button is
+    # what the page asks is not answered; the button is
+    page.route("**/refs", lambda route: route.continue_() if late else late.append(route))
     page.goto(shared.address(f"state={grown['hot@step:12'].uid}&panel=detail"))
     page.locator(".actions").get_by_role("button", name="Curves").click()
     expect(panel(page, "curves").locator("[data-key=loss] table.legend tbody tr")).to_have_count(2)
 
 
-def test_on_a_phone_a_panel_covers_the_page_until_it_is_closed(shared: Site, grown: Grown, browser: Browser) -> None:
+def test_on_a_phone_a_panel_covers_the_page_until_it_is_closed(
+    shared: Site, grown: Grown, browser: Browser
+) -> None:
     with new_page(browser, viewport={"width": 390, "height": 844}) as page:
         page.goto(shared.address())
         page.locator(f"#state-{grown['soup'].uid}").click()
         panel(page, "detail").locator("code.uid").wait_for()
-        assert page.evaluate("document.elementFromPoint(5, 400).closest('[data-panel=detail], .place') !== null")
-        assert page.evaluate("document.documentElement.scrollWidth") == 390, "nothing is wider than the screen"
+        assert page.evaluate(
+            "document.elementFromPoint(5, 400).closest('[data-panel=detail], .place') !== null"
+        )
+        assert page.evaluate("document.documentElement.scrollWidth") == 390, (
+            "nothing is wider than the screen"
+        )
         page.get_by_role("button", name="Close state").click()
         expect(panel(page, "detail")).to_have_count(0)

@@ -1,4 +1,5 @@
-"""States of several ranks on the page: what waits and what was given up, whose part is where, and what each rank measured."""
+"""States of several ranks on the page: what waits and what was given up, whose part is where,
+and what each rank measured."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Job]]:
             yield address, made
 
 
-def test_what_waits_and_what_was_given_up_stand_among_what_goes_on_now(job: tuple[str, Job], page: Page) -> None:
+def test_what_waits_and_what_was_given_up_stand_among_what_goes_on_now(
+    job: tuple[str, Job], page: Page
+) -> None:
     address, made = job
     page.goto(f"{address}/?view=now")
     waits = page.locator(f"[data-waiting='{made.waits}'] td")
@@ -49,15 +52,22 @@ def test_the_detail_of_a_state_lists_its_parts_by_rank(job: tuple[str, Job], pag
     expect(page.locator("[data-panel=detail]")).not_to_contain_text("loss@")
 
 
-def test_what_ranks_measured_is_one_band_and_each_rank_on_demand(job: tuple[str, Job], page: Page) -> None:
+def test_what_ranks_measured_is_one_band_and_each_rank_on_demand(
+    job: tuple[str, Job], page: Page
+) -> None:
     page.goto(f"{job[0]}/?view=states&panel=curves")
     chart = page.locator("[data-panel=curves] [data-key=loss]")
     expect(chart).to_have_attribute("data-curves", "1")
     expect(page.locator("[data-panel=curves] [data-key]")).to_have_count(1)
     expect(chart.locator("table.legend tbody tr")).to_contain_text("3 ranks")
-    assert chart.locator("table.legend tbody tr td").nth(1).inner_text().split()[::2] == ["0.8000", "1.200"]
+    assert chart.locator("table.legend tbody tr td").nth(1).inner_text().split()[::2] == [
+        "0.8000",
+        "1.200",
+    ]
     chart.get_by_role("button", name="Each rank").click()
     expect(chart).to_have_attribute("data-curves", "3")
-    titles = chart.locator("table.legend tbody th").evaluate_all("cells => cells.map(cell => cell.title)")
+    titles = chart.locator("table.legend tbody th").evaluate_all(
+        "cells => cells.map(cell => cell.title)"
+    )
     assert titles == ["ddp, rank 0", "ddp, rank 1", "ddp, rank 2"]
     assert "curves.ranks" in page.url

@@ -1,6 +1,8 @@
-"""What a person asks first, answered by the page within three presses of the opening view, by hand and by keys alone.
+"""What a person asks first, answered by the page within three presses of the opening view, by hand
+and by keys alone.
 
-What the page says is compared with what Python finds by walking the states, not with the API that the page asks.
+What the page says is compared with what Python finds by walking the states, not with the API that
+the page asks.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ AXE = ROOT / "api" / "ui" / "node_modules" / "axe-core" / "axe.min.js"
 
 @dataclass(frozen=True)
 class Asked:
-    """A served lineage of which everything is known by its states, and a training that goes on in it."""
+    """A served lineage of which everything is known by its states, and a training that goes on
+    in it."""
 
     repo: Repository
     folder: Path
@@ -55,10 +58,12 @@ class Asked:
 
     @cached_property
     def own(self) -> dict[str, list[State]]:
-        """The states of each branch behind its fork, the newest first: it is the newest of its path that it shares with an older branch."""
+        """The states of each branch behind its fork, the newest first: it is the newest of its
+        path that it shares with an older branch."""
         found: dict[str, list[State]] = {}
         seen: set[str] = set()
-        for name in sorted(self.branches, key=lambda name: (name != "main", name)):  # each forks from one before it
+        for name in sorted(self.branches, key=lambda name: (name != "main", name)):
+            # each forks from one before it
             found[name] = [state for state in self.paths[name] if state.uid not in seen]
             seen |= {state.uid for state in found[name]}
         return found
@@ -66,7 +71,9 @@ class Asked:
     @cached_property
     def best(self) -> str:
         """The branch of the state with the least loss of all."""
-        return min(self.own, key=lambda name: min(state.metrics["loss"] for state in self.own[name]))
+        return min(
+            self.own, key=lambda name: min(state.metrics["loss"] for state in self.own[name])
+        )
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +85,20 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
     folder = tmp_path_factory.mktemp("questions") / "runs"
     with datastates.open(folder, memory_bytes=64 << 20) as repo:
         populate(repo)
-        with repo.track(model=model, optimizer=optimizer, branch=LIVE, durable_every=1, config={"lr": 0.001}) as run:
+        with repo.track(
+            model=model, optimizer=optimizer, branch=LIVE, durable_every=1, config={"lr": 0.001}
+        ) as run:
             for step in range(4):
                 last = run.capture(metrics={"loss": 3.0 - step / 10})
             last.wait("durable")
             with serving(repo) as address:
                 asked = Asked(repo, folder, address)
                 assert len({state.uid for path in asked.paths.values() for state in path}) >= STATES
-                assert len({key for state in asked.paths["main"] for key in state.metrics}) == len(METRICS) == 30
+                assert (
+                    len({key for state in asked.paths["main"] for key in state.metrics})
+                    == len(METRICS)
+                    == 30
+                )
                 assert (len(asked.branches), len(repo.runs())) == (BRANCHES, RUNS)
                 yield asked
 
@@ -165,12 +178,16 @@ def test_which_branch_is_best(person: Person, asked: Asked) -> None:
     expect(person.page.locator("[data-branch]").first).to_have_attribute("data-branch", best)
     expect(person.row(best).locator(".best")).to_contain_text("★")
     least = min(state.metrics["loss"] for state in asked.own[best])
-    assert float(person.row(best).locator(".best").inner_text().split()[-1]) == pytest.approx(least, rel=1e-3)
+    assert float(person.row(best).locator(".best").inner_text().split()[-1]) == pytest.approx(
+        least, rel=1e-3
+    )
 
 
 def test_where_did_it_fork(person: Person, asked: Asked) -> None:
     fork = asked.own[asked.best][-1].parents[0]
-    assert fork in {state.uid for name, path in asked.paths.items() if name != asked.best for state in path}
+    assert fork in {
+        state.uid for name, path in asked.paths.items() if name != asked.best for state in path
+    }
     person.press(person.row(asked.best).locator(".fork button"))
     expect(person.page.locator(f"#state-{fork}")).to_have_attribute("aria-selected", "true")
     expect(person.page.locator(f"#state-{fork}")).to_be_in_viewport()
@@ -187,7 +204,11 @@ def test_what_changed_in_its_configuration(person: Person, asked: Asked) -> None
     for key, chip in zip(sorted(changed), chips, strict=True):
         _, old, _, new = chip.split()
         for said, value in ((old, theirs[key]), (new, ours[key])):
-            assert said == value if isinstance(value, str) else float(said) == pytest.approx(value, rel=1e-3)
+            assert (
+                said == value
+                if isinstance(value, str)
+                else float(said) == pytest.approx(value, rel=1e-3)
+            )
 
 
 def test_what_did_the_loss_do_after_the_fork(person: Person, asked: Asked) -> None:
@@ -206,7 +227,9 @@ def test_what_did_the_loss_do_after_the_fork(person: Person, asked: Asked) -> No
 def test_what_can_still_be_restored(person: Person, asked: Asked) -> None:
     best = asked.best
     kept = [state for state in asked.own[best] if state.status.is_restorable]
-    expect(person.row(best).locator(".states")).to_have_text(f"{len(asked.own[best])} / {len(kept)}")
+    expect(person.row(best).locator(".states")).to_have_text(
+        f"{len(asked.own[best])} / {len(kept)}"
+    )
     person.press(person.row(best).locator(".restorable button"))
     uid = min(kept, key=lambda state: state.metrics["loss"]).uid
     expect(person.page.locator("[data-panel=detail] .uid")).to_have_text(uid)
@@ -225,7 +248,10 @@ def test_how_big_it_all_is(person: Person, asked: Asked) -> None:
 def test_what_is_running_now(person: Person, asked: Asked) -> None:
     rows = person.page.locator("[data-branch]")
     expect(rows).to_have_count(BRANCHES)
-    running = rows.evaluate_all("rows => rows.filter((row) => row.querySelector('.lamp.running')).map((row) => row.dataset.branch)")
+    running = rows.evaluate_all(
+        "rows => rows.filter((row) => row.querySelector('.lamp.running')).map((row) =>"
+        " row.dataset.branch)"
+    )
     assert running == [LIVE]
     assert running == [run.branch for run in asked.repo.runs() if run.finished_at is None]
 
@@ -238,16 +264,23 @@ def test_how_one_goes_on_from_here(person: Person, asked: Asked) -> None:
     assert shown == min(asked.own[LIVE], key=lambda state: state.metrics["loss"]).uid
     model = torch.nn.Linear(64, 64)
     restored = asked.repo.load(shown)
-    assert line.inner_text().startswith("run = repo.track(model=model, optimizer=optimizer, branch=")
+    assert line.inner_text().startswith(
+        "run = repo.track(model=model, optimizer=optimizer, branch="
+    )
     model.load_state_dict(restored["model"])
 
 
 def test_which_branches_have_a_setting(person: Person, asked: Asked) -> None:
-    matching = [name for name, path in asked.paths.items() if float(path[0].config["lr"]) >= 0.05]  # type: ignore[arg-type]  # ours are numbers
+    # ours are numbers
+    matching = [name for name, path in asked.paths.items() if float(path[0].config["lr"]) >= 0.05]  # type: ignore[arg-type]
     assert 0 < len(matching) < BRANCHES
     person.search("config.lr >= 0.05")
-    expect(person.page.get_by_role("status").filter(has_text="branches")).to_contain_text(f"{len(matching)} of {BRANCHES} branches")
-    names = person.page.locator("[data-branch]").evaluate_all("rows => rows.map((row) => row.dataset.branch)")
+    expect(person.page.get_by_role("status").filter(has_text="branches")).to_contain_text(
+        f"{len(matching)} of {BRANCHES} branches"
+    )
+    names = person.page.locator("[data-branch]").evaluate_all(
+        "rows => rows.map((row) => row.dataset.branch)"
+    )
     assert sorted(names) == sorted(matching)
 
 
@@ -268,7 +301,10 @@ def test_which_optimizer_is_best_by_another_metric(person: Person, asked: Asked)
 VIEWS: dict[str, tuple[str, str]] = {
     "branches": ("", "[data-branch]"),
     "branches grouped": ("?view=branches&group=config.optimizer&by=best", "tr.group"),
-    "branches filtered": (f"?view=branches&q=metrics.loss+exists&metric={METRICS[5]}", "[data-branch]"),
+    "branches filtered": (
+        f"?view=branches&q=metrics.loss+exists&metric={METRICS[5]}",
+        "[data-branch]",
+    ),
     "graph": ("?view=graph", ".row"),
     "states": ("?view=states", ".row"),
     "curves": ("?view=graph&panel=curves", "[data-panel=curves] canvas"),
@@ -280,7 +316,9 @@ VIEWS: dict[str, tuple[str, str]] = {
 def test_axe_finds_nothing_serious_in_any_view(asked: Asked, browser: Browser, theme: str) -> None:
     with new_page(browser, color_scheme=theme, reduced_motion="reduce") as page:
         serious = [
-            f"{name}: {fault}" for name, (query, awaited) in VIEWS.items() for fault in _faults(page, asked.address + "/" + query, awaited)
+            f"{name}: {fault}"
+            for name, (query, awaited) in VIEWS.items()
+            for fault in _faults(page, asked.address + "/" + query, awaited)
         ]
     assert not serious, "\n".join(serious)
 
@@ -291,4 +329,7 @@ def _faults(page: Page, address: str, awaited: str) -> list[str]:
     page.evaluate(AXE.read_text(encoding="utf-8"))
     found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
     serious = [one for one in found["violations"] if one["impact"] in ("serious", "critical")]
-    return [f"{one['id']}: {one['help']}: {[node['html'] for node in one['nodes']][:3]}" for one in serious]
+    return [
+        f"{one['id']}: {one['help']}: {[node['html'] for node in one['nodes']][:3]}"
+        for one in serious
+    ]

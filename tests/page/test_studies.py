@@ -1,4 +1,5 @@
-"""Studies on the page: the tree of variants, why one failed, outliers with pictures, soups with their weights."""
+"""Studies on the page: the tree of variants, why one failed, outliers with pictures, soups with
+their weights."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ def names(page: Page) -> list[str | None]:
     return [row.get_attribute("data-variant") for row in page.locator("[data-variant]").all()]
 
 
-def test_two_clicks_lead_to_the_tree_of_a_study(served: Site, page: Page, detail: StudyDetail) -> None:
+def test_two_clicks_lead_to_the_tree_of_a_study(
+    served: Site, page: Page, detail: StudyDetail
+) -> None:
     page.goto(served.address("view=branches"))
     page.get_by_role("button", name="Studies", exact=True).click()
     page.locator("[data-variant]").first.wait_for()
@@ -73,17 +76,23 @@ def test_a_failed_variant_says_why(served: Site, page: Page) -> None:
     row = page.locator("[data-variant=high]")
     expect(row.locator(".stage")).to_have_text("failed")
     row.get_by_role("button", name="why").press("Enter")
-    expect(page.locator("tr.error p")).to_have_text("FloatingPointError: the loss is nan after 2 epochs: lr 0.5 is too high")
+    expect(page.locator("tr.error p")).to_have_text(
+        "FloatingPointError: the loss is nan after 2 epochs: lr 0.5 is too high"
+    )
     expect(page.locator("tr.error pre")).to_contain_text("Traceback")
     row.get_by_role("button", name="why").press("Enter")
     expect(page.locator("tr.error")).to_have_count(0)
     expect(page.locator("[data-variant=high-long] .stage")).to_have_text("skipped")
 
 
-def test_variants_are_ordered_by_rank_and_the_metric_is_in_the_address(served: Site, page: Page, detail: StudyDetail) -> None:
+def test_variants_are_ordered_by_rank_and_the_metric_is_in_the_address(
+    served: Site, page: Page, detail: StudyDetail
+) -> None:
     open_(page, served)
     page.get_by_label("Order").select_option("rank")
-    ranked = sorted((each for each in detail.variants if each.rank), key=lambda each: each.rank or 0)
+    ranked = sorted(
+        (each for each in detail.variants if each.rank), key=lambda each: each.rank or 0
+    )
     assert names(page)[: len(ranked)] == [each.name for each in ranked]
     page.get_by_label("Metric").select_option("val_accuracy")
     expect(page.get_by_text("higher is better")).to_be_visible()
@@ -92,7 +101,9 @@ def test_variants_are_ordered_by_rank_and_the_metric_is_in_the_address(served: S
     expect(page.get_by_label("Metric")).to_have_value("val_accuracy")
 
 
-def test_a_variant_leads_to_its_history_and_its_state(served: Site, page: Page, detail: StudyDetail) -> None:
+def test_a_variant_leads_to_its_history_and_its_state(
+    served: Site, page: Page, detail: StudyDetail
+) -> None:
     open_(page, served)
     low = next(each for each in detail.variants if each.name == "low")
     page.locator("[data-variant=low] td.state button").click()
@@ -110,7 +121,9 @@ def test_outliers_have_pictures_and_more_come_on_demand(served: Site, page: Page
     first.scroll_into_view_if_needed()
     image = first.locator("img")
     image.wait_for()
-    assert image.evaluate("async (one) => { await one.decode(); return [one.naturalWidth, one.naturalHeight]; }") == [4, 4]
+    assert image.evaluate(
+        "async (one) => { await one.decode(); return [one.naturalWidth, one.naturalHeight]; }"
+    ) == [4, 4]
     assert str(image.get_attribute("src")).startswith("blob:")
     expect(first).to_contain_text("suspect")
     expect(first).to_contain_text("of 4")

@@ -40,7 +40,9 @@ def test_without_a_token_it_is_said_how_to_get_one(shared: Site, grown: Grown, p
     expect(dialog).to_be_visible()
 
 
-def test_a_tag_is_made_with_a_token_and_its_chip_appears(writable: Site, grown: Grown, page: Page) -> None:
+def test_a_tag_is_made_with_a_token_and_its_chip_appears(
+    writable: Site, grown: Grown, page: Page
+) -> None:
     state = grown["main~1"]
     page.goto(writable.address(f"state={state.uid}&panel=detail", token=TOKEN))
     page.get_by_role("button", name="Tag…").click()
@@ -76,7 +78,9 @@ def test_a_name_that_may_not_be_is_explained(writable: Site, grown: Grown, page:
     expect(dialog.locator(".trouble")).to_contain_text("'a-b' would do")
 
 
-def test_a_tag_is_moved_and_deleted_after_a_question(writable: Site, grown: Grown, page: Page) -> None:
+def test_a_tag_is_moved_and_deleted_after_a_question(
+    writable: Site, grown: Grown, page: Page
+) -> None:
     page.goto(writable.address(f"state={grown['warm'].uid}&panel=detail", token=TOKEN))
     chips = page.locator("[data-panel=detail] .chips")
     chips.get_by_role("button", name="warm").click()

@@ -1,4 +1,5 @@
-"""A server that dies while somebody types a filter: no letter is lost, nothing false is shown, and the answer comes with the server."""
+"""A server that dies while somebody types a filter: no letter is lost, nothing false is shown,
+and the answer comes with the server."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def test_a_filter_that_was_half_written_when_the_server_died_is_answered_when_it
     page.keyboard.type("step >= 18 a", delay=20)
     site.kill()
     page.keyboard.type("nd branch = main", delay=20)
-    expect(page.get_by_text("offline").or_(page.get_by_text("reconnecting")).first).to_be_visible(timeout=SOON_MS)
+    expect(page.get_by_text("offline").or_(page.get_by_text("reconnecting")).first).to_be_visible(
+        timeout=SOON_MS
+    )
     page.keyboard.press("Enter")
     expect(page.get_by_role("alert")).to_be_visible()
     expect(filter_).to_have_value("step >= 18 and branch = main")
@@ -39,5 +42,7 @@ def test_a_filter_that_was_half_written_when_the_server_died_is_answered_when_it
         expect(page.locator("[data-branch]")).to_have_count(1, timeout=SOON_MS)
         expect(page.locator("[data-branch=main]")).to_be_visible()
     else:
-        expect(page.get_by_role("grid", name="States that were found")).to_have_attribute("aria-rowcount", "2", timeout=SOON_MS)
+        expect(page.get_by_role("grid", name="States that were found")).to_have_attribute(
+            "aria-rowcount", "2", timeout=SOON_MS
+        )
         expect(page.locator(f"#state-{grown['main'].uid}")).to_be_visible()

@@ -1,4 +1,5 @@
-"""The view: all of it in the address, kept for the next visit, by keys, in both themes, on a phone, and when something is wrong."""
+"""The view: all of it in the address, kept for the next visit, by keys, in both themes, on a
+phone, and when something is wrong."""
 
 from __future__ import annotations
 
@@ -38,13 +39,22 @@ def test_a_link_shows_the_whole_view_again(woods: Wood, open_page: Open, browser
     page.get_by_role("columnheader", name="Step").get_by_role("button").click()
     page.locator(f"#state-{uid}").click()
     page.get_by_role("button", name="Theme").click()
-    expected = {"repo": "wood", "q": "branch = main", "sort": "step desc", "state": uid, "panel": "detail", "theme": "light"}
+    expected = {
+        "repo": "wood",
+        "q": "branch = main",
+        "sort": "step desc",
+        "state": uid,
+        "panel": "detail",
+        "theme": "light",
+    }
     assert said(page) == expected
     with new_page(browser) as other:
         other.goto(page.url)
         assert selected(other) == uid
         expect(other.get_by_role("combobox", name="Filter")).to_have_value("branch = main")
-        expect(other.get_by_role("columnheader", name="Step")).to_have_attribute("aria-sort", "descending")
+        expect(other.get_by_role("columnheader", name="Step")).to_have_attribute(
+            "aria-sort", "descending"
+        )
         expect(other.get_by_role("region", name="State")).to_be_visible()
         assert said(other) == expected
 
@@ -136,11 +146,18 @@ def test_the_theme_follows_the_system_until_it_is_chosen(woods: Wood, browser: B
 
 
 def test_a_phone_has_fewer_columns_and_panels_that_fill_it(woods: Wood, browser: Browser) -> None:
-    with new_page(browser, viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True) as page:
+    with new_page(
+        browser, viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True
+    ) as page:
         page.goto(woods.at())
         row = page.locator("[role=row][id^=state-]").nth(2)
         row.wait_for()
-        assert [text.strip() for text in page.get_by_role("columnheader").all_inner_texts()] == ["Graph", "Names", "Step", "loss"]
+        assert [text.strip() for text in page.get_by_role("columnheader").all_inner_texts()] == [
+            "Graph",
+            "Names",
+            "Step",
+            "loss",
+        ]
         assert page.evaluate("document.documentElement.scrollWidth") == 390
         row.tap()
         box = page.get_by_role("region", name="State").bounding_box()
@@ -150,19 +167,29 @@ def test_a_phone_has_fewer_columns_and_panels_that_fill_it(woods: Wood, browser:
 
 
 def test_a_repository_without_states_says_how_to_capture_one(tmp_path: Path, page: Page) -> None:
-    with datastates.open(tmp_path / "empty", memory_bytes=16 << 20) as repo, serving(repo) as address:
+    with (
+        datastates.open(tmp_path / "empty", memory_bytes=16 << 20) as repo,
+        serving(repo) as address,
+    ):
         page.goto(address)
         expect(page.get_by_text("No states yet")).to_be_visible()
         expect(page.get_by_text("run.capture(metrics=")).to_be_visible()
 
 
 def test_a_failure_says_what_is_wrong_and_is_tried_again(woods: Wood, page: Page) -> None:
-    body = '{"status": 503, "title": "Unavailable", "kind": "unavailable", "detail": "the database does not answer"}'
-    page.route("**/graph?*", lambda route: route.fulfill(status=503, body=body, content_type="application/problem+json"))
+    body = (
+        '{"status": 503, "title": "Unavailable", "kind": "unavailable", "detail": "the database'
+        ' does not answer"}'
+    )
+    page.route(
+        "**/graph?*",
+        lambda route: route.fulfill(status=503, body=body, content_type="application/problem+json"),
+    )
     page.goto(woods.at())
     expect(page.get_by_role("alert")).to_contain_text("the database does not answer")
     page.unroute("**/graph?*")
-    # the page may have tried by itself meanwhile, as when its stream of events begins: then there is no button any more
+    # the page may have tried by itself meanwhile, as when its stream of events begins: then there
+    # is no button any more
     page.evaluate("document.querySelector('.trouble button.primary')?.click()")
     expect(page.locator("[role=row][id^=state-]").first).to_be_visible()
     expect(page.get_by_role("alert")).to_have_count(0)
@@ -203,7 +230,12 @@ def test_what_the_page_loads_comes_from_its_own_server(woods: Wood, page: Page) 
     asked: list[str] = []
     refused: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
-    page.on("console", lambda message: refused.append(message.text) if "Content Security Policy" in message.text else None)
+    page.on(
+        "console",
+        lambda message: (
+            refused.append(message.text) if "Content Security Policy" in message.text else None
+        ),
+    )
     page.goto(woods.at())
     page.locator("[role=row][id^=state-]").nth(2).click()
     page.keyboard.press("c")

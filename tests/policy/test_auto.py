@@ -1,4 +1,5 @@
-"""The automatic cadence on a clock of its own: every state while that costs little, else states at even distances."""
+"""The automatic cadence on a clock of its own: every state while that costs little, else states
+at even distances."""
 
 from __future__ import annotations
 
@@ -22,10 +23,12 @@ KB, MB, GB = 1e3, 1e6, 1e9
 
 @dataclass
 class Training:
-    """A training whose writer writes all waiting states as one group, at most every ``apart_s``; a write slows the training down.
+    """A training whose writer writes all waiting states as one group, at most every ``apart_s``; a
+    write slows the training down.
 
-    Captures come every ``pace_s`` of work, which scatters by ``noise``. A group takes ``fixed_s`` and its bytes at ``speed``. ``kept`` are
-    the captures that were picked, and ``choices`` what was chosen.
+    Captures come every ``pace_s`` of work, which scatters by ``noise``. A group takes ``fixed_s``
+    and its bytes at ``speed``. ``kept`` are the captures that were picked, and ``choices`` what was
+    chosen.
     """
 
     size: float
@@ -61,14 +64,19 @@ class Training:
         """Train on, for so many captures."""
         for _ in range(captures):
             self._work(self.pace_s * max(0.2, self._random.lognormvariate(0, self.noise)))
-            if self.pacing.is_due_at_capture(Taken(self.now, 0.0005, self.count), self.now, waiting=self.waiting):
+            if self.pacing.is_due_at_capture(
+                Taken(self.now, 0.0005, self.count), self.now, waiting=self.waiting
+            ):
                 self._pick(self.count)
             self.count += 1
             self._begin()
 
     def gaps(self, since: int = 0) -> list[int]:
         """How many captures lie between two that were kept, from this one on."""
-        return [after - before for before, after in pairwise(each for each in self.kept if each >= since)]
+        return [
+            after - before
+            for before, after in pairwise(each for each in self.kept if each >= since)
+        ]
 
     def _pick(self, index: int) -> None:
         self.kept.append(index)
@@ -80,7 +88,9 @@ class Training:
         is_time = self.now >= self._began + self.apart_s or self._queue * self.size >= 16 * MB
         if self._queue and not self._group and is_time:
             self._group, self._queue, self._began = self._queue, 0, self.now
-            took = (self.fixed_s + self._group * self.size / self.speed) * max(0.3, self._random.gauss(1, self.noise))
+            took = (self.fixed_s + self._group * self.size / self.speed) * max(
+                0.3, self._random.gauss(1, self.noise)
+            )
             self._ends = self.now + took
 
     def _work(self, left: float) -> None:
@@ -101,16 +111,28 @@ class Training:
         self.written += count * self.size
         took = self._ends - self._began
         cpu_s = None if self.cpu is None else self.cpu * took
-        if self.pacing.wrote(self._began, self.now, is_own=True, states=count, size=int(count * self.size), cpu_s=cpu_s):
+        if self.pacing.wrote(
+            self._began,
+            self.now,
+            is_own=True,
+            states=count,
+            size=int(count * self.size),
+            cpu_s=cpu_s,
+        ):
             assert self.pacing.choice is not None
             self.choices.append(self.pacing.choice)
-        if self.count and self.kept[-1] != self.count - 1 and self.pacing.is_due_now(self.now, waiting=self.waiting):
+        if (
+            self.count
+            and self.kept[-1] != self.count - 1
+            and self.pacing.is_due_now(self.now, waiting=self.waiting)
+        ):
             self._pick(self.count - 1)
         self._begin()
 
 
 def bursts(training: Training, captures: int) -> None:
-    """Train on, on a machine that other processes slow down by three for a while, again and again."""
+    """Train on, on a machine that other processes slow down by three for a while, again and
+    again."""
     for index in range(captures // 50):
         usual = training.pace_s, training.fixed_s
         if index % 3 == 0:
@@ -130,7 +152,9 @@ def test_noise_does_not_stop_a_small_training_from_keeping_every_state(
     assert training.kept == list(range(6000)), training.choices[-1].why
 
 
-@pytest.mark.parametrize(("size", "pace_s"), [(3.9 * KB, 0.003), (240 * KB, 0.061), (3.9 * MB, 1.0)])
+@pytest.mark.parametrize(
+    ("size", "pace_s"), [(3.9 * KB, 0.003), (240 * KB, 0.061), (3.9 * MB, 1.0)]
+)
 def test_less_than_4_mb_a_second_is_written_whatever_it_costs(size: float, pace_s: float) -> None:
     training = Training(size, pace_s, slowdown=9.0, fixed_s=0.05, cpu=1.0)
     training.run(3000)
@@ -148,15 +172,22 @@ def test_a_full_bucket_is_written_at_once_and_then_states_at_even_distances() ->
     training.run(20_000)
     assert set(training.gaps(begun)) == {11}, "333 MB/s, of which 32 may be written"
     assert training.written <= 60 * 32e6 + 32e6 * (training.now - 1000) + 6 * MB
-    assert "one of every 11 steps is kept on disk; 30 MB/s; more would exceed 32 MB/s" in training.choices[-1].why
+    assert (
+        "one of every 11 steps is kept on disk; 30 MB/s; more would exceed 32 MB/s"
+        in training.choices[-1].why
+    )
     assert len(training.choices) == 2, "the first and this one"
 
 
 @settings(max_examples=examples(40), deadline=None)
 @given(
-    size=st.floats(3, 9.5).map(lambda power: 10**power), pace_s=st.floats(-2.5, 1.5).map(lambda power: 10**power), seed=st.integers(0, 99)
+    size=st.floats(3, 9.5).map(lambda power: 10**power),
+    pace_s=st.floats(-2.5, 1.5).map(lambda power: 10**power),
+    seed=st.integers(0, 99),
 )
-def test_the_bucket_is_kept_and_gaps_are_about_equal_in_the_end(size: float, pace_s: float, seed: int) -> None:
+def test_the_bucket_is_kept_and_gaps_are_about_equal_in_the_end(
+    size: float, pace_s: float, seed: int
+) -> None:
     training = Training(size, pace_s, noise=0.05, seed=seed, speed=2 * GB)
     training.run(int(min(8000, max(400, 400 / pace_s))))
     apart = max(after - before for before, after in pairwise(training.kept_at))
@@ -176,13 +207,19 @@ def test_the_measured_cost_stays_under_the_share_that_is_allowed() -> None:
     training.run(10_000)
     gaps = training.gaps(begun)
     assert max(gaps) <= min(gaps) + 1
-    share, rate = (training.delayed_s - delayed) / (training.now - now), 240 * KB * len(gaps) / (training.now - now)
+    share, rate = (
+        (training.delayed_s - delayed) / (training.now - now),
+        240 * KB * len(gaps) / (training.now - now),
+    )
     assert share <= 0.041 or rate <= 4.1 * MB, training.choices[-1].why
     assert "more would delay the training by over 3.5%" in training.choices[-1].why
 
 
 def test_a_large_training_finds_its_cost_by_leaving_out_states_now_and_then() -> None:
-    dear, cheap = (Training(20 * MB, 1.0, fixed_s=0.3, noise=0.02, slowdown=slowdown, cpu=0.9) for slowdown in (1.0, 0.0))
+    dear, cheap = (
+        Training(20 * MB, 1.0, fixed_s=0.3, noise=0.02, slowdown=slowdown, cpu=0.9)
+        for slowdown in (1.0, 0.0)
+    )
     for training in (dear, cheap):
         training.run(3000)
     assert dear.choices[-1].every == 4, dear.choices[-1].why
@@ -235,17 +272,29 @@ def test_the_first_state_and_one_each_30_s_are_written_whatever_is_known() -> No
     made = Auto()
     drained = CadenceChoice("auto", "", every=1000)
     assert made.is_due(Moment(now=5.0, index=0, count=1, size=1e12))
-    seen = {"last_write": 100.0, "last_index": 3, "index": 9, "count": 10, "choice": drained, "debt": 1e15, "waiting": 9}
+    seen = {
+        "last_write": 100.0,
+        "last_index": 3,
+        "index": 9,
+        "count": 10,
+        "choice": drained,
+        "debt": 1e15,
+        "waiting": 9,
+    }
     assert not made.is_due(Moment(now=129.9, **seen))  # type: ignore[arg-type]  # of its fields
     assert made.is_due(Moment(now=130.0, **seen))  # type: ignore[arg-type]  # of its fields
-    assert made.next_due(Moment(now=101.0, **seen)) == 130.0  # type: ignore[arg-type]  # of its fields
+    # of its fields
+    assert made.next_due(Moment(now=101.0, **seen)) == 130.0  # type: ignore[arg-type]
 
 
 def test_it_is_said_as_text_and_joined() -> None:
-    assert [str(parse(text)) for text in ("auto", "auto:3.5%", "auto:2%", "auto::100M", "auto:2%:100M")] == [
+    assert [
+        str(parse(text)) for text in ("auto", "auto:3.5%", "auto:2%", "auto::100M", "auto:2%:100M")
+    ] == [
         *("auto", "auto", "auto:2%", "auto:3.5%:100M", "auto:2%:100M"),
     ]
-    assert parse("auto:2%:100M") == Auto(0.02, 100 << 20) == Auto(0.02, "100M")  # type: ignore[arg-type]  # a text becomes bytes
+    # a text becomes bytes
+    assert parse("auto:2%:100M") == Auto(0.02, 100 << 20) == Auto(0.02, "100M")  # type: ignore[arg-type]
     joined = Auto() | OnImprovement("loss") | Cadence(every=10, interval_s=None)
     assert str(joined) == "auto|best:loss|every:10"
     assert joined.bytes_per_s == 32e6

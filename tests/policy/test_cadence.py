@@ -1,4 +1,5 @@
-"""Cadences by count, time and metric: what each picks, what several pick together, and their texts."""
+"""Cadences by count, time and metric: what each picks, what several pick together, and their
+texts."""
 
 from __future__ import annotations
 
@@ -18,8 +19,15 @@ from datastates.policy.text import parse, policy
 from tests.support.effort import examples
 
 SPANS = st.floats(1e-3, 1e9)
-FIXED = st.builds(Cadence, st.none() | st.integers(1, 10**9), st.none() | st.floats(0, 1e12), st.none() | st.integers(1, 10**9))
-KEYS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=40)
+FIXED = st.builds(
+    Cadence,
+    st.none() | st.integers(1, 10**9),
+    st.none() | st.floats(0, 1e12),
+    st.none() | st.integers(1, 10**9),
+)
+KEYS = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=40
+)
 IMPROVEMENTS = st.builds(OnImprovement, KEYS, st.sampled_from([None, True, False]))
 COMPUTED = st.one_of(
     st.builds(Auto, st.floats(1e-6, 1), st.integers(1, 10**15)),
@@ -45,7 +53,9 @@ def picked(made: Policy, *metrics: dict[str, float], steps: int = 1) -> list[int
     return [
         index
         for index, found in enumerate(metrics)
-        if pacing.is_due_at_capture(Taken(float(index), None, index * steps, found), float(index), waiting=0)
+        if pacing.is_due_at_capture(
+            Taken(float(index), None, index * steps, found), float(index), waiting=0
+        )
     ]
 
 
@@ -59,15 +69,30 @@ def test_the_text_of_a_policy_means_the_policy(made: Policy) -> None:
 
 
 @settings(max_examples=examples(200))
-@given(policies(), policies(), st.lists(st.fixed_dictionaries({}, optional={"a": st.floats(), "b": st.floats()}), max_size=12))
-def test_several_pick_what_any_of_them_picks_of_the_same_moment(one: Policy, other: Policy, found: list[dict[str, float]]) -> None:
+@given(
+    policies(),
+    policies(),
+    st.lists(st.fixed_dictionaries({}, optional={"a": st.floats(), "b": st.floats()}), max_size=12),
+)
+def test_several_pick_what_any_of_them_picks_of_the_same_moment(
+    one: Policy, other: Policy, found: list[dict[str, float]]
+) -> None:
     if one.is_computed and other.is_computed:
         with pytest.raises(InvalidInput, match="each compute a cadence: choose one of them"):
             _ = one | other
         return
     both = one | other
     for index, metrics in enumerate(found):
-        moment = Moment(float(index), index, last_write=0.0, last_index=0, last_step=0, step=index, count=index + 1, metrics=metrics)
+        moment = Moment(
+            float(index),
+            index,
+            last_write=0.0,
+            last_index=0,
+            last_step=0,
+            step=index,
+            count=index + 1,
+            metrics=metrics,
+        )
         assert both.is_due(moment) == (one.is_due(moment) or other.is_due(moment))
         dues = [due for due in (one.next_due(moment), other.next_due(moment)) if due is not None]
         assert both.next_due(moment) == min(dues, default=None)
@@ -105,26 +130,36 @@ def test_a_policy_of_the_user_s_need_not_be_hashable() -> None:
         def __str__(self) -> str:
             return "thursdays"
 
-    assert (Thursdays() | Cadence(2, None)).told().why == "on Thursdays; or every 2 captures, as it was told"
+    assert (
+        Thursdays() | Cadence(2, None)
+    ).told().why == "on Thursdays; or every 2 captures, as it was told"
 
 
 @pytest.mark.parametrize("every", [1, 2, 5])
 def test_captures_are_counted_from_one(every: int) -> None:
-    assert [index + 1 for index in picked(Cadence(every, None), *[{}] * 15)] == [*range(every, 16, every)]
+    assert [index + 1 for index in picked(Cadence(every, None), *[{}] * 15)] == [
+        *range(every, 16, every)
+    ]
 
 
 def test_the_first_state_at_or_after_each_multiple_of_steps_is_written() -> None:
-    assert [4 * index for index in picked(Cadence(interval_s=None, steps=10), *[{}] * 9, steps=4)] == [12, 20, 32]
+    assert [
+        4 * index for index in picked(Cadence(interval_s=None, steps=10), *[{}] * 9, steps=4)
+    ] == [12, 20, 32]
     assert picked(Cadence(interval_s=None, steps=5), *[{}] * 16) == [5, 10, 15]
 
 
 def test_steps_are_counted_on_after_a_resume_and_after_going_back() -> None:
     pacing, steps = Pacing(Cadence(interval_s=None, steps=10)), [13, 14, 19, 20, 21, 12, 13, 20, 21]
-    assert [step for step in steps if pacing.is_due_at_capture(Taken(0.0, None, step), 0.0, waiting=0)] == [13, 20, 12, 20]
+    assert [
+        step for step in steps if pacing.is_due_at_capture(Taken(0.0, None, step), 0.0, waiting=0)
+    ] == [13, 20, 12, 20]
 
 
 def test_every_nth_pick_goes_on_to_further_tiers() -> None:
-    pacing = Pacing(Cadence(1, None), choice=CadenceChoice("mine", "for a test", every=1, further_every=3))
+    pacing = Pacing(
+        Cadence(1, None), choice=CadenceChoice("mine", "for a test", every=1, further_every=3)
+    )
     near = []
     for number in range(1, 10):
         pacing.is_due_at_capture(Taken(), 0.0, waiting=0)
@@ -133,10 +168,20 @@ def test_every_nth_pick_goes_on_to_further_tiers() -> None:
 
 
 def test_a_better_value_is_written_by_the_name_of_the_metric_or_as_told() -> None:
-    values = [{"x_loss": 3.0}, {"x_loss": 3.0}, {}, {"x_loss": 2.0}, {"x_loss": math.nan}, {"x_loss": 2.5}, {"x_loss": 1.0}]
+    values = [
+        {"x_loss": 3.0},
+        {"x_loss": 3.0},
+        {},
+        {"x_loss": 2.0},
+        {"x_loss": math.nan},
+        {"x_loss": 2.5},
+        {"x_loss": 1.0},
+    ]
     assert picked(OnImprovement("x_loss"), *values) == [0, 3, 6]
     assert picked(OnImprovement("x_loss", is_rising=True), *values) == [0]
-    assert picked(OnImprovement("accuracy"), *({"accuracy": each} for each in (0.1, 0.3, 0.2, 0.4))) == [0, 1, 3]
+    assert picked(
+        OnImprovement("accuracy"), *({"accuracy": each} for each in (0.1, 0.3, 0.2, 0.4))
+    ) == [0, 1, 3]
 
 
 def test_a_value_counts_though_its_state_was_written_for_another_reason() -> None:

@@ -1,4 +1,5 @@
-"""CheckFreq on a clock of its own: the interval that it finds, its bounds, and that it follows when costs drift."""
+"""CheckFreq on a clock of its own: the interval that it finds, its bounds, and that it follows
+when costs drift."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from tests.support.effort import examples
 
 
 def least_interval(share: float, interval_s: float, write_s: float, slowdown: float) -> int:
-    """The smallest number of captures with which a write fits in, and costs at most the share, by arithmetic."""
+    """The smallest number of captures with which a write fits in, and costs at most the share,
+    by arithmetic."""
     delay = write_s * slowdown / (1 + slowdown)
     return max(1, math.ceil(write_s / interval_s), math.ceil(delay / (share * interval_s)))
 
@@ -29,7 +31,9 @@ def least_interval(share: float, interval_s: float, write_s: float, slowdown: fl
     length=st.floats(0.1, 20.0),
     slowdown=st.sampled_from([0.0, 0.02, 0.1, 0.5]),
 )
-def test_without_noise_it_finds_the_smallest_interval(share: float, interval_s: float, length: float, slowdown: float) -> None:
+def test_without_noise_it_finds_the_smallest_interval(
+    share: float, interval_s: float, length: float, slowdown: float
+) -> None:
     training = Training(CheckFreq(share), interval_s, length * interval_s, slowdown)
     training.run(400)
     assert training.choice is not None
@@ -49,7 +53,9 @@ def test_with_noise_the_share_is_kept_and_a_write_never_meets_the_next(seed: int
     delayed = sum(ended - began for began, ended in training.writes[begun[1] :]) * 0.08 / 1.08
     assert delayed / work <= 0.035 + 0.01
     assert training.most_pending == 1, "no state waited for another to be written"
-    assert len(training.writes) - begun[1] > 2000 / (least_interval(0.035, 0.1, 0.72, 0.08) * 2), "and it is used"
+    assert len(training.writes) - begun[1] > 2000 / (least_interval(0.035, 0.1, 0.72, 0.08) * 2), (
+        "and it is used"
+    )
 
 
 def test_it_follows_when_the_disk_slows_down_and_when_it_recovers() -> None:
@@ -59,7 +65,10 @@ def test_it_follows_when_the_disk_slows_down_and_when_it_recovers() -> None:
     training.write_s = 1.25
     training.run(300)
     assert training.choices[-1].every in (13, 14)
-    assert "more often the next write would begin before the last has ended" in training.choices[-1].why
+    assert (
+        "more often the next write would begin before the last has ended"
+        in training.choices[-1].why
+    )
     training.write_s = 0.15
     training.run(600)
     assert training.choices[-1].every == 2
@@ -86,7 +95,12 @@ def test_captures_that_come_rarely_are_not_left_in_memory_while_it_learns() -> N
 
 
 def test_it_joins_others() -> None:
-    training = Training(CheckFreq() | Cadence(every=50, interval_s=None) | OnImprovement("loss"), 0.1, 0.55, slowdown=0.0)
+    training = Training(
+        CheckFreq() | Cadence(every=50, interval_s=None) | OnImprovement("loss"),
+        0.1,
+        0.55,
+        slowdown=0.0,
+    )
     training.run(300)
     choice = training.choice
     assert choice is not None
@@ -96,7 +110,9 @@ def test_it_joins_others() -> None:
 
 
 @given(st.floats(0.01, 10), st.floats(0, 2), st.lists(st.floats(0, 1), min_size=3, max_size=80))
-def test_the_line_through_exact_samples_is_found(base: float, slope: float, shares: list[float]) -> None:
+def test_the_line_through_exact_samples_is_found(
+    base: float, slope: float, shares: list[float]
+) -> None:
     samples = [(base + slope * share * base, share * base) for share in shares]
     found_base, found_slope, _ = fit(samples)
     for duration, overlap in samples:
@@ -142,4 +158,8 @@ def test_little_is_no_knowledge() -> None:
     measures.wrote(3.0, 3.1)
     costs = measures.costs()
     assert isinstance(costs, Costs)
-    assert (round(costs.interval_s, 3), round(costs.write_s, 3), round(costs.overhead_s, 6)) == (0.1, 0.1, 0.0)
+    assert (round(costs.interval_s, 3), round(costs.write_s, 3), round(costs.overhead_s, 6)) == (
+        0.1,
+        0.1,
+        0.0,
+    )

@@ -34,9 +34,9 @@ from tests.support.effort import examples
 
 NOW = 1_000_000.0
 
-keys = st.sampled_from(["loss", "val accuracy", 'a"b:c', "x,y", "ü\\", "f1"]) | st.text(min_size=1, max_size=5).filter(
-    lambda key: "\0" not in key and key.isprintable()
-)
+keys = st.sampled_from(["loss", "val accuracy", 'a"b:c', "x,y", "ü\\", "f1"]) | st.text(
+    min_size=1, max_size=5
+).filter(lambda key: "\0" not in key and key.isprintable())
 times = st.integers(1, 10**7).map(float) | st.floats(1e-3, 1e9, allow_nan=False)
 rules: st.SearchStrategy[Rule] = st.one_of(
     st.just(All()),
@@ -54,17 +54,35 @@ policies = st.builds(Retention, st.lists(rules, max_size=3).map(tuple), bounds)
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[Fact]:
-    """States of some branches; each has files of its own, and some that others of its branch need too."""
+    """States of some branches; each has files of its own, and some that others of its branch
+    need too."""
     facts = []
     for line in range(draw(st.integers(1, 3))):
         indexes = sorted(draw(st.sets(st.integers(0, 300), min_size=1, max_size=25)))
-        moments = sorted(draw(st.lists(st.floats(0, NOW), min_size=len(indexes), max_size=len(indexes))))
+        moments = sorted(
+            draw(st.lists(st.floats(0, NOW), min_size=len(indexes), max_size=len(indexes)))
+        )
         for index, moment in zip(indexes, moments, strict=True):
-            shared = [(f"{line}-shared-{number}", 50) for number in draw(st.sets(st.integers(0, 2), max_size=2))]
+            shared = [
+                (f"{line}-shared-{number}", 50)
+                for number in draw(st.sets(st.integers(0, 2), max_size=2))
+            ]
             files = ((f"{line}-{index}", draw(st.integers(1, 100))), *shared)
             value = draw(st.floats(-5, 5) | st.just(math.nan))
             held = draw(st.sampled_from([None, None, None, "tag 'warm'"]))
-            facts.append(Fact(f"{line}-{index}", line, f"b{line}", index, index * 10, moment, files, {"loss": value, "f1": -value}, held))
+            facts.append(
+                Fact(
+                    f"{line}-{index}",
+                    line,
+                    f"b{line}",
+                    index,
+                    index * 10,
+                    moment,
+                    files,
+                    {"loss": value, "f1": -value},
+                    held,
+                )
+            )
     return facts
 
 
@@ -90,24 +108,36 @@ def test_a_policy_comes_back_from_its_text(policy: Retention) -> None:
 
 @given(histories(), policies, policies)
 @settings(max_examples=examples(200), deadline=None)
-def test_together_policies_keep_what_any_of_them_keeps(facts: list[Fact], one: Retention, other: Retention) -> None:
+def test_together_policies_keep_what_any_of_them_keeps(
+    facts: list[Fact], one: Retention, other: Retention
+) -> None:
     one, other = one.bounded(None), other.bounded(None)
     together = kept(decide(facts, Policies(one | other), NOW))
-    assert together == kept(decide(facts, Policies(one), NOW)) | kept(decide(facts, Policies(other), NOW))
+    assert together == kept(decide(facts, Policies(one), NOW)) | kept(
+        decide(facts, Policies(other), NOW)
+    )
 
 
 @given(histories(), policies)
 @settings(max_examples=examples(200), deadline=None)
-def test_every_state_gets_one_decision_with_a_reason_and_what_is_held_stays(facts: list[Fact], policy: Retention) -> None:
-    decisions = decide(facts, Policies(policy, {"b1": Retention.latest(1) | Retention.at_most(1)}), NOW)
+def test_every_state_gets_one_decision_with_a_reason_and_what_is_held_stays(
+    facts: list[Fact], policy: Retention
+) -> None:
+    decisions = decide(
+        facts, Policies(policy, {"b1": Retention.latest(1) | Retention.at_most(1)}), NOW
+    )
     assert sorted(each.fact.uid for each in decisions) == sorted(fact.uid for fact in facts)
     assert all(each.reason for each in decisions)
-    assert all(each.is_kept and each.reason == each.fact.held for each in decisions if each.fact.held)
+    assert all(
+        each.is_kept and each.reason == each.fact.held for each in decisions if each.fact.held
+    )
 
 
 @given(histories(), policies)
 @settings(max_examples=examples(200), deadline=None)
-def test_pruning_again_at_the_same_moment_drops_nothing_more(facts: list[Fact], policy: Retention) -> None:
+def test_pruning_again_at_the_same_moment_drops_nothing_more(
+    facts: list[Fact], policy: Retention
+) -> None:
     first = decide(facts, Policies(policy), NOW)
     again = decide([each.fact for each in first if each.is_kept], Policies(policy), NOW)
     assert kept(again) == kept(first)
@@ -139,14 +169,25 @@ def test_a_branch_has_a_bound_of_its_own(facts: list[Fact], bound: int) -> None:
 @given(histories(), st.integers(1, 8))
 @settings(max_examples=examples(100), deadline=None)
 def test_a_denser_thinning_keeps_more(facts: list[Fact], count: int) -> None:
-    few, many = (kept(decide(facts, Policies(Retention.thin(number)), NOW)) for number in (count, count + 1))
+    few, many = (
+        kept(decide(facts, Policies(Retention.thin(number)), NOW)) for number in (count, count + 1)
+    )
     assert few <= many
 
 
 def history(count: int, *, size: int = 10, **changes: object) -> list[Fact]:
     """One branch of states, one a second."""
     return [
-        Fact(f"u{number}", 1, "main", number, number, float(number), ((f"u{number}", size),), {"loss": abs(number - count // 2)})
+        Fact(
+            f"u{number}",
+            1,
+            "main",
+            number,
+            number,
+            float(number),
+            ((f"u{number}", size),),
+            {"loss": abs(number - count // 2)},
+        )
         for number in range(count)
     ]
 
@@ -154,11 +195,21 @@ def history(count: int, *, size: int = 10, **changes: object) -> list[Fact]:
 def test_thinning_keeps_about_as_many_for_each_doubling_and_can_go_on_for_ever() -> None:
     stays: list[Fact] = []
     for fact in history(4000):
-        stays = [each.fact for each in decide([*stays, fact], Policies(Retention.thin(4)), NOW) if each.is_kept]
+        stays = [
+            each.fact
+            for each in decide([*stays, fact], Policies(Retention.thin(4)), NOW)
+            if each.is_kept
+        ]
     distances = [stays[-1].index - fact.index for fact in stays]
     for octave in range(3, 11):
-        assert 2 <= sum(2**octave <= distance < 2 ** (octave + 1) for distance in distances) <= 8, octave
-    once = [each.fact.index for each in decide(history(4000), Policies(Retention.thin(4)), NOW) if each.is_kept]
+        assert 2 <= sum(2**octave <= distance < 2 ** (octave + 1) for distance in distances) <= 8, (
+            octave
+        )
+    once = [
+        each.fact.index
+        for each in decide(history(4000), Policies(Retention.thin(4)), NOW)
+        if each.is_kept
+    ]
     assert [fact.index for fact in stays] == once, "it makes no difference when it was thinned"
 
 
@@ -172,8 +223,21 @@ def test_densities_of_a_ruler() -> None:
 def test_each_rule_keeps_what_it_says() -> None:
     facts = history(100)
     indexes = {
-        text: [each.fact.index for each in decide(facts, Policies(Retention.parse(text)), 99.0) if each.is_kept]
-        for text in ("latest:3", "best:3:loss", "best:1:loss:max", "every:30", "interval:40s", "within:2s", "tagged", "all")
+        text: [
+            each.fact.index
+            for each in decide(facts, Policies(Retention.parse(text)), 99.0)
+            if each.is_kept
+        ]
+        for text in (
+            "latest:3",
+            "best:3:loss",
+            "best:1:loss:max",
+            "every:30",
+            "interval:40s",
+            "within:2s",
+            "tagged",
+            "all",
+        )
     }
     assert indexes == {
         "latest:3": [97, 98, 99],
@@ -188,7 +252,9 @@ def test_each_rule_keeps_what_it_says() -> None:
 
 
 def test_the_newest_of_equally_good_states_is_the_best() -> None:
-    facts = [Fact(f"u{number}", 1, "main", number, number, 0.0, (), {"f1": 1.0}) for number in range(3)]
+    facts = [
+        Fact(f"u{number}", 1, "main", number, number, 0.0, (), {"f1": 1.0}) for number in range(3)
+    ]
     (best,) = [each for each in decide(facts, Policies(Retention.best("f1")), NOW) if each.is_kept]
     assert (best.fact.index, best.reason) == (2, "the best f1 of branch main: 1")
     assert Best("f1").is_better(1.0, 1.0)
@@ -196,7 +262,9 @@ def test_the_newest_of_equally_good_states_is_the_best() -> None:
 
 
 def test_a_bound_thins_old_states_before_new_ones_and_the_latest_last() -> None:
-    decisions = decide(history(64), Policies(Retention.parse("all latest:4 best:1:loss at-most:160")), NOW)
+    decisions = decide(
+        history(64), Policies(Retention.parse("all latest:4 best:1:loss at-most:160")), NOW
+    )
     indexes = [each.fact.index for each in decisions if each.is_kept]
     assert len(indexes) == 16
     assert set(indexes) >= {0, 32, 60, 61, 62, 63}
@@ -206,20 +274,58 @@ def test_a_bound_thins_old_states_before_new_ones_and_the_latest_last() -> None:
 
 
 def test_a_file_that_a_kept_state_needs_counts_once() -> None:
-    facts = [Fact(f"u{number}", 1, "main", number, number, 0.0, (("base", 1000), (f"u{number}", 1))) for number in range(10)]
+    facts = [
+        Fact(f"u{number}", 1, "main", number, number, 0.0, (("base", 1000), (f"u{number}", 1)))
+        for number in range(10)
+    ]
     decisions = decide(facts, Policies(Retention.at_most(1005)), NOW)
     assert taken(decisions) == 1005
     assert len(kept(decisions)) == 5
     ledger = Ledger(facts)
-    assert (ledger.bytes, ledger.own_bytes(facts[3]), ledger.drop(facts[3]), ledger.bytes) == (1010, 1, 1, 1009)
+    assert (ledger.bytes, ledger.own_bytes(facts[3]), ledger.drop(facts[3]), ledger.bytes) == (
+        1010,
+        1,
+        1,
+        1009,
+    )
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        *("", " ", "latest", "latest:", "latest:0", "latest:x", "latest:1:2", "latest:99999999999999999999", "latest:5;", "every:-1"),
-        *("best:3", "best:x:loss", "best:1:loss:up", 'best:1:"loss', 'best:1:"a"b', r'best:1:"\q"', "keep:3", "all:1", "thin:0"),
-        *("interval:0", "interval:5y", "within:inf", "within:nan", "at-most:", "at-most:x", "at-most:0", "at-most:1G at-most:2G"),
+        *(
+            "",
+            " ",
+            "latest",
+            "latest:",
+            "latest:0",
+            "latest:x",
+            "latest:1:2",
+            "latest:99999999999999999999",
+            "latest:5;",
+            "every:-1",
+        ),
+        *(
+            "best:3",
+            "best:x:loss",
+            "best:1:loss:up",
+            'best:1:"loss',
+            'best:1:"a"b',
+            r'best:1:"\q"',
+            "keep:3",
+            "all:1",
+            "thin:0",
+        ),
+        *(
+            "interval:0",
+            "interval:5y",
+            "within:inf",
+            "within:nan",
+            "at-most:",
+            "at-most:x",
+            "at-most:0",
+            "at-most:1G at-most:2G",
+        ),
     ],
 )
 def test_what_means_nothing_is_refused_by_name(text: str) -> None:

@@ -1,4 +1,5 @@
-"""A training on a clock that nobody waits for: the real engine, captures and writes as events, each when it would happen."""
+"""A training on a clock that nobody waits for: the real engine, captures and writes as events,
+each when it would happen."""
 
 from __future__ import annotations
 
@@ -6,7 +7,16 @@ import random
 from dataclasses import dataclass, field
 
 from datastates.engine.cadence_stats import Taken
-from datastates.engine.scheduler import Action, Engine, LineOpened, Paced, Recorded, Tick, Write, Written
+from datastates.engine.scheduler import (
+    Action,
+    Engine,
+    LineOpened,
+    Paced,
+    Recorded,
+    Tick,
+    Write,
+    Written,
+)
 from datastates.policy.contract import CadenceChoice, Costs, Policy
 
 __all__ = ["Training"]
@@ -14,10 +24,11 @@ __all__ = ["Training"]
 
 @dataclass
 class Training:
-    """Captures come every ``interval_s`` of work; a second of writing costs ``slowdown`` seconds of work, and a write takes ``write_s``.
+    """Captures come every ``interval_s`` of work; a second of writing costs ``slowdown`` seconds of
+    work, and a write takes ``write_s``.
 
-    What it came to is in ``writes`` (when each began and ended), ``choices``, ``costs``, ``now`` and ``most_pending``: so many states were
-    being written, or waited, at once.
+    What it came to is in ``writes`` (when each began and ended), ``choices``, ``costs``, ``now``
+    and ``most_pending``: so many states were being written, or waited, at once.
     """
 
     policy: Policy
@@ -49,7 +60,11 @@ class Training:
             self._work(self.interval_s * max(0.1, self._random.gauss(1, self.noise)))
             uid = f"s{self.captures}"
             self.captures += 1
-            self._act(self._engine.handle(Recorded(uid, "main", self.now, Taken(self.now, 0.001, self.captures))))
+            self._act(
+                self._engine.handle(
+                    Recorded(uid, "main", self.now, Taken(self.now, 0.001, self.captures))
+                )
+            )
 
     def _work(self, left: float) -> None:
         """So much work, slower beside a write; what is due by time is ticked."""
@@ -81,7 +96,11 @@ class Training:
             match action:
                 case Write((uid,)):
                     assert self._writing is None, "one at a time"
-                    self._writing = (uid, self.now, self.now + self.write_s * max(0.1, self._random.gauss(1, self.noise / 3)))
+                    self._writing = (
+                        uid,
+                        self.now,
+                        self.now + self.write_s * max(0.1, self._random.gauss(1, self.noise / 3)),
+                    )
                 case Paced(_, costs, choice, has_changed):
                     self.costs = costs
                     if has_changed and choice is not None:

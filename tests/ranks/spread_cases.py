@@ -1,4 +1,5 @@
-"""What torch's own tests ask of the state dicts of spread models, asked of our states: each case is what one of four ranks does.
+"""What torch's own tests ask of the state dicts of spread models, asked of our states: each case is
+what one of four ranks does.
 
 docs/frameworks/sharded.md says which of torch's tests each stands for, and which were left out.
 """
@@ -14,7 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -31,7 +34,8 @@ SIZE = 4
 
 
 class Mlp(nn.Module):
-    """Two layers, and one beside them that four ranks share unevenly; some hold no row of it when it is narrow."""
+    """Two layers, and one beside them that four ranks share unevenly; some hold no row of it
+    when it is narrow."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -51,7 +55,9 @@ def mlps(width: int = 4, seed: int = 0) -> nn.Sequential:
 
 def sharded(model: nn.Sequential, *shape: int, **options: Any) -> nn.Module:
     """By FSDP2, over a mesh of one dimension, or of two of which the first has replicas."""
-    mesh = init_device_mesh("cpu", shape or (SIZE,), mesh_dim_names=("replicas", "shards")[-max(1, len(shape)) :])
+    mesh = init_device_mesh(
+        "cpu", shape or (SIZE,), mesh_dim_names=("replicas", "shards")[-max(1, len(shape)) :]
+    )
     for layer in model:
         fully_shard(layer, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
@@ -65,7 +71,11 @@ def tensor_parallel(model: nn.Sequential, data: tuple[int, ...] = ()) -> nn.Modu
     for side in data:
         rest //= side
     mesh = init_device_mesh("cpu", (*data, rest), mesh_dim_names=(*names, "tensors"))
-    plan = {f"{number}.{name}": way() for number in range(2) for name, way in (("up", ColwiseParallel), ("down", RowwiseParallel))}
+    plan = {
+        f"{number}.{name}": way()
+        for number in range(2)
+        for name, way in (("up", ColwiseParallel), ("down", RowwiseParallel))
+    }
     parallelize_module(model, mesh["tensors"], plan)  # type: ignore[arg-type]  # styles
     if data:
         for layer in model:
@@ -97,7 +107,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def gathered(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:
+def gathered(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, torch.Tensor]:
     """Parameters, and what an optimizer keeps for each, as whole tensors."""
     found = {}
     for name, parameter in model.named_parameters():
@@ -126,25 +138,35 @@ def tracked(repo: Repository, branch: str, **objects: Any) -> Iterator[Tracker]:
 
 
 def placements_and_meshes_change(repo: Repository) -> None:
-    """A DTensor captured under any placement of any mesh is restored under any other: even and uneven, of one mesh dimension and two."""
+    """A DTensor captured under any placement of any mesh is restored under any other: even and
+    uneven, of one mesh dimension and two."""
     flat, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     places = (Replicate(), Shard(0), Shard(1))
     ways: list[tuple[Any, tuple[Placement, ...]]] = [(flat, (place,)) for place in places]
     ways += [(square, pair) for pair in product(places, places)]
     for shape in ((4, 4), (5, 3)):
         full = torch.arange(float(shape[0] * shape[1])).reshape(shape)
-        before = {str(number): distribute_tensor(full, mesh, where) for number, (mesh, where) in enumerate(ways)}
+        before = {
+            str(number): distribute_tensor(full, mesh, where)
+            for number, (mesh, where) in enumerate(ways)
+        }
         with tracked(repo, f"placements-{shape[0]}", objects={"tensors": before}) as tracker:
             state = tracker.capture().wait("durable")
             for mesh, where in ways:
-                after = {name: distribute_tensor(torch.zeros(shape), mesh, where) for name in before}
+                after = {
+                    name: distribute_tensor(torch.zeros(shape), mesh, where) for name in before
+                }
                 assert repo.restore(state, {"tensors": after}, group=tracker.group)
                 assert all(torch.equal(whole(tensor), full) for tensor in after.values()), where
-                assert all(tensor.placements == where and tensor.device_mesh == mesh for tensor in after.values())
+                assert all(
+                    tensor.placements == where and tensor.device_mesh == mesh
+                    for tensor in after.values()
+                )
 
 
 def models_change_the_way_they_are_spread(repo: Repository) -> None:
-    """Captured in one way and restored in another, parameters and the optimizer's state are the same whole tensors; training goes on."""
+    """Captured in one way and restored in another, parameters and the optimizer's state are the
+    same whole tensors; training goes on."""
     names = list(WAYS)
     for number, name in enumerate(names):
         model = WAYS[name](mlps())
@@ -160,14 +182,18 @@ def models_change_the_way_they_are_spread(repo: Repository) -> None:
             for other in (names[(number + 1) % len(names)], names[(number + 4) % len(names)]):
                 fresh = WAYS[other](mlps(seed=1))
                 fresh_optimizer = torch.optim.AdamW(fresh.parameters(), lr=0.5)
-                assert repo.restore(state, {"model": fresh, "optimizer": fresh_optimizer}, group=tracker.group)
+                assert repo.restore(
+                    state, {"model": fresh, "optimizer": fresh_optimizer}, group=tracker.group
+                )
                 assert alike(gathered(fresh, fresh_optimizer), expected), (name, other)
                 assert fresh_optimizer.param_groups[0]["lr"] == 0.1
                 step(fresh, fresh_optimizer)
 
 
 def narrow_layers_before_and_after_a_forward_pass(repo: Repository) -> None:
-    """Of 2, 3 or 5 rows some of four ranks hold none. Between forward and backward whole parameters stand where shards were."""
+    """Of 2, 3 or 5 rows some of four ranks hold none.
+
+    Between forward and backward whole parameters stand where shards were."""
     for width in (2, 3, 5):
         model = sharded(mlps(width), reshard_after_forward=False)
         with tracked(repo, f"narrow-{width}", model=model) as tracker:
@@ -202,7 +228,8 @@ class Extra(nn.Module):
 
 
 def extra_state_and_buffers(repo: Repository) -> None:
-    """What a module keeps beside parameters comes back, and a buffer that is not persistent stays as it is; compiled or not."""
+    """What a module keeps beside parameters comes back, and a buffer that is not persistent
+    stays as it is; compiled or not."""
     model = Extra(torch.arange(6.0), 1)
     with tracked(repo, "extra", model=model) as tracker:
         state = tracker.capture().wait("durable")
@@ -215,7 +242,8 @@ def extra_state_and_buffers(repo: Repository) -> None:
 
 
 def keys_that_are_missing_or_too_many(repo: Repository) -> None:
-    """A state that does not fit is refused on all ranks, by name, and changes nothing; without ``strict`` the report says what did not."""
+    """A state that does not fit is refused on all ranks, by name, and changes nothing; without
+    ``strict`` the report says what did not."""
     model = sharded(mlps())
     with tracked(repo, "keys", model=model) as tracker:
         state = tracker.capture().wait("durable")
@@ -230,7 +258,11 @@ def keys_that_are_missing_or_too_many(repo: Repository) -> None:
             report = repo.restore(state, {"model": other}, strict=False, group=tracker.group)
             assert not report
             found = gathered(other)
-            assert all(torch.equal(found[path], tensor) for path, tensor in gathered(model).items() if path in found)
+            assert all(
+                torch.equal(found[path], tensor)
+                for path, tensor in gathered(model).items()
+                if path in found
+            )
             assert any(name in path for path in (*report.missing, *report.unexpected))
 
 
@@ -258,13 +290,16 @@ def tied_weights(repo: Repository) -> None:
     with tracked(repo, "tied", model=model, optimizer=optimizer) as tracker:
         state = tracker.capture().wait("durable")
         fresh_optimizer = torch.optim.AdamW(fresh.parameters())
-        assert repo.restore(state, {"model": fresh, "optimizer": fresh_optimizer}, group=tracker.group)
+        assert repo.restore(
+            state, {"model": fresh, "optimizer": fresh_optimizer}, group=tracker.group
+        )
         assert alike(gathered(fresh, fresh_optimizer), gathered(model, optimizer))
         assert fresh.decoder.weight is fresh.embedding.weight
 
 
 def names_without_wrappers(repo: Repository) -> None:
-    """Activation checkpointing, replicas and compilation put their names before a module's: a state has none of them."""
+    """Activation checkpointing, replicas and compilation put their names before a module's: a
+    state has none of them."""
     wrapped = mlps()
     apply_activation_checkpointing(wrapped, check_fn=lambda module: isinstance(module, Mlp))
     model = nn.parallel.DistributedDataParallel(wrapped)
@@ -277,15 +312,18 @@ def names_without_wrappers(repo: Repository) -> None:
 
 
 def options_groups_and_holes_of_optimizers(repo: Repository) -> None:
-    """``initial_lr`` of a schedule, a group without parameters, a parameter that was frozen after it had a state, one that never had a
-    gradient, and an optimizer that keeps nothing.
+    """``initial_lr`` of a schedule, a group without parameters, a parameter that was frozen after
+    it had a state, one that never had a gradient, and an optimizer that keeps nothing.
     """
 
     def made(seed: int) -> tuple[nn.Module, dict[str, torch.optim.Optimizer]]:
         model: Any = sharded(mlps(seed=seed))
         first, second = model[0], model[1]
         groups = [{"params": [*first.parameters()], "lr": 0.1}, {"params": [], "lr": 0.2}]
-        return model, {"grouped": torch.optim.AdamW(groups), "bare": torch.optim.SGD(second.parameters(), lr=0.3)}
+        return model, {
+            "grouped": torch.optim.AdamW(groups),
+            "bare": torch.optim.SGD(second.parameters(), lr=0.3),
+        }
 
     model, optimizers = made(0)
     torch.optim.lr_scheduler.LambdaLR(optimizers["grouped"], lambda epoch: 0.9**epoch)
@@ -306,7 +344,8 @@ def options_groups_and_holes_of_optimizers(repo: Repository) -> None:
 
 
 def meta_models_are_filled_once_they_have_memory(repo: Repository) -> None:
-    """A model that was made on ``meta`` has nothing to restore into: that is said; once it has memory, it gets everything."""
+    """A model that was made on ``meta`` has nothing to restore into: that is said; once it has
+    memory, it gets everything."""
     model = sharded(mlps())
     with tracked(repo, "meta", model=model) as tracker:
         state = tracker.capture().wait("durable")
@@ -320,26 +359,39 @@ def meta_models_are_filled_once_they_have_memory(repo: Repository) -> None:
 
 
 def meshes_of_some_ranks(repo: Repository) -> None:
-    """Two meshes side by side: the ranks of one hold nothing of what lies on the other, and the part of each says so."""
+    """Two meshes side by side: the ranks of one hold nothing of what lies on the other, and the
+    part of each says so."""
     rank, full = dist.get_rank(), torch.arange(30.0).reshape(6, 5)
     meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
-    before = {f"on {number}": distribute_tensor(full + number, mesh, [Shard(0)]) for number, mesh in enumerate(meshes)}
+    before = {
+        f"on {number}": distribute_tensor(full + number, mesh, [Shard(0)])
+        for number, mesh in enumerate(meshes)
+    }
     with tracked(repo, "sides", objects={"tensors": before}) as tracker:
         state = tracker.capture().wait("durable")
         with repo.core.tiers.open_part(state, rank, verify=True)[0] as reader:
             stored = {spec.path: len(spec.shards) for spec in specs_of(reader)}
-        assert [stored[f"tensors/on {number}"] for number in range(2)] == [int(rank // 2 == number) for number in range(2)]
-        sides = {f"on {number}": distribute_tensor(torch.zeros(6, 5), mesh, [Shard(1)]) for number, mesh in enumerate(reversed(meshes))}
+        assert [stored[f"tensors/on {number}"] for number in range(2)] == [
+            int(rank // 2 == number) for number in range(2)
+        ]
+        sides = {
+            f"on {number}": distribute_tensor(torch.zeros(6, 5), mesh, [Shard(1)])
+            for number, mesh in enumerate(reversed(meshes))
+        }
         assert repo.restore(state, {"tensors": sides}, group=tracker.group)
         for number, mesh in enumerate(reversed(meshes)):
             local = sides[f"on {number}"].to_local()
             if mesh.get_coordinate() is not None:
                 assert torch.equal(local, (full + number).chunk(2, 1)[mesh.get_local_rank()])
-        assert all(torch.equal(repo.load(state)["tensors"][f"on {number}"], full + number) for number in range(2))
+        assert all(
+            torch.equal(repo.load(state)["tensors"][f"on {number}"], full + number)
+            for number in range(2)
+        )
 
 
 def stages_of_a_pipeline(repo: Repository) -> None:
-    """Each pair of ranks has a stage of its own, tracks it with a group and on a branch of its own, and goes on from there, or alone."""
+    """Each pair of ranks has a stage of its own, tracks it with a group and on a branch of its
+    own, and goes on from there, or alone."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "shards"))
     stage = mesh.get_local_rank("stages")
     group = TorchGroup(mesh.get_group("shards"))
@@ -352,7 +404,9 @@ def stages_of_a_pipeline(repo: Repository) -> None:
 
     model, optimizer = made(0)
     step(model, optimizer)
-    with pytest.raises(InvalidInput, match=r"stages of a pipeline.*a group and a branch of their own"):
+    with pytest.raises(
+        InvalidInput, match=r"stages of a pipeline.*a group and a branch of their own"
+    ):
         repo.track(branch="stages", model=model)
     expected = gathered(model, optimizer)
     with tracked(repo, f"stage-{stage}", model=model, optimizer=optimizer, group=group) as tracker:
@@ -361,18 +415,23 @@ def stages_of_a_pipeline(repo: Repository) -> None:
         tracker.restore(state)
         assert alike(gathered(model, optimizer), expected)
     fresh, fresh_optimizer = made(5)
-    with tracked(repo, f"stage-{stage}", model=fresh, optimizer=fresh_optimizer, group=group) as tracker:
+    with tracked(
+        repo, f"stage-{stage}", model=fresh, optimizer=fresh_optimizer, group=group
+    ) as tracker:
         assert (tracker.resumed_from, tracker.group.size) == (state, 2)
         assert alike(gathered(fresh, fresh_optimizer), expected)
         with pytest.raises(Unsupported, match=r"held by rank|lies with the ranks"):
-            repo.track(branch=f"alone-{dist.get_rank()}", model=fresh, group=SoloGroup(), rng=False).capture()
+            repo.track(
+                branch=f"alone-{dist.get_rank()}", model=fresh, group=SoloGroup(), rng=False
+            ).capture()
     plain = dict(repo.load(state)["model"])
     assert plain.keys() == dict(model.named_parameters()).keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in plain.items())
 
 
 def buffers_of_each_rank(repo: Repository) -> None:
-    """Statistics that each rank keeps of its own batches come back as its own; a process alone gets those of rank 0."""
+    """Statistics that each rank keeps of its own batches come back as its own; a process alone
+    gets those of rank 0."""
 
     def made() -> nn.Module:
         torch.manual_seed(0)

@@ -1,4 +1,5 @@
-"""Ranks that lie, stop, fork, are interrupted or have a full disk, and jobs that meet: no half state, and nothing durable is lost."""
+"""Ranks that lie, stop, fork, are interrupted or have a full disk, and jobs that meet: no half
+state, and nothing durable is lost."""
 
 from __future__ import annotations
 
@@ -34,14 +35,23 @@ in_turn = pytest.mark.in_turn("attacks on groups")
 
 
 def config(**more: object) -> Config:
-    return Config(**{"memory_bytes": 64 << 20, "durable_interval_s": None, "durable_every": 1, "group_patience_s": PATIENCE_S, **more})  # type: ignore[arg-type]  # they are its own
+    # they are its own
+    return Config(
+        **{  # type: ignore[arg-type]
+            "memory_bytes": 64 << 20,
+            "durable_interval_s": None,
+            "durable_every": 1,
+            "group_patience_s": PATIENCE_S,
+            **more,
+        }
+    )
 
 
 def rows(step: int) -> torch.Tensor:
     return torch.arange(ROWS * 4.0).reshape(ROWS, 4) + step
 
 
-# --- what ranks do -----------------------------------------------------------------------------------------------------------
+# --- what ranks do --------------------------------------------------------------------------------
 
 
 def lie(folder: str, how: str, say: Say) -> None:
@@ -69,9 +79,13 @@ def lie(folder: str, how: str, say: Say) -> None:
 
 
 def stop(folder: str, say: Say) -> None:
-    """Rank 1 stands still before a capture, until somebody lets it go on; rank 0 captures meanwhile."""
+    """Rank 1 stands still before a capture, until somebody lets it go on; rank 0 captures
+    meanwhile."""
     rank, tensor = dist.get_rank(), torch.zeros(ROWS, 4)
-    with datastates.open(folder, config=config()) as repo, repo.track(objects={"rows": tensor}, rng=False) as run:
+    with (
+        datastates.open(folder, config=config()) as repo,
+        repo.track(objects={"rows": tensor}, rng=False) as run,
+    ):
         captures = []
         for step in range(1, STEPS + 1):
             tensor.copy_(rows(step))
@@ -84,7 +98,10 @@ def stop(folder: str, say: Say) -> None:
         if rank == 0:
             began = time.monotonic()
             for capture in captures[AT - 1 :]:
-                with pytest.raises(Unavailable, match=f"because of rank 1 .late.: it told no part within {PATIENCE_S}"):
+                with pytest.raises(
+                    Unavailable,
+                    match=f"because of rank 1 .late.: it told no part within {PATIENCE_S}",
+                ):
                     capture.wait(timeout_s=30)
             say("gave up", time.monotonic() - began)
         dist.barrier()
@@ -97,7 +114,10 @@ def stop(folder: str, say: Say) -> None:
 def fork(folder: str, say: Say) -> None:
     """Rank 1 has children, which end in two ways; it goes on."""
     tensor = torch.zeros(ROWS, 4)
-    with datastates.open(folder, config=config()) as repo, repo.track(objects={"rows": tensor}, rng=False) as run:
+    with (
+        datastates.open(folder, config=config()) as repo,
+        repo.track(objects={"rows": tensor}, rng=False) as run,
+    ):
         captures = []
         for step in range(1, STEPS + 1):
             tensor.copy_(rows(step))
@@ -128,7 +148,10 @@ def interrupt(folder: str, say: Say) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     tensor, captures, asked = torch.zeros(ROWS, 4), [], 0.0
     try:
-        with datastates.open(folder, config=config()) as repo, repo.track(objects={"rows": tensor}, rng=False) as run:
+        with (
+            datastates.open(folder, config=config()) as repo,
+            repo.track(objects={"rows": tensor}, rng=False) as run,
+        ):
             for step in range(1, 10_000):
                 tensor.copy_(rows(step))
                 captures.append(run.capture())
@@ -146,7 +169,8 @@ def interrupt(folder: str, say: Say) -> None:
 
 
 def die(folder: str, how: str, say: Say) -> None:
-    """Rank 1 dies, and rank 0 then ends by an error or a signal while its last states wait for the parts of rank 1."""
+    """Rank 1 dies, and rank 0 then ends by an error or a signal while its last states wait for
+    the parts of rank 1."""
     tensor = torch.zeros(ROWS, 4)
     repo = datastates.open(folder, config=config(group_patience_s=60.0))
     run = repo.track(objects={"rows": tensor}, rng=False)
@@ -179,7 +203,12 @@ def fill(folder: str, say: Say, is_mended: bool) -> None:
     rank, tensor = dist.get_rank(), torch.zeros(ROWS, 4)
     packs = Path(folder) / f"node-{rank}"
     opened = datastates.open(folder, packs=str(packs), config=config())
-    with FaultyDisk(packs) as disk, suppress(Unavailable), opened as repo, repo.track(objects={"rows": tensor}, rng=False) as run:
+    with (
+        FaultyDisk(packs) as disk,
+        suppress(Unavailable),
+        opened as repo,
+        repo.track(objects={"rows": tensor}, rng=False) as run,
+    ):
         captures = []
         for step in range(1, STEPS + 1):
             tensor.copy_(rows(step))
@@ -267,21 +296,28 @@ def other_digest(run: Tracker, more: dict[str, torch.Tensor], patch: pytest.Monk
     patch.setattr(Work, "be_told", lying)
 
 
-LIES = {each.__name__: each for each in (other_uid, other_size, other_tree, other_division, other_digest)}
+LIES = {
+    each.__name__: each
+    for each in (other_uid, other_size, other_tree, other_division, other_digest)
+}
 
 
-# --- what is left ------------------------------------------------------------------------------------------------------------
+# --- what is left ---------------------------------------------------------------------------------
 
 
 def whole(said: list[list[str]]) -> dict[int, str]:
     """The states that came about, by step: all ranks say the same."""
-    each = [{int(line.split()[1]): line.split()[2] for line in lines if line.startswith("whole ")} for lines in said]
+    each = [
+        {int(line.split()[1]): line.split()[2] for line in lines if line.startswith("whole ")}
+        for lines in said
+    ]
     assert all(found == each[0] for found in each), said
     return each[0]
 
 
 def see_sound(folder: Path, states: dict[int, str], *, but: tuple[int, ...] = ()) -> None:
-    """The branch has these states and no others, in one path, nothing waits, and each is as it was captured."""
+    """The branch has these states and no others, in one path, nothing waits, and each is as it
+    was captured."""
     with datastates.open(folder) as repo:
         found = list(repo.log("main"))[::-1]
         assert {state.step: state.uid for state in found} == states
@@ -295,7 +331,9 @@ def see_sound(folder: Path, states: dict[int, str], *, but: tuple[int, ...] = ()
 
 @in_turn
 @pytest.mark.parametrize("how", sorted(LIES))
-def test_a_rank_that_lies_makes_no_state_that_nobody_can_restore_go_for_the_newest(tmp_path: Path, how: str) -> None:
+def test_a_rank_that_lies_makes_no_state_that_nobody_can_restore_go_for_the_newest(
+    tmp_path: Path, how: str
+) -> None:
     said = run(2, f"{HERE}:lie", folder=str(tmp_path), how=how)
     states = whole(said)
     is_found_late = how in ("other_division", "other_digest")
@@ -305,13 +343,19 @@ def test_a_rank_that_lies_makes_no_state_that_nobody_can_restore_go_for_the_newe
     see_sound(tmp_path, states, but=(AT,) if is_found_late else ())
     if is_found_late:
         with datastates.open(tmp_path) as repo:
-            with pytest.raises(Corrupt, match=r"step 3\) is damaged: .*the nearest state that verifies is .*step 2"):
+            with pytest.raises(
+                Corrupt, match=r"step 3\) is damaged: .*the nearest state that verifies is .*step 2"
+            ):
                 repo.load(states[AT])
             repo.branch("there", states[AT])
             assert latest(repo, "there", group=SoloGroup()).step == AT - 1
     else:
         words = " ".join(line for lines in said for line in lines)
-        assert {"other_uid": "says parent", "other_size": "says world_size", "other_tree": "has another tree"}[how] in words
+        assert {
+            "other_uid": "says parent",
+            "other_size": "says world_size",
+            "other_tree": "has another tree",
+        }[how] in words
 
 
 @in_turn
@@ -334,9 +378,13 @@ def test_a_rank_may_have_children(tmp_path: Path) -> None:
 
 @in_turn
 @pytest.mark.parametrize("how", ["block", "finally", "signal"])
-def test_a_close_after_an_error_waits_for_other_ranks_for_seconds_only(tmp_path: Path, how: str) -> None:
+def test_a_close_after_an_error_waits_for_other_ranks_for_seconds_only(
+    tmp_path: Path, how: str
+) -> None:
     with job(2, f"{HERE}:die", folder=str(tmp_path), how=how) as ranks:
-        assert float(ranks.heard(0, "took").split()[1]) < 20, "3 s, on a busy machine, and not the 60 s of group_patience_s"
+        assert float(ranks.heard(0, "took").split()[1]) < 20, (
+            "3 s, on a busy machine, and not the 60 s of group_patience_s"
+        )
     with datastates.open(tmp_path) as repo:
         assert [state.step for state in repo.log("main")] == [3, 2, 1]
         assert repo.incomplete().waiting == ()
@@ -344,7 +392,9 @@ def test_a_close_after_an_error_waits_for_other_ranks_for_seconds_only(tmp_path:
 
 @in_turn
 @pytest.mark.parametrize("interrupted", [(0,), (1,), (0, 1)])
-def test_ctrl_c_on_any_rank_ends_the_job_and_loses_nothing_durable(tmp_path: Path, interrupted: tuple[int, ...]) -> None:
+def test_ctrl_c_on_any_rank_ends_the_job_and_loses_nothing_durable(
+    tmp_path: Path, interrupted: tuple[int, ...]
+) -> None:
     with job(2, f"{HERE}:interrupt", folder=str(tmp_path)) as ranks:
         for rank in range(2):
             ranks.heard(rank, "ready")
@@ -366,7 +416,9 @@ def test_ctrl_c_on_any_rank_ends_the_job_and_loses_nothing_durable(tmp_path: Pat
 
 @in_turn
 @pytest.mark.parametrize("is_mended", [True, False])
-def test_a_full_disk_on_one_rank_is_named_on_the_others_and_what_is_durable_stays(tmp_path: Path, is_mended: bool) -> None:
+def test_a_full_disk_on_one_rank_is_named_on_the_others_and_what_is_durable_stays(
+    tmp_path: Path, is_mended: bool
+) -> None:
     said = run(2, f"{HERE}:fill", folder=str(tmp_path), is_mended=is_mended)
     late = [next(line for line in lines if line.startswith("late ")) for lines in said]
     assert "rank 1" in late[0], late
@@ -374,16 +426,23 @@ def test_a_full_disk_on_one_rank_is_named_on_the_others_and_what_is_durable_stay
     assert all(lines[-1] == "closing" for lines in said)
     with datastates.open(tmp_path, packs=str(tmp_path / "node-0")) as repo:
         states = {state.step: (state.uid, state.status) for state in repo.log("main")}
-    assert [step for step, (_, status) in states.items() if status is Status.DURABLE] == ([6, 5, 4, 3, 2, 1] if is_mended else [2, 1])
+    assert [step for step, (_, status) in states.items() if status is Status.DURABLE] == (
+        [6, 5, 4, 3, 2, 1] if is_mended else [2, 1]
+    )
 
 
 @in_turn
 def test_two_jobs_on_one_branch_make_one_path_and_the_later_one_hears_of_it(tmp_path: Path) -> None:
-    with job(2, f"{HERE}:meet", folder=str(tmp_path)) as one, job(2, f"{HERE}:meet", folder=str(tmp_path)) as two:
+    with (
+        job(2, f"{HERE}:meet", folder=str(tmp_path)) as one,
+        job(2, f"{HERE}:meet", folder=str(tmp_path)) as two,
+    ):
         jobs: list[Ranks] = [one, two]
         said = [each.said() for each in jobs]
     states = {step: uid for lines in said for step, uid in whole(lines).items()}
-    conflicts = [any(line.startswith("conflict") for line in lines) for each in said for lines in each]
+    conflicts = [
+        any(line.startswith("conflict") for line in lines) for each in said for lines in each
+    ]
     assert sum(len(whole(lines)) for lines in said) == len(states), "no step came twice"
     see_sound(tmp_path, states)
     assert any(conflicts) or len(states) == 2 * STEPS

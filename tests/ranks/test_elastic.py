@@ -1,4 +1,5 @@
-"""A job that is started again with more ranks or fewer goes on within its epoch: no sample is lost, none comes twice."""
+"""A job that is started again with more ranks or fewer goes on within its epoch: no sample is
+lost, none comes twice."""
 
 from __future__ import annotations
 
@@ -13,8 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # torchdata has no types
-from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler  # type: ignore[import-untyped]  # likewise
+
+# torchdata has no types
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
+
+# likewise
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler  # type: ignore[import-untyped]
 
 import datastates
 from datastates import PermutationSampler
@@ -27,8 +32,8 @@ LENGTH, BATCH = 48, 2
 
 
 def train(folder: str, stop: int, say: Say) -> None:
-    """Three branches: one with our sampler, of which workers fetch ahead, one with torch's, and one with torchdata's loader, which is
-    tracked. They stop after so many steps.
+    """Three branches: one with our sampler, of which workers fetch ahead, one with torch's, and one
+    with torchdata's loader, which is tracked. They stop after so many steps.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(100 + rank)
@@ -38,7 +43,12 @@ def train(folder: str, stop: int, say: Say) -> None:
     loaders = {
         "ours": DataLoader(data, batch_size=BATCH, sampler=sampler, num_workers=1),
         "theirs": DataLoader(data, batch_size=BATCH, sampler=theirs),
-        "kept": StatefulDataLoader(data, batch_size=BATCH, sampler=StatefulDistributedSampler(data, seed=3), num_workers=int(rank == 0)),
+        "kept": StatefulDataLoader(
+            data,
+            batch_size=BATCH,
+            sampler=StatefulDistributedSampler(data, seed=3),
+            num_workers=int(rank == 0),
+        ),
     }
     with datastates.open(folder, memory_bytes=64 << 20) as repo:
         for name, loader in loaders.items():
@@ -46,8 +56,16 @@ def train(folder: str, stop: int, say: Say) -> None:
             if name == "ours":
                 fully_shard(model)
             optimizer = torch.optim.Adam(model.parameters())
-            tracked: dict[str, object] = {"sampler": sampler} if name == "ours" else {"loader": loader} if name == "kept" else {}
-            with repo.track(branch=name, model=model, optimizer=optimizer, check=None, objects=tracked) as tracker:
+            tracked: dict[str, object] = (
+                {"sampler": sampler}
+                if name == "ours"
+                else {"loader": loader}
+                if name == "kept"
+                else {}
+            )
+            with repo.track(
+                branch=name, model=model, optimizer=optimizer, check=None, objects=tracked
+            ) as tracker:
                 report, seen, taken = tracker.report, [], 0
                 say(name, "noted", len(report.notes) if report else None)
                 say(name, "random", torch.rand(1).item())
@@ -80,17 +98,29 @@ def bits(model: nn.Module) -> list[bytes]:
 
 
 def seen(said: list[list[str]], name: str) -> list[tuple[int, int]]:
-    found = [line.removeprefix(f"{name} seen ") for lines in said for line in lines if line.startswith(f"{name} seen ")]
+    found = [
+        line.removeprefix(f"{name} seen ")
+        for lines in said
+        for line in lines
+        if line.startswith(f"{name} seen ")
+    ]
     return [(epoch, row) for line in found for epoch, row in json.loads(line)]
 
 
 def words(said: list[list[str]], start: str) -> list[str]:
-    return [line.removeprefix(start).strip() for lines in said for line in lines if line.startswith(start)]
+    return [
+        line.removeprefix(start).strip()
+        for lines in said
+        for line in lines
+        if line.startswith(start)
+    ]
 
 
 @pytest.mark.in_turn
 @pytest.mark.parametrize("sizes", [(2, 3), (4, 1), (1, 2), (2, 3, 1)], ids=str)
-def test_an_epoch_goes_on_with_another_number_of_ranks(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+def test_an_epoch_goes_on_with_another_number_of_ranks(
+    tmp_path: Path, sizes: tuple[int, ...]
+) -> None:
     said = []
     for number, size in enumerate(sizes):
         stop = 100 if number == len(sizes) - 1 else 3 - number
@@ -101,10 +131,15 @@ def test_an_epoch_goes_on_with_another_number_of_ranks(tmp_path: Path, sizes: tu
         refused = words(said[-1], f"{name} refused")
         if sizes == (1, 2):  # 3 batches of 2, of which 2 ranks cannot have had equally many
             assert len(refused) == 2
-            assert all("PermutationSampler(len(data), rank=rank, num_replicas=processes)" in each for each in refused)
+            assert all(
+                "PermutationSampler(len(data), rank=rank, num_replicas=processes)" in each
+                for each in refused
+            )
         else:
             assert not refused
             assert Counter(pair for each in said for pair in seen(each, name)) == every, name
     assert len(set(words(said[1], "ours random"))) == sizes[1], "each rank draws numbers of its own"
-    assert all(int(count) for count in words(said[1], "ours noted")), "the report says what is begun anew"
+    assert all(int(count) for count in words(said[1], "ours noted")), (
+        "the report says what is begun anew"
+    )
     assert words([*said[0], *said[1]], "restored") == ["True True"] * (sizes[0] + sizes[1])

@@ -1,4 +1,5 @@
-"""What the ranks of a job put onto a tier of the user's that they share, and what comes back from it alone."""
+"""What the ranks of a job put onto a tier of the user's that they share, and what comes back
+from it alone."""
 
 from __future__ import annotations
 
@@ -51,8 +52,14 @@ class Shelf(KeyedTier):
         new.rename(path)
 
     def keys(self, prefix: str) -> list[str]:
-        found = (path for path in self.folder.rglob("*") if path.is_file() and path.suffix != ".new")
-        return [key for path in found if (key := path.relative_to(self.folder).as_posix()).startswith(prefix)]
+        found = (
+            path for path in self.folder.rglob("*") if path.is_file() and path.suffix != ".new"
+        )
+        return [
+            key
+            for path in found
+            if (key := path.relative_to(self.folder).as_posix()).startswith(prefix)
+        ]
 
 
 def tensors(seed: int) -> dict[str, torch.Tensor]:
@@ -82,10 +89,16 @@ def restore(folder: str, say: Say) -> None:
     import torch.distributed as dist
 
     rank = dist.get_rank()
-    live, mine = {name: torch.zeros_like(tensor) for name, tensor in tensors(7).items()}, torch.zeros(5)
+    live, mine = (
+        {name: torch.zeros_like(tensor) for name, tensor in tensors(7).items()},
+        torch.zeros(5),
+    )
     with datastates.open(folder, config=Config(tiers=[Shelf(Path(folder) / "shelf")])) as repo:
         repo.track(objects={**live, "mine": mine}, own=("mine",)).close()
-    say(all(torch.equal(live[name], tensor) for name, tensor in tensors(7).items()), torch.equal(mine, own(rank)))
+    say(
+        all(torch.equal(live[name], tensor) for name, tensor in tensors(7).items()),
+        torch.equal(mine, own(rank)),
+    )
 
 
 def track(folder: str, say: Say) -> None:
@@ -98,9 +111,13 @@ def track(folder: str, say: Say) -> None:
 
 
 @pytest.mark.in_turn
-def test_a_shared_tier_gets_the_parts_of_all_ranks_and_gives_them_back_alone(tmp_path: Path) -> None:
+def test_a_shared_tier_gets_the_parts_of_all_ranks_and_gives_them_back_alone(
+    tmp_path: Path,
+) -> None:
     said = run(2, f"{HERE}:capture", folder=str(tmp_path))
-    assert [lines[0].split()[0] for lines in said] == ["external"] * 2, "each waited until the parts of both were there"
+    assert [lines[0].split()[0] for lines in said] == ["external"] * 2, (
+        "each waited until the parts of both were there"
+    )
     assert any(lines[0].endswith("shelf:0 shelf:1") for lines in said)
     shutil.rmtree(tmp_path / "packs")
     assert run(2, f"{HERE}:restore", folder=str(tmp_path)) == [["True True"]] * 2
@@ -109,7 +126,9 @@ def test_a_shared_tier_gets_the_parts_of_all_ranks_and_gives_them_back_alone(tmp
         found = repo.load("main")
         assert all(torch.equal(found[name], tensor) for name, tensor in tensors(7).items())
         live = {name: torch.zeros_like(tensor) for name, tensor in tensors(7).items()}
-        repo.track(objects={**live, "mine": torch.zeros(5)}, own=("mine",), group=SoloGroup()).close()
+        repo.track(
+            objects={**live, "mine": torch.zeros(5)}, own=("mine",), group=SoloGroup()
+        ).close()
         assert all(torch.equal(live[name], tensor) for name, tensor in tensors(7).items())
 
 
@@ -117,7 +136,10 @@ def test_a_shared_tier_gets_the_parts_of_all_ranks_and_gives_them_back_alone(tmp
 def test_a_tier_that_holds_no_parts_is_refused_where_there_are_ranks(tmp_path: Path) -> None:
     for lines in run(2, f"{HERE}:track", folder=str(tmp_path)):
         assert lines[0].startswith("Unsupported")
-        assert "the archive tier holds states of one process, and this training has 2 ranks: open the repository without" in lines[0]
+        assert (
+            "the archive tier holds states of one process, and this training has 2 ranks: open the"
+            " repository without" in lines[0]
+        )
 
 
 class Waiting:
@@ -151,7 +173,10 @@ class Deposited:
         tree = {"a": torch.randn(40, 30), "b": torch.arange(90)}
         self.parts = sharded("5" * 24, tree, shares_of(tree, 2), count=2)
         self.state = deposit(folder, self.parts, branch="main")
-        self.local, self.database = LocalTier(folder / "packs"), Database(f"sqlite:///{folder / 'lineage.db'}")
+        self.local, self.database = (
+            LocalTier(folder / "packs"),
+            Database(f"sqlite:///{folder / 'lineage.db'}"),
+        )
 
     def copies(self, tier: Tier, patience_s: float = 60) -> Copies:
         return Copies(self.local, [tier], self.database, lambda: None, patience_s)
@@ -159,7 +184,11 @@ class Deposited:
     @property
     def held(self) -> list[tuple[str, int]]:
         with self.database.read() as session:
-            return sorted((one.tier, one.rank) for one in replicas_of(session, self.state.uid) if one.tier != "local")
+            return sorted(
+                (one.tier, one.rank)
+                for one in replicas_of(session, self.state.uid)
+                if one.tier != "local"
+            )
 
 
 @pytest.fixture
@@ -175,9 +204,11 @@ def test_a_rank_hears_of_the_last_part(deposited: Deposited, tmp_path: Path) -> 
     for rank, (copies, one) in enumerate(zip(each, waiting, strict=True)):
         assert (waiting[0].status, deposited.held) == (Status.DURABLE, [("shelf", 0)][:rank])
         copies.put(deposited.state.uid, (rank,), one)
-        assert one.changed.wait_for(lambda rank=rank: len(deposited.held) > rank, 30)  # type: ignore[misc]  # bound now
+        # bound now
+        assert one.changed.wait_for(lambda rank=rank: len(deposited.held) > rank, 30)  # type: ignore[misc]
     for one in waiting:
-        assert one.changed.wait_for(lambda one=one: one.status is Status.EXTERNAL, 30)  # type: ignore[misc]  # bound now
+        # bound now
+        assert one.changed.wait_for(lambda one=one: one.status is Status.EXTERNAL, 30)  # type: ignore[misc]
     assert deposited.held == [("shelf", 0), ("shelf", 1)]
     for copies in each:
         copies.close()
@@ -185,8 +216,13 @@ def test_a_rank_hears_of_the_last_part(deposited: Deposited, tmp_path: Path) -> 
         assert not copies.is_pending(deposited.state.uid)
 
 
-def test_a_rank_waits_for_the_others_as_long_as_the_group_is_patient(deposited: Deposited, tmp_path: Path) -> None:
-    copies, waiting = deposited.copies(Shelf(tmp_path / "shelf"), patience_s=0.1), Waiting(deposited.state)
+def test_a_rank_waits_for_the_others_as_long_as_the_group_is_patient(
+    deposited: Deposited, tmp_path: Path
+) -> None:
+    copies, waiting = (
+        deposited.copies(Shelf(tmp_path / "shelf"), patience_s=0.1),
+        Waiting(deposited.state),
+    )
     copies.put(deposited.state.uid, (0,), waiting)
     assert waiting.changed.wait_for(lambda: bool(waiting.given_up), 30)
     assert "parts of other ranks are not on the shelf tier after" in waiting.given_up
@@ -195,7 +231,9 @@ def test_a_rank_waits_for_the_others_as_long_as_the_group_is_patient(deposited: 
     assert (copies.is_pending(deposited.state.uid), deposited.held) == (False, [("shelf", 0)])
 
 
-def test_a_rank_that_closes_before_the_others_have_put_their_parts_says_so(deposited: Deposited, tmp_path: Path) -> None:
+def test_a_rank_that_closes_before_the_others_have_put_their_parts_says_so(
+    deposited: Deposited, tmp_path: Path
+) -> None:
     copies, waiting = deposited.copies(Shelf(tmp_path / "shelf")), Waiting(deposited.state)
     copies.put(deposited.state.uid, (1,), waiting)
     copies.close()
@@ -204,7 +242,9 @@ def test_a_rank_that_closes_before_the_others_have_put_their_parts_says_so(depos
     assert deposited.held == [("shelf", 1)]
 
 
-def test_a_state_that_came_with_all_its_parts_is_put_whole_or_refused(deposited: Deposited, tmp_path: Path) -> None:
+def test_a_state_that_came_with_all_its_parts_is_put_whole_or_refused(
+    deposited: Deposited, tmp_path: Path
+) -> None:
     shelf, archive = Shelf(tmp_path / "shelf"), Archive()
     for tier, status in ((archive, Status.DURABLE), (shelf, Status.EXTERNAL)):
         copies, waiting = deposited.copies(tier), Waiting(deposited.state)
@@ -212,7 +252,9 @@ def test_a_state_that_came_with_all_its_parts_is_put_whole_or_refused(deposited:
         copies.close()
         copies.join()
         assert waiting.status is status
-        assert ("it has 2 parts, and that tier holds states of one" in waiting.given_up) == (tier is archive)
+        assert ("it has 2 parts, and that tier holds states of one" in waiting.given_up) == (
+            tier is archive
+        )
     assert deposited.held == [("shelf", 0), ("shelf", 1)]
     assert list(archive.uids()) == []
     for rank, part in enumerate(deposited.parts):

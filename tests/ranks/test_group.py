@@ -27,9 +27,13 @@ def smith(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
         yield ready
 
 
-@pytest.fixture(params=[(0o2770, 0o022), (0o2770, 0o077), (0o770, 0o007), (0o775, 0o002)], ids=lambda made: f"{made[0]:o}-{made[1]:03o}")
+@pytest.fixture(
+    params=[(0o2770, 0o022), (0o2770, 0o077), (0o770, 0o007), (0o775, 0o002)],
+    ids=lambda made: f"{made[0]:o}-{made[1]:03o}",
+)
 def shared(request: pytest.FixtureRequest) -> Iterator[tuple[Path, int]]:
-    """A folder of the group, and the umask of its users: marked as shared, or left to a umask that lets the group write."""
+    """A folder of the group, and the umask of its users: marked as shared, or left to a umask
+    that lets the group write."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to be several users")
     mode, umask = request.param
@@ -41,7 +45,9 @@ def shared(request: pytest.FixtureRequest) -> Iterator[tuple[Path, int]]:
 
 
 @pytest.mark.in_turn
-def test_users_of_a_group_train_tag_and_drop_in_one_folder(smith: Forge, shared: tuple[Path, int]) -> None:
+def test_users_of_a_group_train_tag_and_drop_in_one_folder(
+    smith: Forge, shared: tuple[Path, int]
+) -> None:
     place, umask = shared
     folder = place / "runs"
     ann, ben = ([uid, GROUP, umask] for uid in (ANN, BEN))
@@ -54,9 +60,15 @@ def test_users_of_a_group_train_tag_and_drop_in_one_folder(smith: Forge, shared:
     finally:
         job.kill(signal.SIGKILL)
         job.wait()
-    assert smith.run("tests.support.lodgers:visit", folder=str(folder), user=ben, branch="bens-again")[0].startswith("main ")
-    assert smith.run("tests.support.lodgers:tidy", folder=str(folder), user=ben, rev="main") == ["dropped evicted"]
-    assert smith.run("tests.support.lodgers:visit", folder=str(folder), user=ann, branch="anns")[1].startswith("anns ")
+    assert smith.run(
+        "tests.support.lodgers:visit", folder=str(folder), user=ben, branch="bens-again"
+    )[0].startswith("main ")
+    assert smith.run("tests.support.lodgers:tidy", folder=str(folder), user=ben, rev="main") == [
+        "dropped evicted"
+    ]
+    assert smith.run("tests.support.lodgers:visit", folder=str(folder), user=ann, branch="anns")[
+        1
+    ].startswith("anns ")
 
     with datastates.open(folder) as repo:
         assert repo.verify("bens").status is Status.DURABLE
@@ -73,11 +85,19 @@ def test_others_read_nothing(shared: tuple[Path, int], smith: Forge) -> None:
     if place.stat().st_mode & stat.S_IXOTH:
         pytest.skip("this folder is open to all")
     folder = place / "runs"
-    assert smith.run("tests.support.lodgers:visit_empty", folder=str(folder), user=[ANN, GROUP, umask]) == ["made"]
+    assert smith.run(
+        "tests.support.lodgers:visit_empty", folder=str(folder), user=[ANN, GROUP, umask]
+    ) == ["made"]
     child = os.fork()
     if child == 0:
         become(EVE, STRANGERS)
-        os._exit(0 if not os.access(folder, os.R_OK) and not os.access(folder / "lineage.db", os.R_OK) else 1)
+        os._exit(
+            0
+            if not os.access(folder, os.R_OK) and not os.access(folder / "lineage.db", os.R_OK)
+            else 1
+        )
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     if umask & 0o007 == 0o007:
-        assert not [path for path in (folder, *folder.rglob("*")) if path.stat().st_mode & 0o007], "the umask is followed in every file"
+        assert not [path for path in (folder, *folder.rglob("*")) if path.stat().st_mode & 0o007], (
+            "the umask is followed in every file"
+        )

@@ -36,11 +36,17 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
 
 
 def broadcast(group: MPIGroup | TorchGroup, say: Say) -> None:
-    """Rank 1 trains; the others take its state, rank 0 into its repository, rank 2 into live objects: all go on alike."""
+    """Rank 1 trains; the others take its state, rank 0 into its repository, rank 2 into live
+    objects: all go on alike."""
     model, optimizer = make(group.rank)
-    with tempfile.TemporaryDirectory() as folder, datastates.open(folder, memory_bytes=256 << 20) as repo:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        datastates.open(folder, memory_bytes=256 << 20) as repo,
+    ):
         if group.rank == 1:
-            repo.track(model=model, optimizer=optimizer, durable_interval_s=1e9, group=SoloGroup()).capture()
+            repo.track(
+                model=model, optimizer=optimizer, durable_interval_s=1e9, group=SoloGroup()
+            ).capture()
             group.broadcast(repo, "main", root=1)
         elif group.rank == 0:
             cloned = group.broadcast(repo, "main", root=1)
@@ -54,7 +60,10 @@ def broadcast(group: MPIGroup | TorchGroup, say: Say) -> None:
 
 def failing_root(group: MPIGroup | TorchGroup, say: Say) -> None:
     """The root has no such state: every rank learns it."""
-    with tempfile.TemporaryDirectory() as folder, datastates.open(folder, memory_bytes=64 << 20) as repo:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        datastates.open(folder, memory_bytes=64 << 20) as repo,
+    ):
         try:
             group.broadcast(repo, "nowhere")
         except NotFound:
@@ -64,9 +73,14 @@ def failing_root(group: MPIGroup | TorchGroup, say: Say) -> None:
 def failing_rank(group: MPIGroup | TorchGroup, say: Say) -> None:
     """The state does not fit one rank's objects: it raises that, the others say who failed."""
     model, optimizer = make(group.rank)
-    with tempfile.TemporaryDirectory() as folder, datastates.open(folder, memory_bytes=256 << 20) as repo:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        datastates.open(folder, memory_bytes=256 << 20) as repo,
+    ):
         if group.rank == 0:
-            repo.track(model=model, optimizer=optimizer, durable_interval_s=1e9, group=SoloGroup()).capture()
+            repo.track(
+                model=model, optimizer=optimizer, durable_interval_s=1e9, group=SoloGroup()
+            ).capture()
         wrong = {"model": torch.nn.Linear(3, 3)} if group.rank == 2 else {"model": model}
         try:
             group.broadcast(repo, "main", into=wrong)
@@ -85,7 +99,9 @@ def apart(group: MPIGroup | TorchGroup, say: Say) -> None:
         patch.object(ranks, "own_address", return_value="127.0.0.1") as own_address,
     ):
         if group.rank == 0:
-            repo.track(tracked={"x": torch.ones(3)}, durable_interval_s=1e9, group=SoloGroup()).capture()
+            repo.track(
+                tracked={"x": torch.ones(3)}, durable_interval_s=1e9, group=SoloGroup()
+            ).capture()
         group.broadcast(repo, "main")
         say("asked", own_address.called)
 
@@ -100,7 +116,9 @@ def everything(over: Kind, say: Say) -> None:
 
 @pytest.mark.in_turn("many processes")
 @pytest.mark.parametrize("kind", ["torch", pytest.param("mpi", marks=need_mpi)])
-def test_ranks_clone_a_state_in_a_chain_and_go_on_alike_and_all_learn_of_failures(kind: Kind) -> None:
+def test_ranks_clone_a_state_in_a_chain_and_go_on_alike_and_all_learn_of_failures(
+    kind: Kind,
+) -> None:
     said = run(3, "tests.ranks.test_groups:everything", kind=kind, over=kind, timeout_s=120)
     losses, outcomes = zip(*((lines[0], lines[1:]) for lines in said), strict=True)
     assert len(set(losses)) == 1
@@ -113,7 +131,10 @@ def test_ranks_clone_a_state_in_a_chain_and_go_on_alike_and_all_learn_of_failure
 
 
 def test_alone_there_is_nobody_to_broadcast_to(tmp_path: object) -> None:
-    with datastates.open(str(tmp_path), memory_bytes=64 << 20) as repo, repo.track(tracked={"x": torch.ones(3)}) as run:
+    with (
+        datastates.open(str(tmp_path), memory_bytes=64 << 20) as repo,
+        repo.track(tracked={"x": torch.ones(3)}) as run,
+    ):
         run.capture()
         with SoloGroup() as group:
             assert group.broadcast(repo, "main") is None
@@ -123,5 +144,8 @@ def test_alone_there_is_nobody_to_broadcast_to(tmp_path: object) -> None:
 
 def test_what_is_no_group_is_refused_by_name() -> None:
     number: Any = 3
-    with pytest.raises(InvalidInput, match=r"group is 3: give a datastates\.ranks\.TorchGroup"), ranks.using(number):
+    with (
+        pytest.raises(InvalidInput, match=r"group is 3: give a datastates\.ranks\.TorchGroup"),
+        ranks.using(number),
+    ):
         pass

@@ -1,4 +1,5 @@
-"""States that a policy keeps near: the parts of all ranks stay on the disks of their nodes, and go on to a further tier together."""
+"""States that a policy keeps near: the parts of all ranks stay on the disks of their nodes, and
+go on to a further tier together."""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ class EveryFourthFurther(datastates.Cadence):
 
 def opened(folder: str, node: str) -> datastates.Repository:
     config = Config(
-        tiers=[Shelf(Path(folder) / "shelf")], memory_bytes=64 << 20, cadence=EveryFourthFurther(1, None), group_patience_s=20.0
+        tiers=[Shelf(Path(folder) / "shelf")],
+        memory_bytes=64 << 20,
+        cadence=EveryFourthFurther(1, None),
+        group_patience_s=20.0,
     )
     return datastates.open(folder, packs=str(Path(folder) / node), config=config)
 
@@ -52,7 +56,8 @@ def values(step: int) -> torch.Tensor:
 def capture(folder: str, say: Say) -> None:
     """Capture until all is on the disks, let one of the states go on from rank 0, and be killed."""
     rank, tensor = dist.get_rank(), torch.zeros(4000)
-    Measures.costs = lambda self: COSTS  # type: ignore[method-assign]  # it has measured, and this process ends with the test
+    # it has measured, and this process ends with the test
+    Measures.costs = lambda self: COSTS  # type: ignore[method-assign]
     with opened(folder, f"node-{rank}") as repo:
         training = repo.track(tensor=tensor, rng=False)
         captures = []
@@ -71,17 +76,27 @@ def capture(folder: str, say: Say) -> None:
             captures[2].wait("external", 30)
         dist.barrier()
         say("near", *(f"{step}:{''.join(map(str, ranks))}" for step, ranks in shelf.items()))
-        say("passed", *(f"{step}:{''.join(map(str, ranks))}" for step, ranks in shelved(repo, captures).items()))
+        say(
+            "passed",
+            *(
+                f"{step}:{''.join(map(str, ranks))}"
+                for step, ranks in shelved(repo, captures).items()
+            ),
+        )
         dist.barrier()
         os._exit(0)
 
 
-def shelved(repo: datastates.Repository, captures: list[datastates.Capture]) -> dict[int, list[int]]:
+def shelved(
+    repo: datastates.Repository, captures: list[datastates.Capture]
+) -> dict[int, list[int]]:
     """By step, the ranks whose part is on the shelf."""
     found = defaultdict[int, list[int]](list)
     with repo.core.reading() as session:
         for each in captures:
-            found[each.step] += sorted(one.rank for one in replicas_of(session, each.uid) if one.tier == "shelf")
+            found[each.step] += sorted(
+                one.rank for one in replicas_of(session, each.uid) if one.tier == "shelf"
+            )
     return dict(found)
 
 
@@ -100,5 +115,11 @@ def test_each_rank_keeps_its_part_near_and_a_lost_node_costs_what_was_near(tmp_p
         said = ranks.said()
     assert said[0][0] == "near 1:01 2: 3: 4:01 5: 6: 7:"
     assert said[1][1] == "passed 1:01 2: 3:01 4:01 5: 6: 7:"
-    assert run(2, f"{HERE}:go_on", folder=str(tmp_path), nodes=["node-0", "node-1"]) == [["7 True"]] * 2
-    assert run(2, f"{HERE}:go_on", folder=str(tmp_path), nodes=["node-0", "node-2"]) == [["4 True"]] * 2
+    assert (
+        run(2, f"{HERE}:go_on", folder=str(tmp_path), nodes=["node-0", "node-1"])
+        == [["7 True"]] * 2
+    )
+    assert (
+        run(2, f"{HERE}:go_on", folder=str(tmp_path), nodes=["node-0", "node-2"])
+        == [["4 True"]] * 2
+    )

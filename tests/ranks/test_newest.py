@@ -1,4 +1,5 @@
-"""The newest state of a branch whose every part verifies: ranks find it together, in a job of another size too."""
+"""The newest state of a branch whose every part verifies: ranks find it together, in a job of
+another size too."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ HERE = "tests.ranks.test_newest"
 def capture(folder: str, states: int, say: Say) -> None:
     """That many durable states of several parts."""
     tensor = torch.zeros(1000)
-    with datastates.open(folder, memory_bytes=64 << 20) as repo, repo.track(tracked={"x": tensor}, durable_every=1) as run:
+    with (
+        datastates.open(folder, memory_bytes=64 << 20) as repo,
+        repo.track(tracked={"x": tensor}, durable_every=1) as run,
+    ):
         for number in range(states):
             tensor += number + 1
             say(run.capture().wait("durable").uid)
@@ -47,14 +51,19 @@ def damage(folder: Path, uid: str, rank: int) -> None:
 
 
 @pytest.mark.in_turn("jobs of several ranks")
-def test_ranks_pass_over_states_of_which_a_part_is_damaged_or_gone_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_pass_over_states_of_which_a_part_is_damaged_or_gone_together(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     uids = run(2, f"{HERE}:capture", folder=str(tmp_path), states=4)[0]
     damage(tmp_path, uids[3], 1)
     (tmp_path / "packs" / f"{uids[2]}.0.safetensors").unlink()
     assert run(3, f"{HERE}:look", folder=str(tmp_path)) == [["2", "3.0 3"]] * 3
     with datastates.open(tmp_path) as repo:
         assert latest(repo, group=SoloGroup()).uid == uids[1]
-        assert f"state {uids[3][:10]} (step 4) is passed over: of its 2 parts 1 does not verify" in caplog.text
+        assert (
+            f"state {uids[3][:10]} (step 4) is passed over: of its 2 parts 1 does not verify"
+            in caplog.text
+        )
         assert latest(repo, "on").step == 3
         for uid in uids[:2]:
             damage(tmp_path, uid, 0)

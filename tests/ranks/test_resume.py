@@ -1,4 +1,5 @@
-"""A job of two ranks, replicated or sharded, loses every process to SIGKILL, and a fresh job goes on bit for bit."""
+"""A job of two ranks, replicated or sharded, loses every process to SIGKILL, and a fresh job
+goes on bit for bit."""
 
 from __future__ import annotations
 
@@ -26,18 +27,24 @@ class Items(Dataset[torch.Tensor]):
         return ITEMS
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.cat([torch.tensor([float(index)]), torch.sin(torch.arange(31) * (index + 1) * 0.1)])
+        return torch.cat(
+            [torch.tensor([float(index)]), torch.sin(torch.arange(31) * (index + 1) * 0.1)]
+        )
 
 
 def replicated() -> nn.Module:
     """Under DistributedDataParallel, with buffers that each forward pass sends to all."""
-    model = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 1))
+    model = nn.Sequential(
+        nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 1)
+    )
     return nn.parallel.DistributedDataParallel(model)
 
 
 def sharded() -> nn.Module:
     """Under FSDP2, layer by layer; two ranks share 33 rows unevenly, and 1 row."""
-    model = nn.Sequential(nn.Linear(32, 33), nn.LayerNorm(33), nn.ReLU(), nn.Dropout(0.3), nn.Linear(33, 1))
+    model = nn.Sequential(
+        nn.Linear(32, 33), nn.LayerNorm(33), nn.ReLU(), nn.Dropout(0.3), nn.Linear(33, 1)
+    )
     fully_shard(model[0], reshard_after_forward=False)
     fully_shard(model)
     return model
@@ -47,7 +54,8 @@ WAYS = {"replicated": replicated, "sharded": sharded}
 
 
 def step_of(model: nn.Module, batch: torch.Tensor, *, is_last: bool) -> torch.Tensor:
-    """The loss of a batch, whose gradients are added up; sharded ones are reduced with the last batch of a step."""
+    """The loss of a batch, whose gradients are added up; sharded ones are reduced with the last
+    batch of a step."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_last)
     loss: torch.Tensor = model(batch).square().mean()
@@ -56,7 +64,8 @@ def step_of(model: nn.Module, batch: torch.Tensor, *, is_last: bool) -> torch.Te
 
 
 def train(folder: str, way: str, say: Say, stop_after: int) -> None:
-    """Train with dropout, gradient accumulation and workers; say each batch, and its loss exactly."""
+    """Train with dropout, gradient accumulation and workers; say each batch, and its loss
+    exactly."""
     import torch.distributed as dist
 
     torch.manual_seed(100 + (dist.get_rank() if way == "replicated" else 0))
@@ -71,7 +80,13 @@ def train(folder: str, way: str, say: Say, stop_after: int) -> None:
         for _ in run.epochs(EPOCHS):
             for batch in run.steps(loader, accumulate=ACCUMULATE):
                 loss = step_of(model, batch, is_last=not run.micro_step)
-                say("batch", run.step, run.micro_step, ",".join(str(int(item)) for item in batch[:, 0].tolist()), float(loss).hex())
+                say(
+                    "batch",
+                    run.step,
+                    run.micro_step,
+                    ",".join(str(int(item)) for item in batch[:, 0].tolist()),
+                    float(loss).hex(),
+                )
                 if not run.micro_step:
                     optimizer.step()
                     optimizer.zero_grad()
@@ -104,8 +119,14 @@ def test_a_job_whose_ranks_were_all_killed_goes_on_bit_for_bit(tmp_path: Path, w
         assert batches == whole[rank][1 : 1 + len(batches)]
     per_epoch = ITEMS // (2 * BATCH)
     for epoch in range(EPOCHS):
-        lines = [line for said in whole for line in said[1 + epoch * per_epoch : 1 + (epoch + 1) * per_epoch]]
-        assert sorted(int(item) for line in lines for item in line.split()[3].split(",")) == list(range(ITEMS))
+        lines = [
+            line
+            for said in whole
+            for line in said[1 + epoch * per_epoch : 1 + (epoch + 1) * per_epoch]
+        ]
+        assert sorted(int(item) for line in lines for item in line.split()[3].split(",")) == list(
+            range(ITEMS)
+        )
 
 
 def unfreeze(folder: str, say: Say, until: int) -> None:

@@ -1,4 +1,5 @@
-"""The ranks of a job tell the lineage what each of them captured, and go on without one that is killed or stands still."""
+"""The ranks of a job tell the lineage what each of them captured, and go on without one that is
+killed or stands still."""
 
 from __future__ import annotations
 
@@ -61,7 +62,11 @@ def is_stopped(pid: int) -> bool:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return str(request.getfixturevalue("postgresql_url")) if request.param == "postgresql" else str(tmp_path / "runs")
+    return (
+        str(request.getfixturevalue("postgresql_url"))
+        if request.param == "postgresql"
+        else str(tmp_path / "runs")
+    )
 
 
 @pytest.mark.in_turn("telling")
@@ -73,7 +78,9 @@ def test_every_rank_hears_of_every_state(url: str, tmp_path: Path) -> None:
 
 @pytest.mark.in_turn("telling")
 @pytest.mark.parametrize("is_stopping", [False, True], ids=["killed", "stopped"])
-def test_without_one_rank_the_others_give_up_what_it_has_not_told(url: str, tmp_path: Path, is_stopping: bool) -> None:
+def test_without_one_rank_the_others_give_up_what_it_has_not_told(
+    url: str, tmp_path: Path, is_stopping: bool
+) -> None:
     given: dict[str, Any] = {
         "url": url,
         "packs": str(tmp_path / "packs"),

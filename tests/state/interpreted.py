@@ -1,4 +1,5 @@
-"""Chunks from stdin digested by Triton's kernels, in its interpreter: ``TRITON_INTERPRET=1 python -m tests.state.interpreted``."""
+"""Chunks from stdin digested by Triton's kernels, in its interpreter: ``TRITON_INTERPRET=1
+python -m tests.state.interpreted``."""
 
 from __future__ import annotations
 
@@ -13,8 +14,10 @@ from tests.state.test_digester import check
 
 def main() -> None:
     """Check each list of chunks."""
-    setattr(digester, "_has_kernels", lambda _: True)  # noqa: B010  # for a type checker it is a function for good
-    setattr(type(devices()), "on", lambda *_: nullcontext())  # noqa: B010  # likewise; the host has no streams to select
+    # for a type checker it is a function for good
+    setattr(digester, "_has_kernels", lambda _: True)  # noqa: B010
+    # likewise; the host has no streams to select
+    setattr(type(devices()), "on", lambda *_: nullcontext())  # noqa: B010
     for chunks in json.load(sys.stdin):
         check(chunks)
         print("ok")  # noqa: T201  # the test reads it

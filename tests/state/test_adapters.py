@@ -1,4 +1,5 @@
-"""What is tracked becomes a plain tree of the live tensors, under names that wrappers do not change."""
+"""What is tracked becomes a plain tree of the live tensors, under names that wrappers do not
+change."""
 
 from __future__ import annotations
 
@@ -37,11 +38,15 @@ class Inner(nn.Module):
 
 
 NAMES = [f"module.{name}" for name in ("weight", "bias")]
-NAMES += [f"_orig_mod.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")]
+NAMES += [
+    f"_orig_mod.{name}"
+    for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+]
 
 
 def compiled(model: nn.Module) -> nn.Module:
-    return torch.compile(model, backend="eager")  # type: ignore[return-value]  # a module gives a module
+    # a module gives a module
+    return torch.compile(model, backend="eager")  # type: ignore[return-value]
 
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -57,17 +62,23 @@ def names(tree: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-def test_wrappers_leave_no_trace_in_names_and_a_users_own_module_keeps_its_name(wrap: Callable[[nn.Module], nn.Module]) -> None:
+def test_wrappers_leave_no_trace_in_names_and_a_users_own_module_keeps_its_name(
+    wrap: Callable[[nn.Module], nn.Module],
+) -> None:
     model = Inner()
     tree: Any = Adapted({"model": wrap(model)}).tree()
     assert names(tree) == NAMES
-    assert all(tree["model"][name] is leaf for name, leaf in model.state_dict(keep_vars=True).items())
+    assert all(
+        tree["model"][name] is leaf for name, leaf in model.state_dict(keep_vars=True).items()
+    )
     assert tree["model"]._metadata == {"_orig_mod": {"version": 2}}
 
 
 def test_wrappers_inside_leave_no_trace_either() -> None:
     plain = nn.Sequential(nn.Linear(2, 2), Inner(), nn.Sequential(nn.Linear(2, 2)))
-    wrapped = nn.Sequential(plain[0], checkpoint_wrapper(compiled(plain[1])), checkpoint_wrapper(plain[2]))
+    wrapped = nn.Sequential(
+        plain[0], checkpoint_wrapper(compiled(plain[1])), checkpoint_wrapper(plain[2])
+    )
     assert names(Adapted({"model": wrapped}).tree()) == names(Adapted({"model": plain}).tree())
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     tree: Any = Adapted({"model": wrapped, "optimizer": optimizer}).tree()
@@ -75,7 +86,11 @@ def test_wrappers_inside_leave_no_trace_either() -> None:
 
 
 def test_an_averaged_model_is_a_model_of_its_own() -> None:
-    assert names(Adapted({"model": AveragedModel(nn.Linear(2, 2))}).tree()) == ["n_averaged", "module.weight", "module.bias"]
+    assert names(Adapted({"model": AveragedModel(nn.Linear(2, 2))}).tree()) == [
+        "n_averaged",
+        "module.weight",
+        "module.bias",
+    ]
 
 
 def test_the_tree_follows_the_model_as_it_changes() -> None:
@@ -98,7 +113,9 @@ def test_optimizer_state_stands_under_names_and_is_the_live_tensors() -> None:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     tree: Any = adapted.tree()
-    assert tree["optimizer"]["state"]["weight"]["exp_avg"] is optimizer.state[model.weight]["exp_avg"]
+    assert (
+        tree["optimizer"]["state"]["weight"]["exp_avg"] is optimizer.state[model.weight]["exp_avg"]
+    )
     assert tree["optimizer"]["param_groups"][0]["params"] == ["weight", "bias"]
     assert tree["optimizer"]["param_groups"][0]["lr"] == 0.5
     tree["optimizer"]["param_groups"][0]["lr"] = 7
@@ -166,7 +183,9 @@ def test_the_generators_are_read_after_everything_that_may_draw_from_them() -> N
     assert tree["rng"]["torch"] == torch.get_rng_state().numpy().tobytes()
 
 
-def test_frozen_is_also_what_an_optimizer_keeps_of_a_parameter_that_was_frozen_after_some_steps() -> None:
+def test_frozen_is_also_what_an_optimizer_keeps_of_a_parameter_that_was_frozen_after_some_steps() -> (
+    None
+):
     model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     optimizer = torch.optim.AdamW(model.parameters())
     adapted = Adapted({"model": model, "optimizer": optimizer})
@@ -210,7 +229,8 @@ def test_optimizers_that_step_in_backward_are_found_on_the_parameters() -> None:
     assert len(adapted.optimizers) == 2
     tree: Any = adapted.tree()
     (entry,) = tree["in_backward"]["model"]["weight"]
-    optimizers: Any = model.weight._in_backward_optimizers  # type: ignore[attr-defined]  # set by torch
+    # set by torch
+    optimizers: Any = model.weight._in_backward_optimizers  # type: ignore[attr-defined]
     assert entry["state"]["weight"]["exp_avg"] is optimizers[0].state[model.weight]["exp_avg"]
     explicit = Adapted({"model": model, "mine": [*optimizers, *model.bias._in_backward_optimizers]})  # type: ignore[attr-defined]
     assert "in_backward" not in explicit.tree()
@@ -230,7 +250,8 @@ def test_gradients_stand_beside_when_asked_for() -> None:
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        (DataLoader([1, 2]), r"loader/a is a DataLoader.*run.steps.*StatefulDataLoader"),  # type: ignore[arg-type]  # a list will do
+        # a list will do
+        (DataLoader([1, 2]), r"loader/a is a DataLoader.*run.steps.*StatefulDataLoader"),  # type: ignore[arg-type]
         (lambda: None, r"loader/a is '.*<lambda>', a function, which has no state"),
         (iter([1]), r"loader/a is a list_iterator, whose position cannot be read"),
         ((i for i in range(3)), r"loader/a is a generator, whose position cannot be read"),
@@ -263,19 +284,31 @@ def test_a_lazy_module_is_refused_until_it_was_called() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-@pytest.mark.parametrize("make", [torch.jit.script, lambda model: torch.jit.trace(model, torch.zeros(2, 2))], ids=["script", "trace"])
+@pytest.mark.parametrize(
+    "make",
+    [torch.jit.script, lambda model: torch.jit.trace(model, torch.zeros(2, 2))],
+    ids=["script", "trace"],
+)
 @pytest.mark.parametrize("is_inside", [False, True])
-def test_a_compiled_script_is_a_model_like_the_one_it_was_made_of(make: Callable[[nn.Module], nn.Module], is_inside: bool) -> None:
+def test_a_compiled_script_is_a_model_like_the_one_it_was_made_of(
+    make: Callable[[nn.Module], nn.Module], is_inside: bool
+) -> None:
     plain = [nn.Sequential(Inner(), nn.Linear(2, 2)) for _ in range(2)]
     script = make(plain[0].eval())
     there: nn.Module = nn.Sequential(script) if is_inside else script
     here: nn.Module = nn.Sequential(plain[1]) if is_inside else plain[1]
-    optimizer, its_optimizer = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (there, here))
+    optimizer, its_optimizer = (
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (there, here)
+    )
     there(torch.ones(2, 2)).sum().backward()
     optimizer.step()
     adapted = Adapted({"model": there, "optimizer": optimizer})
     first, tree = adapted.tree(), adapted.tree()
-    assert list(first["model"]) == names(tree) == names(Adapted({"model": here}).tree())  # type: ignore[call-overload]  # a dict
+    # a dict
+    assert list(first["model"]) == names(tree) == names(Adapted({"model": here}).tree())  # type: ignore[call-overload]
     assert restore_into({"model": here, "optimizer": its_optimizer}, tree)
     assert all(map(torch.equal, here.state_dict().values(), there.state_dict().values()))
-    assert restore_into({"model": there, "optimizer": optimizer}, Adapted({"model": here, "optimizer": its_optimizer}).tree())
+    assert restore_into(
+        {"model": there, "optimizer": optimizer},
+        Adapted({"model": here, "optimizer": its_optimizer}).tree(),
+    )

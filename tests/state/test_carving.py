@@ -1,4 +1,5 @@
-"""A content without some of its objects: still a sound state, whatever was laid out next to what."""
+"""A content without some of its objects: still a sound state, whatever was laid out next to
+what."""
 
 from __future__ import annotations
 
@@ -15,7 +16,18 @@ from datastates.errors import InvalidInput
 from datastates.state.digest import check, state_digest
 from datastates.state.encoding import decode_values, encode_values
 from datastates.state.geometry import gaps
-from datastates.state.manifest import ALIGNED_BYTES, CHUNK_BYTES, LARGE_BYTES, VERSION, Chunk, Content, Manifest, Origin, Shard, TensorSpec
+from datastates.state.manifest import (
+    ALIGNED_BYTES,
+    CHUNK_BYTES,
+    LARGE_BYTES,
+    VERSION,
+    Chunk,
+    Content,
+    Manifest,
+    Origin,
+    Shard,
+    TensorSpec,
+)
 from datastates.state.skeleton import Carved, carve, decode_skeleton
 from datastates.state.tree import flatten, unflatten
 from tests.support.effort import examples
@@ -23,7 +35,11 @@ from tests.support.effort import examples
 SIZES = (0, 1, 3, 100, 100_001, CHUNK_BYTES - 4, CHUNK_BYTES, CHUNK_BYTES + 1)
 """In bytes."""
 
-tensors = st.tuples(st.sampled_from(SIZES), st.sampled_from([torch.uint8, torch.float32, torch.float64]), st.booleans())
+tensors = st.tuples(
+    st.sampled_from(SIZES),
+    st.sampled_from([torch.uint8, torch.float32, torch.float64]),
+    st.booleans(),
+)
 
 
 def content_of(tree: object, frozen: Collection[int] = ()) -> Content:
@@ -39,13 +55,17 @@ def check_sound(carved: Carved) -> None:
     origin = Origin("0" * 24, (), (), None, None, 0, 0, 0, None, {}, {})
     check(Manifest(VERSION, state_digest(content, ()), origin, content), "the carved state")
     between = [last - first for _, first, last in gaps(carved.specs, carved.chunk_lengths)]
-    assert sum(carved.chunk_lengths) == sum(shard.length for spec in carved.specs for shard in spec.shards) + sum(between)
+    assert sum(carved.chunk_lengths) == sum(
+        shard.length for spec in carved.specs for shard in spec.shards
+    ) + sum(between)
     assert all(length < ALIGNED_BYTES for length in between)
 
 
 @settings(max_examples=examples(80))
 @given(kept=st.lists(tensors, min_size=1, max_size=4), dropped=st.lists(tensors, max_size=4))
-def test_what_is_left_is_a_sound_state(kept: list[tuple[int, torch.dtype, bool]], dropped: list[tuple[int, torch.dtype, bool]]) -> None:
+def test_what_is_left_is_a_sound_state(
+    kept: list[tuple[int, torch.dtype, bool]], dropped: list[tuple[int, torch.dtype, bool]]
+) -> None:
     frozen: set[int] = set()
     tree: dict[str, dict[str, torch.Tensor]] = {"kept": {}, "dropped": {}}
     for name, given_tensors in (("kept", kept), ("dropped", dropped)):
@@ -67,12 +87,16 @@ def test_a_group_that_ended_unseen_leaves_nothing_unaligned() -> None:
     """What is frozen fills its chunk to the byte, so that nothing shows where the rest begins."""
     odd, weight = torch.empty(100_001, dtype=torch.uint8), torch.empty(5)
     rest = torch.empty(CHUNK_BYTES - 98 * ALIGNED_BYTES, dtype=torch.uint8)
-    content = content_of({"model": {"odd": odd, "weight": weight}, "other": {"rest": rest}}, {id(odd), id(rest)})
+    content = content_of(
+        {"model": {"odd": odd, "weight": weight}, "other": {"rest": rest}}, {id(odd), id(rest)}
+    )
     assert [chunk.length for chunk in content.chunks] == [CHUNK_BYTES, 20]
     check_sound(carve(content, lambda path: path.startswith("model/")))
 
 
-@pytest.mark.parametrize("step", [1, ALIGNED_BYTES], ids=["end to end, as older versions wrote", "aligned"])
+@pytest.mark.parametrize(
+    "step", [1, ALIGNED_BYTES], ids=["end to end, as older versions wrote", "aligned"]
+)
 def test_what_lay_together_keeps_its_distances(step: int) -> None:
     """So that its chunks keep their digests."""
     lengths, start, shards = (100_001, 70_000, 200_003), 0, []
@@ -80,18 +104,33 @@ def test_what_lay_together_keeps_its_distances(step: int) -> None:
         start = -(-start // step) * step
         shards.append(Shard((0,), (length,), start, length))
         start += length
-    specs = [TensorSpec(f"{'ab'[index > 0]}/{index}", "uint8", each.shape, (1,), None, False, (each,)) for index, each in enumerate(shards)]
+    specs = [
+        TensorSpec(f"{'ab'[index > 0]}/{index}", "uint8", each.shape, (1,), None, False, (each,))
+        for index, each in enumerate(shards)
+    ]
     encode = msgspec.msgpack.encode
-    skeleton = flatten({"a": {"0": torch.empty(1)}, "b": {"1": torch.empty(2), "2": torch.empty(3)}}).skeleton
-    content = Content(msgspec.Raw(skeleton.encoded), msgspec.Raw(encode([])), msgspec.Raw(encode(specs)), (Chunk(bytes(16), start),))
+    skeleton = flatten(
+        {"a": {"0": torch.empty(1)}, "b": {"1": torch.empty(2), "2": torch.empty(3)}}
+    ).skeleton
+    content = Content(
+        msgspec.Raw(skeleton.encoded),
+        msgspec.Raw(encode([])),
+        msgspec.Raw(encode(specs)),
+        (Chunk(bytes(16), start),),
+    )
     carved = carve(content, lambda path: path.startswith("b/"))
     check_sound(carved)
-    assert [shard.start for spec in carved.specs for shard in spec.shards] == [0, shards[2].start - shards[1].start]
+    assert [shard.start for spec in carved.specs for shard in spec.shards] == [
+        0,
+        shards[2].start - shards[1].start,
+    ]
 
 
 def test_a_tie_to_what_is_left_out_is_tied_to_the_next_name() -> None:
     tied = torch.arange(4.0)
-    content = content_of({"first": {"w": tied}, "model": {"a": tied, "b": tied, "c": torch.ones(2)}})
+    content = content_of(
+        {"first": {"w": tied}, "model": {"a": tied, "b": tied, "c": torch.ones(2)}}
+    )
     carved = carve(content, lambda path: path.startswith("model/"))
     check_sound(carved)
     assert [(spec.path, spec.alias, len(spec.shards)) for spec in carved.specs] == [
@@ -103,7 +142,10 @@ def test_a_tie_to_what_is_left_out_is_tied_to_the_next_name() -> None:
 
 
 def test_values_and_odd_containers_come_along_whole() -> None:
-    tree = {"model": {"n": 3, "t": (1, torch.ones(2)), "s": torch.eye(2).to_sparse()}, "other": [torch.ones(1), "x", {"y": 2.5}]}
+    tree = {
+        "model": {"n": 3, "t": (1, torch.ones(2)), "s": torch.eye(2).to_sparse()},
+        "other": [torch.ones(1), "x", {"y": 2.5}],
+    }
     carved = carve(content_of(tree), lambda path: path == "model/n")
     assert carved.holders == (None, "coo", "coo")
     parts = [torch.ones(2), *(torch.eye(2).to_sparse().coalesce().indices(), torch.ones(2))]

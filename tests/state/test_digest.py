@@ -15,9 +15,28 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from datastates.errors import Corrupt, DatastatesError, InvalidInput, Unavailable
-from datastates.state.digest import chunk_digest, decode, decode_places, digest_of, encode, state_digest, tensors_of
+from datastates.state.digest import (
+    chunk_digest,
+    decode,
+    decode_places,
+    digest_of,
+    encode,
+    state_digest,
+    tensors_of,
+)
 from datastates.state.geometry import dense_strides, rebuild
-from datastates.state.manifest import CHUNK_BYTES, VERSION, Chunk, ChunkRef, Content, Manifest, Origin, PackInfo, Shard, TensorSpec
+from datastates.state.manifest import (
+    CHUNK_BYTES,
+    VERSION,
+    Chunk,
+    ChunkRef,
+    Content,
+    Manifest,
+    Origin,
+    PackInfo,
+    Shard,
+    TensorSpec,
+)
 from tests.support.effort import examples
 
 replace = msgspec.structs.replace
@@ -35,7 +54,9 @@ def spec(path: str, shape: tuple[int, ...], start: int, **changes: Any) -> Tenso
         strides.insert(0, step)
         step *= size
     shard = Shard((0,) * len(shape), shape, start, step * 4)
-    return replace(TensorSpec(path, "float32", shape, tuple(strides), None, False, (shard,)), **changes)
+    return replace(
+        TensorSpec(path, "float32", shape, tuple(strides), None, False, (shard,)), **changes
+    )
 
 
 WHOLE = CHUNK_BYTES // 4
@@ -58,11 +79,23 @@ def make(specs: object = SPECS, **changes: Any) -> Manifest:
     chunks = tuple(Chunk(bytes([index]) * 16, length) for index, length in enumerate(LENGTHS))
     content = Content(raw([0]), raw([1, "x"]), raw(specs), chunks)
     origin = Origin(
-        "f" * 24, ("e" * 24,), (PARENT,), None, "main", 3, 0, 1_700_000_000_000_000, "note", {"loss": 0.5}, {"lr": 1, "tag": None}
+        "f" * 24,
+        ("e" * 24,),
+        (PARENT,),
+        None,
+        "main",
+        3,
+        0,
+        1_700_000_000_000_000,
+        "note",
+        {"loss": 0.5},
+        {"lr": 1, "tag": None},
     )
     packs = (PackInfo("f.0.safetensors", 4096 + sum(LENGTHS), 4096, b"\1" * 32),)
     offsets = (4096, 4096 + CHUNK_BYTES, 4096 + 2 * CHUNK_BYTES, 4096 + 2 * CHUNK_BYTES + 40)
-    refs = tuple(ChunkRef(0, offset, length) for offset, length in zip(offsets, LENGTHS, strict=True))
+    refs = tuple(
+        ChunkRef(0, offset, length) for offset, length in zip(offsets, LENGTHS, strict=True)
+    )
     return sealed(replace(Manifest(VERSION, "", origin, content, packs, refs), **changes))
 
 
@@ -71,7 +104,13 @@ SMALL = encode(make())
 
 def frame(version: int, body: bytes) -> bytes:
     """A whole frame around any body, as a peer that means harm would make it."""
-    framed = b"DSMANIF\0" + version.to_bytes(4, "little") + bytes(4) + len(body).to_bytes(8, "little") + body
+    framed = (
+        b"DSMANIF\0"
+        + version.to_bytes(4, "little")
+        + bytes(4)
+        + len(body).to_bytes(8, "little")
+        + body
+    )
     return framed + blake3(framed).digest()
 
 
@@ -94,7 +133,11 @@ def test_a_manifest_without_places_is_whole() -> None:
 
 def test_a_state_without_tensors_is_whole() -> None:
     empty = make()
-    empty = sealed(replace(empty, content=replace(empty.content, tensors=raw([]), chunks=()), packs=(), refs=()))
+    empty = sealed(
+        replace(
+            empty, content=replace(empty.content, tensors=raw([]), chunks=()), packs=(), refs=()
+        )
+    )
     assert decode(encode(empty), source="here").content.chunks == ()
 
 
@@ -116,7 +159,10 @@ def test_every_truncation_and_extension_is_found() -> None:
 
 
 def test_a_newer_version_asks_for_an_upgrade() -> None:
-    with pytest.raises(Unavailable, match=r"the-file is a manifest of version 9.*reads version 2: upgrade datastates"):
+    with pytest.raises(
+        Unavailable,
+        match=r"the-file is a manifest of version 9.*reads version 2: upgrade datastates",
+    ):
         decode(frame(9, b"what we cannot know"), source="the-file")
     with pytest.raises(InvalidInput, match="version 9"):
         encode(replace(make(), version=9))
@@ -129,7 +175,10 @@ def test_the_version_inside_must_be_the_version_outside() -> None:
 
 
 def test_a_digest_that_does_not_belong_to_the_content_is_found() -> None:
-    for manifest in (replace(make(), digest="0" * 64), replace(make(), origin=replace(make().origin, parent_digests=("cd" * 32,)))):
+    for manifest in (
+        replace(make(), digest="0" * 64),
+        replace(make(), origin=replace(make().origin, parent_digests=("cd" * 32,))),
+    ):
         with pytest.raises(Corrupt, match="the-file holds a state whose digest is"):
             decode(encode(manifest), source="the-file")
 
@@ -230,7 +279,9 @@ CONTRADICTIONS: dict[str, Callable[[Manifest], Manifest]] = {
 
 
 @pytest.mark.parametrize("change", CONTRADICTIONS.values(), ids=CONTRADICTIONS.keys())
-def test_a_manifest_that_contradicts_itself_is_corrupt(change: Callable[[Manifest], Manifest]) -> None:
+def test_a_manifest_that_contradicts_itself_is_corrupt(
+    change: Callable[[Manifest], Manifest],
+) -> None:
     data = encode(sealed(change(make())))
     with pytest.raises(Corrupt, match="the-file"):
         decode(data, source="the-file")
@@ -238,7 +289,9 @@ def test_a_manifest_that_contradicts_itself_is_corrupt(change: Callable[[Manifes
 
 def test_a_dtype_of_a_newer_torch_asks_for_an_upgrade() -> None:
     data = encode(with_spec(dtype="float31")(make()))
-    with pytest.raises(Unavailable, match=r"the-file cannot be read here: .*'float31': upgrade torch"):
+    with pytest.raises(
+        Unavailable, match=r"the-file cannot be read here: .*'float31': upgrade torch"
+    ):
         decode(data, source="the-file")
 
 
@@ -284,12 +337,19 @@ def test_changed_bodies_with_right_digests_crash_nothing(data: st.DataObject) ->
     try:
         decode(changed, source="the-file")
     except DatastatesError as exc:
-        assert "the-file" in str(exc)  # noqa: PT017  # a change of the message, say, is no contradiction
+        # a change of the message, say, is no contradiction
+        assert "the-file" in str(exc)  # noqa: PT017
 
 
 _small = st.integers(-1, 6)
 _numbers = st.lists(_small, max_size=2).map(tuple)
-_shards = st.builds(Shard, _numbers, _numbers, st.sampled_from([0, 4, 40, 2, CHUNK_BYTES]), st.integers(0, 12).map(lambda n: n * 4))
+_shards = st.builds(
+    Shard,
+    _numbers,
+    _numbers,
+    st.sampled_from([0, 4, 40, 2, CHUNK_BYTES]),
+    st.integers(0, 12).map(lambda n: n * 4),
+)
 _specs = st.builds(
     TensorSpec,
     st.sampled_from("abc"),
@@ -308,13 +368,22 @@ def test_whatever_is_accepted_can_be_built_inside_its_stream(specs: list[TensorS
     chunks = (Chunk(b"0" * 16, CHUNK_BYTES), Chunk(b"1" * 16, 64))
     content = Content(raw([0]), raw([]), raw(specs), chunks)
     try:
-        manifest = decode(encode(sealed(replace(make(packs=(), refs=()), content=content))), source="the-file")
+        manifest = decode(
+            encode(sealed(replace(make(packs=(), refs=()), content=content))), source="the-file"
+        )
     except Corrupt:
         return
     for accepted in tensors_of(manifest.content):
         for shard in accepted.shards:
             data = STREAM[shard.start : shard.start + shard.length]
-            back = rebuild(data, replace(accepted, shape=shard.shape, strides=dense_strides(shard.shape, accepted.strides)))
+            back = rebuild(
+                data,
+                replace(
+                    accepted,
+                    shape=shard.shape,
+                    strides=dense_strides(shard.shape, accepted.strides),
+                ),
+            )
             assert back.shape == shard.shape
             assert int(back.sum()) == 0
 
@@ -325,7 +394,10 @@ STREAM = torch.zeros(CHUNK_BYTES + 64, dtype=torch.uint8)
 def test_raw_parts_nested_too_deep_are_corrupt() -> None:
     bomb = msgspec.Raw(b"\x91" * 100_000 + b"\x90")
     manifest = make()
-    for content in (replace(manifest.content, tensors=bomb), replace(manifest.content, skeleton=bomb)):
+    for content in (
+        replace(manifest.content, tensors=bomb),
+        replace(manifest.content, skeleton=bomb),
+    ):
         with pytest.raises(Corrupt, match="the-file"):
             decode(encode(sealed(replace(manifest, content=content))), source="the-file")
 
@@ -349,17 +421,26 @@ def test_the_packs_alone_read_as_they_do_with_the_rest_and_are_checked_alike() -
 def test_the_digest_of_a_state_covers_every_part_and_its_place() -> None:
     content = make().content
     swapped = replace(content, skeleton=content.values, values=content.skeleton)
-    moved = replace(content, skeleton=msgspec.Raw(bytes(content.skeleton) + b"\x92"), values=msgspec.Raw(bytes(content.values)[1:]))
+    moved = replace(
+        content,
+        skeleton=msgspec.Raw(bytes(content.skeleton) + b"\x92"),
+        values=msgspec.Raw(bytes(content.values)[1:]),
+    )
     others = [
         swapped,
         moved,
         replace(content, tensors=raw([])),
         replace(content, chunks=content.chunks[1:]),
         replace(content, chunks=(replace(content.chunks[0], length=1), *content.chunks[1:])),
-        replace(content, chunks=(replace(content.chunks[0], digest=b"x" * 16), *content.chunks[1:])),
+        replace(
+            content, chunks=(replace(content.chunks[0], digest=b"x" * 16), *content.chunks[1:])
+        ),
     ]
     digests = [state_digest(other, [PARENT]) for other in (content, *others)]
-    digests += [state_digest(content, parents) for parents in ([], [PARENT, PARENT], [PARENT[:-1]], [PARENT[:10], PARENT[10:]])]
+    digests += [
+        state_digest(content, parents)
+        for parents in ([], [PARENT, PARENT], [PARENT[:-1]], [PARENT[:10], PARENT[10:]])
+    ]
     assert len(set(digests)) == len(digests)
     assert all(len(digest) == 64 for digest in digests)
     assert state_digest(content, [PARENT]) == digests[0]
@@ -378,7 +459,10 @@ def test_the_digest_of_a_chunk_is_xxh3() -> None:
 def test_chunks_are_digested_by_several_threads_alike() -> None:
     data = bytes(4 << 20)
     expected, found = chunk_digest(data), []
-    threads = [threading.Thread(target=lambda: found.append(chunk_digest(memoryview(data)))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: found.append(chunk_digest(memoryview(data))))
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,4 +1,5 @@
-"""Digests that are worked out where tensors lie are those of the host, bit for bit: by torch's operators, and by Triton's kernels."""
+"""Digests that are worked out where tensors lie are those of the host, bit for bit: by torch's
+operators, and by Triton's kernels."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 Chunk = tuple[int, list[int], int]
-"""The seed of a chunk's bytes, how long its parts are, and how many zeros come after the last of them."""
+"""The seed of a chunk's bytes, how long its parts are, and how many zeros come after the last of
+them."""
 
 LENGTHS = [
     241,
@@ -84,7 +86,9 @@ chunks = st.builds(
 
 
 @given(st.lists(chunks, min_size=1, max_size=5))
-@example([(1, [300], 0), (2, [5000, 7000], 0), (3, [1024, 2048], 0), (4, [BLOCK_BYTES + 1, 241], 700)])
+@example(
+    [(1, [300], 0), (2, [5000, 7000], 0), (3, [1024, 2048], 0), (4, [BLOCK_BYTES + 1, 241], 700)]
+)
 @example([(0, [BLOCK_BYTES], 100)])
 @settings(max_examples=examples(100), deadline=None)
 def test_chunks_of_any_parts_have_the_digests_of_the_host(found: list[Chunk]) -> None:
@@ -96,7 +100,14 @@ def test_every_length_has_the_digest_of_the_host() -> None:
 
 
 def test_a_whole_chunk_and_a_short_one_go_together() -> None:
-    check([(1, [70_001], 0), (2, [100_001, CHUNK_BYTES - 101 * BLOCK_BYTES], 0), (3, [CHUNK_BYTES], 0), (4, [CHUNK_BYTES - 5], 5)])
+    check(
+        [
+            (1, [70_001], 0),
+            (2, [100_001, CHUNK_BYTES - 101 * BLOCK_BYTES], 0),
+            (3, [CHUNK_BYTES], 0),
+            (4, [CHUNK_BYTES - 5], 5),
+        ]
+    )
 
 
 def test_what_a_device_cannot_digest_is_told_apart() -> None:
@@ -113,7 +124,10 @@ def test_what_a_device_cannot_digest_is_told_apart() -> None:
     assert not can_digest(8192, []), "no parts"
     late = LateDevices(Lateness.COMPUTE)
     with late.running():
-        there, other = late.put(torch.zeros(4096, dtype=torch.uint8), 0), late.put(torch.zeros(4096, dtype=torch.uint8), 1)
+        there, other = (
+            late.put(torch.zeros(4096, dtype=torch.uint8), 0),
+            late.put(torch.zeros(4096, dtype=torch.uint8), 1),
+        )
         assert can_digest(8192, [(0, there), (4096, there)])
         assert not can_digest(8192, [(0, there), (4096, other)]), "on two devices"
 
@@ -143,7 +157,9 @@ def launching(monkeypatch: pytest.MonkeyPatch, launch: Callable[[Blocks], object
     monkeypatch.setattr("datastates.state.device_digest._has_kernels", lambda _: True)
 
 
-def test_kernels_are_launched_with_the_device_selected_on_which_the_bytes_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_launched_with_the_device_selected_on_which_the_bytes_lie(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Triton asks which device is selected, and not where its tensors lie."""
     late, selected = LateDevices(Lateness.COPIES), list[int]()
 
@@ -158,7 +174,8 @@ def test_kernels_are_launched_with_the_device_selected_on_which_the_bytes_lie(mo
 
 
 def test_kernels_are_told_where_the_bytes_lie_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They read memory by its address; a storage that is resized to nothing and back, as by FSDP, lies elsewhere."""
+    """They read memory by its address; a storage that is resized to nothing and back, as by
+    FSDP, lies elsewhere."""
     late, told, size = LateDevices(Lateness.COPIES), list[int](), 1 << 20
 
     def launch(blocks: Blocks) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -180,16 +197,26 @@ def test_kernels_are_told_where_the_bytes_lie_now(monkeypatch: pytest.MonkeyPatc
 
 
 INTERPRETED = [
-    [(1, [300], 0), (2, [5000, 7000], 0), (3, [1024, 2048], 0), (4, [BLOCK_BYTES + 1, 241], 700), (5, [257], 0), (6, [1088], 0)],
+    [
+        (1, [300], 0),
+        (2, [5000, 7000], 0),
+        (3, [1024, 2048], 0),
+        (4, [BLOCK_BYTES + 1, 241], 700),
+        (5, [257], 0),
+        (6, [1088], 0),
+    ],
     [(1, [70_001, 5 * BLOCK_BYTES], 0)],
 ]
-"""More than four chunks, so that two programs take them along; more than 64 blocks, so that two read them."""
+"""More than four chunks, so that two programs take them along; more than 64 blocks, so that two
+read them."""
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 def test_the_kernels_give_the_digests_of_the_host() -> None:
     """In Triton's interpreter, which has to be asked for before Triton is imported."""
-    assert run("interpreted", json.dumps(INTERPRETED), TRITON_INTERPRET="1") == ["ok"] * len(INTERPRETED)
+    assert run("interpreted", json.dumps(INTERPRETED), TRITON_INTERPRET="1") == ["ok"] * len(
+        INTERPRETED
+    )
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
@@ -201,6 +228,14 @@ def run(name: str, given: str, **more: str) -> list[str]:
     """What a module of this folder prints."""
     command = [sys.executable, "-m", f"tests.state.{name}"]
     root = Path(__file__).parents[2]
-    ran = subprocess.run(command, input=given, env={**os.environ, **more}, cwd=root, capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        command,
+        input=given,
+        env={**os.environ, **more},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.split()

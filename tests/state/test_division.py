@@ -8,28 +8,49 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from datastates.state.geometry import Box, Holding, covers, dense_strides, digest_of, divide, held_by
+from datastates.state.geometry import (
+    Box,
+    Holding,
+    covers,
+    dense_strides,
+    digest_of,
+    divide,
+    held_by,
+)
 from datastates.state.manifest import Shard, TensorSpec
 from tests.support.effort import examples
 from tests.support.meshes import Job, jobs
 
 
-def held_by_all(shape: tuple[int, ...], size: int, strides: tuple[int, ...] | None = None) -> list[Holding]:
+def held_by_all(
+    shape: tuple[int, ...], size: int, strides: tuple[int, ...] | None = None
+) -> list[Holding]:
     if strides is None:
         strides = torch.empty(shape, device="meta").stride()
     return [Holding(shape, strides, 4, (0,) * len(shape), shape, tuple(range(size)))]
 
 
 def held_by_one(shape: tuple[int, ...], rank: int) -> list[Holding]:
-    return [Holding(shape, torch.empty(shape, device="meta").stride(), 4, (0,) * len(shape), shape, (rank,))]
+    return [
+        Holding(
+            shape, torch.empty(shape, device="meta").stride(), 4, (0,) * len(shape), shape, (rank,)
+        )
+    ]
 
 
 def bytes_by_rank(held: list[list[Holding]], size: int) -> list[int]:
     def stored(box: Box, strides: tuple[int, ...]) -> int:
-        return 4 * prod(side if stride else 1 for side, stride in zip(box.shape, strides, strict=True))
+        return 4 * prod(
+            side if stride else 1 for side, stride in zip(box.shape, strides, strict=True)
+        )
 
     return [
-        sum(stored(box, held[index][0].strides) for index, boxes in enumerate(shares) for box in boxes) for shares in divide(held, size)
+        sum(
+            stored(box, held[index][0].strides)
+            for index, boxes in enumerate(shares)
+            for box in boxes
+        )
+        for shares in divide(held, size)
     ]
 
 
@@ -39,7 +60,9 @@ def part_of(tensor: torch.Tensor, at: tuple[int, ...], shape: tuple[int, ...]) -
 
 @settings(max_examples=examples(1000), deadline=None)
 @given(jobs())
-def test_shares_of_all_ranks_are_every_element_of_every_tensor_once_and_lie_where_they_say(job: Job) -> None:
+def test_shares_of_all_ranks_are_every_element_of_every_tensor_once_and_lie_where_they_say(
+    job: Job,
+) -> None:
     shares = divide([list(spread.held) for spread in job.tensors], job.size)
     for index, spread in enumerate(job.tensors):
         if not spread.whole.numel():
@@ -53,17 +76,33 @@ def test_shares_of_all_ranks_are_every_element_of_every_tensor_once_and_lie_wher
                 found.append(Shard(box.offset, box.shape, 0, piece.nbytes))
         assert count == spread.whole.numel()
         assert torch.equal(together, spread.whole)
-        spec = TensorSpec("x", "int64", tuple(spread.whole.shape), spread.held[0].strides, None, False, tuple(found))
+        spec = TensorSpec(
+            "x",
+            "int64",
+            tuple(spread.whole.shape),
+            spread.held[0].strides,
+            None,
+            False,
+            tuple(found),
+        )
         assert covers(spec)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 16])
 @pytest.mark.parametrize(
     "shapes",
-    [[(3, 1000, 1000)], [(50_000, 13)] * 2, [(16,)] * 3000, [(1000, 1000)] * 3 + [(7,)] * 50, [(64, 3, 7, 7), (2, 3, 100_000)]],
+    [
+        [(3, 1000, 1000)],
+        [(50_000, 13)] * 2,
+        [(16,)] * 3000,
+        [(1000, 1000)] * 3 + [(7,)] * 50,
+        [(64, 3, 7, 7), (2, 3, 100_000)],
+    ],
     ids=["one", "long", "thousands", "mixed", "wide"],
 )
-def test_each_rank_stores_the_same_bytes_within_a_tenth(size: int, shapes: list[tuple[int, ...]]) -> None:
+def test_each_rank_stores_the_same_bytes_within_a_tenth(
+    size: int, shapes: list[tuple[int, ...]]
+) -> None:
     found = bytes_by_rank([held_by_all(shape, size) for shape in shapes], size)
     mean = sum(found) / size
     assert sum(found) == 4 * sum(map(prod, shapes))
@@ -83,14 +122,26 @@ def test_a_rank_that_has_more_of_its_own_than_its_share_gets_nothing_of_what_is_
 @pytest.mark.parametrize("shape", [(999, 7), (3, 100_000), (64, 3, 5, 5), (2, 3, 50_000)])
 def test_every_box_of_a_dense_tensor_lies_in_one_piece(shape: tuple[int, ...]) -> None:
     tensor = torch.empty(shape)
-    for laid in (tensor, tensor.to(memory_format=torch.channels_last)) if len(shape) == 4 else (tensor, tensor.mT.contiguous().mT):
+    for laid in (
+        (tensor, tensor.to(memory_format=torch.channels_last))
+        if len(shape) == 4
+        else (tensor, tensor.mT.contiguous().mT)
+    ):
         strides = laid.stride()
         for shares in divide([held_by_all(shape, 5, strides)], 5):
             for box in shares[0]:
                 view = part_of(laid, box.place, box.shape)
-                sides = [(side, stride) for side, stride in zip(view.shape, view.stride(), strict=True) if side > 1]
+                sides = [
+                    (side, stride)
+                    for side, stride in zip(view.shape, view.stride(), strict=True)
+                    if side > 1
+                ]
                 packed = dense_strides(tuple(view.shape), strides)
-                assert sides == [(side, stride) for side, stride in zip(view.shape, packed, strict=True) if side > 1]
+                assert sides == [
+                    (side, stride)
+                    for side, stride in zip(view.shape, packed, strict=True)
+                    if side > 1
+                ]
 
 
 def test_an_expanded_dimension_is_not_cut_and_counts_once() -> None:
@@ -104,7 +155,11 @@ def test_an_expanded_dimension_is_not_cut_and_counts_once() -> None:
 def test_no_tensor_is_cut_along_more_dimensions_than_a_manifest_may_say(size: int) -> None:
     shape = (2, 2, 2, 2, 2, 5000)
     (held,) = [held_by_all(shape, size)]
-    found = [Shard(box.offset, box.shape, 0, 4 * prod(box.shape)) for rank in divide([held], size) for box in rank[0]]
+    found = [
+        Shard(box.offset, box.shape, 0, 4 * prod(box.shape))
+        for rank in divide([held], size)
+        for box in rank[0]
+    ]
     assert covers(TensorSpec("x", "float32", shape, held[0].strides, None, False, tuple(found)))
 
 

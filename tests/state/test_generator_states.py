@@ -1,4 +1,5 @@
-"""What would make a generator read memory that is not its own, or draw for ever, is refused before any generator is set."""
+"""What would make a generator read memory that is not its own, or draw for ever, is refused
+before any generator is set."""
 
 from __future__ import annotations
 
@@ -35,12 +36,22 @@ GLOBAL: dict[str, Callable[[dict[str, Any]], None]] = {
     "another algorithm": lambda state: state["numpy"].update(bit_generator="Philox"),
     "half a gauss": lambda state: state["numpy"].update(has_gauss=7),
     "torch next": lambda state: state.update(torch=poked(state["torch"], "<q", TORCH_NEXT, 624)),
-    "torch both": lambda state: state.update(torch=poked(poked(state["torch"], "<q", TORCH_NEXT, 624), "<i", TORCH_LEFT, 624)),
+    "torch both": lambda state: state.update(
+        torch=poked(poked(state["torch"], "<q", TORCH_NEXT, 624), "<i", TORCH_LEFT, 624)
+    ),
     "torch before": lambda state: state.update(torch=poked(state["torch"], "<q", TORCH_NEXT, -1)),
     "torch cut": lambda state: state.update(torch=state["torch"][:-1]),
-    "torch zeros": lambda state: state.update(torch=state["torch"][:24] + bytes(624 * 8) + state["torch"][24 + 624 * 8 :]),
-    "python position": lambda state: state["python"].update(words=poked(state["python"]["words"], "<I", 624 * 4, 625)),
-    "python zeros": lambda state: state["python"].update(words=bytes(624 * 4) + struct.pack("<I", 3)),
+    "torch zeros": lambda state: state.update(
+        torch=state["torch"][:24] + bytes(624 * 8) + state["torch"][24 + 624 * 8 :]
+    ),
+    "python position": (
+        lambda state: state["python"].update(
+            words=poked(state["python"]["words"], "<I", 624 * 4, 625)
+        )
+    ),
+    "python zeros": (
+        lambda state: state["python"].update(words=bytes(624 * 4) + struct.pack("<I", 3))
+    ),
     "python gauss": lambda state: state["python"].update(gauss="a"),
     "python version": lambda state: state["python"].update(version=2),
 }
@@ -48,7 +59,12 @@ GLOBAL: dict[str, Callable[[dict[str, Any]], None]] = {
 
 @pytest.mark.parametrize("change", GLOBAL)
 def test_a_forged_state_of_the_global_generators_changes_none(change: str) -> None:
-    torch.manual_seed(0), torch.rand(3), np.random.rand()  # a generator that was not used yet has no word to go on from
+    # a generator that was not used yet has no word to go on from
+    (
+        torch.manual_seed(0),
+        torch.rand(3),
+        np.random.rand(),
+    )
     state = RngState().state_dict()
     GLOBAL[change](state)
     torch.rand(5), random.random(), np.random.rand()
@@ -63,8 +79,16 @@ def test_a_forged_state_of_the_global_generators_changes_none(change: str) -> No
     [
         (lambda: np.random.Generator(np.random.MT19937(1)), ("state", "pos"), 100_000),
         (lambda: np.random.Generator(np.random.MT19937(1)), ("state", "pos"), -1),
-        (lambda: np.random.Generator(np.random.MT19937(1)), ("state", "key"), np.zeros(624, np.uint32)),
-        (lambda: np.random.Generator(np.random.MT19937(1)), ("state", "key"), np.ones(100, np.uint32)),
+        (
+            lambda: np.random.Generator(np.random.MT19937(1)),
+            ("state", "key"),
+            np.zeros(624, np.uint32),
+        ),
+        (
+            lambda: np.random.Generator(np.random.MT19937(1)),
+            ("state", "key"),
+            np.ones(100, np.uint32),
+        ),
         (lambda: np.random.RandomState(1), ("state", "pos"), 625),
         (lambda: np.random.RandomState(1), ("state",), [1, 2]),
         (lambda: np.random.Philox(1), ("buffer_pos",), -1000),
@@ -77,7 +101,9 @@ def test_a_forged_state_of_the_global_generators_changes_none(change: str) -> No
         (lambda: random.Random(1), ("words",), b"short"),
     ],
 )
-def test_a_forged_state_of_a_generator_is_refused(make: Callable[[], Any], path: tuple[str, ...], wrong: object) -> None:
+def test_a_forged_state_of_a_generator_is_refused(
+    make: Callable[[], Any], path: tuple[str, ...], wrong: object
+) -> None:
     generator = make()
     stored = {"state": wrong}
     if path:

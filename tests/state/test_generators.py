@@ -1,4 +1,5 @@
-"""Generators that a script made for itself are tracked like anything else: in place, bit for bit."""
+"""Generators that a script made for itself are tracked like anything else: in place, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -23,14 +24,32 @@ QUIET = Config(memory_bytes=64 << 20, durable_interval_s=None)
 
 Make = Callable[[int], Any]
 GENERATORS: dict[str, tuple[Make, Callable[[Any], list[float]]]] = {
-    "torch": (lambda seed: torch.Generator().manual_seed(seed), lambda g: torch.randn(40, generator=g).tolist()),
+    "torch": (
+        lambda seed: torch.Generator().manual_seed(seed),
+        lambda g: torch.randn(40, generator=g).tolist(),
+    ),
     "python": (random.Random, lambda g: [g.gauss(0, 1) for _ in range(7)]),
-    "numpy": (np.random.default_rng, lambda g: [*g.integers(0, 9, 3, dtype=np.uint32).tolist(), *g.random(5).tolist()]),
-    "numpy philox": (lambda seed: np.random.Generator(np.random.Philox(seed)), lambda g: g.random(5).tolist()),
-    "numpy sfc64": (lambda seed: np.random.Generator(np.random.SFC64(seed)), lambda g: g.random(5).tolist()),
-    "numpy mt19937": (lambda seed: np.random.Generator(np.random.MT19937(seed)), lambda g: g.random(5).tolist()),
+    "numpy": (
+        np.random.default_rng,
+        lambda g: [*g.integers(0, 9, 3, dtype=np.uint32).tolist(), *g.random(5).tolist()],
+    ),
+    "numpy philox": (
+        lambda seed: np.random.Generator(np.random.Philox(seed)),
+        lambda g: g.random(5).tolist(),
+    ),
+    "numpy sfc64": (
+        lambda seed: np.random.Generator(np.random.SFC64(seed)),
+        lambda g: g.random(5).tolist(),
+    ),
+    "numpy mt19937": (
+        lambda seed: np.random.Generator(np.random.MT19937(seed)),
+        lambda g: g.random(5).tolist(),
+    ),
     "numpy legacy": (np.random.RandomState, lambda g: [float(g.randn()) for _ in range(7)]),
-    "numpy legacy pcg64": (lambda seed: np.random.RandomState(np.random.PCG64(seed)), lambda g: [float(g.randn()) for _ in range(7)]),
+    "numpy legacy pcg64": (
+        lambda seed: np.random.RandomState(np.random.PCG64(seed)),
+        lambda g: [float(g.randn()) for _ in range(7)],
+    ),
     "numpy bits": (np.random.PCG64, lambda g: g.random_raw(5).tolist()),
 }
 
@@ -38,7 +57,11 @@ GENERATORS: dict[str, tuple[Make, Callable[[Any], list[float]]]] = {
 def through_a_tree(tree: object) -> Any:
     """As a state keeps it."""
     flat = flatten(tree)
-    return unflatten(flat.skeleton, decode_values(encode_values(flat.values)), [leaf.tensor for leaf in flat.tensors])
+    return unflatten(
+        flat.skeleton,
+        decode_values(encode_values(flat.values)),
+        [leaf.tensor for leaf in flat.tensors],
+    )
 
 
 @pytest.mark.parametrize("kind", GENERATORS)
@@ -54,7 +77,11 @@ def test_a_generator_draws_again_what_it_drew(kind: str, tmp_path: Path) -> None
             expected = draw(mine), draw(held), draw(nested["deque"][0])
             run.capture()
         fresh = make(8)
-        again: dict[str, Any] = {"list": [make(9)], "deque": deque([make(10)]), "tuple": (make(11), 0)}
+        again: dict[str, Any] = {
+            "list": [make(9)],
+            "deque": deque([make(10)]),
+            "tuple": (make(11), 0),
+        }
         parts = again["list"][0], again["deque"][0], again["tuple"][0]
         repo.track(mine=fresh, nested=again, branch="again", start="main~1")
         assert (draw(fresh), draw(parts[0]), draw(parts[1])) == expected
@@ -94,7 +121,10 @@ def test_generators_are_set_after_everything_that_may_draw_from_them() -> None:
 @pytest.mark.parametrize(
     ("live", "message"),
     [
-        (np.random.default_rng(1), r"it: the state has torch.Generator on cpu, the object numpy.random.Generator of PCG64"),
+        (
+            np.random.default_rng(1),
+            r"it: the state has torch.Generator on cpu, the object numpy.random.Generator of PCG64",
+        ),
         (random.Random(1), "the object random.Random"),
         ({"a": 1}, "the object dict"),
     ],
@@ -111,7 +141,13 @@ def test_a_generator_of_another_kind_is_refused(live: Any, message: str) -> None
 
 def test_an_algorithm_of_another_name_is_refused() -> None:
     tree = Adapted({"it": np.random.default_rng(1)}).tree()
-    with pytest.raises(InvalidInput, match=r"the state has numpy.random.Generator of PCG64, the object numpy.random.Generator of Philox"):
+    with pytest.raises(
+        InvalidInput,
+        match=(
+            r"the state has numpy.random.Generator of PCG64, the object numpy.random.Generator of"
+            r" Philox"
+        ),
+    ):
         restore_into({"it": np.random.Generator(np.random.Philox(1))}, tree)
 
 
@@ -122,12 +158,18 @@ def test_a_generator_takes_its_state_as_a_whole() -> None:
     with pytest.raises(InvalidInput, match="it takes its state as a whole"):
         restore_into({"it": generator, "other": [2]}, tree, only="it/state/gauss")
     before = generator.getstate()
-    assert "it/generator" not in restore_into({"it": generator, "other": [2]}, tree, only="other").restored
+    assert (
+        "it/generator"
+        not in restore_into({"it": generator, "other": [2]}, tree, only="other").restored
+    )
     assert generator.getstate() == before
 
 
 def test_draws_of_the_operating_system_cannot_be_repeated(tmp_path: Path) -> None:
-    with datastates.open(tmp_path, config=QUIET) as repo, pytest.raises(InvalidInput, match=r"it is of type random\.SystemRandom"):
+    with (
+        datastates.open(tmp_path, config=QUIET) as repo,
+        pytest.raises(InvalidInput, match=r"it is of type random\.SystemRandom"),
+    ):
         repo.track(it=random.SystemRandom())
 
 
@@ -139,5 +181,7 @@ def test_a_generator_of_a_device_draws_again_what_it_drew() -> None:
     expected = torch.rand(5, device="cuda", generator=generator).tolist()
     restore_into({"it": generator}, tree)
     assert torch.rand(5, device="cuda", generator=generator).tolist() == expected
-    with pytest.raises(InvalidInput, match=r"torch\.Generator on cuda, the object torch\.Generator on cpu"):
+    with pytest.raises(
+        InvalidInput, match=r"torch\.Generator on cuda, the object torch\.Generator on cpu"
+    ):
         restore_into({"it": torch.Generator()}, tree)

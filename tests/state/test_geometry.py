@@ -68,7 +68,9 @@ def test_every_name_of_a_dtype_is_one_that_torch_has() -> None:
     "tensor",
     [
         torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1),
-        torch.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        torch.arange(2 * 3 * 4 * 5.0)
+        .reshape(2, 3, 4, 5)
+        .contiguous(memory_format=torch.channels_last),
         torch.arange(3.0).unsqueeze(1).expand(3, 1000),
         torch.tensor(1.0).expand(4, 4),
         torch.arange(6.0)[2:5],
@@ -77,7 +79,17 @@ def test_every_name_of_a_dtype_is_one_that_torch_has() -> None:
         torch.empty(3, 0).t(),
         torch.arange(3.0).as_strided((3, 1), (1, 77)),
     ],
-    ids=["permuted", "channels_last", "expanded", "expanded scalar", "offset", "0-d", "empty", "empty transposed", "odd stride of one"],
+    ids=[
+        "permuted",
+        "channels_last",
+        "expanded",
+        "expanded scalar",
+        "offset",
+        "0-d",
+        "empty",
+        "empty transposed",
+        "odd stride of one",
+    ],
 )
 def test_dense_tensors_are_viewed_and_keep_their_strides(tensor: torch.Tensor) -> None:
     view = dense_view(tensor)
@@ -105,7 +117,9 @@ def test_an_expanded_tensor_stores_one_copy() -> None:
     ],
     ids=["holes", "holes transposed", "overlap", "holes expanded", "conjugate", "negative"],
 )
-def test_what_has_no_view_is_copied_in_the_same_order(tensor: torch.Tensor, strides: tuple[int, ...]) -> None:
+def test_what_has_no_view_is_copied_in_the_same_order(
+    tensor: torch.Tensor, strides: tuple[int, ...]
+) -> None:
     assert dense_view(tensor) is None
     copy = compact(tensor)
     assert copy.stride() == strides == dense_strides(tensor.shape, tensor.stride())
@@ -140,9 +154,14 @@ def test_bytes_that_are_not_aligned_are_copied() -> None:
     assert torch.equal(rebuild(shifted, spec), tensor)
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=3), st.none() | st.integers(0, 200))
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=3),
+    st.none() | st.integers(0, 200),
+)
 @settings(max_examples=examples(400), deadline=None)
-def test_no_description_reads_outside_its_bytes(dims: list[tuple[int, int]], count: int | None) -> None:
+def test_no_description_reads_outside_its_bytes(
+    dims: list[tuple[int, int]], count: int | None
+) -> None:
     shape, strides = tuple(size for size, _ in dims), tuple(stride for _, stride in dims)
     spec = TensorSpec("t", "float32", shape, strides, None, False, ())
     if count is None:
@@ -150,16 +169,29 @@ def test_no_description_reads_outside_its_bytes(dims: list[tuple[int, int]], cou
     try:
         back = rebuild(torch.zeros(count, dtype=torch.uint8), spec)
     except Corrupt as exc:
-        assert str(exc).startswith("t: ")  # noqa: PT017  # either outcome is right, this one must say where
+        # either outcome is right, this one must say where
+        assert str(exc).startswith("t: ")  # noqa: PT017
         return
     assert int(back.abs().sum() if back.numel() else 0) == 0
-    assert back.numel() == 0 or sum((n - 1) * s for n, s in zip(back.shape, back.stride(), strict=True)) * 4 < count
+    assert (
+        back.numel() == 0
+        or sum((n - 1) * s for n, s in zip(back.shape, back.stride(), strict=True)) * 4 < count
+    )
 
 
 def test_the_memory_key_finds_ties_and_nothing_else() -> None:
     weight = torch.arange(6.0).reshape(2, 3)
-    assert memory_key(weight) == memory_key(weight.detach()) == memory_key(torch.nn.Parameter(weight))
-    others = [weight.clone(), weight[:1], weight.t(), weight.view(6), weight.view(torch.int32), weight.flatten()[1:]]
+    assert (
+        memory_key(weight) == memory_key(weight.detach()) == memory_key(torch.nn.Parameter(weight))
+    )
+    others = [
+        weight.clone(),
+        weight[:1],
+        weight.t(),
+        weight.view(6),
+        weight.view(torch.int32),
+        weight.flatten()[1:],
+    ]
     assert memory_key(weight) not in [memory_key(other) for other in others]
     assert memory_key(torch.empty(0)) is memory_key(torch.empty(2, device="meta")) is None
     pair = torch.tensor([1j, 2])

@@ -1,4 +1,5 @@
-"""What is tracked by itself comes back: in place where that can be, else by ``run.values``; or it is refused by ``track``."""
+"""What is tracked by itself comes back: in place where that can be, else by ``run.values``; or
+it is refused by ``track``."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ IN_PLACE: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "bytearray": (lambda: bytearray(b"abc"), bytearray),
     "array": (lambda: np.arange(3.0), lambda: np.zeros(3)),
     "tensor": (lambda: torch.arange(3), lambda: torch.zeros(3, dtype=torch.int64)),
-    "tuple of tensors": (lambda: (torch.ones(2), [torch.ones(1)]), lambda: (torch.zeros(2), [torch.zeros(1)])),
+    "tuple of tensors": (
+        lambda: (torch.ones(2), [torch.ones(1)]),
+        lambda: (torch.zeros(2), [torch.zeros(1)]),
+    ),
 }
 
 VALUES: dict[str, tuple[object, object]] = {
@@ -71,7 +75,9 @@ def test_whatever_can_be_changed_is_put_back_in_place(kind: str, repo: Repositor
 
 
 @pytest.mark.parametrize("kind", VALUES)
-def test_whatever_cannot_be_changed_comes_back_by_the_values_of_the_run(kind: str, repo: Repository) -> None:
+def test_whatever_cannot_be_changed_comes_back_by_the_values_of_the_run(
+    kind: str, repo: Repository
+) -> None:
     stored, live = VALUES[kind]
     with repo.track(it=stored) as run:
         run.capture()
@@ -107,7 +113,9 @@ def test_an_array_that_has_another_shape_now_is_refused(repo: Repository) -> Non
 def test_a_deque_that_takes_less_than_it_had_is_refused(repo: Repository) -> None:
     with repo.track(it=deque(range(9), maxlen=9)) as run:
         run.capture()
-    with pytest.raises(InvalidInput, match=r"the state has a deque of 9, the object a deque that takes 3"):
+    with pytest.raises(
+        InvalidInput, match=r"the state has a deque of 9, the object a deque that takes 3"
+    ):
         repo.track(it=deque(maxlen=3))
     live: deque[int] = deque(maxlen=20)
     repo.track(it=live)
@@ -177,10 +185,15 @@ def odd_optimizer() -> torch.optim.Optimizer:
         ({nn.Linear(1, 1)}, r"it .*Linear"),
         (Odd(), r"it/deep/0 is of type .*Plain"),
         (odd_optimizer(), r"it/param_groups/0/schedule is the function"),
-        ((nn.Linear(1, 1), 3), r"it is a tuple of plain values and of objects with a state.*list or a dict"),
+        (
+            (nn.Linear(1, 1), 3),
+            r"it is a tuple of plain values and of objects with a state.*list or a dict",
+        ),
     ],
 )
-def test_what_no_state_can_hold_is_refused_by_track(found: object, message: str, repo: Repository) -> None:
+def test_what_no_state_can_hold_is_refused_by_track(
+    found: object, message: str, repo: Repository
+) -> None:
     with pytest.raises(InvalidInput, match=message):
         repo.track(it=found)
     assert repo.refs() == []
@@ -214,10 +227,18 @@ def test_a_loader_is_not_asked_for_its_place_before_the_loop(repo: Repository) -
     assert loader.asked == 1
 
 
-def test_an_object_of_an_encoder_comes_back_only_where_that_means_something(repo: Repository) -> None:
+def test_an_object_of_an_encoder_comes_back_only_where_that_means_something(
+    repo: Repository,
+) -> None:
     register_encoder(Window, "tests.handed.window", lambda window: window.mean, Window)
     register_encoder(Setting, "tests.handed.setting", lambda setting: setting.rate, Setting)
-    with pytest.raises(InvalidInput, match=r"it is a Window, of which its encoder makes a new one.*load_state_dict, or track it in a list"):
+    with pytest.raises(
+        InvalidInput,
+        match=(
+            r"it is a Window, of which its encoder makes a new one.*load_state_dict, or track it in"
+            r" a list"
+        ),
+    ):
         repo.track(it=Window(1.0))
     with repo.track(setting=Setting(0.5), holder={"window": Window(2.0)}) as run:
         run.capture()
@@ -225,7 +246,9 @@ def test_an_object_of_an_encoder_comes_back_only_where_that_means_something(repo
     again = repo.track(setting=Setting(0.0), holder=holder)
     assert again.values == {"setting": Setting(0.5)}
     assert holder == {"window": Window(2.0)}
-    assert restore_into({"window": Window(0.0)}, {"window": Window(3.0)}).values == {"window": Window(3.0)}
+    assert restore_into({"window": Window(0.0)}, {"window": Window(3.0)}).values == {
+        "window": Window(3.0)
+    }
 
 
 def cyclic_list() -> list[Any]:
@@ -248,8 +271,12 @@ def deep() -> list[Any]:
 
 
 @pytest.mark.parametrize("make", [cyclic_list, cyclic_dict, deep])
-def test_a_container_that_holds_itself_is_refused(make: Callable[[], Any], repo: Repository) -> None:
-    with pytest.raises(InvalidInput, match=r"it/.* holds itself, or is nested too deep: break the cycle"):
+def test_a_container_that_holds_itself_is_refused(
+    make: Callable[[], Any], repo: Repository
+) -> None:
+    with pytest.raises(
+        InvalidInput, match=r"it/.* holds itself, or is nested too deep: break the cycle"
+    ):
         repo.track(it=make())
     with repo.track(it=[1]) as run:
         run.capture()

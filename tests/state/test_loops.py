@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, Sampler
-from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # torchdata has no types
+
+# torchdata has no types
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 import datastates
 from datastates import Config, InvalidInput, PermutationSampler, Repository, Tracker
@@ -41,14 +43,20 @@ def use(run: Tracker, seen: Seen, batch: Any, stop: int | None = None) -> None:
     run.capture()
 
 
-def stopped_everywhere(repo: Repository, body: Body, steps: int, make: Callable[[], dict[str, Any]] = dict) -> Seen:
-    """What the training that never stops sees; those that are stopped after each step see the same."""
+def stopped_everywhere(
+    repo: Repository, body: Body, steps: int, make: Callable[[], dict[str, Any]] = dict
+) -> Seen:
+    """What the training that never stops sees; those that are stopped after each step see the
+    same."""
     never = never_stopped(repo, body, make)
     for stop in range(1, steps + 1):
         seen: Seen = []
         for until in (stop, None):
             torch.manual_seed(99 if until is None else 0)
-            with repo.track(branch=f"stopped-{stop}", weight=torch.zeros(1), **make()) as run, suppress(Stopped):
+            with (
+                repo.track(branch=f"stopped-{stop}", weight=torch.zeros(1), **make()) as run,
+                suppress(Stopped),
+            ):
                 body(run, seen, until)
         assert seen == never, f"stopped after {stop}"
     return never
@@ -75,7 +83,9 @@ def stopped(repo: Repository, body: Body, stop: int) -> tuple[Seen, Seen]:
 
 
 def resumed_everywhere(repo: Repository, body: Body) -> Seen:
-    """What the training that is never stopped sees. What one sees before and after it is stopped, anywhere, is the same."""
+    """What the training that is never stopped sees.
+
+    What one sees before and after it is stopped, anywhere, is the same."""
     never = never_stopped(repo, body)
     for stop in range(1, len(never)):
         seen, then = stopped(repo, body, stop)
@@ -99,8 +109,12 @@ def test_epochs_end_where_they_would_have(repo: Repository) -> None:
 def test_batches_have_the_numbers_that_they_would_have_had(repo: Repository) -> None:
     kinds: dict[str, tuple[Callable[[], Any], bool]] = {
         "a list": (lambda: [*range(4)], False),
-        "a loader": (lambda: DataLoader(range(8), batch_size=2, shuffle=True), False),  # type: ignore[arg-type]  # a range will do
-        "a tracked loader": (lambda: StatefulDataLoader([*range(8)], batch_size=2, shuffle=True), True),
+        # a range will do
+        "a loader": (lambda: DataLoader(range(8), batch_size=2, shuffle=True), False),  # type: ignore[arg-type]
+        "a tracked loader": (
+            lambda: StatefulDataLoader([*range(8)], batch_size=2, shuffle=True),
+            True,
+        ),
         "a tracked sampler": (lambda: PermutationSampler(4), True),
     }
     for kind, (make, is_tracked) in kinds.items():
@@ -111,7 +125,11 @@ def test_batches_have_the_numbers_that_they_would_have_had(repo: Repository) -> 
                 source = make()
                 tracked = {"source": source} if is_tracked else {}
                 with (
-                    repo.track(branch=f"{kind}-{len(numbers)}".replace(" ", "-"), weight=torch.zeros(1), **tracked) as run,
+                    repo.track(
+                        branch=f"{kind}-{len(numbers)}".replace(" ", "-"),
+                        weight=torch.zeros(1),
+                        **tracked,
+                    ) as run,
                     suppress(Stopped),
                 ):
                     assert run.batch == 0
@@ -134,7 +152,11 @@ def test_what_follows_the_loop_in_an_epoch_is_done_once_for_each_of_them(repo: R
 
     seen = stopped_everywhere(repo, body, 12)
     assert seen.count((1, "validated")) == 1
-    assert [state.step for state in repo.log("never", limit=3)] == [12, 12, 11], "the capture after the loop counts no step"
+    assert [state.step for state in repo.log("never", limit=3)] == [
+        12,
+        12,
+        11,
+    ], "the capture after the loop counts no step"
 
 
 def test_an_epoch_that_is_left_goes_on_with_the_next(repo: Repository) -> None:
@@ -162,7 +184,13 @@ def test_several_loaders_in_an_epoch_each_keep_their_place(repo: Repository) -> 
                 for batch in run.steps(source):
                     use(run, seen, batch, stop)
 
-    assert [batch for _, batch in stopped_everywhere(repo, one_after_the_other, 10)] == [0, 1, "a", "b", "c"] * 2
+    assert [batch for _, batch in stopped_everywhere(repo, one_after_the_other, 10)] == [
+        0,
+        1,
+        "a",
+        "b",
+        "c",
+    ] * 2
 
 
 def test_loaders_side_by_side_go_on_together(repo: Repository) -> None:
@@ -174,10 +202,14 @@ def test_loaders_side_by_side_go_on_together(repo: Repository) -> None:
                 seen.append((run.epoch, pair))
                 run.capture()
 
-    assert [pair for _, pair in stopped_everywhere(repo, body, 8)] == list(zip(range(4), "abcd", strict=True)) * 2
+    assert [pair for _, pair in stopped_everywhere(repo, body, 8)] == list(
+        zip(range(4), "abcd", strict=True)
+    ) * 2
 
 
-def test_more_epochs_go_on_and_none_are_said_to_be_left(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_more_epochs_go_on_and_none_are_said_to_be_left(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
     def train(count: int) -> list[int]:
         with repo.track(weight=torch.zeros(1)) as run:
             epochs = []
@@ -195,7 +227,9 @@ def test_more_epochs_go_on_and_none_are_said_to_be_left(repo: Repository, caplog
     assert train(4) == [2, 3]
 
 
-def test_one_capture_an_epoch_without_steps_counts_it_as_done(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_capture_an_epoch_without_steps_counts_it_as_done(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
     with repo.track(weight=torch.zeros(1)) as run:
         for epoch in run.epochs(5):
             run.capture()
@@ -221,7 +255,19 @@ def test_going_back_inside_a_loop_goes_on_from_there(repo: Repository) -> None:
                     run.restore("main~3")
                     assert (run.step, run.epoch) == (3, 0)
         assert run.step == 8
-    assert seen == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
+    assert seen == [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (0, 3),
+        (1, 0),
+        (1, 1),
+        (0, 3),
+        (1, 0),
+        (1, 1),
+        (1, 2),
+        (1, 3),
+    ]
 
 
 def test_going_back_after_the_loop_has_the_epochs_go_on_from_there(repo: Repository) -> None:
@@ -249,7 +295,9 @@ def test_a_guard_rewinds_inside_epochs(repo: Repository, data: Any) -> None:
                 if guard.rewound(float("nan") if len(seen) == 8 else 1.0):
                     continue
                 run.capture()
-    epochs = [[row for epoch, rows in seen if epoch == number for row in rows] for number in range(2)]
+    epochs = [
+        [row for epoch, rows in seen if epoch == number for row in rows] for number in range(2)
+    ]
     if data == "skip":
         assert [sorted(rows) for rows in epochs] == [list(range(12))] * 2
         assert run.step == 10
@@ -276,16 +324,22 @@ class Distributed(Sampler[int]):
 
 def test_a_sampler_that_asks_for_the_epoch_is_told(repo: Repository) -> None:
     def body(run: Tracker, seen: Seen, stop: int | None) -> None:
-        loader: Any = DataLoader(range(6), sampler=Distributed(), batch_size=2)  # type: ignore[arg-type]  # a range will do
+        # a range will do
+        loader: Any = DataLoader(range(6), sampler=Distributed(), batch_size=2)  # type: ignore[arg-type]
         for _ in run.epochs(3):
             for batch in run.steps(loader):
                 use(run, seen, batch.tolist(), stop)
 
     seen = stopped_everywhere(repo, body, 9)
-    assert len({tuple(map(tuple, (batch for at, batch in seen if at == epoch))) for epoch in range(3)}) == 3
+    assert (
+        len({tuple(map(tuple, (batch for at, batch in seen if at == epoch))) for epoch in range(3)})
+        == 3
+    )
 
 
-def test_a_loop_by_hand_that_was_resumed_is_told_of_epochs_once(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loop_by_hand_that_was_resumed_is_told_of_epochs_once(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
     def train(stop: int) -> None:
         with repo.track(weight=torch.zeros(1)) as run:
             for _ in range(3):
@@ -300,7 +354,9 @@ def test_a_loop_by_hand_that_was_resumed_is_told_of_epochs_once(repo: Repository
     assert caplog.text.count("loop over run.epochs(n), which goes on in the right epoch") == 1
 
 
-def test_a_state_without_its_place_begins_with_epoch_0_and_says_so(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_state_without_its_place_begins_with_epoch_0_and_says_so(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
     with repo.track(weight=torch.zeros(1)) as run:
         run.capture()
     assert "loops" not in repo.load("main")
@@ -309,7 +365,9 @@ def test_a_state_without_its_place_begins_with_epoch_0_and_says_so(repo: Reposit
     assert "does not say which epoch it is of" in caplog.text
 
 
-def test_iterators_and_other_loaders_than_before_are_told_apart(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_iterators_and_other_loaders_than_before_are_told_apart(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
     with repo.track(weight=torch.zeros(1)) as run:
         assert next(run.steps(enumerate("abc"))) == (0, "a")
         assert "enumerate, whose place in the data is not known" in caplog.text
@@ -339,14 +397,17 @@ def test_what_makes_no_sense_is_refused(repo: Repository) -> None:
             next(outer)
 
 
-def test_a_sampler_that_is_resumed_at_the_end_of_an_epoch_has_the_next_one_to_give(repo: Repository) -> None:
+def test_a_sampler_that_is_resumed_at_the_end_of_an_epoch_has_the_next_one_to_give(
+    repo: Repository,
+) -> None:
     sampler = PermutationSampler(6)
     with repo.track(sampler=sampler) as run:
         list(sampler)
         run.capture()
     again = PermutationSampler(6)
     with repo.track(sampler=again):
-        assert len(list(DataLoader(range(6), sampler=again, batch_size=2))) == 3  # type: ignore[arg-type]  # a range will do
+        # a range will do
+        assert len(list(DataLoader(range(6), sampler=again, batch_size=2))) == 3  # type: ignore[arg-type]
         assert again.epoch == 1
 
 
@@ -357,15 +418,22 @@ def _seeded() -> torch.Generator:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: DataLoader(range(6), 2, shuffle=True, generator=_seeded()),  # type: ignore[arg-type]  # a range will do
-        lambda: DataLoader(range(6), 2, sampler=RandomSampler(range(6), replacement=True, generator=_seeded())),  # type: ignore[arg-type]
+        # a range will do
+        lambda: DataLoader(range(6), 2, shuffle=True, generator=_seeded()),  # type: ignore[arg-type]
+        lambda: DataLoader(
+            range(6),  # type: ignore[arg-type]
+            2,
+            sampler=RandomSampler(range(6), replacement=True, generator=_seeded()),
+        ),
         lambda: DataLoader(range(6), 2, sampler=PermutationSampler(6, seed=3)),  # type: ignore[arg-type]
         lambda: PermutationSampler(6, seed=3).batches(2),
         lambda: [torch.zeros(1), torch.ones(1)],
     ],
     ids=["generator", "replacement", "sampler", "batches", "list"],
 )
-def test_what_nobody_tracks_goes_on_from_within_an_epoch_and_from_between_two(repo: Repository, make: Callable[[], Any]) -> None:
+def test_what_nobody_tracks_goes_on_from_within_an_epoch_and_from_between_two(
+    repo: Repository, make: Callable[[], Any]
+) -> None:
     def body(run: Tracker, seen: Seen, stop: int | None) -> None:
         loader = make()
         for epoch in run.epochs(3):
@@ -379,7 +447,9 @@ def test_what_nobody_tracks_goes_on_from_within_an_epoch_and_from_between_two(re
 
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # torchdata 0.11 on torch 2.13
 @pytest.mark.parametrize("is_own", [True, False], ids=["permutation", "shuffle"])
-def test_a_tracked_loader_whose_epoch_was_left_begins_the_next(repo: Repository, is_own: bool) -> None:
+def test_a_tracked_loader_whose_epoch_was_left_begins_the_next(
+    repo: Repository, is_own: bool
+) -> None:
     def make() -> dict[str, Any]:
         order = {"sampler": PermutationSampler(10, seed=2)} if is_own else {"shuffle": True}
         return {"loader": StatefulDataLoader(range(10), batch_size=2, **order)}
@@ -400,23 +470,26 @@ def test_a_tracked_loader_whose_epoch_was_left_begins_the_next(repo: Repository,
     assert [epoch for epoch, _ in never] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
-# --- epochs that are left --------------------------------------------------------------------------------------------------------
+# --- epochs that are left -------------------------------------------------------------------------
 
 
 Made = tuple[Any, dict[str, Any]]
 
 
 def _plain() -> Made:
-    return DataLoader(range(8), batch_size=2, shuffle=True), {}  # type: ignore[arg-type]  # a range will do
+    # a range will do
+    return DataLoader(range(8), batch_size=2, shuffle=True), {}  # type: ignore[arg-type]
 
 
 def _own_order() -> Made:
-    return DataLoader(range(8), batch_size=2, shuffle=True, generator=_seeded()), {}  # type: ignore[arg-type]  # likewise
+    # likewise
+    return DataLoader(range(8), batch_size=2, shuffle=True, generator=_seeded()), {}  # type: ignore[arg-type]
 
 
 def _permuted() -> Made:
     sampler = PermutationSampler(8, seed=3)
-    return DataLoader(range(8), batch_size=2, sampler=sampler), {"sampler": sampler}  # type: ignore[arg-type]  # likewise
+    # likewise
+    return DataLoader(range(8), batch_size=2, sampler=sampler), {"sampler": sampler}  # type: ignore[arg-type]
 
 
 def _kept() -> Made:
@@ -429,8 +502,17 @@ def _train(repo: Repository, branch: str, made: Made, *, epochs: int = 3, **leav
         return _epochs(run, made[0], epochs, **leaving)
 
 
-def _epochs(run: Tracker, loader: Any, epochs: int, *, stop: int | None = None, after: int | None = None, is_raised: bool = False) -> Seen:
-    """Left in the middle once so many steps are done, or after an epoch; captured everywhere, and once they are left."""
+def _epochs(
+    run: Tracker,
+    loader: Any,
+    epochs: int,
+    *,
+    stop: int | None = None,
+    after: int | None = None,
+    is_raised: bool = False,
+) -> Seen:
+    """Left in the middle once so many steps are done, or after an epoch; captured everywhere,
+    and once they are left."""
     seen: Seen = []
     try:
         for epoch in run.epochs(epochs):
@@ -451,7 +533,9 @@ def _epochs(run: Tracker, loader: Any, epochs: int, *, stop: int | None = None, 
 
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # torchdata 0.11 on torch 2.13
 @pytest.mark.parametrize("make", [_plain, _own_order, _permuted, _kept])
-def test_a_capture_after_epochs_that_were_left_in_the_middle_goes_on_there(repo: Repository, make: Callable[[], Made]) -> None:
+def test_a_capture_after_epochs_that_were_left_in_the_middle_goes_on_there(
+    repo: Repository, make: Callable[[], Made]
+) -> None:
     torch.manual_seed(0)
     never = _train(repo, "never", make())
     for is_raised in (True, False):
@@ -464,7 +548,9 @@ def test_a_capture_after_epochs_that_were_left_in_the_middle_goes_on_there(repo:
 
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # torchdata 0.11 on torch 2.13
 @pytest.mark.parametrize("make", [_plain, _own_order, _permuted, _kept])
-def test_a_capture_after_epochs_that_were_left_at_the_end_of_one_goes_on_with_the_next(repo: Repository, make: Callable[[], Made]) -> None:
+def test_a_capture_after_epochs_that_were_left_at_the_end_of_one_goes_on_with_the_next(
+    repo: Repository, make: Callable[[], Made]
+) -> None:
     torch.manual_seed(0)
     never = _train(repo, "never", make())
     torch.manual_seed(0)
@@ -475,19 +561,25 @@ def test_a_capture_after_epochs_that_were_left_at_the_end_of_one_goes_on_with_th
 
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # torchdata 0.11 on torch 2.13
 @pytest.mark.parametrize("make", [_plain, _own_order, _permuted, _kept])
-def test_epochs_that_were_left_go_on_in_the_same_process_too(repo: Repository, make: Callable[[], Made]) -> None:
+def test_epochs_that_were_left_go_on_in_the_same_process_too(
+    repo: Repository, make: Callable[[], Made]
+) -> None:
     torch.manual_seed(0)
     never = _train(repo, "never", make())
     ways: tuple[dict[str, Any], ...] = ({"stop": 6}, {"after": 0})
     for leaving in ways:
         torch.manual_seed(0)
         loader, tracked = make()
-        with repo.track(branch=f"left-{next(iter(leaving))}", weight=torch.zeros(1), **tracked) as run:
+        with repo.track(
+            branch=f"left-{next(iter(leaving))}", weight=torch.zeros(1), **tracked
+        ) as run:
             assert _epochs(run, loader, 3, **leaving) + _epochs(run, loader, 3) == never
             assert run.epoch == 3
 
 
-def test_epochs_without_steps_that_were_left_after_a_capture_go_on_with_the_next(repo: Repository) -> None:
+def test_epochs_without_steps_that_were_left_after_a_capture_go_on_with_the_next(
+    repo: Repository,
+) -> None:
     with repo.track(weight=torch.zeros(1)) as run:
         for epoch in run.epochs(5):
             run.capture()
@@ -511,7 +603,9 @@ def test_a_pass_after_epochs_that_were_left_is_another(repo: Repository) -> None
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # torchdata 0.11 on torch 2.13
 @pytest.mark.parametrize("make", [_plain, _own_order, _permuted, _kept])
 @pytest.mark.parametrize("is_captured", [True, False], ids=["captured", "not captured"])
-def test_an_epoch_that_was_cut_short_is_over_once_a_capture_says_so(repo: Repository, make: Callable[[], Made], is_captured: bool) -> None:
+def test_an_epoch_that_was_cut_short_is_over_once_a_capture_says_so(
+    repo: Repository, make: Callable[[], Made], is_captured: bool
+) -> None:
     def train(branch: str, after: int | None) -> Seen:
         seen: Seen = []
         loader, tracked = make()
@@ -568,7 +662,10 @@ def test_captures_before_the_first_batch_of_an_epoch_and_after_the_last_epoch_go
 def test_each_of_several_loaders_goes_on_in_its_own_order(repo: Repository) -> None:
     def body(run: Tracker, seen: Seen, stop: int | None) -> None:
         data: Any = range(4)
-        loaders = [DataLoader(data, 2, shuffle=True, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+        loaders = [
+            DataLoader(data, 2, shuffle=True, generator=torch.Generator().manual_seed(seed))
+            for seed in (1, 2)
+        ]
         for epoch in run.epochs(3):
             for number, loader in enumerate(loaders):
                 for batch in run.steps(loader):

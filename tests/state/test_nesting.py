@@ -36,18 +36,29 @@ class Own:
 
 @pytest.mark.parametrize("kind", [dict, list, tuple])
 @pytest.mark.parametrize("where", ["track", "state_dict", "save"])
-def test_containers_that_are_used_too_often_are_refused_at_once(kind: type[Any], where: str, tmp_path: Path) -> None:
+def test_containers_that_are_used_too_often_are_refused_at_once(
+    kind: type[Any], where: str, tmp_path: Path
+) -> None:
     found = nested(kind, 40)
     with datastates.open(tmp_path / "runs") as repo:
         box = {"it": found if where == "track" else Own(found), "w": torch.ones(1)}
-        act = partial(datastates.save, found, tmp_path) if where == "save" else partial(repo.track, box=box, rng=False)
-        with pytest.raises(InvalidInput, match="more than 10000000 parts, counted as often as they are used"):
+        act = (
+            partial(datastates.save, found, tmp_path)
+            if where == "save"
+            else partial(repo.track, box=box, rng=False)
+        )
+        with pytest.raises(
+            InvalidInput, match="more than 10000000 parts, counted as often as they are used"
+        ):
             act()
 
 
 @pytest.mark.parametrize("kind", [dict, list, tuple])
 def test_containers_that_are_used_twice_come_back_twice(kind: type[Any], tmp_path: Path) -> None:
-    with datastates.open(tmp_path) as repo, repo.track(box={"it": nested(kind, 5)}, rng=False) as run:
+    with (
+        datastates.open(tmp_path) as repo,
+        repo.track(box={"it": nested(kind, 5)}, rng=False) as run,
+    ):
         found = repo.load(run.capture().wait())["box"]["it"]
     for _ in range(5):
         first, second = found.values() if kind is dict else found

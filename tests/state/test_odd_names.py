@@ -13,13 +13,23 @@ from torch import nn
 import datastates
 from datastates import Config, InvalidInput, Repository
 
-NAMES = [("a/b",), ("a%b",), ("a%2Fb", "a/b"), ("",), ("%", ""), ("a/b", "a"), ("a.b", "a b", "ü*[0]")]
+NAMES = [
+    ("a/b",),
+    ("a%b",),
+    ("a%2Fb", "a/b"),
+    ("",),
+    ("%", ""),
+    ("a/b", "a"),
+    ("a.b", "a b", "ü*[0]"),
+]
 
 
 @pytest.fixture
 def repo(tmp_path: Path) -> Iterator[Repository]:
     """A repository that writes only what it is asked to."""
-    with datastates.open(tmp_path / "runs", config=Config(memory_bytes=64 << 20, durable_interval_s=None)) as opened:
+    with datastates.open(
+        tmp_path / "runs", config=Config(memory_bytes=64 << 20, durable_interval_s=None)
+    ) as opened:
         yield opened
 
 
@@ -32,18 +42,31 @@ def make(names: tuple[str, ...], seed: int) -> dict[str, Any]:
         optimizer = torch.optim.Adam(model.parameters())
         model(torch.ones(2)).sum().backward()
         optimizer.step()
-        made |= {name: model, f"{name}/optimizer": optimizer, f"{name}%t": torch.full((2,), seed), f"{name}/v": seed}
+        made |= {
+            name: model,
+            f"{name}/optimizer": optimizer,
+            f"{name}%t": torch.full((2,), seed),
+            f"{name}/v": seed,
+        }
         made[f"{name}/l"] = [torch.full((1,), seed), {"x/y": seed}]
     return made
 
 
 def weights(made: dict[str, Any], names: tuple[str, ...]) -> dict[str, list[Any]]:
-    return {name: [value.tolist() for value in made[name].state_dict().values()] + [made[f"{name}%t"].tolist()] for name in names}
+    return {
+        name: (
+            [value.tolist() for value in made[name].state_dict().values()]
+            + [made[f"{name}%t"].tolist()]
+        )
+        for name in names
+    }
 
 
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("names", NAMES, ids=repr)
-def test_a_training_with_odd_names_goes_on_where_it_stopped(repo: Repository, names: tuple[str, ...], gradients: bool) -> None:
+def test_a_training_with_odd_names_goes_on_where_it_stopped(
+    repo: Repository, names: tuple[str, ...], gradients: bool
+) -> None:
     first, fresh = make(names, 1), make(names, 2)
     with repo.track(gradients=gradients, **first) as run:
         run.capture().wait("durable")
@@ -51,9 +74,15 @@ def test_a_training_with_odd_names_goes_on_where_it_stopped(repo: Repository, na
         assert run.report
         assert not run.report.skipped
     assert weights(fresh, names) == weights(first, names)
-    assert all(fresh[f"{name}/l"] == [torch.ones(1), {"x/y": 1}] and run.values[f"{name}/v"] == 1 for name in names)
+    assert all(
+        fresh[f"{name}/l"] == [torch.ones(1), {"x/y": 1}] and run.values[f"{name}/v"] == 1
+        for name in names
+    )
     for name in names:
-        momenta = [made[f"{name}/optimizer"].state[made[name].weight]["exp_avg"].tolist() for made in (first, fresh)]
+        momenta = [
+            made[f"{name}/optimizer"].state[made[name].weight]["exp_avg"].tolist()
+            for made in (first, fresh)
+        ]
         assert momenta[0] == momenta[1]
 
 
@@ -71,7 +100,9 @@ def test_what_has_an_odd_name_is_asked_for_by_it(repo: Repository) -> None:
 
 def test_a_name_that_selects_nothing_is_refused_by_load(repo: Repository) -> None:
     net = nn.Linear(2, 2)
-    with repo.track(net=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.5), objects={"best/loss": 3.0}) as run:
+    with repo.track(
+        net=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.5), objects={"best/loss": 3.0}
+    ) as run:
         run.capture().wait()
     misspelt: list[str | list[str]] = ["nte", ["net", "net/wieght"], "net/weight/*"]
     for wrong in misspelt:

@@ -1,4 +1,5 @@
-"""Optimizer state by names: every stock optimizer goes on bit for bit after a restore into a fresh one."""
+"""Optimizer state by names: every stock optimizer goes on bit for bit after a restore into a
+fresh one."""
 
 from __future__ import annotations
 
@@ -25,11 +26,19 @@ torch.set_num_threads(1)
 
 
 def stored(objects: dict[str, object], **options: Any) -> dict[str, Any]:
-    """The objects' tree as a tier would give it back: through bytes where it has bytes, with tensors of its own."""
+    """The objects' tree as a tier would give it back: through bytes where it has bytes, with
+    tensors of its own."""
     flat = flatten(Adapted(objects, **options).tree())
     tensors: list[Tensor] = []
     for leaf in flat.tensors:
-        tied = next((t for other, t in zip(flat.tensors, tensors, strict=False) if other.tensor is leaf.tensor), None)
+        tied = next(
+            (
+                t
+                for other, t in zip(flat.tensors, tensors, strict=False)
+                if other.tensor is leaf.tensor
+            ),
+            None,
+        )
         tensors.append(leaf.tensor.detach().clone() if tied is None else tied)
     skeleton = decode_skeleton(encode_skeleton(flat.skeleton))
     tree: dict[str, Any] = unflatten(skeleton, decode_values(encode_values(flat.values)), tensors)
@@ -39,7 +48,11 @@ def stored(objects: dict[str, object], **options: Any) -> dict[str, Any]:
 def bits(tree: Any) -> Any:
     """A tree in a form whose ``==`` compares every bit."""
     if isinstance(tree, Tensor):
-        return (tree.dtype, tuple(tree.shape), tree.detach().cpu().contiguous().view(-1).view(torch.uint8).tolist())
+        return (
+            tree.dtype,
+            tuple(tree.shape),
+            tree.detach().cpu().contiguous().view(-1).view(torch.uint8).tolist(),
+        )
     if isinstance(tree, dict):
         return {key: bits(child) for key, child in tree.items()}
     if isinstance(tree, list | tuple):
@@ -55,7 +68,8 @@ class Net(nn.Module):
         self.last = nn.Linear(width, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.norm(self.first(x)).relu())  # type: ignore[no-any-return]  # nn.Module.__call__
+        # nn.Module.__call__
+        return self.last(self.norm(self.first(x)).relu())  # type: ignore[no-any-return]
 
 
 def net(seed: int = 0) -> Net:
@@ -69,7 +83,10 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range) -> list[float]:
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         device = next(model.parameters()).device
-        x, y = torch.randn(8, 3, generator=generator).to(device), torch.randn(8, 2, generator=generator).to(device)
+        x, y = (
+            torch.randn(8, 3, generator=generator).to(device),
+            torch.randn(8, 2, generator=generator).to(device),
+        )
 
         def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
             optimizer.zero_grad()
@@ -77,12 +94,17 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range) -> list[float]:
             loss.backward()
             return loss
 
-        loss: Any = optimizer.step(closure)  # type: ignore[arg-type]  # torch types closures as returning floats
+        # torch types closures as returning floats
+        loss: Any = optimizer.step(closure)  # type: ignore[arg-type]
         losses.append(loss.item())
     return losses
 
 
-FORMS: dict[str, dict[str, Any]] = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+FORMS: dict[str, dict[str, Any]] = {
+    "for-loop": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
 FUSED = {"Adam", "AdamW", "SGD", "Adagrad"}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "SGD": ("SGD", {"lr": 0.1}),
@@ -106,11 +128,28 @@ def makes() -> list[Any]:
     for label, (kind, options) in KINDS.items():
         for form, flags in FORMS.items():
             if form != "fused" or kind in FUSED:
-                cases.append(pytest.param(lambda p, k=kind, o=options, f=flags: getattr(torch.optim, k)(p, **o, **f), id=f"{label} {form}"))
+                cases.append(
+                    pytest.param(
+                        lambda p, k=kind, o=options, f=flags: getattr(torch.optim, k)(p, **o, **f),
+                        id=f"{label} {form}",
+                    )
+                )
     cases.append(pytest.param(lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3), id="LBFGS"))
-    cases.append(pytest.param(lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3, line_search_fn="strong_wolfe"), id="LBFGS wolfe"))
-    cases.append(pytest.param(lambda p: torch.optim.Muon([x for x in p if x.dim() == 2], lr=0.01), id="Muon"))
-    cases.append(pytest.param(lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False), id="AdamW tensor lr"))
+    cases.append(
+        pytest.param(
+            lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3, line_search_fn="strong_wolfe"),
+            id="LBFGS wolfe",
+        )
+    )
+    cases.append(
+        pytest.param(lambda p: torch.optim.Muon([x for x in p if x.dim() == 2], lr=0.01), id="Muon")
+    )
+    cases.append(
+        pytest.param(
+            lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
+            id="AdamW tensor lr",
+        )
+    )
     return cases
 
 
@@ -132,7 +171,9 @@ def test_every_stock_optimizer_goes_on_bit_for_bit(make: Make, is_used: bool) ->
     assert report
     assert bits(stored({"model": other, "optimizer": fresh})) == bits(tree)
     assert train(other, fresh, range(4, 7)) == expected
-    assert bits(stored({"model": other, "optimizer": fresh})) == bits(stored({"model": model, "optimizer": optimizer}))
+    assert bits(stored({"model": other, "optimizer": fresh})) == bits(
+        stored({"model": model, "optimizer": optimizer})
+    )
 
 
 def test_sparse_adam_goes_on_bit_for_bit() -> None:
@@ -191,7 +232,11 @@ def test_state_keeps_its_own_dtype_and_place() -> None:
     fresh = torch.optim.AdamW(other.parameters())
     restore_into({"model": other, "optimizer": fresh}, tree)
     entry = fresh.state[other.weight]
-    assert (entry["exp_avg"].dtype, entry["step"].dtype, entry["step"].device.type) == (torch.float32, torch.float32, "cpu")
+    assert (entry["exp_avg"].dtype, entry["step"].dtype, entry["step"].device.type) == (
+        torch.float32,
+        torch.float32,
+        "cpu",
+    )
     assert entry["exp_avg"][0, 0].item() == torch.tensor(1 / 3).item()
 
 
@@ -235,7 +280,10 @@ def test_parameters_are_matched_by_name_whatever_their_order_and_groups_by_what_
     other = net(1)
     named = dict(other.named_parameters())
     rest = [p for name, p in named.items() if not name.startswith("first")]
-    groups: list[dict[str, Any]] = [{"params": rest[::-1], "lr": 1.0}, {"params": [named["first.bias"], named["first.weight"]], "lr": 2.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": rest[::-1], "lr": 1.0},
+        {"params": [named["first.bias"], named["first.weight"]], "lr": 2.0},
+    ]
     fresh = torch.optim.AdamW(groups)
     restore_into({"model": other, "optimizer": fresh}, tree)
     assert [group["lr"] for group in fresh.param_groups] == [0.01, 0.1]
@@ -245,7 +293,10 @@ def test_parameters_are_matched_by_name_whatever_their_order_and_groups_by_what_
 def test_another_division_into_groups_is_refused_and_named() -> None:
     model = net()
     parameters = list(model.parameters())
-    groups: list[dict[str, Any]] = [{"params": parameters[:2], "lr": 0.5}, {"params": parameters[2:]}]
+    groups: list[dict[str, Any]] = [
+        {"params": parameters[:2], "lr": 0.5},
+        {"params": parameters[2:]},
+    ]
     split = torch.optim.SGD(groups, lr=0.1)
     tree = stored({"model": model, "optimizer": split})
     fresh = torch.optim.SGD(model.parameters(), lr=0.3)
@@ -283,7 +334,9 @@ def test_state_of_another_shape_is_refused_even_without_the_module() -> None:
     tree = stored({"model": model, "optimizer": optimizer})
     wider = Net(width=6)
     fresh = torch.optim.Adam(wider.parameters(), lr=0.01)
-    with pytest.raises(InvalidInput, match=r"optimizer/state/first.weight/exp_avg: the state has float32 \(5, 3\)"):
+    with pytest.raises(
+        InvalidInput, match=r"optimizer/state/first.weight/exp_avg: the state has float32 \(5, 3\)"
+    ):
         restore_into({"optimizer": fresh}, tree)
     assert not fresh.state
 
@@ -341,7 +394,12 @@ def test_one_optimizer_over_two_modules_names_parameters_by_module() -> None:
         parameter.grad = torch.ones_like(parameter)
     both.step()
     tree = stored({"gen": gen, "disc": disc, "optimizer": both})
-    assert list(tree["optimizer"]["state"]) == ["gen.weight", "gen.bias", "disc.weight", "disc.bias"]
+    assert list(tree["optimizer"]["state"]) == [
+        "gen.weight",
+        "gen.bias",
+        "disc.weight",
+        "disc.bias",
+    ]
     alone = stored({"disc": disc, "optimizer": torch.optim.SGD(disc.parameters())})
     assert alone["optimizer"]["param_groups"][0]["params"] == ["weight", "bias"]
 
@@ -398,7 +456,9 @@ def test_only_the_state_or_only_the_options_are_restored_when_asked() -> None:
     fresh = torch.optim.Adam(model.parameters(), lr=0.5)
     restore_into({"model": model, "optimizer": fresh}, tree, only="optimizer/state/first.*")
     assert (len(fresh.state), fresh.param_groups[0]["lr"]) == (2, 0.5)
-    report: RestoreReport = restore_into({"model": model, "optimizer": fresh}, tree, only="optimizer/param_groups/*/lr")
+    report: RestoreReport = restore_into(
+        {"model": model, "optimizer": fresh}, tree, only="optimizer/param_groups/*/lr"
+    )
     assert report.restored == ("optimizer/param_groups/0/lr",)
     assert fresh.param_groups[0]["lr"] == 0.01
 
@@ -415,7 +475,9 @@ def test_a_key_that_the_state_lacks_is_gone_from_a_used_optimizer() -> None:
 
 
 @pytest.mark.parametrize(("is_capturable", "expected"), [(False, "cpu"), (True, "meta")])
-def test_counters_stay_on_the_cpu_unless_the_whole_step_runs_on_the_device(is_capturable: bool, expected: str) -> None:
+def test_counters_stay_on_the_cpu_unless_the_whole_step_runs_on_the_device(
+    is_capturable: bool, expected: str
+) -> None:
     """The meta device stands for any that is not the CPU."""
     model = net()
     optimizer = torch.optim.NAdam(model.parameters(), lr=0.01)
@@ -426,14 +488,21 @@ def test_counters_stay_on_the_cpu_unless_the_whole_step_runs_on_the_device(is_ca
     restore_into({"optimizer": fresh}, tree)
     entry = next(iter(fresh.state.values()))
     devices = {key: value.device.type for key, value in entry.items()}
-    assert devices == {"step": expected, "mu_product": expected, "exp_avg": "meta", "exp_avg_sq": "meta"}
+    assert devices == {
+        "step": expected,
+        "mu_product": expected,
+        "exp_avg": "meta",
+        "exp_avg_sq": "meta",
+    }
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("make", makes())
 @pytest.mark.parametrize("flags", [{}, {"capturable": True}], ids=["", "capturable"])
-def test_every_stock_optimizer_goes_on_bit_for_bit_on_a_gpu(make: Make, flags: dict[str, bool]) -> None:
+def test_every_stock_optimizer_goes_on_bit_for_bit_on_a_gpu(
+    make: Make, flags: dict[str, bool]
+) -> None:
     def build(seed: int) -> tuple[nn.Module, Optimizer]:
         model = net(seed).cuda()
         optimizer = make(list(model.parameters()))
@@ -449,7 +518,8 @@ def test_every_stock_optimizer_goes_on_bit_for_bit_on_a_gpu(make: Make, flags: d
     except RuntimeError as exc:
         if "fused" not in str(exc):
             raise
-        pytest.skip(f"torch alone refuses it: {exc}")  # Adagrad's fused form is for CPUs only in torch 2.11
+        # Adagrad's fused form is for CPUs only in torch 2.11
+        pytest.skip(f"torch alone refuses it: {exc}")
     tree = stored({"model": model, "optimizer": optimizer})
     tree = own(tree, torch.device("cpu"))  # as from a file
     expected = train(model, optimizer, range(4, 7))

@@ -1,4 +1,5 @@
-"""Optimizers of other classes, wrappers that never called ``Optimizer.__init__``, and whose state fits whose."""
+"""Optimizers of other classes, wrappers that never called ``Optimizer.__init__``, and whose
+state fits whose."""
 
 from __future__ import annotations
 
@@ -82,8 +83,15 @@ class SlowWeights(Optimizer):
 
     def state_dict(self) -> Any:
         state = self.inner.state_dict()
-        numbers = {id(p): n for n, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        return {**state, "slow": {numbers[id(p)]: entry["slow"] for p, entry in self.state.items()}, "count": self.count}
+        numbers = {
+            id(p): n
+            for n, p in enumerate(p for group in self.param_groups for p in group["params"])
+        }
+        return {
+            **state,
+            "slow": {numbers[id(p)]: entry["slow"] for p, entry in self.state.items()},
+            "count": self.count,
+        }
 
     def load_state_dict(self, state: Any) -> None:
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -97,7 +105,9 @@ class SlowWeights(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:  # before the inner step: that one's hooks come too late for this
+        for (
+            group
+        ) in self.param_groups:  # before the inner step: that one's hooks come too late for this
             for parameter in group["params"]:
                 slow = self.state[parameter].setdefault("slow", parameter.clone())
                 parameter.lerp_(slow, 0.1)
@@ -106,7 +116,8 @@ class SlowWeights(Optimizer):
 
 
 class Averaging(SGD):
-    """As schedule-free ones do: to evaluate, the weights are exchanged for their average, in place."""
+    """As schedule-free ones do: to evaluate, the weights are exchanged for their average, in
+    place."""
 
     @torch.no_grad()
     def eval(self) -> None:
@@ -123,7 +134,9 @@ class Averaging(SGD):
 
 WRAPPERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "handing through": lambda model: HandingThrough(AdamW(model.parameters())),
-    "handing through twice": lambda model: HandingThrough(HandingThrough(AdamW(model.parameters()))),
+    "handing through twice": lambda model: HandingThrough(
+        HandingThrough(AdamW(model.parameters()))
+    ),
     "slow weights": lambda model: SlowWeights(AdamW(model.parameters())),
     "averaging": lambda model: Averaging(model.parameters(), lr=0.1, momentum=0.9),
 }
@@ -133,7 +146,9 @@ def test_a_wrapper_is_asked_what_it_wraps_once_and_not_at_each_capture() -> None
     model = nn.Linear(2, 2)
     wrapper = HandingThrough(AdamW(model.parameters()))
     adapted = Adapted({"model": model, "optimizer": wrapper})
-    with patch.object(HandingThrough, "state_dict", autospec=True, side_effect=HandingThrough.state_dict) as asked:
+    with patch.object(
+        HandingThrough, "state_dict", autospec=True, side_effect=HandingThrough.state_dict
+    ) as asked:
         for _ in range(3):
             adapted.tree()
     assert asked.call_count == 1
@@ -157,7 +172,9 @@ def update(model: nn.Module, optimizer: Optimizer) -> float:
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
-def test_a_wrapped_optimizer_is_captured_and_goes_on_bit_for_bit(kind: str, repo: Repository, gate: Gate) -> None:
+def test_a_wrapped_optimizer_is_captured_and_goes_on_bit_for_bit(
+    kind: str, repo: Repository, gate: Gate
+) -> None:
     model = make()
     optimizer = WRAPPERS[kind](model)
     with repo.track(model=model, optimizer=optimizer) as run:
@@ -197,13 +214,19 @@ def test_a_wrapper_without_groups_is_refused_by_name(repo: Repository) -> None:
             self.inner = inner
 
     with pytest.raises(
-        InvalidInput, match=r"optimizer is a Opaque, an optimizer without param_groups and state: track its \.inner instead"
+        InvalidInput,
+        match=(
+            r"optimizer is a Opaque, an optimizer without param_groups and state: track its \.inner"
+            r" instead"
+        ),
     ):
         repo.track(optimizer=Opaque(SGD(make().parameters(), lr=0.1)))
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
-def test_after_the_training_an_optimizer_has_its_own_methods_again(kind: str, repo: Repository) -> None:
+def test_after_the_training_an_optimizer_has_its_own_methods_again(
+    kind: str, repo: Repository
+) -> None:
     model = make()
     optimizer = WRAPPERS[kind](model)
     before = {name: value for name, value in vars(optimizer).items() if callable(value)}
@@ -213,7 +236,9 @@ def test_after_the_training_an_optimizer_has_its_own_methods_again(kind: str, re
     assert {name: value for name, value in vars(optimizer).items() if callable(value)} == before
 
 
-def test_a_scheduler_made_before_or_after_steps_through_the_fence_of_a_wrapper(repo: Repository, gate: Gate) -> None:
+def test_a_scheduler_made_before_or_after_steps_through_the_fence_of_a_wrapper(
+    repo: Repository, gate: Gate
+) -> None:
     for is_before in (True, False):
         model = make()
         optimizer = HandingThrough(SGD(model.parameters(), lr=0.1))
@@ -242,7 +267,7 @@ def test_a_tracked_wrapper_can_be_copied_and_pickled(repo: Repository) -> None:
     assert torch.equal(first_weight(model), weights)
 
 
-# --- whose state fits whose ----------------------------------------------------------------------------------------------------
+# --- whose state fits whose -----------------------------------------------------------------------
 
 
 class Logging(AdamW):
@@ -275,13 +300,23 @@ def test_a_state_fits_optimizers_of_its_class(kind: str) -> None:
     there, here = make(), make(1)
     one, other = make_one(there.parameters()), make_other(here.parameters())
     update(there, one)
-    assert restore_into({"model": here, "optimizer": other}, Adapted({"model": there, "optimizer": one}).tree())
+    assert restore_into(
+        {"model": here, "optimizer": other}, Adapted({"model": there, "optimizer": one}).tree()
+    )
     assert other.state.keys() == set(here.parameters())
 
 
 MISFITS: dict[str, tuple[Callable[[Any], Optimizer], Callable[[Any], Optimizer], str]] = {
-    "AdamW": (AdamW, lambda p: SGD(p, lr=0.5), r"optimizer: the state has what torch\.optim\.AdamW keeps, the object torch\.optim\.SGD"),
-    "SGD": (lambda p: SGD(p, lr=0.5), AdamW, r"what torch\.optim\.SGD keeps, the object torch\.optim\.AdamW: make the former"),
+    "AdamW": (
+        AdamW,
+        lambda p: SGD(p, lr=0.5),
+        r"optimizer: the state has what torch\.optim\.AdamW keeps, the object torch\.optim\.SGD",
+    ),
+    "SGD": (
+        lambda p: SGD(p, lr=0.5),
+        AdamW,
+        r"what torch\.optim\.SGD keeps, the object torch\.optim\.AdamW: make the former",
+    ),
     "Adam": (Adam, AdamW, r"what torch\.optim\.Adam keeps, the object torch\.optim\.AdamW"),
     "own": (Lion, Logging, r"what Lion keeps, the object torch\.optim\.AdamW"),
     "wrapper": (
@@ -292,13 +327,18 @@ MISFITS: dict[str, tuple[Callable[[Any], Optimizer], Callable[[Any], Optimizer],
     "wrapped": (
         lambda p: SlowWeights(AdamW(p)),
         lambda p: SlowWeights(SGD(p, lr=0.1)),
-        r"what SlowWeights of torch\.optim\.AdamW keeps, the object SlowWeights of torch\.optim\.SGD",
+        (
+            r"what SlowWeights of torch\.optim\.AdamW keeps, the object SlowWeights of"
+            r" torch\.optim\.SGD"
+        ),
     ),
 }
 
 
 @pytest.mark.parametrize("kind", MISFITS)
-def test_the_state_of_another_class_is_refused_and_both_are_named(kind: str, repo: Repository) -> None:
+def test_the_state_of_another_class_is_refused_and_both_are_named(
+    kind: str, repo: Repository
+) -> None:
     make_one, make_other, message = MISFITS[kind]
     model = make()
     optimizer = make_one(model.parameters())
@@ -308,7 +348,12 @@ def test_the_state_of_another_class_is_refused_and_both_are_named(kind: str, rep
     fresh = make(1)
     before = first_weight(fresh).detach().clone()
     other = make_other(fresh.parameters())
-    options = copy.deepcopy([{key: value for key, value in group.items() if key != "params"} for group in other.param_groups])
+    options = copy.deepcopy(
+        [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in other.param_groups
+        ]
+    )
     with pytest.raises(InvalidInput, match=message + r"(.|\n)*strict=False"):
         repo.track(model=fresh, optimizer=other)
     assert torch.equal(first_weight(fresh), before)
@@ -316,7 +361,10 @@ def test_the_state_of_another_class_is_refused_and_both_are_named(kind: str, rep
     assert [note.path for note in report.mismatched] == ["optimizer"]
     assert torch.equal(first_weight(fresh), first_weight(model))
     assert not other.state
-    assert [{key: value for key, value in group.items() if key != "params"} for group in other.param_groups] == options
+    assert [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in other.param_groups
+    ] == options
     repo.restore("main", {"model": fresh, "optimizer": other}, only="model")
     update(fresh, other)
 
@@ -333,15 +381,20 @@ def test_a_state_that_does_not_say_its_class_is_restored_as_ever() -> None:
 
 def test_the_class_of_an_optimizer_is_torchs_where_it_is_made_from_one() -> None:
     parameters = list(make().parameters())
-    assert class_of(Logging(parameters)) == class_of(HandingThrough(AdamW(parameters))) == "torch.optim.AdamW"
+    assert (
+        class_of(Logging(parameters))
+        == class_of(HandingThrough(AdamW(parameters)))
+        == "torch.optim.AdamW"
+    )
     assert class_of(Lion(parameters)) == "Lion"
 
 
-# --- an optimizer that keeps another -------------------------------------------------------------------------------------------
+# --- an optimizer that keeps another --------------------------------------------------------------
 
 
 class Sharpness(Optimizer):
-    """As SAM was published: the momentum is that of an optimizer of its own, which torch's ``state_dict`` leaves out."""
+    """As SAM was published: the momentum is that of an optimizer of its own, which torch's
+    ``state_dict`` leaves out."""
 
     def __init__(self, parameters: Any, base: Callable[..., Optimizer], **options: Any) -> None:
         super().__init__(parameters, {"rho": 0.05, **options})
@@ -370,7 +423,9 @@ def wrapped(*args: Any, **options: Any) -> Optimizer:
 
 @pytest.mark.parametrize("kind", [Sharpness, Relinking, wrapped])
 @pytest.mark.parametrize("only", [None, ["model", "optimizer"]])
-def test_an_optimizer_goes_on_with_the_one_that_it_keeps(repo: Repository, kind: Callable[..., Optimizer], only: list[str] | None) -> None:
+def test_an_optimizer_goes_on_with_the_one_that_it_keeps(
+    repo: Repository, kind: Callable[..., Optimizer], only: list[str] | None
+) -> None:
     model = make()
     optimizer = kind(model.parameters(), SGD, lr=0.1, momentum=0.9)
     with repo.track(model=model, optimizer=optimizer) as run:
@@ -384,19 +439,25 @@ def test_an_optimizer_goes_on_with_the_one_that_it_keeps(repo: Repository, kind:
     with repo.track(model=other, optimizer=its, only=only) as run:
         assert run.report
         assert not run.report.anew
-        assert "optimizer/inner/base_optimizer/state/0.weight/momentum_buffer" in run.report.restored
+        assert (
+            "optimizer/inner/base_optimizer/state/0.weight/momentum_buffer" in run.report.restored
+        )
         assert [update(other, its) for _ in range(4)] == expected
 
 
 def test_a_state_without_the_optimizer_that_one_keeps_is_restored_and_that_is_told() -> None:
     there, here = make(), make(1)
-    one, other = (Sharpness(model.parameters(), SGD, lr=0.1, momentum=0.9) for model in (there, here))
+    one, other = (
+        Sharpness(model.parameters(), SGD, lr=0.1, momentum=0.9) for model in (there, here)
+    )
     update(there, one)
     tree: Any = Adapted({"model": there, "optimizer": one}).tree()
     assert tree["optimizer"].pop("inner").keys() == {"base_optimizer"}
     report = restore_into({"model": here, "optimizer": other}, tree)
     assert report
-    assert report.anew == ("optimizer: the state has nothing of its base_optimizer, which begins anew",)
+    assert report.anew == (
+        "optimizer: the state has nothing of its base_optimizer, which begins anew",
+    )
     assert not restore_into({"model": here, "optimizer": other}, tree, only="model").anew
 
 
@@ -412,7 +473,9 @@ def test_a_state_of_an_optimizer_that_is_kept_no_more_is_refused() -> None:
 def test_an_optimizer_that_is_tracked_itself_or_is_in_the_state_already_is_captured_once() -> None:
     model = make()
     keeping = Sharpness(model.parameters(), SGD, lr=0.1)
-    tree: Any = Adapted({"model": model, "optimizer": keeping, "base": keeping.base_optimizer}).tree()
+    tree: Any = Adapted(
+        {"model": model, "optimizer": keeping, "base": keeping.base_optimizer}
+    ).tree()
     assert "inner" not in tree["optimizer"]
     for wrap in WRAPPERS.values():
         wrapped: Any = Adapted({"model": model, "optimizer": wrap(model)}).tree()

@@ -28,10 +28,15 @@ def repo(tmp_path: Path) -> Iterator[Repository]:
         yield opened
 
 
-@pytest.mark.parametrize("name", ["durable_evry", "durable_interval", "back_presure", "strikt", "onyl", "branches"])
+@pytest.mark.parametrize(
+    "name", ["durable_evry", "durable_interval", "back_presure", "strikt", "onyl", "branches"]
+)
 def test_a_misspelt_option_is_refused(repo: Repository, name: str) -> None:
-    with pytest.raises(InvalidInput, match=f"^{name} is no option and would be tracked as a value: did you mean "):
-        repo.track(weight=torch.zeros(1), **{name: 5})  # type: ignore[arg-type]  # that is the point
+    with pytest.raises(
+        InvalidInput, match=f"^{name} is no option and would be tracked as a value: did you mean "
+    ):
+        # that is the point
+        repo.track(weight=torch.zeros(1), **{name: 5})  # type: ignore[arg-type]
     assert repo.refs() == []
 
 
@@ -90,9 +95,14 @@ class Empty:
         pass
 
 
-def test_metrics_and_others_that_say_nothing_are_named(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_metrics_and_others_that_say_nothing_are_named(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
     repo.track(
-        metrics={"accuracy": Metric()}, counter=Empty(), criterion=nn.CrossEntropyLoss(), scaler=torch.amp.GradScaler("cpu", enabled=False)
+        metrics={"accuracy": Metric()},
+        counter=Empty(),
+        criterion=nn.CrossEntropyLoss(),
+        scaler=torch.amp.GradScaler("cpu", enabled=False),
     )
     assert "metrics/accuracy: what it has counted is not in its state_dict" in caplog.text
     assert "counter: its state_dict is empty" in caplog.text
@@ -107,7 +117,9 @@ def steps(run: Tracker, model: nn.Module, optimizer: torch.optim.Optimizer, coun
         run.capture()
 
 
-def test_an_optimizer_that_was_replaced_is_named_once(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_optimizer_that_was_replaced_is_named_once(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with repo.track(model=model, optimizer=optimizer) as run:
@@ -119,9 +131,14 @@ def test_an_optimizer_that_was_replaced_is_named_once(repo: Repository, caplog: 
     assert caplog.text.count("optimizer takes no step although its parameters change") == 1
 
 
-def test_optimizers_that_take_turns_are_no_oversight(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_optimizers_that_take_turns_are_no_oversight(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
     model = nn.Linear(2, 2)
-    first, second = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters())
+    first, second = (
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.optim.Adam(model.parameters()),
+    )
     with repo.track(model=model, first=first, second=second) as run:
         steps(run, model, first, 5)
         steps(run, model, second, 5)
@@ -149,7 +166,10 @@ def test_an_object_that_is_new_is_left_as_it_is_where_that_is_asked_for(repo: Re
     model = nn.Linear(2, 2)
     with repo.track(model=model) as run:
         run.capture()
-    with pytest.raises(InvalidInput, match=r"only=\['model', 'rng'\] restores what both have, and leaves extra as it is"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"only=\['model', 'rng'\] restores what both have, and leaves extra as it is",
+    ):
         repo.track(model=model, extra=torch.ones(3))
     with repo.track(model=model, extra=(extra := torch.ones(3)), only=["model", "rng"]):
         assert extra.tolist() == [1, 1, 1]
@@ -175,14 +195,22 @@ def test_parameters_that_an_optimizer_trains_and_nothing_tracked_has_are_told_on
     with repo.track(model=model, optimizer=optimizer) as run:
         for _ in range(3):
             run.capture()
-        assert caplog.text.count("optimizer trains 2 parameters that nothing tracked has, of shape (1, 2), (1,): no state has them") == 1
+        assert (
+            caplog.text.count(
+                "optimizer trains 2 parameters that nothing tracked has, of shape (1, 2), (1,): no"
+                " state has them"
+            )
+            == 1
+        )
         optimizer.add_param_group({"params": [late.weight]})
         for _ in range(3):
             run.capture()
         assert caplog.text.count("optimizer trains 3 parameters") == 1
 
 
-def test_parameters_that_replace_as_many_others_are_told(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_parameters_that_replace_as_many_others_are_told(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with repo.track(model=model, optimizer=optimizer) as run:
@@ -190,10 +218,15 @@ def test_parameters_that_replace_as_many_others_are_told(repo: Repository, caplo
         assert "nothing tracked has" not in caplog.text
         optimizer.param_groups[0]["params"][:] = nn.Linear(3, 3).parameters()
         run.capture()
-    assert "optimizer trains 2 parameters that nothing tracked has, of shape (3, 3), (3,): no state has them" in caplog.text
+    assert (
+        "optimizer trains 2 parameters that nothing tracked has, of shape (3, 3), (3,): no state"
+        " has them" in caplog.text
+    )
 
 
-def test_a_parameter_that_wraps_others_is_not_taken_for_another_that_does(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_parameter_that_wraps_others_is_not_taken_for_another_that_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     had, lost = (Wrapping(torch.ones(3), requires_grad=True) for _ in range(2))
     optimizer = torch.optim.SGD([had, lost], 0.1)
     Oversights({"optimizer": optimizer}, {"weights": {"it": had}}, lambda _: True).look()
@@ -213,8 +246,12 @@ class Agent:
         self.net.load_state_dict(state["net"])
 
 
-@pytest.mark.parametrize("kind", ["module", "wrapped", "tensors", "state_dict", "agent", "lazy", "in a list"])
-def test_parameters_that_something_tracked_has_are_not_told(repo: Repository, caplog: pytest.LogCaptureFixture, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", ["module", "wrapped", "tensors", "state_dict", "agent", "lazy", "in a list"]
+)
+def test_parameters_that_something_tracked_has_are_not_told(
+    repo: Repository, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
     agent = Agent()
     model = nn.LazyLinear(2) if kind == "lazy" else agent.net
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -234,7 +271,14 @@ def test_parameters_that_something_tracked_has_are_not_told(repo: Repository, ca
     assert "nothing tracked has" not in caplog.text
 
 
-def accumulate(repo: Repository, every: int, *, zeroes_first: bool, captures_twice: bool = False, **objects: Any) -> None:
+def accumulate(
+    repo: Repository,
+    every: int,
+    *,
+    zeroes_first: bool,
+    captures_twice: bool = False,
+    **objects: Any,
+) -> None:
     """Eight batches, a step every so many of them."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -253,9 +297,16 @@ def accumulate(repo: Repository, every: int, *, zeroes_first: bool, captures_twi
 
 
 @pytest.mark.parametrize("zeroes_first", [True, False])
-def test_captures_within_an_accumulation_are_told_once(repo: Repository, caplog: pytest.LogCaptureFixture, *, zeroes_first: bool) -> None:
+def test_captures_within_an_accumulation_are_told_once(
+    repo: Repository, caplog: pytest.LogCaptureFixture, *, zeroes_first: bool
+) -> None:
     accumulate(repo, 4, zeroes_first=zeroes_first)
-    assert caplog.text.count("captured while optimizer accumulates gradients, which this state does not have") == 1
+    assert (
+        caplog.text.count(
+            "captured while optimizer accumulates gradients, which this state does not have"
+        )
+        == 1
+    )
 
 
 def train(
@@ -270,7 +321,9 @@ def train(
     scaler: torch.amp.GradScaler | None = None,
     clips: bool = False,
 ) -> None:
-    """Sixteen batches, a step every so many of them, and captures after some of them. No loop of ``run.steps``."""
+    """Sixteen batches, a step every so many of them, and captures after some of them.
+
+    No loop of ``run.steps``."""
     for number in range(16):
         if zeroes == "before" and number % every == 0:
             optimizer.zero_grad(set_to_none)
@@ -301,11 +354,24 @@ ACCUMULATES = "accumulates gradients, which this state does not have"
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("kind", ["plain", "fused", "scaled", "clipped", "untracked"])
 def test_a_capture_in_the_middle_of_an_accumulation_is_told_once(
-    repo: Repository, caplog: pytest.LogCaptureFixture, *, captured: Collection[int], zeroes: str, set_to_none: bool, kind: str
+    repo: Repository,
+    caplog: pytest.LogCaptureFixture,
+    *,
+    captured: Collection[int],
+    zeroes: str,
+    set_to_none: bool,
+    kind: str,
 ) -> None:
-    model, scaler = nn.Linear(2, 1), torch.amp.GradScaler("cpu", init_scale=2.0) if kind == "scaled" else None
+    model, scaler = (
+        nn.Linear(2, 1),
+        (torch.amp.GradScaler("cpu", init_scale=2.0) if kind == "scaled" else None),
+    )
     optimizer = torch.optim.Adam(model.parameters(), fused=kind == "fused")
-    more: dict[str, Any] = {} if kind == "untracked" else {"optimizer": optimizer, **({"scaler": scaler} if scaler else {})}
+    more: dict[str, Any] = (
+        {}
+        if kind == "untracked"
+        else {"optimizer": optimizer, **({"scaler": scaler} if scaler else {})}
+    )
     with repo.track(model=model, **more) as run:
         train(
             run, model, optimizer, captured=captured, zeroes=zeroes, set_to_none=set_to_none, scaler=scaler, clips=kind == "clipped"
@@ -319,11 +385,24 @@ def test_a_capture_in_the_middle_of_an_accumulation_is_told_once(
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("kind", ["plain", "fused", "scaled", "clipped", "untracked"])
 def test_captures_of_whole_steps_are_not_told(
-    repo: Repository, caplog: pytest.LogCaptureFixture, *, every: int, zeroes: str, set_to_none: bool, kind: str
+    repo: Repository,
+    caplog: pytest.LogCaptureFixture,
+    *,
+    every: int,
+    zeroes: str,
+    set_to_none: bool,
+    kind: str,
 ) -> None:
-    model, scaler = nn.Linear(2, 1), torch.amp.GradScaler("cpu", init_scale=2.0) if kind == "scaled" else None
+    model, scaler = (
+        nn.Linear(2, 1),
+        (torch.amp.GradScaler("cpu", init_scale=2.0) if kind == "scaled" else None),
+    )
     optimizer = torch.optim.Adam(model.parameters(), fused=kind == "fused")
-    more: dict[str, Any] = {} if kind == "untracked" else {"optimizer": optimizer, **({"scaler": scaler} if scaler else {})}
+    more: dict[str, Any] = (
+        {}
+        if kind == "untracked"
+        else {"optimizer": optimizer, **({"scaler": scaler} if scaler else {})}
+    )
     with repo.track(model=model, **more) as run:
         train(
             run, model, optimizer, captured=range(every - 1, 16, every), every=every, zeroes="after" if kind == "untracked" else zeroes,
@@ -332,9 +411,14 @@ def test_captures_of_whole_steps_are_not_told(
     assert not caplog.records
 
 
-def test_an_optimizer_that_accumulates_beside_one_that_does_not_is_told(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_optimizer_that_accumulates_beside_one_that_does_not_is_told(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
     often, seldom = nn.Linear(2, 1), nn.Linear(2, 1)
-    first, second = torch.optim.SGD(often.parameters(), 0.1), torch.optim.SGD(seldom.parameters(), 0.1)
+    first, second = (
+        torch.optim.SGD(often.parameters(), 0.1),
+        torch.optim.SGD(seldom.parameters(), 0.1),
+    )
     with repo.track(often=often, seldom=seldom, first=first, second=second) as run:
         for number in range(8):
             steps_of(often, first)
@@ -344,7 +428,9 @@ def test_an_optimizer_that_accumulates_beside_one_that_does_not_is_told(repo: Re
                 second.zero_grad()
             if number == 5:
                 run.capture()
-    assert [record.getMessage().split(":")[0] for record in caplog.records] == [f"captured while second {ACCUMULATES}"]
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        f"captured while second {ACCUMULATES}"
+    ]
 
 
 def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -353,7 +439,9 @@ def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def test_backward_passes_whose_gradients_are_dropped_are_not_told(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_backward_passes_whose_gradients_are_dropped_are_not_told(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
     generator, critic = nn.Linear(2, 2), nn.Linear(2, 1)
     first, second = torch.optim.Adam(generator.parameters()), torch.optim.Adam(critic.parameters())
     with repo.track(generator=generator, critic=critic, first=first, second=second) as run:
@@ -367,14 +455,18 @@ def test_backward_passes_whose_gradients_are_dropped_are_not_told(repo: Reposito
             first.step()
             run.capture()
             first.zero_grad()
-            critic(generator(torch.ones(2))).sum().backward()  # again, before the critic's gradients are set to zero
+            critic(
+                generator(torch.ones(2))
+            ).sum().backward()  # again, before the critic's gradients are set to zero
             first.step()
             run.capture()
             critic(torch.ones(2, requires_grad=True)).sum().backward()  # an attack, to evaluate
     assert not caplog.records
 
 
-def test_closures_of_a_step_are_no_accumulation(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_closures_of_a_step_are_no_accumulation(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
 
@@ -392,7 +484,9 @@ def test_closures_of_a_step_are_no_accumulation(repo: Repository, caplog: pytest
 
 
 @pytest.mark.parametrize("is_closed", [True, False])
-def test_no_hook_stays_on_parameters_when_a_training_ends(repo: Repository, *, is_closed: bool) -> None:
+def test_no_hook_stays_on_parameters_when_a_training_ends(
+    repo: Repository, *, is_closed: bool
+) -> None:
     model = nn.Linear(2, 1)
     run = repo.track(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
     run.capture()
@@ -413,7 +507,9 @@ def test_captures_after_steps_are_not_told(
     assert "accumulates" not in caplog.text
 
 
-def test_gradients_that_states_have_are_not_told(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_gradients_that_states_have_are_not_told(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
     accumulate(repo, 4, zeroes_first=True, gradients=True)
     assert "accumulates" not in caplog.text
 
@@ -434,10 +530,20 @@ def test_a_step_that_the_script_leaves_out_is_no_accumulation(
     assert not caplog.records
 
 
-def test_an_embedding_that_clips_its_weights_is_no_step_of_another_optimizer(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
-    for model in (nn.Sequential(nn.Embedding(4, 2, max_norm=0.1), nn.Linear(2, 1)), nn.Embedding(4, 2, max_norm=0.1)):
+def test_an_embedding_that_clips_its_weights_is_no_step_of_another_optimizer(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
+    for model in (
+        nn.Sequential(nn.Embedding(4, 2, max_norm=0.1), nn.Linear(2, 1)),
+        nn.Embedding(4, 2, max_norm=0.1),
+    ):
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        with repo.track(model=model, optimizer=optimizer, gradients=True, branch=f"of-{len(list(model.parameters()))}") as run:
+        with repo.track(
+            model=model,
+            optimizer=optimizer,
+            gradients=True,
+            branch=f"of-{len(list(model.parameters()))}",
+        ) as run:
             for _ in range(6):
                 with torch.no_grad():
                     next(model.parameters()).mul_(2)
@@ -446,7 +552,9 @@ def test_an_embedding_that_clips_its_weights_is_no_step_of_another_optimizer(rep
     assert not caplog.records
 
 
-def test_an_optimizer_that_was_replaced_is_named_although_a_layer_is_frozen(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_optimizer_that_was_replaced_is_named_although_a_layer_is_frozen(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -464,7 +572,15 @@ class Prompt:
 
     def state_dict(self) -> dict[str, Any]:
         copied = self.weight.detach().clone()
-        return {"weight": copied if self.kind == "tensor" else copied.numpy() if self.kind == "array" else copied.tolist()}
+        return {
+            "weight": (
+                copied
+                if self.kind == "tensor"
+                else copied.numpy()
+                if self.kind == "array"
+                else copied.tolist()
+            )
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         with torch.no_grad():
@@ -472,20 +588,27 @@ class Prompt:
 
 
 @pytest.mark.parametrize("kind", ["tensor", "array", "list"])
-def test_parameters_of_which_an_object_may_have_a_copy_are_not_told(repo: Repository, caplog: pytest.LogCaptureFixture, kind: str) -> None:
+def test_parameters_of_which_an_object_may_have_a_copy_are_not_told(
+    repo: Repository, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
     prompt = Prompt(kind)
     with repo.track(prompt=prompt, optimizer=torch.optim.SGD([prompt.weight], 0.1)) as run:
         run.capture()
     assert "nothing tracked has" not in caplog.text
 
 
-def test_parameters_of_which_no_object_can_have_a_copy_are_told(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_parameters_of_which_no_object_can_have_a_copy_are_told(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
     prompt, other = Prompt("tensor"), nn.Linear(5, 5)
     optimizer = torch.optim.SGD([prompt.weight, *other.parameters()], 0.1)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     with repo.track(prompt=prompt, optimizer=optimizer, schedule=schedule) as run:
         run.capture()
-    assert "optimizer trains 2 parameters that nothing tracked has, of shape (5, 5), (5,)" in caplog.text
+    assert (
+        "optimizer trains 2 parameters that nothing tracked has, of shape (5, 5), (5,)"
+        in caplog.text
+    )
 
 
 class Statistics:
@@ -506,7 +629,10 @@ def named(caplog: pytest.LogCaptureFixture) -> set[str]:
     """What the warnings name, each of them once."""
     names = [record.getMessage().split(":")[0] for record in caplog.records]
     assert len(names) == len(set(names))
-    assert all("nothing but the tracker refers to what was tracked" in record.getMessage() for record in caplog.records)
+    assert all(
+        "nothing but the tracker refers to what was tracked" in record.getMessage()
+        for record in caplog.records
+    )
     return set(names)
 
 
@@ -515,7 +641,11 @@ def test_a_name_that_is_bound_to_another_object_is_reported_once(
     repo: Repository, caplog: pytest.LogCaptureFixture, *, is_entered: bool
 ) -> None:
     found = Statistics()
-    large, weight, plain = np.zeros((100, 1000)), nn.Parameter(torch.zeros(100_000)), np.zeros((2, 3)).reshape(3, 2)
+    large, weight, plain = (
+        np.zeros((100, 1000)),
+        nn.Parameter(torch.zeros(100_000)),
+        np.zeros((2, 3)).reshape(3, 2),
+    )
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     stats = {"mean": np.zeros(2), "more": [torch.zeros(2)]}
@@ -535,10 +665,15 @@ def test_a_name_that_is_bound_to_another_object_is_reported_once(
     bound = {"mean", "hidden", "teacher", "large", "weight", "plain"}
     assert named(caplog) == bound | {"stats/mean", "stats/more/0", "nested/mean"}
     assert "or track what holds it, as in track(hidden=vars(holder))" in caplog.text
-    assert "tensor.copy_(new), array[...] = new or module.load_state_dict(new.state_dict())" in caplog.text
+    assert (
+        "tensor.copy_(new), array[...] = new or module.load_state_dict(new.state_dict())"
+        in caplog.text
+    )
 
 
-def test_what_a_script_refers_to_or_only_passes_is_no_oversight(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_script_refers_to_or_only_passes_is_no_oversight(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
     found, memory, several = Statistics(), np.zeros(4), torch.zeros(4, 4)
     encoder, head = nn.Linear(2, 2), nn.Linear(2, 2)
     whole = nn.ModuleDict({"encoder": encoder})
@@ -559,7 +694,9 @@ def test_what_a_script_refers_to_or_only_passes_is_no_oversight(repo: Repository
     assert head is not None
 
 
-def test_what_an_object_holds_is_captured_as_it_is_now(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_an_object_holds_is_captured_as_it_is_now(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
     found = Statistics()
     holder = {"later": [torch.zeros(1)], "found": vars(found)}
     with repo.track(rms=vars(found), holder=holder) as run:

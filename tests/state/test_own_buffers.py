@@ -1,4 +1,5 @@
-"""Buffers that each rank has of its own: gathered in one tensor a rank, and put back into the tree that one of them reads."""
+"""Buffers that each rank has of its own: gathered in one tensor a rank, and put back into the
+tree that one of them reads."""
 
 from __future__ import annotations
 
@@ -40,10 +41,17 @@ def captured(rank: int, size: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return objects, adapted.tree(is_shared=True)
 
 
-def test_each_rank_gathers_its_own_and_something_stands_for_those_of_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_rank_gathers_its_own_and_something_stands_for_those_of_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     _, tree = captured(1, 3)
     kept = tree[OWN_BUFFERS]
-    assert [name for _, name, _ in kept["places"]] == ["turned", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+    assert [name for _, name, _ in kept["places"]] == [
+        "turned",
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+    ]
     assert [owners_of(each) for each in kept["bytes"]] == [(0,), (1,), (2,)]
     assert [local_of(each) is None for each in kept["bytes"]] == [True, False, True]
     assert len({each.shape for each in kept["bytes"]}) == 1
@@ -66,7 +74,10 @@ def test_as_many_ranks_get_their_own_and_any_others_those_of_the_model() -> None
     trees = [captured(rank, 2) for rank in range(2)]
     own = {name: buffer.clone() for name, buffer in trees[1][0]["nets"][0].named_buffers()}
     for was_one, read in ((False, Redivision(2, 1, 2)), (True, Redivision(2, 0, 1))):
-        stored: dict[str, Any] = {"nets": [dict(trees[0][1]["nets"][0])], OWN_BUFFERS: trees[1][1][OWN_BUFFERS]}
+        stored: dict[str, Any] = {
+            "nets": [dict(trees[0][1]["nets"][0])],
+            OWN_BUFFERS: trees[1][1][OWN_BUFFERS],
+        }
         found = read(stored, {"nets": [Net()]}, lambda path: True)
         assert OWN_BUFFERS not in found
         for name in ("turned", "norm.running_mean", "norm.num_batches_tracked"):
@@ -78,7 +89,11 @@ def test_as_many_ranks_get_their_own_and_any_others_those_of_the_model() -> None
 def test_a_rank_reads_its_own_bytes_only() -> None:
     paths = [f"{OWN_BUFFERS}/bytes/{rank}" for rank in range(12)]
     assert [part_of(path) for path in paths] == list(range(12))
-    assert [number for number, path in enumerate(paths) if Redivision(12, 3, 12).reads(lambda path: False)(path)] == [3]
+    assert [
+        number
+        for number, path in enumerate(paths)
+        if Redivision(12, 3, 12).reads(lambda path: False)(path)
+    ] == [3]
     assert not any(map(Redivision(12, 3, 4).reads(lambda path: True), paths))
     assert Redivision(12, 3, 4).reads(lambda path: path == "model/x")("model/x")
 

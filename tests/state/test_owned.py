@@ -25,14 +25,19 @@ from tests.engine.build import leaves_of
 
 
 def test_trees_of_other_form_on_each_rank_are_one_skeleton_and_come_back() -> None:
-    trees = [{"seen": [1, 2], "at": torch.arange(4)}, {"seen": [], "more": {"bytes": b"x", "order": OrderedDict(a=1)}}]
+    trees = [
+        {"seen": [1, 2], "at": torch.arange(4)},
+        {"seen": [], "more": {"bytes": b"x", "order": OrderedDict(a=1)}},
+    ]
     flats = [flatten({"data": Owned(tree), "shared": 1.5}) for tree in trees]
     assert flats[0].skeleton == flats[1].skeleton
     assert flats[0].tensors == []
     for flat, tree in zip(flats, trees, strict=True):
         values = decode_values(encode_values(flat.values))
         for is_sketch in (False, True):
-            back = unflatten(decode_skeleton(flat.skeleton.encoded), values, [], is_sketch=is_sketch)
+            back = unflatten(
+                decode_skeleton(flat.skeleton.encoded), values, [], is_sketch=is_sketch
+            )
             assert back["shared"] == 1.5
             assert list(map(str, leaves_of(back["data"]))) == list(map(str, leaves_of(tree)))
 
@@ -72,7 +77,8 @@ def test_bytes_that_do_not_agree_with_each_other_are_refused(change: object, mes
     data = msgspec.msgpack.decode(pack_tree({"at": torch.ones(1)}))
     assert torch.equal(unpack_tree(msgspec.msgpack.encode(data))["at"], torch.ones(1))
     with pytest.raises(Corrupt, match=message):
-        unpack_tree(msgspec.msgpack.encode(change(data)))  # type: ignore[operator]  # one of the above
+        # one of the above
+        unpack_tree(msgspec.msgpack.encode(change(data)))  # type: ignore[operator]
 
 
 def test_nothing_of_its_own_lies_within_what_is_its_own_or_with_other_ranks() -> None:
@@ -84,17 +90,41 @@ def test_nothing_of_its_own_lies_within_what_is_its_own_or_with_other_ranks() ->
 
 def test_generators_loaders_samplers_and_what_is_named_are_each_ranks_own() -> None:
     data = TensorDataset(torch.arange(4))
-    own = [RngState(), random.Random(0), torch.Generator(), np.random.default_rng(0), DataLoader(data), RandomSampler(data)]
+    own = [
+        RngState(),
+        random.Random(0),
+        torch.Generator(),
+        np.random.default_rng(0),
+        DataLoader(data),
+        RandomSampler(data),
+    ]
     own += [PermutationSampler(4)]
     assert all(map(is_own, own))
-    shared = [nn.Linear(1, 1), nn.ModuleList(), nn.ParameterDict(), torch.ones(2), [1], {"a": 1}, 3, "text"]
+    shared = [
+        nn.Linear(1, 1),
+        nn.ModuleList(),
+        nn.ParameterDict(),
+        torch.ones(2),
+        [1],
+        {"a": 1},
+        3,
+        "text",
+    ]
     assert not any(map(is_own, shared))
     assert type(owned({"ema": 1, "model": 2}, ["ema"])["ema"]) is Owned
 
 
-def test_a_tree_of_several_ranks_has_the_model_shared_and_the_numbers_of_each_rank_its_own() -> None:
+def test_a_tree_of_several_ranks_has_the_model_shared_and_the_numbers_of_each_rank_its_own() -> (
+    None
+):
     sampler = PermutationSampler(10)
-    adapted = Adapted({"model": nn.Linear(2, 2), "rng": RngState(), "data": {"sampler": sampler, "numbers": torch.Generator()}})
+    adapted = Adapted(
+        {
+            "model": nn.Linear(2, 2),
+            "rng": RngState(),
+            "data": {"sampler": sampler, "numbers": torch.Generator()},
+        }
+    )
     plain, shared = flatten(adapted.tree()), flatten(adapted.tree(is_shared=True))
     assert [leaf.path for leaf in shared.tensors] == ["model/weight", "model/bias"]
     back = unflatten(shared.skeleton, shared.values, [leaf.tensor for leaf in shared.tensors])

@@ -19,7 +19,8 @@ from datastates.state.per_rank import holdings_of
 
 @pytest.fixture
 def eight_ranks() -> Iterator[None]:
-    """This process as rank 5 of 8, the others of which are nobody: DTensors can be made, and nothing is sent."""
+    """This process as rank 5 of 8, the others of which are nobody: DTensors can be made, and
+    nothing is sent."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=5, world_size=8, store=FakeStore())
@@ -29,10 +30,18 @@ def eight_ranks() -> Iterator[None]:
 
 def test_a_plain_tensor_lies_whole_with_every_rank() -> None:
     (held,) = holdings_of(torch.zeros(3, 4).t(), 3)
-    assert (held.shape, held.strides, held.offset, held.local_shape, held.owners) == ((4, 3), (1, 4), (0, 0), (4, 3), (0, 1, 2))
+    assert (held.shape, held.strides, held.offset, held.local_shape, held.owners) == (
+        (4, 3),
+        (1, 4),
+        (0, 0),
+        (4, 3),
+        (0, 1, 2),
+    )
 
 
-def test_a_tensor_given_to_some_ranks_lies_with_these_and_on_others_something_stands_for_it() -> None:
+def test_a_tensor_given_to_some_ranks_lies_with_these_and_on_others_something_stands_for_it() -> (
+    None
+):
     mine = give(torch.zeros(3, 4), [1])
     theirs = stand_in(mine, [1])
     assert holdings_of(mine, 4) == holdings_of(theirs, 4)
@@ -45,7 +54,14 @@ def test_a_tensor_given_to_some_ranks_lies_with_these_and_on_others_something_st
 @pytest.mark.usefixtures("eight_ranks")
 def test_a_dtensor_says_the_box_of_every_rank() -> None:
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
-    tensor = DTensor.from_local(torch.zeros(5, 2), mesh, [Replicate(), Shard(1)], run_check=False, shape=torch.Size((5, 7)), stride=(7, 1))
+    tensor = DTensor.from_local(
+        torch.zeros(5, 2),
+        mesh,
+        [Replicate(), Shard(1)],
+        run_check=False,
+        shape=torch.Size((5, 7)),
+        stride=(7, 1),
+    )
     assert is_spread(tensor)
     assert (local := local_of(tensor)) is not None
     assert local.shape == (5, 2)
@@ -60,12 +76,21 @@ def test_a_dtensor_says_the_box_of_every_rank() -> None:
 @pytest.mark.usefixtures("eight_ranks")
 def test_a_rank_without_an_element_holds_nothing() -> None:
     mesh = init_device_mesh("cpu", (8,))
-    tensor = DTensor.from_local(torch.zeros(0, 3), mesh, [Shard(0)], run_check=False, shape=torch.Size((4, 3)), stride=(3, 1))
+    tensor = DTensor.from_local(
+        torch.zeros(0, 3),
+        mesh,
+        [Shard(0)],
+        run_check=False,
+        shape=torch.Size((4, 3)),
+        stride=(3, 1),
+    )
     assert [held.owners for held in holdings_of(tensor, 8)] == [(0,), (1,), (2,), (3,)]
 
 
 @pytest.mark.usefixtures("eight_ranks")
-def test_the_ranks_of_a_mesh_that_was_sliced_from_a_larger_one_hold_what_their_siblings_hold() -> None:
+def test_the_ranks_of_a_mesh_that_was_sliced_from_a_larger_one_hold_what_their_siblings_hold() -> (
+    None
+):
     slices = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))["tp"]
     assert slices.mesh.tolist() == [4, 5, 6, 7]
     tensor = DTensor.from_local(torch.zeros(2), slices, [Shard(0)], run_check=False)
@@ -74,13 +99,18 @@ def test_the_ranks_of_a_mesh_that_was_sliced_from_a_larger_one_hold_what_their_s
 
 @pytest.mark.usefixtures("eight_ranks")
 def test_what_no_rank_has_the_value_of_is_refused() -> None:
-    tensor = DTensor.from_local(torch.zeros(2), init_device_mesh("cpu", (8,)), [Partial()], run_check=False)
+    tensor = DTensor.from_local(
+        torch.zeros(2), init_device_mesh("cpu", (8,)), [Partial()], run_check=False
+    )
     with pytest.raises(Unsupported, match=r"Partial.*redistribute it to Replicate"):
         holdings_of(tensor, 8)
 
 
 def test_nobody_imports_dtensor_for_nothing() -> None:
-    script = "import sys, datastates, torch; from datastates.state import per_rank; per_rank.holdings_of(torch.ones(2), 2); "
+    script = (
+        "import sys, datastates, torch; from datastates.state import per_rank;"
+        " per_rank.holdings_of(torch.ones(2), 2); "
+    )
     script += "sys.exit('torch.distributed.tensor' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 

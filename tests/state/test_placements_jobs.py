@@ -1,4 +1,5 @@
-"""A real job of four ranks, for every way that torch spreads a model: what each rank works out that all hold is what they hold."""
+"""A real job of four ranks, for every way that torch spreads a model: what each rank works out
+that all hold is what they hold."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ SIZE = 4
 
 
 class Net(nn.Module):
-    """Uneven everywhere: 4 ranks share 7, 10 and 3 rows; tied, with a buffer that each replica changes, and a convolution."""
+    """Uneven everywhere: 4 ranks share 7, 10 and 3 rows; tied, with a buffer that each replica
+    changes, and a convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +51,10 @@ Made = tuple[nn.Module, torch.optim.Optimizer]
 
 
 def made_ddp() -> Made:
-    model = nn.parallel.DistributedDataParallel(nn.Module.to(Net(), memory_format=torch.channels_last))  # type: ignore[call-overload]  # torch forgot it
+    # torch forgot it
+    model = nn.parallel.DistributedDataParallel(
+        nn.Module.to(Net(), memory_format=torch.channels_last)  # type: ignore[call-overload]
+    )
     return model, torch.optim.AdamW(model.parameters(), foreach=False)
 
 
@@ -67,7 +72,11 @@ def made_fsdp(shape: tuple[int, ...], names: tuple[str, ...]) -> Made:
 def made_tensor_parallel(*, is_sharded: bool) -> Made:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     mesh, model = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), Net()
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -105,8 +114,14 @@ def whole_of(tensor: Any) -> torch.Tensor:
 def captured(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Adapted, Flat, CopyPlan]:
     adapted = Adapted({"model": model, "optimizer": optimizer})
     flat = flatten(adapted.tree(is_shared=True))
-    fenced, apart = ({id(tensor) for tensor in found} for found in (adapted.fenced(), adapted.buffers()))
-    return adapted, flat, compile_plan(flat, fenced=fenced, apart=apart, rank=dist.get_rank(), size=SIZE)
+    fenced, apart = (
+        {id(tensor) for tensor in found} for found in (adapted.fenced(), adapted.buffers())
+    )
+    return (
+        adapted,
+        flat,
+        compile_plan(flat, fenced=fenced, apart=apart, rank=dist.get_rank(), size=SIZE),
+    )
 
 
 def check_holdings(flat: Flat) -> None:
@@ -115,38 +130,80 @@ def check_holdings(flat: Flat) -> None:
         local = local_of(leaf.tensor)
         mine = [held for held in holdings_of(leaf.tensor, SIZE) if dist.get_rank() in held.owners]
         whole = whole_of(leaf.tensor.detach())
-        assert sum(torch.Size(held.local_shape).numel() for held in mine) == (0 if local is None else local.numel()), leaf.path
+        assert sum(torch.Size(held.local_shape).numel() for held in mine) == (
+            0 if local is None else local.numel()
+        ), leaf.path
         for held in mine:
             assert local is not None
-            here = local[tuple(slice(at, at + side) for at, side in zip(held.place or [0] * local.dim(), held.local_shape, strict=True))]
-            there = whole[tuple(slice(at, at + side) for at, side in zip(held.offset, held.local_shape, strict=True))]
+            here = local[
+                tuple(
+                    slice(at, at + side)
+                    for at, side in zip(
+                        held.place or [0] * local.dim(), held.local_shape, strict=True
+                    )
+                )
+            ]
+            there = whole[
+                tuple(
+                    slice(at, at + side)
+                    for at, side in zip(held.offset, held.local_shape, strict=True)
+                )
+            ]
             assert torch.equal(here.detach(), there), leaf.path
 
 
 def bytes_alone(flat: Flat, apart: set[int]) -> int:
-    """This rank's share of what it holds with some ranks, and no other does: nobody can store less, however uneven the shards are."""
-    held = [(each, id(leaf.tensor) in apart) for leaf in flat.tensors for each in holdings_of(leaf.tensor, SIZE)]
-    lines = [(set(each.owners[:1] if is_apart else each.owners), each.length) for each, is_apart in held]
-    return max(sum(length for owners, length in lines if owners <= some) // len(some) for some, _ in lines if dist.get_rank() in some)
+    """This rank's share of what it holds with some ranks, and no other does: nobody can store
+    less, however uneven the shards are."""
+    held = [
+        (each, id(leaf.tensor) in apart)
+        for leaf in flat.tensors
+        for each in holdings_of(leaf.tensor, SIZE)
+    ]
+    lines = [
+        (set(each.owners[:1] if is_apart else each.owners), each.length) for each, is_apart in held
+    ]
+    return max(
+        sum(length for owners, length in lines if owners <= some) // len(some)
+        for some, _ in lines
+        if dist.get_rank() in some
+    )
 
 
 def expected_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
     """The whole state, gathered by torch."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        get_optimizer_state_dict,
+    )
 
     options = StateDictOptions(full_state_dict=True)
-    found: dict[str, Any] = {f"model/{name}": tensor for name, tensor in get_model_state_dict(model, options=options).items()}
+    found: dict[str, Any] = {
+        f"model/{name}": tensor
+        for name, tensor in get_model_state_dict(model, options=options).items()
+    }
     state = get_optimizer_state_dict(model, optimizer, options=options)["state"]
-    found.update({f"optimizer/state/{name}/{key}": value for name, entry in state.items() for key, value in entry.items()})  # type: ignore[union-attr]  # tensors
+    # tensors
+    found.update(
+        {
+            f"optimizer/state/{name}/{key}": value
+            for name, entry in state.items()  # type: ignore[union-attr]
+            for key, value in entry.items()  # type: ignore[union-attr]
+        }
+    )
     return found
 
 
 def whole_state(folder: Path, name: str) -> PartsReader:
-    return PartsReader([InMemory.from_bytes(torch.load(folder / f"{name}.{rank}")) for rank in range(SIZE)])
+    return PartsReader(
+        [InMemory.from_bytes(torch.load(folder / f"{name}.{rank}")) for rank in range(SIZE)]
+    )
 
 
 def hold_what_they_say(folder: str, ways: list[str], say: Say) -> None:
-    """Each way in turn: trained, captured, its part written where the test reads it, and the whole gathered by torch on rank 0."""
+    """Each way in turn: trained, captured, its part written where the test reads it, and the
+    whole gathered by torch on rank 0."""
     rank = dist.get_rank()
     for name in ways:
         model, optimizer = trained(WAYS[name], seed_by_rank=name == "ddp")
@@ -161,12 +218,16 @@ def hold_what_they_say(folder: str, ways: list[str], say: Say) -> None:
         assert plan.refresh(flatten(adapted.tree(is_shared=True), again)), name
         torch.save(part_of(flat, plan, rank, SIZE).as_bytes(), Path(folder) / f"{name}.{rank}")
         expected = {
-            path: tensor.detach().clone() for path, tensor in expected_of(model, optimizer).items() if isinstance(tensor, torch.Tensor)
+            path: tensor.detach().clone()
+            for path, tensor in expected_of(model, optimizer).items()
+            if isinstance(tensor, torch.Tensor)
         }
         if rank == 0:
             torch.save(expected, Path(folder) / f"{name}.whole")
         assert plan.shares is not None
-        say(name, sum(map(bytes_of, plan.specs)), bytes_alone(flat, apart), plan.shares.digest.hex())
+        say(
+            name, sum(map(bytes_of, plan.specs)), bytes_alone(flat, apart), plan.shares.digest.hex()
+        )
 
 
 def test_every_rank_knows_what_all_hold_and_their_parts_are_the_whole_state(tmp_path: Path) -> None:
@@ -180,6 +241,10 @@ def test_every_rank_knows_what_all_hold_and_their_parts_are_the_whole_state(tmp_
         with whole_state(tmp_path, name) as reader:
             found = dict(leaves_of(read_tree(reader, wants=lambda _: True)))
         for path, tensor in expected.items():
-            assert torch.equal(found[f"/{path}"], tensor), (name, path)  # type: ignore[arg-type]  # a tensor
+            # a tensor
+            assert torch.equal(found[f"/{path}"], tensor), (name, path)  # type: ignore[arg-type]
         alone = [int(count) for _, _, count, _ in lines]
-        assert all(count <= 1.1 * max(sum(stored) / SIZE, least) for count, least in zip(stored, alone, strict=True)), (name, stored, alone)
+        assert all(
+            count <= 1.1 * max(sum(stored) / SIZE, least)
+            for count, least in zip(stored, alone, strict=True)
+        ), (name, stored, alone)

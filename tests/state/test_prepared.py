@@ -1,4 +1,5 @@
-"""What Accelerate prepared is tracked as what it wraps, and every loader of its finds its place again."""
+"""What Accelerate prepared is tracked as what it wraps, and every loader of its finds its place
+again."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # torchdata has no types
+
+# torchdata has no types
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 import datastates
 from datastates import Config, InvalidInput, PermutationSampler, Repository
@@ -25,7 +28,8 @@ from datastates.state.tree import flatten
 from tests.integrations.accelerating import forget
 from tests.support import effort
 
-pytestmark = pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # torchdata 0.11 on torch 2.13
+# torchdata 0.11 on torch 2.13
+pytestmark = pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
 
 CONFIG = Config(memory_bytes=64 << 20, durable_interval_s=None)
 EPOCHS, BATCHES = 3, 4
@@ -58,13 +62,20 @@ class Items(Dataset[torch.Tensor]):
         return 4 * BATCHES - 1
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        drawn = {"": 0.0, "torch": lambda: float(torch.rand(())), "numpy": lambda: float(np.random.rand())}[self.noise]
+        drawn = {
+            "": 0.0,
+            "torch": lambda: float(torch.rand(())),
+            "numpy": lambda: float(np.random.rand()),
+        }[self.noise]
         return torch.tensor([index + 0.0, drawn() if callable(drawn) else drawn])
 
 
 class Stream(IterableDataset[torch.Tensor]):
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return (torch.tensor([index + 0.0, float(torch.rand(()))]) for index in torch.randperm(15).tolist())
+        return (
+            torch.tensor([index + 0.0, float(torch.rand(()))])
+            for index in torch.randperm(15).tolist()
+        )
 
 
 def shuffled(workers: int, noise: str = "") -> DataLoader[torch.Tensor]:
@@ -76,7 +87,9 @@ def stateful(workers: int, noise: str = "") -> Any:
 
 
 def permuted(workers: int, noise: str = "") -> DataLoader[torch.Tensor]:
-    return DataLoader(Items(noise), batch_size=4, sampler=PermutationSampler(15, seed=3), num_workers=workers)
+    return DataLoader(
+        Items(noise), batch_size=4, sampler=PermutationSampler(15, seed=3), num_workers=workers
+    )
 
 
 Make = Callable[[int], Any]
@@ -87,11 +100,17 @@ LOADERS: dict[str, tuple[dict[str, Any], Make]] = {
     "seedable": ({"use_seedable_sampler": True}, lambda workers: shuffled(workers, "torch")),
     "seedable, with a seed": ({"use_seedable_sampler": True, "data_seed": 5}, shuffled),
     "stateful": ({"use_stateful_dataloader": True}, shuffled),
-    "stateful and seedable": ({"use_stateful_dataloader": True, "use_seedable_sampler": True}, shuffled),
+    "stateful and seedable": (
+        {"use_stateful_dataloader": True, "use_seedable_sampler": True},
+        shuffled,
+    ),
     "stateful of a stateful": ({"use_stateful_dataloader": True}, stateful),
     "not tracked": ({"use_stateful_dataloader": True}, lambda workers: shuffled(workers, "torch")),
     "dispatched": ({"dispatch_batches": True}, lambda workers: shuffled(workers, "torch")),
-    "a stream": ({}, lambda workers: DataLoader(Stream(), batch_size=4, num_workers=min(workers, 1))),
+    "a stream": (
+        {},
+        lambda workers: DataLoader(Stream(), batch_size=4, num_workers=min(workers, 1)),
+    ),
     "our sampler": ({}, lambda workers: permuted(workers, "torch")),
 }
 
@@ -100,8 +119,18 @@ class Stopped(Exception):
     """The training was stopped."""
 
 
-def train(repo: Repository, branch: str, kind: str, workers: int, *, by_epochs: bool, seed: int, stop: int | None = None) -> list[Any]:
-    """What a process sees that makes all objects anew, from where the branch stands until it is stopped."""
+def train(
+    repo: Repository,
+    branch: str,
+    kind: str,
+    workers: int,
+    *,
+    by_epochs: bool,
+    seed: int,
+    stop: int | None = None,
+) -> list[Any]:
+    """What a process sees that makes all objects anew, from where the branch stands until it is
+    stopped."""
     loading, make = LOADERS[kind]
     torch.manual_seed(seed)
     np.random.seed(seed)
@@ -123,23 +152,35 @@ def train(repo: Repository, branch: str, kind: str, workers: int, *, by_epochs: 
             for batch in run.steps(loader):
                 if run.step == stop:
                     raise Stopped
-                seen.append((run.step, batch.tolist(), torch.rand(()).item(), np.random.rand()))  # as dropout draws
+                # as dropout draws
+                seen.append((run.step, batch.tolist(), torch.rand(()).item(), np.random.rand()))
                 run.capture()
     return seen
 
 
-CASES = [(kind, workers, by_epochs) for kind in LOADERS for workers, by_epochs in ((0, True), (0, False), (2, True))]
-STOPS = {0: (2, 5, 7, 12) if effort.IS_THOROUGH else (5, 7), 2: (3, 5) if effort.IS_THOROUGH else (7,)}
+CASES = [
+    (kind, workers, by_epochs)
+    for kind in LOADERS
+    for workers, by_epochs in ((0, True), (0, False), (2, True))
+]
+STOPS = {
+    0: (2, 5, 7, 12) if effort.IS_THOROUGH else (5, 7),
+    2: (3, 5) if effort.IS_THOROUGH else (7,),
+}
 
 
 @pytest.mark.parametrize(
     ("kind", "workers", "by_epochs"),
     CASES,
-    ids=[f"{kind}-{workers}-{'epochs' if counts else 'by hand'}" for kind, workers, counts in CASES],
+    ids=[
+        f"{kind}-{workers}-{'epochs' if counts else 'by hand'}" for kind, workers, counts in CASES
+    ],
 )
 @pytest.mark.in_turn
 @pytest.mark.exact("accelerate", "iterable", "stateful")
-def test_a_prepared_loader_goes_on_where_it_was_stopped(kind: str, workers: int, by_epochs: bool, repo: Repository) -> None:
+def test_a_prepared_loader_goes_on_where_it_was_stopped(
+    kind: str, workers: int, by_epochs: bool, repo: Repository
+) -> None:
     never = train(repo, "never", kind, workers, by_epochs=by_epochs, seed=1)
     assert len(never) == EPOCHS * BATCHES
     for count, stop in enumerate(STOPS[workers]):
@@ -148,8 +189,20 @@ def test_a_prepared_loader_goes_on_where_it_was_stopped(kind: str, workers: int,
         assert seen == never, f"stopped before step {stop}"
     if not workers:
         seen = []
-        for stop in (*range(2, 8), None):  # after each batch: what a process has not seen for itself it has from the state
-            seen += train(repo, "again-and-again", kind, workers, by_epochs=by_epochs, seed=stop if seen and stop else 1, stop=stop)
+        for stop in (
+            *range(2, 8),
+            None,
+        ):
+            # after each batch: what a process has not seen for itself it has from the state
+            seen += train(
+                repo,
+                "again-and-again",
+                kind,
+                workers,
+                by_epochs=by_epochs,
+                seed=stop if seen and stop else 1,
+                stop=stop,
+            )
         assert seen == never
 
 
@@ -161,13 +214,16 @@ def test_the_order_of_a_prepared_loader_is_that_of_accelerate_alone(repo: Reposi
         torch.manual_seed(1)
         loader = accelerator(**loading).prepare(shuffled(0))
         with repo.track(branch=f"b{len(loading)}", weight=torch.zeros(1)) as run:
-            assert [batch.tolist() for _ in run.epochs(2) for batch in run.steps(loader)] == expected
+            assert [
+                batch.tolist() for _ in run.epochs(2) for batch in run.steps(loader)
+            ] == expected
 
 
 @pytest.mark.inexact(
     "accelerate",
     "stateful",
-    "a dataset that draws random numbers, in a loader with `use_stateful_dataloader` and without workers: leave that out, and it is exact",
+    "a dataset that draws random numbers, in a loader with `use_stateful_dataloader` and without"
+    " workers: leave that out, and it is exact",
 )
 def test_a_loader_that_keeps_its_own_place_says_that_it_cannot_repeat_draws_ahead(
     repo: Repository, caplog: pytest.LogCaptureFixture
@@ -179,7 +235,7 @@ def test_a_loader_that_keeps_its_own_place_says_that_it_cannot_repeat_draws_ahea
     assert caplog.text.count("draws random numbers in this process") == 1
 
 
-# --- under the names and bytes of what is wrapped --------------------------------------------------------------------------------
+# --- under the names and bytes of what is wrapped -------------------------------------------------
 
 
 def parts(seed: int = 0, lr: float = 0.1) -> tuple[nn.Module, torch.optim.Optimizer, Any, Any]:
@@ -210,11 +266,15 @@ def steps(objects: dict[str, Any], count: int) -> tuple[list[str], dict[str, Any
 
 def as_stored(tree: dict[str, Any]) -> Any:
     flat = flatten(tree)
-    return repr(flat.values), [(leaf.path, leaf.tensor.detach().clone().tolist()) for leaf in flat.tensors]
+    return repr(flat.values), [
+        (leaf.path, leaf.tensor.detach().clone().tolist()) for leaf in flat.tensors
+    ]
 
 
 @pytest.mark.parametrize("count", [2, BATCHES], ids=["within a pass", "with its last batch"])
-def test_prepared_objects_have_the_names_and_bytes_of_bare_ones_and_each_goes_on_with_the_others_state(count: int) -> None:
+def test_prepared_objects_have_the_names_and_bytes_of_bare_ones_and_each_goes_on_with_the_others_state(
+    count: int,
+) -> None:
     def bare(seed: int) -> dict[str, Any]:
         return named(parts(seed))
 
@@ -234,10 +294,16 @@ def test_prepared_objects_have_the_names_and_bytes_of_bare_ones_and_each_goes_on
             assert steps(there, BATCHES - count)[0] == expected
 
 
-def test_a_prepared_loader_without_a_state_is_refused_like_the_one_it_wraps(repo: Repository) -> None:
+def test_a_prepared_loader_without_a_state_is_refused_like_the_one_it_wraps(
+    repo: Repository,
+) -> None:
     loader = accelerator().prepare(shuffled(0))
     with pytest.raises(
-        InvalidInput, match=r"loader is a DataLoader.*, which does not know its position: leave it out and loop over run\.s"
+        InvalidInput,
+        match=(
+            r"loader is a DataLoader.*, which does not know its position: leave it out and loop"
+            r" over run\.s"
+        ),
     ):
         repo.track(loader=loader)
 
@@ -252,7 +318,12 @@ def test_a_sampler_of_others_under_a_loader_that_reads_ahead_is_refused(repo: Re
     loader = accelerator().prepare(DataLoader(Items(), sampler=Own(Items())))
     with (
         repo.track(sampler=loader.batch_sampler.sampler) as run,
-        pytest.raises(InvalidInput, match=r"Own is tracked, and a prepared loader reads a batch ahead of what was handed out"),
+        pytest.raises(
+            InvalidInput,
+            match=(
+                r"Own is tracked, and a prepared loader reads a batch ahead of what was handed out"
+            ),
+        ),
     ):
         next(iter(run.steps(loader)))
 
@@ -268,10 +339,12 @@ def test_the_learning_rate_of_a_fork_moves_a_prepared_scheduler(repo: Repository
         assert forked["scheduler"].get_last_lr() == [pytest.approx(0.2)]
 
 
-# --- adapters of PEFT ------------------------------------------------------------------------------------------------------------
+# --- adapters of PEFT -----------------------------------------------------------------------------
 
 
-def test_an_adapted_model_has_the_names_of_its_base_and_those_of_its_adapters(repo: Repository) -> None:
+def test_an_adapted_model_has_the_names_of_its_base_and_those_of_its_adapters(
+    repo: Repository,
+) -> None:
     from peft import LoraConfig, get_peft_model
 
     def base(seed: int) -> nn.Module:
@@ -291,7 +364,8 @@ def test_an_adapted_model_has_the_names_of_its_base_and_those_of_its_adapters(re
         *("0.lora_A.default.weight", "0.lora_B.default.weight"),
         *("2.modules_to_save.default.weight", "2.modules_to_save.default.bias"),
     }
-    names = set(Adapted({"model": model}).tree()["model"])  # type: ignore[call-overload]  # it is a dict
+    # it is a dict
+    names = set(Adapted({"model": model}).tree()["model"])  # type: ignore[call-overload]
     assert names == {*plain.state_dict(), *(name.partition("/")[2] for name in report.missing)}
     x = torch.randn(3, 4)
     with model.disable_adapter():
@@ -299,7 +373,9 @@ def test_an_adapted_model_has_the_names_of_its_base_and_those_of_its_adapters(re
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
     model(x).square().mean().backward()
     optimizer.step()
-    with repo.track(branch="tuned", start="base", strict=False, model=model, optimizer=optimizer) as run:
+    with repo.track(
+        branch="tuned", start="base", strict=False, model=model, optimizer=optimizer
+    ) as run:
         run.capture()
     again = adapted(base(2))
     repo.restore("tuned", {"model": again})
@@ -307,7 +383,9 @@ def test_an_adapted_model_has_the_names_of_its_base_and_those_of_its_adapters(re
     assert "0.lora_A.default.weight" in repo.load("tuned")["optimizer"]["state"]
 
 
-def test_nothing_is_said_of_a_prepared_training(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_said_of_a_prepared_training(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "datastates"):
         for seed in (0, 0):
             objects = named(accelerator(use_stateful_dataloader=True).prepare(*parts(seed)))
@@ -324,7 +402,8 @@ def test_nothing_is_said_of_a_prepared_training(repo: Repository, caplog: pytest
 
 
 class Averaging(torch.optim.SGD):
-    """As schedule-free ones do: to evaluate, the weights are exchanged for their average, in place."""
+    """As schedule-free ones do: to evaluate, the weights are exchanged for their average, in
+    place."""
 
     def eval(self) -> None: ...
     def train(self) -> None: ...

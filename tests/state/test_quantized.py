@@ -1,4 +1,5 @@
-"""Models of torch's quantization, before, while and after they are quantized, take states as torch's own loading does; nothing is lent."""
+"""Models of torch's quantization, before, while and after they are quantized, take states as
+torch's own loading does; nothing is lent."""
 
 from __future__ import annotations
 
@@ -36,10 +37,17 @@ class Net(nn.Module):
         from torch.ao import quantization
 
         self.quant, self.dequant = quantization.QuantStub(), quantization.DeQuantStub()
-        self.conv, self.bn, self.relu, self.fc = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Linear(144, 10)
+        self.conv, self.bn, self.relu, self.fc = (
+            nn.Conv2d(1, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Linear(144, 10),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.dequant(self.fc(self.relu(self.bn(self.conv(self.quant(x)))).flatten(1)))
+        out: torch.Tensor = self.dequant(
+            self.fc(self.relu(self.bn(self.conv(self.quant(x)))).flatten(1))
+        )
         return out
 
 
@@ -73,10 +81,16 @@ def dynamic() -> nn.Module:
     from torch.ao import quantization
 
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 10))
-    return quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)  # type: ignore[no-any-return]  # it has no types
+    # it has no types
+    return quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)  # type: ignore[no-any-return]
 
 
-KINDS: dict[str, Callable[[], nn.Module]] = {"aware": aware, "observed": observed, "quantized": quantized, "dynamic": dynamic}
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "aware": aware,
+    "observed": observed,
+    "quantized": quantized,
+    "dynamic": dynamic,
+}
 
 
 def contents(model: nn.Module) -> dict[str, object]:
@@ -101,7 +115,9 @@ def lent(tree: object) -> tuple[Any, list[torch.Tensor]]:
 
 @pytest.mark.parametrize("is_used", [False, True], ids=["fresh", "used"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_takes_the_state_of_another_and_keeps_nothing_that_was_lent(kind: str, is_used: bool) -> None:
+def test_a_model_takes_the_state_of_another_and_keeps_nothing_that_was_lent(
+    kind: str, is_used: bool
+) -> None:
     torch.manual_seed(1)
     there, here = KINDS[kind](), KINDS[kind]()
     batch = torch.randn(3, 1, 8, 8)
@@ -135,12 +151,20 @@ class Noting(nn.Linear):
 
 
 def test_what_a_part_does_not_take_is_refused_before_anything_is_changed() -> None:
-    there, here = nn.Sequential(nn.Linear(2, 2), Noting(3, 3)), nn.Sequential(nn.Linear(2, 2), Noting(4, 4))
+    there, here = (
+        nn.Sequential(nn.Linear(2, 2), Noting(3, 3)),
+        nn.Sequential(nn.Linear(2, 2), Noting(4, 4)),
+    )
     before = [parameter.detach().clone() for parameter in here.parameters()]
-    with pytest.raises(InvalidInput, match=r"nothing was changed(.|\n)*model/1\.weight: the state has float32 \(3, 3\)"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"nothing was changed(.|\n)*model/1\.weight: the state has float32 \(3, 3\)",
+    ):
         restore_into({"model": here}, Adapted({"model": there}).tree())
     assert all(map(torch.equal, before, here.parameters()))
-    assert restore_into({"model": nn.Sequential(nn.Linear(2, 2), Noting(3, 3))}, Adapted({"model": there}).tree())
+    assert restore_into(
+        {"model": nn.Sequential(nn.Linear(2, 2), Noting(3, 3))}, Adapted({"model": there}).tree()
+    )
 
 
 def test_a_model_with_sparse_buffers_can_be_measured() -> None:

@@ -1,4 +1,5 @@
-"""What one rank had of its own, put back in a job of another size: random numbers of each rank's own, and the rest of the data."""
+"""What one rank had of its own, put back in a job of another size: random numbers of each rank's
+own, and the rest of the data."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # torchdata has no types
+
+# torchdata has no types
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 import datastates
 from datastates.errors import InvalidInput
@@ -24,14 +27,30 @@ def everything(path: str) -> bool:
 
 
 def generators() -> dict[str, Any]:
-    own = {"torch": torch.Generator(), "python": random.Random(1), "numpy": np.random.default_rng(1), "old": np.random.RandomState(1)}
+    own = {
+        "torch": torch.Generator(),
+        "python": random.Random(1),
+        "numpy": np.random.default_rng(1),
+        "old": np.random.RandomState(1),
+    }
     return {"rng": RngState(), "own": own, "bits": np.random.Philox(1)}
 
 
 def drawn(objects: dict[str, Any]) -> list[float]:
     own = objects["own"]
-    found = [torch.rand(1).item(), random.random(), float(np.random.rand()), torch.rand(1, generator=own["torch"]).item()]
-    return [*found, own["python"].random(), own["numpy"].random(), own["old"].rand(), np.random.Generator(objects["bits"]).random()]
+    found = [
+        torch.rand(1).item(),
+        random.random(),
+        float(np.random.rand()),
+        torch.rand(1, generator=own["torch"]).item(),
+    ]
+    return [
+        *found,
+        own["python"].random(),
+        own["numpy"].random(),
+        own["old"].rand(),
+        np.random.Generator(objects["bits"]).random(),
+    ]
 
 
 def test_each_rank_draws_numbers_of_its_own_the_same_ones_every_time() -> None:
@@ -45,7 +64,9 @@ def test_each_rank_draws_numbers_of_its_own_the_same_ones_every_time() -> None:
             seen.append(drawn(objects))
             assert len(own.notes) == (6 if rank else 0)
     assert seen[:3] == seen[3:]
-    assert all(len({row[index] for row in seen}) == 3 for index in range(8)), "no two ranks draw the same number"
+    assert all(len({row[index] for row in seen}) == 3 for index in range(8)), (
+        "no two ranks draw the same number"
+    )
     restore_into(objects, tree)
     assert drawn(objects) == seen[0], "rank 0 goes on with the numbers that it had"
 
@@ -73,11 +94,19 @@ def test_what_a_sampler_has_left_is_for_all_and_said() -> None:
 def test_a_loader_that_knows_one_ranks_place_only_is_refused_unless_it_is_left_alone() -> None:
     loader = StatefulDataLoader(list(range(8)), batch_size=2)
     tree = {"loader": loader.state_dict()}
-    with pytest.raises(InvalidInput, match=r"loader \(StatefulDataLoader\) knows the place of one of 2 ranks.*PermutationSampler"):
+    with pytest.raises(
+        InvalidInput,
+        match=(
+            r"loader \(StatefulDataLoader\) knows the place of one of 2 ranks.*PermutationSampler"
+        ),
+    ):
         Redivision(2, 0, 3)(tree, {"loader": loader}, everything)
     assert Redivision(2, 0, 3)(tree, {"loader": loader}, lambda path: False) == tree
     assert Redivision(2, 0, 2)(tree, {"loader": loader}, everything) == tree
 
 
 def test_a_report_says_what_is_begun_anew() -> None:
-    assert str(datastates.RestoreReport(restored=("a",), notes=("rng: drawn anew",))) == "restored 1 leaves\nrng: drawn anew"
+    assert (
+        str(datastates.RestoreReport(restored=("a",), notes=("rng: drawn anew",)))
+        == "restored 1 leaves\nrng: drawn anew"
+    )

@@ -1,4 +1,5 @@
-"""Batches that a resumed pass reads again are compared with those that were used, and a pass counts all of its batches."""
+"""Batches that a resumed pass reads again are compared with those that were used, and a pass
+counts all of its batches."""
 
 from __future__ import annotations
 
@@ -13,13 +14,16 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
-from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # torchdata has no types
+
+# torchdata has no types
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 import datastates
 from datastates import Config, InvalidInput, PermutationSampler, Repository
 from datastates.state.passes import fingerprint
 
-pytestmark = pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # torchdata 0.11 on torch 2.13
+# torchdata 0.11 on torch 2.13
+pytestmark = pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
 CONFIG = Config(memory_bytes=64 << 20, durable_interval_s=None)
 DATA: Any = range(32)
 
@@ -40,14 +44,24 @@ class Noisy(Dataset[Any]):
         return 32
 
     def __getitem__(self, index: int) -> Any:
-        noise = torch.rand(()) if self.generator_of_mine is None else self.generator_of_mine.random()
+        noise = (
+            torch.rand(()) if self.generator_of_mine is None else self.generator_of_mine.random()
+        )
         return {"index": index, "noise": noise}
 
 
-def weighted(repo: Repository, branch: str, *, stop: int | None = None, change: float = 0.2, noisy: bool = False) -> list[Any]:
+def weighted(
+    repo: Repository,
+    branch: str,
+    *,
+    stop: int | None = None,
+    change: float = 0.2,
+    noisy: bool = False,
+) -> list[Any]:
     """The indices from a sampler whose tracked weights follow the training, as ``change`` says."""
     torch.manual_seed(0 if stop else 5)
-    sampler = WeightedRandomSampler(torch.ones(32, dtype=torch.double), 32, replacement=False)  # type: ignore[arg-type]  # it takes tensors
+    # it takes tensors
+    sampler = WeightedRandomSampler(torch.ones(32, dtype=torch.double), 32, replacement=False)  # type: ignore[arg-type]
     weights: Any = sampler.weights
     loader: Any = DataLoader(Noisy() if noisy else DATA, batch_size=4, sampler=sampler)
     seen: list[Any] = []
@@ -65,15 +79,21 @@ def weighted(repo: Repository, branch: str, *, stop: int | None = None, change: 
 
 
 @pytest.mark.parametrize("noisy", [False, True])
-def test_an_order_that_follows_the_training_is_refused_where_it_would_repeat_samples(repo: Repository, noisy: bool) -> None:
+def test_an_order_that_follows_the_training_is_refused_where_it_would_repeat_samples(
+    repo: Repository, noisy: bool
+) -> None:
     for stop in (4, 11):
         weighted(repo, f"main-{stop}", stop=stop, noisy=noisy)
-        with pytest.raises(InvalidInput, match=rf"batch {(stop - 1) % 8} of DataLoader is another.*verify=False"):
+        with pytest.raises(
+            InvalidInput, match=rf"batch {(stop - 1) % 8} of DataLoader is another.*verify=False"
+        ):
             weighted(repo, f"main-{stop}", noisy=noisy)
 
 
 @pytest.mark.parametrize("noisy", [False, True])
-def test_weights_that_stay_the_same_and_samples_with_noise_go_on(repo: Repository, noisy: bool) -> None:
+def test_weights_that_stay_the_same_and_samples_with_noise_go_on(
+    repo: Repository, noisy: bool
+) -> None:
     for stop in (4, 8, 11):
         seen = weighted(repo, f"main-{stop}", stop=stop, change=1.0, noisy=noisy)
         seen += weighted(repo, f"main-{stop}", change=1.0, noisy=noisy)
@@ -81,12 +101,16 @@ def test_weights_that_stay_the_same_and_samples_with_noise_go_on(repo: Repositor
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_data_that_changed_are_refused_and_the_recipe_of_the_message_goes_on(repo: Repository, workers: int) -> None:
+def test_data_that_changed_are_refused_and_the_recipe_of_the_message_goes_on(
+    repo: Repository, workers: int
+) -> None:
     def train(data: Any, *, stop: int | None = None, **options: Any) -> list[Any]:
         seen = []
         with repo.track(weight=torch.zeros(1)) as run:
             for _ in run.epochs(1):
-                for batch in run.steps(DataLoader(data, batch_size=4, num_workers=workers), **options):
+                for batch in run.steps(
+                    DataLoader(data, batch_size=4, num_workers=workers), **options
+                ):
                     seen.append(batch[0].item())
                     batch.zero_()  # in place: what was used is what came
                     run.capture()
@@ -96,18 +120,27 @@ def test_data_that_changed_are_refused_and_the_recipe_of_the_message_goes_on(rep
 
     data, other = torch.arange(1.0, 25.0), torch.arange(101.0, 125.0)
     assert train(data, stop=2) == [1, 5]
-    with pytest.raises(InvalidInput, match="batch 1 of DataLoader is another than the one that the training used: its data changed"):
+    with pytest.raises(
+        InvalidInput,
+        match=(
+            "batch 1 of DataLoader is another than the one that the training used: its data changed"
+        ),
+    ):
         train(other)
     assert train(other, verify=False, stop=4) == [109, 113]
     assert train(other) == [117, 121]
 
 
-def test_a_tracked_generator_that_samples_and_the_training_draw_from_raises_no_alarm(repo: Repository) -> None:
+def test_a_tracked_generator_that_samples_and_the_training_draw_from_raises_no_alarm(
+    repo: Repository,
+) -> None:
     def train(*, stop: int | None = None) -> list[Any]:
         generator, seen = np.random.default_rng(0), []
         loader: Any = DataLoader(Noisy(generator), batch_size=4, shuffle=True)
         torch.manual_seed(0)
-        with repo.track(branch=f"main-{stop is None}" if is_whole else "main", generator=generator) as run:
+        with repo.track(
+            branch=f"main-{stop is None}" if is_whole else "main", generator=generator
+        ) as run:
             for _ in run.epochs(1):
                 for batch in run.steps(loader):
                     seen.append((batch["index"].tolist(), generator.random()))
@@ -129,7 +162,10 @@ class Pair:
 
 
 def test_a_fingerprint_follows_what_is_in_a_batch_of_any_structure() -> None:
-    big, wide = torch.arange(1_000_000.0), torch.rand(16, 3, 64, 64).to(memory_format=torch.channels_last)
+    big, wide = (
+        torch.arange(1_000_000.0),
+        torch.rand(16, 3, 64, 64).to(memory_format=torch.channels_last),
+    )
     makes: list[Callable[[Any], Any]] = [
         lambda x: x,
         lambda x: [x],
@@ -139,21 +175,37 @@ def test_a_fingerprint_follows_what_is_in_a_batch_of_any_structure() -> None:
         lambda x: {"kept": object(), "x": x},
     ]
     for make in makes:
-        for one, other in ((big, big + 1), (wide, wide * 2), (torch.ones(2).bfloat16(), torch.zeros(2).bfloat16())):
+        for one, other in (
+            (big, big + 1),
+            (wide, wide * 2),
+            (torch.ones(2).bfloat16(), torch.zeros(2).bfloat16()),
+        ):
             assert fingerprint(make(one)) == fingerprint(make(one.clone())) is not None
             assert fingerprint(make(one)) != fingerprint(make(other))
-    pairs: list[tuple[Any, Any]] = [("a" * 999, "a" * 998 + "b"), (np.arange(3), np.arange(1, 4)), (3, 4), (b"x", b"y")]
+    pairs: list[tuple[Any, Any]] = [
+        ("a" * 999, "a" * 998 + "b"),
+        (np.arange(3), np.arange(1, 4)),
+        (3, 4),
+        (b"x", b"y"),
+    ]
     for value, changed in pairs:
         assert fingerprint([value, "-"]) == fingerprint([value, "-"]) is not None
         assert fingerprint([value, "-"]) != fingerprint([changed, "-"])
-    for nothing in (None, object(), torch.ones(2, device="meta"), torch.eye(2).to_sparse(), np.array([object()]), {1, 2}):
+    for nothing in (
+        None,
+        object(),
+        torch.ones(2, device="meta"),
+        torch.eye(2).to_sparse(),
+        np.array([object()]),
+        {1, 2},
+    ):
         assert fingerprint(nothing) is None
     held: list[Any] = [torch.ones(1)]
     held.append(held)
     assert fingerprint(held) is not None
 
 
-# --- limits and numbers ----------------------------------------------------------------------------------------------------------
+# --- limits and numbers ---------------------------------------------------------------------------
 
 
 def plain() -> tuple[Any, dict[str, Any]]:
@@ -161,7 +213,10 @@ def plain() -> tuple[Any, dict[str, Any]]:
 
 
 def own_order() -> tuple[Any, dict[str, Any]]:
-    return DataLoader(DATA, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(2)), {}
+    return (
+        DataLoader(DATA, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(2)),
+        {},
+    )
 
 
 def permuted() -> tuple[Any, dict[str, Any]]:
@@ -181,13 +236,23 @@ def kept() -> tuple[Any, dict[str, Any]]:
 
 
 def limited(
-    repo: Repository, branch: str, made: Any, *, stop: int | None = None, is_counting: bool = True, is_between: bool = False
+    repo: Repository,
+    branch: str,
+    made: Any,
+    *,
+    stop: int | None = None,
+    is_counting: bool = True,
+    is_between: bool = False,
 ) -> list[Any]:
     loader, tracked = made
     torch.manual_seed(0)
     seen: list[Any] = []
     with repo.track(branch=branch, weight=torch.zeros(1), **tracked) as run:
-        for epoch in run.epochs(3) if is_counting else itertools.takewhile(lambda _: run.step < 15, itertools.repeat(0)):
+        for epoch in (
+            run.epochs(3)
+            if is_counting
+            else itertools.takewhile(lambda _: run.step < 15, itertools.repeat(0))
+        ):
             for number, batch in run.enumerate(loader, limit=5):
                 assert number == run.batch
                 seen.append((epoch, number, batch.tolist()))
@@ -211,7 +276,9 @@ def test_a_limited_pass_ends_after_as_many_batches_wherever_it_was_resumed(
     assert not is_counting or [number for _, number, _ in never] == [0, 1, 2, 3, 4] * 3
     for stop in (1, 3, 5, 7, 10):
         seen = limited(repo, f"stopped-{stop}", make(), stop=stop, is_counting=is_counting)
-        assert seen + limited(repo, f"stopped-{stop}", make(), is_counting=is_counting) == never, stop
+        assert seen + limited(repo, f"stopped-{stop}", make(), is_counting=is_counting) == never, (
+            stop
+        )
     if is_counting:
         seen = limited(repo, "between", make(), stop=5, is_between=True)
         assert seen + limited(repo, "between", make()) == never
@@ -223,7 +290,11 @@ def test_steps_have_the_length_of_a_whole_pass_and_stay_an_iterator(repo: Reposi
     for resumed in (False, True):
         with repo.track(weight=torch.zeros(1)) as run:
             steps = run.steps(loader)
-            assert (len(steps), len(run.steps(loader, limit=5)), len(run.enumerate(loader, limit=99))) == (8, 5, 8)
+            assert (
+                len(steps),
+                len(run.steps(loader, limit=5)),
+                len(run.enumerate(loader, limit=99)),
+            ) == (8, 5, 8)
             assert next(steps)[0] == (12 if resumed else 0)
             assert next(iter(steps))[0] == (16 if resumed else 4)
             assert next(steps)[0] == (20 if resumed else 8)
@@ -270,7 +341,9 @@ def test_a_count_that_begins_with_0_in_a_resumed_pass_is_told_once(
     assert caplog.text.count("use run.steps(loader, limit=5)") == 1
 
 
-def test_passes_that_are_left_at_other_places_or_by_the_step_are_not_told(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_passes_that_are_left_at_other_places_or_by_the_step_are_not_told(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
     for until in (3, 9, 17, 99):
         with repo.track(weight=torch.zeros(1)) as run:
             for epoch in run.epochs(5):

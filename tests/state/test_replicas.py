@@ -1,4 +1,5 @@
-"""An epoch that one number of processes began and another number goes on with: no index is left out, and none comes twice."""
+"""An epoch that one number of processes began and another number goes on with: no index is left
+out, and none comes twice."""
 
 from __future__ import annotations
 
@@ -30,34 +31,55 @@ def stored(state: dict[str, Any]) -> dict[str, Any]:
 
 @given(
     length=st.integers(1, 60),
-    turns=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 7), st.integers(0, 4)), min_size=1, max_size=4),
+    turns=st.lists(
+        st.tuples(st.integers(1, 5), st.integers(1, 7), st.integers(0, 4)), min_size=1, max_size=4
+    ),
     tail=st.sampled_from(get_args(Tail)),
     drop_last=st.booleans(),
     by_index=st.booleans(),
     salt=st.none() | st.integers(0, 3),
 )
-@example(length=7, turns=[(1, 2, 3), (2, 1, 0)], tail="drop", drop_last=False, by_index=False, salt=None)
+@example(
+    length=7, turns=[(1, 2, 3), (2, 1, 0)], tail="drop", drop_last=False, by_index=False, salt=None
+)
 def test_replicas_that_become_more_or_fewer_within_an_epoch_get_every_index_once(
-    length: int, turns: list[tuple[int, int, int]], tail: Tail, drop_last: bool, by_index: bool, salt: int | None
+    length: int,
+    turns: list[tuple[int, int, int]],
+    tail: Tail,
+    drop_last: bool,
+    by_index: bool,
+    salt: int | None,
 ) -> None:
-    """``turns``: how many replicas, the batch size of each, and after how many steps they are stopped; the last are not."""
+    """``turns``: how many replicas, the batch size of each, and after how many steps they are
+    stopped; the last are not."""
     counts = Counter[int]()
     state: dict[str, Any] | None = None
     left = 0  # what those that ended the epoch may leave out
     for number, (replicas, size, steps) in enumerate(turns):
         is_last = number == len(turns) - 1
-        samplers = [PermutationSampler(length, seed=7, rank=rank, num_replicas=replicas, tail=tail) for rank in range(replicas)]
+        samplers = [
+            PermutationSampler(length, seed=7, rank=rank, num_replicas=replicas, tail=tail)
+            for rank in range(replicas)
+        ]
         for sampler in samplers:
             if state is not None:
                 sampler.load_state_dict(stored(state))
         if state is not None and samplers[0].is_at_end:
-            left = max(left, replicas - 1 if tail == "drop" else 0)  # fewer were left than go round these
+            # fewer were left than go round these
+            left = max(left, replicas - 1 if tail == "drop" else 0)
             break
         if drop_last and not by_index and size > length // replicas:
             return
-        left = (replicas * size if drop_last and not by_index else 0) + (replicas - 1 if tail == "drop" else 0)
-        sources = [iter(sampler) if by_index else sampler.batches(size, drop_last=drop_last) for sampler in samplers]
-        taken = [_take(cast("Iterator[Any]", source), None if is_last else steps) for source in sources]
+        left = (replicas * size if drop_last and not by_index else 0) + (
+            replicas - 1 if tail == "drop" else 0
+        )
+        sources = [
+            iter(sampler) if by_index else sampler.batches(size, drop_last=drop_last)
+            for sampler in samplers
+        ]
+        taken = [
+            _take(cast("Iterator[Any]", source), None if is_last else steps) for source in sources
+        ]
         for rows in taken:
             counts.update(index for row in rows for index in ([row] if by_index else row))
         if tail != "share" or (drop_last and not by_index):
@@ -71,7 +93,9 @@ def test_replicas_that_become_more_or_fewer_within_an_epoch_get_every_index_once
             state = samplers[0].state_dict()
     seen, extra = len(counts), counts.total() - len(counts)
     assert seen >= length - left
-    assert extra <= (max(each for each, _, _ in turns) - 1 if tail == "repeat" else 0), "only what makes the replicas even comes again"
+    assert extra <= (max(each for each, _, _ in turns) - 1 if tail == "repeat" else 0), (
+        "only what makes the replicas even comes again"
+    )
 
 
 def _take(source: Iterator[Any], steps: int | None) -> list[Any]:
@@ -85,7 +109,8 @@ def _take(source: Iterator[Any], steps: int | None) -> list[Any]:
 
 
 class Rank:
-    """One process of a job that loops over ``run.epochs`` and ``run.steps``, without the rest of a training."""
+    """One process of a job that loops over ``run.epochs`` and ``run.steps``, without the rest of
+    a training."""
 
     def __init__(self, loader: DataLoader[Any], sampler: PermutationSampler | None) -> None:
         self.loader, self.sampler = loader, sampler
@@ -100,7 +125,12 @@ class Rank:
                 self.seen += rows.tolist()
                 taken += 1
                 if taken == steps:
-                    self.state = stored({"loops": self.loops.state_dict(), "sampler": self.sampler and self.sampler.state_dict()})
+                    self.state = stored(
+                        {
+                            "loops": self.loops.state_dict(),
+                            "sampler": self.sampler and self.sampler.state_dict(),
+                        }
+                    )
                     return
 
     def go_on_from(self, state: dict[str, Any], replicas: int) -> None:
@@ -109,7 +139,9 @@ class Rank:
             self.sampler.load_state_dict(state["sampler"])
 
 
-def ranks(kind: Literal["ours", "torch", "own"], count: int, length: int, size: int, workers: int) -> list[Rank]:
+def ranks(
+    kind: Literal["ours", "torch", "own"], count: int, length: int, size: int, workers: int
+) -> list[Rank]:
     found = []
     for rank in range(count):
         data = TensorDataset(torch.arange(length))
@@ -119,7 +151,13 @@ def ranks(kind: Literal["ours", "torch", "own"], count: int, length: int, size: 
             sampler = DistributedSampler(data, count, rank, seed=5)
         else:
             sampler = None
-        loader = DataLoader(data, batch_size=size, sampler=sampler, shuffle=None if sampler else True, num_workers=workers)
+        loader = DataLoader(
+            data,
+            batch_size=size,
+            sampler=sampler,
+            shuffle=None if sampler else True,
+            num_workers=workers,
+        )
         found.append(Rank(loader, sampler if kind == "ours" else None))
     return found
 
@@ -151,7 +189,9 @@ def test_loaders_hand_out_the_rest_of_an_epoch_to_another_number_of_processes(
     for rank in after:
         rank.seen = []
         rank.train(2, None)
-    assert Counter(index for rank in after for index in rank.seen) == Counter(range(length)), "the next epoch is whole"
+    assert Counter(index for rank in after for index in rank.seen) == Counter(range(length)), (
+        "the next epoch is whole"
+    )
 
 
 def test_a_pass_that_cannot_be_divided_anew_is_refused_with_the_recipe() -> None:
@@ -160,7 +200,10 @@ def test_a_pass_that_cannot_be_divided_anew_is_refused_with_the_recipe() -> None
         before[0].train(1, 3)
         after = ranks(cast("Any", kind), now, 48, then, 0)[0]
         after.go_on_from(before[0].state, was)
-        with pytest.raises(InvalidInput, match=r"state is of \d processes.*PermutationSampler\(len\(data\), rank=rank"):
+        with pytest.raises(
+            InvalidInput,
+            match=r"state is of \d processes.*PermutationSampler\(len\(data\), rank=rank",
+        ):
             after.train(1, None)
 
 

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 from torch.optim.swa_utils import AveragedModel
 
 from datastates.errors import InvalidInput
@@ -45,7 +52,8 @@ def model(seed: int = 0) -> Any:
 
 
 def compiled(found: nn.Module) -> nn.Module:
-    return torch.compile(found, backend="eager")  # type: ignore[return-value]  # a module gives a module
+    # a module gives a module
+    return torch.compile(found, backend="eager")  # type: ignore[return-value]
 
 
 def checkpointed(found: nn.Module) -> nn.Module:
@@ -55,7 +63,8 @@ def checkpointed(found: nn.Module) -> nn.Module:
 
 @pytest.fixture(scope="module")
 def _process_group() -> Iterator[None]:
-    store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # public, and left out of torch's __all__
+    # public, and left out of torch's __all__
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
@@ -75,7 +84,9 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 @pytest.mark.filterwarnings("ignore:.*Backend of process group")
 @pytest.mark.parametrize("source", WRAPPERS.values(), ids=WRAPPERS)
 @pytest.mark.parametrize("target", WRAPPERS.values(), ids=WRAPPERS)
-def test_a_state_of_any_wrapper_restores_into_any_other(source: Callable[..., nn.Module], target: Callable[..., nn.Module]) -> None:
+def test_a_state_of_any_wrapper_restores_into_any_other(
+    source: Callable[..., nn.Module], target: Callable[..., nn.Module]
+) -> None:
     there, here = source(model()), target(model(1))
     optimizer, fresh = torch.optim.AdamW(there.parameters()), torch.optim.AdamW(here.parameters())
     x = torch.randn(4, 3)
@@ -89,7 +100,7 @@ def test_a_state_of_any_wrapper_restores_into_any_other(source: Callable[..., nn
     assert torch.equal(here.eval()(x), there.eval()(x))
 
 
-# --- what is refused, before anything is changed ------------------------------------------------------------------------------
+# --- what is refused, before anything is changed --------------------------------------------------
 
 
 def everything(seed: int) -> dict[str, Any]:
@@ -98,7 +109,14 @@ def everything(seed: int) -> dict[str, Any]:
     train(made, optimizer, range(seed + 1))
     scheduler = LinearLR(optimizer, total_iters=7 + seed)
     ema = {name: leaf.detach().clone() for name, leaf in made.named_parameters()}
-    return {"model": made, "optimizer": optimizer, "scheduler": scheduler, "ema": ema, "best": [1.0 + seed], "rng": RngState()}
+    return {
+        "model": made,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "ema": ema,
+        "best": [1.0 + seed],
+        "rng": RngState(),
+    }
 
 
 def test_everything_comes_back() -> None:
@@ -152,12 +170,18 @@ def drop_object(tree: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (break_shape, r"model/last.weight: the state has float32 \(9, 9\), the object float32 \(2, 5\)"),
+        (
+            break_shape,
+            r"model/last.weight: the state has float32 \(9, 9\), the object float32 \(2, 5\)",
+        ),
         (break_dtype, r"model/last.bias: the state has float64 \(2,\), the object float32"),
         (break_kind, r"model/last.bias: the state has 'nothing like a tensor'"),
         (
             break_name,
-            r"not in the state:\n    model/last.weight \(close: model/lasst.weight\)\n  not in the objects:\n    model/lasst.weight",
+            (
+                r"not in the state:\n    model/last.weight \(close: model/lasst.weight\)\n  not in"
+                r" the objects:\n    model/lasst.weight"
+            ),
         ),
         (break_optimizer, r"optimizer/state/last.weight/exp_avg: the state has float32 \(3,\)"),
         (break_optimizer_form, r"optimizer: the state has dict, the object AdamW"),
@@ -166,7 +190,9 @@ def drop_object(tree: dict[str, Any]) -> None:
         (drop_object, r"not in the state:\n    scheduler"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name_and_nothing_is_changed(damage: Callable[[dict[str, Any]], None], message: str) -> None:
+def test_what_does_not_fit_is_refused_by_name_and_nothing_is_changed(
+    damage: Callable[[dict[str, Any]], None], message: str
+) -> None:
     tree = stored(everything(1))
     damage(tree)
     objects = everything(2)
@@ -184,7 +210,10 @@ def test_without_strict_what_fits_is_restored_and_the_rest_reported() -> None:
     old = objects["model"].last.weight.clone()
     report = restore_into(objects, tree, strict=False)
     assert not report
-    assert [item.path for item in report.mismatched] == ["model/last.weight", "optimizer/state/last.weight"]
+    assert [item.path for item in report.mismatched] == [
+        "model/last.weight",
+        "optimizer/state/last.weight",
+    ]
     assert [item.path for item in report.converted] == ["model/last.bias"]
     assert report.missing == ("scheduler",)
     assert torch.equal(objects["model"].last.weight, old)
@@ -201,7 +230,9 @@ def test_a_float_state_is_converted_into_a_half_model_only_without_strict() -> N
         restore_into({"model": half}, tree)
     report = restore_into({"model": half}, tree, strict=False)
     assert report
-    assert len(report.converted) == len([p for p in half.state_dict().values() if p.dtype == torch.float16])
+    assert len(report.converted) == len(
+        [p for p in half.state_dict().values() if p.dtype == torch.float16]
+    )
     assert torch.equal(half[2].weight, model()[2].weight.half())
 
 
@@ -224,13 +255,17 @@ def test_an_object_that_fails_is_named_with_what_was_changed_before() -> None:
     tree = stored({"scheduler": scheduler, "it": Stubborn(), "model": nn.Linear(1, 1)})
     before = bits(stored({"model": made}))
     with pytest.raises(
-        InvalidInput, match=r"it did not take its state \(KeyError: 'b'\): it and scheduler may be changed, the rest is not"
+        InvalidInput,
+        match=(
+            r"it did not take its state \(KeyError: 'b'\): it and scheduler may be changed, the"
+            r" rest is not"
+        ),
     ):
         restore_into({"scheduler": scheduler, "it": Stubborn(), "model": made}, tree)
     assert bits(stored({"model": made})) == before
 
 
-# --- modules -------------------------------------------------------------------------------------------------------------------
+# --- modules --------------------------------------------------------------------------------------
 
 
 def tied(seed: int) -> Any:
@@ -257,7 +292,10 @@ def test_a_tied_model_refuses_a_state_whose_weights_differ() -> None:
     free = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
     here = tied(1)
     before = bits(stored({"model": here}))
-    with pytest.raises(InvalidInput, match=r"model/head.weight: the state has another value than model/embed.weight"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"model/head.weight: the state has another value than model/embed.weight",
+    ):
         restore_into({"model": here}, stored({"model": free}))
     assert bits(stored({"model": here})) == before
     assert restore_into({"model": free}, stored({"model": here}))
@@ -272,7 +310,10 @@ class Versioned(nn.Module):
         super().__init__()
         self.note, self.seen = note, []  # type: ignore[var-annotated]  # of whatever the hook gets
         self.register_buffer("table", torch.zeros(1).expand(4))
-        self.register_load_state_dict_pre_hook(lambda *args: self.seen.append(args[3].get("version")))  # type: ignore[no-untyped-call]  # torch has no types for it
+        # torch has no types for it
+        self.register_load_state_dict_pre_hook(
+            lambda *args: self.seen.append(args[3].get("version"))
+        )  # type: ignore[no-untyped-call]
 
     def get_extra_state(self) -> dict[str, Any]:
         return {"note": self.note, "tensor": torch.ones(2)}
@@ -361,7 +402,11 @@ def test_optimizers_that_step_in_backward_come_back() -> None:
     def losses(made: nn.Module) -> list[float]:
         out = []
         for step in range(3):
-            loss = made(torch.randn(4, 3, generator=torch.Generator().manual_seed(step))).square().sum()
+            loss = (
+                made(torch.randn(4, 3, generator=torch.Generator().manual_seed(step)))
+                .square()
+                .sum()
+            )
             loss.backward()
             out.append(loss.item())
         return out
@@ -373,14 +418,16 @@ def test_optimizers_that_step_in_backward_come_back() -> None:
     assert losses(here) == losses(there)
 
 
-# --- everything else -----------------------------------------------------------------------------------------------------------
+# --- everything else ------------------------------------------------------------------------------
 
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "cosine": lambda o: CosineAnnealingLR(o, 10),
     "lambda": lambda o: LambdaLR(o, lambda epoch: 0.9**epoch),
     "one cycle": lambda o: OneCycleLR(o, max_lr=0.1, total_steps=20),
-    "sequential": lambda o: SequentialLR(o, [LinearLR(o, total_iters=3), CosineAnnealingLR(o, 10)], [3]),
+    "sequential": lambda o: SequentialLR(
+        o, [LinearLR(o, total_iters=3), CosineAnnealingLR(o, 10)], [3]
+    ),
 }
 
 
@@ -391,7 +438,9 @@ def test_schedulers_go_on(make: Callable[[Any], Any]) -> None:
         optimizer = torch.optim.SGD(made.parameters(), lr=0.5, momentum=0.9)
         return made, optimizer, make(optimizer)
 
-    def rates(made: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, steps: range) -> list[float]:
+    def rates(
+        made: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, steps: range
+    ) -> list[float]:
         out = []
         for step in steps:
             train(made, optimizer, range(step, step + 1))
@@ -415,7 +464,10 @@ def test_plateau_schedulers_and_gradient_scalers_come_back() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     scaler.scale(torch.ones(()))
     tree = stored({"plateau": plateau, "scaler": scaler})
-    others: dict[str, Any] = {"plateau": ReduceLROnPlateau(optimizer, patience=0), "scaler": torch.amp.GradScaler("cpu")}
+    others: dict[str, Any] = {
+        "plateau": ReduceLROnPlateau(optimizer, patience=0),
+        "scaler": torch.amp.GradScaler("cpu"),
+    }
     restore_into(others, tree)
     assert others["scaler"].get_scale() == 64.0
     assert others["plateau"].state_dict() == plateau.state_dict()
@@ -442,7 +494,13 @@ def test_what_an_object_keeps_shares_no_memory_with_the_tree() -> None:
 
 def test_plain_containers_become_what_the_state_has() -> None:
     tensor, array = torch.zeros(3), np.zeros(2)
-    live: dict[str, Any] = {"kept": tensor, "grown": torch.zeros(1), "array": array, "gone": 1, "in": {"deep": [tensor.clone(), 2]}}
+    live: dict[str, Any] = {
+        "kept": tensor,
+        "grown": torch.zeros(1),
+        "array": array,
+        "gone": 1,
+        "in": {"deep": [tensor.clone(), 2]},
+    }
     live_list = [1, [2]]
     tree: dict[str, Any] = {
         "box": {
@@ -486,14 +544,23 @@ def test_a_tensor_that_is_tracked_by_itself_must_fit() -> None:
     live = torch.zeros(2)
     assert restore_into({"it": live}, {"it": torch.ones(2)})
     assert live.tolist() == [1, 1]
-    with pytest.raises(InvalidInput, match=r"it: the state has float32 \(3,\), the object float32 \(2,\)"):
+    with pytest.raises(
+        InvalidInput, match=r"it: the state has float32 \(3,\), the object float32 \(2,\)"
+    ):
         restore_into({"it": live}, {"it": torch.ones(3)})
 
 
 def test_what_holds_a_state_of_its_own_is_never_replaced() -> None:
     made = nn.Linear(1, 1)
     live: dict[str, Any] = {"models": [made], "m": {"a": made}, "t": (made,)}
-    damages: list[dict[str, Any]] = [{"models": []}, {"models": 3}, {"m": {}}, {"m": 1}, {"t": ()}, {"m": {"a": None}}]
+    damages: list[dict[str, Any]] = [
+        {"models": []},
+        {"models": 3},
+        {"m": {}},
+        {"m": 1},
+        {"t": ()},
+        {"m": {"a": None}},
+    ]
     for damaged in damages:
         tree = {**stored(live), **damaged}
         with pytest.raises(InvalidInput, match="nothing was changed"):
@@ -505,22 +572,41 @@ def test_what_holds_a_state_of_its_own_is_never_replaced() -> None:
 
 
 def test_a_tensor_that_takes_the_place_of_another_is_trained_as_that_is_if_it_can_be() -> None:
-    live = {"grown": nn.Parameter(torch.zeros(2)), "rounded": torch.zeros(2, requires_grad=True), "frozen": torch.zeros(2)}
-    tree = {"grown": torch.ones(3), "rounded": torch.ones(2, dtype=torch.int64), "frozen": torch.ones(3)}
+    live = {
+        "grown": nn.Parameter(torch.zeros(2)),
+        "rounded": torch.zeros(2, requires_grad=True),
+        "frozen": torch.zeros(2),
+    }
+    tree = {
+        "grown": torch.ones(3),
+        "rounded": torch.ones(2, dtype=torch.int64),
+        "frozen": torch.ones(3),
+    }
     assert restore_into({"it": live}, {"it": tree})
     assert all(map(torch.equal, live.values(), tree.values()))
     assert isinstance(live["grown"], nn.Parameter)
     assert [each.requires_grad for each in live.values()] == [True, False, False]
 
 
-leaves: st.SearchStrategy[Any] = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3)
-leaves = leaves | st.builds(lambda n, v: torch.full((n,), v), st.integers(0, 3), st.floats(-9, 9, width=32))
+leaves: st.SearchStrategy[Any] = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3)
+)
+leaves = leaves | st.builds(
+    lambda n, v: torch.full((n,), v), st.integers(0, 3), st.floats(-9, 9, width=32)
+)
 trees = st.recursive(
-    leaves, lambda child: st.lists(child, max_size=3) | st.dictionaries(st.text(max_size=3), child, max_size=3), max_leaves=12
+    leaves,
+    lambda child: (
+        st.lists(child, max_size=3) | st.dictionaries(st.text(max_size=3), child, max_size=3)
+    ),
+    max_leaves=12,
 )
 
 
-@given(st.dictionaries(st.text(max_size=3), trees, max_size=3), st.dictionaries(st.text(max_size=3), trees, max_size=3))
+@given(
+    st.dictionaries(st.text(max_size=3), trees, max_size=3),
+    st.dictionaries(st.text(max_size=3), trees, max_size=3),
+)
 def test_any_plain_container_becomes_any_other(live: dict[str, Any], tree: dict[str, Any]) -> None:
     before = bits(tree)
     assert restore_into({"it": live}, {"it": tree})

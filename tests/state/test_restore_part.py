@@ -31,7 +31,9 @@ def test_only_a_name_restores_that_object() -> None:
 
 def test_a_name_does_not_choose_another_that_begins_with_it() -> None:
     objects: dict[str, Any] = {"ema": {"a": 1}, "ema2": {"a": 1}, "emas": [1]}
-    assert restore_into(objects, {"ema": {"a": 2}, "ema2": {"a": 2}, "emas": [2]}, only="ema").restored == ("ema/a",)
+    assert restore_into(
+        objects, {"ema": {"a": 2}, "ema2": {"a": 2}, "emas": [2]}, only="ema"
+    ).restored == ("ema/a",)
     assert objects == {"ema": {"a": 2}, "ema2": {"a": 1}, "emas": [1]}
 
 
@@ -54,7 +56,9 @@ def test_leaves_that_were_not_read_are_not_looked_at() -> None:
     tree = stored(everything(1))
     for name in tree["model"]:
         tree["model"][name] = None
-    tree["optimizer"]["state"] = {name: dict.fromkeys(entry) for name, entry in tree["optimizer"]["state"].items()}
+    tree["optimizer"]["state"] = {
+        name: dict.fromkeys(entry) for name, entry in tree["optimizer"]["state"].items()
+    }
     objects = everything(2)
     assert restore_into(objects, tree, only="ema")
     assert bits(stored(objects))["ema"] == bits(tree)["ema"]
@@ -69,7 +73,10 @@ def test_tensors_that_are_not_read_are_not_needed(only: str | None) -> None:
 
     def unread(found: Any, path: str) -> Any:
         if isinstance(found, dict):
-            return type(found)((key, unread(child, f"{path}/{key}" if path else key)) for key, child in found.items())
+            return type(found)(
+                (key, unread(child, f"{path}/{key}" if path else key))
+                for key, child in found.items()
+            )
         return None if isinstance(found, Tensor) and not wants(path) else found
 
     whole, part = ({key: everything(2)[key] for key in ("model", "optimizer")} for _ in range(2))
@@ -90,7 +97,10 @@ def test_a_pattern_that_selects_nothing_is_refused(only: Any) -> None:
 
 def test_a_part_of_what_restores_itself_is_refused() -> None:
     objects = everything(1)
-    with pytest.raises(InvalidInput, match=r"scheduler takes its state as a whole.*scheduler/last_epoch: ask for 'scheduler'"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"scheduler takes its state as a whole.*scheduler/last_epoch: ask for 'scheduler'",
+    ):
         restore_into(objects, stored(objects), only="*/last_epoch")
 
 

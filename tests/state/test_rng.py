@@ -17,7 +17,12 @@ from datastates.state.tree import flatten, unflatten
 
 
 def draw() -> list[float]:
-    values = [random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.randn())]
+    values = [
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.rand()),
+        float(np.random.randn()),
+    ]
     return [*values, float(torch.rand(())), float(torch.randn(()))]
 
 
@@ -70,11 +75,15 @@ def test_generators_that_a_state_does_not_mention_stay() -> None:
     assert random.random() == expected
 
 
-def test_states_of_cuda_devices_that_are_not_here_are_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_states_of_cuda_devices_that_are_not_here_are_left_out_and_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     here = torch.cuda.device_count()
     state = {**RngState().state_dict(), "cuda": [bytes(16)] * (here + 2)}
     if here:
-        state["cuda"] = [torch.cuda.get_rng_state(device).numpy().tobytes() for device in range(here)] + [bytes(16)] * 2
+        state["cuda"] = [
+            torch.cuda.get_rng_state(device).numpy().tobytes() for device in range(here)
+        ] + [bytes(16)] * 2
     rng = RngState()
     with caplog.at_level(logging.WARNING, logger="datastates"):
         rng.load_state_dict(state)

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
-from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # torchdata has no types
+
+# torchdata has no types
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 from datastates.errors import InvalidInput
 from datastates.state.adapters import Adapted
@@ -26,7 +28,9 @@ Drawn = tuple[list[int], float]
 
 
 @given(st.integers(1, 60), st.integers(-5, 1 << 65), st.integers(0, 9), st.booleans())
-def test_an_epoch_is_a_permutation_that_seed_and_epoch_alone_decide(length: int, seed: int, epoch: int, shuffle: bool) -> None:
+def test_an_epoch_is_a_permutation_that_seed_and_epoch_alone_decide(
+    length: int, seed: int, epoch: int, shuffle: bool
+) -> None:
     sampler = PermutationSampler(length, seed=seed, shuffle=shuffle)
     sampler.set_epoch(epoch)
     order = list(sampler)
@@ -51,7 +55,9 @@ def test_seeds_and_epochs_give_different_orders() -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 12), st.booleans(), st.integers(0, 30))
-def test_batches_go_on_where_they_were_left(length: int, size: int, drop_last: bool, taken: int) -> None:
+def test_batches_go_on_where_they_were_left(
+    length: int, size: int, drop_last: bool, taken: int
+) -> None:
     if drop_last and size > length:
         with pytest.raises(InvalidInput, match="none is ever full"):
             next(PermutationSampler(length).batches(size, drop_last=True))
@@ -70,7 +76,9 @@ def test_batches_go_on_where_they_were_left(length: int, size: int, drop_last: b
 
 def test_one_epoch_of_batches_is_the_default() -> None:
     assert [len(rows) for rows in PermutationSampler(10).batches(4)] == [4, 4, 2]
-    assert [len(rows) for rows in PermutationSampler(10).batches(4, drop_last=True, epochs=2)] == [4] * 4
+    assert [len(rows) for rows in PermutationSampler(10).batches(4, drop_last=True, epochs=2)] == [
+        4
+    ] * 4
 
 
 def test_set_epoch_keeps_the_place_within_that_epoch() -> None:
@@ -114,11 +122,14 @@ LENGTH, BATCH = 23, 4  # 6 batches an epoch, the last one short
 
 def make_loader(workers: int) -> Any:
     data = TensorDataset(torch.arange(LENGTH))
-    return StatefulDataLoader(data, batch_size=BATCH, sampler=PermutationSampler(LENGTH, seed=7), num_workers=workers)
+    return StatefulDataLoader(
+        data, batch_size=BATCH, sampler=PermutationSampler(LENGTH, seed=7), num_workers=workers
+    )
 
 
 def stream(loader: Any) -> Iterator[Drawn]:
-    """The batches of epoch after epoch, each with a random number that a training step would draw (dropout)."""
+    """The batches of epoch after epoch, each with a random number that a training step would
+    draw (dropout)."""
     while True:
         for (batch,) in loader:
             noise = float(torch.rand(()))
@@ -126,9 +137,12 @@ def stream(loader: Any) -> Iterator[Drawn]:
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
-@pytest.mark.parametrize(("workers", "stops"), [(0, range(14)), (2, (0, 1, 5, 6, 7, 12))], ids=["0 workers", "2 workers"])
+@pytest.mark.parametrize(
+    ("workers", "stops"), [(0, range(14)), (2, (0, 1, 5, 6, 7, 12))], ids=["0 workers", "2 workers"]
+)
 def test_a_stateful_loader_goes_on_bit_for_bit_from_any_place(workers: int, stops: Any) -> None:
-    """Its state is what was yielded, and going on draws no random number that the first run did not draw."""
+    """Its state is what was yielded, and going on draws no random number that the first run did
+    not draw."""
     torch.manual_seed(5)
     loader = make_loader(workers)
     objects: dict[str, object] = {"rng": RngState(), "loader": loader}
@@ -152,7 +166,9 @@ def test_a_plain_loader_without_workers_goes_on_from_any_place(stop: int) -> Non
     def make() -> tuple[PermutationSampler, DataLoader[tuple[Tensor, ...]]]:
         sampler = PermutationSampler(LENGTH, seed=7)
         data = TensorDataset(torch.arange(LENGTH))
-        return sampler, DataLoader(data, batch_size=BATCH, sampler=sampler, generator=torch.Generator())
+        return sampler, DataLoader(
+            data, batch_size=BATCH, sampler=sampler, generator=torch.Generator()
+        )
 
     torch.manual_seed(5)
     sampler, loader = make()

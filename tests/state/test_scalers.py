@@ -18,7 +18,9 @@ from datastates.state.restore import restore_into
 
 @pytest.fixture
 def repo(tmp_path: Path) -> Iterator[Repository]:
-    with datastates.open(tmp_path / "runs", config=Config(memory_bytes=64 << 20, durable_interval_s=None)) as opened:
+    with datastates.open(
+        tmp_path / "runs", config=Config(memory_bytes=64 << 20, durable_interval_s=None)
+    ) as opened:
         yield opened
 
 
@@ -27,10 +29,14 @@ def scaler(*, is_enabled: bool, scale: float = 8.0) -> torch.amp.GradScaler:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_scaler_that_is_switched_off_is_captured_and_restored(repo: Repository, caplog: pytest.LogCaptureFixture, device: str) -> None:
+def test_a_scaler_that_is_switched_off_is_captured_and_restored(
+    repo: Repository, caplog: pytest.LogCaptureFixture, device: str
+) -> None:
     caplog.set_level(logging.INFO, "datastates")
     for _ in range(2):
-        with repo.track(model=nn.Linear(1, 1), scaler=torch.amp.GradScaler(device, enabled=False)) as run:
+        with repo.track(
+            model=nn.Linear(1, 1), scaler=torch.amp.GradScaler(device, enabled=False)
+        ) as run:
             run.capture().wait()
             assert repo.load("main", only="scaler")["scaler"] == {}
     assert not [record for record in caplog.records if "scaler" in record.message]
@@ -49,7 +55,11 @@ def test_a_training_that_switches_its_scaler_on_or_off_goes_on_and_says_what_was
         assert len(run.report.anew) == 1
         assert "scaler" not in run.report.restored
     assert its.get_scale() == (1.0 if was_enabled else 4.0)
-    said = "is switched off here, and what the state has of it is not restored" if was_enabled else "was switched off in the state"
+    said = (
+        "is switched off here, and what the state has of it is not restored"
+        if was_enabled
+        else "was switched off in the state"
+    )
     assert caplog.text.count(f"branch main: scaler {said}") == 1
 
 

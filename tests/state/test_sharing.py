@@ -29,19 +29,33 @@ torch.set_num_threads(1)
 
 @pytest.fixture
 def repo(tmp_path: Path) -> Iterator[Repository]:
-    with datastates.open(tmp_path / "runs", config=Config(memory_bytes=128 << 20, durable_interval_s=None)) as opened:
+    with datastates.open(
+        tmp_path / "runs", config=Config(memory_bytes=128 << 20, durable_interval_s=None)
+    ) as opened:
         yield opened
 
 
-def train(repo: Repository, until: int, *, width: int = 4, is_average_first: bool = False, branch: str = "main") -> list[torch.Tensor]:
-    """Go on, or begin; the weights and their average at the end. The average begins as an alias of the weights."""
+def train(
+    repo: Repository,
+    until: int,
+    *,
+    width: int = 4,
+    is_average_first: bool = False,
+    branch: str = "main",
+) -> list[torch.Tensor]:
+    """Go on, or begin; the weights and their average at the end.
+
+    The average begins as an alias of the weights."""
     torch.manual_seed(0)
     model = nn.Linear(width, width)
     model.bias.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     average = {name: parameter.detach() for name, parameter in model.named_parameters()}
     tracked = {"model": model, "optimizer": optimizer, "average": average}
-    with repo.track(branch=branch, objects={name: tracked[name] for name in sorted(tracked, reverse=not is_average_first)}) as run:
+    with repo.track(
+        branch=branch,
+        objects={name: tracked[name] for name in sorted(tracked, reverse=not is_average_first)},
+    ) as run:
         for step in range(run.step, until):
             if step == 4:
                 model.bias.requires_grad_(True)
@@ -59,7 +73,8 @@ def train(repo: Repository, until: int, *, width: int = 4, is_average_first: boo
 def test_an_average_that_begins_as_an_alias_of_the_weights_goes_on_apart_from_them(
     repo: Repository, width: int, *, is_average_first: bool
 ) -> None:
-    """Its bias, frozen until step 4, is equal to the average of it where the training stops, and still another tensor."""
+    """Its bias, frozen until step 4, is equal to the average of it where the training stops, and
+    still another tensor."""
     expected = train(repo, 6, width=width, branch="whole")
     train(repo, 3, width=width, is_average_first=is_average_first)
     found = train(repo, 6, width=width, is_average_first=is_average_first)
@@ -81,12 +96,18 @@ BEST: dict[str, Callable[[torch.Tensor], Any]] = {
 
 def as_arrays(found: Any) -> list[np.ndarray[Any, Any]]:
     if isinstance(found, dict | list | tuple | deque):
-        return [each for child in (found.values() if isinstance(found, dict) else found) for each in as_arrays(child)]
+        return [
+            each
+            for child in (found.values() if isinstance(found, dict) else found)
+            for each in as_arrays(child)
+        ]
     return [found.numpy() if isinstance(found, torch.Tensor) else np.asarray(found)]
 
 
 @pytest.mark.parametrize("kind", BEST)
-def test_what_lies_in_the_memory_of_a_model_and_was_stored_with_other_values_gets_its_own(kind: str) -> None:
+def test_what_lies_in_the_memory_of_a_model_and_was_stored_with_other_values_gets_its_own(
+    kind: str,
+) -> None:
     there, here = nn.Linear(3, 2), nn.Linear(3, 2)
     best = copy.deepcopy(BEST[kind](there.weight))
     with torch.no_grad():
@@ -108,7 +129,10 @@ def test_what_was_captured_as_one_tensor_stays_one(repo: Repository) -> None:
     other, its = start()
     with repo.track(weights=its, model=other):
         assert torch.equal(other.weight, model.weight)
-        assert all(its[name].data_ptr() == parameter.data_ptr() for name, parameter in other.named_parameters())
+        assert all(
+            its[name].data_ptr() == parameter.data_ptr()
+            for name, parameter in other.named_parameters()
+        )
 
 
 def test_views_that_the_state_has_alike_are_overwritten_in_place() -> None:
@@ -125,7 +149,10 @@ def test_views_that_the_state_has_alike_are_overwritten_in_place() -> None:
 def test_the_first_of_two_entries_keeps_the_memory_that_they_share() -> None:
     shared = torch.zeros(2)
     one, other = {"it": shared}, [shared]
-    assert restore_into({"one": one, "other": other}, {"one": {"it": torch.ones(2)}, "other": [torch.full((2,), 2.0)]})
+    assert restore_into(
+        {"one": one, "other": other},
+        {"one": {"it": torch.ones(2)}, "other": [torch.full((2,), 2.0)]},
+    )
     assert one["it"] is shared
     assert (one["it"].tolist(), other[0].tolist()) == ([1, 1], [2, 2])
 
@@ -141,8 +168,10 @@ def test_modules_that_share_memory_refuse_a_state_that_has_them_apart_and_say_wh
     before = live["first"].weight.detach().clone()
     apart = stored({"first": nn.Linear(2, 2, bias=False), "second": nn.Linear(2, 2, bias=False)})
     message = (
-        r"second/weight: the state has another value than first/weight, the object one memory for both\n"
-        r"second/weight shares memory with first/weight: give it its own \(clone it\), or leave one of the two out"
+        r"second/weight: the state has another value than first/weight, the object one memory for"
+        r" both\n"
+        r"second/weight shares memory with first/weight: give it its own \(clone it\), or leave one"
+        r" of the two out"
     )
     with pytest.raises(InvalidInput, match=message):
         restore_into(live, apart)
@@ -176,9 +205,13 @@ def test_the_state_of_an_optimizer_that_lies_in_the_memory_of_a_weight_gets_its_
 
     (there, its), (here, mine) = make(), make()
     mine.state[here.weight]["momentum_buffer"] = here.weight.detach()
-    assert restore_into({"model": here, "optimizer": mine}, stored({"model": there, "optimizer": its}))
+    assert restore_into(
+        {"model": here, "optimizer": mine}, stored({"model": there, "optimizer": its})
+    )
     assert torch.equal(here.weight, there.weight)
-    assert torch.equal(mine.state[here.weight]["momentum_buffer"], its.state[there.weight]["momentum_buffer"])
+    assert torch.equal(
+        mine.state[here.weight]["momentum_buffer"], its.state[there.weight]["momentum_buffer"]
+    )
 
 
 class Wrapping(torch.Tensor):
@@ -188,19 +221,31 @@ class Wrapping(torch.Tensor):
 
     @staticmethod
     def __new__(cls, wrapped: torch.Tensor, *, requires_grad: bool = False) -> Wrapping:
-        made: Wrapping = torch.Tensor._make_wrapper_subclass(cls, wrapped.shape, dtype=wrapped.dtype, requires_grad=requires_grad)
+        made: Wrapping = torch.Tensor._make_wrapper_subclass(
+            cls, wrapped.shape, dtype=wrapped.dtype, requires_grad=requires_grad
+        )
         made.wrapped = wrapped
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch declares the one that does nothing
-        out = func(*[each.wrapped if isinstance(each, Wrapping) else each for each in args], **(kwargs or {}))
+    # torch declares the one that does nothing
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        out = func(
+            *[each.wrapped if isinstance(each, Wrapping) else each for each in args],
+            **(kwargs or {}),
+        )
         return args[0] if func is torch.ops.aten.copy_.default else cls(out)
 
 
 def test_tensors_that_wrap_others_share_no_memory() -> None:
-    live = {name: Wrapping(torch.zeros(count)) for name, count in {"one": 3, "like it": 3, "longer": 4}.items()}
-    tree = {name: torch.full(each.shape, float(number)) for number, (name, each) in enumerate(live.items())}
+    live = {
+        name: Wrapping(torch.zeros(count))
+        for name, count in {"one": 3, "like it": 3, "longer": 4}.items()
+    }
+    tree = {
+        name: torch.full(each.shape, float(number))
+        for number, (name, each) in enumerate(live.items())
+    }
     assert restore_into(live, tree)
     assert all(torch.equal(live[name].wrapped, tree[name]) for name in live)
 
@@ -219,7 +264,10 @@ def test_only_what_touches_in_memory_is_compared(monkeypatch: pytest.MonkeyPatch
         looks.clear()
         buffer, values = torch.zeros(count, 2), torch.rand(count, 2)
         views = [*buffer]
-        assert restore_into({"buffer": buffer, "views": views}, {"buffer": values, "views": [each.clone() for each in values]})
+        assert restore_into(
+            {"buffer": buffer, "views": views},
+            {"buffer": values, "views": [each.clone() for each in values]},
+        )
         assert torch.equal(buffer, values)
         assert [view.data_ptr() for view in views] == [row.data_ptr() for row in buffer]
         return len(looks)
@@ -227,12 +275,17 @@ def test_only_what_touches_in_memory_is_compared(monkeypatch: pytest.MonkeyPatch
     assert 0 < compared(40) <= 2 * compared(20)
 
 
-def test_weights_that_begin_as_those_of_the_model_and_were_trained_apart_can_be_trained_on() -> None:
+def test_weights_that_begin_as_those_of_the_model_and_were_trained_apart_can_be_trained_on() -> (
+    None
+):
     there, here = nn.Linear(3, 2), nn.Linear(3, 2)
     fast = {name: parameter.detach() + 1 for name, parameter in there.named_parameters()}
     live: dict[str, torch.Tensor] = {"weight": here.weight, "bias": here.bias.view(2)}
     assert restore_into({"model": here, "fast": live}, stored({"model": there, "fast": fast}))
-    assert all(torch.equal(live[name], fast[name]) and live[name] is not parameter for name, parameter in here.named_parameters())
+    assert all(
+        torch.equal(live[name], fast[name]) and live[name] is not parameter
+        for name, parameter in here.named_parameters()
+    )
     assert type(live["weight"]) is nn.Parameter
     assert type(live["bias"]) is torch.Tensor
     nn.functional.linear(torch.ones(3), live["weight"], live["bias"]).sum().backward()
@@ -251,16 +304,27 @@ def mesh() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("is_alike", [True, False])
-def test_a_shard_that_lies_in_the_memory_of_a_sharded_weight_gets_its_own_unless_both_are_equal(mesh: Any, *, is_alike: bool) -> None:
+def test_a_shard_that_lies_in_the_memory_of_a_sharded_weight_gets_its_own_unless_both_are_equal(
+    mesh: Any, *, is_alike: bool
+) -> None:
     model = nn.Linear(2, 16, bias=False)
-    model.weight = nn.Parameter(DTensor.from_local(torch.zeros(2, 2), mesh, [Shard(0)], run_check=False))
+    model.weight = nn.Parameter(
+        DTensor.from_local(torch.zeros(2, 2), mesh, [Shard(0)], run_check=False)
+    )
     average: dict[str, Any] = {"weight": model.weight.detach()}
     weight = torch.arange(32.0).view(16, 2)
-    tree = {"model": {"weight": weight}, "average": {"weight": weight.clone() if is_alike else weight + 1}}
+    tree = {
+        "model": {"weight": weight},
+        "average": {"weight": weight.clone() if is_alike else weight + 1},
+    }
     assert restore_into({"average": average, "model": model}, tree)
-    assert model.weight.to_local().tolist() == weight[10:12].tolist()  # type: ignore[attr-defined]  # a DTensor
+    # a DTensor
+    assert model.weight.to_local().tolist() == weight[10:12].tolist()  # type: ignore[attr-defined]
     assert average["weight"].to_local().tolist() == (weight[10:12] + (not is_alike)).tolist()
-    assert (average["weight"].to_local().data_ptr() == model.weight.to_local().data_ptr()) is is_alike  # type: ignore[attr-defined]  # a DTensor
+    # a DTensor
+    assert (
+        average["weight"].to_local().data_ptr() == model.weight.to_local().data_ptr()  # type: ignore[attr-defined]
+    ) is is_alike
 
 
 def test_what_torch_has_read_into_the_live_tensors_is_one_with_them() -> None:

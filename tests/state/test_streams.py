@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
-from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # torchdata has no types
+
+# torchdata has no types
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 import datastates
 from datastates import Config, InvalidInput, Repository
@@ -32,7 +34,9 @@ def repo(tmp_path: Path) -> Iterator[Repository]:
 
 
 def stream(first: int = 0, *, length: int = 20, is_shuffled: bool = False) -> Any:
-    found = datasets.Dataset.from_dict({"x": [*range(first, first + length)]}).to_iterable_dataset(num_shards=2)
+    found = datasets.Dataset.from_dict({"x": [*range(first, first + length)]}).to_iterable_dataset(
+        num_shards=2
+    )
     return found.shuffle(seed=3, buffer_size=6) if is_shuffled else found
 
 
@@ -116,8 +120,17 @@ def nested_kept(workers: int) -> Made:
     return lambda: loader, {"loader": loader}
 
 
-def train(repo: Repository, branch: str, made: Made, *, stop: int | None = None, is_between: bool = False, seed: int = 0) -> list[Any]:
-    """The batches until the training is stopped: after a batch's capture, or after the one between two epochs."""
+def train(
+    repo: Repository,
+    branch: str,
+    made: Made,
+    *,
+    stop: int | None = None,
+    is_between: bool = False,
+    seed: int = 0,
+) -> list[Any]:
+    """The batches until the training is stopped: after a batch's capture, or after the one
+    between two epochs."""
     torch.manual_seed(seed)
     seen: list[Any] = []
     loader, objects = made
@@ -136,8 +149,12 @@ def train(repo: Repository, branch: str, made: Made, *, stop: int | None = None,
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("make", [tracked, tracked_within, interleaved, untracked, kept, nested, nested_kept])
-def test_data_that_is_told_the_epoch_goes_on_in_every_epoch(repo: Repository, make: Callable[[int], Made], workers: int) -> None:
+@pytest.mark.parametrize(
+    "make", [tracked, tracked_within, interleaved, untracked, kept, nested, nested_kept]
+)
+def test_data_that_is_told_the_epoch_goes_on_in_every_epoch(
+    repo: Repository, make: Callable[[int], Made], workers: int
+) -> None:
     if workers and make in (tracked, interleaved):
         pytest.skip("a stream that is tracked by itself has no workers")
     never = train(repo, "never", make(workers))
@@ -149,7 +166,9 @@ def test_data_that_is_told_the_epoch_goes_on_in_every_epoch(repo: Repository, ma
         assert seen + train(repo, branch, make(workers), seed=9) == never, branch
 
 
-def test_a_tracked_stream_begins_again_after_a_pass_that_was_resumed_without_epochs(repo: Repository) -> None:
+def test_a_tracked_stream_begins_again_after_a_pass_that_was_resumed_without_epochs(
+    repo: Repository,
+) -> None:
     def passes(branch: str, *, stop: int | None = None) -> list[Any]:
         data, seen = stream(), list[Any]()
         with repo.track(branch=branch, data=data) as run:
@@ -166,7 +185,9 @@ def test_a_tracked_stream_begins_again_after_a_pass_that_was_resumed_without_epo
         assert passes(f"stopped-{stop}", stop=stop) + passes(f"stopped-{stop}") == never
 
 
-def test_every_tracked_object_is_told_the_epoch_before_it_gets_its_state_and_as_an_epoch_begins(repo: Repository) -> None:
+def test_every_tracked_object_is_told_the_epoch_before_it_gets_its_state_and_as_an_epoch_begins(
+    repo: Repository,
+) -> None:
     class Curriculum:
         def __init__(self) -> None:
             self.calls: list[Any] = []
@@ -195,7 +216,9 @@ def test_every_tracked_object_is_told_the_epoch_before_it_gets_its_state_and_as_
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_loses_its_shuffle_buffer_is_refused_and_the_recipe_is_exact(repo: Repository, workers: int) -> None:
+def test_what_loses_its_shuffle_buffer_is_refused_and_the_recipe_is_exact(
+    repo: Repository, workers: int
+) -> None:
     def pipe() -> Any:
         return IterableWrapper([{"x": index} for index in range(20)]).shuffle(buffer_size=6)
 
@@ -203,7 +226,11 @@ def test_what_loses_its_shuffle_buffer_is_refused_and_the_recipe_is_exact(repo: 
     for make in makes:
         loader = StatefulDataLoader(make(), batch_size=4, num_workers=workers)
         with pytest.raises(
-            InvalidInput, match=r"loader is a StatefulDataLoader over a shuffle buffer.*leave it out and loop over run\.steps"
+            InvalidInput,
+            match=(
+                r"loader is a StatefulDataLoader over a shuffle buffer.*leave it out and loop over"
+                r" run\.steps"
+            ),
         ):
             repo.track(loader=loader)
     with pytest.raises(InvalidInput, match="data is a IterableDataset over a shuffle buffer"):
@@ -217,7 +244,9 @@ def test_what_loses_its_shuffle_buffer_is_refused_and_the_recipe_is_exact(repo: 
     assert train(repo, "stopped", made(), stop=7) + train(repo, "stopped", made(), seed=9) == never
 
 
-def test_a_tracked_loader_of_a_stream_that_draws_in_this_process_is_told(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tracked_loader_of_a_stream_that_draws_in_this_process_is_told(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
     class Drawing(IterableDataset[Any]):
         def __init__(self, seed: int | None) -> None:
             self.seed = seed

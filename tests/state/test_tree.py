@@ -30,7 +30,11 @@ def there_and_back(tree: object) -> Any:
     """Flatten, through the encoded form, and unflatten with copies of the tensors."""
     flat = flatten(tree)
     skeleton, values = encode_skeleton(flat.skeleton), encode_values(flat.values)
-    return unflatten(decode_skeleton(skeleton), decode_values(values), [leaf.tensor.detach() for leaf in flat.tensors])
+    return unflatten(
+        decode_skeleton(skeleton),
+        decode_values(values),
+        [leaf.tensor.detach() for leaf in flat.tensors],
+    )
 
 
 def paths_of(tree: object) -> list[str]:
@@ -52,7 +56,11 @@ def test_paths_are_unique_and_the_skeleton_is_stable(tree: dict[Any, Any]) -> No
     again = flatten(tree)
     assert again.skeleton == first.skeleton
     assert decode_skeleton(encode_skeleton(first.skeleton)) == first.skeleton
-    assert decode_skeleton(encode_skeleton(first.skeleton)).paths == first.skeleton.paths == tuple(paths)
+    assert (
+        decode_skeleton(encode_skeleton(first.skeleton)).paths
+        == first.skeleton.paths
+        == tuple(paths)
+    )
     assert encode_values(again.values) == encode_values(first.values)
     later = flatten(tree, first)
     assert later.skeleton is first.skeleton
@@ -90,7 +98,11 @@ def real_state() -> dict[str, Any]:
             "numpy": np.random.get_state(),
             "numpy_generator": numpy_rng.bit_generator.state,
         },
-        "loader": {"_index_sampler_state": None, "_num_yielded": 3, "snapshot": {"worker_0": {"worker_id": 0, "dataset_state": None}}},
+        "loader": {
+            "_index_sampler_state": None,
+            "_num_yielded": 3,
+            "snapshot": {"worker_0": {"worker_id": 0, "dataset_state": None}},
+        },
     }
 
 
@@ -138,13 +150,31 @@ def test_tied_weights_are_two_leaves_of_one_memory() -> None:
 
 def test_changed_values_and_tensors_keep_the_skeleton_and_the_paths() -> None:
     weight, seed = torch.zeros(3), torch.zeros(2, dtype=torch.uint8)
-    first = flatten({"w": weight, "seed": seed, "lr": 0.1, "best": None, "history": [], "counts": Counter()})
-    later = flatten({"w": weight, "seed": seed.clone(), "lr": 3, "best": "x", "history": [0.1, 2], "counts": Counter([1])}, first)
+    first = flatten(
+        {"w": weight, "seed": seed, "lr": 0.1, "best": None, "history": [], "counts": Counter()}
+    )
+    later = flatten(
+        {
+            "w": weight,
+            "seed": seed.clone(),
+            "lr": 3,
+            "best": "x",
+            "history": [0.1, 2],
+            "counts": Counter([1]),
+        },
+        first,
+    )
     assert later.skeleton is first.skeleton
     assert later.tensors[0] is first.tensors[0]
     assert later.tensors[1].tensor is not seed
     assert [leaf.path for leaf in later.tensors] == ["w", "seed"]
-    assert flatten({"w": weight, "seed": seed, "lr": 0.2, "best": 0, "history": [], "counts": Counter()}, first).tensors is first.tensors
+    assert (
+        flatten(
+            {"w": weight, "seed": seed, "lr": 0.2, "best": 0, "history": [], "counts": Counter()},
+            first,
+        ).tensors
+        is first.tensors
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,16 +188,28 @@ def test_changed_values_and_tensors_keep_the_skeleton_and_the_paths() -> None:
         lambda tree: tree.update(list=(torch.zeros(1),)),
         lambda tree: tree.update(list=[torch.zeros(1)] * 2),
     ],
-    ids=["added", "tensor to value", "removed", "key of another type", "order", "list to tuple", "longer"],
+    ids=[
+        "added",
+        "tensor to value",
+        "removed",
+        "key of another type",
+        "order",
+        "list to tuple",
+        "longer",
+    ],
 )
-def test_a_changed_tree_never_passes_for_the_previous_one(change: Callable[[dict[Any, Any]], Any]) -> None:
+def test_a_changed_tree_never_passes_for_the_previous_one(
+    change: Callable[[dict[Any, Any]], Any],
+) -> None:
     tree: dict[Any, Any] = {"w": torch.zeros(3), "lr": 0.1, "list": [torch.zeros(1)], 1: 2}
     first = flatten(tree)
     change(tree)
     later = flatten(tree, first)
     assert later.skeleton != first.skeleton
     assert [leaf.path for leaf in later.tensors] == paths_of(tree)
-    assert_same(unflatten(later.skeleton, later.values, [leaf.tensor for leaf in later.tensors]), tree)
+    assert_same(
+        unflatten(later.skeleton, later.values, [leaf.tensor for leaf in later.tensors]), tree
+    )
 
 
 def test_many_tensors_seen_before_are_taken_at_once_and_a_stranger_among_them_is_not() -> None:
@@ -209,14 +251,35 @@ def test_paths_join_escaped_keys() -> None:
     leaf = torch.zeros(1)
     assert paths_of({"a/b": {"c%": [leaf, {"": leaf}]}}) == ["a%2Fb/c%25/0", "a%2Fb/c%25/1/%"]
     assert paths_of(leaf) == [""]
-    assert paths_of({0: leaf, None: leaf, 1.5: leaf, ("a", 1): leaf}) == ["0", "None", "1.5", "('a', 1)"]
+    assert paths_of({0: leaf, None: leaf, 1.5: leaf, ("a", 1): leaf}) == [
+        "0",
+        "None",
+        "1.5",
+        "('a', 1)",
+    ]
 
 
 def test_keys_that_look_alike_have_paths_apart() -> None:
     leaf = torch.zeros(1)
-    tree: dict[Any, Any] = {1: leaf, "1": leaf, "1%int": leaf, "None": leaf, None: leaf, float("nan"): leaf, float("nan"): leaf}
+    tree: dict[Any, Any] = {
+        1: leaf,
+        "1": leaf,
+        "1%int": leaf,
+        "None": leaf,
+        None: leaf,
+        float("nan"): leaf,
+        float("nan"): leaf,
+    }
     assert paths_of(tree) == ["1%int", "1", "1%25int", "None", "None%NoneType", "nan", "nan%float"]
-    assert [type(key) for key in there_and_back(tree)] == [int, str, str, str, type(None), float, float]
+    assert [type(key) for key in there_and_back(tree)] == [
+        int,
+        str,
+        str,
+        str,
+        type(None),
+        float,
+        float,
+    ]
 
 
 def test_bool_int_and_float_keys_are_told_apart() -> None:
@@ -236,7 +299,9 @@ def test_a_defaultdict_keeps_a_factory_of_pythons_own() -> None:
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
-@pytest.mark.parametrize("dtype", [np.float64, ">u2", "datetime64[ns]", "U3", [("a", "i4"), ("b", "f4")]])
+@pytest.mark.parametrize(
+    "dtype", [np.float64, ">u2", "datetime64[ns]", "U3", [("a", "i4"), ("b", "f4")]]
+)
 def test_large_arrays_are_leaves(dtype: Any, order: Any) -> None:
     array = np.zeros((300, 200), dtype, order=order)
     array[5:9] = np.ones((), dtype) if np.dtype(dtype).kind != "U" else "abc"
@@ -248,8 +313,13 @@ def test_large_arrays_are_leaves(dtype: Any, order: Any) -> None:
     assert back.flags.f_contiguous == array.flags.f_contiguous
 
 
-@pytest.mark.parametrize("array", [np.arange(40000.0)[::2], np.arange(20000.0)[::-1], np.broadcast_to(np.arange(4.0), (9000, 4))])
-def test_large_arrays_that_are_strided_or_read_only_are_leaves_too(array: np.ndarray[Any, Any]) -> None:
+@pytest.mark.parametrize(
+    "array",
+    [np.arange(40000.0)[::2], np.arange(20000.0)[::-1], np.broadcast_to(np.arange(4.0), (9000, 4))],
+)
+def test_large_arrays_that_are_strided_or_read_only_are_leaves_too(
+    array: np.ndarray[Any, Any],
+) -> None:
     assert len(flatten({"a": array}).tensors) == 1
     back = there_and_back({"a": array})["a"]
     assert np.array_equal(back, array)
@@ -265,17 +335,25 @@ def sparse(layout: torch.layout) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc],
+    ids=str,
+)
 def test_sparse_tensors_come_back(layout: torch.layout) -> None:
     tensor = sparse(layout)
     flat = flatten({"s": tensor})
-    assert all(leaf.path.startswith("s/") and leaf.tensor.layout is torch.strided for leaf in flat.tensors)
+    assert all(
+        leaf.path.startswith("s/") and leaf.tensor.layout is torch.strided for leaf in flat.tensors
+    )
     assert_same(there_and_back({"s": tensor})["s"], tensor)
 
 
 def test_a_sparse_tensor_keeps_whether_it_is_coalesced() -> None:
     places = torch.tensor([[0, 0, 1], [1, 1, 0]])
-    twice = torch.sparse_coo_tensor(places, torch.tensor([1.0, 2.0, 3.0]), (2, 2), check_invariants=True)
+    twice = torch.sparse_coo_tensor(
+        places, torch.tensor([1.0, 2.0, 3.0]), (2, 2), check_invariants=True
+    )
     back = there_and_back([twice, twice.coalesce()])
     assert [tensor.is_coalesced() for tensor in back] == [False, True]
     assert torch.equal(back[0]._values(), twice._values())
@@ -294,7 +372,9 @@ def test_sparse_indices_outside_the_tensor_are_corrupt() -> None:
 def test_quantized_tensors_come_back(dtype: torch.dtype) -> None:
     plain = torch.randn(3, 4)
     per_tensor = torch.quantize_per_tensor(plain, 0.1, 3, dtype)
-    per_channel = torch.quantize_per_channel(plain, torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0, 1, 2]), 0, dtype)
+    per_channel = torch.quantize_per_channel(
+        plain, torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0, 1, 2]), 0, dtype
+    )
     back = there_and_back({"t": per_tensor, "c": per_channel})
     assert_same(back["t"], per_tensor)
     assert (back["t"].q_scale(), back["t"].q_zero_point()) == (0.1, 3)
@@ -353,7 +433,9 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
 
 
 @pytest.mark.parametrize(("make", "pattern"), REFUSED)
-def test_what_has_no_safe_encoding_is_refused_with_its_path(make: Callable[[], object], pattern: str) -> None:
+def test_what_has_no_safe_encoding_is_refused_with_its_path(
+    make: Callable[[], object], pattern: str
+) -> None:
     tree = {"model": {"w": torch.ones(1)}, "extra": [1, {"deep": make()}], "after": 2}
     with pytest.raises(Unsupported, match=pattern) as caught:
         flatten(tree)
@@ -402,7 +484,12 @@ class Window:
 
 @pytest.fixture
 def window_encoder() -> None:
-    register_encoder(Window, "tests.window", lambda w: {"mean": w.mean, "names": w.names}, lambda plain: Window(**plain))
+    register_encoder(
+        Window,
+        "tests.window",
+        lambda w: {"mean": w.mean, "names": w.names},
+        lambda plain: Window(**plain),
+    )
 
 
 @pytest.mark.usefixtures("window_encoder")
@@ -418,7 +505,9 @@ def test_a_registered_type_comes_back() -> None:
 def test_an_encoder_that_is_not_registered_where_the_state_is_read_is_named() -> None:
     flat = flatten({"x": Window(torch.ones(1), ())})
     renamed = encode_skeleton(flat.skeleton).replace(b"tests.window", b"tests.absent")
-    with pytest.raises(InvalidInput, match=r"'tests\.absent', which is not registered.*register_encoder"):
+    with pytest.raises(
+        InvalidInput, match=r"'tests\.absent', which is not registered.*register_encoder"
+    ):
         unflatten(decode_skeleton(renamed), flat.values, [leaf.tensor for leaf in flat.tensors])
 
 
@@ -427,7 +516,10 @@ def test_an_encoder_that_fails_is_named_with_the_path() -> None:
         pass
 
     register_encoder(Broken, "tests.broken", lambda _: 1 / 0, lambda plain: plain)
-    with pytest.raises(Unsupported, match=r"a/0 of type .*Broken was refused by its encoder 'tests\.broken': division by zero"):
+    with pytest.raises(
+        Unsupported,
+        match=r"a/0 of type .*Broken was refused by its encoder 'tests\.broken': division by zero",
+    ):
         flatten({"a": [Broken()]})
 
 
@@ -453,7 +545,9 @@ def test_a_decoder_that_fails_is_named() -> None:
     register_encoder(Fussy, "tests.fussy", lambda _: 1, lambda _: Fussy())
     flat = flatten(Fussy())
     register_encoder(Fussy, "tests.fussy", lambda _: 1, lambda _: 1 / 0)
-    with pytest.raises(InvalidInput, match=r"'tests\.fussy' refused what it once encoded: division"):
+    with pytest.raises(
+        InvalidInput, match=r"'tests\.fussy' refused what it once encoded: division"
+    ):
         unflatten(flat.skeleton, flat.values, [])
 
 
@@ -461,9 +555,17 @@ def test_a_decoder_that_fails_is_named() -> None:
 
 
 def parts() -> tuple[bytes, bytes, list[torch.Tensor]]:
-    odd: dict[Any, Any] = {"sparse": torch.eye(2).to_sparse(), 1: {2.5: deque([torch.ones(1)], 4)}, "big": 1 << 90}
+    odd: dict[Any, Any] = {
+        "sparse": torch.eye(2).to_sparse(),
+        1: {2.5: deque([torch.ones(1)], 4)},
+        "big": 1 << 90,
+    }
     flat = flatten({**real_state(), **odd})
-    return encode_skeleton(flat.skeleton), encode_values(flat.values), [leaf.tensor for leaf in flat.tensors]
+    return (
+        encode_skeleton(flat.skeleton),
+        encode_values(flat.values),
+        [leaf.tensor for leaf in flat.tensors],
+    )
 
 
 SKELETON, VALUES, TENSORS = parts()
@@ -490,25 +592,52 @@ def test_flipped_bytes_of_skeleton_and_values_crash_nothing(data: st.DataObject)
 
 
 _plain = st.recursive(
-    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text(max_size=3) | st.binary(max_size=3),
-    lambda children: st.lists(children, max_size=4) | st.dictionaries(st.text(max_size=2), children, max_size=2),
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats()
+    | st.text(max_size=3)
+    | st.binary(max_size=3),
+    lambda children: (
+        st.lists(children, max_size=4) | st.dictionaries(st.text(max_size=2), children, max_size=2)
+    ),
     max_leaves=8,
 )
 _NODE_TAGS = ("d", "D", "o", "l", "t", "q", "x", "a", "coo", "csr", "bsc", "qt", "qc", "z")
 _VALUE_TAGS = (
-    *("int", "str", "complex", "bytearray", "ellipsis", "slice", "range", "list", "tuple", "deque", "set", "dict", "odict", "counter"),
+    *(
+        "int",
+        "str",
+        "complex",
+        "bytearray",
+        "ellipsis",
+        "slice",
+        "range",
+        "list",
+        "tuple",
+        "deque",
+        "set",
+        "dict",
+        "odict",
+        "counter",
+    ),
     *("size", "device", "array", "nscalar", "ndtype", "nstr", "nbytes", "dtype", "z"),
 )
 
 
 def tagged(tags: tuple[str, ...]) -> st.SearchStrategy[list[Any]]:
-    return st.tuples(st.sampled_from(tags), st.lists(_plain, max_size=4)).map(lambda node: [node[0], *node[1]])
+    return st.tuples(st.sampled_from(tags), st.lists(_plain, max_size=4)).map(
+        lambda node: [node[0], *node[1]]
+    )
 
 
 _nodes, _packed = tagged(_NODE_TAGS), tagged(_VALUE_TAGS)
 
 
-@given(st.lists(_nodes | st.integers(0, 2), max_size=6) | _plain, st.lists(_packed | _plain, max_size=4) | _plain)
+@given(
+    st.lists(_nodes | st.integers(0, 2), max_size=6) | _plain,
+    st.lists(_packed | _plain, max_size=4) | _plain,
+)
 @settings(max_examples=examples(600), deadline=None)
 def test_made_up_skeletons_and_values_crash_nothing(nodes: object, values: object) -> None:
     read(msgspec.msgpack.encode(nodes), msgspec.msgpack.encode(values))
@@ -522,7 +651,10 @@ def test_random_bytes_crash_nothing(data: bytes) -> None:
     read(data, data)
 
 
-@pytest.mark.parametrize("bomb", [b"\xdd\xff\xff\xff\xff", b"\x91" * 100_000, b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"])
+@pytest.mark.parametrize(
+    "bomb",
+    [b"\xdd\xff\xff\xff\xff", b"\x91" * 100_000, b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"],
+)
 def test_bombs_are_corrupt(bomb: bytes) -> None:
     with pytest.raises(Corrupt, match="the file"):
         decode_skeleton(bomb, source="the file")
@@ -545,7 +677,12 @@ def test_a_skeleton_deeper_than_the_limit_is_corrupt() -> None:
 def test_leaves_that_are_missing_or_left_over_are_corrupt() -> None:
     flat = flatten({"w": torch.ones(1), "lr": 0.1})
     tensor = torch.ones(1)
-    for values, tensors in (([], [tensor]), ([0.1], []), ([0.1, 0.1], [tensor]), ([0.1], [tensor, tensor])):
+    for values, tensors in (
+        ([], [tensor]),
+        ([0.1], []),
+        ([0.1, 0.1], [tensor]),
+        ([0.1], [tensor, tensor]),
+    ):
         with pytest.raises(Corrupt, match="skeleton needs"):
             unflatten(flat.skeleton, values, tensors)
 
@@ -560,19 +697,35 @@ class Reading:
 
 COUNT = itertools.count()
 WRONG: dict[str, tuple[Callable[[Any], object], Callable[[Any], Any], str]] = {
-    "forgets": (lambda r: {"number": r.number, "unit": r.unit}, lambda plain: Reading(plain["number"]), "'unit': 's'.*'unit': 'm'"),
-    "another type": (lambda r: [r.number, r.unit], lambda plain: plain, "failed on what was encoded"),
-    "raises": (lambda r: [r.number, r.unit], lambda plain: Reading(**plain), "failed on what was encoded: TypeError"),
+    "forgets": (
+        lambda r: {"number": r.number, "unit": r.unit},
+        lambda plain: Reading(plain["number"]),
+        "'unit': 's'.*'unit': 'm'",
+    ),
+    "another type": (
+        lambda r: [r.number, r.unit],
+        lambda plain: plain,
+        "failed on what was encoded",
+    ),
+    "raises": (
+        lambda r: [r.number, r.unit],
+        lambda plain: Reading(**plain),
+        "failed on what was encoded: TypeError",
+    ),
     "counts": (lambda r: [r.number, next(COUNT)], lambda plain: Reading(plain[0]), "made"),
 }
 
 
 @pytest.mark.parametrize("kind", WRONG)
 @pytest.mark.parametrize("is_checking", [True, False])
-def test_an_encoder_that_does_not_bring_back_what_it_took_is_refused(kind: str, is_checking: bool) -> None:
+def test_an_encoder_that_does_not_bring_back_what_it_took_is_refused(
+    kind: str, is_checking: bool
+) -> None:
     encode, decode, said = WRONG[kind]
     register_encoder(Reading, "tests.reading", encode, decode)
-    with pytest.raises(Unsupported, match=rf"^a/0 of type Reading does not come back: .*'tests\.reading'.*{said}"):
+    with pytest.raises(
+        Unsupported, match=rf"^a/0 of type Reading does not come back: .*'tests\.reading'.*{said}"
+    ):
         flatten({"a": [Reading(2.5, "s")]}, is_checking=is_checking)
 
 
@@ -594,13 +747,20 @@ def test_each_object_is_checked_when_it_is_tracked_and_later_only_the_first() ->
 
 
 def test_an_encoder_that_fits_some_objects_is_refused_for_the_others() -> None:
-    register_encoder(Reading, "tests.reading", lambda r: [r.number, r.unit], lambda plain: Reading(plain[0]))
+    register_encoder(
+        Reading, "tests.reading", lambda r: [r.number, r.unit], lambda plain: Reading(plain[0])
+    )
     flatten({"a": Reading(1.0)}, is_checking=True)
     with pytest.raises(Unsupported, match=r"^b of type Reading"):
         flatten({"a": Reading(1.0), "b": Reading(1.0, "s")}, is_checking=True)
 
 
 def test_a_tensor_on_no_device_of_an_encoder_is_refused_by_its_own_path() -> None:
-    register_encoder(Reading, "tests.reading", lambda r: {"w": torch.empty(2, device="meta")}, lambda plain: Reading(1.0))
+    register_encoder(
+        Reading,
+        "tests.reading",
+        lambda r: {"w": torch.empty(2, device="meta")},
+        lambda plain: Reading(1.0),
+    )
     with pytest.raises(Unsupported, match=r"^a/w is a meta tensor"):
         flatten({"a": Reading(1.0)})

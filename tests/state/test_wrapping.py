@@ -1,4 +1,5 @@
-"""Tensors that wrap others, as torchao's do, are stored by their inner tensors and come back in place, or as new ones."""
+"""Tensors that wrap others, as torchao's do, are stored by their inner tensors and come back in
+place, or as new ones."""
 
 from __future__ import annotations
 
@@ -67,7 +68,9 @@ class Scaled(torch.Tensor):
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, metadata: Any) -> Scaled:
-        made: Scaled = torch.Tensor._make_wrapper_subclass(cls, codes.shape, device=codes.device, dtype=torch.float32)
+        made: Scaled = torch.Tensor._make_wrapper_subclass(
+            cls, codes.shape, device=codes.device, dtype=torch.float32
+        )
         made.codes, made.scale, made.metadata = codes, scale, metadata
         return made
 
@@ -75,17 +78,22 @@ class Scaled(torch.Tensor):
         return ["codes", "scale"], self.metadata
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, torch.Tensor], metadata: Any, shape: Any, strides: Any) -> Scaled:
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], metadata: Any, shape: Any, strides: Any
+    ) -> Scaled:
         return Scaled(inner["codes"], inner["scale"], metadata)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # as torch calls it
+    # as torch calls it
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             return Scaled(args[0].codes, args[0].scale, args[0].metadata)
         raise NotImplementedError(func)  # nothing but inner tensors may be touched
 
 
-def options(kind: Kind = Kind.FAST, block: int = 4, *, requires_grad: bool = False) -> dict[str, Any]:
+def options(
+    kind: Kind = Kind.FAST, block: int = 4, *, requires_grad: bool = False
+) -> dict[str, Any]:
     return {
         "options": Options(kind, Sizes(block), torch.device("cpu"), requires_grad),
         "dtype": torch.bfloat16,
@@ -96,7 +104,11 @@ def options(kind: Kind = Kind.FAST, block: int = 4, *, requires_grad: bool = Fal
 
 def scaled(start: int = 0, size: int = 12, metadata: Any = None) -> Scaled:
     codes = torch.arange(start, start + size, dtype=torch.uint8 if size < 200 else torch.int32)
-    return Scaled(codes.reshape(3, -1), torch.full((3,), float(start)), options() if metadata is None else metadata)
+    return Scaled(
+        codes.reshape(3, -1),
+        torch.full((3,), float(start)),
+        options() if metadata is None else metadata,
+    )
 
 
 def nested(start: int = 0) -> TwoTensor:
@@ -113,7 +125,9 @@ MADE: dict[str, Callable[[int], torch.Tensor]] = {
 
 
 def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return type(one) is type(other) and all(map(torch.equal, plain_tensors(one), plain_tensors(other)))
+    return type(one) is type(other) and all(
+        map(torch.equal, plain_tensors(one), plain_tensors(other))
+    )
 
 
 @pytest.mark.parametrize("kind", MADE)
@@ -135,7 +149,9 @@ def test_a_parameter_that_wraps_tensors_comes_back_in_place(kind: str, repo: Rep
 
 
 @pytest.mark.parametrize("kind", MADE)
-def test_a_value_that_wraps_tensors_is_overwritten_or_made_anew(kind: str, repo: Repository) -> None:
+def test_a_value_that_wraps_tensors_is_overwritten_or_made_anew(
+    kind: str, repo: Repository
+) -> None:
     box: dict[str, Any] = {"same": MADE[kind](1), "other": MADE[kind](1)}
     with repo.track(box=box) as run:
         run.capture()
@@ -189,12 +205,17 @@ def test_neither_a_plain_tensor_nor_its_own_goes_into_the_other(repo: Repository
         assert repo.restore(name, into={"model": other}, strict=False).mismatched
 
 
-def test_a_class_that_is_not_imported_gives_its_inner_tensors(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_that_is_not_imported_gives_its_inner_tensors(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with repo.track(box={"a": scaled(1)}) as run:
         run.capture()
     monkeypatch.delattr(f"{__name__}.Scaled")
     back = repo.load("main")["box"]["a"]
-    assert {name: part.tolist() for name, part in back.items()} == {"codes": scaled_codes(), "scale": [1.0] * 3}
+    assert {name: part.tolist() for name, part in back.items()} == {
+        "codes": scaled_codes(),
+        "scale": [1.0] * 3,
+    }
 
 
 def scaled_codes() -> list[list[int]]:
@@ -202,20 +223,36 @@ def scaled_codes() -> list[list[int]]:
 
 
 def renamed(packed: Any, old: str, new: str) -> Any:
-    return [renamed(each, old, new) for each in packed] if isinstance(packed, list) else new if packed == old else packed
+    return (
+        [renamed(each, old, new) for each in packed]
+        if isinstance(packed, list)
+        else new
+        if packed == old
+        else packed
+    )
 
 
-@pytest.mark.parametrize("name", ["os:system", "datastates.state.tree:Owned", f"{__name__}:Outsider", "builtins:list"])
+@pytest.mark.parametrize(
+    "name", ["os:system", "datastates.state.tree:Owned", f"{__name__}:Outsider", "builtins:list"]
+)
 def test_metadata_makes_no_object_of_a_class_that_is_no_metadata(name: str) -> None:
     flat = flatten({"a": scaled()})
     root, (*node, metadata), *rest = flat.skeleton.nodes
-    forged = msgspec.msgpack.encode(renamed(msgspec.msgpack.decode(metadata), f"{__name__}:Options", name))
+    forged = msgspec.msgpack.encode(
+        renamed(msgspec.msgpack.decode(metadata), f"{__name__}:Options", name)
+    )
     assert forged != metadata
     with pytest.raises(Corrupt, match="does not come back"):
-        unflatten(Skeleton([root, (*node, forged), *rest]), flat.values, [leaf.tensor for leaf in flat.tensors])
+        unflatten(
+            Skeleton([root, (*node, forged), *rest]),
+            flat.values,
+            [leaf.tensor for leaf in flat.tensors],
+        )
 
 
-@pytest.mark.parametrize("name", ["torch:Tensor", "torch.nested._internal.nested_tensor:NestedTensor", "torch:nn", "a:b"])
+@pytest.mark.parametrize(
+    "name", ["torch:Tensor", "torch.nested._internal.nested_tensor:NestedTensor", "torch:nn", "a:b"]
+)
 def test_a_state_names_no_tensor_class_but_those_that_are_stored(name: str) -> None:
     flat = flatten({"a": scaled()})
     root, (tag, _, *fields), *rest = flat.skeleton.nodes
@@ -245,14 +282,19 @@ def refused() -> dict[str, Callable[[], torch.Tensor]]:
         pass
 
     return {
-        "metadata": lambda: WithTensor(torch.ones(2), torch.ones(2)),  # type: ignore[no-untyped-call]  # it has no types
-        "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        # it has no types
+        "metadata": lambda: WithTensor(torch.ones(2), torch.ones(2)),  # type: ignore[no-untyped-call]
+        "nested": lambda: torch.nested.nested_tensor(
+            [torch.ones(2), torch.ones(3)], layout=torch.jagged
+        ),
         "fake": fake,
         "no parts": lambda: torch.ones(2).as_subclass(Plain),
     }
 
 
 @pytest.mark.parametrize("kind", ["metadata", "nested", "fake", "no parts"])
-def test_what_cannot_be_taken_apart_is_refused_when_it_is_tracked(kind: str, repo: Repository) -> None:
+def test_what_cannot_be_taken_apart_is_refused_when_it_is_tracked(
+    kind: str, repo: Repository
+) -> None:
     with pytest.raises(Unsupported, match=r"^box/a is a"), repo.track(box={"a": refused()[kind]()}):
         pass

@@ -43,7 +43,11 @@ def acquire(arena: Arena, count: int) -> list[int]:
 
 def reach(arena: Arena, blocks: int) -> int:
     """How many whole chunks find room while no more blocks than these are warm."""
-    return max(count for count in range(21) if arena.fits([CHUNK_BYTES] * count, within=blocks * CHUNK_BYTES))
+    return max(
+        count
+        for count in range(21)
+        if arena.fits([CHUNK_BYTES] * count, within=blocks * CHUNK_BYTES)
+    )
 
 
 def test_the_budget_is_never_exceeded(arena: Arena) -> None:
@@ -81,13 +85,35 @@ def test_slots_are_pages_that_do_not_overlap(arena: Arena) -> None:
         assert arena.flat[slot] == number
 
 
-MIX = [4096, 5000, 100_000, 240_000, 1_000_000, 1_468_006, 2_202_009, 2_831_155, 3 << 20, 3_670_016, CHUNK_BYTES - 1, CHUNK_BYTES]
-STATES = [*((size,) for size in MIX), (CHUNK_BYTES, 100_000), (CHUNK_BYTES, 2_202_009), (CHUNK_BYTES, 3 << 20, 1000)]
+MIX = [
+    4096,
+    5000,
+    100_000,
+    240_000,
+    1_000_000,
+    1_468_006,
+    2_202_009,
+    2_831_155,
+    3 << 20,
+    3_670_016,
+    CHUNK_BYTES - 1,
+    CHUNK_BYTES,
+]
+STATES = [
+    *((size,) for size in MIX),
+    (CHUNK_BYTES, 100_000),
+    (CHUNK_BYTES, 2_202_009),
+    (CHUNK_BYTES, 3 << 20, 1000),
+]
 
 
 @pytest.mark.parametrize("is_warm", [False, True])
-@pytest.mark.parametrize("lines", part([STATES, *itertools.combinations_with_replacement(STATES, 2)]), ids=str)
-def test_at_least_100_of_128_mib_hold_states_whatever_their_sizes(lines: Sequence[tuple[int, ...]], is_warm: bool) -> None:
+@pytest.mark.parametrize(
+    "lines", part([STATES, *itertools.combinations_with_replacement(STATES, 2)]), ids=str
+)
+def test_at_least_100_of_128_mib_hold_states_whatever_their_sizes(
+    lines: Sequence[tuple[int, ...]], is_warm: bool
+) -> None:
     """The oldest leave for the newest, of lines that capture by turns and at random."""
     arena, chance = Arena(128 << 20), random.Random(5)
     if is_warm:
@@ -121,7 +147,8 @@ def test_a_failed_attempt_leaves_nothing_behind(arena: Arena) -> None:
 
 
 class ArenaMachine(RuleBasedStateMachine):
-    """Chunks of any lengths come and go, and devices come; no two of them overlap, and none is lost."""
+    """Chunks of any lengths come and go, and devices come; no two of them overlap, and none is
+    lost."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +156,10 @@ class ArenaMachine(RuleBasedStateMachine):
         self.held: list[tuple[list[int], list[int]]] = []
         self.edges: list[int] = []
 
-    @rule(lengths=st.lists(st.sampled_from([1, 64, 4000, 65_535, 65_536, 70_001, *MIX]), max_size=4), blocks=st.integers(0, 6))
+    @rule(
+        lengths=st.lists(st.sampled_from([1, 64, 4000, 65_535, 65_536, 70_001, *MIX]), max_size=4),
+        blocks=st.integers(0, 6),
+    )
     def acquire(self, lengths: list[int], blocks: int) -> None:
         fits = self.arena.fits(lengths, within=blocks * CHUNK_BYTES)
         warm = self.arena.warm
@@ -166,7 +196,11 @@ class ArenaMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_chunks_overlap_and_none_crosses_registrations(self) -> None:
-        taken = sorted((slot, slot + length) for slots, lengths in self.held for slot, length in zip(slots, lengths, strict=True))
+        taken = sorted(
+            (slot, slot + length)
+            for slots, lengths in self.held
+            for slot, length in zip(slots, lengths, strict=True)
+        )
         for (start, end), (after, _) in itertools.pairwise([*taken, (self.arena.warm, 0)]):
             assert end <= after
             assert start % (4096 if end - start >= 65_536 else 64) == 0
@@ -177,8 +211,13 @@ class ArenaMachine(RuleBasedStateMachine):
         extents = sorted(self.arena._extents.items())
         assert sorted((end - start, start) for start, end in extents) == self.arena._by_size
         assert {end: start for start, end in extents} == self.arena._starts
-        assert self.arena.available == sum(end - start for start, end in extents) + self.arena.capacity - self.arena.warm
-        assert all(end < after or end in self.edges for (_, end), (after, _) in itertools.pairwise(extents))
+        assert (
+            self.arena.available
+            == sum(end - start for start, end in extents) + self.arena.capacity - self.arena.warm
+        )
+        assert all(
+            end < after or end in self.edges for (_, end), (after, _) in itertools.pairwise(extents)
+        )
 
     def teardown(self) -> None:
         for slots, _ in self.held:
@@ -188,10 +227,14 @@ class ArenaMachine(RuleBasedStateMachine):
 
 
 TestArenaMachine = ArenaMachine.TestCase
-TestArenaMachine.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
+TestArenaMachine.settings = settings(
+    max_examples=examples(100), stateful_step_count=40, deadline=None
+)
 
 
-def test_the_pieces_of_a_whole_chunk_are_the_same_objects_until_other_sizes_are_asked_for(arena: Arena) -> None:
+def test_the_pieces_of_a_whole_chunk_are_the_same_objects_until_other_sizes_are_asked_for(
+    arena: Arena,
+) -> None:
     (slot,) = acquire(arena, 1)
     sizes, others = [3, 5], [3, 5]
     pieces = arena.pieces(slot, sizes)
@@ -277,7 +320,8 @@ def mapped(arena: Arena, slot: int) -> dict[str, str]:
 
 
 def merges_pages() -> bool:
-    """Whether this kernel has huge pages, and merges small ones when it is told to: from Linux 6.1 on."""
+    """Whether this kernel has huge pages, and merges small ones when it is told to: from Linux
+    6.1 on."""
     enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     numbers = [int(part) for part in re.findall(r"\d+", platform.release())[:2]]
     return numbers >= [6, 1] and enabled.exists() and "[never]" not in enabled.read_text()
@@ -309,10 +353,14 @@ def test_slots_that_are_awaited_get_small_pages_once_huge_ones_come_slowly(
     arena.warm_up(1)
     arena.make_real(acquire(arena, 2))
     small = [advised_small(arena, slot) for slot in (*slots, 3 * CHUNK_BYTES, 4 * CHUNK_BYTES)]
-    assert small == ([False, False, True, False, True] if slow else [False, False, False, False, True])
+    assert small == (
+        [False, False, True, False, True] if slow else [False, False, False, False, True]
+    )
 
 
-def test_pages_are_merged_and_their_contents_stay(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_merged_and_their_contents_stay(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pretend(monkeypatch, [0.009, 0.0015, 0.0015])
     slots = acquire(arena, 3)
     arena.make_real(slots)
@@ -327,7 +375,9 @@ def test_pages_are_merged_and_their_contents_stay(arena: Arena, monkeypatch: pyt
     arena.merge_pages()
 
 
-def test_pages_that_the_kernel_will_not_merge_are_left_in_the_end(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_that_the_kernel_will_not_merge_are_left_in_the_end(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pretend(monkeypatch, [0.009, 0.0015, 0.0015])
     asked: list[int] = []
 
@@ -345,7 +395,9 @@ def test_pages_that_the_kernel_will_not_merge_are_left_in_the_end(arena: Arena, 
     assert asked == addresses * 8, "each in its turn"
 
 
-def test_pages_of_a_closed_arena_are_left_alone(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_of_a_closed_arena_are_left_alone(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pretend(monkeypatch, [0.009, 0.0015])
     arena.make_real(acquire(arena, 2))
     arena.close()
@@ -353,7 +405,9 @@ def test_pages_of_a_closed_arena_are_left_alone(arena: Arena, monkeypatch: pytes
     arena.merge_pages()
 
 
-def test_whoever_needs_slots_that_are_being_touched_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_needs_slots_that_are_being_touched_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     arena = Arena(2 * CHUNK_BYTES)
     touching, may_end = threading.Event(), threading.Event()
 
@@ -409,7 +463,12 @@ def test_a_closed_arena_refuses_but_what_was_handed_out_stays(arena: Arena) -> N
     arena.close()
     arena.close()
     assert bytes(view[:3]) == b"abc"
-    for use in (lambda: arena.acquire([1]), lambda: arena.memory(slot), lambda: arena.tensor(slot), lambda: arena.pieces(slot, sizes)):
+    for use in (
+        lambda: arena.acquire([1]),
+        lambda: arena.memory(slot),
+        lambda: arena.tensor(slot),
+        lambda: arena.pieces(slot, sizes),
+    ):
         with pytest.raises(Closed):
             use()
 
@@ -461,7 +520,9 @@ arena.release([slot])
 
 
 def test_a_forked_child_neither_sees_nor_breaks_the_arena() -> None:
-    done = subprocess.run([sys.executable, "-c", _FORKED], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _FORKED], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -1,4 +1,5 @@
-"""The local tier: what states have in common that nobody told it are related, and an index that cannot be relied on."""
+"""The local tier: what states have in common that nobody told it are related, and an index that
+cannot be relied on."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ BIG = SHARED_BYTES + 20
 
 def big(uid: str, *seeds: int) -> Payload:
     """A state of one chunk for each seed that is large enough to be shared."""
-    return payload(uid, *({f"model/{number}": numbers(BIG // 4, seed)} for number, seed in enumerate(seeds)))
+    return payload(
+        uid, *({f"model/{number}": numbers(BIG // 4, seed)} for number, seed in enumerate(seeds))
+    )
 
 
 def check(tier: LocalTier, *states: Payload) -> None:
@@ -57,13 +60,20 @@ def test_a_base_and_a_stranger_are_shared_with_alike(tmp_path: Path) -> None:
     tier.put(big("stranger", 2))
     placed = tier.put(big("s", 1, 2, 3, 2), base=base)
     assert placed.bytes_new == BIG
-    assert set(packs(placed.manifest)) == {"s.0.safetensors", "base.0.safetensors", "stranger.0.safetensors"}
+    assert set(packs(placed.manifest)) == {
+        "s.0.safetensors",
+        "base.0.safetensors",
+        "stranger.0.safetensors",
+    }
     check(tier, big("s", 1, 2, 3, 2))
 
 
 def test_whole_chunks_are_shared_with_short_ones_of_any_length(tmp_path: Path) -> None:
     tier = LocalTier(tmp_path)
-    groups = [{"model/w": numbers(2 * CHUNK_BYTES // 4 + SHARED_BYTES // 4 + 1)}, {"model/b": numbers(SHARED_BYTES // 2, 1).half()}]
+    groups = [
+        {"model/w": numbers(2 * CHUNK_BYTES // 4 + SHARED_BYTES // 4 + 1)},
+        {"model/b": numbers(SHARED_BYTES // 2, 1).half()},
+    ]
     tier.put(payload("a", *groups))
     assert tier.put(payload("b", *groups)).bytes_new == 0
     check(tier, payload("a", *groups), payload("b", *groups))
@@ -73,7 +83,10 @@ def test_small_chunks_are_left_alone(tmp_path: Path) -> None:
     tier = LocalTier(tmp_path)
     state = payload("a", {"model/w": numbers(SHARED_BYTES // 4 - 1)})
     tier.put(state)
-    assert tier.put(payload("b", {"model/w": numbers(SHARED_BYTES // 4 - 1)})).bytes_new == SHARED_BYTES - 4
+    assert (
+        tier.put(payload("b", {"model/w": numbers(SHARED_BYTES // 4 - 1)})).bytes_new
+        == SHARED_BYTES - 4
+    )
 
 
 def test_a_pack_stays_until_the_last_stranger_that_needs_it_goes(tmp_path: Path) -> None:
@@ -81,7 +94,9 @@ def test_a_pack_stays_until_the_last_stranger_that_needs_it_goes(tmp_path: Path)
     tier.put(big("a", 1, 2))
     tier.put(big("b", 1, 3))
     assert tier.remove("a") == 0
-    assert tier.put(big("c", 2)).bytes_new == 0, "what lies in a pack that is needed is found, though its own state is gone"
+    assert tier.put(big("c", 2)).bytes_new == 0, (
+        "what lies in a pack that is needed is found, though its own state is gone"
+    )
     check(LocalTier(tmp_path), big("b", 1, 3), big("c", 2))
     assert tier.remove("b") == BIG
     check(LocalTier(tmp_path), big("c", 2))
@@ -122,7 +137,9 @@ def test_a_pack_that_is_none_any_more_is_not_shared_with(tmp_path: Path, wreck: 
     check(tier, big("b", 1))
 
 
-def test_a_pack_that_is_removed_while_another_state_is_to_share_it_is_not_missed(tmp_path: Path) -> None:
+def test_a_pack_that_is_removed_while_another_state_is_to_share_it_is_not_missed(
+    tmp_path: Path,
+) -> None:
     other = LocalTier(tmp_path)
     other.put(big("a", 1, 2))
 
@@ -205,7 +222,19 @@ def a_link(path: Path) -> None:
     path.symlink_to("elsewhere")
 
 
-WRECKS = [a_link, missing, empty, cut, longer, huge, zeros, garbage, shifted, of_another_folder, a_folder]
+WRECKS = [
+    a_link,
+    missing,
+    empty,
+    cut,
+    longer,
+    huge,
+    zeros,
+    garbage,
+    shifted,
+    of_another_folder,
+    a_folder,
+]
 
 
 @pytest.mark.parametrize("wreck", WRECKS)
@@ -222,7 +251,8 @@ def test_nothing_depends_on_the_index(tmp_path: Path, wreck: Callable[[Path], No
 
 
 def test_no_flip_in_the_index_changes_what_is_stored(tmp_path: Path) -> None:
-    """All positions of three entries (in the gate a twelfth of them): some say that a chunk lies within or behind another one."""
+    """All positions of three entries (in the gate a twelfth of them): some say that a chunk lies
+    within or behind another one."""
     tier = LocalTier(tmp_path)
     tier.put(big("a", 1, 2, 3))
     path = tmp_path / ".chunks"
@@ -247,7 +277,9 @@ def test_an_index_that_is_a_link_is_not_written_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wreck", [missing, empty, cut, longer, huge])
-def test_an_index_that_is_missing_begins_with_what_the_newest_manifests_say(tmp_path: Path, wreck: Callable[[Path], None]) -> None:
+def test_an_index_that_is_missing_begins_with_what_the_newest_manifests_say(
+    tmp_path: Path, wreck: Callable[[Path], None]
+) -> None:
     tier = LocalTier(tmp_path)
     tier.put(big("a", 1, 2))
     tier.put(big("b", 3, 2))
@@ -273,7 +305,11 @@ def found_in(index: ChunkIndex, keys: Iterable[tuple[bytes, int]]) -> list[Hint]
 
 
 def hint(number: int, pack: str = "a.0.safetensors", *, digest: bytes | None = None) -> Hint:
-    return Hint((chunk_digest(number.to_bytes(4, "little")) if digest is None else digest, CHUNK_BYTES), pack, 4096 * number)
+    return Hint(
+        (chunk_digest(number.to_bytes(4, "little")) if digest is None else digest, CHUNK_BYTES),
+        pack,
+        4096 * number,
+    )
 
 
 def test_the_index_grows_and_forgets_only_what_lies_in_packs_that_are_gone(tmp_path: Path) -> None:
@@ -281,7 +317,10 @@ def test_the_index_grows_and_forgets_only_what_lies_in_packs_that_are_gone(tmp_p
     assert found_in(index, [hint(0).key]) == []
     (tmp_path / "a.0.safetensors").touch()
     for start in range(0, 20_000, 250):
-        index.add(hint(number, "ab"[number % 2] + ".0.safetensors") for number in range(start, start + 250))
+        index.add(
+            hint(number, "ab"[number % 2] + ".0.safetensors")
+            for number in range(start, start + 250)
+        )
     kept = [hint(number) for number in range(0, 20_000, 2)]
     assert found_in(index, (each.key for each in kept)) == kept
     gone = [hint(number).key for number in range(1, 20_000, 2)]
@@ -310,11 +349,23 @@ def test_digests_that_are_made_to_fall_together_do_not_make_the_index_grow(tmp_p
     assert found_in(index, (each.key for each in forged)) == forged[-64:]
 
 
-def test_the_newest_hint_about_a_chunk_comes_first_and_names_that_reach_elsewhere_are_not_given(tmp_path: Path) -> None:
+def test_the_newest_hint_about_a_chunk_comes_first_and_names_that_reach_elsewhere_are_not_given(
+    tmp_path: Path,
+) -> None:
     index = ChunkIndex(tmp_path)
     index.find([hint(0).key])
-    index.add([hint(1, "a.0.safetensors"), hint(1, "b.0.safetensors"), hint(1, "../b.0.safetensors"), hint(1, "x" * 40 + ".0.safetensors")])
-    assert [found.pack for found in found_in(index, [hint(1).key])] == ["b.0.safetensors", "a.0.safetensors"]
+    index.add(
+        [
+            hint(1, "a.0.safetensors"),
+            hint(1, "b.0.safetensors"),
+            hint(1, "../b.0.safetensors"),
+            hint(1, "x" * 40 + ".0.safetensors"),
+        ]
+    )
+    assert [found.pack for found in found_in(index, [hint(1).key])] == [
+        "b.0.safetensors",
+        "a.0.safetensors",
+    ]
     assert found_in(index, [(hint(1).key[0], 5)]) == []
 
 
@@ -342,12 +393,18 @@ assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
 
 def test_processes_add_to_one_index(tmp_path: Path) -> None:
     run(_ADDERS, tmp_path)
-    wanted = [hint(10_000 * ord(name) + number, f"{name}.0.safetensors") for name in "abc" for number in range(3000)]
+    wanted = [
+        hint(10_000 * ord(name) + number, f"{name}.0.safetensors")
+        for name in "abc"
+        for number in range(3000)
+    ]
     assert found_in(ChunkIndex(tmp_path), (each.key for each in wanted)) == wanted
 
 
 def test_a_manifest_without_places_is_no_source(tmp_path: Path) -> None:
     from datastates.state.digest import encode
 
-    (tmp_path / "bare.0.manifest").write_bytes(encode(msgspec.structs.replace(big("bare", 1).manifest, packs=(), refs=())))
+    (tmp_path / "bare.0.manifest").write_bytes(
+        encode(msgspec.structs.replace(big("bare", 1).manifest, packs=(), refs=()))
+    )
     assert LocalTier(tmp_path).put(big("a", 1)).bytes_new == BIG

@@ -1,4 +1,5 @@
-"""Memory takes a state over wholly or not at all, at whichever line that is broken off; what it did not take stays the caller's."""
+"""Memory takes a state over wholly or not at all, at whichever line that is broken off; what it
+did not take stays the caller's."""
 
 from __future__ import annotations
 
@@ -15,8 +16,20 @@ from datastates.testing.states import small
 from tests.support.interrupting import NEVER, Interruption, codes_of
 
 _CODES = codes_of(
-    *(MemoryTier.adopt, MemoryTier.settle, MemoryTier._wholly, MemoryTier._settle, MemoryTier._check_same),
-    *(MemoryTier._place, MemoryTier._enter, MemoryTier._find, MemoryTier._unused, MemoryTier._are_equal),
+    *(
+        MemoryTier.adopt,
+        MemoryTier.settle,
+        MemoryTier._wholly,
+        MemoryTier._settle,
+        MemoryTier._check_same,
+    ),
+    *(
+        MemoryTier._place,
+        MemoryTier._enter,
+        MemoryTier._find,
+        MemoryTier._unused,
+        MemoryTier._are_equal,
+    ),
 )
 _THEIRS = "a peer"
 _Key = tuple[bytes, int]
@@ -30,9 +43,19 @@ def arena() -> Iterator[Arena]:
 
 
 def known(tier: MemoryTier, arena: Arena) -> object:
-    """Everything that the tier and the arena know, but for whose bytes a chunk has: that is true of it wherever a state was broken off."""
-    chunks = {key: [(chunk.slot, chunk.uses) for chunk in held] for key, held in tier._chunks.items()}
-    return {*tier.uids()}, chunks, dict(tier._shared), tier.bytes_beside, arena.available, tier.slots_held
+    """Everything that the tier and the arena know, but for whose bytes a chunk has: that is true
+    of it wherever a state was broken off."""
+    chunks = {
+        key: [(chunk.slot, chunk.uses) for chunk in held] for key, held in tier._chunks.items()
+    }
+    return (
+        {*tier.uids()},
+        chunks,
+        dict(tier._shared),
+        tier.bytes_beside,
+        arena.available,
+        tier.slots_held,
+    )
 
 
 def filled(arena: Arena, state: Payload) -> list[int]:
@@ -58,10 +81,15 @@ def adopt(tier: MemoryTier, arena: Arena, state: Payload, during: Interruption) 
 
 def settle(tier: MemoryTier, arena: Arena, state: Payload, during: Interruption) -> None:
     """A clone comes in, of which some chunks may be here, or what was brought for it goes back."""
-    was_here, keys = tier.has(state.manifest.origin.uid), [(each.digest, each.length) for each in state.manifest.content.chunks]
+    was_here, keys = (
+        tier.has(state.manifest.origin.uid),
+        [(each.digest, each.length) for each in state.manifest.content.chunks],
+    )
     held: dict[_Key, Held] = tier.hold(keys, _THEIRS)
     brought = {key: view for key, view in zip(keys, state.chunks, strict=True) if key not in held}
-    slots: dict[_Key, int] = dict(zip(brought, arena.acquire([view.nbytes for view in brought.values()]) or [], strict=True))
+    slots: dict[_Key, int] = dict(
+        zip(brought, arena.acquire([view.nbytes for view in brought.values()]) or [], strict=True)
+    )
     for key, slot in slots.items():
         arena.memory(slot, key[1])[:] = brought[key]
     try:
@@ -74,7 +102,9 @@ def settle(tier: MemoryTier, arena: Arena, state: Payload, during: Interruption)
         arena.take_back(slots)
 
 
-def _leave(tier: MemoryTier, arena: Arena, state: Payload, during: Interruption, was_here: bool) -> None:
+def _leave(
+    tier: MemoryTier, arena: Arena, state: Payload, during: Interruption, was_here: bool
+) -> None:
     if during.place and not was_here:
         tier.remove(state.manifest.origin.uid)
 
@@ -85,7 +115,9 @@ def room(arena: Arena, others: str) -> MemoryTier:
     if others in ("ours", "both"):
         tier.put(small("ours", 1, 3, 7))
     if others in ("theirs", "both"):
-        settle(tier, arena, small("theirs", 2, 3, 8), Interruption(frozenset(), NEVER, lambda: None))
+        settle(
+            tier, arena, small("theirs", 2, 3, 8), Interruption(frozenset(), NEVER, lambda: None)
+        )
     if others == "itself":
         tier.put(small("a", 1, 2, 3, 3))
     return tier
@@ -95,7 +127,10 @@ def room(arena: Arena, others: str) -> MemoryTier:
 @pytest.mark.parametrize("take", [adopt, settle])
 @pytest.mark.parametrize("others", ["none", "ours", "theirs", "both", "itself"])
 def test_a_state_that_is_broken_off_on_its_way_into_memory_leaves_it_as_it_was(
-    arena: Arena, take: Callable[[MemoryTier, Arena, Payload, Interruption], None], others: str, error: type[BaseException]
+    arena: Arena,
+    take: Callable[[MemoryTier, Arena, Payload, Interruption], None],
+    others: str,
+    error: type[BaseException],
 ) -> None:
     def broken_off() -> None:
         raise error

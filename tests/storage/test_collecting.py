@@ -1,4 +1,5 @@
-"""Garbage in a folder of packs: found, deleted, rewritten; beside readers, and wherever it is killed."""
+"""Garbage in a folder of packs: found, deleted, rewritten; beside readers, and wherever it is
+killed."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ SEEDS = {"a": (1, 2, 3, 4, 5), "b": (1, 6), "c": (1, 2, 7)}
 
 
 def sparse(root: Path) -> LocalTier:
-    """A folder whose first pack, of five chunks, is needed by two states, which need two of them; its own state is gone."""
+    """A folder whose first pack, of five chunks, is needed by two states, which need two of
+    them; its own state is gone."""
     tier = LocalTier(root)
     base = tier.put(small("a", *SEEDS["a"])).manifest
     tier.put(small("b", *SEEDS["b"]), base=base)
@@ -71,7 +73,9 @@ def test_a_pack_most_of_whose_bytes_are_dead_is_rewritten(tmp_path: Path) -> Non
     after = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     assert done.rewritten_bytes == before - after
     assert told[-1][0] == done.rewritten_bytes
-    assert {uid: tier.manifest(uid).digest for uid in "bc"} == digests, "places are no part of what a state is"
+    assert {uid: tier.manifest(uid).digest for uid in "bc"} == digests, (
+        "places are no part of what a state is"
+    )
     check(tier, "b", "c")
     check(LocalTier(tmp_path), "b", "c")
     assert tier.collect() == Collected()
@@ -121,15 +125,21 @@ def test_a_state_that_comes_while_a_pack_is_rewritten_keeps_it(tmp_path: Path) -
 
 def test_a_state_that_is_dropped_while_its_chunks_move_does_not_come_back(tmp_path: Path) -> None:
     sparse(tmp_path)
-    tier = LocalTier(tmp_path, on_step=lambda step: LocalTier(tmp_path).forget(["b"]) if step == "pack-moved" else None)
+    tier = LocalTier(
+        tmp_path,
+        on_step=lambda step: LocalTier(tmp_path).forget(["b"]) if step == "pack-moved" else None,
+    )
     tier.collect()
     check(LocalTier(tmp_path), "c")
     tier.collect()
     assert not list(tmp_path.glob("b.*"))
 
 
-def test_chunks_that_moved_with_a_state_that_is_dropped_move_again_for_the_others(tmp_path: Path) -> None:
-    """The pack that they were moved into was the dropped state's alone: the next state has not yet said that it needs it."""
+def test_chunks_that_moved_with_a_state_that_is_dropped_move_again_for_the_others(
+    tmp_path: Path,
+) -> None:
+    """The pack that they were moved into was the dropped state's alone: the next state has not
+    yet said that it needs it."""
     sparse(tmp_path)
 
     def drop(step: str) -> None:
@@ -165,7 +175,11 @@ def test_what_is_written_just_now_stays(tmp_path: Path) -> None:
         planned = tier.collect(is_dry=True)
         done = tier.collect()
         assert file.path.exists()
-    assert (planned.temporaries, planned.temporary_bytes) == (done.temporaries, done.temporary_bytes) == (1, 100)
+    assert (
+        (planned.temporaries, planned.temporary_bytes)
+        == (done.temporaries, done.temporary_bytes)
+        == (1, 100)
+    )
 
 
 def test_a_second_collection_is_refused(tmp_path: Path) -> None:
@@ -267,13 +281,21 @@ def wrecks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wrecks")
     for step in _STEPS:
         sparse(folder / step)
-    done = warm.run([sys.executable, "-c", _KILLED, str(folder), *_STEPS], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = warm.run(
+        [sys.executable, "-c", _KILLED, str(folder), *_STEPS],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return folder
 
 
 @pytest.mark.parametrize("step", _STEPS)
-def test_a_collection_that_is_killed_loses_nothing_and_the_next_one_goes_on(wrecks: Path, step: str) -> None:
+def test_a_collection_that_is_killed_loses_nothing_and_the_next_one_goes_on(
+    wrecks: Path, step: str
+) -> None:
     tier = LocalTier(wrecks / step)
     check(tier, "b", "c")
     tier.collect()

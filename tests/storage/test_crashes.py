@@ -16,7 +16,9 @@ STEPS = ["pack-written", "pack-renamed", "manifest-written", "manifest-renamed"]
 
 def run(script: str, *arguments: object) -> None:
     command = [sys.executable, "-c", script, *map(str, arguments)]
-    done = warm.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    done = warm.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -67,7 +69,9 @@ def test_a_crash_while_putting_leaves_the_whole_state_or_nothing(wrecks: Path, s
     }
     assert {path.name for path in tier.sweep()} == left[step]
     assert tier.sweep() == []
-    assert tier.put(small("s", 2, 3), base=tier.manifest("base")).bytes_new == (0 if is_visible else 100)
+    assert tier.put(small("s", 2, 3), base=tier.manifest("base")).bytes_new == (
+        0 if is_visible else 100
+    )
     for state in (small("base", 1, 2), small("s", 2, 3)):
         with tier.open(state.manifest.origin.uid) as reader:
             assert stream(reader) == chunks_of(state)

@@ -1,4 +1,5 @@
-"""Files that others put, changed or cut while they are read: an error, and neither a hang nor the end of the process."""
+"""Files that others put, changed or cut while they are read: an error, and neither a hang nor
+the end of the process."""
 
 from __future__ import annotations
 
@@ -49,10 +50,15 @@ def test_a_pack_that_is_cut_short_while_it_is_open_is_an_error(tmp_path: Path) -
         tier.put(what)
 
 
-def test_a_restore_and_a_verification_of_a_pack_that_is_cut_short_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restore_and_a_verification_of_a_pack_that_is_cut_short_are_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is cut once the state is open, after the first chunk was read."""
     config = Config(memory_bytes=64 * MIB, durable_interval_s=None)
-    with datastates.open(tmp_path, config=config) as repo, repo.track(rng=False, box={"w": torch.arange(3.0 * MIB)}) as run:
+    with (
+        datastates.open(tmp_path, config=config) as repo,
+        repo.track(rng=False, box={"w": torch.arange(3.0 * MIB)}) as run,
+    ):
         run.capture().wait("durable")
     check = MappedReader._look_through
 
@@ -78,7 +84,14 @@ def test_bytes_are_gathered_as_they_are_stored_whatever_their_place(tmp_path: Pa
     chunks = chunks_of(what)
     stream = b"".join(chunks[:3])
     with tier.open("a") as reader:
-        for start, length in ((0, 10), (4 * MIB - 3, 9), (0, len(stream)), (5, len(stream) - 5), (8 * MIB, 77 * 4), (3, 4 * MIB)):
+        for start, length in (
+            (0, 10),
+            (4 * MIB - 3, 9),
+            (0, len(stream)),
+            (5, len(stream) - 5),
+            (8 * MIB, 77 * 4),
+            (3, 4 * MIB),
+        ):
             into = bytearray(length)
             reader.gather(start, memoryview(into))
             assert bytes(into) == stream[start : start + length]
@@ -86,7 +99,9 @@ def test_bytes_are_gathered_as_they_are_stored_whatever_their_place(tmp_path: Pa
             reader.gather(8 * MIB, memoryview(bytearray(4096)))
 
 
-def test_a_tensor_is_its_own_where_memory_has_room_and_mapped_where_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_is_its_own_where_memory_has_room_and_mapped_where_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tier = LocalTier(tmp_path)
     tier.put(payload("a", {"w": numbers(100)}))
     with tier.open("a") as reader:
@@ -98,7 +113,7 @@ def test_a_tensor_is_its_own_where_memory_has_room_and_mapped_where_not(tmp_path
         assert bytes(loan) == chunks_of(payload("a", {"w": numbers(100)}))[0]
 
 
-# --- what is no file ----------------------------------------------------------------------------------------------------------
+# --- what is no file ------------------------------------------------------------------------------
 
 
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
@@ -152,7 +167,8 @@ def test_a_planted_part_is_not_followed(tmp_path: Path) -> None:
     for plant in (os.symlink, os.link):
         plant(precious, tmp_path / "out" / ".it.safetensors.part")
         state = _State("0" * 24, "1" * 64, 1)
-        export(plan_export({"w": torch.ones(3)}, state, tmp_path / "out" / "it.safetensors"))  # type: ignore[arg-type]  # these three are read
+        # these three are read
+        export(plan_export({"w": torch.ones(3)}, state, tmp_path / "out" / "it.safetensors"))  # type: ignore[arg-type]
         assert precious.read_text() == "dear"
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["it.safetensors"]
 

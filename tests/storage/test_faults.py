@@ -16,7 +16,17 @@ from datastates.errors import Unavailable
 from datastates.state.digest import chunk_digest
 from datastates.storage.local import LocalTier
 from datastates.storage.tier import Tier
-from datastates.testing import Fault, FaultyDatabase, FaultyDisk, FaultyTier, FullDiskTier, SlowTier, TierSuite, TornTier, fail_at
+from datastates.testing import (
+    Fault,
+    FaultyDatabase,
+    FaultyDisk,
+    FaultyTier,
+    FullDiskTier,
+    SlowTier,
+    TierSuite,
+    TornTier,
+    fail_at,
+)
 from datastates.testing.states import numbers, payload, small
 
 
@@ -81,7 +91,9 @@ def test_a_full_disk_takes_what_fits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])
-def test_a_faulty_disk_refuses_with_what_was_said_until_it_is_mended(tmp_path: Path, number: int) -> None:
+def test_a_faulty_disk_refuses_with_what_was_said_until_it_is_mended(
+    tmp_path: Path, number: int
+) -> None:
     tier, beside = LocalTier(tmp_path / "packs"), LocalTier(tmp_path / "beside")
     with FaultyDisk(tmp_path / "packs") as disk:
         tier.put(small("before", 1))
@@ -159,7 +171,9 @@ def test_a_faulty_database_does_not_answer_until_it_is_mended(tmp_path: Path) ->
         assert [ref.name for ref in repo.refs()] == ["main"]
 
 
-def test_whoever_waits_for_a_faulty_database_is_answered_once_the_fault_is_over(tmp_path: Path) -> None:
+def test_whoever_waits_for_a_faulty_database_is_answered_once_the_fault_is_over(
+    tmp_path: Path,
+) -> None:
     with datastates.open(tmp_path) as repo, ThreadPoolExecutor(1) as pool:
         with FaultyDatabase(repo) as database:
             database.stall()

@@ -46,7 +46,9 @@ class TestLocalTier(TierSuite):
     keeps_whole_packs = True
 
     @pytest.fixture(params=["direct", "buffered"])
-    def tier(self, request: pytest.FixtureRequest, tmp_path: Path, supports_direct: bool) -> Iterator[LocalTier]:
+    def tier(
+        self, request: pytest.FixtureRequest, tmp_path: Path, supports_direct: bool
+    ) -> Iterator[LocalTier]:
         if request.param == "direct" and not supports_direct:
             pytest.skip("this file system has no direct I/O")
         tier = LocalTier(tmp_path, direct=request.param == "direct")
@@ -74,10 +76,17 @@ def flip(path: Path, offset: int, mask: int = 1) -> None:
 
 @pytest.mark.parametrize("is_aligned", [True, False])
 @pytest.mark.parametrize("direct", [True, False])
-def test_memory_that_is_aligned_or_not_is_written_alike(tmp_path: Path, direct: bool, is_aligned: bool, supports_direct: bool) -> None:
+def test_memory_that_is_aligned_or_not_is_written_alike(
+    tmp_path: Path, direct: bool, is_aligned: bool, supports_direct: bool
+) -> None:
     if direct and not supports_direct:
         pytest.skip("this file system has no direct I/O")
-    groups = [{"a": numbers(CHUNK_BYTES // 4 * 5 + 1500)}, {"b": numbers(1)}, {"c": numbers(1024)}, {"d": numbers(1025)}]
+    groups = [
+        {"a": numbers(CHUNK_BYTES // 4 * 5 + 1500)},
+        {"b": numbers(1)},
+        {"c": numbers(1024)},
+        {"d": numbers(1025)},
+    ]
     LocalTier(tmp_path / "one", direct=direct).put(payload("s", *groups, is_aligned=is_aligned))
     LocalTier(tmp_path / "other", direct=False).put(payload("s", *groups))
     for name in ("s.0.safetensors", "s.0.manifest"):
@@ -85,14 +94,23 @@ def test_memory_that_is_aligned_or_not_is_written_alike(tmp_path: Path, direct: 
 
 
 @pytest.mark.parametrize("direct", [None, False])
-def test_a_write_that_the_kernel_cuts_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool | None) -> None:
+def test_a_write_that_the_kernel_cuts_short_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool | None
+) -> None:
     real = os.pwritev
 
     def cut(fd: int, views: list[memoryview], offset: int) -> int:
-        return real(fd, [*views[:1], views[1][:8192]], offset) if len(views) > 1 else real(fd, [views[0][: 1 << 20]], offset)
+        return (
+            real(fd, [*views[:1], views[1][:8192]], offset)
+            if len(views) > 1
+            else real(fd, [views[0][: 1 << 20]], offset)
+        )
 
-    monkeypatch.setattr(os, "pwritev", cut)  # the kernel does so beyond 2 GiB, and when it is interrupted
-    state = payload("s", {"a": numbers(CHUNK_BYTES // 4 * 5 + 1500)}, {"b": numbers(1)}, is_aligned=True)
+    # the kernel does so beyond 2 GiB, and when it is interrupted
+    monkeypatch.setattr(os, "pwritev", cut)
+    state = payload(
+        "s", {"a": numbers(CHUNK_BYTES // 4 * 5 + 1500)}, {"b": numbers(1)}, is_aligned=True
+    )
     tier = LocalTier(tmp_path, direct=direct)
     tier.put(state)
     with tier.open("s") as reader:
@@ -105,7 +123,12 @@ def test_a_state_with_nothing_new_has_no_pack(tmp_path: Path) -> None:
     base = tier.put(small("base", 1, 2)).manifest
     tier.put(small("same", 2, 1), base=base)
     tier.put(payload("empty"))
-    assert files(tmp_path) == {"base.0.safetensors", "base.0.manifest", "same.0.manifest", "empty.0.manifest"}
+    assert files(tmp_path) == {
+        "base.0.safetensors",
+        "base.0.manifest",
+        "same.0.manifest",
+        "empty.0.manifest",
+    }
 
 
 def test_a_manifest_refers_to_packs_that_it_needs_and_no_others(tmp_path: Path) -> None:
@@ -125,7 +148,12 @@ def test_steps_are_told_in_order(tmp_path: Path) -> None:
     seen: list[tuple[str, set[str]]] = []
     tier = LocalTier(tmp_path, on_step=lambda step: seen.append((step, files(tmp_path))))
     tier.put(small("s", 1))
-    pack, manifest, new_pack, new_manifest = "s.0.safetensors", "s.0.manifest", ".tmp-s.0.safetensors", ".tmp-s.0.manifest"
+    pack, manifest, new_pack, new_manifest = (
+        "s.0.safetensors",
+        "s.0.manifest",
+        ".tmp-s.0.safetensors",
+        ".tmp-s.0.manifest",
+    )
     assert seen == [
         ("pack-written", {new_pack, new_manifest}),
         ("pack-renamed", {pack, new_manifest}),
@@ -135,7 +163,9 @@ def test_steps_are_told_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "no space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "no space left on device"), KeyboardInterrupt()]
+)
 def test_a_step_that_fails_leaves_nothing(tmp_path: Path, step: str, error: BaseException) -> None:
     tier = LocalTier(tmp_path, on_step=fail_at(step, error))
     base = LocalTier(tmp_path).put(small("base", 1, 2)).manifest
@@ -143,7 +173,9 @@ def test_a_step_that_fails_leaves_nothing(tmp_path: Path, step: str, error: Base
     with pytest.raises(Unavailable if isinstance(error, OSError) else KeyboardInterrupt) as caught:
         tier.put(small("s", 2, 3), base=base)
     if isinstance(error, OSError):
-        assert caught.match("state s was not written to .*no space left.*needs up to 224 bytes, [0-9]+ are free")
+        assert caught.match(
+            "state s was not written to .*no space left.*needs up to 224 bytes, [0-9]+ are free"
+        )
     assert files(tmp_path) == before
     assert tier.put(small("s", 2, 3), base=base).bytes_new == 100
     with tier.open("s") as reader:
@@ -152,28 +184,49 @@ def test_a_step_that_fails_leaves_nothing(tmp_path: Path, step: str, error: Base
 
 @pytest.mark.parametrize(
     "origin",
-    [{"step": 0.5}, {"step": -1}, {"metrics": {"loss": "low"}}, {"attributes": {"a": [1]}}, {"message": b"\xff"}, {"message": "\ud800"}],
+    [
+        {"step": 0.5},
+        {"step": -1},
+        {"metrics": {"loss": "low"}},
+        {"attributes": {"a": [1]}},
+        {"message": b"\xff"},
+        {"message": "\ud800"},
+    ],
     ids=str,
 )
-def test_a_manifest_that_could_not_be_read_again_is_not_written(tmp_path: Path, origin: dict[str, Any]) -> None:
+def test_a_manifest_that_could_not_be_read_again_is_not_written(
+    tmp_path: Path, origin: dict[str, Any]
+) -> None:
     tier, given = LocalTier(tmp_path), small("ab", 1)
     manifest = replace(given.manifest, origin=replace(given.manifest.origin, **origin))
-    with pytest.raises(Unsupported, match="state ab was not written, because it could not be read again"):
+    with pytest.raises(
+        Unsupported, match="state ab was not written, because it could not be read again"
+    ):
         tier.put(Payload(manifest, given.chunks))
     assert files(tmp_path) == set()
 
 
-def test_a_manifest_larger_than_any_that_is_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_larger_than_any_that_is_read_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dedup, "MAX_MANIFEST", 1000)
     tier = LocalTier(tmp_path)
-    with pytest.raises(Unsupported, match=r"state s was not written: .* 1000 are the most .* keep large values as tensors or arrays"):
+    with pytest.raises(
+        Unsupported,
+        match=(
+            r"state s was not written: .* 1000 are the most .* keep large values as tensors or"
+            r" arrays"
+        ),
+    ):
         tier.put(replaced(small("s", 1), message="x" * 1000))
     assert files(tmp_path) == set()
     tier.put(small("s", 1))
 
 
 def replaced(given: Payload, **origin: object) -> Payload:
-    return Payload(replace(given.manifest, origin=replace(given.manifest.origin, **origin)), given.chunks)
+    return Payload(
+        replace(given.manifest, origin=replace(given.manifest.origin, **origin)), given.chunks
+    )
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -191,7 +244,12 @@ def test_a_file_size_limit_leaves_nothing(tmp_path: Path, direct: bool) -> None:
 
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=False).returncode:
+    if (
+        os.geteuid()
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=False
+        ).returncode
+    ):
         pytest.skip("only root may mount a small disk")
     yield tmp_path
     subprocess.run(["umount", str(tmp_path)], check=True)
@@ -228,7 +286,9 @@ def test_every_flipped_byte_of_a_pack_is_found_and_named(tmp_path: Path) -> None
         message = damaged(tier, "s")
         assert message.startswith(str(path))
         assert ("header" in message) == (offset < header)
-        assert ("chunk 0 of state s, which holds model/w" in message) == (header <= offset < size - 16)
+        assert ("chunk 0 of state s, which holds model/w" in message) == (
+            header <= offset < size - 16
+        )
         assert ("chunk 1 of state s, which holds model/b" in message) == (offset >= size - 16)
         flip(path, offset, 1 << offset % 8)
     tier.open("s").verify()
@@ -250,7 +310,10 @@ def test_reading_one_chunk_checks_the_header_of_its_pack(tmp_path: Path) -> None
     tier = LocalTier(tmp_path)
     tier.put(small("s", 1, 2))
     flip(tmp_path / "s.0.safetensors", 100)
-    with tier.open("s") as reader, pytest.raises(Corrupt, match=r"s\.0\.safetensors: its header, bytes 0-464"):
+    with (
+        tier.open("s") as reader,
+        pytest.raises(Corrupt, match=r"s\.0\.safetensors: its header, bytes 0-464"),
+    ):
         reader.chunk(1)
 
 
@@ -272,7 +335,9 @@ def with_a_base(folder: Path) -> LocalTier:
 def test_a_pack_that_is_missing_is_named_and_the_rest_can_be_read(tmp_path: Path) -> None:
     tier = with_a_base(tmp_path)
     (tmp_path / "base.0.safetensors").unlink()
-    assert "base.0.safetensors is missing: chunk 0 of state s, which holds model/0" in damaged(tier, "s")
+    assert "base.0.safetensors is missing: chunk 0 of state s, which holds model/0" in damaged(
+        tier, "s"
+    )
     with tier.open("s") as reader:
         assert bytes(reader.chunk(1)) == chunks_of(small("s", 1, 2))[1]
 
@@ -286,7 +351,11 @@ def test_a_pack_that_may_be_sound_and_cannot_be_opened_is_not_called_damaged(
     with tier.open("s") as reader:
         assert bytes(reader.chunk(1)) == chunks_of(small("s", 1, 2))[1]
         with pytest.raises(
-            Unavailable, match=r"base\.0\.safetensors cannot be opened .*: (get the right to read it|see that its disk is well)"
+            Unavailable,
+            match=(
+                r"base\.0\.safetensors cannot be opened .*: (get the right to read it|see that its"
+                r" disk is well)"
+            ),
         ):
             reader.chunk(0)
 
@@ -299,7 +368,10 @@ def test_a_state_is_not_opened_while_descriptors_or_memory_have_run_out(
     before = len(os.listdir("/proc/self/fd"))
     with pytest.MonkeyPatch.context() as patch:
         refuse(patch, number, "base.0.safetensors")
-        with pytest.raises(Unavailable, match=r"state s cannot be read in .*: (raise the limit of open files|free memory)"):
+        with pytest.raises(
+            Unavailable,
+            match=r"state s cannot be read in .*: (raise the limit of open files|free memory)",
+        ):
             tier.open("s")
     assert len(os.listdir("/proc/self/fd")) == before
     with tier.open("s") as reader:
@@ -307,7 +379,9 @@ def test_a_state_is_not_opened_while_descriptors_or_memory_have_run_out(
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
-def test_a_pack_that_cannot_be_mapped_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_a_pack_that_cannot_be_mapped_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     tier = LocalTier(tmp_path)
     tier.put(small("s", 1))
 
@@ -316,7 +390,9 @@ def test_a_pack_that_cannot_be_mapped_is_not_called_damaged(tmp_path: Path, monk
 
     with tier.open("s") as reader:
         monkeypatch.setattr(mmap, "mmap", full)
-        with pytest.raises(Unavailable, match=r"cannot be mapped .*: (raise the limit of open files|free memory)"):
+        with pytest.raises(
+            Unavailable, match=r"cannot be mapped .*: (raise the limit of open files|free memory)"
+        ):
             reader.span(0, 10)
 
 
@@ -342,7 +418,9 @@ def test_a_manifest_under_another_name_is_refused(tmp_path: Path) -> None:
         tier.open("other")
 
 
-def test_no_pack_is_removed_while_a_manifest_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_pack_is_removed_while_a_manifest_cannot_be_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tier = LocalTier(tmp_path)
     base = tier.put(small("base", 1, 2)).manifest
     tier.put(small("s", 1, 3), base=base)
@@ -394,14 +472,21 @@ def test_a_sweep_leaves_files_that_are_not_ours_and_writers_that_live(tmp_path: 
     assert swept == []
     (tmp_path / ".tmp-dead.0.safetensors").write_bytes(b"x")
     (tmp_path / "dead.0.safetensors").write_bytes(b"x")
-    assert {path.name for path in other.sweep()} == {".tmp-dead.0.safetensors", "dead.0.safetensors"}
+    assert {path.name for path in other.sweep()} == {
+        ".tmp-dead.0.safetensors",
+        "dead.0.safetensors",
+    }
     other.open("s").verify()
     assert {"model.safetensors", "notes.txt", "x.y.safetensors", "leases"} < files(tmp_path)
 
 
-def test_a_sweep_leaves_a_file_that_a_writer_takes_over_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_leaves_a_file_that_a_writer_takes_over_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     final = tmp_path / "s.0.safetensors"
-    (tmp_path / f".tmp-{final.name}").touch()  # a writer has made it, and does not hold its lock yet
+    (
+        tmp_path / f".tmp-{final.name}"
+    ).touch()  # a writer has made it, and does not hold its lock yet
     taken: list[Temporary] = []
 
     def close_and_let_it_go_on(fd: int) -> None:
@@ -491,7 +576,9 @@ def test_a_read_only_folder_can_be_read(tmp_path: Path, monkeypatch: pytest.Monk
         tier.remove("s")
 
 
-def test_direct_writes_are_chosen_by_trying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_direct_writes_are_chosen_by_trying(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real: Callable[..., int] = os.open
 
     def refusing(path: object, flags: int, *rest: object, **options: object) -> int:
@@ -512,7 +599,9 @@ def test_buffered_writes_are_brought_to_the_disk_as_they_go(tmp_path: Path) -> N
 
     def note(call: str, path: Path, size: int) -> None:
         if path.name.endswith(".safetensors"):
-            unsynced.append(unsynced[-1] + size if call == "write" else 0 if call == "sync" else unsynced[-1])
+            unsynced.append(
+                unsynced[-1] + size if call == "write" else 0 if call == "sync" else unsynced[-1]
+            )
 
     what = payload("a", *({f"w{seed}": numbers(10 * MIB, seed)} for seed in range(4)))
     tier = LocalTier(tmp_path, direct=False)
@@ -524,7 +613,9 @@ def test_buffered_writes_are_brought_to_the_disk_as_they_go(tmp_path: Path) -> N
         assert stream(reader) == chunks_of(what)
 
 
-def test_manifests_alone_say_which_packs_a_state_needs_and_the_folder_what_is_stored(tmp_path: Path) -> None:
+def test_manifests_alone_say_which_packs_a_state_needs_and_the_folder_what_is_stored(
+    tmp_path: Path,
+) -> None:
     tier = LocalTier(tmp_path)
     base = tier.put(small("base", 1, 2)).manifest
     tier.put(small("next", 1, 3), base=base, is_of_base=True)
@@ -552,7 +643,20 @@ def test_packs_that_a_manifest_needs_are_not_discarded(tmp_path: Path) -> None:
     tier.put(small("s", 1))
     tier.put(small("t", 2))
     tier.forget(["t"])
-    tier.discard(["s.0.safetensors", "t.0.safetensors", "nothing.0.safetensors", ".lock", "../s.0.safetensors"])
-    assert {path.name for path in tmp_path.iterdir() if path.suffix == ".safetensors"} == {"s.0.safetensors"}
-    assert tier.files()["s"][1] == ("s.0.safetensors", (tmp_path / "s.0.safetensors").stat().st_size)
+    tier.discard(
+        [
+            "s.0.safetensors",
+            "t.0.safetensors",
+            "nothing.0.safetensors",
+            ".lock",
+            "../s.0.safetensors",
+        ]
+    )
+    assert {path.name for path in tmp_path.iterdir() if path.suffix == ".safetensors"} == {
+        "s.0.safetensors"
+    }
+    assert tier.files()["s"][1] == (
+        "s.0.safetensors",
+        (tmp_path / "s.0.safetensors").stat().st_size,
+    )
     tier.open("s").close()

@@ -102,7 +102,9 @@ def test_a_state_over_the_budget_leaves_no_trace(arena: Arena) -> None:
     taken = arena.acquire([CHUNK_BYTES] * 7)
     assert taken is not None
     wide = payload("b", {"model/w": numbers(CHUNK_BYTES // 4)})
-    with pytest.raises(OverBudget, match=f"needs {CHUNK_BYTES} bytes of memory, {CHUNK_BYTES - 3 * 128} are"):
+    with pytest.raises(
+        OverBudget, match=f"needs {CHUNK_BYTES} bytes of memory, {CHUNK_BYTES - 3 * 128} are"
+    ):
         tier.put(wide)
     arena.release(taken)
     assert list(tier.uids()) == ["a"]
@@ -191,7 +193,9 @@ def test_fifty_versions_of_a_mostly_frozen_model_cost_little_more_than_one() -> 
     arena = Arena(80 * CHUNK_BYTES)
     tier = MemoryTier(arena)
     for version in range(50):
-        state = payload(f"v{version}", frozen, {"model/head": numbers(CHUNK_BYTES // 8, 1000 + version)})
+        state = payload(
+            f"v{version}", frozen, {"model/head": numbers(CHUNK_BYTES // 8, 1000 + version)}
+        )
         tier.adopt(state.manifest, fill(arena, state))
     assert tier.slots_held == 9 + 50
     for version in (0, 25, 49):
@@ -202,7 +206,12 @@ def test_fifty_versions_of_a_mostly_frozen_model_cost_little_more_than_one() -> 
 
 def test_all_parts_of_a_state_are_held_as_one_and_each_is_opened_by_itself(arena: Arena) -> None:
     tree = {"w": torch.arange(3 * CHUNK_BYTES // 4, dtype=torch.float32), "b": torch.ones(7)}
-    parts = sharded("whole", tree, {"w": [[box] for box in rows((3 * CHUNK_BYTES // 4,), CHUNK_BYTES // 2, CHUNK_BYTES // 4)]}, 2)
+    parts = sharded(
+        "whole",
+        tree,
+        {"w": [[box] for box in rows((3 * CHUNK_BYTES // 4,), CHUNK_BYTES // 2, CHUNK_BYTES // 4)]},
+        2,
+    )
     manifests = [part.manifest for part in parts]
     tier = MemoryTier(arena)
 
@@ -225,7 +234,9 @@ def test_all_parts_of_a_state_are_held_as_one_and_each_is_opened_by_itself(arena
     for rank, part in enumerate(parts):
         with tier.open_part("whole", rank) as reader:
             assert reader.manifest.digest == part.manifest.digest
-            assert [reader.chunk(index) == chunk for index, chunk in enumerate(part.chunks)] == [True] * len(part.chunks)
+            assert [reader.chunk(index) == chunk for index, chunk in enumerate(part.chunks)] == [
+                True
+            ] * len(part.chunks)
     with pytest.raises(NotFound, match="rank 2"):
         tier.open_part("whole", 2)
     tier.remove("whole")

@@ -88,7 +88,8 @@ def test_in_real_time_a_state_takes_as_long_as_its_bytes(tmp_path: Path) -> None
     tier = LocalTier(tmp_path, pace=Pace(32 * MIB))
     began = time.monotonic()
     tier.put(payload("a", {"w": numbers(4 * MIB)}))
-    assert time.monotonic() - began >= 0.9 * (16 / 32 - 0.1)  # but for the last piece, a tenth of a second
+    # but for the last piece, a tenth of a second
+    assert time.monotonic() - began >= 0.9 * (16 / 32 - 0.1)
 
 
 def test_whoever_waits_goes_on_when_it_is_lifted() -> None:
@@ -107,7 +108,10 @@ def test_whoever_waits_goes_on_when_it_is_lifted() -> None:
 def test_a_repository_that_is_closed_writes_what_is_left_at_once(tmp_path: Path) -> None:
     config = Config(memory_bytes=64 * MIB, durable_interval_s=None, write_bytes_per_s=1 << 16)
     began = time.monotonic()
-    with datastates.open(tmp_path, config=config) as repo, repo.track(rng=False, w=numbers(4 * MIB)) as run:
+    with (
+        datastates.open(tmp_path, config=config) as repo,
+        repo.track(rng=False, w=numbers(4 * MIB)) as run,
+    ):
         run.capture()
     assert time.monotonic() - began < 60  # at this rate it would take four minutes
     with datastates.open(tmp_path) as repo:

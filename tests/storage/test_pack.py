@@ -34,23 +34,33 @@ def write(folder: Path, state: Payload) -> Path:
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in safetensors.torch.load_file(path).items() if not name.startswith("__padding__.")}
+    return {
+        name: tensor
+        for name, tensor in safetensors.torch.load_file(path).items()
+        if not name.startswith("__padding__.")
+    }
 
 
 def test_torch_reads_every_tensor_under_its_path(tmp_path: Path) -> None:
-    plain = PLAIN | {"model/bf16": torch.ones(3, dtype=torch.bfloat16), "model/fp8": torch.ones(5).to(torch.float8_e4m3fn)}
+    plain = PLAIN | {
+        "model/bf16": torch.ones(3, dtype=torch.bfloat16),
+        "model/fp8": torch.ones(5).to(torch.float8_e4m3fn),
+    }
     found = read_tensors(write(tmp_path, payload("s", plain)))
     assert found.keys() == plain.keys()
     for name, tensor in plain.items():
         assert found[name].dtype == tensor.dtype
         assert found[name].shape == tensor.shape
         assert torch.equal(
-            found[name].view(torch.uint8) if tensor.dim() else found[name], tensor.view(torch.uint8) if tensor.dim() else tensor
+            found[name].view(torch.uint8) if tensor.dim() else found[name],
+            tensor.view(torch.uint8) if tensor.dim() else tensor,
         )
 
 
 def test_numpy_reads_every_tensor_under_its_path(tmp_path: Path) -> None:
-    found = safetensors.numpy.load_file(write(tmp_path, payload("s", PLAIN, {"other": torch.ones(2)})))
+    found = safetensors.numpy.load_file(
+        write(tmp_path, payload("s", PLAIN, {"other": torch.ones(2)}))
+    )
     for name, tensor in (PLAIN | {"other": torch.ones(2)}).items():
         assert (found[name] == tensor.numpy()).all()
         assert found[name].shape == tuple(tensor.shape)
@@ -85,7 +95,11 @@ def test_tensors_that_lie_otherwise_have_the_shape_of_their_memory(tmp_path: Pat
     assert torch.equal(found["one"], tensors["one"])
     with safetensors.safe_open(path, "pt") as file:
         layouts = json.loads(file.metadata()["layouts"])
-    assert layouts["channels_last"] == {"dtype": "float32", "shape": [2, 3, 4, 5], "strides": [60, 1, 15, 3]}
+    assert layouts["channels_last"] == {
+        "dtype": "float32",
+        "shape": [2, 3, 4, 5],
+        "strides": [60, 1, 15, 3],
+    }
     assert layouts["complex"]["dtype"] == "complex64"
     assert layouts.keys() == {"channels_last", "transposed", "expanded", "complex"}
 
@@ -122,15 +136,24 @@ def test_what_repeats_is_an_entry_where_it_comes_first(tmp_path: Path) -> None:
     assert torch.equal(found["model/1"], numbers(25, 8))
 
 
-@pytest.mark.parametrize("name", ["__metadata__", "__padding__.0", "a@0:4", 'quote"\\', "ü/漢", "a b\n"])
+@pytest.mark.parametrize(
+    "name", ["__metadata__", "__padding__.0", "a@0:4", 'quote"\\', "ü/漢", "a b\n"]
+)
 def test_any_path_can_be_written(tmp_path: Path, name: str) -> None:
-    found = safetensors.torch.load_file(write(tmp_path, payload("s", {name: torch.arange(5), "a": torch.ones(3)})))
-    assert any(tensor.dtype == torch.int64 and torch.equal(tensor, torch.arange(5)) for tensor in found.values())
+    found = safetensors.torch.load_file(
+        write(tmp_path, payload("s", {name: torch.arange(5), "a": torch.ones(3)}))
+    )
+    assert any(
+        tensor.dtype == torch.int64 and torch.equal(tensor, torch.arange(5))
+        for tensor in found.values()
+    )
 
 
 @pytest.mark.parametrize("least", [1, LARGE_BYTES // 4], ids=["small", "large"])
 def test_chunks_are_aligned_and_every_byte_between_is_zero(tmp_path: Path, least: int) -> None:
-    state = payload("s", *({f"t{number}": numbers(least + 301 * number, number)} for number in range(7)))
+    state = payload(
+        "s", *({f"t{number}": numbers(least + 301 * number, number)} for number in range(7))
+    )
     data = write(tmp_path, state).read_bytes()
     layout = lay_out([state.manifest], [(0, index) for index in range(7)])
     assert len(data) == layout.size

@@ -29,7 +29,8 @@ def state(uid: str, *chunks: bytes) -> Payload:
     listed = tuple(Chunk(chunk_digest(chunk), len(chunk)) for chunk in chunks)
     content = msgspec.structs.replace(bare.content, chunks=listed)
     return Payload(
-        msgspec.structs.replace(bare, content=content, digest=state_digest(content, ())), [memoryview(chunk) for chunk in chunks]
+        msgspec.structs.replace(bare, content=content, digest=state_digest(content, ())),
+        [memoryview(chunk) for chunk in chunks],
     )
 
 
@@ -83,7 +84,11 @@ def test_a_capture_never_refers_to_a_foreign_chunk_of_its_digest(room: Room) -> 
     room.arrive(state("theirs", forged()), "a peer")
     assert room.capture(state("ours", ZEROS)) == LENGTH
     assert room.capture(state("next", ZEROS, ZEROS)) == 0
-    assert (room.holds("ours"), room.holds("next"), room.holds("theirs")) == ([ZEROS], [ZEROS, ZEROS], [forged()])
+    assert (room.holds("ours"), room.holds("next"), room.holds("theirs")) == (
+        [ZEROS],
+        [ZEROS, ZEROS],
+        [forged()],
+    )
     room.memory.remove("theirs")
     assert len(room.arena._taken) == 1
     room.memory.remove("ours")
@@ -124,7 +129,9 @@ def test_what_was_captured_while_a_state_arrives_is_kept_apart(room: Room) -> No
     assert (room.holds("ours"), room.holds("theirs")) == ([ZEROS], [forged()])
 
 
-def test_a_state_that_was_forged_beforehand_does_not_pass_for_the_one_that_comes(room: Room) -> None:
+def test_a_state_that_was_forged_beforehand_does_not_pass_for_the_one_that_comes(
+    room: Room,
+) -> None:
     room.arrive(state("s", forged()), "x")
     with pytest.raises(Conflict, match="forged"):
         room.arrive(state("s", ZEROS), "y")
@@ -155,7 +162,7 @@ def test_wherever_it_differs_a_colliding_chunk_is_kept_apart(seed: int, tmp_path
     assert len(room.arena._taken) == 0
 
 
-# --- on disk ------------------------------------------------------------------------------------------------------------------
+# --- on disk --------------------------------------------------------------------------------------
 
 
 def on_disk(tier: LocalTier, uid: str) -> list[bytes]:
@@ -172,7 +179,9 @@ def test_a_state_refers_to_chunks_of_its_base_only_where_they_are_equal(tmp_path
     placed = tier.put(state("ours", ZEROS, text), base=base)
     assert placed.bytes_new == LENGTH
     assert on_disk(tier, "ours") == [ZEROS, text]
-    assert tier.put(state("next", ZEROS, text), base=placed.manifest, is_of_base=True).bytes_new == 0
+    assert (
+        tier.put(state("next", ZEROS, text), base=placed.manifest, is_of_base=True).bytes_new == 0
+    )
     tier.remove("theirs")
     assert on_disk(LocalTier(tmp_path), "next") == [ZEROS, text]
 

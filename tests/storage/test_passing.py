@@ -1,4 +1,5 @@
-"""Ranks that restore together: what several want is read once and passed on, whoever has it; and one that fails ends it for all."""
+"""Ranks that restore together: what several want is read once and passed on, whoever has it; and
+one that fails ends it for all."""
 
 from __future__ import annotations
 
@@ -56,7 +57,12 @@ def payloads(tree: dict[str, torch.Tensor]) -> list[Payload]:
 class Job:
     """Ranks that reach some parts each: by rank and part how far away it is."""
 
-    def __init__(self, payloads: Sequence[Payload], places: Sequence[Mapping[int, int]], bad: Mapping[int, int] | None = None):
+    def __init__(
+        self,
+        payloads: Sequence[Payload],
+        places: Sequence[Mapping[int, int]],
+        bad: Mapping[int, int] | None = None,
+    ):
         self.payloads, self.places, self.bad = payloads, places, bad or {}
         self.reads = [Counter[int]() for _ in places]
         self.into: list[dict[str, torch.Tensor]] = []
@@ -74,12 +80,19 @@ class Job:
         self.parts: dict[int, list[tuple[int, Part]]] = {}
 
         def work(group: ThreadGroup) -> object:
-            meeting, own = Meeting(group, f"restore state {UID}"), Redivision(3, group.rank, group.size)
+            meeting, own = (
+                Meeting(group, f"restore state {UID}"),
+                Redivision(3, group.rank, group.size),
+            )
             with meeting.united():
-                opened = open_shared(meeting, UID, 3, lambda number: self.opened(group.rank, number), rank=own.source)
+                opened = open_shared(
+                    meeting, UID, 3, lambda number: self.opened(group.rank, number), rank=own.source
+                )
                 with opened as reader:
                     wanted = None if only is None else only[group.rank]
-                    return restore_from(reader, into[group.rank], only=wanted, own=own, meeting=meeting)
+                    return restore_from(
+                        reader, into[group.rank], only=wanted, own=own, meeting=meeting
+                    )
 
         return on_threads(len(self.places), work, **options)
 
@@ -99,7 +112,9 @@ def blank(count: int) -> list[dict[str, torch.Tensor]]:
     return [{"wide": torch.zeros(ROWS, WIDTH), "small": torch.zeros(5)} for _ in range(count)]
 
 
-def test_what_all_want_is_read_once_and_passed_on(payloads: list[Payload], tree: dict[str, torch.Tensor]) -> None:
+def test_what_all_want_is_read_once_and_passed_on(
+    payloads: list[Payload], tree: dict[str, torch.Tensor]
+) -> None:
     job, into = Job(payloads, [dict.fromkeys(range(3), FOLDER)] * 3), blank(3)
     reports, passed = job.restore(into)
     assert_restored(reports)
@@ -109,12 +124,20 @@ def test_what_all_want_is_read_once_and_passed_on(payloads: list[Payload], tree:
     read = [job.read_by(rank) for rank in range(3)]
     assert sum(map(len, read)) == len(set().union(*read)) == 7
     assert {len(each) for each in read} <= {2, 3}, "each reads its share"
-    assert all(set(part.read.values()) <= {1} for parts in job.parts.values() for _, part in parts), "no chunk is read again"
+    assert all(
+        set(part.read.values()) <= {1} for parts in job.parts.values() for _, part in parts
+    ), "no chunk is read again"
     assert len(passed) == 14
 
 
-def test_each_ranks_own_part_comes_from_its_memory_where_nobody_has_all(payloads: list[Payload], tree: dict[str, torch.Tensor]) -> None:
-    job, into = Job(payloads, [{0: HERE}, {1: HERE}, {2: HERE}, {}]), blank(4)  # the last rank is new, and has nothing
+def test_each_ranks_own_part_comes_from_its_memory_where_nobody_has_all(
+    payloads: list[Payload], tree: dict[str, torch.Tensor]
+) -> None:
+    # the last rank is new, and has nothing
+    job, into = (
+        Job(payloads, [{0: HERE}, {1: HERE}, {2: HERE}, {}]),
+        blank(4),
+    )
     reports, _ = job.restore(into)
     assert_restored(reports)
     for rank in range(4):
@@ -122,7 +145,9 @@ def test_each_ranks_own_part_comes_from_its_memory_where_nobody_has_all(payloads
         assert {number for number, _ in job.read_by(rank)} == ({rank} if rank < 3 else set())
 
 
-def test_what_one_rank_wants_alone_it_reads_itself(payloads: list[Payload], tree: dict[str, torch.Tensor]) -> None:
+def test_what_one_rank_wants_alone_it_reads_itself(
+    payloads: list[Payload], tree: dict[str, torch.Tensor]
+) -> None:
     everywhere = dict.fromkeys(range(3), FOLDER)
     job, into = Job(payloads, [everywhere | {0: HERE}, everywhere]), blank(2)
     reports, passed = job.restore(into, only=["small", "wide"])
@@ -154,7 +179,9 @@ def test_what_cannot_be_read_is_raised_on_all_and_nothing_is_changed(
     assert not any(tensor.any() for each in into for tensor in each.values())
 
 
-def test_a_rank_whose_objects_do_not_fit_ends_it_for_all_before_anything_is_written(payloads: list[Payload]) -> None:
+def test_a_rank_whose_objects_do_not_fit_ends_it_for_all_before_anything_is_written(
+    payloads: list[Payload],
+) -> None:
     into = blank(3)
     into[2]["small"] = torch.zeros(6)
     errors, passed = Job(payloads, [dict.fromkeys(range(3), FOLDER)] * 3).restore(into)
@@ -186,7 +213,10 @@ def test_an_object_that_fails_while_it_is_written_raises_on_all(payloads: list[P
 
     tree = {"thing": {"a": 1}, "wide": torch.ones(3)}
     made = sharded(UID, tree, {}, 3)
-    into = [{"thing": Stubborn() if rank == 1 else {"a": 0}, "wide": torch.zeros(3)} for rank in range(2)]
+    into = [
+        {"thing": Stubborn() if rank == 1 else {"a": 0}, "wide": torch.zeros(3)}
+        for rank in range(2)
+    ]
     errors, _ = Job(made, [dict.fromkeys(range(3), FOLDER)] * 2).restore(into)
     assert [type(error) for error in errors] == [InvalidInput] * 2
     assert str(errors[0]).startswith("rank 1 of 2 could not restore")
@@ -195,16 +225,26 @@ def test_an_object_that_fails_while_it_is_written_raises_on_all(payloads: list[P
 @settings(max_examples=examples(300), deadline=None)
 @given(data=st.data())
 def test_everybody_gets_what_it_wants_once_from_one_that_has_it(data: st.DataObject) -> None:
-    size, lengths = data.draw(st.integers(1, 5)), data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
+    size, lengths = (
+        data.draw(st.integers(1, 5)),
+        data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=4)),
+    )
     starts = [*accumulate(lengths, initial=0)]
     places = [[data.draw(st.sampled_from([0, 1, 255])) for _ in lengths] for _ in range(size)]
     for part in range(len(lengths)):
         places[data.draw(st.integers(0, size - 1))][part] = 1
-    wants = [sorted(data.draw(st.sets(st.integers(0, max(0, starts[-1] - 1))))) if starts[-1] else [] for _ in range(size)]
+    wants = [
+        sorted(data.draw(st.sets(st.integers(0, max(0, starts[-1] - 1))))) if starts[-1] else []
+        for _ in range(size)
+    ]
     found = passages(wants, places, starts)
     got = [Counter[int]() for _ in range(size)]
     for each in found:
-        part = next(number for number in range(len(lengths)) if starts[number] <= each.chunk < starts[number + 1])
+        part = next(
+            number
+            for number in range(len(lengths))
+            if starts[number] <= each.chunk < starts[number + 1]
+        )
         assert places[each.root][part] < 255
         wanting = [rank for rank in range(size) if each.chunk in wants[rank]]
         assert each.root in wanting or all(places[rank][part] == 255 for rank in wanting)
@@ -220,5 +260,9 @@ def test_everybody_gets_what_it_wants_once_from_one_that_has_it(data: st.DataObj
         alone = {*wants[rank]} - {*got[rank]}
         for chunk in alone:
             assert sum(chunk in each for each in wants) == 1
-            part = next(number for number in range(len(lengths)) if starts[number] <= chunk < starts[number + 1])
+            part = next(
+                number
+                for number in range(len(lengths))
+                if starts[number] <= chunk < starts[number + 1]
+            )
             assert places[rank][part] < 255

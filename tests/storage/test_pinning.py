@@ -1,4 +1,5 @@
-"""Memory registered with a device: each stretch once, slot by slot, let go before it is unmapped; and what is refused is done without."""
+"""Memory registered with a device: each stretch once, slot by slot, let go before it is
+unmapped; and what is refused is done without."""
 
 from __future__ import annotations
 
@@ -36,17 +37,23 @@ class Driver:
         if len(self.stretches) >= self.most:
             raise Unavailable("no more memory may be locked")
         assert is_mapped(address, length)
-        assert all(address + length <= start or start + size <= address for start, size in self.stretches.items())
+        assert all(
+            address + length <= start or start + size <= address
+            for start, size in self.stretches.items()
+        )
         self.stretches[address] = length
         self.log.append(("register", length // CHUNK_BYTES))
 
     def unregister(self, address: int) -> None:
-        assert is_mapped(address, self.stretches[address]), "it was unmapped before it was unregistered"
+        assert is_mapped(address, self.stretches[address]), (
+            "it was unmapped before it was unregistered"
+        )
         self.log.append(("unregister", self.stretches.pop(address) // CHUNK_BYTES))
 
 
 def is_mapped(address: int, length: int) -> bool:
-    """Whether all of it is mapped; the kernel lists a stretch in pieces where only some of it has huge pages."""
+    """Whether all of it is mapped; the kernel lists a stretch in pieces where only some of it
+    has huge pages."""
     reached = address
     for line in Path("/proc/self/maps").read_text().splitlines():  # by rising address
         first, last = (int(part, 16) for part in line.split()[0].split("-"))
@@ -96,7 +103,9 @@ def test_memory_is_unregistered_before_it_is_unmapped_when_the_arena_is_collecte
     assert driver.log == [("register", 2), ("unregister", 2)]
 
 
-def test_a_refused_registration_is_said_once_and_done_without(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refused_registration_is_said_once_and_done_without(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     driver, arena = Driver(most=1), Arena(20 * CHUNK_BYTES)
     arena.pin(driver)
     with caplog.at_level(logging.WARNING, logger="datastates"):
@@ -144,7 +153,9 @@ def test_a_forked_child_unregisters_nothing_of_its_parents() -> None:
     assert driver.stretches == {}
 
 
-def test_a_training_on_the_cpu_of_a_host_with_a_gpu_touches_no_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_on_the_cpu_of_a_host_with_a_gpu_touches_no_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def wake() -> None:
         raise AssertionError("a context was made")
 

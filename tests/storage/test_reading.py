@@ -11,12 +11,18 @@ import datastates
 
 
 @pytest.mark.parametrize("only", [None, ["second"], ["second", "third"]], ids=str)
-def test_tied_tensors_are_one_tensor_whether_or_not_the_first_of_them_is_wanted(tmp_path: Path, only: list[str] | None) -> None:
+def test_tied_tensors_are_one_tensor_whether_or_not_the_first_of_them_is_wanted(
+    tmp_path: Path, only: list[str] | None
+) -> None:
     weight = torch.arange(5.0)
     with datastates.open(tmp_path / "runs") as repo:
-        with repo.track(rng=False, first={"w": weight}, second={"x": weight, "y": weight}, third={"z": weight}) as run:
+        with repo.track(
+            rng=False, first={"w": weight}, second={"x": weight, "y": weight}, third={"z": weight}
+        ) as run:
             run.capture().wait("durable")
         tree = repo.load("main", only=only)
-    found = [tensor for name in only or ["first", "second", "third"] for tensor in tree[name].values()]
+    found = [
+        tensor for name in only or ["first", "second", "third"] for tensor in tree[name].values()
+    ]
     assert torch.equal(found[0], weight)
     assert all(tensor is found[0] for tensor in found)

@@ -1,4 +1,5 @@
-"""Boxes of tensors out of shards that are cut in any way: bit by bit what slicing gives, and no chunk is read in vain."""
+"""Boxes of tensors out of shards that are cut in any way: bit by bit what slicing gives, and no
+chunk is read in vain."""
 
 from __future__ import annotations
 
@@ -49,12 +50,14 @@ class Stream(Reader):
 
 @st.composite
 def placed(draw: st.DrawFn) -> tuple[torch.Tensor, TensorSpec, bytes]:
-    """A tensor of any geometry, its entry in a manifest, and the stream that its shards lie in, anywhere and in any order."""
+    """A tensor of any geometry, its entry in a manifest, and the stream that its shards lie in,
+    anywhere and in any order."""
     dtype = draw(st.sampled_from(DTYPES))
     shape = draw(st.lists(st.integers(0, 9), max_size=4).map(tuple))
     tensor = random_tensor(dtype, list(shape), seed=draw(st.integers(0, 999)))
     if tensor.dim():
-        tensor = tensor.permute(*draw(st.permutations(range(tensor.dim()))))  # channels_last is one of these
+        # channels_last is one of these
+        tensor = tensor.permute(*draw(st.permutations(range(tensor.dim()))))
     pieces = draw(boxes(tuple(tensor.shape), most=8))
     if draw(st.booleans()):
         tensor = tensor.unsqueeze(0).expand(draw(st.integers(1, 3)), *tensor.shape)
@@ -63,11 +66,14 @@ def placed(draw: st.DrawFn) -> tuple[torch.Tensor, TensorSpec, bytes]:
     flat = dense_view(dense)
     assert flat is not None
     spec = spec_of("w", dense)
-    shards = tuple(Shard(offset, size, 0, stored_bytes(dtype, size, spec.strides)) for offset, size in pieces)
+    shards = tuple(
+        Shard(offset, size, 0, stored_bytes(dtype, size, spec.strides)) for offset, size in pieces
+    )
     spec = msgspec.structs.replace(spec, shards=shards)
     stream, there = bytearray(), []
     for shard, piece in cut(spec, flat):
-        gap = draw(st.sampled_from([0, 0, 0, 16, 48, 144, 5]))  # 5: an element may then lie in two chunks
+        # 5: an element may then lie in two chunks
+        gap = draw(st.sampled_from([0, 0, 0, 16, 48, 144, 5]))
         stream += bytes(gap if gap == 5 else gap - len(stream) % -dtype.itemsize)
         there.append(msgspec.structs.replace(shard, start=len(stream)))
         stream += piece.numpy().tobytes()
@@ -76,7 +82,9 @@ def placed(draw: st.DrawFn) -> tuple[torch.Tensor, TensorSpec, bytes]:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    word = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[tensor.element_size()]
+    word = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[
+        tensor.element_size()
+    ]
     flat = dense_view(tensor.view(word).contiguous())
     assert flat is not None
     return flat.numpy().tobytes()
@@ -86,7 +94,9 @@ def sliced(tensor: torch.Tensor, offset: tuple[int, ...], shape: tuple[int, ...]
     return tensor[tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))]
 
 
-def needed(tensor: torch.Tensor, spec: TensorSpec, offset: tuple[int, ...], shape: tuple[int, ...]) -> set[int]:
+def needed(
+    tensor: torch.Tensor, spec: TensorSpec, offset: tuple[int, ...], shape: tuple[int, ...]
+) -> set[int]:
     """The chunks in which an element of the box lies, found by asking for each element."""
     item, found = dtype_of(spec.dtype).itemsize, set()
     numbers = torch.zeros(tensor.shape, dtype=torch.bool)
@@ -95,26 +105,44 @@ def needed(tensor: torch.Tensor, spec: TensorSpec, offset: tuple[int, ...], shap
         if not shard.length:
             continue
         marks = sliced(numbers, shard.offset, shard.shape)
-        order = sorted((dim for dim in range(marks.dim()) if spec.strides[dim]), key=lambda dim: (-spec.strides[dim], dim))
-        once = marks[tuple(slice(None) if spec.strides[dim] else slice(0, 1) for dim in range(marks.dim()))]
+        order = sorted(
+            (dim for dim in range(marks.dim()) if spec.strides[dim]),
+            key=lambda dim: (-spec.strides[dim], dim),
+        )
+        once = marks[
+            tuple(slice(None) if spec.strides[dim] else slice(0, 1) for dim in range(marks.dim()))
+        ]
         if any(not stride for stride in spec.strides):
-            once = marks.amax([dim for dim in range(marks.dim()) if not spec.strides[dim]], keepdim=True)
-        line = once.permute([*order, *(dim for dim in range(marks.dim()) if dim not in order)]).reshape(-1)
+            once = marks.amax(
+                [dim for dim in range(marks.dim()) if not spec.strides[dim]], keepdim=True
+            )
+        line = once.permute(
+            [*order, *(dim for dim in range(marks.dim()) if dim not in order)]
+        ).reshape(-1)
         for number in line.nonzero().view(-1).tolist():
-            found |= {(shard.start + number * item) // SMALL, (shard.start + number * item + item - 1) // SMALL}
+            found |= {
+                (shard.start + number * item) // SMALL,
+                (shard.start + number * item + item - 1) // SMALL,
+            }
     return found
 
 
 @settings(max_examples=examples(500), deadline=None)
 @given(state=placed(), data=st.data(), is_borrowing=st.booleans(), lends=st.booleans())
 def test_boxes_are_bit_by_bit_what_slicing_gives_and_only_their_chunks_are_read_once(
-    state: tuple[torch.Tensor, TensorSpec, bytes], data: st.DataObject, is_borrowing: bool, lends: bool
+    state: tuple[torch.Tensor, TensorSpec, bytes],
+    data: st.DataObject,
+    is_borrowing: bool,
+    lends: bool,
 ) -> None:
     tensor, spec, stream = state
     wanted = [whole(spec)] if data.draw(st.booleans()) else []
     for _ in range(data.draw(st.integers(1, 3))):
         offset = tuple(data.draw(st.integers(0, size)) for size in spec.shape)
-        shape = tuple(data.draw(st.integers(0, size - at)) for size, at in zip(spec.shape, offset, strict=True))
+        shape = tuple(
+            data.draw(st.integers(0, size - at))
+            for size, at in zip(spec.shape, offset, strict=True)
+        )
         wanted.append(Region(spec, offset, shape))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading, "CHUNK_BYTES", SMALL)
@@ -126,15 +154,25 @@ def test_boxes_are_bit_by_bit_what_slicing_gives_and_only_their_chunks_are_read_
         assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
         assert bits(got) == bits(expected)
     assert touched == sorted(reader.read)
-    assert set(touched) == set().union(*(needed(tensor, spec, region.offset, region.shape) for region in wanted))
+    assert set(touched) == set().union(
+        *(needed(tensor, spec, region.offset, region.shape) for region in wanted)
+    )
     if not lends:
         assert max(reader.read.values(), default=1) == 1
 
 
-def test_parts_of_which_a_box_needs_nothing_are_not_read_even_where_they_are_damaged(tmp_path: Path) -> None:
+def test_parts_of_which_a_box_needs_nothing_are_not_read_even_where_they_are_damaged(
+    tmp_path: Path,
+) -> None:
     tree = {"w": torch.randn(1000, 3000), "b": torch.randn(3000)}
     cuts: list[list[Box]] = [[box] for box in rows((1000, 3000), 400, 0, 600)]
-    parts = sharded(secrets.token_hex(12), tree, {"w": cuts, "b": [[box] for box in columns((3000,), 1000, 1999, 1)]}, 3, step=1)
+    parts = sharded(
+        secrets.token_hex(12),
+        tree,
+        {"w": cuts, "b": [[box] for box in columns((3000,), 1000, 1999, 1)]},
+        3,
+        step=1,
+    )
     uid = parts[0].manifest.origin.uid
     for rank, part in enumerate(parts):
         LocalTier(tmp_path, rank=rank).put(part)
@@ -147,12 +185,16 @@ def test_parts_of_which_a_box_needs_nothing_are_not_read_even_where_they_are_dam
         spec = {each.path: each for each in specs_of(reader)}
         for is_borrowing in (False, True):
             found = read_regions(
-                reader, [Region(spec["w"], (350, 0), (50, 3000)), Region(spec["w"], (0, 7), (400, 2))], is_borrowing=is_borrowing
+                reader,
+                [Region(spec["w"], (350, 0), (50, 3000)), Region(spec["w"], (0, 7), (400, 2))],
+                is_borrowing=is_borrowing,
             )
             assert torch.equal(found[0], tree["w"][350:400])
             assert torch.equal(found[1], tree["w"][:400, 7:9])
             with pytest.raises(Corrupt, match=f"{uid}.2"):
-                read_regions(reader, [Region(spec["w"], (0, 0), (1000, 1))], is_borrowing=is_borrowing)
+                read_regions(
+                    reader, [Region(spec["w"], (0, 0), (1000, 1))], is_borrowing=is_borrowing
+                )
 
 
 def test_what_is_not_borrowed_is_the_callers_and_lasts(tmp_path: Path) -> None:

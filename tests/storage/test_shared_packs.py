@@ -1,4 +1,5 @@
-"""States that are written together: one pack, one file of manifests, and each of them restored, removed, moved and found by itself."""
+"""States that are written together: one pack, one file of manifests, and each of them restored,
+removed, moved and found by itself."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ def test_states_share_a_pack_and_a_file_of_manifests(tmp_path: Path, direct: boo
     states = [small("a", 1, 2), mixed("b", 3), small("c", 4), mixed("d", 5)]
     placed = put(tier, *states)
     assert names(tmp_path) == {"a.0.manifest", "a.0.safetensors"}
-    assert [each.bytes_new for each in placed] == [sum(map(len, chunks_of(state))) for state in states]
+    assert [each.bytes_new for each in placed] == [
+        sum(map(len, chunks_of(state))) for state in states
+    ]
     for opened in (tier, LocalTier(tmp_path)):
         check(opened, *states)
         assert [opened.has(uid) for uid in "abcdx"] == [True] * 4 + [False]
@@ -69,7 +72,9 @@ def test_states_share_a_pack_and_a_file_of_manifests(tmp_path: Path, direct: boo
         assert bytes(pack.get_tensor("c.0/chunk.0").numpy())[:100] == chunks_of(states[2])[0]
 
 
-def test_equal_chunks_of_one_group_are_stored_once_and_forged_digests_are_not_believed(tmp_path: Path) -> None:
+def test_equal_chunks_of_one_group_are_stored_once_and_forged_digests_are_not_believed(
+    tmp_path: Path,
+) -> None:
     one, other = small("a", 1, 2), small("b", 2, 3)
     forged = small("c", 9)
     content = replace(forged.manifest.content, chunks=one.manifest.content.chunks[:1])
@@ -86,15 +91,24 @@ def test_equal_chunks_of_one_group_are_stored_once_and_forged_digests_are_not_be
 
 def test_a_state_of_18_tensors_and_3900_bytes_takes_less_than_6_kb(tmp_path: Path) -> None:
     tier = LocalTier(tmp_path)
-    states = [payload(f"{n:024x}", {f"model/layers.{i}.weight": numbers(54, 100 * n + i) for i in range(18)}) for n in range(50)]
+    states = [
+        payload(
+            f"{n:024x}", {f"model/layers.{i}.weight": numbers(54, 100 * n + i) for i in range(18)}
+        )
+        for n in range(50)
+    ]
     put(tier, *states)
     assert sum((tmp_path / name).stat().st_size for name in names(tmp_path)) < 50 * 6000
     check(tier, *states)
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "no space left on device"), KeyboardInterrupt()])
-def test_a_step_that_fails_leaves_none_of_the_group(tmp_path: Path, step: str, error: BaseException) -> None:
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "no space left on device"), KeyboardInterrupt()]
+)
+def test_a_step_that_fails_leaves_none_of_the_group(
+    tmp_path: Path, step: str, error: BaseException
+) -> None:
     put(LocalTier(tmp_path), small("base", 1, 2))
     before = names(tmp_path)
     tier = LocalTier(tmp_path, on_step=fail_at(step, error))
@@ -113,11 +127,17 @@ def test_one_state_that_cannot_be_read_again_keeps_the_group_from_the_disk(tmp_p
     assert names(tmp_path) == set()
 
 
-def test_states_that_are_here_are_not_written_again_and_others_of_their_uid_are_refused(tmp_path: Path) -> None:
+def test_states_that_are_here_are_not_written_again_and_others_of_their_uid_are_refused(
+    tmp_path: Path,
+) -> None:
     tier = LocalTier(tmp_path)
     put(tier, small("a", 1), small("b", 2))
     placed = put(LocalTier(tmp_path), small("b", 2), small("c", 3), small("a", 1))
-    assert [(each.manifest.origin.uid, each.bytes_new) for each in placed] == [("b", 0), ("c", 100), ("a", 0)]
+    assert [(each.manifest.origin.uid, each.bytes_new) for each in placed] == [
+        ("b", 0),
+        ("c", 100),
+        ("a", 0),
+    ]
     with pytest.raises(Conflict, match="another state of that uid"):
         put(tier, small("d", 4), small("b", 9))
     check(tier, small("a", 1), small("b", 2), small("c", 3))
@@ -128,7 +148,12 @@ def test_each_state_is_removed_by_itself_and_the_pack_with_the_last(tmp_path: Pa
     states = [small(uid, ord(uid)) for uid in "abcd"]
     put(tier, *states)
     other = LocalTier(tmp_path)
-    for gone in (0, 2, 1):  # the first one, whose name the files have, is the dictionary of the others
+    for gone in (
+        0,
+        2,
+        1,
+    ):
+        # the first one, whose name the files have, is the dictionary of the others
         tier.remove(states[gone].manifest.origin.uid)
         with pytest.raises(NotFound):
             tier.open(states[gone].manifest.origin.uid)
@@ -139,7 +164,9 @@ def test_each_state_is_removed_by_itself_and_the_pack_with_the_last(tmp_path: Pa
     assert names(tmp_path) == set()
 
 
-def test_the_folder_is_listed_once_to_remove_states_of_many_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_is_listed_once_to_remove_states_of_many_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tier = LocalTier(tmp_path)
     groups = [[small(f"g{number}-{k}", number, k) for k in range(3)] for number in range(6)]
     for group in groups:
@@ -162,7 +189,12 @@ def test_a_uid_that_comes_back_gets_files_of_its_own(tmp_path: Path) -> None:
     put(tier, small("a", 1), small("b", 2))
     tier.forget(["a"])
     tier.put(small("a", 3))
-    assert names(tmp_path) == {"a.0.manifest", "a.0.safetensors", "a.0-1.manifest", "a.0-1.safetensors"}
+    assert names(tmp_path) == {
+        "a.0.manifest",
+        "a.0.safetensors",
+        "a.0-1.manifest",
+        "a.0-1.safetensors",
+    }
     check(LocalTier(tmp_path), small("a", 3), small("b", 2))
     tier.remove("a")
     check(LocalTier(tmp_path), small("b", 2))
@@ -195,7 +227,9 @@ def test_a_collection_moves_what_few_states_of_a_group_still_need(tmp_path: Path
     assert (done.rewritten, done.left) == (1, [])
     assert tier.bytes_stored < before // 2
     check(LocalTier(tmp_path), states[1], states[4])
-    assert [tier.manifest(uid).bytes_new for uid in ("s1", "s4")] == [CHUNK_BYTES + 160_000 + 100] * 2, "what its put added, as before"
+    assert [tier.manifest(uid).bytes_new for uid in ("s1", "s4")] == [
+        CHUNK_BYTES + 160_000 + 100
+    ] * 2, "what its put added, as before"
 
 
 def test_bytes_of_a_pack_are_divided_among_its_states(tmp_path: Path) -> None:
@@ -203,25 +237,38 @@ def test_bytes_of_a_pack_are_divided_among_its_states(tmp_path: Path) -> None:
     put(tier, *(mixed(f"s{n}", n) for n in range(4)))
 
     def taken() -> tuple[int, int]:
-        of_packs = {name: size for each in tier.files().values() for name, size in each if ".safetensors" in name}
+        of_packs = {
+            name: size
+            for each in tier.files().values()
+            for name, size in each
+            if ".safetensors" in name
+        }
         return len(tier.files()), sum(of_packs.values())
 
     for count in (4, 3, 2):
         assert taken()[0] == count
-        assert taken()[1] == pytest.approx(tier.bytes_stored, abs=100), "with its part of what nothing needs"
+        assert taken()[1] == pytest.approx(tier.bytes_stored, abs=100), (
+            "with its part of what nothing needs"
+        )
         tier.forget([next(tier.uids())])
     assert taken() == (1, tier.bytes_stored)
 
 
 @pytest.mark.parametrize("which", ["manifest", "safetensors"])
-def test_a_flipped_byte_damages_only_states_that_need_it_and_these_are_named(tmp_path: Path, which: str) -> None:
+def test_a_flipped_byte_damages_only_states_that_need_it_and_these_are_named(
+    tmp_path: Path, which: str
+) -> None:
     """All bytes of a pack, and of its file of manifests (in the gate a twelfth of them)."""
     tier = LocalTier(tmp_path)
     states = {uid: small(uid, ord(uid), ord(uid) + 50) for uid in "abc"}
     put(tier, *states.values())
     path = tmp_path / f"a.0.{which}"
     header = 8 + int.from_bytes(path.read_bytes()[:8], "little") if which == "safetensors" else 0
-    first = next(frame for offset, frame in ((at, at) for at in frame_starts(path)) if offset > 0) if which == "manifest" else 0
+    first = (
+        next(frame for offset, frame in ((at, at) for at in frame_starts(path)) if offset > 0)
+        if which == "manifest"
+        else 0
+    )
     for offset in some(range(path.stat().st_size)):
         flip(path, offset)
         hurt = dict[str, str]()
@@ -285,7 +332,9 @@ def write_for_ever(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("seed", some(range(12)))
-def test_a_kill_leaves_whole_groups_and_two_processes_do_not_disturb_each_other(tmp_path: Path, seed: int) -> None:
+def test_a_kill_leaves_whole_groups_and_two_processes_do_not_disturb_each_other(
+    tmp_path: Path, seed: int
+) -> None:
     context = multiprocessing.get_context("spawn")
     writers = [context.Process(target=write_for_ever, args=(tmp_path, name)) for name in ("x", "y")]
     for writer in writers:
@@ -305,5 +354,11 @@ def test_a_kill_leaves_whole_groups_and_two_processes_do_not_disturb_each_other(
         with tier.open(uid) as reader:
             reader.verify()
             assert stream(reader) == chunks_of(small(uid, int(group[1:]), int(number)))
-    manifests = {name.removesuffix(".manifest") for name in names(tmp_path) if name.endswith(".manifest")}
-    assert {name.removesuffix(".safetensors") for name in names(tmp_path) if name.endswith(".safetensors")} == manifests
+    manifests = {
+        name.removesuffix(".manifest") for name in names(tmp_path) if name.endswith(".manifest")
+    }
+    assert {
+        name.removesuffix(".safetensors")
+        for name in names(tmp_path)
+        if name.endswith(".safetensors")
+    } == manifests

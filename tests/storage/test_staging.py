@@ -1,4 +1,5 @@
-"""Restores from disk read what they need at once, on several threads, and still check every byte before the first one is written."""
+"""Restores from disk read what they need at once, on several threads, and still check every byte
+before the first one is written."""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ def threads_that_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def saved(folder: Path, tensor: torch.Tensor) -> Path:
     """A repository with a state of this tensor; its pack."""
     config = Config(memory_bytes=128 * MIB, durable_interval_s=None)
-    with datastates.open(folder, config=config) as repo, repo.track(rng=False, box={"w": tensor, "v": torch.ones(3)}) as run:
+    with (
+        datastates.open(folder, config=config) as repo,
+        repo.track(rng=False, box={"w": tensor, "v": torch.ones(3)}) as run,
+    ):
         run.capture().wait("durable")
     return next((folder / "packs").glob("*.safetensors"))
 
@@ -65,10 +69,14 @@ def test_what_is_prepared_is_read_on_other_threads_and_lent_as_it_is_stored(
             lent = reader.loan(shard.start, shard.length)
             assert lent is not None
             assert bytes(lent) == stream[shard.start : shard.start + shard.length]
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("datastates-read")]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name.startswith("datastates-read")
+    ]
 
 
-def test_a_restore_reads_ahead_and_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restore_reads_ahead_and_gives_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved(tmp_path, STATE["w"])
     names = threads_that_read(monkeypatch)
     into = {"v": torch.zeros(3)}  # what is handed over has no place of its own yet
@@ -108,12 +116,17 @@ def test_a_pack_that_is_cut_short_while_it_is_read_ahead_is_an_error_and_nothing
 
     monkeypatch.setattr(MappedReader, "_read_staged", read_then_cut)
     into = {"v": torch.zeros(3)}
-    with datastates.open(tmp_path) as repo, pytest.raises(Corrupt, match=r"cut short|bytes, \d+ were written"):
+    with (
+        datastates.open(tmp_path) as repo,
+        pytest.raises(Corrupt, match=r"cut short|bytes, \d+ were written"),
+    ):
         repo.restore("main", into={"box": into})
     assert "w" not in into
 
 
-def test_one_small_tensor_of_a_large_state_reads_only_its_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_small_tensor_of_a_large_state_reads_only_its_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved(tmp_path, STATE["w"])
     names, asked = threads_that_read(monkeypatch), set[int]()
     chunk = MappedReader.chunk
@@ -131,7 +144,9 @@ def test_one_small_tensor_of_a_large_state_reads_only_its_chunk(tmp_path: Path, 
     assert not names
 
 
-def test_pieces_of_many_chunks_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_of_many_chunks_are_read_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whole chunks would take a hundred times the memory of what is wanted of them."""
     names = threads_that_read(monkeypatch)
     tier = LocalTier(tmp_path)
@@ -142,9 +157,13 @@ def test_pieces_of_many_chunks_are_read_one_by_one(tmp_path: Path, monkeypatch: 
     assert not names
 
 
-def test_what_does_not_fit_into_memory_twice_is_not_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_into_memory_twice_is_not_read_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = threads_that_read(monkeypatch)
-    monkeypatch.setattr("datastates.storage.pack_reader.available_memory_bytes", lambda: 6 * 4 * MIB)
+    monkeypatch.setattr(
+        "datastates.storage.pack_reader.available_memory_bytes", lambda: 6 * 4 * MIB
+    )
     tier = LocalTier(tmp_path)
     tier.put(payload("a", {"w": numbers(6 * MIB)}))
     with tier.open("a") as reader:
@@ -153,9 +172,13 @@ def test_what_does_not_fit_into_memory_twice_is_not_read_ahead(tmp_path: Path, m
         assert reader.loan(0, 24 * MIB) is not None
 
 
-def test_each_part_of_a_state_reads_its_own_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_part_of_a_state_reads_its_own_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tree = {"w": numbers(10 * MIB).reshape(10, MIB)}
-    parts = sharded(secrets.token_hex(12), tree, {"w": [[box] for box in rows((10, MIB), 5, 5)]}, 2, step=1)
+    parts = sharded(
+        secrets.token_hex(12), tree, {"w": [[box] for box in rows((10, MIB), 5, 5)]}, 2, step=1
+    )
     uid = parts[0].manifest.origin.uid
     tiers = [LocalTier(tmp_path, rank=rank) for rank in range(2)]
     for tier, part in zip(tiers, parts, strict=True):
@@ -181,7 +204,9 @@ def test_what_a_thread_raises_is_raised_once_all_of_them_have_ended() -> None:
     with pytest.raises(Corrupt, match="the third"):
         stage.fill(read)
     count = len(begun)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("datastates-read")]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name.startswith("datastates-read")
+    ]
     assert len(begun) == count
     assert stage.view(range(18, 20), 5, 4 * MIB) is not None
     assert stage.view(range(19, 21), 0, 10) is None

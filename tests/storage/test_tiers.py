@@ -1,4 +1,5 @@
-"""Tiers together: the nearest that has a state is read, and what users give has to fit behind the repository's own."""
+"""Tiers together: the nearest that has a state is read, and what users give has to fit behind
+the repository's own."""
 
 from __future__ import annotations
 
@@ -16,14 +17,23 @@ from datastates.storage.arena import Arena
 from datastates.storage.local import LocalTier
 from datastates.storage.memory import MemoryTier
 from datastates.storage.reading import HeldReader
-from datastates.storage.tier import Payload, Placed, Reader, SupportsDirectWrite, SupportsManifests, SupportsRemoval, Tier
+from datastates.storage.tier import (
+    Payload,
+    Placed,
+    Reader,
+    SupportsDirectWrite,
+    SupportsManifests,
+    SupportsRemoval,
+    Tier,
+)
 from datastates.storage.tiers import VOLATILE, Tiers, payload_of
 from datastates.testing import TierSuite, WrappedTier
 from datastates.testing.states import chunks_of, small, stream
 
 
 class Archive(Tier):
-    """Keeps whatever it was given, in a dict: it removes nothing, and each state's chunks are its own."""
+    """Keeps whatever it was given, in a dict: it removes nothing, and each state's chunks are
+    its own."""
 
     name = "archive"
 
@@ -39,15 +49,24 @@ class Archive(Tier):
         distinct = {(chunk.digest, chunk.length) for chunk in payload.manifest.content.chunks}
         for other, _ in list(self.states.values()):
             distinct -= {(chunk.digest, chunk.length) for chunk in other.manifest.content.chunks}
-        here, _ = self.states.setdefault(payload.manifest.origin.uid, (payload, [bytearray(chunk) for chunk in payload.chunks]))
-        return Placed(here.manifest, sum(length for _, length in distinct) if here is payload else 0)
+        here, _ = self.states.setdefault(
+            payload.manifest.origin.uid, (payload, [bytearray(chunk) for chunk in payload.chunks])
+        )
+        return Placed(
+            here.manifest, sum(length for _, length in distinct) if here is payload else 0
+        )
 
     def open(self, uid: str, *, verify: bool = True) -> Reader:
         self._check()
         if uid not in self.states:
             raise NotFound(f"state {uid} is not in the archive")
         payload, chunks = self.states[uid]
-        return HeldReader(payload.manifest, [memoryview(chunk) for chunk in chunks], source="the archive", verify=verify)
+        return HeldReader(
+            payload.manifest,
+            [memoryview(chunk) for chunk in chunks],
+            source="the archive",
+            verify=verify,
+        )
 
     def uids(self) -> Iterator[str]:
         return iter(list(self.states))
@@ -140,7 +159,9 @@ def test_a_reader_that_gives_way_is_opened_again_beyond_memory(tiers: Tiers) -> 
         assert stream(reader) == chunks_of(payload)
 
 
-def test_a_tier_that_does_not_answer_hides_nothing_that_a_further_one_has(tiers: Tiers, tmp_path: Path) -> None:
+def test_a_tier_that_does_not_answer_hides_nothing_that_a_further_one_has(
+    tiers: Tiers, tmp_path: Path
+) -> None:
     payload = small("a", 1)
     tiers.further[0].put(payload)
     for path in tmp_path.iterdir():
@@ -156,7 +177,10 @@ def test_a_tier_that_does_not_answer_hides_nothing_that_a_further_one_has(tiers:
 def test_the_search_for_parts_ends_however_many_a_lineage_claims(tiers: Tiers) -> None:
     (archive,) = tiers.further
     assert isinstance(archive, Archive)
-    with pytest.raises(Unavailable, match=r"1048576 parts, and those of rank 0, 1, .* and at least 4080 more are not here"):
+    with pytest.raises(
+        Unavailable,
+        match=r"1048576 parts, and those of rank 0, 1, .* and at least 4080 more are not here",
+    ):
         tiers.open(replace(state_of(small("a", 1)), world_size=1 << 20))
     assert archive.asked == 4096
 
@@ -193,7 +217,9 @@ class _Wrong(WrappedTier):
         ([_Wrong(Archive())], "gives"),
     ],
 )
-def test_a_further_tier_that_does_not_fit_is_refused(tmp_path: Path, given: list[object], why: str) -> None:
+def test_a_further_tier_that_does_not_fit_is_refused(
+    tmp_path: Path, given: list[object], why: str
+) -> None:
     with pytest.raises(InvalidInput, match=why):
         Tiers(LocalTier(tmp_path), given)
 

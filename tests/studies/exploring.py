@@ -1,4 +1,5 @@
-"""An explorer in a process of its own, for tests that end it: ``python -m tests.studies.exploring own|pool|ranks <url> [<packs>]``."""
+"""An explorer in a process of its own, for tests that end it: ``python -m
+tests.studies.exploring own|pool|ranks <url> [<packs>]``."""
 
 from __future__ import annotations
 
@@ -16,10 +17,13 @@ from tests.studies.studies import EVERY_STATE, train, tree
 
 
 def pool() -> ProcessPoolExecutor:
-    """The standard library's pool, whose workers have torch imported when they begin, and the environment as it is now."""
+    """The standard library's pool, whose workers have torch imported when they begin, and the
+    environment as it is now."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["datastates.studies"])
-    return ProcessPoolExecutor(2, mp_context=context, initializer=take, initargs=(dict(os.environ),))
+    return ProcessPoolExecutor(
+        2, mp_context=context, initializer=take, initargs=(dict(os.environ),)
+    )
 
 
 def take(environ: dict[str, str]) -> None:
@@ -34,7 +38,12 @@ def main(kind: str, url: str, packs: str | None = None) -> None:
         executor = pool()
     with datastates.open(url, packs=packs, config=EVERY_STATE) as repo:
         if kind == "ranks":
-            plan = Plan(tuple(Variant(name, None, 2, {"lr": rate}) for name, rate in (("low", 1e-3), ("high", 3e-2))))
+            plan = Plan(
+                tuple(
+                    Variant(name, None, 2, {"lr": rate})
+                    for name, rate in (("low", 1e-3), ("high", 3e-2))
+                )
+            )
             report = explore(repo, "main", plan, parallel.train, study="s", ranks=2)
         else:
             report = explore(repo, "main", tree(), train, executor, study="s")

@@ -1,4 +1,5 @@
-"""A fine-tuning whose model is frozen to four fifths, and its variants; in this process and, as a script's target, in others."""
+"""A fine-tuning whose model is frozen to four fifths, and its variants; in this process and, as
+a script's target, in others."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ def make(seed: int, *, is_frozen: bool = True) -> tuple[nn.Sequential, torch.opt
     torch.manual_seed(seed)
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(5)))
     model[:4].requires_grad_(not is_frozen)
-    return model, torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+    return model, torch.optim.SGD(
+        [each for each in model.parameters() if each.requires_grad], lr=0.1
+    )
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -46,7 +49,9 @@ def begin(folder: Path, *, is_frozen: bool = True) -> None:
 def fork(repo: datastates.Repository, number: int, start: str = f"start/{STUDY}") -> Tracker:
     """One variant with one epoch reported."""
     model, optimizer = make(100 + number)
-    run = repo.track(model=model, optimizer=optimizer, branch=f"{STUDY}/{number}", start=start, strict=False)
+    run = repo.track(
+        model=model, optimizer=optimizer, branch=f"{STUDY}/{number}", start=start, strict=False
+    )
     torch.manual_seed(number)
     step(model, optimizer)
     run.capture(attributes={"study": STUDY, "variant": str(number), "epoch": 1})

@@ -1,4 +1,5 @@
-"""Trainings of several ranks that tests of studies run: a model that FSDP2 shards over them, on scikit-learn's digits."""
+"""Trainings of several ranks that tests of studies run: a model that FSDP2 shards over them, on
+scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from tests.support.jobs import Say
 RANKS = "DATASTATES_TEST_RANKS"
 
 
-def build(group: Group, rate: float = 1e-2) -> tuple[nn.Module, torch.optim.Optimizer, PermutationSampler]:
+def build(
+    group: Group, rate: float = 1e-2
+) -> tuple[nn.Module, torch.optim.Optimizer, PermutationSampler]:
     """A model that draws random numbers while it trains, sharded where there are several ranks."""
     model = nn.Sequential(nn.Linear(64, 33), nn.ReLU(), nn.Dropout(0.2), nn.Linear(33, 10))
     if group.size > 1:
@@ -47,19 +50,33 @@ def fork_by_hand(folder: str, rate: float, epochs: int, say: Say) -> None:
     """What a variant does, without a study."""
     with datastates.open(folder, config=EVERY_STATE) as repo:
         model, optimizer, sampler = build(datastates.ranks.find(), rate)
-        with repo.track(branch="by-hand", start="main", model=model, optimizer=optimizer, sampler=sampler, reduce="mean") as run:
+        with repo.track(
+            branch="by-hand",
+            start="main",
+            model=model,
+            optimizer=optimizer,
+            sampler=sampler,
+            reduce="mean",
+        ) as run:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             run.training.loops.begin_elsewhere(is_between=True)
             for _ in range(epochs):
-                run.capture(metrics={"loss": one_epoch(model, optimizer, sampler, run), "draw": torch.rand(1).item()})
+                run.capture(
+                    metrics={
+                        "loss": one_epoch(model, optimizer, sampler, run),
+                        "draw": torch.rand(1).item(),
+                    }
+                )
         say("done")
 
 
 def train(job: Job) -> None:
-    """What tests train; each rank says that it is here, meets the faults that are planned for it, and reports its own rate."""
+    """What tests train; each rank says that it is here, meets the faults that are planned for
+    it, and reports its own rate."""
     mark(job, "begun")
-    model, optimizer, sampler = build(job.group, job.config["lr"])  # type: ignore[arg-type]  # a number
+    # a number
+    model, optimizer, sampler = build(job.group, job.config["lr"])  # type: ignore[arg-type]
     options: dict[str, Any] = {"reduce": "each"} if job.group.size > 1 else {}
     run = job.track(model=model, optimizer=optimizer, sampler=sampler, **options)
     for epoch in job.epochs():

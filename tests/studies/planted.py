@@ -1,4 +1,5 @@
-"""A real training on scikit-learn's digits with planted wrong labels: two seeds, and a study that holds each third out."""
+"""A real training on scikit-learn's digits with planted wrong labels: two seeds, and a study
+that holds each third out."""
 
 from __future__ import annotations
 
@@ -54,14 +55,29 @@ def loss(model: nn.Module, indices: Tensor) -> Tensor:
 def thirds() -> dict[str, tuple[int, ...]]:
     """Three parts of different sizes, together all of the data."""
     order = torch.randperm(COUNT, generator=torch.Generator().manual_seed(1)).tolist()
-    return {"a": tuple(sorted(order[:250])), "b": tuple(sorted(order[250:550])), "c": tuple(sorted(order[550:]))}
+    return {
+        "a": tuple(sorted(order[:250])),
+        "b": tuple(sorted(order[250:550])),
+        "c": tuple(sorted(order[550:])),
+    }
 
 
 def plan() -> Plan:
     """Each variant holds one third out; the child of the last gets the first 100 of it back."""
     parts = tuple(thirds())
-    variants = [Variant(f"without-{part}", epochs=LATER, train=tuple(p for p in parts if p != part), validation=(part,)) for part in parts]
-    return Plan((*variants, Variant("child", parent="without-c", epochs=1, train=("back",))), {**thirds(), "back": thirds()["c"][:100]})
+    variants = [
+        Variant(
+            f"without-{part}",
+            epochs=LATER,
+            train=tuple(p for p in parts if p != part),
+            validation=(part,),
+        )
+        for part in parts
+    ]
+    return Plan(
+        (*variants, Variant("child", parent="without-c", epochs=1, train=("back",))),
+        {**thirds(), "back": thirds()["c"][:100]},
+    )
 
 
 def train(
@@ -90,13 +106,19 @@ def train(
 
 
 def make(folder: Path) -> None:
-    """Branches ``seed-0`` and ``seed-1``, and the study ``study`` by the names of docs/design/003-branching.md, forked from ``seed-0``."""
+    """Branches ``seed-0`` and ``seed-1``, and the study ``study`` by the names of
+    docs/design/003-branching.md, forked from ``seed-0``."""
     with datastates.open(folder, config=datastates.Config(durable_every=1)) as repo:
         for seed in (0, 1):
             train(repo, f"seed-{seed}", torch.arange(COUNT), EPOCHS, seed=seed)
         for variant in plan().variants:
             rows = torch.tensor(plan().rows(variant.train or ()))
             start = f"done/study/{variant.parent}" if variant.parent else "start/study"
-            said: dict[str, Value] = {"study": "study", "variant": variant.name, "samples": len(rows), "samples_all": COUNT}
+            said: dict[str, Value] = {
+                "study": "study",
+                "variant": variant.name,
+                "samples": len(rows),
+                "samples_all": COUNT,
+            }
             train(repo, f"study/{variant.name}", rows, variant.epochs, start=start, said=said)
             repo.tag(f"done/study/{variant.name}", f"study/{variant.name}")

@@ -1,4 +1,5 @@
-"""Trainings that the tests of explorers run: a small model on scikit-learn's digits, in whatever process they are sent to."""
+"""Trainings that the tests of explorers run: a small model on scikit-learn's digits, in whatever
+process they are sent to."""
 
 from __future__ import annotations
 
@@ -36,19 +37,32 @@ CONFIG = Config(memory_bytes=96 << 20, durable_interval_s=None)
 @cache
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
     """Images and labels."""
-    folder = (importlib.util.find_spec("sklearn") or pytest.skip("scikit-learn is not installed")).submodule_search_locations
+    folder = (
+        importlib.util.find_spec("sklearn") or pytest.skip("scikit-learn is not installed")
+    ).submodule_search_locations
     assert folder is not None
-    data = np.loadtxt(Path(folder[0]) / "datasets" / "data" / "digits.csv.gz", delimiter=",", max_rows=ROWS)  # importing it takes seconds
-    return torch.tensor(data[:, :-1] / 16, dtype=torch.float32), torch.tensor(data[:, -1], dtype=torch.int64)
+    # importing it takes seconds
+    data = np.loadtxt(
+        Path(folder[0]) / "datasets" / "data" / "digits.csv.gz", delimiter=",", max_rows=ROWS
+    )
+    return torch.tensor(data[:, :-1] / 16, dtype=torch.float32), torch.tensor(
+        data[:, -1], dtype=torch.int64
+    )
 
 
 def build(config: Any) -> tuple[nn.Module, torch.optim.Optimizer, PermutationSampler]:
     """A model that draws random numbers while it trains."""
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 10))
-    return model, torch.optim.Adam(model.parameters(), lr=config.get("lr", 1e-2)), PermutationSampler(ROWS, seed=3)
+    return (
+        model,
+        torch.optim.Adam(model.parameters(), lr=config.get("lr", 1e-2)),
+        PermutationSampler(ROWS, seed=3),
+    )
 
 
-def one_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, sampler: PermutationSampler, run: Any) -> float:
+def one_epoch(
+    model: nn.Module, optimizer: torch.optim.Optimizer, sampler: PermutationSampler, run: Any
+) -> float:
     """Every row once; the loss of the last batch."""
     x, y = digits()
     loss = torch.zeros(())
@@ -60,7 +74,9 @@ def one_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, sampler: Permu
     return float(loss.detach())
 
 
-def prefix(folder: str | Path, *, packs: str | Path | None = None, config: Config = CONFIG) -> Repository:
+def prefix(
+    folder: str | Path, *, packs: str | Path | None = None, config: Config = CONFIG
+) -> Repository:
     """A repository whose branch ``main`` was trained for an epoch; it is left open."""
     torch.set_num_threads(1)
     seed_everything(5)
@@ -86,7 +102,9 @@ def train(job: Job) -> None:
 
 
 def meet(variant: str, epoch: int, run: Tracker) -> None:
-    """The faults that ``faults`` planned for this place: once each, or always. What was captured before is durable by then."""
+    """The faults that ``faults`` planned for this place: once each, or always.
+
+    What was captured before is durable by then."""
     folder = os.environ.get(FAULTS)
     if folder is None:
         return
@@ -124,7 +142,8 @@ def first(path: Path) -> bool:
 
 
 def faults(folder: Path, **places: str) -> dict[str, str]:
-    """The environment in which variants meet faults: ``low="1:kill"``, with an exclamation mark each time, else the first time only."""
+    """The environment in which variants meet faults: ``low="1:kill"``, with an exclamation mark
+    each time, else the first time only."""
     folder.mkdir(exist_ok=True)
     plan = {}
     for variant, what in places.items():
@@ -147,13 +166,22 @@ def tree(epochs: int = 2) -> Plan:
     )
 
 
-def essence(repo: Repository, study: str, plan: Plan) -> dict[str, list[tuple[str, int, dict[str, float]]]]:
-    """What two runs of a study must have in common, bit for bit: by variant its states' digests, steps and metrics since the start."""
-    return {name: [(state.digest, state.step, state.metrics) for state in path] for name, path in _paths(repo, study, plan).items()}
+def essence(
+    repo: Repository, study: str, plan: Plan
+) -> dict[str, list[tuple[str, int, dict[str, float]]]]:
+    """What two runs of a study must have in common, bit for bit: by variant its states' digests,
+    steps and metrics since the start."""
+    return {
+        name: [(state.digest, state.step, state.metrics) for state in path]
+        for name, path in _paths(repo, study, plan).items()
+    }
 
 
-def contents(repo: Repository, study: str, plan: Plan) -> dict[str, list[tuple[str, int, dict[str, float]]]]:
-    """As ``essence``, but for Python's own generator of random numbers, from which other threads of a process may draw."""
+def contents(
+    repo: Repository, study: str, plan: Plan
+) -> dict[str, list[tuple[str, int, dict[str, float]]]]:
+    """As ``essence``, but for Python's own generator of random numbers, from which other threads
+    of a process may draw."""
     return {
         name: [(_content(repo.load(state.uid)), state.step, state.metrics) for state in path]
         for name, path in _paths(repo, study, plan).items()
@@ -163,7 +191,9 @@ def contents(repo: Repository, study: str, plan: Plan) -> dict[str, list[tuple[s
 def _paths(repo: Repository, study: str, plan: Plan) -> dict[str, list[State]]:
     start = repo.state(f"start/{study}").uid
     found = {variant.name: repo.log(f"done/{study}/{variant.name}") for variant in plan.variants}
-    return {name: path[: [state.uid for state in path].index(start)] for name, path in found.items()}
+    return {
+        name: path[: [state.uid for state in path].index(start)] for name, path in found.items()
+    }
 
 
 def _content(tree: dict[str, Any]) -> str:
@@ -176,13 +206,15 @@ def _content(tree: dict[str, Any]) -> str:
 
 
 def counts(repo: Repository) -> dict[str, int]:
-    """How often each ref moved, and how many states there are: what a run that repeats nothing leaves as it is."""
+    """How often each ref moved, and how many states there are: what a run that repeats nothing
+    leaves as it is."""
     found = {ref.name: len(repo.reflog(ref.name)) for ref in repo.refs()}
     return {**found, "": len(repo.find("step >= 0"))}
 
 
 def all_end(pids: Iterable[int]) -> bool:
-    """Whether each of these processes is gone, or a zombie; one that has let go of its streams may take a moment more."""
+    """Whether each of these processes is gone, or a zombie; one that has let go of its streams
+    may take a moment more."""
     left, deadline = set(pids), time.monotonic() + 60
     while left and time.monotonic() < deadline:
         left = {pid for pid in left if is_running(pid)}

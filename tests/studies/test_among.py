@@ -1,4 +1,5 @@
-"""A job of four ranks of MPI is two groups of two, which share out the variants of a study that forks from what all four trained."""
+"""A job of four ranks of MPI is two groups of two, which share out the variants of a study that
+forks from what all four trained."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ class Training:
         self.comm = comm
         self.model = nn.Sequential(nn.Linear(64, 33), nn.ReLU(), nn.Dropout(0.2), nn.Linear(33, 10))
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=rate)
-        self.sampler = PermutationSampler(ROWS, seed=3, rank=comm.Get_rank(), num_replicas=comm.Get_size())
+        self.sampler = PermutationSampler(
+            ROWS, seed=3, rank=comm.Get_rank(), num_replicas=comm.Get_size()
+        )
 
     @property
     def tracked(self) -> dict[str, Any]:
@@ -81,12 +84,19 @@ def share_out(folder: str, say: Say) -> None:
     with datastates.open(folder, config=EVERY_STATE) as repo:
         prefix = Training(world, 1e-2)
         with repo.track(**prefix.tracked) as tracker:
-            say("prefix", tracker.capture(metrics={"loss": prefix.epoch(tracker)}).wait("durable").world_size)
-        report = explore(repo, "main", PLAN, train, study="s", group=MPIGroup(half), retries=1, progress=False)
+            say(
+                "prefix",
+                tracker.capture(metrics={"loss": prefix.epoch(tracker)}).wait("durable").world_size,
+            )
+        report = explore(
+            repo, "main", PLAN, train, study="s", group=MPIGroup(half), retries=1, progress=False
+        )
         say("done", ",".join(sorted(report.done)))
         say("failed", report.errors["bad"].splitlines()[0])
         world.Barrier()  # a group that asks again at once still finds what the others gave up
-        again = explore(repo, "main", PLAN, train, study="s", group=MPIGroup(half), retries=0, progress=False)
+        again = explore(
+            repo, "main", PLAN, train, study="s", group=MPIGroup(half), retries=0, progress=False
+        )
         say("again", ",".join(each.variant for each in again if each.is_reused))
 
 
@@ -95,13 +105,20 @@ def share_out(folder: str, say: Say) -> None:
 @need_mpi
 def test_two_groups_of_a_job_share_out_the_variants(tmp_path: Path) -> None:
     said = run(4, f"{HERE}:share_out", kind="mpi", folder=str(tmp_path), timeout_s=170)
-    trained = [Counter(line.split()[1] for line in lines if line.startswith("trains")) for lines in said]
+    trained = [
+        Counter(line.split()[1] for line in lines if line.startswith("trains")) for lines in said
+    ]
     assert trained[0] == trained[1]
     assert trained[2] == trained[3]
     both = trained[0] + trained[2]
-    assert both.pop("bad") >= 3, "two attempts, and one of the second call, or two where the groups came to it one after the other"
+    assert both.pop("bad") >= 3, (
+        "two attempts, and one of the second call, or two where the groups came to it one after the"
+        " other"
+    )
     assert both == {"v1": 1, "v2": 1, "v3": 1, "v1-a": 1}
-    assert all(trained[rank].keys() & {"v1", "v2", "v3"} for rank in (0, 2)), "each group had something to do"
+    assert all(trained[rank].keys() & {"v1", "v2", "v3"} for rank in (0, 2)), (
+        "each group had something to do"
+    )
     for lines in said:
         assert [line for line in lines if not line.startswith("trains")] == [
             "prefix 4",
@@ -112,7 +129,11 @@ def test_two_groups_of_a_job_share_out_the_variants(tmp_path: Path) -> None:
     with datastates.open(tmp_path) as repo:
         for name, rate in (("v1", 0.1), ("v2", 0.01), ("v3", 0.001)):
             state = repo.state(f"done/s/{name}")
-            assert (state.world_size, state.metrics["rate@0"], state.metrics["rate@1"]) == (2, rate, rate)
+            assert (state.world_size, state.metrics["rate@0"], state.metrics["rate@1"]) == (
+                2,
+                rate,
+                rate,
+            )
             assert len(repo.log(f"s/{name}")) == len(repo.log("main")) + 1
         with repo.core.reading() as session:
             tried = {each.name: each.attempts for each in study(session, "s").variants}

@@ -32,7 +32,10 @@ def test_tree_is_shown_with_its_data_its_cost_and_its_saving() -> None:
         "2 4,000 (50%) 4,000 6 3.0",
         "2.1 6,000 (75%) 2,000 3 2.2",
         "2.2 6,000 (75%) 2,000 3 2.2",
-        "costs 20.0 epochs over the full data, the prefix's 5 in it; each variant from scratch would cost 53.0: W_N/W_D = 2.65",
+        (
+            "costs 20.0 epochs over the full data, the prefix's 5 in it; each variant from scratch"
+            " would cost 53.0: W_N/W_D = 2.65"
+        ),
     ]
 
 
@@ -42,13 +45,18 @@ def test_what_is_written_like_markup_is_shown_as_it_is_and_long_plans_are_cut() 
         "variant changes trained on validated on epochs full epochs",
         "grid-1 [red]x=[bold] as it chooses - 2 2.0",
         "and 2 variants more",
-        "costs 6.0 epochs over the full data; each variant from scratch would cost 6.0: W_N/W_D = 1.00",
+        (
+            "costs 6.0 epochs over the full data; each variant from scratch would cost 6.0: W_N/W_D"
+            " = 1.00"
+        ),
     ]
 
 
 def test_validation_that_the_start_has_seen_is_warned_of() -> None:
-    assert lines(leave_out(cut(80, 2), depth=1, epochs=1, seen=["1"]))[-1] == (
-        "the start was trained on what 1 variant of 2 is validated on (1): their validation shows what they forgot, not what they never saw"
+    assert (
+        lines(leave_out(cut(80, 2), depth=1, epochs=1, seen=["1"]))[-1]
+        == "the start was trained on what 1 variant of 2 is validated on (1): their validation"
+        " shows what they forgot, not what they never saw"
     )
 
 
@@ -58,9 +66,13 @@ def test_plan_is_shown_on_a_terminal_and_logged_elsewhere(caplog: pytest.LogCapt
         screen = Console(file=io.StringIO(), width=200, force_terminal=True, color_system=None)
         announce("s", plan, work(plan), screen)
         assert isinstance(screen.file, io.StringIO)
-        assert screen.file.getvalue().startswith("study s: 2 variants in 1 stage, 80 samples in 2 subsets\nvariant")
+        assert screen.file.getvalue().startswith(
+            "study s: 2 variants in 1 stage, 80 samples in 2 subsets\nvariant"
+        )
         assert not caplog.records
 
         announce("s", plan, work(plan), Console(file=io.StringIO()))
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
-    assert caplog.records[0].message.startswith("study s: 2 variants in 1 stage, 80 samples in 2 subsets; costs 1.0 epochs")
+    assert caplog.records[0].message.startswith(
+        "study s: 2 variants in 1 stage, 80 samples in 2 subsets; costs 1.0 epochs"
+    )

@@ -1,4 +1,6 @@
-"""The same plan on everybody's executors: the same lineage, bit for bit. Run as a script this file is what ``mpiexec`` starts."""
+"""The same plan on everybody's executors: the same lineage, bit for bit.
+
+Run as a script this file is what ``mpiexec`` starts."""
 
 from __future__ import annotations
 
@@ -21,7 +23,16 @@ import pytest
 import datastates
 from datastates import InvalidInput, Repository
 from datastates.studies import Plan, Processes, RayExecutor, SerialExecutor, executors, explore
-from tests.studies.studies import EVERY_STATE, contents, counts, essence, faults, prefix, train, tree
+from tests.studies.studies import (
+    EVERY_STATE,
+    contents,
+    counts,
+    essence,
+    faults,
+    prefix,
+    train,
+    tree,
+)
 from tests.support.jobs import mpiexec, need_mpi
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +41,10 @@ PLAN = tree()
 
 def need(module: str, install: str) -> pytest.MarkDecorator:
     """Skips what needs a package that is not here."""
-    return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"{module} is not installed: pip install {install}")
+    return pytest.mark.skipif(
+        importlib.util.find_spec(module) is None,
+        reason=f"{module} is not installed: pip install {install}",
+    )
 
 
 Essence = Callable[[Repository, str, Plan], dict[str, Any]]
@@ -64,7 +78,8 @@ def explored(folder: Path, executor: Executor, of: Essence = essence) -> dict[st
 
 
 class Slots:
-    """Stands for worker processes, of which so many can be started; each does what it is given when it is told to."""
+    """Stands for worker processes, of which so many can be started; each does what it is given
+    when it is told to."""
 
     def __init__(self, most: int) -> None:
         self.left, self.begun = most, list[tuple[Future[Any], Callable[[], Any]]]()
@@ -87,10 +102,13 @@ class Slots:
         return self.begun[-1][0]
 
     def shutdown(self, *, wait: bool) -> None:
-        self.is_shut_down = not wait  # a broken pool is waited for, and others are begun in its place
+        # a broken pool is waited for, and others are begun in its place
+        self.is_shut_down = not wait
 
 
-def test_calls_fail_where_no_process_can_be_started_and_wait_for_one_that_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_fail_where_no_process_can_be_started_and_wait_for_one_that_is_at_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     slots = Slots(1)
     monkeypatch.setattr(executors, "_Slot", slots)
     processes = Processes(2)
@@ -107,7 +125,9 @@ def test_calls_fail_where_no_process_can_be_started_and_wait_for_one_that_is_at_
     processes.shutdown()
 
 
-def test_a_shutdown_that_does_not_wait_fails_the_calls_that_have_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shutdown_that_does_not_wait_fails_the_calls_that_have_not_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     slots = Slots(1)
     monkeypatch.setattr(executors, "_Slot", slots)
     processes = Processes(1)
@@ -132,9 +152,16 @@ def test_mpi(tmp_path: Path, expected: dict[str, Any]) -> None:
 def dask(folder: Path, *, workers: int, threads: int) -> Iterator[Executor]:
     """A cluster of processes on this machine."""
     distributed: Any = importlib.import_module("distributed")
-    options = {"dashboard_address": None, "silence_logs": logging.CRITICAL, "local_directory": str(folder), "processes": True}
+    options = {
+        "dashboard_address": None,
+        "silence_logs": logging.CRITICAL,
+        "local_directory": str(folder),
+        "processes": True,
+    }
     with (
-        distributed.LocalCluster(n_workers=workers, threads_per_worker=threads, **options) as cluster,
+        distributed.LocalCluster(
+            n_workers=workers, threads_per_worker=threads, **options
+        ) as cluster,
         distributed.Client(cluster) as client,
     ):
         yield client.get_executor()
@@ -152,12 +179,16 @@ def test_dask(tmp_path: Path, reference: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.in_turn("executors")
 @need("distributed", "distributed")
-def test_workers_of_several_threads_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_several_threads_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for key, value in faults(tmp_path / "faults", low="0:hang", high="0:hang").items():
         monkeypatch.setenv(key, value)
     with (
         dask(tmp_path, workers=1, threads=2) as executor,
-        pytest.raises(InvalidInput, match=r"two variants at once in one process .*threads_per_worker=1"),
+        pytest.raises(
+            InvalidInput, match=r"two variants at once in one process .*threads_per_worker=1"
+        ),
     ):
         explored(tmp_path, executor)
 
@@ -166,13 +197,21 @@ def test_workers_of_several_threads_are_refused(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.in_turn("executors")
 @need("parsl", "parsl")
 def test_parsl(tmp_path: Path, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # its interchange is a program there
+    # its interchange is a program there
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     parsl: Any = importlib.import_module("parsl")
-    pools, providers = importlib.import_module("parsl.concurrent"), importlib.import_module("parsl.providers")
+    pools, providers = (
+        importlib.import_module("parsl.concurrent"),
+        importlib.import_module("parsl.providers"),
+    )
     provider = providers.LocalProvider(init_blocks=1, max_blocks=1)
-    workers = parsl.HighThroughputExecutor(label="two", max_workers_per_node=2, address="127.0.0.1", provider=provider, encrypted=False)
-    with pools.ParslPoolExecutor(parsl.Config(executors=[workers], run_dir=str(tmp_path / "parsl"), usage_tracking=0)) as executor:
+    workers = parsl.HighThroughputExecutor(
+        label="two", max_workers_per_node=2, address="127.0.0.1", provider=provider, encrypted=False
+    )
+    with pools.ParslPoolExecutor(
+        parsl.Config(executors=[workers], run_dir=str(tmp_path / "parsl"), usage_tracking=0)
+    ) as executor:
         assert explored(tmp_path, executor) == expected
 
 
@@ -184,7 +223,11 @@ def test_ray(tmp_path: Path, expected: dict[str, Any]) -> None:
         warnings.simplefilter("ignore")
         import ray
 
-        options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+        options: dict[str, Any] = {
+            "include_dashboard": False,
+            "log_to_driver": False,
+            "logging_level": logging.ERROR,
+        }
         ray.init(num_cpus=2, runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}}, **options)
     try:
         with RayExecutor() as executor:

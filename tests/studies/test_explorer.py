@@ -1,4 +1,5 @@
-"""What ``explore`` makes of a plan, here in this process: names, attributes, resuming, failures, refusals."""
+"""What ``explore`` makes of a plan, here in this process: names, attributes, resuming, failures,
+refusals."""
 
 from __future__ import annotations
 
@@ -17,9 +18,30 @@ import torch
 
 import datastates
 from datastates import Conflict, InvalidInput, NotFound, Repository, State, Status
-from datastates.studies import Exploration, Job, Plan, Progress, SerialExecutor, Variant, explore, read_study
+from datastates.studies import (
+    Exploration,
+    Job,
+    Plan,
+    Progress,
+    SerialExecutor,
+    Variant,
+    explore,
+    read_study,
+)
 from datastates.studies.records import SET, Claim, claim_name, claims_folder
-from tests.studies.studies import CONFIG, FAULTS, build, counts, essence, faults, meet, one_epoch, prefix, train, tree
+from tests.studies.studies import (
+    CONFIG,
+    FAULTS,
+    build,
+    counts,
+    essence,
+    faults,
+    meet,
+    one_epoch,
+    prefix,
+    train,
+    tree,
+)
 
 PLAN = tree()
 
@@ -31,10 +53,14 @@ def repo(tmp_path: Path) -> Iterator[Repository]:
         yield opened
 
 
-def go(repo: Repository, plan: Plan = PLAN, job: Any = train, start: str = "main", **options: Any) -> Exploration:
+def go(
+    repo: Repository, plan: Plan = PLAN, job: Any = train, start: str = "main", **options: Any
+) -> Exploration:
     """Explore in this process."""
     with SerialExecutor() as executor:
-        return explore(repo, start, plan, job, executor, **{"study": "s", "progress": False, **options})
+        return explore(
+            repo, start, plan, job, executor, **{"study": "s", "progress": False, **options}
+        )
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +98,14 @@ def test_a_study_is_branches_tags_and_attributes(repo: Repository) -> None:
         assert state.step == repo.state(parent).step + 8 * variant.epochs
 
 
-def test_a_job_has_the_configuration_of_its_path_and_the_rows_of_its_subsets(repo: Repository) -> None:
+def test_a_job_has_the_configuration_of_its_path_and_the_rows_of_its_subsets(
+    repo: Repository,
+) -> None:
     plan = Plan(
-        (Variant("a", None, 1, {"lr": 1e-3}, train=("x", "y"), validation=("z",)), Variant("b", "a", 1, {"depth": 2})),
+        (
+            Variant("a", None, 1, {"lr": 1e-3}, train=("x", "y"), validation=("z",)),
+            Variant("b", "a", 1, {"depth": 2}),
+        ),
         {"x": (3, 1), "y": (2,), "z": (9,)},
     )
     seen: dict[str, Any] = {}
@@ -135,7 +166,9 @@ def test_a_start_that_moved_on_is_refused(repo: Repository) -> None:
     model, optimizer, sampler = build({})
     with repo.track(model=model, optimizer=optimizer, sampler=sampler) as run:
         run.capture()
-    with pytest.raises(Conflict, match=r"study 's' began from .* 'main' is .* now: start from 'start/s'"):
+    with pytest.raises(
+        Conflict, match=r"study 's' began from .* 'main' is .* now: start from 'start/s'"
+    ):
         go(repo, Plan((Variant("a"), Variant("b"))))
     assert go(repo, Plan((Variant("a"), Variant("b"))), start="start/s")
 
@@ -162,9 +195,15 @@ def test_the_start_is_durable_before_anything_forks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["raise", "interrupt"])
 def test_a_variant_that_was_stopped_half_way_ends_bit_for_bit_as_one_that_was_not(
-    repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: dict[str, Any], how: str
+    repo: Repository,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    expected: dict[str, Any],
+    how: str,
 ) -> None:
-    for key, value in faults(tmp_path / "faults", low=f"1:{how}", low_a=f"1:{how}", high_a=f"0:{how}").items():
+    for key, value in faults(
+        tmp_path / "faults", low=f"1:{how}", low_a=f"1:{how}", high_a=f"0:{how}"
+    ).items():
         monkeypatch.setenv(key, value)
     if how == "interrupt":
         for _ in range(3):
@@ -180,7 +219,10 @@ def test_a_variant_that_was_stopped_half_way_ends_bit_for_bit_as_one_that_was_no
 
 
 def test_an_interruption_says_that_the_study_goes_on(
-    repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    repo: Repository,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     for key, value in faults(tmp_path / "faults", high="0:interrupt").items():
         monkeypatch.setenv(key, value)
@@ -283,7 +325,9 @@ def test_what_the_start_has_not_begins_the_same_everywhere_and_is_restored_whole
 
 
 def test_only_one_explorer_at_a_time(repo: Repository) -> None:
-    with Claim.take(claims_folder(repo), claim_name(repo, "s"), "process 7 on moon") or pytest.fail("it is free"):
+    with Claim.take(claims_folder(repo), claim_name(repo, "s"), "process 7 on moon") or pytest.fail(
+        "it is free"
+    ):
         with pytest.raises(Conflict, match="study 's' is being explored by process 7 on moon"):
             go(repo)
         assert go(repo, study="another")
@@ -293,10 +337,20 @@ def test_only_one_explorer_at_a_time(repo: Repository) -> None:
 @pytest.mark.parametrize(
     ("job", "message"),
     [
-        pytest.param("reports_nothing", "ended without a result: call job.report", id="nothing reported"),
-        pytest.param("forgets_an_epoch", "epoch 0 of variant 'a' was not reported", id="an epoch not reported"),
-        pytest.param("reports_too_much", "has 1 epochs and reported one more", id="too much reported"),
-        pytest.param("reports_early", "reported before it tracked anything", id="reported before tracking"),
+        pytest.param(
+            "reports_nothing", "ended without a result: call job.report", id="nothing reported"
+        ),
+        pytest.param(
+            "forgets_an_epoch",
+            "epoch 0 of variant 'a' was not reported",
+            id="an epoch not reported",
+        ),
+        pytest.param(
+            "reports_too_much", "has 1 epochs and reported one more", id="too much reported"
+        ),
+        pytest.param(
+            "reports_early", "reported before it tracked anything", id="reported before tracking"
+        ),
         pytest.param("tracks_twice", "track was called twice", id="tracked twice"),
         pytest.param("names_a_branch", "branch: the plan decides that", id="a branch named"),
     ],
@@ -307,12 +361,18 @@ def test_what_a_train_function_does_wrong_is_said(repo: Repository, job: str, me
 
 
 def test_executors_that_would_share_random_number_generators_are_refused(repo: Repository) -> None:
-    with ThreadPoolExecutor(1) as threads, pytest.raises(InvalidInput, match="threads of one process"):
+    with (
+        ThreadPoolExecutor(1) as threads,
+        pytest.raises(InvalidInput, match="threads of one process"),
+    ):
         explore(repo, "main", PLAN, train, threads, study="s")
     with pytest.raises(InvalidInput, match="threads of one process"):
         explore(repo, "main", PLAN, train, ThreadPoolExecutor, study="s")
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(1, mp_context=context) as forked, pytest.raises(InvalidInput, match="mp_context"):
+    with (
+        ProcessPoolExecutor(1, mp_context=context) as forked,
+        pytest.raises(InvalidInput, match="mp_context"),
+    ):
         explore(repo, "main", PLAN, train, forked, study="s")
     assert [ref.name for ref in repo.refs() if ref.name.startswith("s/")] == []
 
@@ -327,7 +387,8 @@ def test_wrong_arguments_are_refused(repo: Repository) -> None:
     with pytest.raises(InvalidInput, match="train is 'train'"):
         go(repo, job="train")
     with pytest.raises(InvalidInput, match="the executor is 4"):
-        explore(repo, "main", PLAN, train, 4, study="s")  # type: ignore[arg-type]  # that is the mistake
+        # that is the mistake
+        explore(repo, "main", PLAN, train, 4, study="s")  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="train does not pickle"):
         explore(repo, "main", PLAN, lambda job: None, study="s")
     with pytest.raises(NotFound, match="no study 'other'"):
@@ -338,14 +399,23 @@ def test_a_result_is_found_by_name_and_by_metric(repo: Repository) -> None:
     report = go(repo)
     best = report.best("loss")
     assert best.metrics["loss"] == min(result.metrics["loss"] for result in report)
-    assert report.best("loss", mode="max").metrics["loss"] == max(result.metrics["loss"] for result in report)
+    assert report.best("loss", mode="max").metrics["loss"] == max(
+        result.metrics["loss"] for result in report
+    )
     with pytest.raises(NotFound, match="'accuracy': there are loss"):
         report.best("accuracy")
     with pytest.raises(InvalidInput, match="mode is 'highest': choose 'min' or 'max'"):
         report.best("loss", mode="highest")
-    diverged = {name: replace(each, state=replace(each.state, metrics={"loss": math.nan})) for name, each in report.results.items()}  # type: ignore[type-var]  # each has a state
+    # each has a state
+    diverged = {
+        name: replace(each, state=replace(each.state, metrics={"loss": math.nan}))  # type: ignore[type-var]
+        for name, each in report.results.items()
+    }
     first = next(iter(report.results))
-    assert replace(report, results={**report.results, first: diverged[first]}).best("loss").variant != first
+    assert (
+        replace(report, results={**report.results, first: diverged[first]}).best("loss").variant
+        != first
+    )
     with pytest.raises(NotFound, match="loss is NaN in every finished variant of study"):
         replace(report, results=diverged).best("loss")
     with pytest.raises(InvalidInput, match="no variant 'x'"):
@@ -357,7 +427,9 @@ def test_a_result_is_found_by_name_and_by_metric(repo: Repository) -> None:
     assert report.storage.states >= 6, "the start and what the tags name are on disk"
 
 
-def test_a_study_is_read_back_by_another_process_s_repository(repo: Repository, tmp_path: Path) -> None:
+def test_a_study_is_read_back_by_another_process_s_repository(
+    repo: Repository, tmp_path: Path
+) -> None:
     report = go(repo)
     with datastates.open(tmp_path / "runs") as other:
         assert {each.variant: each.state for each in read_study(other, "s", PLAN)} == report.done
@@ -373,7 +445,9 @@ def with_a_new_head(job: Job) -> None:
     head = torch.nn.Linear(10, 10)
     optimizer = torch.optim.Adam([*model.parameters(), *head.parameters()], lr=1e-2)
     both = torch.nn.Sequential(model, head)
-    run = job.track(model=model, head=head, optimizer=optimizer, sampler=sampler, only="model", strict=False)
+    run = job.track(
+        model=model, head=head, optimizer=optimizer, sampler=sampler, only="model", strict=False
+    )
     for epoch in job.epochs():
         loss = one_epoch(both, optimizer, sampler, run)
         meet(job.variant.name, epoch, run)

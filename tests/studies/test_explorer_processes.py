@@ -1,4 +1,5 @@
-"""Variants in processes of their own, some of which die: nothing finished is repeated, nobody's bytes change."""
+"""Variants in processes of their own, some of which die: nothing finished is repeated, nobody's
+bytes change."""
 
 from __future__ import annotations
 
@@ -15,7 +16,15 @@ import pytest
 
 from datastates import Repository, Status
 from datastates.lineage.write import clones
-from datastates.studies import Plan, Processes, Progress, SerialExecutor, Variant, explore, read_study
+from datastates.studies import (
+    Plan,
+    Processes,
+    Progress,
+    SerialExecutor,
+    Variant,
+    explore,
+    read_study,
+)
 from tests.studies.exploring import pool
 from tests.studies.studies import EVERY_STATE, all_end, counts, essence, faults, prefix, train, tree
 from tests.support import warm
@@ -45,11 +54,18 @@ class Exploring:
 
     def __init__(self, *arguments: str, **environment: str) -> None:
         command = [sys.executable, "-m", "tests.studies.exploring", *arguments]
-        options: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-        self.process = warm.Popen(command, cwd=ROOT, env=os.environ | environment, start_new_session=True, **options)
+        options: dict[str, Any] = {
+            "stdout": subprocess.DEVNULL,
+            "stderr": subprocess.PIPE,
+            "text": True,
+        }
+        self.process = warm.Popen(
+            command, cwd=ROOT, env=os.environ | environment, start_new_session=True, **options
+        )
 
     def end(self, number: int) -> str:
-        """Send it a signal; what it had said on standard error, once it and its workers have ended."""
+        """Send it a signal; what it had said on standard error, once it and its workers have
+        ended."""
         self.process.send_signal(number)
         return self.said()
 
@@ -74,7 +90,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Exploring]]:
     begun: list[Exploring] = []
 
     def begin(kind: str, **places: str) -> Exploring:
-        begun.append(Exploring(kind, str(tmp_path / "runs"), **faults(tmp_path / "faults", **places)))
+        begun.append(
+            Exploring(kind, str(tmp_path / "runs"), **faults(tmp_path / "faults", **places))
+        )
         return begun[-1]
 
     yield begin
@@ -91,15 +109,27 @@ def wait_for(path: Path) -> str:
     return path.read_text()
 
 
-def test_variants_in_parallel_give_what_one_process_gives_and_change_nobody_s_bytes(repo: Repository, expected: dict[str, Any]) -> None:
+def test_variants_in_parallel_give_what_one_process_gives_and_change_nobody_s_bytes(
+    repo: Repository, expected: dict[str, Any]
+) -> None:
     before = {state.uid: (state.digest, files_of(repo, state.uid)) for state in repo.log("main")}
     report = explore(repo, "main", PLAN, train, study="s", progress=False)
     assert report
     assert essence(repo, "s", PLAN) == expected
-    assert {state.uid: (state.digest, files_of(repo, state.uid)) for state in repo.log("main")} == before
-    everything = {state.uid: (state.digest, files_of(repo, state.uid)) for state in repo.find("step >= 0")}
+    assert {
+        state.uid: (state.digest, files_of(repo, state.uid)) for state in repo.log("main")
+    } == before
+    everything = {
+        state.uid: (state.digest, files_of(repo, state.uid)) for state in repo.find("step >= 0")
+    }
     assert len(everything) == 1 + sum(variant.epochs for variant in PLAN.variants)
-    more = Plan((*PLAN.variants, Variant("low-c", "low", 1, {"seed": 3}), Variant("low-d", "low", 1, {"seed": 4})))
+    more = Plan(
+        (
+            *PLAN.variants,
+            Variant("low-c", "low", 1, {"seed": 3}),
+            Variant("low-d", "low", 1, {"seed": 4}),
+        )
+    )
     assert explore(repo, "main", more, train, study="s", progress=False)
     for uid, (digest, files) in everything.items():
         assert repo.verify(uid).digest == digest
@@ -115,16 +145,26 @@ def test_a_killed_worker_costs_nobody_anything(
     report = explore(repo, "main", PLAN, train, study="s", progress=False)
     assert report, report.errors
     assert essence(repo, "s", PLAN) == expected
-    moves = {variant.name: [event.reason for event in repo.reflog(f"s/{variant.name}")] for variant in PLAN.variants}
-    assert moves == {variant.name: [*["capture"] * variant.epochs, "branch"] for variant in PLAN.variants}
+    moves = {
+        variant.name: [event.reason for event in repo.reflog(f"s/{variant.name}")]
+        for variant in PLAN.variants
+    }
+    assert moves == {
+        variant.name: [*["capture"] * variant.epochs, "branch"] for variant in PLAN.variants
+    }
 
 
-def test_a_variant_that_kills_its_worker_each_time_fails_alone(repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variant_that_kills_its_worker_each_time_fails_alone(
+    repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for key, value in faults(tmp_path / "faults", low="0:kill!").items():
         monkeypatch.setenv(key, value)
     report = explore(repo, "main", PLAN, train, study="s", progress=False)
     assert {each.variant for each in report if each.progress is Progress.DONE} == {"high", "high-a"}
-    assert {each.variant for each in report if each.progress is Progress.SKIPPED} == {"low-a", "low-b"}
+    assert {each.variant for each in report if each.progress is Progress.SKIPPED} == {
+        "low-a",
+        "low-b",
+    }
     assert "its worker process died" in report.errors["low"]
 
 
@@ -152,13 +192,18 @@ def test_a_pool_that_breaks_without_a_recipe_is_reported_and_the_rest_goes_on_wi
 @pytest.mark.in_turn
 @pytest.mark.parametrize("kind", ["own", "pool"])
 def test_after_the_explorer_was_killed_nothing_finished_is_repeated(
-    repo: Repository, tmp_path: Path, expected: dict[str, Any], start: Callable[..., Exploring], kind: str
+    repo: Repository,
+    tmp_path: Path,
+    expected: dict[str, Any],
+    start: Callable[..., Exploring],
+    kind: str,
 ) -> None:
     exploring = start(kind, low_a="0:hang", high_a="0:hang")
     pids = [int(wait_for(tmp_path / "faults" / f"hangs-{name}")) for name in ("low-a", "high-a")]
     before = counts(repo)
     assert {"done/s/low", "done/s/high"} <= set(before)
-    exploring.end(signal.SIGKILL)  # its workers hold its standard error open: they have ended as well
+    # its workers hold its standard error open: they have ended as well
+    exploring.end(signal.SIGKILL)
     assert all_end(pids)
     assert explore(repo, "main", PLAN, train, study="s", progress=False)
     assert essence(repo, "s", PLAN) == expected
@@ -176,9 +221,12 @@ def test_a_half_done_variant_goes_on_from_its_last_state_after_the_explorer_was_
     pids = [int(wait_for(tmp_path / "faults" / f"hangs-{name}")) for name in ("low", "high")]
     half = {name: repo.state(f"s/{name}") for name in ("low", "high")}
     for pid in pids:
-        os.kill(pid, signal.SIGKILL)  # at the same moment as the explorer: nobody says anything to anybody
+        # at the same moment as the explorer: nobody says anything to anybody
+        os.kill(pid, signal.SIGKILL)
     exploring.end(signal.SIGKILL)
-    assert {name: state.status for name, state in half.items()} == dict.fromkeys(half, Status.DURABLE)
+    assert {name: state.status for name, state in half.items()} == dict.fromkeys(
+        half, Status.DURABLE
+    )
     assert explore(repo, "main", PLAN, train, study="s", progress=False)
     assert essence(repo, "s", PLAN) == expected
     assert {name: repo.state(f"done/s/{name}~1") for name in half} == half
@@ -193,7 +241,10 @@ def test_ctrl_c_leaves_everything_resumable_and_says_so(
     said = exploring.end(signal.SIGINT)
     assert "study s is interrupted" in said
     assert "0 of 5 variants are done; the same call goes on from here" in said
-    assert {each.variant: each.epochs for each in read_study(repo, "s", PLAN) if each.epochs} == {"low": 1, "high": 1}
+    assert {each.variant: each.epochs for each in read_study(repo, "s", PLAN) if each.epochs} == {
+        "low": 1,
+        "high": 1,
+    }
     assert explore(repo, "main", PLAN, train, study="s", progress=False)
     assert essence(repo, "s", PLAN) == expected
 
@@ -209,21 +260,34 @@ def test_ctrl_c_leaves_everything_resumable_and_says_so(
     ],
 )
 def test_a_signal_ends_a_study_in_seconds_though_its_variants_hang(
-    repo: Repository, tmp_path: Path, start: Callable[..., Exploring], number: int, kind: str, how: str
+    repo: Repository,
+    tmp_path: Path,
+    start: Callable[..., Exploring],
+    number: int,
+    kind: str,
+    how: str,
 ) -> None:
     exploring = start(kind, low=f"1:{how}", high=f"1:{how}")
     pids = [int(wait_for(tmp_path / "faults" / f"hangs-{name}")) for name in ("low", "high")]
     exploring.process.send_signal(number)
-    exploring.process.wait(60)  # about 11 s alone; the gate runs four workers on two cores, and a driver that waits never ends
+    # about 11 s alone; the gate runs four workers on two cores, and a driver that waits never ends
+    exploring.process.wait(60)
     said = exploring.said()
     assert "0 of 5 variants are done; the same call goes on from here" in said
     assert all_end(pids)
-    assert exploring.process.returncode == (128 + number if number != signal.SIGINT else -signal.SIGINT)
-    assert {each.variant: each.epochs for each in read_study(repo, "s", PLAN) if each.epochs} == {"low": 1, "high": 1}
+    assert exploring.process.returncode == (
+        128 + number if number != signal.SIGINT else -signal.SIGINT
+    )
+    assert {each.variant: each.epochs for each in read_study(repo, "s", PLAN) if each.epochs} == {
+        "low": 1,
+        "high": 1,
+    }
     assert explore(repo, "main", PLAN, train, study="s", progress=False)
 
 
-def test_workers_take_the_start_from_the_explorer_s_memory(repo: Repository, expected: dict[str, Any]) -> None:
+def test_workers_take_the_start_from_the_explorer_s_memory(
+    repo: Repository, expected: dict[str, Any]
+) -> None:
     pytest.importorskip("ucxx", reason="UCXX is not installed: pip install ucxx-cu13")
     assert explore(repo, "main", PLAN, train, study="s", share="ucx://127.0.0.1:0", progress=False)
     assert essence(repo, "s", PLAN) == expected
@@ -233,7 +297,9 @@ def test_workers_take_the_start_from_the_explorer_s_memory(repo: Repository, exp
     assert all(clone.source.startswith("ucx://127.0.0.1:") and clone.run for clone in arrived)
 
 
-def test_a_study_on_a_database_server_is_the_same(tmp_path: Path, postgresql_url: str, expected: dict[str, Any]) -> None:
+def test_a_study_on_a_database_server_is_the_same(
+    tmp_path: Path, postgresql_url: str, expected: dict[str, Any]
+) -> None:
     with prefix(postgresql_url, packs=tmp_path / "packs", config=EVERY_STATE) as repo:
         assert explore(repo, "main", PLAN, train, study="s", progress=False)
         assert essence(repo, "s", PLAN) == expected

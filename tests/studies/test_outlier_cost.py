@@ -11,7 +11,9 @@ from datastates.lineage.states import State, Status
 from datastates.studies.outlier_scores import OutlierCost, trained
 
 
-def state(uid: str, step: int, *, metrics: dict[str, float] | None = None, **attributes: Any) -> State:
+def state(
+    uid: str, step: int, *, metrics: dict[str, float] | None = None, **attributes: Any
+) -> State:
     return State(
         uid=uid,
         digest="",
@@ -38,7 +40,10 @@ def test_shared_prefix_is_counted_once_and_only_up_to_where_a_branch_left_it() -
     known: dict[str, tuple[str | None, float]] = {}
 
     assert trained([*PREFIX, state("a", 30, epoch=3)], known, 100, None) == 3
-    assert trained([*PREFIX[:1], state("b", 20, epoch=2), state("c", 30, epoch=3)], known, 100, None) == 2
+    assert (
+        trained([*PREFIX[:1], state("b", 20, epoch=2), state("c", 30, epoch=3)], known, 100, None)
+        == 2
+    )
     assert trained(PREFIX, known, 100, None) == 0
 
 
@@ -49,11 +54,21 @@ def test_variant_counts_from_its_fork_and_by_the_share_of_the_data_that_it_train
     log = [*PREFIX, state("v1", 30, epoch=1, **said), state("v2", 40, epoch=2, **said)]
 
     assert trained(log, known, 1000, None) == pytest.approx(2 + 2 * 0.8)
-    assert trained([*log, state("w1", 50, epoch=1, **child)], known, 1000, None) == pytest.approx(0.5)
+    assert trained([*log, state("w1", 50, epoch=1, **child)], known, 1000, None) == pytest.approx(
+        0.5
+    )
 
 
 def test_epoch_may_be_a_metric_and_need_not_be_whole() -> None:
-    assert trained([state("a", 3, metrics={"epoch": 0.5}), state("b", 9, metrics={"epoch": 1.25})], {}, 100, None) == 1.25
+    assert (
+        trained(
+            [state("a", 3, metrics={"epoch": 0.5}), state("b", 9, metrics={"epoch": 1.25})],
+            {},
+            100,
+            None,
+        )
+        == 1.25
+    )
 
 
 def test_steps_stand_in_for_epochs_where_it_is_said_how_many_make_one() -> None:
@@ -72,6 +87,9 @@ def test_step_counts_go_on_across_a_fork() -> None:
 
 def test_cost_says_what_is_missing_from_it() -> None:
     assert OutlierCost(20, 6).total == 22
-    assert str(OutlierCost(20, 6)) == "22.0 epochs: 20.0 of training, and 6.0 forward passes at 1/3 epoch each"
+    assert (
+        str(OutlierCost(20, 6))
+        == "22.0 epochs: 20.0 of training, and 6.0 forward passes at 1/3 epoch each"
+    )
     assert str(OutlierCost(0, 3, ("main",))).startswith("at least 1.0 epochs")
     assert str(OutlierCost(0, 3, ("main",))).endswith("no epochs on record for main")

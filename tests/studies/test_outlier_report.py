@@ -20,7 +20,15 @@ from rich.console import Console
 from datastates.errors import InvalidInput, Unsupported
 from datastates.studies import OutlierReport
 from datastates.studies.outlier_report import number, tables
-from datastates.studies.outlier_scores import OutlierCost, Skipped, Source, Spread, SubsetScore, put_together, select
+from datastates.studies.outlier_scores import (
+    OutlierCost,
+    Skipped,
+    Source,
+    Spread,
+    SubsetScore,
+    put_together,
+    select,
+)
 
 from .test_outlier_cost import state
 
@@ -30,15 +38,23 @@ EVIL = "<script>alert('$1 & \"2\"')</script>"
 
 @pytest.fixture
 def report() -> OutlierReport:
-    """Five samples, of which the last is known to nobody; texts that break out of HTML and of rich's markup."""
+    """Five samples, of which the last is known to nobody; texts that break out of HTML and of
+    rich's markup."""
     spread = Spread(5)
     for losses in ([1.0, 4.0, 2.0, 3.0, NAN], [2.0, 9.0, 1.0, 3.0, NAN]):
         spread.add(np.array(losses))
-    scores = put_together(np.array([1.5, 6.5, 1.25, 3.0, NAN]), np.array([NAN, 5.0, 1.0, NAN, NAN]), spread)
-    sources = (Source("main", (state("a", 10), state("b", 20)), None, 3, 1), Source("s/v", (state("c", 30),), np.array([1, 2]), 1, 0))
+    scores = put_together(
+        np.array([1.5, 6.5, 1.25, 3.0, NAN]), np.array([NAN, 5.0, 1.0, NAN, NAN]), spread
+    )
+    sources = (
+        Source("main", (state("a", 10), state("b", 20)), None, 3, 1),
+        Source("s/v", (state("c", 30),), np.array([1, 2]), 1, 0),
+    )
     subsets = (SubsetScore(EVIL, 2, 66.7, NAN, 1), SubsetScore("[bold]", 1, 0.0, 1.5, 0))
     skipped = (Skipped("other", EVIL, "f" * 24, 7), Skipped("s/w", "never begun"))
-    return OutlierReport(scores, select(scores, 0.25), subsets, sources, skipped, OutlierCost(20.0, 2.4, ("s/v",)))
+    return OutlierReport(
+        scores, select(scores, 0.25), subsets, sources, skipped, OutlierCost(20.0, 2.4, ("s/v",))
+    )
 
 
 def shown(report: OutlierReport, width: int = 200) -> str:
@@ -100,7 +116,11 @@ def test_csv_reads_back(report: OutlierReport, tmp_path: Path) -> None:
         assert int(row["rank"]) == sample.rank
         assert row["is_suspect"] == str(sample.is_suspect)
         for name in ("score", "strength", "lineage_loss", "held_out_loss", "spread"):
-            assert row[name] == "" if getattr(sample, name) is None else float(row[name]) == getattr(sample, name)
+            assert (
+                row[name] == ""
+                if getattr(sample, name) is None
+                else float(row[name]) == getattr(sample, name)
+            )
 
 
 def test_json_reads_back_and_has_no_nan(report: OutlierReport, tmp_path: Path) -> None:
@@ -111,21 +131,36 @@ def test_json_reads_back_and_has_no_nan(report: OutlierReport, tmp_path: Path) -
     assert plain["format"] == "datastates-outliers/1"
     assert [sample["index"] for sample in plain["samples"]] == [1, 3, 0, 2, 4]
     assert plain["samples"][1]["held_out_loss"] is None
-    assert plain["cost_epochs"] == {"training": 20.0, "passes": 2.4, "unrecorded": ["s/v"], "total": pytest.approx(20.8)}
+    assert plain["cost_epochs"] == {
+        "training": 20.0,
+        "passes": 2.4,
+        "unrecorded": ["s/v"],
+        "total": pytest.approx(20.8),
+    }
     assert plain["subsets"][0]["error"] is None
     assert [source["held_out"] for source in plain["sources"]] == [None, 2]
     assert plain["skipped"][0]["uid"] == "f" * 24
 
 
-def test_page_reads_back_whole_escaped_and_without_anything_from_elsewhere(report: OutlierReport, tmp_path: Path) -> None:
+def test_page_reads_back_whole_escaped_and_without_anything_from_elsewhere(
+    report: OutlierReport, tmp_path: Path
+) -> None:
     picture = np.arange(12.0).reshape(3, 4)
-    path = report.to_html(tmp_path / "r.html", title=EVIL, show=lambda index: picture, describe=lambda index: f"{index} {EVIL}", most=4)
+    path = report.to_html(
+        tmp_path / "r.html",
+        title=EVIL,
+        show=lambda index: picture,
+        describe=lambda index: f"{index} {EVIL}",
+        most=4,
+    )
     page = Page(path.read_text())
 
     assert page.open == []
     assert "script" not in page.tags
     assert "link" not in page.tags
-    assert page.text.count(EVIL) == 2 + 4 + 4 + 1 + 1, "title and heading, gallery, table, subset, why it was skipped"
+    assert page.text.count(EVIL) == 2 + 4 + 4 + 1 + 1, (
+        "title and heading, gallery, table, subset, why it was skipped"
+    )
     assert len(page.sources) == 4
     for source in page.sources:
         head, data = source.split(",")
@@ -135,10 +170,15 @@ def test_page_reads_back_whole_escaped_and_without_anything_from_elsewhere(repor
     assert [int(row[1]) for row in rows] == [1, 3, 0, 2]
     assert rows[0][4:7] == ["6.50", "5.00", "yes"]
     assert rows[1][4:7] == ["3.00", "-", ""]
-    assert "20.8 epochs: 20.0 of training, and 2.4 forward passes at 1/3 epoch each; no epochs on record for s/v" in page.text
+    assert (
+        "20.8 epochs: 20.0 of training, and 2.4 forward passes at 1/3 epoch each; no epochs on"
+        " record for s/v" in page.text
+    )
 
 
-def test_bars_of_the_page_hold_every_sample_that_is_known(report: OutlierReport, tmp_path: Path) -> None:
+def test_bars_of_the_page_hold_every_sample_that_is_known(
+    report: OutlierReport, tmp_path: Path
+) -> None:
     page = Page(report.to_html(tmp_path / "r.html").read_text())
     bars = {part for part in page.text.splitlines() if "samples, " in part}
 
@@ -151,7 +191,10 @@ def test_table_tells_rank_losses_subsets_cost_and_what_was_skipped(report: Outli
     text = shown(report)
 
     assert "1 suspects among 5 samples, at a noise rate of 25.0 % (given)" in text
-    assert "2 of 3 states along the lineage (1 branch), 1 of 1 states of variants that held samples out (1 branch); 1 have no bytes" in text
+    assert (
+        "2 of 3 states along the lineage (1 branch), 1 of 1 states of variants that held samples"
+        " out (1 branch); 1 have no bytes" in text
+    )
     assert "20.8 epochs" in text
     assert f"skipped: other, step 7: {EVIL}" in text
     assert "[bold]" in text
@@ -160,34 +203,53 @@ def test_table_tells_rank_losses_subsets_cost_and_what_was_skipped(report: Outli
     assert "5.00" in line
 
 
-@pytest.mark.parametrize("shape", [(5, 4), (5, 4, 3), (5, 4, 4), (3, 5, 4), (1, 5, 4), (5, 4, 1), (20,)])
-def test_pictures_and_curves_of_every_shape_are_drawn(report: OutlierReport, tmp_path: Path, shape: tuple[int, ...]) -> None:
-    path = report.to_picture(tmp_path / "r.png", lambda index: torch.rand(shape), describe=lambda index: "$no formula", most=3)
+@pytest.mark.parametrize(
+    "shape", [(5, 4), (5, 4, 3), (5, 4, 4), (3, 5, 4), (1, 5, 4), (5, 4, 1), (20,)]
+)
+def test_pictures_and_curves_of_every_shape_are_drawn(
+    report: OutlierReport, tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    path = report.to_picture(
+        tmp_path / "r.png",
+        lambda index: torch.rand(shape),
+        describe=lambda index: "$no formula",
+        most=3,
+    )
     page = report.to_html(tmp_path / "r.html", show=lambda index: torch.rand(shape).numpy(), most=2)
 
     assert path.read_bytes().startswith(b"\x89PNG")
     assert page.read_text().count("data:image/png") == 2
 
 
-def test_pixels_of_the_page_are_those_that_were_shown(report: OutlierReport, tmp_path: Path) -> None:
+def test_pixels_of_the_page_are_those_that_were_shown(
+    report: OutlierReport, tmp_path: Path
+) -> None:
     from matplotlib.image import imread
 
     shown = np.array([[0, 255], [255, 0]], dtype=np.uint8)
-    source = Page(report.to_html(tmp_path / "r.html", show=lambda index: shown, most=1).read_text()).sources[0]
+    source = Page(
+        report.to_html(tmp_path / "r.html", show=lambda index: shown, most=1).read_text()
+    ).sources[0]
     pixels = imread(io.BytesIO(base64.b64decode(source.split(",")[1])))
 
     np.testing.assert_array_equal(pixels[:, :, 0], [[0, 1], [1, 0]])
 
 
-def test_what_is_no_picture_is_refused_with_its_shape(report: OutlierReport, tmp_path: Path) -> None:
+def test_what_is_no_picture_is_refused_with_its_shape(
+    report: OutlierReport, tmp_path: Path
+) -> None:
     with pytest.raises(InvalidInput, match=r"show\(1\) gave an array of shape \(2, 2, 2, 2\)"):
         report.to_picture(tmp_path / "r.png", lambda index: torch.zeros(2, 2, 2, 2))
     with pytest.raises(InvalidInput, match="most is 0"):
         report.to_html(tmp_path / "r.html", most=0)
 
 
-def test_missing_packages_are_named(report: OutlierReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("matplotlib", "sklearn")]:
+def test_missing_packages_are_named(
+    report: OutlierReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [
+        name for name in sys.modules if name.partition(".")[0] in ("matplotlib", "sklearn")
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "sklearn", None)
@@ -198,21 +260,36 @@ def test_missing_packages_are_named(report: OutlierReport, tmp_path: Path, monke
     with pytest.raises(Unsupported, match="pass noise_rate="):
         select(scores)
     assert select(scores, 0.1).suspects.sum() == 2
-    assert math.isclose(Page(report.to_html(tmp_path / "r.html").read_text()).text.count("alert"), 2)
+    assert math.isclose(
+        Page(report.to_html(tmp_path / "r.html").read_text()).text.count("alert"), 2
+    )
 
 
-def test_in_80_columns_what_does_not_fit_ends_in_an_ellipsis_and_no_number_is_lost(report: OutlierReport) -> None:
+def test_in_80_columns_what_does_not_fit_ends_in_an_ellipsis_and_no_number_is_lost(
+    report: OutlierReport,
+) -> None:
     file = io.StringIO()
-    for part in tables(report, most=8, describe=lambda index: f"sample {index}, labelled as a coat, but rather a pullover"):
+    for part in tables(
+        report,
+        most=8,
+        describe=lambda index: f"sample {index}, labelled as a coat, but rather a pullover",
+    ):
         Console(file=file, width=80).print(part)
     text = file.getvalue()
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
     rows = [line for line in lines if "sample " in line and "…" in line]
-    assert len(rows) == 5, "each sample that is ranked has one line, and its description is cut where it must be"
+    assert len(rows) == 5, (
+        "each sample that is ranked has one line, and its description is cut where it must be"
+    )
     for sample, row in zip(report.top(8), rows, strict=True):
         shown = row.split()
-        assert shown[:4] == [str(sample.rank), str(sample.index), number(sample.score), number(sample.spread)]
+        assert shown[:4] == [
+            str(sample.rank),
+            str(sample.index),
+            number(sample.score),
+            number(sample.spread),
+        ]
     heads = " ".join(lines)
     for heading in ("rank", "sample", "percentile", "spread", "suspect", "what"):
         assert heading in heads

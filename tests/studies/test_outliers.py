@@ -18,7 +18,16 @@ from torch import Tensor, nn
 import datastates
 from datastates import Repository
 from datastates.errors import InvalidInput, NotFound, Unavailable
-from datastates.studies import Job, OutlierReport, Plan, SerialExecutor, Variant, explore, kfold, outliers
+from datastates.studies import (
+    Job,
+    OutlierReport,
+    Plan,
+    SerialExecutor,
+    Variant,
+    explore,
+    kfold,
+    outliers,
+)
 from datastates.studies.outlier_scores import Floats, LossOf, percentiles
 
 from . import planted
@@ -45,7 +54,15 @@ def repo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repository]:
 @pytest.fixture(scope="module")
 def both(repo: Repository) -> OutlierReport:
     """Both seeds along their lineage, and the study."""
-    return outliers(repo, ["seed-0", "seed-1"], study="study", plan=plan(), model=build(), loss=loss, count=COUNT)
+    return outliers(
+        repo,
+        ["seed-0", "seed-1"],
+        study="study",
+        plan=plan(),
+        model=build(),
+        loss=loss,
+        count=COUNT,
+    )
 
 
 def found_among_all(scores: Floats) -> float:
@@ -54,7 +71,9 @@ def found_among_all(scores: Floats) -> float:
 
 
 def brute_force(repo: Repository, revs: list[str]) -> Floats:
-    """The loss of every sample under each of some states, one sample at a time. ``[states, samples]``."""
+    """The loss of every sample under each of some states, one sample at a time.
+
+    ``[states, samples]``."""
     rows = []
     for rev in revs:
         model = build()
@@ -69,28 +88,46 @@ def test_planted_labels_rank_first_by_either_score_and_by_both(both: OutlierRepo
     assert found_among_all(both.scores.lineage) > 0.97
     assert found_among_all(both.scores.held_out) > 0.95
     assert found_among_all(both.scores.score) > 0.97
-    assert sum(digits().is_flipped[sample.index] for sample in both.top(FLIPPED // 2)) >= 0.95 * (FLIPPED // 2)
+    assert sum(digits().is_flipped[sample.index] for sample in both.top(FLIPPED // 2)) >= 0.95 * (
+        FLIPPED // 2
+    )
 
 
 def test_lineage_score_is_the_mean_loss_along_the_states_that_were_picked(repo: Repository) -> None:
-    report = outliers(repo, ["seed-0", "seed-1"], model=build(), loss=loss, count=COUNT, states=3, batch=100)
+    report = outliers(
+        repo, ["seed-0", "seed-1"], model=build(), loss=loss, count=COUNT, states=3, batch=100
+    )
 
     picked = [state.uid for source in report.sources for state in source.states]
-    assert [[state.step for state in source.states] for source in report.sources] == [[2, 4, 6], [2, 4, 6]]
-    np.testing.assert_allclose(report.scores.lineage, brute_force(repo, picked).mean(axis=0), rtol=1e-4, atol=1e-6)
+    assert [[state.step for state in source.states] for source in report.sources] == [
+        [2, 4, 6],
+        [2, 4, 6],
+    ]
+    np.testing.assert_allclose(
+        report.scores.lineage, brute_force(repo, picked).mean(axis=0), rtol=1e-4, atol=1e-6
+    )
     assert np.isnan(report.scores.held_out).all()
     np.testing.assert_allclose(report.scores.score, percentiles(report.scores.lineage))
 
 
-def test_held_out_score_is_the_mean_loss_under_the_variants_that_never_trained_on_the_sample(repo: Repository, both: OutlierReport) -> None:
+def test_held_out_score_is_the_mean_loss_under_the_variants_that_never_trained_on_the_sample(
+    repo: Repository, both: OutlierReport
+) -> None:
     total, times = np.zeros(COUNT), np.zeros(COUNT)
-    held = {f"done/study/without-{part}~{back}": rows for part, rows in thirds().items() for back in range(LATER)}
+    held = {
+        f"done/study/without-{part}~{back}": rows
+        for part, rows in thirds().items()
+        for back in range(LATER)
+    }
     held["done/study/child"] = thirds()["c"][100:]
     for rev, rows in held.items():
         total[list(rows)] += brute_force(repo, [rev])[0, list(rows)]
         times[list(rows)] += 1
 
-    assert sorted(set(times)) == [LATER, LATER + 1], "the child goes on holding out what it did not get back"
+    assert sorted(set(times)) == [
+        LATER,
+        LATER + 1,
+    ], "the child goes on holding out what it did not get back"
     np.testing.assert_allclose(both.scores.held_out, total / times, rtol=1e-4, atol=1e-6)
 
 
@@ -117,7 +154,12 @@ def test_cost_counts_each_training_once_and_a_forward_pass_as_a_third(both: Outl
 
 def test_spread_is_how_far_the_seeds_disagree(repo: Repository) -> None:
     two = outliers(repo, ["seed-0", "seed-1"], model=build(), loss=loss, count=COUNT)
-    each = [percentiles(outliers(repo, f"seed-{seed}", model=build(), loss=loss, count=COUNT).scores.lineage) for seed in (0, 1)]
+    each = [
+        percentiles(
+            outliers(repo, f"seed-{seed}", model=build(), loss=loss, count=COUNT).scores.lineage
+        )
+        for seed in (0, 1)
+    ]
 
     np.testing.assert_allclose(two.scores.spread, np.std(each, axis=0, ddof=1), atol=1e-6)
     assert set(two.scores.sources) == {2}
@@ -139,8 +181,13 @@ def test_as_many_are_suspects_as_the_noise_rate_says(repo: Repository, both: Out
 
 
 def test_subsets_are_scored_and_the_one_with_the_wrong_labels_comes_first(repo: Repository) -> None:
-    subsets = {"right": np.flatnonzero(~digits().is_flipped).tolist(), "wrong": np.flatnonzero(digits().is_flipped).tolist()}
-    report = outliers(repo, "seed-0", model=build(), loss=loss, count=COUNT, subsets=subsets, noise_rate=0.1)
+    subsets = {
+        "right": np.flatnonzero(~digits().is_flipped).tolist(),
+        "wrong": np.flatnonzero(digits().is_flipped).tolist(),
+    }
+    report = outliers(
+        repo, "seed-0", model=build(), loss=loss, count=COUNT, subsets=subsets, noise_rate=0.1
+    )
 
     assert [subset.name for subset in report.subsets] == ["wrong", "right"]
     wrong = report.subsets[0]
@@ -152,15 +199,25 @@ def test_subsets_are_scored_and_the_one_with_the_wrong_labels_comes_first(repo: 
 
 
 def test_subsets_of_the_plan_are_scored_by_themselves(both: OutlierReport) -> None:
-    assert {subset.name: subset.samples for subset in both.subsets} == {name: len(rows) for name, rows in plan().subsets.items()}
+    assert {subset.name: subset.samples for subset in both.subsets} == {
+        name: len(rows) for name, rows in plan().subsets.items()
+    }
 
 
-def test_model_keeps_its_modes_and_is_asked_in_evaluation_mode_without_gradients(repo: Repository) -> None:
+def test_model_keeps_its_modes_and_is_asked_in_evaluation_mode_without_gradients(
+    repo: Repository,
+) -> None:
     model, modes = build(), []
     model[0].eval()  # type: ignore[index] # a Sequential
 
     def watched(model: nn.Module, indices: Tensor) -> Tensor:
-        modes.append((any(module.training for module in model.modules()), torch.is_grad_enabled(), len(indices)))
+        modes.append(
+            (
+                any(module.training for module in model.modules()),
+                torch.is_grad_enabled(),
+                len(indices),
+            )
+        )
         return loss(model, indices)
 
     outliers(repo, "seed-0", model=model, loss=watched, count=COUNT, states=1, batch=400)
@@ -170,23 +227,38 @@ def test_model_keeps_its_modes_and_is_asked_in_evaluation_mode_without_gradients
 
 def test_progress_is_told_of_every_state(repo: Repository) -> None:
     told: list[tuple[int, int]] = []
-    outliers(repo, ["seed-0", "seed-1"], model=build(), loss=loss, count=COUNT, states=2, on_progress=lambda *at: told.append(at))
+    outliers(
+        repo,
+        ["seed-0", "seed-1"],
+        model=build(),
+        loss=loss,
+        count=COUNT,
+        states=2,
+        on_progress=lambda *at: told.append(at),
+    )
 
     assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
 def test_variant_that_is_not_finished_is_left_out_and_said(repo: Repository) -> None:
     more = Plan((*plan().variants, Variant("never", train=("a",))), plan().subsets)
-    report = outliers(repo, study="study", plan=more, model=build(), loss=loss, count=COUNT, states=1)
+    report = outliers(
+        repo, study="study", plan=more, model=build(), loss=loss, count=COUNT, states=1
+    )
 
-    assert [(skipped.branch, skipped.reason) for skipped in report.skipped] == [("study/never", "never begun")]
+    assert [(skipped.branch, skipped.reason) for skipped in report.skipped] == [
+        ("study/never", "never begun")
+    ]
     assert "study/never: never begun" in shown(report)
 
 
 def test_study_without_its_plan_is_read_as_branches(repo: Repository) -> None:
     report = outliers(repo, study="study", model=build(), loss=loss, count=COUNT, states=1)
 
-    assert {source.name for source in report.sources} == {"start/study", *(f"study/{variant.name}" for variant in plan().variants)}
+    assert {source.name for source in report.sources} == {
+        "start/study",
+        *(f"study/{variant.name}" for variant in plan().variants),
+    }
     assert all(source.held_out is None for source in report.sources)
 
 
@@ -200,13 +272,17 @@ def test_state_that_cannot_be_restored_is_left_out_and_said(tmp_path: Path) -> N
         pack.write_bytes(bytes(data))
         report = outliers(repo, "seed-0", model=build(), loss=loss, count=COUNT)
 
-    assert [(skipped.branch, skipped.uid, skipped.step) for skipped in report.skipped] == [("seed-0", gone.uid, gone.step)]
+    assert [(skipped.branch, skipped.uid, skipped.step) for skipped in report.skipped] == [
+        ("seed-0", gone.uid, gone.step)
+    ]
     assert gone.uid not in {state.uid for state in report.sources[0].states}
     assert len(report.sources[0].states) == EPOCHS - 1
     assert f"skipped: seed-0, step {gone.step}" in shown(report)
 
 
-def test_a_state_under_which_most_losses_are_not_finite_is_left_out_and_said(repo: Repository) -> None:
+def test_a_state_under_which_most_losses_are_not_finite_is_left_out_and_said(
+    repo: Repository,
+) -> None:
     calls: list[None] = []
 
     def broken(model: nn.Module, indices: Tensor) -> Tensor:
@@ -214,12 +290,16 @@ def test_a_state_under_which_most_losses_are_not_finite_is_left_out_and_said(rep
         return loss(model, indices) * float("nan") if len(calls) == 1 else loss(model, indices)
 
     report = outliers(repo, "seed-0", model=build(), loss=broken, count=COUNT, states=3)
-    assert [(skipped.step, skipped.reason) for skipped in report.skipped] == [(2, f"{COUNT} of its {COUNT} losses are not finite")]
+    assert [(skipped.step, skipped.reason) for skipped in report.skipped] == [
+        (2, f"{COUNT} of its {COUNT} losses are not finite")
+    ]
     assert report.top(1)[0].strength is not None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_sample_whose_loss_is_not_finite_comes_first_and_the_others_are_ranked(repo: Repository, tmp_path: Path, value: float) -> None:
+def test_a_sample_whose_loss_is_not_finite_comes_first_and_the_others_are_ranked(
+    repo: Repository, tmp_path: Path, value: float
+) -> None:
     calls: list[None] = []
 
     def broken(model: nn.Module, indices: Tensor) -> Tensor:
@@ -233,7 +313,12 @@ def test_a_sample_whose_loss_is_not_finite_comes_first_and_the_others_are_ranked
     first = report.top(1)[0]
     assert (first.index, first.score, first.strength, first.lineage_loss) == (7, 100.0, None, None)
     assert report.top(2)[1].strength is not None
-    assert json.loads(report.to_json(tmp_path / "scores.json").read_text())["samples"][0]["lineage_loss"] is None
+    assert (
+        json.loads(report.to_json(tmp_path / "scores.json").read_text())["samples"][0][
+            "lineage_loss"
+        ]
+        is None
+    )
     assert report.to_html(tmp_path / "report.html").exists()
     assert "7" in shown(report)
 
@@ -294,7 +379,9 @@ def test_what_explore_trained_is_read_by_its_plan(tmp_path: Path) -> None:
         explore(repo, "main", folds, train, SerialExecutor(), study="folds", progress=False)
         report = outliers(repo, study="folds", plan=folds, model=build(), loss=loss, count=COUNT)
 
-    assert [(source.name, len(source.states)) for source in report.sources][1:] == [(f"folds/{each.name}", 2) for each in folds.variants]
+    assert [(source.name, len(source.states)) for source in report.sources][1:] == [
+        (f"folds/{each.name}", 2) for each in folds.variants
+    ]
     assert not report.skipped
     assert not np.isnan(report.scores.held_out).any()
     assert report.cost.training == pytest.approx(2 + 2), "the prefix, and two epochs of each half"

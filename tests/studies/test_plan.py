@@ -29,7 +29,7 @@ def tree(**changes: Any) -> Plan:
     return Plan((parent, replace(child, **changes)), SUBSETS, ("a",))
 
 
-# --- what is refused -----------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -48,9 +48,18 @@ def tree(**changes: Any) -> Plan:
         ({"train": ("a", "d")}, "uses 'd', which is no subset: there are 'a', 'b'"),
         ({"validation": ("d",)}, "uses 'd', which is no subset"),
         ({"train": ()}, "is trained on nothing"),
-        ({"validation": ("b",)}, "validated on 2 samples that it or an ancestor is trained on, 2 among them"),
-        ({"train": ("b",), "validation": ("a",)}, "validated on 2 samples that it or an ancestor is trained on, 0 among them"),
-        ({"validation": ("b2",)}, "validated on 1 samples that it or an ancestor is trained on, 3 among them"),
+        (
+            {"validation": ("b",)},
+            "validated on 2 samples that it or an ancestor is trained on, 2 among them",
+        ),
+        (
+            {"train": ("b",), "validation": ("a",)},
+            "validated on 2 samples that it or an ancestor is trained on, 0 among them",
+        ),
+        (
+            {"validation": ("b2",)},
+            "validated on 1 samples that it or an ancestor is trained on, 3 among them",
+        ),
         ({"train": None, "validation": ("a",)}, "validated on 2 samples"),
     ],
 )
@@ -63,8 +72,12 @@ def test_variant_that_does_not_fit_is_refused(changes: dict[str, Any], said: str
     ("make", "said"),
     [
         (lambda: Plan(()), "no variants"),
-        (lambda: Plan((Variant("1"),), {}, ("a",)), "seen names 'a', which is no subset: there are none"),
-        (lambda: Plan((Variant("1"),), {"a": (0.5,)}), "subset 'a' holds what is no index"),  # type: ignore[dict-item]  # what is refused
+        (
+            lambda: Plan((Variant("1"),), {}, ("a",)),
+            "seen names 'a', which is no subset: there are none",
+        ),
+        # what is refused
+        (lambda: Plan((Variant("1"),), {"a": (0.5,)}), "subset 'a' holds what is no index"),  # type: ignore[dict-item]
         (lambda: Plan((Variant("1"),), {"a": (-1,)}), "subset 'a' holds -1"),
         (lambda: tree()["2"], "no variant '2': it has '1', '1.1'"),
         (lambda: tree().rows(["z"]), "no subset 'z'"),
@@ -83,13 +96,17 @@ def test_leak_is_found_in_an_ancestor_however_far_above() -> None:
         Plan((*chain[:-1], replace(chain[-1], validation=("a",))), SUBSETS)
 
 
-# --- what it says --------------------------------------------------------------------------------------------------------
+# --- what it says ---------------------------------------------------------------------------------
 
 
 def test_path_config_and_rows_are_those_of_the_whole_path() -> None:
     plan = tree()
     assert [step.name for step in plan.path("1.1")] == ["1", "1.1"]
-    assert plan.config("1.1", {"lr": 9.0, "dropout": 0.5}) == {"lr": 0.2, "width": 8, "dropout": 0.5}
+    assert plan.config("1.1", {"lr": 9.0, "dropout": 0.5}) == {
+        "lr": 0.2,
+        "width": 8,
+        "dropout": 0.5,
+    }
     assert [variant.name for variant in plan.children(None)] == ["1"]
     assert [variant.name for variant in plan.children("1")] == ["1.1"]
     assert plan.rows(("b2", "b")) == (2, 3, 6)
@@ -102,20 +119,25 @@ def test_variant_without_data_of_its_own_has_all_of_the_samples() -> None:
 
 
 def test_leaks_names_validation_that_the_start_has_seen_in_part() -> None:
-    variants = (Variant("1", validation=("a", "c")), Variant("2", validation=("b",)), Variant("3", validation=("c",)))
+    variants = (
+        Variant("1", validation=("a", "c")),
+        Variant("2", validation=("b",)),
+        Variant("3", validation=("c",)),
+    )
     assert Plan(variants, SUBSETS, ("a", "b2")).leaks() == {"1": ("a",), "2": ("b",)}
     assert Plan(variants, SUBSETS).leaks() == {}
 
 
 def test_any_integers_are_indices_and_later_changes_of_them_are_not_seen() -> None:
     rows = torch.tensor([3, 1])
-    plan = Plan((Variant("1"),), {"a": range(2), "b": np.array([4]), "c": rows})  # type: ignore[dict-item]  # wider than it says
+    # wider than it says
+    plan = Plan((Variant("1"),), {"a": range(2), "b": np.array([4]), "c": rows})  # type: ignore[dict-item]
     rows[0] = 7
     assert plan.subsets == {"a": (0, 1), "b": (4,), "c": (3, 1)}
     assert plan == Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
 
 
-# --- JSON ----------------------------------------------------------------------------------------------------------------
+# --- JSON -----------------------------------------------------------------------------------------
 
 
 def is_name(text: str) -> bool:
@@ -128,38 +150,63 @@ def is_name(text: str) -> bool:
 
 NAMES = st.text(min_size=1, max_size=8).filter(is_name)
 VALUES = st.one_of(
-    st.text(max_size=5), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False, allow_infinity=False), st.booleans(), st.none()
+    st.text(max_size=5),
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.booleans(),
+    st.none(),
 )
 
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """Trees over disjoint subsets, each variant trained on some of them and validated on what its path leaves over."""
+    """Trees over disjoint subsets, each variant trained on some of them and validated on what
+    its path leaves over."""
     subset_names = draw(st.lists(st.text(max_size=4), min_size=1, max_size=5, unique=True))
-    subsets = {name: tuple(range(number * 10, number * 10 + draw(st.integers(1, 4)))) for number, name in enumerate(subset_names)}
+    subsets = {
+        name: tuple(range(number * 10, number * 10 + draw(st.integers(1, 4))))
+        for number, name in enumerate(subset_names)
+    }
     variants: list[Variant] = []
     trained: dict[str | None, frozenset[str]] = {None: frozenset()}
     for name in draw(st.lists(NAMES, min_size=1, max_size=6, unique=True)):
         parent = draw(st.sampled_from([None, *(variant.name for variant in variants)]))
-        train = draw(st.none() | st.lists(st.sampled_from(subset_names), min_size=1, unique=True).map(tuple))
+        train = draw(
+            st.none() | st.lists(st.sampled_from(subset_names), min_size=1, unique=True).map(tuple)
+        )
         known = trained[parent] | frozenset(train or ())
-        validation = tuple(each for each in subset_names if each not in known and draw(st.booleans()))
+        validation = tuple(
+            each for each in subset_names if each not in known and draw(st.booleans())
+        )
         variants.append(
             Variant(
-                name, parent, draw(st.integers(1, 99)), draw(st.dictionaries(st.text(max_size=4), VALUES, max_size=3)), train, validation
+                name,
+                parent,
+                draw(st.integers(1, 99)),
+                draw(st.dictionaries(st.text(max_size=4), VALUES, max_size=3)),
+                train,
+                validation,
             )
         )
         trained[name] = known
-    return Plan(tuple(variants), subsets, tuple(draw(st.lists(st.sampled_from(subset_names), unique=True))))
+    return Plan(
+        tuple(variants), subsets, tuple(draw(st.lists(st.sampled_from(subset_names), unique=True)))
+    )
 
 
 @given(plans(), st.dictionaries(st.text(max_size=4), VALUES, max_size=2))
-def test_plan_survives_json_and_pickle_with_every_digest(plan: Plan, base: Mapping[str, Any]) -> None:
+def test_plan_survives_json_and_pickle_with_every_digest(
+    plan: Plan, base: Mapping[str, Any]
+) -> None:
     through_json = Plan.from_dict(json.loads(msgspec.json.encode(plan.to_dict())))
     for again in (through_json, pickle.loads(pickle.dumps(plan))):
         assert again == plan
-        assert msgspec.json.encode(again.to_dict()) == msgspec.json.encode(plan.to_dict()), "types and order too"
-        assert [again.digest(variant.name, base) for variant in again.variants] == [plan.digest(each.name, base) for each in plan.variants]
+        assert msgspec.json.encode(again.to_dict()) == msgspec.json.encode(plan.to_dict()), (
+            "types and order too"
+        )
+        assert [again.digest(variant.name, base) for variant in again.variants] == [
+            plan.digest(each.name, base) for each in plan.variants
+        ]
 
 
 def without(plain: dict[str, Any], *path: Any, **values: Any) -> dict[str, Any]:
@@ -177,8 +224,14 @@ def without(plain: dict[str, Any], *path: Any, **values: Any) -> dict[str, Any]:
         ([], "Expected `object`"),
         ({}, "missing required field `variants`"),
         ({"variants": []}, "no variants"),
-        (without(tree().to_dict(), "variants", 1, epochs="3"), r"Expected `int`, got `str`.*\$\.variants\[1\]\.epochs"),
-        (without(tree().to_dict(), "variants", 1, epoch=3), r"variants\[1\] has 'epoch'; a variant has 'name', 'parent', 'epochs'"),
+        (
+            without(tree().to_dict(), "variants", 1, epochs="3"),
+            r"Expected `int`, got `str`.*\$\.variants\[1\]\.epochs",
+        ),
+        (
+            without(tree().to_dict(), "variants", 1, epoch=3),
+            r"variants\[1\] has 'epoch'; a variant has 'name', 'parent', 'epochs'",
+        ),
         (without(tree().to_dict(), "subsets", a=[0.5]), r"\$\.subsets\[\.\.\.\]"),
         (without(tree().to_dict(), variant=[]), "unknown field `variant`"),
         (without(tree().to_dict(), version=2), "version 2: this release reads version 1"),
@@ -190,7 +243,7 @@ def test_what_is_no_plan_is_refused_and_says_where(plain: Any, said: str) -> Non
         Plan.from_dict(plain)
 
 
-# --- what decides an outcome ---------------------------------------------------------------------------------------------
+# --- what decides an outcome ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -225,7 +278,10 @@ def test_digest_changes_with_all_that_can_change_an_outcome(changed: Plan) -> No
         tree(train=("b", "a")),
         tree(config={"lr": 0.2, "width": 8}),
         Plan((replace(tree()["1"], name="x"), replace(tree()["1.1"], parent="x")), SUBSETS),
-        Plan((replace(tree()["1"], train=("z",)), replace(tree()["1.1"], train=("z", "b"))), {**SUBSETS, "z": (0, 1)}),
+        Plan(
+            (replace(tree()["1"], train=("z",)), replace(tree()["1.1"], train=("z", "b"))),
+            {**SUBSETS, "z": (0, 1)},
+        ),
     ],
 )
 def test_digest_stays_with_what_cannot(same: Plan) -> None:
@@ -246,23 +302,40 @@ def test_seed_said_again_decides_because_its_variant_is_seeded_where_it_forks() 
 
 def test_digest_tells_types_apart() -> None:
     values: list[Any] = [1, 1.0, True, "1", None, -0.0, 0.0]
-    assert len({Plan((Variant("1", config={"x": value}),)).digest("1") for value in values}) == len(values)
+    assert len({Plan((Variant("1", config={"x": value}),)).digest("1") for value in values}) == len(
+        values
+    )
 
 
-@pytest.mark.parametrize("value", [np.float64(0.5), np.float32(0.5), torch.tensor(0.5)], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value",
+    [np.float64(0.5), np.float32(0.5), torch.tensor(0.5)],
+    ids=lambda value: type(value).__name__,
+)
 def test_a_configuration_takes_numbers_of_any_sort_and_means_the_same(value: Any) -> None:
     rows: Any = np.arange(3)
     epochs: Any = np.int64(2)
-    plan = Plan((Variant("only", epochs=epochs, config={"lr": value}, train=["a"]),), {"a": rows})  # type: ignore[arg-type]  # so it is typed
+    # so it is typed
+    plan = Plan((Variant("only", epochs=epochs, config={"lr": value}, train=["a"]),), {"a": rows})  # type: ignore[arg-type]
     assert plan["only"] == Variant("only", epochs=2, config={"lr": 0.5}, train=("a",))
     assert type(plan["only"].config["lr"]) is float
-    assert plan.digest("only") == Plan((Variant("only", epochs=2, config={"lr": 0.5}, train=("a",)),), {"a": (0, 1, 2)}).digest("only")
+    assert plan.digest("only") == Plan(
+        (Variant("only", epochs=2, config={"lr": 0.5}, train=("a",)),), {"a": (0, 1, 2)}
+    ).digest("only")
     assert Plan.from_dict(plan.to_dict()) == plan
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"name": 3}, {"epochs": True}, {"epochs": 1.5}, {"config": [1]}, {"config": {1: 2}}, {"config": {"a": b"x"}}, {"train": 3}],
+    [
+        {"name": 3},
+        {"epochs": True},
+        {"epochs": 1.5},
+        {"config": [1]},
+        {"config": {1: 2}},
+        {"config": {"a": b"x"}},
+        {"train": 3},
+    ],
     ids=str,
 )
 def test_a_variant_of_the_wrong_sort_is_refused(wrong: dict[str, Any]) -> None:

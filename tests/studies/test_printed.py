@@ -12,7 +12,10 @@ PLAN = Plan((Variant("first", epochs=2), Variant("second", parent="first")))
 
 def exploration() -> Exploration:
     done = replace(state(3), metrics={"val_loss": 0.25})
-    results = {"first": Result("first", Progress.DONE, done, 2), "second": Result("second", Progress.WAITING, None, 0)}
+    results = {
+        "first": Result("first", Progress.DONE, done, 2),
+        "second": Result("second", Progress.WAITING, None, 0),
+    }
     return Exploration("tree", state(3), PLAN, results, storage=Storage(2, 50 << 20, 100 << 20))
 
 
@@ -20,7 +23,10 @@ def test_a_table_is_printed_as_text() -> None:
     text = str(exploration().table())
     assert text == repr(exploration().table())
     assert "study tree" in text
-    assert any("first" in line and "done" in line and "2/2" in line and "0.25" in line for line in text.splitlines())
+    assert any(
+        "first" in line and "done" in line and "2/2" in line and "0.25" in line
+        for line in text.splitlines()
+    )
     assert "\x1b" not in text
 
 
@@ -34,6 +40,12 @@ def test_a_notebook_shows_both_as_html() -> None:
 
 
 def test_storage_boasts_of_nothing() -> None:
-    assert str(Storage(2, 50 << 20, 100 << 20)) == "2 states in 50.0 MiB on disk; full copies would take 100.0 MiB (50%)"
-    assert str(Storage(2, 107 << 20, 100 << 20)) == "2 states in 107.0 MiB on disk, as full copies would take"
+    assert (
+        str(Storage(2, 50 << 20, 100 << 20))
+        == "2 states in 50.0 MiB on disk; full copies would take 100.0 MiB (50%)"
+    )
+    assert (
+        str(Storage(2, 107 << 20, 100 << 20))
+        == "2 states in 107.0 MiB on disk, as full copies would take"
+    )
     assert str(Storage(0, 0, 0)) == "0 states in 0.0 MiB on disk"

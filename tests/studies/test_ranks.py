@@ -1,4 +1,5 @@
-"""Variants of several ranks: each forks from a state of several parts, is recorded once, and ends as a whole when one of its ranks does."""
+"""Variants of several ranks: each forks from a state of several parts, is recorded once, and
+ends as a whole when one of its ranks does."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ PLAN = Plan((Variant("low", None, 2, {"lr": 1e-3}), Variant("high", None, 2, {"l
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository whose branch ``main`` two ranks trained, and from which they forked one by hand."""
+    """A repository whose branch ``main`` two ranks trained, and from which they forked one by
+    hand."""
     folder = tmp_path_factory.mktemp("prefix") / "runs"
     assert run(2, f"{HERE}:train_prefix", folder=str(folder)) == [["2"], ["2"]]
     return folder
@@ -63,13 +65,18 @@ def attempts(repo: Repository) -> dict[str, int]:
 
 
 @pytest.mark.in_turn("variants of ranks")
-def test_variants_of_two_ranks_fork_from_a_state_of_two_parts_and_are_recorded_once(repo: Repository, tmp_path: Path) -> None:
+def test_variants_of_two_ranks_fork_from_a_state_of_two_parts_and_are_recorded_once(
+    repo: Repository, tmp_path: Path
+) -> None:
     report = explored(repo, PLAN, ranks=2)
     assert report, report.errors
     for name, rate in (("low", 1e-3), ("high", 3e-2)):
         state = report.done[name]
         assert state.world_size == 2
-        assert (state.metrics["rate@0"], state.metrics["rate@1"]) == (rate, rate), "what it sets wins over what is restored, on each rank"
+        assert (state.metrics["rate@0"], state.metrics["rate@1"]) == (
+            rate,
+            rate,
+        ), "what it sets wins over what is restored, on each rank"
         assert state.metrics["draw@0"] != state.metrics["draw@1"]
         assert report[name].set == f"lr 0.01 -> {rate:g}"
         assert [each.uid for each in repo.log(state, limit=3)][-1] == repo.state("main").uid
@@ -78,7 +85,10 @@ def test_variants_of_two_ranks_fork_from_a_state_of_two_parts_and_are_recorded_o
     assert attempts(repo) == {"low": 1, "high": 1}
     before = len(repo.find("step >= 0"))
     assert explored(repo, PLAN, ranks=2)
-    assert (len(repo.find("step >= 0")), len(pids(tmp_path / "ranks"))) == (before, 4), "nothing was trained twice"
+    assert (len(repo.find("step >= 0")), len(pids(tmp_path / "ranks"))) == (
+        before,
+        4,
+    ), "nothing was trained twice"
     run(2, f"{HERE}:fork_by_hand", folder=str(tmp_path / "runs"), rate=1e-3, epochs=2)
     ours, theirs = model_of(repo, "done/s/low"), model_of(repo, "by-hand")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -86,7 +96,9 @@ def test_variants_of_two_ranks_fork_from_a_state_of_two_parts_and_are_recorded_o
 
 
 @pytest.mark.in_turn("variants of ranks")
-def test_the_first_rank_takes_the_start_from_the_explorer_s_memory_and_passes_it_on(repo: Repository) -> None:
+def test_the_first_rank_takes_the_start_from_the_explorer_s_memory_and_passes_it_on(
+    repo: Repository,
+) -> None:
     plan = Plan((Variant("low", None, 1, {"lr": 1e-3}),))
     report = explored(repo, plan, ranks=2, share="tcp://127.0.0.1:0")
     assert report, report.errors
@@ -115,19 +127,25 @@ def test_variants_of_another_number_of_ranks_fork_from_it_too(repo: Repository, 
 def test_a_rank_that_is_killed_costs_its_variant_an_attempt_and_the_others_nothing(
     repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for key, value in faults(tmp_path / "faults", **{"low@1": "1:kill", "high@0": "0:kill!"}).items():
+    for key, value in faults(
+        tmp_path / "faults", **{"low@1": "1:kill", "high@0": "0:kill!"}
+    ).items():
         monkeypatch.setenv(key, value)
     report = explored(repo, PLAN, ranks=2)
     assert report["low"].progress is Progress.DONE
     assert report.errors == {"high": "rank 0 of 2 was killed by SIGKILL"}
     assert attempts(repo) == {"low": 2, "high": 2}
-    assert len(repo.log("s/low")) == len(repo.log("main")) + 2, "the epoch that was over is not repeated"
+    assert len(repo.log("s/low")) == len(repo.log("main")) + 2, (
+        "the epoch that was over is not repeated"
+    )
     assert len(pids(tmp_path / "ranks", "low")) == 4
     assert all_end(pids(tmp_path / "ranks"))
 
 
 @pytest.mark.in_turn("variants of ranks")
-def test_a_rank_that_raises_is_named_and_its_variant_tried_again(repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_raises_is_named_and_its_variant_tried_again(
+    repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for key, value in faults(tmp_path / "faults", **{"low@1": "0:raise!"}).items():
         monkeypatch.setenv(key, value)
     report = explored(repo, PLAN, ranks=2, retries=0)
@@ -140,17 +158,29 @@ def test_a_rank_that_raises_is_named_and_its_variant_tried_again(repo: Repositor
 
 @pytest.mark.in_turn("variants of ranks")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
-def test_with_the_explorer_all_ranks_end_and_the_next_call_goes_on(repo: Repository, tmp_path: Path, number: signal.Signals) -> None:
-    environ = os.environ | faults(tmp_path / "faults", **{"low@0": "1:hang", "low@1": "1:hang", "high@0": "1:hang", "high@1": "1:hang"})
+def test_with_the_explorer_all_ranks_end_and_the_next_call_goes_on(
+    repo: Repository, tmp_path: Path, number: signal.Signals
+) -> None:
+    environ = os.environ | faults(
+        tmp_path / "faults",
+        **{"low@0": "1:hang", "low@1": "1:hang", "high@0": "1:hang", "high@1": "1:hang"},
+    )
     command = [sys.executable, "-m", "tests.studies.exploring", "ranks", str(tmp_path / "runs")]
     process = warm.Popen(
-        command, cwd=ROOT, env=environ, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env=environ,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         wait_for(tmp_path / "faults" / "hangs-low@0")
         wait_for(tmp_path / "faults" / "hangs-low@1")
         process.send_signal(number)
-        said = process.communicate(timeout=120)[1]  # its workers and their ranks hold its standard error open: they have ended as well
+        # its workers and their ranks hold its standard error open: they have ended as well
+        said = process.communicate(timeout=120)[1]
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

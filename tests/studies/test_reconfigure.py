@@ -14,16 +14,23 @@ from datastates.studies import Job, Plan, SerialExecutor, Variant, explore, reco
 from tests.studies.studies import CONFIG
 
 
-def reconfigured(folder: Path, *, is_used: bool, config: dict[str, Any], scheduled: bool = False) -> dict[str, Any]:
+def reconfigured(
+    folder: Path, *, is_used: bool, config: dict[str, Any], scheduled: bool = False
+) -> dict[str, Any]:
     """The options of an optimizer in a variant of a parent that was trained with 0.01."""
     seen: dict[str, Any] = {}
 
     def with_optimizer(job: Job) -> None:
         model = nn.Linear(2, 2)
-        groups: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias], "lr": 1e-3, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [
+            {"params": [model.weight]},
+            {"params": [model.bias], "lr": 1e-3, "weight_decay": 0.0},
+        ]
         optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) if scheduled else None
-        job.track(model=model, optimizer=optimizer, **({"scheduler": scheduler} if scheduler else {}))
+        job.track(
+            model=model, optimizer=optimizer, **({"scheduler": scheduler} if scheduler else {})
+        )
         seen["set"] = reconfigure(job, optimizer, scheduler) if is_used else None
         for _ in job.epochs():
             seen["groups"] = [dict(group) for group in optimizer.param_groups]
@@ -38,7 +45,15 @@ def reconfigured(folder: Path, *, is_used: bool, config: dict[str, Any], schedul
     with datastates.open(folder, config=CONFIG) as repo:
         with repo.track(nothing=0) as run:
             run.capture()
-        assert explore(repo, "main", plan, _loosely(with_optimizer), SerialExecutor(), study="s", progress=False)
+        assert explore(
+            repo,
+            "main",
+            plan,
+            _loosely(with_optimizer),
+            SerialExecutor(),
+            study="s",
+            progress=False,
+        )
     return seen
 
 
@@ -47,7 +62,8 @@ def _loosely(train: Any) -> Any:
 
     def loose(job: Job) -> None:
         track = job.track
-        job.track = lambda **objects: track(strict=False, **objects)  # type: ignore[method-assign]  # for this job alone
+        # for this job alone
+        job.track = lambda **objects: track(strict=False, **objects)  # type: ignore[method-assign]
         train(job)
 
     return loose
@@ -59,7 +75,9 @@ def test_a_restored_optimizer_keeps_the_rate_of_the_parent(tmp_path: Path) -> No
 
 
 def test_reconfigure_sets_what_the_variant_changes_and_scales_all_rates(tmp_path: Path) -> None:
-    seen = reconfigured(tmp_path, is_used=True, config={"lr": 0.05, "weight_decay": 0.3, "depth": 3})
+    seen = reconfigured(
+        tmp_path, is_used=True, config={"lr": 0.05, "weight_decay": 0.3, "depth": 3}
+    )
     assert seen["set"] == {"lr": 0.05, "weight_decay": 0.3}
     assert [group["lr"] for group in seen["groups"]] == pytest.approx([0.05, 0.005])
     assert seen["groups"][0]["lr"] == 0.05
@@ -68,7 +86,9 @@ def test_reconfigure_sets_what_the_variant_changes_and_scales_all_rates(tmp_path
 
 def test_reconfigure_goes_on_along_the_same_schedule(tmp_path: Path) -> None:
     seen = reconfigured(tmp_path, is_used=True, config={"lr": 0.05}, scheduled=True)
-    assert [group["lr"] for group in seen["groups"]] == pytest.approx([0.025, 0.0025]), "after one halving"
+    assert [group["lr"] for group in seen["groups"]] == pytest.approx([0.025, 0.0025]), (
+        "after one halving"
+    )
     assert seen["after"] == pytest.approx([0.0125, 0.00125])
 
 
@@ -82,7 +102,8 @@ class New:
 def test_reconfigure_sets_the_rates_from_which_a_plateau_goes_on() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-    assert reconfigure(New(), optimizer, scheduler) == {"lr": 0.05}  # type: ignore[arg-type]  # all that it asks of a job
+    # all that it asks of a job
+    assert reconfigure(New(), optimizer, scheduler) == {"lr": 0.05}  # type: ignore[arg-type]
     for _ in range(3):
         scheduler.step(1.0)
     assert scheduler.get_last_lr() == [optimizer.param_groups[0]["lr"]] == [0.0125]
@@ -90,7 +111,11 @@ def test_reconfigure_sets_the_rates_from_which_a_plateau_goes_on() -> None:
 
 def test_reconfigure_reaches_the_schedulers_that_a_scheduler_is_made_of() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-    parts = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch, share=share: share) for share in (1.0, 0.25)]  # type: ignore[misc]  # of no type
+    # of no type
+    parts = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch, share=share: share)  # type: ignore[misc]
+        for share in (1.0, 0.25)
+    ]
     scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [*parts], milestones=[1])
     reconfigure(New(), optimizer, scheduler)  # type: ignore[arg-type]
     optimizer.step()
@@ -113,4 +138,5 @@ def test_reconfigure_leaves_alone_what_was_resumed() -> None:
         is_new = False
 
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-    assert reconfigure(Resumed(), optimizer) == {}  # type: ignore[arg-type]  # all that it asks of a job
+    # all that it asks of a job
+    assert reconfigure(Resumed(), optimizer) == {}  # type: ignore[arg-type]

@@ -8,14 +8,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datastates.errors import InvalidInput
-from datastates.studies.outlier_scores import Scores, Spread, Tally, estimate, percentiles, put_together, select, standardise
+from datastates.studies.outlier_scores import (
+    Scores,
+    Spread,
+    Tally,
+    estimate,
+    percentiles,
+    put_together,
+    select,
+    standardise,
+)
 
 NAN = float("nan")
-values = st.lists(st.one_of(st.just(NAN), st.integers(-3, 3).map(float), st.floats(-100, 100)), min_size=1, max_size=30)
+values = st.lists(
+    st.one_of(st.just(NAN), st.integers(-3, 3).map(float), st.floats(-100, 100)),
+    min_size=1,
+    max_size=30,
+)
 
 
 @given(values)
-def test_percentile_is_the_share_of_the_others_that_a_value_stands_above(plain: list[float]) -> None:
+def test_percentile_is_the_share_of_the_others_that_a_value_stands_above(
+    plain: list[float],
+) -> None:
     found = percentiles(np.array(plain))
     known = [value for value in plain if value == value]
     for value, share in zip(plain, found, strict=True):
@@ -24,7 +39,10 @@ def test_percentile_is_the_share_of_the_others_that_a_value_stands_above(plain: 
         elif len(known) == 1:
             assert share == 50
         else:
-            below, equal = sum(other < value for other in known), sum(other == value for other in known) - 1
+            below, equal = (
+                sum(other < value for other in known),
+                sum(other == value for other in known) - 1,
+            )
             assert share == pytest.approx(100 * (below + equal / 2) / (len(known) - 1))
 
 
@@ -46,8 +64,16 @@ def test_tally_is_the_mean_of_what_was_added() -> None:
     np.testing.assert_array_equal(tally.mean(), [1, NAN, 3, 5])
 
 
-@given(st.lists(values.filter(lambda plain: len(plain) >= 5).map(lambda plain: plain[:5]), min_size=1, max_size=5))
-def test_spread_is_the_deviation_of_the_percentiles_over_those_that_know_a_sample(sources: list[list[float]]) -> None:
+@given(
+    st.lists(
+        values.filter(lambda plain: len(plain) >= 5).map(lambda plain: plain[:5]),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_spread_is_the_deviation_of_the_percentiles_over_those_that_know_a_sample(
+    sources: list[list[float]],
+) -> None:
     spread = Spread(5)
     for source in sources:
         spread.add(np.array(source))
@@ -56,11 +82,17 @@ def test_spread_is_the_deviation_of_the_percentiles_over_those_that_know_a_sampl
     for sample, found in enumerate(spread.deviation()):
         known = shares[~np.isnan(shares[:, sample]), sample]
         assert spread.sources[sample] == len(known)
-        assert np.isnan(found) if len(known) < 2 else found == pytest.approx(np.std(known, ddof=1), abs=1e-5)
+        assert (
+            np.isnan(found)
+            if len(known) < 2
+            else found == pytest.approx(np.std(known, ddof=1), abs=1e-5)
+        )
 
 
 def test_score_is_the_mean_of_both_percentiles_or_the_one_there_is() -> None:
-    scores = put_together(np.array([1.0, 2.0, 3.0, NAN, NAN]), np.array([30.0, NAN, 20.0, 10.0, NAN]), Spread(5))
+    scores = put_together(
+        np.array([1.0, 2.0, 3.0, NAN, NAN]), np.array([30.0, NAN, 20.0, 10.0, NAN]), Spread(5)
+    )
 
     np.testing.assert_array_equal(scores.score, [50, 50, 75, 0, NAN])
     assert scores.order().tolist()[0] == 2
@@ -80,13 +112,22 @@ def test_equal_scores_are_told_apart_by_how_far_they_stand_out() -> None:
 
 def bare(strength: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Scores:
     nothing = np.full(len(strength), NAN)
-    return Scores(percentiles(strength), strength, nothing, nothing, nothing, np.zeros(len(strength), dtype=np.int64))
+    return Scores(
+        percentiles(strength),
+        strength,
+        nothing,
+        nothing,
+        nothing,
+        np.zeros(len(strength), dtype=np.int64),
+    )
 
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.3])
 def test_noise_rate_is_the_weight_of_the_higher_group(share: float) -> None:
     rng = np.random.default_rng(0)
-    strength = np.concatenate([rng.normal(0, 1, round(4000 * (1 - share))), rng.normal(6, 1, round(4000 * share))])
+    strength = np.concatenate(
+        [rng.normal(0, 1, round(4000 * (1 - share))), rng.normal(6, 1, round(4000 * share))]
+    )
 
     assert estimate(strength) == pytest.approx(share, abs=0.01)
     selection = select(bare(strength))
@@ -116,7 +157,9 @@ def test_given_rate_takes_that_share_of_what_is_known() -> None:
 
 
 @pytest.mark.parametrize("gross", [[], [1e3], [1e6], [1e12, 1e9, 1e6], [np.inf], [np.inf, 1e9]])
-def test_the_noise_rate_of_a_regression_is_estimated_in_spite_of_gross_errors(gross: list[float]) -> None:
+def test_the_noise_rate_of_a_regression_is_estimated_in_spite_of_gross_errors(
+    gross: list[float],
+) -> None:
     random = np.random.default_rng(0)
     wrong = np.concatenate([gross, random.normal(0, 10, 51 - len(gross)) ** 2 + 30])
     squares = np.concatenate([random.normal(0, 1, 949) ** 2, wrong])

@@ -1,4 +1,5 @@
-"""What variants set of restored optimizers: a grid over a rate trains differently, and as by hand."""
+"""What variants set of restored optimizers: a grid over a rate trains differently, and as by
+hand."""
 
 from __future__ import annotations
 
@@ -26,11 +27,15 @@ Parts = tuple[nn.Module, torch.optim.Optimizer, Any]
 def build(config: Any) -> Parts:
     """As README has it: all that the configuration says is said where it is built."""
     model = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.get("lr", 1e-2), weight_decay=config.get("wd", 0.1))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.get("lr", 1e-2), weight_decay=config.get("wd", 0.1)
+    )
     return model, optimizer, lr_scheduler.CosineAnnealingLR(optimizer, 40, eta_min=1e-4)
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, count: int = STEPS) -> float:
+def steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, count: int = STEPS
+) -> float:
     x, y = digits()
     loss = torch.zeros(())
     for at in range(count):
@@ -46,7 +51,11 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, co
 
 def tracked(parts: Parts, *, is_scheduled: bool) -> dict[str, Any]:
     model, optimizer, scheduler = parts
-    return {"model": model, "optimizer": optimizer, **({"scheduler": scheduler} if is_scheduled else {})}
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        **({"scheduler": scheduler} if is_scheduled else {}),
+    }
 
 
 def plain(job: Job) -> None:
@@ -71,12 +80,18 @@ def repo(tmp_path: Path) -> Iterator[Repository]:
         for branch in ("plain", "scheduled"):
             seed_everything(3)
             parts = build({})
-            with opened.track(branch=branch, **tracked(parts, is_scheduled=branch == "scheduled")) as run:
-                run.capture(metrics={"loss": steps(*parts[:2], parts[2] if branch == "scheduled" else None)})
+            with opened.track(
+                branch=branch, **tracked(parts, is_scheduled=branch == "scheduled")
+            ) as run:
+                run.capture(
+                    metrics={"loss": steps(*parts[:2], parts[2] if branch == "scheduled" else None)}
+                )
         yield opened
 
 
-def go(repo: Repository, start: str, plan: Plan, train: Callable[[Job], None], **options: Any) -> Exploration:
+def go(
+    repo: Repository, start: str, plan: Plan, train: Callable[[Job], None], **options: Any
+) -> Exploration:
     with SerialExecutor() as executor:
         return explore(repo, start, plan, train, executor, study="s", progress=False, **options)
 
@@ -94,7 +109,9 @@ def by_hand(repo: Repository, config: dict[str, float]) -> torch.Tensor:
     return torch.cat([each.flatten() for each in model.state_dict().values()])
 
 
-def test_a_grid_over_rates_trains_each_variant_as_by_hand(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grid_over_rates_trains_each_variant_as_by_hand(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = grid({"lr": [0.1, 0.01, 0.001], "wd": [0.0, 0.3]}, epochs=1)
     report = go(repo, "plain", plan, plain, config={"width": 16})
     assert report
@@ -103,14 +120,24 @@ def test_a_grid_over_rates_trains_each_variant_as_by_hand(repo: Repository, monk
         config = {key: float(value or 0) for key, value in variant.config.items()}
         assert torch.equal(found[variant.name], by_hand(repo, config)), variant.name
         used = {"optimizer.lr": config["lr"], "optimizer.weight_decay": config["wd"]}
-        assert repo.state(f"s/{variant.name}").config.items() >= {"width": 16, **config, **used}.items()
+        assert (
+            repo.state(f"s/{variant.name}").config.items()
+            >= {
+                "width": 16,
+                **config,
+                **used,
+            }.items()
+        )
     assert len({tuple(each.tolist()) for each in found.values()}) == 6
     assert report["lr=0.1,wd=0.0"].set == "lr 0.01 -> 0.1, weight_decay 0.1 -> 0"
     assert report["lr=0.01,wd=0.3"].set == "weight_decay 0.1 -> 0.3"
     monkeypatch.setenv("COLUMNS", "200")  # a narrow terminal wraps what was set
     assert "lr 0.01 -> 0.1" in str(report.table())
     assert report.alike == []
-    assert [state.config["lr"] for state in repo.find("config.lr > 0.005 and config.wd = 0 order by config.lr")] == [0.01, 0.1]
+    assert [
+        state.config["lr"]
+        for state in repo.find("config.lr > 0.005 and config.wd = 0 order by config.lr")
+    ] == [0.01, 0.1]
 
 
 def test_a_scheduler_goes_on_where_it_stood_with_the_rate_of_the_variant(repo: Repository) -> None:
@@ -168,10 +195,20 @@ def test_a_variant_that_was_stopped_goes_on_with_its_own_rate(repo: Repository) 
     assert torch.equal(weights(repo, "s/lr=0.1"), weights(repo, "whole/lr=0.1"))
 
 
-def test_a_child_keeps_what_its_parent_has_become_unless_it_says_otherwise(repo: Repository) -> None:
-    plan = Plan((Variant("a", None, 1, {"lr": 0.1}), Variant("b", "a", 1, {"wd": 0.0}), Variant("c", "a", 1, {"lr": 0.01})))
+def test_a_child_keeps_what_its_parent_has_become_unless_it_says_otherwise(
+    repo: Repository,
+) -> None:
+    plan = Plan(
+        (
+            Variant("a", None, 1, {"lr": 0.1}),
+            Variant("b", "a", 1, {"wd": 0.0}),
+            Variant("c", "a", 1, {"lr": 0.01}),
+        )
+    )
     report = go(repo, "scheduled", plan, scheduled)
-    rates = {name: repo.load(f"s/{name}", only="scheduler")["scheduler"]["base_lrs"] for name in "abc"}
+    rates = {
+        name: repo.load(f"s/{name}", only="scheduler")["scheduler"]["base_lrs"] for name in "abc"
+    }
     assert rates == {"a": [0.1], "b": [0.1], "c": [0.01]}
     assert report["b"].set == "weight_decay 0.1 -> 0"
     configs = {name: repo.state(f"s/{name}").config for name in "abc"}
@@ -180,7 +217,9 @@ def test_a_child_keeps_what_its_parent_has_become_unless_it_says_otherwise(repo:
     assert [configs[name]["optimizer.weight_decay"] for name in "abc"] == [0.1, 0.0, 0.1]
 
 
-def test_variants_that_end_alike_are_said_to(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_variants_that_end_alike_are_said_to(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, "datastates"):
         report = go(repo, "plain", grid({"dropuot": [0.1, 0.2]}, epochs=1), plain)
     assert report.alike == [("dropuot=0.1", "dropuot=0.2")]

@@ -27,7 +27,9 @@ def used(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_sixteen_variants_of_a_model_frozen_to_four_fifths_take_a_quarter_of_full_copies(tmp_path: Path) -> None:
+def test_sixteen_variants_of_a_model_frozen_to_four_fifths_take_a_quarter_of_full_copies(
+    tmp_path: Path,
+) -> None:
     begin(tmp_path)
     for number in range(10):
         fork_alone(tmp_path, number)
@@ -80,7 +82,8 @@ def test_chain_of_variants_in_one_process_stores_what_they_share_once(tmp_path: 
 
 
 def root(repo: datastates.Repository, number: int) -> Tracker:
-    """A training that begins on a branch of its own with weights that others begin with too, but for the last layer."""
+    """A training that begins on a branch of its own with weights that others begin with too, but
+    for the last layer."""
     model, optimizer = make(0)
     torch.manual_seed(100 + number)
     for parameter in model[4].parameters():
@@ -93,7 +96,9 @@ def root(repo: datastates.Repository, number: int) -> Tracker:
     return run
 
 
-def test_trainings_that_have_no_ancestor_in_common_store_once_what_they_have_in_common(tmp_path: Path) -> None:
+def test_trainings_that_have_no_ancestor_in_common_store_once_what_they_have_in_common(
+    tmp_path: Path,
+) -> None:
     with open_at(tmp_path) as repo, root(repo, 0), root(repo, 1):
         pass
     with open_at(tmp_path) as repo:
@@ -101,9 +106,16 @@ def test_trainings_that_have_no_ancestor_in_common_store_once_what_they_have_in_
             pass
         states = [state for number in range(3) for state in repo.log(f"root/{number}")]
         assert used(tmp_path) == pytest.approx((0.8 + 6 * 0.2) * WHOLE, rel=0.01)
-        assert sum(state.bytes_new for state in states) == pytest.approx(used(tmp_path), rel=0.01), "each says what it added"
+        assert sum(state.bytes_new for state in states) == pytest.approx(
+            used(tmp_path), rel=0.01
+        ), "each says what it added"
         with repo.core.reading() as session:
-            added = [replica.bytes for state in states for replica in replicas_of(session, state.uid) if replica.tier == "local"]
+            added = [
+                replica.bytes
+                for state in states
+                for replica in replicas_of(session, state.uid)
+                if replica.tier == "local"
+            ]
         assert added == [state.bytes_new for state in states]
     with open_at(tmp_path) as repo:
         first = [state.uid for state in repo.log("root/0")]

@@ -1,4 +1,5 @@
-"""What the lineage tells people of a study: the tree, what each variant took and came to, and which failed and why."""
+"""What the lineage tells people of a study: the tree, what each variant took and came to, and
+which failed and why."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from sqlalchemy import delete, update
 
 from datastates import NotFound, Repository
 from datastates.lineage.schema import VariantRow, table
-from datastates.lineage.views.branch_rows import Life
+from datastates.lineage.states import Life
 from datastates.lineage.views.study_trees import Stage, StudyDetail, StudyVariant, studies, study
 from datastates.lineage.write import attachments
 from datastates.lineage.write.attachments import ERROR_CHARACTERS, Planned
@@ -32,7 +33,9 @@ def repo(tmp_path: Path) -> Iterator[Repository]:
 def go(repo: Repository, plan: Plan = PLAN, job: Any = train, **options: Any) -> Exploration:
     """Explore in this process."""
     with SerialExecutor() as executor:
-        return explore(repo, "main", plan, job, executor, **{"study": "s", "progress": False, **options})
+        return explore(
+            repo, "main", plan, job, executor, **{"study": "s", "progress": False, **options}
+        )
 
 
 def shown(repo: Repository, **asked: Any) -> tuple[StudyDetail, dict[str, StudyVariant]]:
@@ -50,7 +53,13 @@ def fail_high(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 def test_a_study_is_a_tree_with_cost_and_result(repo: Repository) -> None:
     report = go(repo)
     detail, variants = shown(repo)
-    assert [(each.name, each.depth) for each in detail.variants] == [("low", 0), ("low-a", 1), ("low-b", 1), ("high", 0), ("high-a", 1)]
+    assert [(each.name, each.depth) for each in detail.variants] == [
+        ("low", 0),
+        ("low-a", 1),
+        ("low-b", 1),
+        ("high", 0),
+        ("high-a", 1),
+    ]
     assert {each.stage for each in detail.variants} == {Stage.DONE}
     assert (detail.metric, detail.metrics, detail.total) == ("loss", ("loss",), 5)
     for name, each in variants.items():
@@ -58,7 +67,11 @@ def test_a_study_is_a_tree_with_cost_and_result(repo: Repository) -> None:
         assert state is not None
         own = repo.log(f"s/{name}", limit=PLAN[name].epochs)
         assert (each.state, each.value, each.step) == (state.uid, state.metrics["loss"], state.step)
-        assert (each.epoch, each.epochs, each.states) == (PLAN[name].epochs, PLAN[name].epochs, PLAN[name].epochs)
+        assert (each.epoch, each.epochs, each.states) == (
+            PLAN[name].epochs,
+            PLAN[name].epochs,
+            PLAN[name].epochs,
+        )
         assert (each.config, each.parent) == (dict(PLAN[name].config), PLAN[name].parent)
         assert each.bytes == sum(one.bytes_new for one in own)
         assert each.attempts == 1
@@ -73,7 +86,12 @@ def test_a_study_is_a_tree_with_cost_and_result(repo: Repository) -> None:
     with repo.core.reading() as session:
         (summary,) = studies(session).items
     assert summary == detail.study
-    assert (summary.variants, summary.done, summary.failed, summary.start) == (5, 5, 0, repo.state("start/s").uid)
+    assert (summary.variants, summary.done, summary.failed, summary.start) == (
+        5,
+        5,
+        0,
+        repo.state("start/s").uid,
+    )
     assert summary.bytes == sum(each.bytes for each in variants.values())
     assert summary.took_s == pytest.approx(sum(each.took_s or 0 for each in variants.values()))
 
@@ -85,14 +103,23 @@ def test_a_variant_that_failed_says_why_and_its_descendants_are_skipped(
     report = go(repo)
     _, variants = shown(repo)
     high = variants["high"]
-    assert (high.stage, high.epoch, high.epochs, high.attempts, high.rank) == (Stage.FAILED, 1, 2, 2, None)
+    assert (high.stage, high.epoch, high.epochs, high.attempts, high.rank) == (
+        Stage.FAILED,
+        1,
+        2,
+        2,
+        None,
+    )
     assert high.error == report["high"].error
     assert high.error is not None
     assert high.error.startswith("ValueError: planned for high\n")
     assert "Traceback" in high.error
     assert high.took_s is not None
     assert high.took_s > 0
-    assert (variants["high-a"].stage, variants["high-a"].error) == (Stage.SKIPPED, "high failed, from which it was to go on")
+    assert (variants["high-a"].stage, variants["high-a"].error) == (
+        Stage.SKIPPED,
+        "high failed, from which it was to go on",
+    )
     assert variants["low-a"].stage is Stage.DONE
 
     monkeypatch.delenv(FAULTS)
@@ -114,7 +141,13 @@ def test_what_is_planned_is_there_before_it_begins(repo: Repository) -> None:
         train(job)
 
     go(repo, job=look)
-    assert seen[0] == {"low": Stage.BEGUN, "low-a": Stage.WAITING, "low-b": Stage.WAITING, "high": Stage.WAITING, "high-a": Stage.WAITING}
+    assert seen[0] == {
+        "low": Stage.BEGUN,
+        "low-a": Stage.WAITING,
+        "low-b": Stage.WAITING,
+        "high": Stage.WAITING,
+        "high-a": Stage.WAITING,
+    }
     assert (seen[-1]["low"], seen[-1]["high"]) == (Stage.DONE, Stage.DONE)
 
 
@@ -142,7 +175,13 @@ def test_a_study_of_before_is_known_by_its_branches(repo: Repository) -> None:
     assert set(variants) == set(before)
     for name, each in variants.items():
         was = before[name]
-        assert (each.stage, each.parent, each.state, each.value, each.rank) == (was.stage, was.parent, was.state, was.value, was.rank)
+        assert (each.stage, each.parent, each.state, each.value, each.rank) == (
+            was.stage,
+            was.parent,
+            was.state,
+            was.value,
+            was.rank,
+        )
         assert (each.took_s, each.epochs, each.attempts, each.config) == (None, None, 0, {})
     assert detail.study.planned_at is None
 
@@ -156,7 +195,11 @@ def test_variants_that_ended_with_the_same_bytes_are_named(repo: Repository) -> 
         for _ in job.epochs():
             job.report(loss=1.0)
 
-    go(repo, Plan((Variant("a", None, 1, {"depth": 2}), Variant("b", None, 1, {"depth": 3}))), ignore)
+    go(
+        repo,
+        Plan((Variant("a", None, 1, {"depth": 2}), Variant("b", None, 1, {"depth": 3}))),
+        ignore,
+    )
     _, variants = shown(repo)
     assert (variants["a"].alike, variants["b"].alike) == (("b",), ("a",))
     assert (variants["a"].rank, variants["b"].rank) == (1, 1)
@@ -171,7 +214,11 @@ def test_variants_are_ranked_by_what_is_asked_for(repo: Repository) -> None:
         for _ in job.epochs():
             job.report(accuracy=float(str(job.config["a"])), other=math.nan)
 
-    go(repo, Plan(tuple(Variant(f"v{number}", None, 1, {"a": number}) for number in range(4))), report)
+    go(
+        repo,
+        Plan(tuple(Variant(f"v{number}", None, 1, {"a": number}) for number in range(4))),
+        report,
+    )
     detail, variants = shown(repo)
     assert (detail.metric, detail.direction) == ("accuracy", "max")
     assert [variants[f"v{number}"].rank for number in range(4)] == [4, 3, 2, 1]
@@ -200,15 +247,27 @@ def test_there_is_no_study_of_another_name(repo: Repository) -> None:
 
 def test_plans_that_say_nonsense_end_too(repo: Repository) -> None:
     with repo.core.writing() as session:
-        attachments.plan(session, "s", [Planned("a", "b", 1, {}), Planned("b", "a", 1, {}), Planned("c", "gone", 1, {})])
-        session.execute(update(table(VariantRow)).where(table(VariantRow).c.name == "a").values(error="no"))
+        attachments.plan(
+            session,
+            "s",
+            [Planned("a", "b", 1, {}), Planned("b", "a", 1, {}), Planned("c", "gone", 1, {})],
+        )
+        session.execute(
+            update(table(VariantRow)).where(table(VariantRow).c.name == "a").values(error="no")
+        )
     _, variants = shown(repo)
-    assert {name: each.stage for name, each in variants.items()} == {"a": Stage.FAILED, "b": Stage.SKIPPED, "c": Stage.WAITING}
+    assert {name: each.stage for name, each in variants.items()} == {
+        "a": Stage.FAILED,
+        "b": Stage.SKIPPED,
+        "c": Stage.WAITING,
+    }
 
 
 def test_a_long_error_keeps_its_first_line_and_its_end_and_no_secret(repo: Repository) -> None:
     with repo.core.writing() as session:
-        attachments.plan(session, "s", [Planned("a", None, 1, {"api_key": "sk-very-secret", "lr": 0.1})])
+        attachments.plan(
+            session, "s", [Planned("a", None, 1, {"api_key": "sk-very-secret", "lr": 0.1})]
+        )
         error = "OSError: postgresql://me:hunter2@db/x \0\ud800\n\n" + "deep\n" * 10_000 + "the end"
         attachments.fail(session, "s", "a", error)
     _, variants = shown(repo)

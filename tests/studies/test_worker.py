@@ -1,4 +1,5 @@
-"""What runs in a worker: where its starting state comes from, and how it keeps out of the way of others."""
+"""What runs in a worker: where its starting state comes from, and how it keeps out of the way of
+others."""
 
 from __future__ import annotations
 
@@ -22,7 +23,15 @@ from datastates import Config, Conflict, InvalidInput, Module, Repository
 from datastates.maintenance.environment import node_id
 from datastates.studies import Job, Plan, Variant, processes, worker
 from datastates.studies.processes import close_repositories
-from datastates.studies.records import Claim, Outcome, claim_name, claims_folder, finished, holder, make_durable
+from datastates.studies.records import (
+    Claim,
+    Outcome,
+    claim_name,
+    claims_folder,
+    finished,
+    holder,
+    make_durable,
+)
 from datastates.studies.worker import Assignment, Explorer, Task, run
 from datastates.system import files
 from datastates.training import start
@@ -42,7 +51,8 @@ sys.stdin.read()
 
 @pytest.fixture
 def repo(tmp_path: Path) -> Iterator[Repository]:
-    """A repository with a durable prefix on ``main``; what workers opened here ends with the test."""
+    """A repository with a durable prefix on ``main``; what workers opened here ends with the
+    test."""
     with prefix(tmp_path / "runs") as opened:
         make_durable(opened.core, opened.state("main").uid)
         yield opened
@@ -60,8 +70,19 @@ def presence(repo: Repository) -> Iterator[Claim]:
 
 def task(repo: Repository, name: str, origin: str, job: Any = train) -> Task:
     """One variant of the plan."""
-    assignment = Assignment("s", PLAN[name], PLAN.digest(name), PLAN.config(name), (), (), repo.state(origin).uid)
-    return Task(repo.location, CONFIG, assignment, job, None, Explorer(claim_name(repo, "s"), "explorer", node_id()), None, 1)
+    assignment = Assignment(
+        "s", PLAN[name], PLAN.digest(name), PLAN.config(name), (), (), repo.state(origin).uid
+    )
+    return Task(
+        repo.location,
+        CONFIG,
+        assignment,
+        job,
+        None,
+        Explorer(claim_name(repo, "s"), "explorer", node_id()),
+        None,
+        1,
+    )
 
 
 @pytest.mark.usefixtures("presence")
@@ -76,7 +97,9 @@ def test_a_parent_s_state_is_found_in_the_worker_s_own_memory(repo: Repository) 
     assert run(task(repo, "b", "done/s/a")).source == "disk"
 
 
-def test_a_worker_whose_explorer_ended_stops_at_its_next_epoch(repo: Repository, presence: Claim) -> None:
+def test_a_worker_whose_explorer_ended_stops_at_its_next_epoch(
+    repo: Repository, presence: Claim
+) -> None:
     def losing(job: Job) -> None:
         model, optimizer, sampler = build(job.config)
         tracker = job.track(model=model, optimizer=optimizer, sampler=sampler)
@@ -84,7 +107,11 @@ def test_a_worker_whose_explorer_ended_stops_at_its_next_epoch(repo: Repository,
             loss = one_epoch(model, optimizer, sampler, tracker)
             if epoch == 1:
                 presence.close()
-                watch = next(thread for thread in threading.enumerate() if thread.name == "datastates-explorer-watch")
+                watch = next(
+                    thread
+                    for thread in threading.enumerate()
+                    if thread.name == "datastates-explorer-watch"
+                )
                 watch.join(60)
             job.report(loss=loss)
 
@@ -93,7 +120,9 @@ def test_a_worker_whose_explorer_ended_stops_at_its_next_epoch(repo: Repository,
     assert (outcome.error or "").startswith("Cancelled: the explorer (explorer) has ended")
     assert repo.state("s/a").attributes["epoch"] == 1
     again = run(task(repo, "a", "main"))
-    assert (again.error or "").startswith("Cancelled"), "a task that waited in a queue does not begin"
+    assert (again.error or "").startswith("Cancelled"), (
+        "a task that waited in a queue does not begin"
+    )
 
 
 @pytest.mark.usefixtures("presence")
@@ -101,9 +130,16 @@ def test_a_variant_that_another_process_trains_is_waited_for(repo: Repository) -
     """It comes to its end there; here nothing is trained."""
     with Holding(claims_folder(repo), claim_name(repo, "s", "a")) as other:
         outcomes: list[Outcome] = []
-        thread = threading.Thread(target=lambda: outcomes.append(run(task(repo, "a", "main", refuse))))
+        thread = threading.Thread(
+            target=lambda: outcomes.append(run(task(repo, "a", "main", refuse)))
+        )
         thread.start()
-        theirs: dict[str, Any] = {"study": "s", "variant": "a", "variant_digest": PLAN.digest("a"), "epoch": 3}
+        theirs: dict[str, Any] = {
+            "study": "s",
+            "variant": "a",
+            "variant_digest": PLAN.digest("a"),
+            "epoch": 3,
+        }
         with repo.track(branch="s/a", start="main", **objects()) as tracker:
             state = tracker.capture(attributes=theirs).wait("durable")
         repo.tag("done/s/a", state)
@@ -114,11 +150,15 @@ def test_a_variant_that_another_process_trains_is_waited_for(repo: Repository) -
 
 
 @pytest.mark.usefixtures("presence")
-def test_a_variant_that_another_process_does_not_let_go_is_a_conflict(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variant_that_another_process_does_not_let_go_is_a_conflict(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(worker, "_PATIENCE_S", 0.2)
     with Holding(claims_folder(repo), claim_name(repo, "s", "a")) as other:
         outcome = run(task(repo, "a", "main"))
-        assert "Conflict: variant 'a' is still being trained by the other one" in (outcome.error or "")
+        assert "Conflict: variant 'a' is still being trained by the other one" in (
+            outcome.error or ""
+        )
         other.kill()
         other.communicate()
     assert run(task(repo, "a", "main")).error is None
@@ -127,7 +167,8 @@ def test_a_variant_that_another_process_does_not_let_go_is_a_conflict(repo: Repo
 def test_of_two_workers_that_do_not_see_each_other_s_claims_one_gives_way(
     repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on two hosts whose file system passes no locks on: branches are moved by compare-and-swap."""
+    """As on two hosts whose file system passes no locks on: branches are moved by
+    compare-and-swap."""
     assignment = task(repo, "a", "main").assignment
     with datastates.open(tmp_path / "runs", config=CONFIG) as other:
         ours, theirs = Job(repo, assignment), Job(other, assignment)
@@ -146,7 +187,9 @@ def test_of_two_workers_that_do_not_see_each_other_s_claims_one_gives_way(
 
 
 def test_a_result_that_somebody_else_tagged_first_stands(repo: Repository) -> None:
-    assignment = replace(task(repo, "a", "main").assignment, variant=Variant("a", None, 1), digest="d")
+    assignment = replace(
+        task(repo, "a", "main").assignment, variant=Variant("a", None, 1), digest="d"
+    )
     jobs = [Job(repo, assignment) for _ in range(2)]
     jobs[0].track(**objects())
     jobs[0].report(loss=1.0)
@@ -193,7 +236,9 @@ def test_a_claim_is_one_process_s_and_ends_with_it(tmp_path: Path) -> None:
     assert not (tmp_path / "thing").exists()
 
 
-def test_a_claim_is_on_the_file_that_others_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_is_on_the_file_that_others_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its last holder takes the file away between our open and our lock."""
     lock = files._lock
 
@@ -217,7 +262,9 @@ class Picky(Module):
         self.seen = item
 
 
-def test_a_process_opens_the_repository_anew_for_another_configuration_only(repo: Repository) -> None:
+def test_a_process_opens_the_repository_anew_for_another_configuration_only(
+    repo: Repository,
+) -> None:
     config = replace(CONFIG, modules=[Picky()])
 
     def opened(asked: Config) -> Repository:
@@ -231,14 +278,17 @@ def test_a_process_opens_the_repository_anew_for_another_configuration_only(repo
 
 
 @pytest.mark.usefixtures("presence")
-def test_workers_share_the_memory_that_is_free(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_share_the_memory_that_is_free(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(processes, "available_memory_bytes", lambda: 1 << 30)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
     given = replace(task(repo, "a", "main"), config=replace(CONFIG, memory_bytes=None), threads=2)
     assert run(given).error is None
-    assert [opened.config.memory_bytes for opened in (kept.repository for kept in processes._repositories.values())] == [
-        (1 << 30) // 4 // 4
-    ]
+    assert [
+        opened.config.memory_bytes
+        for opened in (kept.repository for kept in processes._repositories.values())
+    ] == [(1 << 30) // 4 // 4]
 
 
 def test_what_a_task_shows_holds_no_secret(repo: Repository) -> None:
@@ -275,7 +325,9 @@ class Holding:
 
     def __init__(self, folder: Path, name: str) -> None:
         command = [sys.executable, "-c", HOLD, str(folder), name]
-        self.process = warm.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ)
+        self.process = warm.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ
+        )
 
     def __enter__(self) -> subprocess.Popen[str]:
         assert self.process.stdout is not None
@@ -288,7 +340,9 @@ class Holding:
             self.process.communicate()
 
 
-def test_weights_edited_right_after_a_report_cost_no_report(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_edited_right_after_a_report_cost_no_report(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = Job(repo, task(repo, "a", "main").assignment)
     model = nn.Linear(200, 200)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

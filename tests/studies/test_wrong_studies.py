@@ -1,4 +1,5 @@
-"""What trains or reads a study, given what it is not made for: refused at the call by our own errors, and nothing half done."""
+"""What trains or reads a study, given what it is not made for: refused at the call by our own
+errors, and nothing half done."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class Case:
     arguments: dict[str, Any]
 
     def is_right(self, name: str, value: object) -> bool:
-        """A function may do what it likes, and what a metric is called is known once it was reported."""
+        """A function may do what it likes, and what a metric is called is known once it was
+        reported."""
         functions = ("train", "executor", "stop", "loss", "on_progress")
         return callable(value) if name in functions else name == "metric" and isinstance(value, str)
 
@@ -52,20 +54,52 @@ CASES: dict[str, Callable[[Repository], Case]] = {
     "explore": lambda repo: Case(
         studies.explore,
         {
-            **{"repo": repo, "start": "main", "plan": PLAN, "train": train, "executor": SerialExecutor(), "study": "s", "stop": None},
+            **{
+                "repo": repo,
+                "start": "main",
+                "plan": PLAN,
+                "train": train,
+                "executor": SerialExecutor(),
+                "study": "s",
+                "stop": None,
+            },
             **{"config": {"lr": 0.5}, "retries": 0, "threads": 1, "share": None, "progress": False},
         },
     ),
     "outliers": lambda repo: Case(
         studies.outliers,
         {
-            **{"repo": repo, "branches": ["main"], "model": nn.Linear(1, 1), "loss": loss, "count": 4, "study": "s", "plan": PLAN},
-            **{"subsets": SUBSETS, "states": 2, "noise_rate": 0.5, "name": "model", "batch": 2, "steps_per_epoch": 1, "on_progress": None},
+            **{
+                "repo": repo,
+                "branches": ["main"],
+                "model": nn.Linear(1, 1),
+                "loss": loss,
+                "count": 4,
+                "study": "s",
+                "plan": PLAN,
+            },
+            **{
+                "subsets": SUBSETS,
+                "states": 2,
+                "noise_rate": 0.5,
+                "name": "model",
+                "batch": 2,
+                "steps_per_epoch": 1,
+                "on_progress": None,
+            },
         },
     ),
     "prefix_epochs": lambda repo: Case(studies.prefix_epochs, {"repo": repo, "rev": "main"}),
     "read_study": lambda repo: Case(
-        studies.read_study, {"repository": repo, "study": "s", "plan": PLAN, "config": {"lr": 0.5}, "errors": {}, "reused": ["only"]}
+        studies.read_study,
+        {
+            "repository": repo,
+            "study": "s",
+            "plan": PLAN,
+            "config": {"lr": 0.5},
+            "errors": {},
+            "reused": ["only"],
+        },
     ),
     "storage": lambda repo: Case(studies.storage, {"repo": repo, "study": "s"}),
     "work_done": lambda repo: Case(studies.work_done, {"repo": repo, "study": "s"}),
@@ -129,7 +163,10 @@ def test_a_wrong_argument_is_refused_by_an_error_of_ours_and_nothing_is_begun(
             else:
                 problem = ""
             if problem:
-                failures.append(f"{parameter}={'a hostile object' if isinstance(value, Hostile) else repr(value)[:60]}: {problem}")
+                failures.append(
+                    f"{parameter}={'a hostile object' if isinstance(value, Hostile) else repr(value)[:60]}:"
+                    f" {problem}"
+                )
     assert not failures, "\n".join([f"{len(failures)} of {name}:", *failures])
 
 

@@ -1,4 +1,5 @@
-"""The entry points of studies given what they are not made for: refused at the call by our own errors, before anything is planned."""
+"""The entry points of studies given what they are not made for: refused at the call by our own
+errors, before anything is planned."""
 
 from __future__ import annotations
 
@@ -24,24 +25,49 @@ CASES: dict[str, Case] = {
     "Uniform": (Uniform, {"low": 0.1, "high": 1.0}),
     "Variant": (
         lambda **given: Plan((Variant(**given),), SUBSETS).digest("only"),
-        {"name": "only", "parent": None, "epochs": 1, "config": {"lr": 0.1}, "train": ("a",), "validation": ("b",)},
+        {
+            "name": "only",
+            "parent": None,
+            "epochs": 1,
+            "config": {"lr": 0.1},
+            "train": ("a",),
+            "validation": ("b",),
+        },
     ),
     "Plan": (Plan, {"variants": (Variant("only"),), "subsets": SUBSETS, "seen": ("a",)}),
     "cut": (studies.cut, {"samples": 8, "count": 2, "seed": 0}),
     "describe": (studies.describe, {"plan": PLAN, "work": studies.work(PLAN), "limit": 3}),
     "ensemble": (
         studies.ensemble,
-        {"seeds": 2, "epochs": 1, "subsets": SUBSETS, "train": ("a",), "validation": ("b",), "seen": ()},
+        {
+            "seeds": 2,
+            "epochs": 1,
+            "subsets": SUBSETS,
+            "train": ("a",),
+            "validation": ("b",),
+            "seen": (),
+        },
     ),
     "epochs_at": (studies.epochs_at, {"schedule": "flat", "epochs": 2, "stage": 1, "stages": 2}),
     "grid": (studies.grid, {"config": {"lr": (0.1, 0.2)}, "epochs": 1}),
     "kfold": (studies.kfold, {"folds": 2, "epochs": 1, "samples": 8, "seed": 0, "seen": ()}),
     "leave_out": (
         studies.leave_out,
-        {"subsets": SUBSETS, "depth": 1, "epochs": 1, "fan_out": 2, "schedule": "flat", "seen": (), "always": ()},
+        {
+            "subsets": SUBSETS,
+            "depth": 1,
+            "epochs": 1,
+            "fan_out": 2,
+            "schedule": "flat",
+            "seen": (),
+            "always": (),
+        },
     ),
     "repeat": (studies.repeat, {"plan": PLAN, "seeds": 2}),
-    "sample": (studies.sample, {"distributions": {"lr": Uniform(0.1, 1.0)}, "count": 2, "seed": 0, "epochs": 1}),
+    "sample": (
+        studies.sample,
+        {"distributions": {"lr": Uniform(0.1, 1.0)}, "count": 2, "seed": 0, "epochs": 1},
+    ),
     "work": (studies.work, {"plan": PLAN, "prefix_epochs": 1.0}),
 }
 """A right call for each; each of its arguments is replaced in turn."""
@@ -49,7 +75,9 @@ CASES: dict[str, Case] = {
 OTHERWISE = {
     "Distribution": "a protocol",
     "Exploration": "made by explore",
-    "Job": "made for a train function; what it is given goes to Tracker.capture and Repository.track",
+    "Job": (
+        "made for a train function; what it is given goes to Tracker.capture and Repository.track"
+    ),
     "OutlierReport": "made by outliers",
     "Processes": "starts processes",
     "Progress": "a choice",
@@ -100,8 +128,12 @@ def test_a_wrong_argument_is_refused_by_an_error_of_ours(name: str) -> None:
         lambda: studies.leave_out(SUBSETS, depth=1, fan_out=2**63, epochs=1),
         lambda: studies.leave_out({"a": range(2**62), "b": range(2)}, depth=1, epochs=1),
         lambda: studies.kfold({"a": range(2**62), "b": range(2)}, epochs=1),
-        lambda: Plan((Variant("only"),), {"a": range(2**70)}),  # type: ignore[dict-item]  # any integers will do
-        lambda: Plan((Variant("only"),), {str(number): range(number * 10**6, 2**40) for number in range(10**4)}),  # type: ignore[misc]
+        # any integers will do
+        lambda: Plan((Variant("only"),), {"a": range(2**70)}),  # type: ignore[dict-item]
+        lambda: Plan(
+            (Variant("only"),),
+            {str(number): range(number * 10**6, 2**40) for number in range(10**4)},  # type: ignore[misc]
+        ),
         lambda: studies.epochs_at("log", 1, 2**63, 2**63),
         lambda: studies.repeat(PLAN, 2**63),
         lambda: studies.repeat(studies.grid({"a": range(1000)}, epochs=1), 1001),
@@ -114,11 +146,13 @@ def test_counts_that_no_study_has_are_refused_at_once(make: Callable[[], object]
 
 def test_a_misspelt_part_of_the_data_is_refused() -> None:
     with pytest.raises(InvalidInput, match="takes no 'validaton'"):
-        studies.ensemble(2, 1, subsets=SUBSETS, validaton=["a"])  # type: ignore[call-arg]  # so it is
+        # so it is
+        studies.ensemble(2, 1, subsets=SUBSETS, validaton=["a"])  # type: ignore[call-arg]
 
 
 def test_numbers_of_numpy_are_taken_as_what_they_hold() -> None:
     four: Any = np.arange(4)
-    assert studies.cut(four, np.int64(2)) == studies.cut(4, 2)  # type: ignore[arg-type]  # NumPy's number is as good
+    # NumPy's number is as good
+    assert studies.cut(four, np.int64(2)) == studies.cut(4, 2)  # type: ignore[arg-type]
     assert studies.ensemble(four[3:], 1) == studies.ensemble([3], 1)
     assert Choice(four[1:3]).values == (1, 2)

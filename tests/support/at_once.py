@@ -18,6 +18,7 @@ def let_go(children: Sequence[Popen[str]]) -> None:
 
 
 def errors_of(children: Sequence[Popen[str]]) -> list[tuple[str, int]]:
-    """Let them go once all are ready, and wait: what each wrote to its standard error, and its exit status."""
+    """Let them go once all are ready, and wait: what each wrote to its standard error, and its
+    exit status."""
     let_go(children)
     return [(child.communicate()[1], child.returncode) for child in children]

@@ -1,4 +1,5 @@
-"""What the landing tests share: a state of live objects as a peer would send it, and the loop that feeds a sink."""
+"""What the landing tests share: a state of live objects as a peer would send it, and the loop
+that feeds a sink."""
 
 from __future__ import annotations
 
@@ -37,7 +38,13 @@ class Sent:
         return self.checked.manifest
 
 
-def sent(objects: Mapping[str, object], uid: str = "sent", *, gradients: bool = False, parents: Sequence[str] = ()) -> Sent:
+def sent(
+    objects: Mapping[str, object],
+    uid: str = "sent",
+    *,
+    gradients: bool = False,
+    parents: Sequence[str] = (),
+) -> Sent:
     """A state as it is captured, and its manifest as it comes over the wire."""
     flat = flatten(Adapted(objects, gradients=gradients).tree())
     plan = compile_plan(flat)
@@ -49,10 +56,15 @@ def sent(objects: Mapping[str, object], uid: str = "sent", *, gradients: bool = 
     stager.fence(job)
     stager.close()
     assert job.error is None
-    chunks = [bytes(arena.memory(slot, length)) for slot, length in zip(slots, plan.layout.chunk_lengths, strict=True)]
+    chunks = [
+        bytes(arena.memory(slot, length))
+        for slot, length in zip(slots, plan.layout.chunk_lengths, strict=True)
+    ]
     arena.close()
     listed = tuple(Chunk(chunk_digest(chunk), len(chunk)) for chunk in chunks)
-    content = Content(plan.layout.skeleton, msgspec.Raw(encode_values(flat.values)), plan.layout.tensors, listed)
+    content = Content(
+        plan.layout.skeleton, msgspec.Raw(encode_values(flat.values)), plan.layout.tensors, listed
+    )
     digests = ("0" * 64,) * len(parents)
     origin = Origin(uid, tuple(parents), digests, None, None, 1, 0, 0, None, {}, {})
     manifest = Manifest(VERSION, state_digest(content, digests), origin, content)
@@ -79,9 +91,16 @@ def fill(buffers: Sequence[memoryview], data: bytes) -> None:
         done += len(buffer)
 
 
-def check_landing(state: Sent, make: Callable[[int], nn.Module], lateness: Lateness, *, atomic: bool = False, scratch: int = 1) -> None:
-    """A clone of ``make(1)`` lands in ``make(2)`` on a late device: what the owner queued before does not change what has landed, and
-    what is queued after the clone sees it."""
+def check_landing(
+    state: Sent,
+    make: Callable[[int], nn.Module],
+    lateness: Lateness,
+    *,
+    atomic: bool = False,
+    scratch: int = 1,
+) -> None:
+    """A clone of ``make(1)`` lands in ``make(2)`` on a late device: what the owner queued before
+    does not change what has landed, and what is queued after the clone sees it."""
     late, here = LateDevices(lateness), make(2)
     late.put(here)
     with late.running(), torch.no_grad():
@@ -95,4 +114,7 @@ def check_landing(state: Sent, make: Callable[[int], nn.Module], lateness: Laten
         late.schedule.catch_up()
     expected = make(1)
     assert all(map(torch.equal, here.state_dict().values(), expected.state_dict().values()))
-    assert all(torch.equal(found, parameter * 2) for found, parameter in zip(doubled, expected.parameters(), strict=True))
+    assert all(
+        torch.equal(found, parameter * 2)
+        for found, parameter in zip(doubled, expected.parameters(), strict=True)
+    )

@@ -1,4 +1,5 @@
-"""A training that shares its repository with others: its own branch, and refs that all of them fight for."""
+"""A training that shares its repository with others: its own branch, and refs that all of them
+fight for."""
 
 from __future__ import annotations
 
@@ -21,12 +22,16 @@ MOVE_EVERY, RACE_EVERY = 10, 50
 
 
 def train(url: str, packs: str | None, name: str, captures: int, begin: str, say: Say) -> None:
-    """Say ``ready``, wait until the file ``begin`` is gone, capture so many times, then say what was done as JSON."""
+    """Say ``ready``, wait until the file ``begin`` is gone, capture so many times, then say what
+    was done as JSON."""
     torch.manual_seed(sum(name.encode()))
     took = _time_records()
     model, optimizer = make()
     config = Config(memory_bytes=48 << 20, durable_interval_s=1.0)
-    with datastates.open(url, packs=packs, config=config) as repo, repo.track(branch=name, model=model, optimizer=optimizer) as run:
+    with (
+        datastates.open(url, packs=packs, config=config) as repo,
+        repo.track(branch=name, model=model, optimizer=optimizer) as run,
+    ):
         say("ready")
         while Path(begin).exists():
             time.sleep(0.005)
@@ -85,5 +90,6 @@ def _time_records() -> list[float]:
         finally:
             took.append(time.perf_counter() - began)
 
-    setattr(Record, "process_all", timed)  # noqa: B010  # a method cannot be assigned in front of mypy
+    # a method cannot be assigned in front of mypy
+    setattr(Record, "process_all", timed)  # noqa: B010
     return took

@@ -1,9 +1,12 @@
-"""What tests cost in processor time. Those that take more than a tenth of a second, listed in ``tests/costly.txt``, take turns in the gate.
+"""What tests cost in processor time. Those that take more than a tenth of a second, listed in
+``tests/costly.txt``, take turns in the gate.
 
-    DATASTATES_COSTS=/tmp/costs make test                       # notes in that folder what each test takes
-    .venv/bin/python -m tests.support.costs /tmp/costs          # brings the list up to date
+    DATASTATES_COSTS=/tmp/costs make test                       # notes in that folder what each
+    test takes .venv/bin/python -m tests.support.costs /tmp/costs          # brings the list up to
+    date
 
-A test that did not run stays as it was listed. Wall time would list what waits, and whatever ran beside a busy neighbour.
+A test that did not run stays as it was listed. Wall time would list what waits, and whatever ran
+beside a busy neighbour.
 """
 
 from __future__ import annotations
@@ -24,15 +27,22 @@ __all__ = ["COSTLY_S", "is_costly", "listed", "noted", "updated"]
 COSTLY_S = 0.1
 """Processor time of a test, with its fixtures and the processes that it waited for."""
 
-_ALWAYS = ("tests/test_house.py", "tests/formats/", "tests/demo/", "tests/test_documents.py::test_example_of_the_readme")
-"""What is asked of the whole source, files of earlier versions, and what a newcomer runs first: these run every time."""
+_ALWAYS = (
+    "tests/test_house.py",
+    "tests/formats/",
+    "tests/demo/",
+    "tests/test_documents.py::test_example_of_the_readme",
+)
+"""What is asked of the whole source, files of earlier versions, and what a newcomer runs first:
+these run every time."""
 
 _LIST = ROOT / "tests" / "costly.txt"
 
 
 @functools.cache
 def listed() -> frozenset[str]:
-    """The functions of the tests that are costly, such as ``tests/storage/test_arena.py::test_memory_is_shared``."""
+    """The functions of the tests that are costly, such as
+    ``tests/storage/test_arena.py::test_memory_is_shared``."""
     return frozenset(_LIST.read_text().splitlines())
 
 
@@ -67,8 +77,11 @@ def noted(folder: Path) -> dict[str, float]:
 
 
 def updated(before: frozenset[str], found: dict[str, float]) -> list[str]:
-    """The list after a run: what was costly in it, and what did not run in it and was listed before."""
-    costly = {name for name, taken in found.items() if taken > COSTLY_S and not name.startswith(_ALWAYS)}
+    """The list after a run: what was costly in it, and what did not run in it and was listed
+    before."""
+    costly = {
+        name for name, taken in found.items() if taken > COSTLY_S and not name.startswith(_ALWAYS)
+    }
     return sorted(costly | (before - found.keys()))
 
 

@@ -13,9 +13,13 @@ __all__ = ["counted"]
 
 
 def counted(
-    monkeypatch: pytest.MonkeyPatch, place: str, note: Callable[..., int] = lambda *_: 1, found: list[int] | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    note: Callable[..., int] = lambda *_: 1,
+    found: list[int] | None = None,
 ) -> list[int]:
-    """What ``note`` says of each call of a function, by its dotted name, before it; behind what was ``found`` already."""
+    """What ``note`` says of each call of a function, by its dotted name, before it; behind what
+    was ``found`` already."""
     found = [] if found is None else found
     holder, name = place.rsplit(".", 1)
     owner: Any = pkgutil.resolve_name(holder)

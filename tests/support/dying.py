@@ -1,15 +1,18 @@
-"""A training that does, at random, all that a repository is asked for, and says each promise before it goes on; somebody ends it.
+"""A training that does, at random, all that a repository is asked for, and says each promise before
+it goes on; somebody ends it.
 
-What it says, a line each, to whoever knows what a repository must still have when the process is gone:
+What it says, a line each, to whoever knows what a repository must still have when the process is
+gone:
 
     begin BRANCH UID LIVE      a training goes on from that state (``-``: from nothing)
     captured UID LIVE BRANCH   a state, with the digest of what was live
     durable UID LIVE           that state is on disk
     dropping UID               the process is about to drop it by name; pruning UID: by a policy
-    tag NAME UID               a name; branch NAME UID: likewise; unsettled NAME: it is about to be moved or deleted
-    copied                     the whole folder was copied to the folder beside it; rebuilt: the copy has a new lineage
-    doing ACT NUMBER, done     around each act; ``rewriting`` begins within the acts ``rewrite`` and ``sift``
-    rewritten COUNT            so many packs were rewritten
+    tag NAME UID               a name; branch NAME UID: likewise; unsettled NAME: it is about to be
+    moved or deleted copied                     the whole folder was copied to the folder beside it;
+    rebuilt: the copy has a new lineage doing ACT NUMBER, done     around each act; ``rewriting``
+    begins within the acts ``rewrite`` and ``sift`` rewritten COUNT            so many packs were
+    rewritten
 """
 
 from __future__ import annotations
@@ -51,10 +54,12 @@ ACTS = {
 """What is done, and how often."""
 
 BOUND_S = 60.0
-"""No act takes so long on the slowest of machines, unless it hangs: then the stacks of all threads are among the errors."""
+"""No act takes so long on the slowest of machines, unless it hangs: then the stacks of all
+threads are among the errors."""
 
 BALLAST = 1_500_000
-"""So many numbers that the last of them have a chunk to themselves, which is two fifths of a state."""
+"""So many numbers that the last of them have a chunk to themselves, which is two fifths of a
+state."""
 
 LARGE = ("main", "side")
 """The branches whose states have ballast; every fifth one becomes durable."""
@@ -81,7 +86,9 @@ REWRITING = ("pack-moved", "pack-renamed", "manifest-replaced", "pack-removed")
 
 @dataclass(frozen=True)
 class Line:
-    """What is trained on one branch. ``ballast`` is one number many times, and changes now and then."""
+    """What is trained on one branch.
+
+    ``ballast`` is one number many times, and changes now and then."""
 
     run: Tracker
     model: nn.Module
@@ -93,7 +100,14 @@ class Line:
         """Track new objects on a branch; says where it goes on from."""
         model, optimizer, ballast, same = objects_of(is_small=branch == SMALL)
         every = 1 if branch == SMALL else None
-        run = repo.track(model=model, optimizer=optimizer, objects=same, ballast=ballast, branch=branch, durable_every=every)
+        run = repo.track(
+            model=model,
+            optimizer=optimizer,
+            objects=same,
+            ballast=ballast,
+            branch=branch,
+            durable_every=every,
+        )
         line = cls(run, model, optimizer, ballast)
         say("begin", branch, run.resumed_from.uid if run.resumed_from else "-", line.live)
         return line
@@ -104,7 +118,9 @@ class Line:
         return live_of(self.model, self.optimizer, self.ballast)
 
 
-def objects_of(*, is_small: bool) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor, dict[str, torch.Tensor]]:
+def objects_of(
+    *, is_small: bool
+) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor, dict[str, torch.Tensor]]:
     """New objects of a line: what is trained, its ballast, and what does not change."""
     if is_small:
         return *make_small(), torch.zeros(1), {}
@@ -112,7 +128,8 @@ def objects_of(*, is_small: bool) -> tuple[nn.Module, torch.optim.Optimizer, tor
 
 
 def live_of(model: nn.Module, optimizer: torch.optim.Optimizer, ballast: torch.Tensor) -> str:
-    """Of weights, momentum, and the number that the ballast is made of; begins with ``SMALL`` for states without ballast."""
+    """Of weights, momentum, and the number that the ballast is made of; begins with ``SMALL``
+    for states without ballast."""
     assert bool((ballast == ballast[0]).all()), "the ballast is of two states"
     return f"{SMALL if ballast.numel() == 1 else ''}{digest(model, optimizer)}+{int(ballast[0])}"
 
@@ -124,7 +141,11 @@ def copy_of(folder: Path) -> Path:
 
 def durable_in(repo: Repository) -> dict[str, str]:
     """The states on disk, each with the digest of what was live, which is its message."""
-    return {state.uid: state.message or "" for state in repo.find("step >= 0") if state.status is Status.DURABLE}
+    return {
+        state.uid: state.message or ""
+        for state in repo.find("step >= 0")
+        if state.status is Status.DURABLE
+    }
 
 
 def crash_after(steps: int) -> Callable[[str], None]:
@@ -141,7 +162,8 @@ def crash_after(steps: int) -> Callable[[str], None]:
 
 
 def crash_in_rewriting(step: str) -> Callable[[str], None]:
-    """An ``on_step`` that ends the process after this step, once a pack is being rewritten: some have names of other steps, too."""
+    """An ``on_step`` that ends the process after this step, once a pack is being rewritten: some
+    have names of other steps, too."""
     is_rewriting = False
 
     def on_step(name: str) -> None:
@@ -195,8 +217,11 @@ class Mixture:
         return taken
 
     def burst(self, mark: str) -> list[datastates.Capture]:
-        """Many captures of small states, as fast as they come; now and then the last one is waited for."""
-        taken = [self.capture(mark, SMALL) for _ in range(self.choose.randrange(2, MOST_OF_A_BURST))]
+        """Many captures of small states, as fast as they come; now and then the last one is
+        waited for."""
+        taken = [
+            self.capture(mark, SMALL) for _ in range(self.choose.randrange(2, MOST_OF_A_BURST))
+        ]
         if self.choose.random() < 0.5:
             state = taken[-1].wait("durable")
             self.asked.add(state.uid)
@@ -260,8 +285,11 @@ class Mixture:
         self.reopen(mark)
         policy = self.choose.choice(POLICIES)
         named = {ref.state for ref in self.repo.refs()}
-        # A state that this process waited for stays as long as its handle is there, which is until it is collected as garbage.
-        going = {each.uid for each in self.repo.prune(policy, dry_run=True).dropped} | (self.asked & self.durable.keys()) - named
+        # A state that this process waited for stays as long as its handle is there, which is until
+        # it is collected as garbage.
+        going = {each.uid for each in self.repo.prune(policy, dry_run=True).dropped} | (
+            self.asked & self.durable.keys()
+        ) - named
         planned = {uid: self.durable.pop(uid) for uid in going}
         for uid in planned:
             self.say("pruning", uid)
@@ -276,7 +304,8 @@ class Mixture:
         assert not report.left, report.left
 
     def rewrite(self, mark: str) -> None:
-        """The ballast of three states lies in the pack of the first; that state goes, and then its pack, of which nobody needs the rest."""
+        """The ballast of three states lies in the pack of the first; that state goes, and then
+        its pack, of which nobody needs the rest."""
         branch = self.choose.choice(LARGE)
         self.lines[branch].ballast.fill_(self.choose.randrange(1 << 20))
         first, _, _ = (self.persist(mark, branch) for _ in range(3))
@@ -284,7 +313,8 @@ class Mixture:
         self._collect()
 
     def sift(self, mark: str) -> None:
-        """Most states of a burst go, and then the packs that they shared, of which the others need little."""
+        """Most states of a burst go, and then the packs that they shared, of which the others
+        need little."""
         for number, taken in enumerate(self.burst(mark)):
             state = taken.wait("durable")
             self._promise(state.uid, state.message or "")
@@ -309,7 +339,9 @@ class Mixture:
         self.say("rebuilt")
         with datastates.open(copy) as other:
             found = durable_in(other)
-            assert found == self.durable, f"the copy differs by {set(found.items()) ^ set(self.durable.items())}"
+            assert found == self.durable, (
+                f"the copy differs by {set(found.items()) ^ set(self.durable.items())}"
+            )
         shutil.rmtree(copy)
 
     def reopen(self, mark: str) -> None:
@@ -328,13 +360,24 @@ class Mixture:
 
 
 def work(
-    folder: str, seed: int, say: Say, crash_at_step: int | None = None, crash_in: str | None = None, planned: tuple[int, str] | None = None
+    folder: str,
+    seed: int,
+    say: Say,
+    crash_at_step: int | None = None,
+    crash_in: str | None = None,
+    planned: tuple[int, str] | None = None,
 ) -> None:
-    """Go on until somebody ends it, or the durable step of that number, or that one of a rewriting, is made; ``planned`` is the number of
-    an act, and which.
+    """Go on until somebody ends it, or the durable step of that number, or that one of a rewriting,
+    is made; ``planned`` is the number of an act, and which.
     """
     torch.set_num_threads(1)
-    on_step = crash_in_rewriting(crash_in) if crash_in is not None else None if crash_at_step is None else crash_after(crash_at_step)
+    on_step = (
+        crash_in_rewriting(crash_in)
+        if crash_in is not None
+        else None
+        if crash_at_step is None
+        else crash_after(crash_at_step)
+    )
     config = Config(
         memory_bytes=96 << 20,
         durable_every=5,

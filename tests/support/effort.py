@@ -1,7 +1,9 @@
-"""How many cases run: the gate runs a fixed twelfth of the costly ones, and ``DATASTATES_THOROUGH=1`` runs all of them.
+"""How many cases run: the gate runs a fixed twelfth of the costly ones, and
+``DATASTATES_THOROUGH=1`` runs all of them.
 
-``SEED`` decides what is drawn at random. In the gate it is 0, and in a thorough run it is random. Every run prints it, and
-``DATASTATES_SEED`` sets it. ``DATASTATES_PART`` (1 to 12) selects another twelfth.
+``SEED`` decides what is drawn at random. In the gate it is 0, and in a thorough run it is random.
+Every run prints it, and ``DATASTATES_SEED`` sets it. ``DATASTATES_PART`` (1 to 12) selects another
+twelfth.
 """
 
 from __future__ import annotations
@@ -16,7 +18,20 @@ from typing import TypeVar
 
 import pytest
 
-__all__ = ["GROUPS", "IS_THOROUGH", "PARTS", "SEED", "TURN", "effort", "examples", "in_turn", "is_in_turn", "part", "said", "seeds"]
+__all__ = [
+    "GROUPS",
+    "IS_THOROUGH",
+    "PARTS",
+    "SEED",
+    "TURN",
+    "effort",
+    "examples",
+    "in_turn",
+    "is_in_turn",
+    "part",
+    "said",
+    "seeds",
+]
 
 T = TypeVar("T")
 
@@ -25,7 +40,8 @@ IS_THOROUGH = os.environ.get("DATASTATES_THOROUGH") == "1"
 PARTS = 12
 FIRST_RANDOM_SEED = 1_000_000
 GROUPS = pytest.StashKey[list[str | None]]()
-"""Of every test of this run, the group within which it takes turns; of those too that wait for theirs."""
+"""Of every test of this run, the group within which it takes turns; of those too that wait for
+theirs."""
 
 
 def _seed() -> int:
@@ -58,11 +74,16 @@ def is_in_turn(index: int, count: int, turn: int = TURN) -> bool:
 def part(cases: Iterable[T]) -> list[T]:
     """Of these cases those that this run tries."""
     listed = list(cases)
-    return listed if IS_THOROUGH else [case for index, case in enumerate(listed) if is_in_turn(index, len(listed))]
+    return (
+        listed
+        if IS_THOROUGH
+        else [case for index, case in enumerate(listed) if is_in_turn(index, len(listed))]
+    )
 
 
 def in_turn(groups: Sequence[str | None], turn: int = TURN) -> list[bool]:
-    """Which tests the gate runs, by the groups within which they take turns; None for a test that runs always."""
+    """Which tests the gate runs, by the groups within which they take turns; None for a test
+    that runs always."""
     counts, seen = Counter(groups), Counter[str | None]()
     chosen = []
     for group in groups:
@@ -72,16 +93,29 @@ def in_turn(groups: Sequence[str | None], turn: int = TURN) -> list[bool]:
 
 
 def seeds(count: int, more: int | None = None) -> Sequence[int]:
-    """Of ``range(count)`` those that this run tries; in a thorough run all, and so many that nobody has tried (a twelfth of them)."""
+    """Of ``range(count)`` those that this run tries; in a thorough run all, and so many that
+    nobody has tried (a twelfth of them)."""
     if not IS_THOROUGH:
         return part(range(count))
     choose = random.Random(SEED)
-    return [*range(count), *(choose.randrange(FIRST_RANDOM_SEED, 1 << 31) for _ in range(-(-count // PARTS) if more is None else more))]
+    return [
+        *range(count),
+        *(
+            choose.randrange(FIRST_RANDOM_SEED, 1 << 31)
+            for _ in range(-(-count // PARTS) if more is None else more)
+        ),
+    ]
 
 
 def said() -> str:
     """What whoever reads the report needs in order to repeat the run."""
     if IS_THOROUGH:
-        return f"all cases, and random ones besides; again with DATASTATES_THOROUGH=1 DATASTATES_SEED={SEED}"
+        return (
+            "all cases, and random ones besides; again with DATASTATES_THOROUGH=1"
+            f" DATASTATES_SEED={SEED}"
+        )
     again = f"DATASTATES_SEED={SEED} DATASTATES_PART={TURN + 1}"
-    return f"part {TURN + 1} of {PARTS} of the cases; again with {again}, all of them with DATASTATES_THOROUGH=1"
+    return (
+        f"part {TURN + 1} of {PARTS} of the cases; again with {again}, all of them with"
+        " DATASTATES_THOROUGH=1"
+    )

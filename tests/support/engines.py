@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from datastates.config import BackPressure
-from datastates.engine.scheduler import Action, Engine, Event, LineOpened, Recorded, RefsChanged, RoomNeeded
+from datastates.engine.scheduler import (
+    Action,
+    Engine,
+    Event,
+    LineOpened,
+    Recorded,
+    RefsChanged,
+    RoomNeeded,
+)
 from datastates.policy.contract import Cadence
 
 __all__ = ["DROP", "NEVER", "SKIP", "WAIT", "after", "engine", "refs", "room"]
@@ -32,7 +40,16 @@ def room(
     now: float | None = None,
     is_patient: bool = False,
 ) -> RoomNeeded:
-    return RoomNeeded((slots,), is_blocked, back_pressure, line, in_flight, since, since if now is None else now, is_patient)
+    return RoomNeeded(
+        (slots,),
+        is_blocked,
+        back_pressure,
+        line,
+        in_flight,
+        since,
+        since if now is None else now,
+        is_patient,
+    )
 
 
 def refs(*tagged: str, **branches: str) -> RefsChanged:

@@ -1,4 +1,5 @@
-"""One rank after the other of a job that has no processes: torch.distributed says that there are others, and collectives send nothing."""
+"""One rank after the other of a job that has no processes: torch.distributed says that there are
+others, and collectives send nothing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Fresh processes for tests, quickly: one process imports torch once, and forks a child for each job.
+"""Fresh processes for tests, quickly: one process imports torch once, and forks a child for each
+job.
 
-A child has done nothing before its job: no tracker, no random number, no thread. It ends as a script does, exit handlers
-and all. ``Forge`` is the side of the tests; run as a script this file is the other one.
+A child has done nothing before its job: no tracker, no random number, no thread. It ends as a
+script does, exit handlers and all. ``Forge`` is the side of the tests; run as a script this file is
+the other one.
 """
 
 from __future__ import annotations
@@ -43,13 +45,16 @@ class Job:
 
 
 class Forge:
-    """Starts jobs: ``start("tests.module:function", …)`` calls it with keyword arguments and ``say``, which writes a line."""
+    """Starts jobs: ``start("tests.module:function", …)`` calls it with keyword arguments and
+    ``say``, which writes a line."""
 
     def __init__(self, folder: Path, imports: Sequence[str] = ()) -> None:
         self.folder = folder
         self._count = 0
         command = [sys.executable, "-m", "tests.support.forge", *imports]
-        self._process = warm.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = warm.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def ask(self, **request: Any) -> Any:
         """One request, one answer."""
@@ -64,7 +69,9 @@ class Forge:
         self._count += 1
         fifo = self.folder / f"said-{self._count}"
         os.mkfifo(fifo)
-        pid = self.ask(call=call, arguments=arguments, fifo=str(fifo), errors=str(self.folder / "errors"))
+        pid = self.ask(
+            call=call, arguments=arguments, fifo=str(fifo), errors=str(self.folder / "errors")
+        )
         return Job(self, pid, fifo.open())
 
     def run(self, call: str, **arguments: Any) -> list[str]:
@@ -87,7 +94,8 @@ class Forge:
 
 @contextmanager
 def forge(folder: Path, imports: Sequence[str] = ()) -> Iterator[Forge]:
-    """A forge that ends with the block; ``imports`` are modules that no job is to import for itself."""
+    """A forge that ends with the block; ``imports`` are modules that no job is to import for
+    itself."""
     opened = Forge(folder, imports)
     try:
         yield opened
@@ -115,7 +123,8 @@ def _serve() -> None:
 def _work(call: str, arguments: dict[str, Any], fifo: str, errors: str) -> None:
     """In the child; what this raises ends it as it ends a script.
 
-    A worker of torch's loader never notices the end of a process that was killed while the worker began: it is no reason to wait.
+    A worker of torch's loader never notices the end of a process that was killed while the worker
+    began: it is no reason to wait.
     """
     os.setpgid(0, 0)
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), 2)
@@ -130,7 +139,8 @@ def _work(call: str, arguments: dict[str, Any], fifo: str, errors: str) -> None:
 
 
 def _import() -> None:
-    """What every job would import for itself, seconds each time; making an optimizer imports torch's compiler."""
+    """What every job would import for itself, seconds each time; making an optimizer imports
+    torch's compiler."""
     import tempfile
 
     import torch

@@ -1,4 +1,5 @@
-"""Trainings that hold a branch, for tests of others that want it: each says what it did, and takes orders from a pipe."""
+"""Trainings that hold a branch, for tests of others that want it: each says what it did, and
+takes orders from a pipe."""
 
 from __future__ import annotations
 
@@ -22,8 +23,12 @@ DURABLE = 2
 """The step of the state that it has on disk."""
 
 
-def hold(folder: str, say: Say, orders: str, branches: list[str] | None = None, durable: int = DURABLE) -> None:
-    """Capture ``STEPS`` states on each branch, one of them on disk, and say its pid. Then do what each line of ``orders`` says."""
+def hold(
+    folder: str, say: Say, orders: str, branches: list[str] | None = None, durable: int = DURABLE
+) -> None:
+    """Capture ``STEPS`` states on each branch, one of them on disk, and say its pid.
+
+    Then do what each line of ``orders`` says."""
     repo = datastates.open(folder, config=CONFIG)
     runs = {branch: begin(repo, branch) for branch in branches or ["main"]}
     for run in runs.values():
@@ -67,8 +72,12 @@ def begin(repo: Repository, branch: str = "main", **options: Any) -> Tracker:
     return repo.track(branch=branch, tracked={"weight": torch.zeros(10)}, rng=False, **options)
 
 
-def attempt(folder: str, say: Say, branch: str = "main", orders: str | None = None, **options: Any) -> None:
-    """Try to track a branch, once the pipe of the orders has a line. Say how that ended, and stay until the pipe is closed."""
+def attempt(
+    folder: str, say: Say, branch: str = "main", orders: str | None = None, **options: Any
+) -> None:
+    """Try to track a branch, once the pipe of the orders has a line.
+
+    Say how that ended, and stay until the pipe is closed."""
     with ExitStack() as stack, datastates.open(folder, config=CONFIG) as repo:
         lines = None if orders is None else stack.enter_context(Path(orders).open())
         if lines is not None:

@@ -1,8 +1,10 @@
-"""Several hosts on one machine: network namespaces on a bridge. Root on Linux only; elsewhere their tests skip with the reason.
+"""Several hosts on one machine: network namespaces on a bridge. Root on Linux only; elsewhere their
+tests skip with the reason.
 
-Each host sees its own loopback and one interface ``eth0`` with an address of its own, so that what leaves a host can be counted
-and its link be cut. The hosts share the file system and the pids. The bridge lies in a namespace of its own: in the machine's
-own one its firewall would apply (Docker's drops what crosses a bridge), and names could clash.
+Each host sees its own loopback and one interface ``eth0`` with an address of its own, so that what
+leaves a host can be counted and its link be cut. The hosts share the file system and the pids. The
+bridge lies in a namespace of its own: in the machine's own one its firewall would apply (Docker's
+drops what crosses a bridge), and names could clash.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ BRIDGE = "br0"
 
 
 class Host:
-    """A network namespace with one interface, whose address is ``address``; ``port`` is the other end of its cable, at the switch."""
+    """A network namespace with one interface, whose address is ``address``; ``port`` is the
+    other end of its cable, at the switch."""
 
     def __init__(self, namespace: str, address: str, switch: str, port: str) -> None:
         self.namespace, self.address = namespace, address
@@ -36,7 +39,9 @@ class Host:
         self._processes: list[subprocess.Popen[str]] = []
 
     def start(self, *command: object, **options: Any) -> subprocess.Popen[str]:
-        """A process of this host; it is killed with the hosts at the latest. ``options`` are those of ``Popen``."""
+        """A process of this host; it is killed with the hosts at the latest.
+
+        ``options`` are those of ``Popen``."""
         process = warm.Popen([str(word) for word in command], netns=self.namespace, **options)
         self._processes.append(process)
         return process
@@ -46,7 +51,8 @@ class Host:
         return _run(*map(str, command), timeout_s=timeout_s, netns=self.namespace)
 
     def cut(self) -> None:
-        """Take the link to all others down, as if the switch had failed: the address stays, and nobody is told."""
+        """Take the link to all others down, as if the switch had failed: the address stays, and
+        nobody is told."""
         _run("ip", "-n", self._switch, "link", "set", self._port, "down")
 
     def mend(self) -> None:
@@ -55,7 +61,21 @@ class Host:
 
     def shape(self, rate: str) -> None:
         """Limit what leaves this host, as in ``1gbit``."""
-        self.run("tc", "qdisc", "replace", "dev", INTERFACE, "root", "tbf", "rate", rate, "burst", "1mb", "latency", "50ms")
+        self.run(
+            "tc",
+            "qdisc",
+            "replace",
+            "dev",
+            INTERFACE,
+            "root",
+            "tbf",
+            "rate",
+            rate,
+            "burst",
+            "1mb",
+            "latency",
+            "50ms",
+        )
 
     def sent_bytes(self) -> int:
         """What left this host so far, headers and all."""
@@ -82,10 +102,14 @@ class Host:
 
 @contextmanager
 def hosts(count: int) -> Iterator[list[Host]]:
-    """Some hosts that reach each other and nothing else; whatever happens, nothing of them is left after the block."""
+    """Some hosts that reach each other and nothing else; whatever happens, nothing of them is
+    left after the block."""
     key = secrets.token_hex(4)
     switch = f"ds-{key}-switch"
-    made = [Host(f"ds-{key}-{index}", f"10.0.0.{index + 1}", switch, f"port{index}") for index in range(count)]
+    made = [
+        Host(f"ds-{key}-{index}", f"10.0.0.{index + 1}", switch, f"port{index}")
+        for index in range(count)
+    ]
     try:
         _run("ip", "netns", "add", switch)
         _run("ip", "-n", switch, "link", "add", BRIDGE, "type", "bridge")
@@ -97,13 +121,27 @@ def hosts(count: int) -> Iterator[list[Host]]:
         for host in made:
             host.close()
         for namespace in (switch, *(host.namespace for host in made)):  # its interfaces go with it
-            subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False, timeout=30)
+            subprocess.run(
+                ["ip", "netns", "del", namespace], capture_output=True, check=False, timeout=30
+            )
 
 
 def _plug(host: Host, switch: str) -> None:
     _run("ip", "netns", "add", host.namespace)
     inside = ("ip", "-n", host.namespace)
-    _run(*inside, "link", "add", INTERFACE, "type", "veth", "peer", "name", host._port, "netns", switch)
+    _run(
+        *inside,
+        "link",
+        "add",
+        INTERFACE,
+        "type",
+        "veth",
+        "peer",
+        "name",
+        host._port,
+        "netns",
+        switch,
+    )
     _run("ip", "-n", switch, "link", "set", host._port, "master", BRIDGE, "up")
     _run(*inside, "addr", "add", f"{host.address}/24", "dev", INTERFACE)
     _run(*inside, "link", "set", INTERFACE, "up")
@@ -126,7 +164,9 @@ def why_no_hosts() -> str | None:
 
 
 def need_hosts() -> None:
-    """Skip the test, with the reason, where no hosts can be made. ``DATASTATES_REQUIRE_HOSTS=1`` makes that a failure."""
+    """Skip the test, with the reason, where no hosts can be made.
+
+    ``DATASTATES_REQUIRE_HOSTS=1`` makes that a failure."""
     reason = why_no_hosts()
     if reason is None:
         return
@@ -138,5 +178,8 @@ def need_hosts() -> None:
 def _run(*command: str, timeout_s: float = 30, netns: str | None = None) -> str:
     done = warm.run(list(command), capture_output=True, timeout=timeout_s, netns=netns)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip() or done.stdout.strip()}")
+        raise RuntimeError(
+            f"{' '.join(command)} ended with {done.returncode}:"
+            f" {done.stderr.strip() or done.stdout.strip()}"
+        )
     return done.stdout

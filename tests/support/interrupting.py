@@ -1,8 +1,10 @@
 """Something is raised at one line of functions that are named: which one the test counts through.
 
-Some lines are no steps, as an exception there would leave out the ``__exit__`` of a ``with`` block, which no program does to itself: the
-line to which a block comes back at its end, ``try:``, an instruction that does nothing and that CPython leaves uncovered, and, from Python
-3.12 on, the end of a turn of a loop, where an exception of a tracer (but not one of a signal's handler) leaves the function at once.
+Some lines are no steps, as an exception there would leave out the ``__exit__`` of a ``with`` block,
+which no program does to itself: the line to which a block comes back at its end, ``try:``, an
+instruction that does nothing and that CPython leaves uncovered, and, from Python 3.12 on, the end
+of a turn of a loop, where an exception of a tracer (but not one of a signal's handler) leaves the
+function at once.
 """
 
 from __future__ import annotations
@@ -20,15 +22,25 @@ __all__ = ["Interruption", "codes_of"]
 
 NEVER = -1
 MOST_TIMES = 3
-_UNCOVERED = {dis.opmap[name] for name in ("NOP", *(["JUMP_BACKWARD"] if sys.version_info >= (3, 12) else []))}
+_UNCOVERED = {
+    dis.opmap[name] for name in ("NOP", *(["JUMP_BACKWARD"] if sys.version_info >= (3, 12) else []))
+}
 
 
 def codes_of(*places: ModuleType | Callable[..., Any]) -> frozenset[CodeType]:
-    """The code of these functions, or of all functions and methods of a module, with what is defined inside them."""
+    """The code of these functions, or of all functions and methods of a module, with what is
+    defined inside them."""
     found: set[CodeType] = set()
     for place in places:
         if isinstance(place, ModuleType):
-            owners = [place, *(each for each in vars(place).values() if isinstance(each, type) and each.__module__ == place.__name__)]
+            owners = [
+                place,
+                *(
+                    each
+                    for each in vars(place).values()
+                    if isinstance(each, type) and each.__module__ == place.__name__
+                ),
+            ]
             for owner in owners:
                 for each in vars(owner).values():
                     if _module_of(each) == place.__name__:
@@ -55,9 +67,11 @@ def _collect(value: object, found: set[CodeType]) -> None:
 
 
 class Interruption:
-    """Calls ``error``, which raises, at the ``at``-th step that a thread makes in ``codes``, once; ``place`` is where that was.
+    """Calls ``error``, which raises, at the ``at``-th step that a thread makes in ``codes``, once;
+    ``place`` is where that was.
 
-    A step is a line that is come to for the first, second or third time. With ``NEVER`` nothing is raised; ``steps`` counts either way.
+    A step is a line that is come to for the first, second or third time. With ``NEVER`` nothing is
+    raised; ``steps`` counts either way.
     """
 
     def __init__(self, codes: frozenset[CodeType], at: int, error: Callable[[], object]) -> None:
@@ -87,7 +101,9 @@ class Interruption:
             self.place = f"{frame.f_code.co_qualname}:{frame.f_lineno}"
             self._error()
 
-    def _enter(self, frame: FrameType, event: str, arg: object) -> Callable[[FrameType, str, object], Any] | None:
+    def _enter(
+        self, frame: FrameType, event: str, arg: object
+    ) -> Callable[[FrameType, str, object], Any] | None:
         return _Lines(self, frame.f_code) if frame.f_code in self._codes else None
 
 
@@ -117,5 +133,7 @@ def _heads(code: CodeType) -> frozenset[int]:
     return frozenset(
         each.positions.lineno
         for each in dis.get_instructions(code)
-        if each.opname == "BEFORE_WITH" and each.positions is not None and each.positions.lineno is not None
+        if each.opname == "BEFORE_WITH"
+        and each.positions is not None
+        and each.positions.lineno is not None
     )

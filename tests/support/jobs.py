@@ -1,15 +1,17 @@
-"""Jobs of several real processes, the ranks, over torch.distributed (gloo, env rendezvous) or MPI (``mpiexec``).
+"""Jobs of several real processes, the ranks, over torch.distributed (gloo, env rendezvous) or MPI
+(``mpiexec``).
 
-    said = run(2, "tests.ranks.test_groups:exchange", folder=str(tmp_path))     # each rank calls exchange(folder=…, say=…)
-    assert said == [["0 of 2"], ["1 of 2"]]                                     # what each said, by rank
+    said = run(2, "tests.ranks.test_groups:exchange", folder=str(tmp_path))     # each rank calls
+    exchange(folder=…, say=…) assert said == [["0 of 2"], ["1 of 2"]]
+    # what each said, by rank
 
     with job(2, "tests.crashes:train") as ranks:
-        ranks.heard(1, "captured")                                              # waits until it said that
-        ranks.kill(1)
-        assert ranks.wait(0) == 0
+        ranks.heard(1, "captured")                                              # waits until it
+        said that ranks.kill(1) assert ranks.wait(0) == 0
 
-Whatever happens, no process of a job outlives its block, and no job lasts longer than its time limit; a rank that is still there then
-says in its errors where each thread stood. Run as a module this file is one of the ranks.
+Whatever happens, no process of a job outlives its block, and no job lasts longer than its time
+limit; a rank that is still there then says in its errors where each thread stood. Run as a module
+this file is one of the ranks.
 """
 
 from __future__ import annotations
@@ -41,9 +43,15 @@ __all__ = ["Kind", "Ranks", "Say", "job", "mpiexec", "need_mpi", "run", "script"
 
 ROOT = Path(__file__).parents[2]
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
-_ALLOWED = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+_ALLOWED = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT),
+}
 Kind = Literal["torch", "mpi", "env"]
-"""How the ranks find each other; ``env`` has the variables of torchrun, and nothing is initialised."""
+"""How the ranks find each other; ``env`` has the variables of torchrun, and nothing is
+initialised."""
 
 need_mpi = pytest.mark.skipif(
     not importlib.util.find_spec("mpi4py") or not MPIEXEC.exists(),
@@ -67,7 +75,9 @@ class Ranks:
         self._lines, self._errors = lines, errors
         self.ends_at = time.monotonic() + timeout_s
         self._said: list[list[str]] = [[] for _ in range(count)]
-        self._handles: dict[int, int] = {}  # descriptors that name a process as long as they are open, by rank
+        self._handles: dict[
+            int, int
+        ] = {}  # descriptors that name a process as long as they are open, by rank
         self._ended: dict[int, int] = {}
         self._changed = threading.Condition()
         self._reader = threading.Thread(target=self._read, name="reader-of-ranks", daemon=True)
@@ -78,7 +88,10 @@ class Ranks:
         with self._changed:
             while not any(line.startswith(word) for line in self._said[rank]):
                 if not self._changed.wait(self._left()) or self._ended.get(rank):
-                    pytest.fail(f"rank {rank} did not say {word!r} but {self._said[rank]}; errors:\n{self.errors()}")
+                    pytest.fail(
+                        f"rank {rank} did not say {word!r} but {self._said[rank]};"
+                        f" errors:\n{self.errors()}"
+                    )
             return next(line for line in self._said[rank] if line.startswith(word))
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
@@ -96,7 +109,9 @@ class Ranks:
             return self.processes[rank if len(self.processes) > 1 else 0].wait(self._left())
         except subprocess.TimeoutExpired:
             self.end()
-            pytest.fail(f"rank {rank} did not end in time; all said {self._said}; errors:\n{self.errors()}")
+            pytest.fail(
+                f"rank {rank} did not end in time; all said {self._said}; errors:\n{self.errors()}"
+            )
 
     def said(self) -> list[list[str]]:
         """What each said, by rank, once all ended; they must have ended well."""
@@ -125,7 +140,8 @@ class Ranks:
         for handle in list(self._handles.values()):
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
-            select.select([handle], [], [])  # it has ended; whoever its parent is now may not have looked yet
+            # it has ended; whoever its parent is now may not have looked yet
+            select.select([handle], [], [])
         for process in self.processes:
             process.wait()
 
@@ -162,22 +178,53 @@ class Ranks:
 
 @contextmanager
 def job(
-    count: int, call: str, *, kind: Kind = "torch", timeout_s: float = 60, environ: Mapping[str, str] | None = None, **arguments: Any
+    count: int,
+    call: str,
+    *,
+    kind: Kind = "torch",
+    timeout_s: float = 60,
+    environ: Mapping[str, str] | None = None,
+    **arguments: Any,
 ) -> Iterator[Ranks]:
-    """A job of ``count`` ranks, each of which calls ``tests.module:function`` with the arguments and ``say``; it ends with the block."""
-    command = [sys.executable, "-m", "tests.support.jobs", kind, str(timeout_s), call, json.dumps(arguments)]
-    ours = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "OMPI_", "PMI"))} | dict(environ or {})
+    """A job of ``count`` ranks, each of which calls ``tests.module:function`` with the arguments
+    and ``say``; it ends with the block."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.jobs",
+        kind,
+        str(timeout_s),
+        call,
+        json.dumps(arguments),
+    ]
+    ours = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("SLURM_", "OMPI_", "PMI"))
+    } | dict(environ or {})
     read, write = os.pipe()
     with tempfile.TemporaryFile("w+") as errors:
         ranks = Ranks(count, os.fdopen(read), errors, timeout_s)
-        streams: dict[str, Any] = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "stdout": write, "stderr": errors, "start_new_session": True}
+        streams: dict[str, Any] = {
+            "cwd": ROOT,
+            "stdin": subprocess.DEVNULL,
+            "stdout": write,
+            "stderr": errors,
+            "start_new_session": True,
+        }
         try:
             if kind == "mpi":
-                ranks.processes.append(subprocess.Popen(_launcher(count) + command, env=ours | _ALLOWED, text=True, **streams))
+                ranks.processes.append(
+                    subprocess.Popen(
+                        _launcher(count) + command, env=ours | _ALLOWED, text=True, **streams
+                    )
+                )
             else:
                 port = free_port()
                 for rank in range(count):
-                    ranks.processes.append(warm.Popen(command, env=ours | rendezvous(rank, count, port), **streams))
+                    ranks.processes.append(
+                        warm.Popen(command, env=ours | rendezvous(rank, count, port), **streams)
+                    )
             os.close(write)
             write = -1
             yield ranks
@@ -188,7 +235,9 @@ def job(
 
 
 def run(count: int, call: str, **options: Any) -> list[list[str]]:
-    """What the ranks of a job said, by rank; they must end well. The options are those of ``job``."""
+    """What the ranks of a job said, by rank; they must end well.
+
+    The options are those of ``job``."""
     with job(count, call, **options) as ranks:
         return ranks.said()
 
@@ -201,7 +250,17 @@ def mpiexec(count: int, *arguments: str, timeout_s: float) -> str:
 def torchrun(count: int, *arguments: str, timeout_s: float) -> str:
     """The same under torchrun."""
     port = f"--master-port={free_port()}"
-    return _launched([sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}", port, *arguments], timeout_s)
+    return _launched(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nproc-per-node={count}",
+            port,
+            *arguments,
+        ],
+        timeout_s,
+    )
 
 
 def script(count: int, path: str, *arguments: str, timeout_s: float) -> str:
@@ -212,7 +271,11 @@ def script(count: int, path: str, *arguments: str, timeout_s: float) -> str:
     try:
         for rank in range(count):
             env = os.environ | rendezvous(rank, count, port)
-            processes.append(warm.Popen(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=write, stderr=write))
+            processes.append(
+                warm.Popen(
+                    command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=write, stderr=write
+                )
+            )
         codes = [process.wait(timeout_s) for process in processes]
     finally:
         os.close(write)
@@ -239,7 +302,8 @@ def _launched(command: list[str], timeout_s: float) -> str:
         try:
             said, errors = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGTERM)  # torchrun's ranks are in sessions of their own: it ends them itself
+            # torchrun's ranks are in sessions of their own: it ends them itself
+            os.killpg(process.pid, signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(10)
             os.killpg(process.pid, signal.SIGKILL)
@@ -251,8 +315,17 @@ def _launched(command: list[str], timeout_s: float) -> str:
 
 def rendezvous(rank: int, count: int, port: int) -> dict[str, str]:
     """What torchrun tells a rank of one machine."""
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
-    return {name: str(value) for name, value in own.items()} | {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    own = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": count,
+        "LOCAL_WORLD_SIZE": count,
+        "MASTER_PORT": port,
+    }
+    return {name: str(value) for name, value in own.items()} | {
+        "MASTER_ADDR": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
 
 
 def free_port() -> int:
@@ -276,7 +349,8 @@ def _be_a_rank(kind: Kind, timeout_s: float, call: str, arguments: dict[str, Any
     os.dup2(2, 1)  # what is printed goes with the errors
 
     def tell(kind: str, said: object) -> None:
-        os.write(out, (json.dumps([rank, kind, said]) + "\n").encode())  # at most 4 KiB: in one piece
+        # at most 4 KiB: in one piece
+        os.write(out, (json.dumps([rank, kind, said]) + "\n").encode())
 
     tell("pid", os.getpid())
     faulthandler.dump_traceback_later(0.9 * timeout_s, exit=False)
@@ -324,4 +398,5 @@ def _function(call: str) -> Callable[..., object]:
 
 
 if __name__ == "__main__":
-    _be_a_rank(sys.argv[1], float(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))  # type: ignore[arg-type]  # job() wrote it
+    # job() wrote it
+    _be_a_rank(sys.argv[1], float(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""Training scripts that are killed at given lines of their output, and what they printed and logged."""
+"""Training scripts that are killed at given lines of their output, and what they printed and
+logged."""
 
 from __future__ import annotations
 
@@ -15,17 +16,31 @@ from tests.support import warm
 __all__ = ["drawn", "run", "warnings"]
 
 
-def run(folder: Path, script: str, *arguments: str, kill_at: str | None = None) -> tuple[list[str], str]:
-    """Run a script as ``python FILE ARGUMENTS`` in a folder: the lines that it printed, and what it logged.
+def run(
+    folder: Path, script: str, *arguments: str, kill_at: str | None = None
+) -> tuple[list[str], str]:
+    """Run a script as ``python FILE ARGUMENTS`` in a folder: the lines that it printed, and what it
+    logged.
 
-    ``kill_at``: the script and its workers are killed once it printed this line. A script that was faster ends by itself.
+    ``kill_at``: the script and its workers are killed once it printed this line. A script that was
+      faster ends by itself.
     """
     folder.mkdir(exist_ok=True)
     file = folder / "train.py"
     file.write_text(script)
-    command = [sys.executable, "-W", "error", "-W", "ignore:invalid escape sequence", str(file), *arguments]
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-W",
+        "ignore:invalid escape sequence",
+        str(file),
+        *arguments,
+    ]
     lines: list[str] = []
-    with warm.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as process:
+    with warm.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    ) as process:
         assert process.stdout is not None
         try:
             for line in process.stdout:
@@ -42,11 +57,16 @@ def run(folder: Path, script: str, *arguments: str, kill_at: str | None = None) 
 
 
 def drawn(lines: Sequence[str], seed: str) -> tuple[str, str]:
-    """Two lines at which to kill: one in the first third, once there is a state, and one before the last sixth."""
+    """Two lines at which to kill: one in the first third, once there is a state, and one before
+    the last sixth."""
     draw, sixth = random.Random(seed), len(lines) // 6
     return lines[draw.randint(max(1, sixth), 2 * sixth)], lines[draw.randint(3 * sixth, 5 * sixth)]
 
 
 def warnings(err: str) -> list[str]:
     """The lines that were logged, except those that tell where a training goes on."""
-    return [line for line in err.splitlines() if " goes on from state " not in line and "died with their process" not in line]
+    return [
+        line
+        for line in err.splitlines()
+        if " goes on from state " not in line and "died with their process" not in line
+    ]

@@ -25,4 +25,12 @@ def told(
     **facts: Any,
 ) -> NewState:
     """What ``record`` takes, flat."""
-    return NewState(StateFacts(uid, parent, branch, run, step, **facts), digest, status, bytes_total, bytes_new, tier, node)
+    return NewState(
+        StateFacts(uid, parent, branch, run, step, **facts),
+        digest,
+        status,
+        bytes_total,
+        bytes_new,
+        tier,
+        node,
+    )

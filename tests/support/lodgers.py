@@ -1,4 +1,5 @@
-"""Trainings that share a folder with others, for tests to look at: each says the states that it has, then waits to be ended."""
+"""Trainings that share a folder with others, for tests to look at: each says the states that it
+has, then waits to be ended."""
 
 from __future__ import annotations
 
@@ -29,10 +30,18 @@ def become(uid: int, gid: int, umask: int = 0o022) -> None:
     os.umask(umask)
 
 
-def lodge(folder: str, say: Say, how: str = "", branch: str = "main", user: list[int] | None = None, **options: Any) -> None:
+def lodge(
+    folder: str,
+    say: Say,
+    how: str = "",
+    branch: str = "main",
+    user: list[int] | None = None,
+    **options: Any,
+) -> None:
     """Capture a state on disk and one in memory, and stay.
 
-    ``how``: ``copy`` copies the whole folder first, lease and all; ``fork`` leaves a child behind and dies; ``die`` dies.
+    ``how``: ``copy`` copies the whole folder first, lease and all; ``fork`` leaves a child behind
+      and dies; ``die`` dies.
     """
     if user is not None:
         become(*user)
@@ -58,7 +67,8 @@ def lodge(folder: str, say: Say, how: str = "", branch: str = "main", user: list
 
 
 def visit(folder: str, say: Say, user: list[int], branch: str = "", **options: Any) -> None:
-    """Open as another user, say what the head of ``main`` is; train on ``branch``, if there is one, until its state is durable."""
+    """Open as another user, say what the head of ``main`` is; train on ``branch``, if there is
+    one, until its state is durable."""
     become(*user)
     with datastates.open(folder, config=CONFIG, **options) as repo:
         head = repo.state("main")
@@ -69,7 +79,8 @@ def visit(folder: str, say: Say, user: list[int], branch: str = "", **options: A
 
 
 def put_at_once(folder: str, say: Say, user: list[int]) -> None:
-    """Put a state as another user, who would rather not wait for a lock: says whether it was ``put``, or ``waits``."""
+    """Put a state as another user, who would rather not wait for a lock: says whether it was
+    ``put``, or ``waits``."""
     become(*user)
     lock = fcntl.flock
     fcntl.flock = lambda fd, how: lock(fd, how | fcntl.LOCK_NB)
@@ -84,14 +95,18 @@ def put_at_once(folder: str, say: Say, user: list[int]) -> None:
 def visit_empty(folder: str, say: Say, user: list[int]) -> None:
     """Make a repository as another user, and a state in it."""
     become(*user)
-    with datastates.open(folder, config=CONFIG) as repo, repo.track(tracked={"weight": torch.ones(1000)}, rng=False) as run:
+    with (
+        datastates.open(folder, config=CONFIG) as repo,
+        repo.track(tracked={"weight": torch.ones(1000)}, rng=False) as run,
+    ):
         run.capture().wait("durable")
         repo.tag("kept", "main")
     say("made")
 
 
 def tidy(folder: str, say: Say, user: list[int], rev: str) -> None:
-    """As another user: name a state that somebody else made, train on from it, and drop the bytes of a state that is named no more."""
+    """As another user: name a state that somebody else made, train on from it, and drop the
+    bytes of a state that is named no more."""
     become(*user)
     tracked = {"weight": torch.ones(1000)}
     with datastates.open(folder, config=CONFIG) as repo:

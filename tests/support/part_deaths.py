@@ -1,4 +1,5 @@
-"""One rank of a job without torch.distributed: it captures some steps, skips one now and then, and may be killed at a stage."""
+"""One rank of a job without torch.distributed: it captures some steps, skips one now and then,
+and may be killed at a stage."""
 
 from __future__ import annotations
 
@@ -21,7 +22,17 @@ from tests.support.ranks import Rank
 
 __all__ = ["STAGES", "rank_of"]
 
-STAGES = ("copied", "entered", "within", "committed", "told", "heard", "pack-renamed", "manifest-renamed", "marked-durable")
+STAGES = (
+    "copied",
+    "entered",
+    "within",
+    "committed",
+    "told",
+    "heard",
+    "pack-renamed",
+    "manifest-renamed",
+    "marked-durable",
+)
 
 _ENDS_AFTER_S = 90.0
 """A rank that hangs ends by itself, with the stacks of all its threads."""
@@ -71,17 +82,25 @@ def rank_of(
     at: int,
     say: Callable[..., object],
 ) -> None:
-    """A rank of job ``job-SEED``; it says a line for each of its captures: ``whole`` or ``none``, uid and step."""
+    """A rank of job ``job-SEED``; it says a line for each of its captures: ``whole`` or
+    ``none``, uid and step."""
     faulthandler.dump_traceback_later(_ENDS_AFTER_S, exit=True)
     choose, death = random.Random(f"{seed}/{rank}"), Death(stage, at)
-    Pipeline.enter = death.before("copied", Pipeline.enter)  # type: ignore[method-assign]  # this process ends with the test
-    Record.process_all = death.before("entered", Record.process_all)  # type: ignore[method-assign]  # likewise
+    # this process ends with the test
+    Pipeline.enter = death.before("copied", Pipeline.enter)  # type: ignore[method-assign]
+    # likewise
+    Record.process_all = death.before("entered", Record.process_all)  # type: ignore[method-assign]
     rank_reports.__dict__["record_parts"] = death.after("within", record_parts)
     outbox.__dict__["report"] = death.after("committed", rank_reports.report)
     Journal._heed = death.before("told", Journal._heed)  # type: ignore[method-assign]  # likewise
     Journal._heed = death.after("heard", Journal._heed)  # type: ignore[method-assign]  # likewise
     config = Config(
-        memory_bytes=64 << 20, durable_interval_s=None, durable_every=2, direct_io=False, group_patience_s=1.5, on_step=death.come_to
+        memory_bytes=64 << 20,
+        durable_interval_s=None,
+        durable_every=2,
+        direct_io=False,
+        group_patience_s=1.5,
+        on_step=death.come_to,
     )
     with datastates.open(url, packs=packs, config=config) as repo:
         captured = []

@@ -1,4 +1,5 @@
-"""A lineage of a job of several ranks: whole states, one that waits for a rank, one that was given up. Nobody has the bytes."""
+"""A lineage of a job of several ranks: whole states, one that waits for a rank, one that was
+given up. Nobody has the bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ BEGAN = datetime(2026, 1, 3, tzinfo=UTC)
 
 @dataclass(frozen=True)
 class Job:
-    """Uids: of the whole states, oldest first; of the one that waits for its last rank; and of the one that rank 1 had no room for."""
+    """Uids: of the whole states, oldest first; of the one that waits for its last rank; and of
+    the one that rank 1 had no room for."""
 
     whole: list[str]
     waits: str
@@ -29,8 +31,16 @@ class Job:
     runs: list[str]
 
 
-def run_job(database: Database, *, size: int = 3, steps: int = 4, ended: bool = False, of_one_job: bool = False) -> Job:
-    """Ranks 0 and 1 are on ``host0``, the others on ``host1``; each has a loss of its own, recorded by rank.
+def run_job(
+    database: Database,
+    *,
+    size: int = 3,
+    steps: int = 4,
+    ended: bool = False,
+    of_one_job: bool = False,
+) -> Job:
+    """Ranks 0 and 1 are on ``host0``, the others on ``host1``; each has a loss of its own, recorded
+    by rank.
 
     ``of_one_job``: their runs say that they belong together, as those of a job do.
     """
@@ -38,7 +48,12 @@ def run_job(database: Database, *, size: int = 3, steps: int = 4, ended: bool = 
     for rank, name in enumerate(names):
         with database.write() as session:
             said = runs.of_job("j" * 24, rank, size) if of_one_job else {}
-            runs.start(session, Run(name, _host(rank), "ann", 100 + rank, ("train.py",), None, None, said, {}, BEGAN))
+            runs.start(
+                session,
+                Run(
+                    name, _host(rank), "ann", 100 + rank, ("train.py",), None, None, said, {}, BEGAN
+                ),
+            )
     whole: list[str] = []
     for step in range(1, steps + 1):
         whole.append(_tell(database, names, step, whole[-1] if whole else None, range(size)))
@@ -57,7 +72,9 @@ def run_job(database: Database, *, size: int = 3, steps: int = 4, ended: bool = 
 def _tell(database: Database, names: list[str], step: int, parent: str | None, ranks: range) -> str:
     for rank in ranks:
         with database.write() as session:
-            record_part(session, _part(names, rank, step, parent), rank=rank, reduce={"loss": "each"})
+            record_part(
+                session, _part(names, rank, step, parent), rank=rank, reduce={"loss": "each"}
+            )
     return _uid(f"step {step}")
 
 

@@ -1,4 +1,5 @@
-"""Ranks of one job without a job: repositories of one lineage, each of which captures its part of each state."""
+"""Ranks of one job without a job: repositories of one lineage, each of which captures its part
+of each state."""
 
 from __future__ import annotations
 
@@ -27,15 +28,20 @@ __all__ = ["Rank", "as_rank", "problems_of", "ranks_of"]
 
 
 class Rank:
-    """One rank: its repository, its copy of a tensor that all ranks hold and of which each stores a part, and what tracks it."""
+    """One rank: its repository, its copy of a tensor that all ranks hold and of which each
+    stores a part, and what tracks it."""
 
-    def __init__(self, repo: Repository, part: Part, *, branch: str = "main", rows: int = 9, **options: Any) -> None:
+    def __init__(
+        self, repo: Repository, part: Part, *, branch: str = "main", rows: int = 9, **options: Any
+    ) -> None:
         self.repo, self.part = repo, part
         self.rows = torch.arange(3.0 * rows).reshape(rows, 3)
         with pytest.MonkeyPatch.context() as patch:
             for module in (start, start):  # the other ranks train with this one
                 patch.setattr(module, "holders", lambda *args, **terms: [])
-            self.run = repo.track(rows=self.rows, rank=part.rank, branch=branch, rng=False, **options)
+            self.run = repo.track(
+                rows=self.rows, rank=part.rank, branch=branch, rng=False, **options
+            )
         as_rank(self.run, part)
 
     def capture(self, **said: Any) -> datastates.Capture:
@@ -46,7 +52,8 @@ class Rank:
     def skip(self) -> None:
         """The next step, of which this rank has no room for its part."""
         host = self.run.training.host
-        acquire, host.acquire = host.acquire, lambda *args, **options: None  # type: ignore[method-assign]  # one capture finds no room
+        # one capture finds no room
+        acquire, host.acquire = host.acquire, lambda *args, **options: None  # type: ignore[method-assign]
         try:
             assert self.capture().is_skipped
         finally:
@@ -54,25 +61,34 @@ class Rank:
 
 
 def as_rank(run: Tracker, part: Part) -> None:
-    """Let a tracker that has captured nothing capture a part of each state, as ``track`` does in a job."""
+    """Let a tracker that has captured nothing capture a part of each state, as ``track`` does in
+    a job."""
     run.training.line.part, run.training.line.uids = part, handle.Agreed(part.job)
 
 
 @contextmanager
-def ranks_of(url: str | Path, packs: Sequence[Path] | None, size: int, job: str = "job", **config: Any) -> Iterator[list[Rank]]:
-    """So many ranks in this process. ``packs``: a folder for each; None: the repository's own for all."""
+def ranks_of(
+    url: str | Path, packs: Sequence[Path] | None, size: int, job: str = "job", **config: Any
+) -> Iterator[list[Rank]]:
+    """So many ranks in this process.
+
+    ``packs``: a folder for each; None: the repository's own for all."""
     given = Config(**{"memory_bytes": 64 << 20, "durable_interval_s": None, **config})
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(start, "take_over", lambda core, branch, check: None)  # each rank is a process of its own, as far as it knows
+        # each rank is a process of its own, as far as it knows
+        patch.setattr(start, "take_over", lambda core, branch, check: None)
         ranks = []
         for rank in range(size):
-            repo = stack.enter_context(datastates.open(url, packs=None if packs is None else packs[rank], config=given))
+            repo = stack.enter_context(
+                datastates.open(url, packs=None if packs is None else packs[rank], config=given)
+            )
             ranks.append(Rank(repo, Part(rank, size, job)))
         yield ranks
 
 
 def problems_of(repo: Repository, state: State) -> list[str]:
-    """What is wrong with the parts of a state, as far as this process can open them; nothing, if every byte is as it was captured."""
+    """What is wrong with the parts of a state, as far as this process can open them; nothing, if
+    every byte is as it was captured."""
     with repo.core.database.read() as session:
         digests = part_digests(session, state.uid)
     found = []
@@ -81,7 +97,10 @@ def problems_of(repo: Repository, state: State) -> list[str]:
             with repo.core.tiers.open_part(state, rank)[0] as reader:
                 reader.verify()
                 if digests and reader.manifest.digest != digests[rank]:
-                    found.append(f"rank {rank}: its digest is {reader.manifest.digest[:16]}, the lineage knows {digests[rank][:16]}")
+                    found.append(
+                        f"rank {rank}: its digest is {reader.manifest.digest[:16]}, the lineage"
+                        f" knows {digests[rank][:16]}"
+                    )
         except (Corrupt, NotFound, Unavailable) as exc:
             found.append(f"rank {rank}: {type(exc).__name__}")
     return found

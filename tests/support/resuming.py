@@ -1,6 +1,8 @@
-"""The trainings that ``test_resume`` stops and takes up again: each says the loss of every batch exactly, then its weights.
+"""The trainings that ``test_resume`` stops and takes up again: each says the loss of every batch
+exactly, then its weights.
 
-``start`` trains without a stop and captures everywhere; ``resume`` goes on from one of its states, in another process.
+``start`` trains without a stop and captures everywhere; ``resume`` goes on from one of its states,
+in another process.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
-from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it has no stubs
+
+# it has no stubs
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 import datastates
 from datastates import Config, PermutationSampler, Tracker
@@ -49,7 +53,11 @@ def _plain_loader() -> Any:
     return StatefulDataLoader(Items(), batch_size=8, shuffle=True)
 
 
-def _stepper(model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[[torch.Tensor], torch.Tensor]) -> Step:
+def _stepper(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_of: Callable[[torch.Tensor], torch.Tensor],
+) -> Step:
     def step(batch: torch.Tensor) -> float:
         optimizer.zero_grad()
         loss = loss_of(batch)
@@ -64,15 +72,28 @@ def mlp() -> Job:
     model = nn.Sequential(nn.Linear(64, 300), nn.ReLU(), nn.Linear(300, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
     loader = _plain_loader()
-    step = _stepper(model, optimizer, lambda batch: F.mse_loss(model(batch + 0.01 * torch.randn_like(batch)), batch))
+    step = _stepper(
+        model,
+        optimizer,
+        lambda batch: F.mse_loss(model(batch + 0.01 * torch.randn_like(batch)), batch),
+    )
     return Job({"model": model, "optimizer": optimizer, "loader": loader}, loader, step)
 
 
 def _cnn(*, is_fused: bool) -> Job:
-    model = nn.Sequential(nn.Conv2d(1, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(1152, 64))
+    model = nn.Sequential(
+        nn.Conv2d(1, 32, 3),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.Dropout(0.3),
+        nn.Flatten(),
+        nn.Linear(1152, 64),
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=not is_fused, fused=is_fused)
     loader = _plain_loader()
-    step = _stepper(model, optimizer, lambda batch: F.mse_loss(model(batch.view(-1, 1, 8, 8)), batch))
+    step = _stepper(
+        model, optimizer, lambda batch: F.mse_loss(model(batch.view(-1, 1, 8, 8)), batch)
+    )
     return Job({"model": model, "optimizer": optimizer, "loader": loader}, loader, step)
 
 
@@ -105,7 +126,13 @@ def gpt() -> Job:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=500)
     loader = _plain_loader()
-    objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "micro": 0}
+    objects = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "loader": loader,
+        "micro": 0,
+    }
     job = Job(objects, loader, lambda _: 0.0, accumulate=2, options={"gradients": True})
 
     def step(batch: torch.Tensor) -> float:
@@ -133,7 +160,9 @@ def autocast() -> Job:
         scaler.update()
         return float(loss.detach()) * scaler.get_scale()
 
-    return Job({"model": model, "optimizer": optimizer, "scaler": scaler, "loader": loader}, loader, step)
+    return Job(
+        {"model": model, "optimizer": optimizer, "scaler": scaler, "loader": loader}, loader, step
+    )
 
 
 def half() -> Job:
@@ -154,12 +183,16 @@ def half() -> Job:
         scaler.update()
         return float(loss.detach()) + scaler.get_scale()
 
-    return Job({"model": model, "optimizer": optimizer, "scaler": scaler, "loader": loader}, loader, step)
+    return Job(
+        {"model": model, "optimizer": optimizer, "scaler": scaler, "loader": loader}, loader, step
+    )
 
 
 def workers() -> Job:
     job = mlp()
-    job.batches = job.objects["loader"] = StatefulDataLoader(Items(), batch_size=8, shuffle=True, num_workers=2)
+    job.batches = job.objects["loader"] = StatefulDataLoader(
+        Items(), batch_size=8, shuffle=True, num_workers=2
+    )
     return job
 
 
@@ -185,7 +218,9 @@ def untracked_workers() -> Job:
 
 def sampler_workers() -> Job:
     job = sampler()
-    job.batches = DataLoader(NoisyItems(), batch_size=8, sampler=job.objects["sampler"], num_workers=2)
+    job.batches = DataLoader(
+        NoisyItems(), batch_size=8, sampler=job.objects["sampler"], num_workers=2
+    )
     return job
 
 
@@ -222,7 +257,10 @@ def start(folder: str, kind: str, batches: int, say: Say) -> None:
     torch.manual_seed(11)
     job: Job = globals()[kind]()
     config = Config(memory_bytes=256 << 20, durable_every=1, durable_interval_s=None)
-    with datastates.open(folder, config=config) as repo, repo.track(**job.objects, **job.options) as run:
+    with (
+        datastates.open(folder, config=config) as repo,
+        repo.track(**job.objects, **job.options) as run,
+    ):
         for count, batch in enumerate(_epochs(job, run), 1):
             loss = job.step(batch)
             _update(job, run)

@@ -1,4 +1,5 @@
-"""A revision of the schema that comes after ours, as a later version of datastates would bring it."""
+"""A revision of the schema that comes after ours, as a later version of datastates would bring
+it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ __all__ = ["NEXT", "add"]
 
 NEXT = "datastates_next"
 
-_SCRIPT = f'''
+_SCRIPT = f"""
 import sqlalchemy as sa
 from alembic import op
 
@@ -34,18 +35,21 @@ def upgrade():
     states = op.get_bind().execute(sa.text("SELECT id FROM state ORDER BY id")).scalars().all()
     for state in states:
         op.get_bind().execute(sa.text("UPDATE state SET mood = :mood WHERE id = :id"), {{"mood": "good " * 100, "id": state}})
-'''
+"""
 
 
 def add(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """Let this process know the revision, whose script is written into ``folder``, until ``patch`` is undone."""
+    """Let this process know the revision, whose script is written into ``folder``, until
+    ``patch`` is undone."""
     folder.mkdir(exist_ok=True)
     (folder / "next.py").write_text(_SCRIPT)
     ours = upgrade.config
 
     def config(connection: Connection | None = None) -> Config:
         made = ours(connection)
-        made.set_main_option("version_locations", f"{Path(upgrade.__file__).parent / 'versions'}{os.pathsep}{folder}")
+        made.set_main_option(
+            "version_locations", f"{Path(upgrade.__file__).parent / 'versions'}{os.pathsep}{folder}"
+        )
         return made
 
     patch.setattr(upgrade, "config", config)

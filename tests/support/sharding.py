@@ -1,4 +1,5 @@
-"""States whose tensors are cut into shards, over one part or several: what ranks will capture, made without them."""
+"""States whose tensors are cut into shards, over one part or several: what ranks will capture,
+made without them."""
 
 from __future__ import annotations
 
@@ -16,8 +17,26 @@ from datastates.lineage.states import StateFacts
 from datastates.lineage.write.record import record
 from datastates.state.digest import chunk_digest, digest_of, join
 from datastates.state.encoding import encode_values
-from datastates.state.geometry import compact, cut, dense_view, dtype_of, memory_key, spec_of, stored_bytes
-from datastates.state.manifest import CHUNK_BYTES, VERSION, Chunk, Content, Manifest, Origin, Shard, TensorSpec, root_digest
+from datastates.state.geometry import (
+    compact,
+    cut,
+    dense_view,
+    dtype_of,
+    memory_key,
+    spec_of,
+    stored_bytes,
+)
+from datastates.state.manifest import (
+    CHUNK_BYTES,
+    VERSION,
+    Chunk,
+    Content,
+    Manifest,
+    Origin,
+    Shard,
+    TensorSpec,
+    root_digest,
+)
 from datastates.state.tree import flatten
 from datastates.storage.local import LocalTier
 from datastates.storage.tier import Payload, Reader
@@ -44,7 +63,9 @@ def columns(shape: Sequence[int], *sizes: int) -> list[Box]:
     return list(_along(len(shape) - 1, shape, sizes))
 
 
-def sharded(uid: str, tree: object, shares: Shares, count: int = 1, **origin: object) -> list[Payload]:
+def sharded(
+    uid: str, tree: object, shares: Shares, count: int = 1, **origin: object
+) -> list[Payload]:
     """The parts of a state, by rank. What ``shares`` does not name lies whole in the first."""
     flat = flatten(tree)
     owners: dict[object, int] = {}
@@ -80,7 +101,8 @@ def sharded(uid: str, tree: object, shares: Shares, count: int = 1, **origin: ob
 
 
 def shares_of(tree: object, count: int = 1) -> dict[str, list[list[Box]]]:
-    """Every tensor cut, unevenly: matrices in 2 along their columns, all else in 3 along the rows; dealt to the parts in turns."""
+    """Every tensor cut, unevenly: matrices in 2 along their columns, all else in 3 along the
+    rows; dealt to the parts in turns."""
     shares: dict[str, list[list[Box]]] = {}
     dealt = 0
     for leaf in flatten(tree).tensors:
@@ -88,7 +110,11 @@ def shares_of(tree: object, count: int = 1) -> dict[str, list[list[Box]]]:
         if not shape or 0 in leaf.tensor.stride():
             continue
         size = shape[-1] if len(shape) == 2 else shape[0]
-        pieces = columns(shape, size // 3, size - size // 3) if len(shape) == 2 else rows(shape, size // 2, 0, size - size // 2)
+        pieces = (
+            columns(shape, size // 3, size - size // 3)
+            if len(shape) == 2
+            else rows(shape, size // 2, 0, size - size // 2)
+        )
         share = shares[leaf.path] = [list[Box]() for _ in range(count)]
         for piece in pieces:
             share[dealt % count].append(piece)
@@ -97,7 +123,8 @@ def shares_of(tree: object, count: int = 1) -> dict[str, list[list[Box]]]:
 
 
 def deposit(folder: Path, parts: Sequence[Payload], *, branch: str) -> State:
-    """A repository that nobody has open, or that is made so, gets a durable state: its bytes, and its place in the lineage."""
+    """A repository that nobody has open, or that is made so, gets a durable state: its bytes,
+    and its place in the lineage."""
     folder.mkdir(exist_ok=True)
     manifests = [part.manifest for part in parts]
     origin = manifests[0].origin
@@ -127,7 +154,8 @@ def deposit(folder: Path, parts: Sequence[Payload], *, branch: str) -> State:
 
 
 class Opened(Reader):
-    """The parts of a state, or one of them, opened where they are; ``read`` counts how often each chunk was asked for."""
+    """The parts of a state, or one of them, opened where they are; ``read`` counts how often
+    each chunk was asked for."""
 
     def __init__(self, parts: Sequence[Payload]) -> None:
         manifests = [part.manifest for part in parts]
@@ -155,7 +183,8 @@ def opened(tree: object, shares: Shares | None = None, count: int = 1) -> Opened
 
 @st.composite
 def boxes(draw: st.DrawFn, shape: tuple[int, ...], most: int = 6) -> list[Box]:
-    """The tensor cut in two, one of the pieces cut in two again, and so on; a piece may be empty."""
+    """The tensor cut in two, one of the pieces cut in two again, and so on; a piece may be
+    empty."""
     pieces: list[Box] = [((0,) * len(shape), shape)]
     for _ in range(draw(st.integers(0, most - 1)) if shape else 0):
         offset, size = pieces.pop(draw(st.integers(0, len(pieces) - 1)))
@@ -171,30 +200,45 @@ def _along(dim: int, shape: Sequence[int], sizes: Sequence[int]) -> Iterator[Box
     assert sum(sizes) == shape[dim]
     at = 0
     for size in sizes:
-        yield tuple(at if each == dim else 0 for each in range(len(shape))), (*shape[:dim], size, *shape[dim + 1 :])
+        yield (
+            tuple(at if each == dim else 0 for each in range(len(shape))),
+            (
+                *shape[:dim],
+                size,
+                *shape[dim + 1 :],
+            ),
+        )
         at += size
 
 
 def _lay_out(
     specs: Sequence[TensorSpec], stored: Sequence[torch.Tensor], shares: Shares, rank: int
 ) -> tuple[list[TensorSpec], list[bytes]]:
-    """The specs of a part, and its stream in chunks: shards by falling item size, as ``content/manifest.py`` says."""
+    """The specs of a part, and its stream in chunks: shards by falling item size, as
+    ``content/manifest.py`` says."""
     placed = list(specs)
     stream = bytearray()
-    for index in sorted(range(len(specs)), key=lambda index: -dtype_of(specs[index].dtype).itemsize):
+    for index in sorted(
+        range(len(specs)), key=lambda index: -dtype_of(specs[index].dtype).itemsize
+    ):
         spec = specs[index]
         if spec.alias is not None:
             continue
         share = shares.get(spec.path, [[((0,) * len(spec.shape), spec.shape)]])
         mine = tuple(_shard(spec, box) for box in (share[rank] if rank < len(share) else ()))
         there = []
-        pieces = {id(shard): data for shard, data in cut(msgspec.structs.replace(spec, shards=mine), stored[index])}
+        pieces = {
+            id(shard): data
+            for shard, data in cut(msgspec.structs.replace(spec, shards=mine), stored[index])
+        }
         for shard in mine:
             there.append(msgspec.structs.replace(shard, start=len(stream)))
             if shard.length:
                 stream += pieces[id(shard)].numpy().tobytes()
         placed[index] = msgspec.structs.replace(spec, shards=tuple(there))
-    return placed, [bytes(stream[start : start + CHUNK_BYTES]) for start in range(0, len(stream), CHUNK_BYTES)]
+    return placed, [
+        bytes(stream[start : start + CHUNK_BYTES]) for start in range(0, len(stream), CHUNK_BYTES)
+    ]
 
 
 def _shard(spec: TensorSpec, box: Box) -> Shard:

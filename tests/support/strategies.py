@@ -16,9 +16,18 @@ __all__ = ["DTYPES", "assert_same", "keys", "leaves", "scalars", "tensors", "tre
 _DTYPE_NAMES = (
     *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
     *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
-    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+    *(
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+        "float4_e2m1fn_x2",
+    ),
 )
-DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name))
+DTYPES: tuple[torch.dtype, ...] = tuple(
+    getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name)
+)
 """The dtypes that torch copies on CPU."""
 
 
@@ -32,7 +41,15 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
         tensor = tensor.permute(*draw(st.permutations(range(tensor.dim()))))
     if tensor.dim() and draw(st.booleans()):
         dim = draw(st.integers(0, tensor.dim() - 1))
-        tensor = draw(st.sampled_from((tensor[..., ::2], tensor.narrow(dim, 0, min(1, tensor.shape[dim])), tensor.unsqueeze(dim))))
+        tensor = draw(
+            st.sampled_from(
+                (
+                    tensor[..., ::2],
+                    tensor.narrow(dim, 0, min(1, tensor.shape[dim])),
+                    tensor.unsqueeze(dim),
+                )
+            )
+        )
     if draw(st.booleans()):
         tensor = tensor.unsqueeze(0).expand(3, *tensor.shape)
     if tensor.dtype in (torch.complex64, torch.complex128) and draw(st.booleans()):
@@ -43,14 +60,32 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 def random_tensor(dtype: torch.dtype, shape: list[int], *, seed: int) -> torch.Tensor:
     """A contiguous tensor of random bits (0 and 1 for bool)."""
     count = int(np.prod(shape)) * dtype.itemsize
-    data = torch.randint(0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    data = torch.randint(
+        0,
+        2 if dtype is torch.bool else 256,
+        (count,),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(seed),
+    )
     return data.view(dtype).reshape(shape)
 
 
-floats = st.floats() | st.sampled_from([-0.0, float("nan"), struct.unpack("<d", struct.pack("<Q", 0xFFF0000000000ABC))[0]])
-scalars = st.none() | st.booleans() | st.integers() | floats | st.text(st.characters(codec=None)) | st.binary() | st.complex_numbers()
+floats = st.floats() | st.sampled_from(
+    [-0.0, float("nan"), struct.unpack("<d", struct.pack("<Q", 0xFFF0000000000ABC))[0]]
+)
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | floats
+    | st.text(st.characters(codec=None))
+    | st.binary()
+    | st.complex_numbers()
+)
 
-_texts = st.text(st.characters(codec="utf-8"), max_size=6) | st.sampled_from(["", "1", "a/b", "a%2Fb", "%", "None", "weight"])
+_texts = st.text(st.characters(codec="utf-8"), max_size=6) | st.sampled_from(
+    ["", "1", "a/b", "a%2Fb", "%", "None", "weight"]
+)
 _plain_keys = _texts | st.integers() | st.sampled_from([True, None, 1.5, -0.0, b"k", b""])
 keys = _plain_keys | st.tuples(_plain_keys, _plain_keys) | st.frozensets(_texts, max_size=2)
 """Keys of dicts, types mixed."""
@@ -75,20 +110,49 @@ _arrays = st.sampled_from(
 )
 _numpy = st.sampled_from(
     [
-        *(np.float32(1.5), np.int64(-3), np.bool_(True), np.str_("x\0"), np.bytes_(b"y\0"), np.datetime64("2026-01-01"), np.complex128(1j)),
-        *(np.float64("nan"), np.dtype("f4"), np.dtype([("a", "i4"), ("b", "f8")]), np.longdouble(1) / 3),
+        *(
+            np.float32(1.5),
+            np.int64(-3),
+            np.bool_(True),
+            np.str_("x\0"),
+            np.bytes_(b"y\0"),
+            np.datetime64("2026-01-01"),
+            np.complex128(1j),
+        ),
+        *(
+            np.float64("nan"),
+            np.dtype("f4"),
+            np.dtype([("a", "i4"), ("b", "f8")]),
+            np.longdouble(1) / 3,
+        ),
     ]
 )
 _torch = st.sampled_from(
     [
-        *(torch.Size([2, 3]), torch.Size([]), torch.float32, torch.complex32, torch.device("cpu"), torch.device("cuda", 1)),
+        *(
+            torch.Size([2, 3]),
+            torch.Size([]),
+            torch.float32,
+            torch.complex32,
+            torch.device("cpu"),
+            torch.device("cuda", 1),
+        ),
         *(torch.channels_last, torch.sparse_csr, torch.per_channel_affine),
     ]
 )
-_odd = st.sampled_from([slice(1, None, 2), slice(None), range(3, 9, 2), range(0, 1 << 70), Ellipsis, bytearray(b"xy")])
+_odd = st.sampled_from(
+    [slice(1, None, 2), slice(None), range(3, 9, 2), range(0, 1 << 70), Ellipsis, bytearray(b"xy")]
+)
 leaves = scalars | tensors() | _arrays | _numpy | _torch | _odd
 
-_hashables = st.integers() | _texts | st.booleans() | st.none() | st.binary(max_size=3) | st.tuples(st.integers(), _texts)
+_hashables = (
+    st.integers()
+    | _texts
+    | st.booleans()
+    | st.none()
+    | st.binary(max_size=3)
+    | st.tuples(st.integers(), _texts)
+)
 
 
 def tree_dicts(children: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[Any, Any]]:
@@ -100,7 +164,8 @@ def tree_dicts(children: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[Any, 
 def _ordered(draw: st.DrawFn, children: st.SearchStrategy[Any]) -> OrderedDict[Any, Any]:
     ordered = OrderedDict(draw(tree_dicts(children)))
     if draw(st.booleans()):
-        ordered._metadata = OrderedDict({"": {"version": 1}, "layer": {}})  # type: ignore[attr-defined]  # as torch sets it
+        # as torch sets it
+        ordered._metadata = OrderedDict({"": {"version": 1}, "layer": {}})  # type: ignore[attr-defined]
     return ordered
 
 
@@ -109,7 +174,9 @@ def _containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.one_of(
         tree_dicts(children),
         _ordered(children),
-        st.builds(defaultdict, st.sampled_from([None, list, int, dict, OrderedDict]), tree_dicts(children)),
+        st.builds(
+            defaultdict, st.sampled_from([None, list, int, dict, OrderedDict]), tree_dicts(children)
+        ),
         lists,
         lists.map(tuple),
         st.builds(deque, lists, st.sampled_from([None, 3, 9])),
@@ -131,7 +198,10 @@ def assert_same(left: Any, right: Any) -> None:
     elif isinstance(left, np.ndarray | np.generic):
         assert (left.dtype, left.shape) == (right.dtype, right.shape)
         assert left.tobytes() == right.tobytes()
-        assert np.asarray(left).flags.f_contiguous == np.asarray(right).flags.f_contiguous or not np.asarray(right).flags.forc
+        assert (
+            np.asarray(left).flags.f_contiguous == np.asarray(right).flags.f_contiguous
+            or not np.asarray(right).flags.forc
+        )
     elif isinstance(left, dict):
         _assert_same_dict(left, right)
     elif isinstance(left, list | tuple | deque):

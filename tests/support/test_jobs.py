@@ -55,7 +55,9 @@ def test_ranks_of_mpiexec_too() -> None:
 
 @pytest.mark.in_turn("jobs")
 @pytest.mark.parametrize("kind", ["env", pytest.param("mpi", marks=need_mpi)])
-def test_a_job_that_does_not_end_is_killed_at_its_limit_and_nothing_of_it_is_left(kind: Kind) -> None:
+def test_a_job_that_does_not_end_is_killed_at_its_limit_and_nothing_of_it_is_left(
+    kind: Kind,
+) -> None:
     with job(2, f"{HERE}:fall_silent", kind=kind, timeout_s=60) as ranks:
         pids = [int(ranks.heard(rank, "pid").split()[1]) for rank in range(2)]
         ranks.ends_at = 0.0

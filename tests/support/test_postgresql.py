@@ -22,7 +22,12 @@ def fill(url: str, count: int) -> tuple[str, int]:
     database = Database(url)
     with database.write() as session:
         for step in range(count):
-            record.record(session, told(secrets.token_hex(12), secrets.token_hex(32), None, f"branch-{step}", None, step))
+            record.record(
+                session,
+                told(
+                    secrets.token_hex(12), secrets.token_hex(32), None, f"branch-{step}", None, step
+                ),
+            )
         uid = str(session.execute(text("SELECT uid FROM repository")).scalar_one())
         first = int(session.execute(text("SELECT min(id) FROM state")).scalar_one())
     database.close()
@@ -38,7 +43,9 @@ def test_what_was_given_back_is_as_new(postgresql: Postgresql, count: int) -> No
     database = Database(url, create=False)
     with database.read() as session:
         for table in Base.metadata.sorted_tables:
-            assert len(session.execute(select(table)).all()) == (table.name == "repository"), table.name
+            assert len(session.execute(select(table)).all()) == (table.name == "repository"), (
+                table.name
+            )
     database.close()
     after = fill(url, 1)
     assert before[1] == after[1] == 1

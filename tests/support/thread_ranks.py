@@ -23,7 +23,9 @@ PATIENCE_S = 60
 
 @dataclass
 class _Hall:
-    """Where the ranks meet. ``passed`` notes what was passed on: root and receiver; ``damage`` may change it on the way."""
+    """Where the ranks meet.
+
+    ``passed`` notes what was passed on: root and receiver; ``damage`` may change it on the way."""
 
     size: int
     said: dict[int, bytes] = field(default_factory=dict)
@@ -32,7 +34,9 @@ class _Hall:
 
     def __post_init__(self) -> None:
         self.barrier = threading.Barrier(self.size, timeout=PATIENCE_S)
-        self.ways = {(root, to): SimpleQueue[bytes]() for root in range(self.size) for to in range(self.size)}
+        self.ways = {
+            (root, to): SimpleQueue[bytes]() for root in range(self.size) for to in range(self.size)
+        }
 
 
 class ThreadGroup(Group):
@@ -57,7 +61,12 @@ class ThreadGroup(Group):
         self._wait()
         return found
 
-    def pass_on(self, buffer: memoryview | bytearray | bytes | torch.Tensor, root: int, to: Collection[int] | None = None) -> None:
+    def pass_on(
+        self,
+        buffer: memoryview | bytearray | bytes | torch.Tensor,
+        root: int,
+        to: Collection[int] | None = None,
+    ) -> None:
         view = bytes_of(buffer)
         receivers = set(range(self.size) if to is None else to) - {root}
         if self._rank == root:
@@ -81,9 +90,12 @@ class ThreadGroup(Group):
 
 
 def on_threads(
-    size: int, work: Callable[[ThreadGroup], T], damage: Callable[[int, int, bytes], bytes] | None = None
+    size: int,
+    work: Callable[[ThreadGroup], T],
+    damage: Callable[[int, int, bytes], bytes] | None = None,
 ) -> tuple[list[T | Exception], list[tuple[int, int, int]]]:
-    """Do the work as each rank; what it returned or raised, by rank, and what was passed on: root, receiver, bytes."""
+    """Do the work as each rank; what it returned or raised, by rank, and what was passed on:
+    root, receiver, bytes."""
     hall = _Hall(size)
     if damage is not None:
         hall.damage = damage

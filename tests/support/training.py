@@ -1,4 +1,5 @@
-"""The trainings that tests end in the middle: each says one line for each fact before it goes on."""
+"""The trainings that tests end in the middle: each says one line for each fact before it goes
+on."""
 
 from __future__ import annotations
 
@@ -19,16 +20,28 @@ Say = Callable[..., object]
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model of 70,000 parameters, of which one tensor is large enough to be copied behind the fence."""
+    """A model of 70,000 parameters, of which one tensor is large enough to be copied behind the
+    fence."""
     torch.manual_seed(7)
-    model = nn.Sequential(nn.Linear(16, 128), nn.ReLU(), nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 4))
+    model = nn.Sequential(
+        nn.Linear(16, 128),
+        nn.ReLU(),
+        nn.Linear(128, 256),
+        nn.ReLU(),
+        nn.Linear(256, 128),
+        nn.ReLU(),
+        nn.Linear(128, 4),
+    )
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
 def make_small() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model whose state, with that of AdamW, has 18 tensors and 3.9 kB: many such states share a pack."""
+    """A model whose state, with that of AdamW, has 18 tensors and 3.9 kB: many such states share
+    a pack."""
     torch.manual_seed(7)
-    model = nn.Sequential(nn.Linear(16, 9), nn.ReLU(), nn.Linear(9, 12), nn.ReLU(), nn.Linear(12, 4))
+    model = nn.Sequential(
+        nn.Linear(16, 9), nn.ReLU(), nn.Linear(9, 12), nn.ReLU(), nn.Linear(12, 4)
+    )
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
@@ -47,20 +60,29 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     for name, value in model.named_parameters():
         found.update(name.encode() + value.detach().numpy().tobytes())
         state = optimizer.state[value]
-        for moment in (state.get("momentum_buffer"), *(state[key] for key in ("exp_avg", "exp_avg_sq") if key in state)):
+        for moment in (
+            state.get("momentum_buffer"),
+            *(state[key] for key in ("exp_avg", "exp_avg_sq") if key in state),
+        ):
             found.update(b"-" if moment is None else moment.numpy().tobytes())
     return found.hexdigest()
 
 
-def begin(repo: datastates.Repository, branch: str, say: Say, **options: Any) -> tuple[Tracker, nn.Module, torch.optim.Optimizer]:
+def begin(
+    repo: datastates.Repository, branch: str, say: Say, **options: Any
+) -> tuple[Tracker, nn.Module, torch.optim.Optimizer]:
     """Track a new model on a branch; says ``begin <uid or -> <digest>``."""
     model, optimizer = make()
     run = repo.track(model=model, optimizer=optimizer, branch=branch, **options)
-    say("begin", branch, run.resumed_from.uid if run.resumed_from else "-", digest(model, optimizer))
+    say(
+        "begin", branch, run.resumed_from.uid if run.resumed_from else "-", digest(model, optimizer)
+    )
     return run, model, optimizer
 
 
-def capture(run: Tracker, model: nn.Module, optimizer: torch.optim.Optimizer, say: Say) -> datastates.Capture:
+def capture(
+    run: Tracker, model: nn.Module, optimizer: torch.optim.Optimizer, say: Say
+) -> datastates.Capture:
     """One step and its capture; says ``captured <uid> <digest>``."""
     loss = update(model, optimizer)
     live = digest(model, optimizer)
@@ -70,10 +92,14 @@ def capture(run: Tracker, model: nn.Module, optimizer: torch.optim.Optimizer, sa
 
 
 def train(folder: str, seed: int, say: Say, step: str | None = None, after: int = 0) -> None:
-    """Train for long on two branches: capture, persist, tag and branch at random, and end at ``step`` if one is named."""
+    """Train for long on two branches: capture, persist, tag and branch at random, and end at
+    ``step`` if one is named."""
     choose = random.Random(seed)
     config = Config(
-        memory_bytes=48 << 20, durable_every=5, durable_interval_s=None, on_step=crash_at(step, after=after) if step is not None else None
+        memory_bytes=48 << 20,
+        durable_every=5,
+        durable_interval_s=None,
+        on_step=crash_at(step, after=after) if step is not None else None,
     )
     repo = datastates.open(folder, config=config)
     lines = [begin(repo, branch, say) for branch in ("main", "side")]
@@ -88,11 +114,16 @@ def train(folder: str, seed: int, say: Say, step: str | None = None, after: int 
         elif what < 0.4:
             say("tag", f"tag-{seed}-{number}", repo.tag(f"tag-{seed}-{number}", line[0].head).state)
         elif what < 0.5:
-            say("branch", f"branch-{seed}-{number}", repo.branch(f"branch-{seed}-{number}", line[0].head).state)
+            say(
+                "branch",
+                f"branch-{seed}-{number}",
+                repo.branch(f"branch-{seed}-{number}", line[0].head).state,
+            )
 
 
 def train_and_end(folder: str, how: str, say: Say) -> None:
-    """Train without a ``with`` until somebody ends it, or by ``how``; only the exit makes anything durable."""
+    """Train without a ``with`` until somebody ends it, or by ``how``; only the exit makes
+    anything durable."""
     repo = datastates.open(folder, config=Config(memory_bytes=64 << 20, durable_interval_s=None))
     run, model, optimizer = begin(repo, "main", say)
     for number in range(100_000):

@@ -1,9 +1,12 @@
-"""Python processes for tests, quickly: one process imports what they import, and forks each of them.
+"""Python processes for tests, quickly: one process imports what they import, and forks each of
+them.
 
-``Popen`` and ``run`` are ``subprocess``'s, for commands that begin with ``sys.executable``: the process is this one's child, with the
-command's arguments, environment, folder and streams, and ends as it would have ended. It has run nothing before: no tracker, no
-repository, no random number. What cannot be had so is started from nothing, as ``subprocess`` does it: other options of the
-interpreter, variables that it reads at its start, other systems than Linux, and all of them with ``DATASTATES_WARM=0``.
+``Popen`` and ``run`` are ``subprocess``'s, for commands that begin with ``sys.executable``: the
+process is this one's child, with the command's arguments, environment, folder and streams, and ends
+as it would have ended. It has run nothing before: no tracker, no repository, no random number. What
+cannot be had so is started from nothing, as ``subprocess`` does it: other options of the
+interpreter, variables that it reads at its start, other systems than Linux, and all of them with
+``DATASTATES_WARM=0``.
 
 Run as a module this file is the process that forks.
 """
@@ -38,8 +41,23 @@ MODULES = (
     "torch._dynamo",  # which making an optimizer imports
     "torch.distributed",
     "torch.utils.data",
-    *("alembic.command", "fastapi", "httpx", "numpy", "rich.console", "safetensors.torch", "typer", "uvicorn"),
-    *("rich.live", "rich.progress", "rich.table", "sqlalchemy.dialects.sqlite", "sqlalchemy.dialects.postgresql.psycopg"),
+    *(
+        "alembic.command",
+        "fastapi",
+        "httpx",
+        "numpy",
+        "rich.console",
+        "safetensors.torch",
+        "typer",
+        "uvicorn",
+    ),
+    *(
+        "rich.live",
+        "rich.progress",
+        "rich.table",
+        "sqlalchemy.dialects.sqlite",
+        "sqlalchemy.dialects.postgresql.psycopg",
+    ),
     *(
         "datastates.files.bundle",
         "datastates.engine.runner",
@@ -47,7 +65,12 @@ MODULES = (
         "datastates.lineage.write.clones",
         "datastates.lineage.query.pages",
     ),
-    *("datastates.api.serve", "datastates.transport.peer", "datastates.transport.serving", "datastates.training.tracker"),
+    *(
+        "datastates.api.serve",
+        "datastates.transport.peer",
+        "datastates.transport.serving",
+        "datastates.training.tracker",
+    ),
     *("datastates.lineage.migrations.upgrade", "datastates.studies", "datastates.studies.worker"),
 )
 _SET_CHILD_SUBREAPER = 36
@@ -55,14 +78,18 @@ _NEW_NETWORK = 0x40000000
 
 
 class Popen(subprocess.Popen[str]):
-    """As ``subprocess.Popen`` with text; ``netns`` names a network namespace that the process is to be in."""
+    """As ``subprocess.Popen`` with text; ``netns`` names a network namespace that the process is
+    to be in."""
 
-    def __init__(self, command: list[str], *, netns: str | None = None, text: bool = True, **options: Any) -> None:
+    def __init__(
+        self, command: list[str], *, netns: str | None = None, text: bool = True, **options: Any
+    ) -> None:
         self._netns = netns
         super().__init__(command, text=text, **options)
 
     def _execute_child(self, *arguments: Any) -> None:
-        """What ``subprocess`` does to start the child, by whatever arguments this version of Python has for it."""
+        """What ``subprocess`` does to start the child, by whatever arguments this version of
+        Python has for it."""
         ours = super()._execute_child  # type: ignore[misc]
         asked = inspect.signature(ours).bind(*arguments).arguments
         request = _request(asked, self._netns)
@@ -72,9 +99,15 @@ class Popen(subprocess.Popen[str]):
                 arguments = (["ip", "netns", "exec", self._netns, *asked["args"]], *arguments[1:])
             ours(*arguments)
             return
-        pipes = [asked[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
+        pipes = [
+            asked[name]
+            for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        ]
         try:
-            streams = [own if given == -1 else given for own, given in zip((0, 1, 2), (pipes[0], pipes[3], pipes[5]), strict=True)]
+            streams = [
+                own if given == -1 else given
+                for own, given in zip((0, 1, 2), (pipes[0], pipes[3], pipes[5]), strict=True)
+            ]
             self.pid = _forge().start(request, streams)
             self._child_created = True
         finally:
@@ -82,7 +115,12 @@ class Popen(subprocess.Popen[str]):
 
 
 def run(
-    command: list[str], *, capture_output: bool = False, timeout: float | None = None, check: bool = False, **options: Any
+    command: list[str],
+    *,
+    capture_output: bool = False,
+    timeout: float | None = None,
+    check: bool = False,
+    **options: Any,
 ) -> subprocess.CompletedProcess[str]:
     """As ``subprocess.run`` with text."""
     if capture_output:
@@ -103,9 +141,18 @@ def _request(asked: dict[str, Any], netns: str | None) -> dict[str, Any] | None:
     """What to tell the process that forks; None when this child is to be started from nothing."""
     words = list(map(os.fspath, asked["args"]))
     environ = dict(os.environ if asked["env"] is None else asked["env"])
-    if sys.platform != "linux" or os.environ.get("DATASTATES_WARM") == "0" or words[0] != sys.executable or asked["pass_fds"]:
+    if (
+        sys.platform != "linux"
+        or os.environ.get("DATASTATES_WARM") == "0"
+        or words[0] != sys.executable
+        or asked["pass_fds"]
+    ):
         return None
-    if any(environ.get(key) != os.environ.get(key) for key in environ.keys() | os.environ.keys() if key.startswith(READ_AT_START)):
+    if any(
+        environ.get(key) != os.environ.get(key)
+        for key in environ.keys() | os.environ.keys()
+        if key.startswith(READ_AT_START)
+    ):
         return None
     if any(asked[name] for name in ("preexec_fn", "executable", "shell", "uid", "gid", "gids")):
         return None
@@ -117,7 +164,15 @@ def _request(asked: dict[str, Any], netns: str | None) -> dict[str, Any] | None:
         return None
     cwd = os.path.abspath(os.fspath(asked["cwd"] or "."))
     is_session = bool(asked["start_new_session"])
-    return {"words": rest, "filters": filters, "environ": environ, "cwd": cwd, "original": words, "is_session": is_session, "netns": netns}
+    return {
+        "words": rest,
+        "filters": filters,
+        "environ": environ,
+        "cwd": cwd,
+        "original": words,
+        "is_session": is_session,
+        "netns": netns,
+    }
 
 
 class _Forge:
@@ -128,13 +183,16 @@ class _Forge:
         self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             command = [sys.executable, "-m", "tests.support.warm", str(other.fileno())]
-            self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, pass_fds=[other.fileno()])
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, stdin=subprocess.DEVNULL, pass_fds=[other.fileno()]
+            )
         atexit.register(self.close)
 
     def start(self, request: dict[str, Any], streams: list[int]) -> int:
         """The pid of a new child of this process."""
         with self._lock:
-            _adopt(True)  # the child's parent is gone before it begins: this process is its parent then
+            # the child's parent is gone before it begins: this process is its parent then
+            _adopt(True)
             try:
                 socket.send_fds(self._control, [json.dumps(request).encode()], streams)
                 answer = self._control.recv(100)
@@ -222,7 +280,8 @@ def _prepare(request: dict[str, Any]) -> None:
 
 
 def _code(words: list[str]) -> tuple[types.CodeType | None, dict[str, Any]]:
-    """What a script or ``-c`` runs, and where; for ``-m`` nothing but the module's name in ``sys.argv``."""
+    """What a script or ``-c`` runs, and where; for ``-m`` nothing but the module's name in
+    ``sys.argv``."""
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = main
@@ -248,7 +307,9 @@ _ended_by: list[int] = []
 
 
 def _end_by_signal() -> None:
-    """At the very end: as Python ends a script that Ctrl-C was not caught in. One that was begun by ``-m`` it ends with 1."""
+    """At the very end: as Python ends a script that Ctrl-C was not caught in.
+
+    One that was begun by ``-m`` it ends with 1."""
     if _ended_by:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,4 +1,5 @@
-"""Places for connections: who is let in, who gives way, and that the training keeps its descriptors."""
+"""Places for connections: who is let in, who gives way, and that the training keeps its
+descriptors."""
 
 from __future__ import annotations
 
@@ -13,8 +14,16 @@ from datastates.system.admission import Admission, Descriptors, Limits, Place, o
 FAR, FARTHER = "192.0.2.7", "192.0.2.8"
 
 
-def admission(connections: int = 8, per_address: int = 4, *, descriptors: int = 1024, unlimited: tuple[str, ...] = ()) -> Admission:
-    return Admission(Limits(connections, per_address), descriptors=Descriptors(descriptors), unlimited=unlimited)
+def admission(
+    connections: int = 8,
+    per_address: int = 4,
+    *,
+    descriptors: int = 1024,
+    unlimited: tuple[str, ...] = (),
+) -> Admission:
+    return Admission(
+        Limits(connections, per_address), descriptors=Descriptors(descriptors), unlimited=unlimited
+    )
 
 
 class Visitor:
@@ -146,14 +155,21 @@ def test_descriptors_are_those_of_the_process() -> None:
     child = os.fork()
     if child == 0:
         os._exit(of_process().taken)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "a child has none of its parent's connections"
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, (
+        "a child has none of its parent's connections"
+    )
     assert of_process().taken == taken
     visitor.go()
     assert of_process().taken == taken - 1
 
 
 _ADDRESSES = st.sampled_from([FAR, FARTHER, "2001:db8::1", "127.0.0.1"])
-_STEPS = st.lists(st.tuples(st.sampled_from(["come", "come", "hold", "loosen", "leave"]), _ADDRESSES, st.integers(0, 30)), max_size=120)
+_STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["come", "come", "hold", "loosen", "leave"]), _ADDRESSES, st.integers(0, 30)
+    ),
+    max_size=120,
+)
 
 
 @given(_STEPS)

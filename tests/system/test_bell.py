@@ -18,7 +18,8 @@ def test_a_waiter_may_come_while_the_bell_rings_and_garbage_is_collected() -> No
     thresholds = gc.get_threshold()
     gc.freeze()  # a collection looks at what is made here, not at all that the process has imported
     for number in range(100):
-        for _ in range(25):  # Python keeps no tuples of this length for later, so that a new one may collect garbage
+        for _ in range(25):
+            # Python keeps no tuples of this length for later, so that a new one may collect garbage
             bell._waiters.add(taken())
         gc.callbacks.append(come)
         gc.collect()

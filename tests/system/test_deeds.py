@@ -33,7 +33,9 @@ def test_a_call_about_many_bytes_is_given_longer() -> None:
         assert one.is_stalled(one.since + 530.1, 30.0)
 
 
-def test_calls_outside_of_a_deed_are_hindered_too_and_only_as_long_as_somebody_is_in_the_way() -> None:
+def test_calls_outside_of_a_deed_are_hindered_too_and_only_as_long_as_somebody_is_in_the_way() -> (
+    None
+):
     seen: list[tuple[str, Path, int]] = []
     with hindered(lambda call, path, size: seen.append((call, path, size))):
         at("write", Path("one"), 5)

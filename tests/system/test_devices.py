@@ -1,4 +1,5 @@
-"""What is asked for a device is asked with that device selected; here of a library that only writes down what it is asked."""
+"""What is asked for a device is asked with that device selected; here of a library that only
+writes down what it is asked."""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ DEVICE = torch.device("cuda", 1)
 
 TOLD: dict[str, Any] = {
     "mem_get_info": (30, 80),
-    "memory_stats": {"reserved_bytes.all.current": 20, "allocated_bytes.all.peak": 15, "num_alloc_retries": 3, "num_ooms": 1},
+    "memory_stats": {
+        "reserved_bytes.all.current": 20,
+        "allocated_bytes.all.peak": 15,
+        "num_alloc_retries": 3,
+        "num_ooms": 1,
+    },
 }
 
 
@@ -34,7 +40,9 @@ class Stream:
 
 
 class Library:
-    """torch's module for CUDA. ``asked`` has what was asked, with which device selected, and in which mode."""
+    """torch's module for CUDA.
+
+    ``asked`` has what was asked, with which device selected, and in which mode."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, int, int]] = []
@@ -75,7 +83,9 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     return made
 
 
-def test_every_call_for_a_device_is_made_with_that_device_selected_and_minds_no_recording(library: Library) -> None:
+def test_every_call_for_a_device_is_made_with_that_device_selected_and_minds_no_recording(
+    library: Library,
+) -> None:
     stream = devices().stream(DEVICE)
     with devices().on(stream):
         assert library.selected == 1
@@ -85,7 +95,17 @@ def test_every_call_for_a_device_is_made_with_that_device_selected_and_minds_no_
     mark.synchronize()
     devices().register(DEVICE, 4096, 4096)
     devices().unregister(DEVICE, 4096)
-    names = ["Stream", "stream", "Event", "record", "wait_event", "query", "synchronize", "register", "unregister"]
+    names = [
+        "Stream",
+        "stream",
+        "Event",
+        "record",
+        "wait_event",
+        "query",
+        "synchronize",
+        "register",
+        "unregister",
+    ]
     assert library.asked == [(name, 1, 2) for name in names]
     assert (library.selected, library.mode) == (0, 0)
 
@@ -100,7 +120,9 @@ def test_a_device_has_what_is_free_and_what_torch_keeps_there(library: Library) 
     assert library.asked == [("mem_get_info", 1, 2), ("memory_stats", 1, 2)]
 
 
-def test_memory_is_pinned_whatever_another_thread_records(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_pinned_whatever_another_thread_records(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
     empty, modes = torch.empty, list[int]()
 
     def pinned(*size: Any, pin_memory: bool, **options: Any) -> torch.Tensor:
@@ -120,7 +142,10 @@ def test_whether_a_graph_is_recorded_is_asked_as_the_user_records_it(library: Li
 
 def test_memory_for_devices_without_registration_is_refused_by_name() -> None:
     device = torch.device("xpu", 0)
-    for call in (partial(devices().register, device, 4096, 4096), partial(devices().unregister, device, 4096)):
+    for call in (
+        partial(devices().register, device, 4096, 4096),
+        partial(devices().unregister, device, 4096),
+    ):
         with pytest.raises(RuntimeError, match="cannot be pinned for xpu"):
             call()
 
@@ -128,11 +153,17 @@ def test_memory_for_devices_without_registration_is_refused_by_name() -> None:
 def test_a_torch_without_accelerators_has_none() -> None:
     if torch.accelerator.current_accelerator() is not None:
         pytest.skip("this torch is built for an accelerator")
-    assert (devices().kind, devices().generators(), devices().set_generators({0: torch.zeros(1)})) == ("", {}, 0)
+    assert (
+        devices().kind,
+        devices().generators(),
+        devices().set_generators({0: torch.zeros(1)}),
+    ) == ("", {}, 0)
     assert (seam.built_for(), seam.names()) == (None, [])
 
 
-def test_a_torch_that_says_by_an_error_that_it_has_none_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_says_by_an_error_that_it_has_none_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse() -> None:
         raise RuntimeError("Please register an accelerator")
 

@@ -1,4 +1,5 @@
-"""The runtime's calls for memory that two processes have: what is passed, believed and given back; with a runtime of our own."""
+"""The runtime's calls for memory that two processes have: what is passed, believed and given
+back; with a runtime of our own."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ _Out = ctypes.POINTER(ctypes.c_void_p)
 _KINDS = {
     "Malloc": ctypes.CFUNCTYPE(ctypes.c_int, _Out, ctypes.c_size_t),
     "Free": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p),
-    "IpcGetMemHandle": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(devices._Handle), ctypes.c_void_p),
+    "IpcGetMemHandle": ctypes.CFUNCTYPE(
+        ctypes.c_int, ctypes.POINTER(devices._Handle), ctypes.c_void_p
+    ),
     "IpcOpenMemHandle": ctypes.CFUNCTYPE(ctypes.c_int, _Out, devices._Handle, ctypes.c_uint),
     "IpcCloseMemHandle": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p),
     "HostRegister": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint),
@@ -29,7 +32,10 @@ _Range = ctypes.CFUNCTYPE(ctypes.c_int, _Out, ctypes.POINTER(ctypes.c_size_t), c
 
 
 class Runtime:
-    """Calls by C's conventions. ``asked`` is what came; ``error`` what all of them return, ``start`` where opened memory begins."""
+    """Calls by C's conventions.
+
+    ``asked`` is what came; ``error`` what all of them return, ``start`` where opened memory
+    begins."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[object, ...]] = []
@@ -40,7 +46,9 @@ class Runtime:
             "IpcGetMemHandle": self.export,
             "IpcOpenMemHandle": self.open,
             "IpcCloseMemHandle": lambda where: self.said("close", where),
-            "HostRegister": lambda where, length, flags: self.said("register", where, length, flags),
+            "HostRegister": lambda where, length, flags: self.said(
+                "register", where, length, flags
+            ),
             "HostUnregister": lambda where: self.said("unregister", where),
             "GetErrorString": lambda error: ctypes.addressof(_WHY),
             "GetLastError": lambda: self.said("forget") * 0,
@@ -64,7 +72,12 @@ class Runtime:
         out[0] = WHERE
         return self.said("open", bytes(handle), flags)
 
-    def tell(self, start: ctypes.Array[ctypes.c_void_p], length: ctypes.Array[ctypes.c_size_t], where: int) -> int:
+    def tell(
+        self,
+        start: ctypes.Array[ctypes.c_void_p],
+        length: ctypes.Array[ctypes.c_size_t],
+        where: int,
+    ) -> int:
         start[0], length[0] = self.start, LENGTH
         return 0
 
@@ -90,7 +103,9 @@ def test_memory_of_ours_is_pinned_for_all_devices(runtime: Runtime) -> None:
     assert runtime.asked == [("register", WHERE, LENGTH, 1), ("unregister", WHERE)]
 
 
-def test_a_handle_goes_to_the_driver_as_it_came_and_the_driver_says_how_long_the_memory_is(runtime: Runtime) -> None:
+def test_a_handle_goes_to_the_driver_as_it_came_and_the_driver_says_how_long_the_memory_is(
+    runtime: Runtime,
+) -> None:
     assert devices.open_handle(HANDLE) == (WHERE, LENGTH)
     devices.close(WHERE)
     assert runtime.asked == [("open", HANDLE, 1), ("close", WHERE)]
@@ -113,7 +128,9 @@ def test_memory_of_which_the_driver_does_not_say_how_long_it_is_is_let_go(runtim
         lambda: devices.unregister(WHERE),
     ],
 )
-def test_what_the_driver_refuses_is_an_error_that_nobody_else_is_told_of(call: Callable[[], object], runtime: Runtime) -> None:
+def test_what_the_driver_refuses_is_an_error_that_nobody_else_is_told_of(
+    call: Callable[[], object], runtime: Runtime
+) -> None:
     runtime.error = 201
     with pytest.raises(RuntimeError, match="error 201: out of patience"):
         call()

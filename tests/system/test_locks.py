@@ -45,8 +45,11 @@ KINDS: dict[str, tuple[Taking, str]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_worker_that_outlives_a_killed_training_keeps_none_of_its_locks(kind: str, tmp_path: Path) -> None:
-    """Of a loader's worker: it notices the end of its training seconds later, or never where the kill came while it began."""
+def test_a_worker_that_outlives_a_killed_training_keeps_none_of_its_locks(
+    kind: str, tmp_path: Path
+) -> None:
+    """Of a loader's worker: it notices the end of its training seconds later, or never where the
+    kill came while it began."""
     taking, pattern = KINDS[kind]
     reading, writing = os.pipe()
     training = os.fork()
@@ -69,7 +72,8 @@ def test_a_worker_that_outlives_a_killed_training_keeps_none_of_its_locks(kind: 
         path = next(tmp_path.glob(pattern))
         assert not is_held(path)
         with path.open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while anybody holds it, as the next training would wait
+            # raises while anybody holds it, as the next training would wait
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     finally:
         os.kill(worker, signal.SIGKILL)
 
@@ -93,7 +97,10 @@ def test_a_child_that_is_forked_at_any_moment_has_no_descriptor_of_a_lock(tmp_pa
                 code = 1
                 try:
                     os.fstat(kept)
-                    open_files = {os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")}
+                    open_files = {
+                        os.path.realpath(f"/proc/self/fd/{name}")
+                        for name in os.listdir("/proc/self/fd")
+                    }
                     code = 2 if str(tmp_path / "lock") in open_files else 0
                 finally:
                     os._exit(code)

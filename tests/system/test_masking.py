@@ -44,16 +44,34 @@ def test_names_of_what_is_none(name: str) -> None:
     ("said", "shown"),
     [
         ("postgresql://me:{}@db.example/x", "postgresql://me:***@db.example/x"),
-        ("postgresql+psycopg://me:a@b:{}@db.example:5432/x", "postgresql+psycopg://me:***@db.example:5432/x"),
-        ("at postgresql://me:{}/a?b#c'd@db.example/x, later", "at postgresql://me:***@db.example/x, later"),
-        ("postgres://me:{0}/a@db/x and postgresql+psycopg://you:{0}?@db/y", "postgres://me:***@db/x and postgresql+psycopg://you:***@db/y"),
+        (
+            "postgresql+psycopg://me:a@b:{}@db.example:5432/x",
+            "postgresql+psycopg://me:***@db.example:5432/x",
+        ),
+        (
+            "at postgresql://me:{}/a?b#c'd@db.example/x, later",
+            "at postgresql://me:***@db.example/x, later",
+        ),
+        (
+            "postgres://me:{0}/a@db/x and postgresql+psycopg://you:{0}?@db/y",
+            "postgres://me:***@db/x and postgresql+psycopg://you:***@db/y",
+        ),
         ("postgresql://me@corp:{}@db/x", "postgresql://me@corp:***@db/x"),
         ('PostgreSQL://me:"{}://x@db/x?user=a@b', "PostgreSQL://me:***@db/x?user=a@b"),
         ("at https://:{}@host/path, later", "at https://:***@host/path, later"),
-        ("postgresql://db/x?user=me&password={}&sslmode=require", "postgresql://db/x?user=me&password=***&sslmode=require"),
-        ("https://b.s3.example/k?X-Amz-Signature={}&X-Amz-Date=1", "https://b.s3.example/k?X-Amz-Signature=***&X-Amz-Date=1"),
+        (
+            "postgresql://db/x?user=me&password={}&sslmode=require",
+            "postgresql://db/x?user=me&password=***&sslmode=require",
+        ),
+        (
+            "https://b.s3.example/k?X-Amz-Signature={}&X-Amz-Date=1",
+            "https://b.s3.example/k?X-Amz-Signature=***&X-Amz-Date=1",
+        ),
         ("https://maps.example/?key={}", "https://maps.example/?key=***"),
-        ("https://maps.example/?page=2&key='{0}'&key=\"{0}\"", "https://maps.example/?page=2&key='***'&key=\"***\""),
+        (
+            "https://maps.example/?page=2&key='{0}'&key=\"{0}\"",
+            "https://maps.example/?page=2&key='***'&key=\"***\"",
+        ),
         ("Authorization: Bearer {}", "Authorization: Bearer ***"),
         ("with hf_abcdefghijklmnopqrstuv and AKIAABCDEFGHIJKLMNOP", "with *** and ***"),
         ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.c2lnbmF0dXJl", "***"),
@@ -94,16 +112,25 @@ def test_texts_without_secrets_stay(said: str) -> None:
         ([f"+wandb.api_key='{SECRET}'"], ["+wandb.api_key='***'"]),
         ([f'password="two words {SECRET}'], ['password="***"']),
         ([f"db_password: 'a, {SECRET}\nport: 5"], ["db_password: '***'\nport: 5"]),
-        (['{"db": {"password": "' + SECRET + '", "port": 5}}'], ['{"db": {"password": "***", "port": 5}}']),
+        (
+            ['{"db": {"password": "' + SECRET + '", "port": 5}}'],
+            ['{"db": {"password": "***", "port": 5}}'],
+        ),
         ([f"--set=auth.token={SECRET}"], ["--set=auth.token=***"]),
         ([f"host=db password={SECRET} user=me"], ["host=db password=*** user=me"]),
         ([f'token="{SECRET}" x?token="{SECRET}"'], ['token="***" x?token="***"']),
         ([f'token="a {SECRET}"token="{SECRET}"'], ['token="***"token="***"']),
         ([f"token='a '\"{SECRET}\", lr=1"], ["token='***', lr=1"]),
         ([f'echo "token={SECRET}" "{{lr}}"'], ['echo "token=***" "{lr}"']),
-        (["sh", "-c", f"train --token {SECRET} --save-token --lr 1"], ["sh", "-c", "train --token *** --save-token --lr 1"]),
+        (
+            ["sh", "-c", f"train --token {SECRET} --save-token --lr 1"],
+            ["sh", "-c", "train --token *** --save-token --lr 1"],
+        ),
         ([f"Authorization: Bearer {SECRET}", "-H"], ["Authorization: ***", "-H"]),
-        (["--repo", f"postgresql://me:{SECRET.replace('/', '')}@db/x"], ["--repo", "postgresql://me:***@db/x"]),
+        (
+            ["--repo", f"postgresql://me:{SECRET.replace('/', '')}@db/x"],
+            ["--repo", "postgresql://me:***@db/x"],
+        ),
         (["--token-file", "/home/me/token", "--max-tokens", "128", "--pad_token=<pad>"], None),
         (["train.py", "--save-token", "--epochs=3", ""], None),
     ],
@@ -124,7 +151,23 @@ def test_secrets_of_a_configuration() -> None:
     }  # fmt: skip
 
 
-PIECES = ["token=", 'token="', "token: ", "--token ", "Bearer ", "https://a:b@c/", "?", "&", '"', "'", ",", " ", "-", MASK, "word"]
+PIECES = [
+    "token=",
+    'token="',
+    "token: ",
+    "--token ",
+    "Bearer ",
+    "https://a:b@c/",
+    "?",
+    "&",
+    '"',
+    "'",
+    ",",
+    " ",
+    "-",
+    MASK,
+    "word",
+]
 texts = st.text() | st.lists(st.sampled_from(PIECES)).map("".join)
 
 
@@ -132,7 +175,12 @@ texts = st.text() | st.lists(st.sampled_from(PIECES)).map("".join)
 @example(['?token=token="a,'], {})
 @example(["--token word", ""], {})
 @example(["token=\"a''"], {})
-@given(st.lists(texts), st.dictionaries(st.text(), st.one_of(texts, st.integers(), st.none(), st.booleans(), st.floats())))
+@given(
+    st.lists(texts),
+    st.dictionaries(
+        st.text(), st.one_of(texts, st.integers(), st.none(), st.booleans(), st.floats())
+    ),
+)
 def test_masking_twice_is_masking_once(argv: list[str], config: dict[str, object]) -> None:
     assert arguments(arguments(argv)) == arguments(argv)
     once = named(config)

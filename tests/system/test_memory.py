@@ -1,4 +1,5 @@
-"""How much memory control groups leave, from trees of files as kernels, containers and clusters show them."""
+"""How much memory control groups leave, from trees of files as kernels, containers and clusters
+show them."""
 
 from __future__ import annotations
 
@@ -17,15 +18,29 @@ V1 = (
 )
 
 
-def lay_out(root: Path, groups: str, mounts: str, limits: dict[str, tuple[object, int, int]], *, version: int) -> None:
-    """A root with these files: for each group its limit, what is used, and how much of that is cache."""
+def lay_out(
+    root: Path,
+    groups: str,
+    mounts: str,
+    limits: dict[str, tuple[object, int, int]],
+    *,
+    version: int,
+) -> None:
+    """A root with these files: for each group its limit, what is used, and how much of that is
+    cache."""
     proc = root / "proc/self"
     proc.mkdir(parents=True)
     (proc / "cgroup").write_text(groups)
     (proc / "mountinfo").write_text(mounts)
-    (root / "proc/meminfo").write_text(f"MemTotal: {64 * GIB >> 10} kB\nMemAvailable: {32 * GIB >> 10} kB\n")
+    (root / "proc/meminfo").write_text(
+        f"MemTotal: {64 * GIB >> 10} kB\nMemAvailable: {32 * GIB >> 10} kB\n"
+    )
     names = ("memory.max", "memory.current", "inactive_file")
-    names = names if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    names = (
+        names
+        if version == 2
+        else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    )
     base = root / ("sys/fs/cgroup" if version == 2 else "sys/fs/cgroup/memory")
     for path, (limit, used, cache) in limits.items():
         folder = base / path
@@ -48,13 +63,24 @@ def test_the_own_group_of_version_2_and_each_above_it_count(tmp_path: Path) -> N
 
 
 def test_version_1_counts_too(tmp_path: Path) -> None:
-    limits: dict[str, tuple[object, int, int]] = {"": (9223372036854771712, GIB, 0), "docker/abc": (2 * GIB, GIB // 2, 0)}
-    lay_out(tmp_path, "9:cpu:/docker/abc\n4:memory:/docker/abc\n0::/\n", V1.format(top="/"), limits, version=1)
+    limits: dict[str, tuple[object, int, int]] = {
+        "": (9223372036854771712, GIB, 0),
+        "docker/abc": (2 * GIB, GIB // 2, 0),
+    }
+    lay_out(
+        tmp_path,
+        "9:cpu:/docker/abc\n4:memory:/docker/abc\n0::/\n",
+        V1.format(top="/"),
+        limits,
+        version=1,
+    )
     assert available_memory_bytes(tmp_path) == 2 * GIB - GIB // 2
 
 
 @pytest.mark.parametrize("top", ["/docker/abc", "/docker", "/elsewhere"])
-def test_a_container_that_sees_its_own_group_as_the_top_is_limited_by_it(tmp_path: Path, top: str) -> None:
+def test_a_container_that_sees_its_own_group_as_the_top_is_limited_by_it(
+    tmp_path: Path, top: str
+) -> None:
     limits: dict[str, tuple[object, int, int]] = {"": (2 * GIB, GIB, 0)}
     lay_out(tmp_path, "4:memory:/docker/abc\n", V1.format(top=top), limits, version=1)
     assert available_memory_bytes(tmp_path) == GIB

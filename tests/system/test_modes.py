@@ -1,4 +1,5 @@
-"""Whatever mode torch is in where we are called, the same bytes are captured and come back, and can be trained on."""
+"""Whatever mode torch is in where we are called, the same bytes are captured and come back, and
+can be trained on."""
 
 from __future__ import annotations
 
@@ -61,7 +62,12 @@ def make() -> dict[str, Any]:
         "view": torch.ones(40)[10:20],
         "whole": torch.arange(5),
     }
-    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "loose": loose, "sampler": PermutationSampler(10)}
+    return {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "loose": loose,
+        "sampler": PermutationSampler(10),
+    }
 
 
 def train(made: dict[str, Any]) -> float:
@@ -77,7 +83,11 @@ def leaves(tree: Any) -> list[torch.Tensor]:
     """Every tensor of a tree, dense."""
     if isinstance(tree, torch.Tensor):
         return [tree if tree.layout is torch.strided else tree.to_dense()]
-    return [leaf for child in tree.values() for leaf in leaves(child)] if isinstance(tree, dict) else []
+    return (
+        [leaf for child in tree.values() for leaf in leaves(child)]
+        if isinstance(tree, dict)
+        else []
+    )
 
 
 @modes
@@ -94,7 +104,10 @@ def test_a_training_is_captured_and_resumed_in_any_mode(tmp_path: Path, mode: Mo
         with mode():
             run.capture().wait("durable")
             tree = repo.load("main")
-        assert all(torch.equal(one, other) for one, other in zip(leaves(tree), leaves(repo.load("main")), strict=True))
+        assert all(
+            torch.equal(one, other)
+            for one, other in zip(leaves(tree), leaves(repo.load("main")), strict=True)
+        )
         expected = train(made)
         run.close()
     with datastates.open(tmp_path, config=QUIET) as repo:
@@ -130,10 +143,15 @@ def test_merges_and_samplers_do_the_same_in_any_mode(tmp_path: Path, mode: Mode)
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_tensors_that_were_made_for_inference_are_captured_and_restored(tmp_path: Path, inside: bool) -> None:
+def test_tensors_that_were_made_for_inference_are_captured_and_restored(
+    tmp_path: Path, inside: bool
+) -> None:
     with torch.inference_mode():
         model = nn.Linear(WIDTH, WIDTH)
-    with datastates.open(tmp_path, config=QUIET) as repo, repo.track(model=model, optimizer=torch.optim.SGD(model.parameters())) as run:
+    with (
+        datastates.open(tmp_path, config=QUIET) as repo,
+        repo.track(model=model, optimizer=torch.optim.SGD(model.parameters())) as run,
+    ):
         before = model.weight.tolist()[0]
         run.capture().wait("durable")
         with torch.inference_mode():

@@ -12,7 +12,9 @@ import datastates
 from datastates import Config
 from datastates.system.threads import LOWEST, disk_priority, yield_disk
 
-needs_priorities = pytest.mark.skipif(disk_priority() is None, reason="this system says nothing of priorities at the disk")
+needs_priorities = pytest.mark.skipif(
+    disk_priority() is None, reason="this system says nothing of priorities at the disk"
+)
 
 
 @needs_priorities
@@ -33,15 +35,24 @@ def test_a_thread_that_yields_is_last_at_the_disk_and_alone_in_that() -> None:
 def test_the_writer_yields_to_the_training(tmp_path: Path) -> None:
     before = disk_priority()
     config = Config(memory_bytes=32 << 20, durable_interval_s=None)
-    with datastates.open(tmp_path, config=config) as repo, repo.track(rng=False, box={"w": torch.ones(3)}) as run:
+    with (
+        datastates.open(tmp_path, config=config) as repo,
+        repo.track(rng=False, box={"w": torch.ones(3)}) as run,
+    ):
         run.capture().wait("durable")
-        writers = [thread.native_id for thread in threading.enumerate() if thread.name == "datastates-writer"]
+        writers = [
+            thread.native_id
+            for thread in threading.enumerate()
+            if thread.name == "datastates-writer"
+        ]
         assert [disk_priority(writer or 0) for writer in writers] == [LOWEST] * len(writers)
         assert writers
     assert disk_priority() == before
 
 
-def test_where_the_system_knows_no_priorities_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_system_knows_no_priorities_nothing_happens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
     assert not yield_disk()
     assert disk_priority() is None

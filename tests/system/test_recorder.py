@@ -57,7 +57,9 @@ def test_a_capture_is_counted_by_its_span() -> None:
     assert recorder.activity().captures == 1
 
 
-def test_a_trace_keeps_the_newest_spans_and_says_how_many_it_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_keeps_the_newest_spans_and_says_how_many_it_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(telemetry, "MOST_SPANS", 10)
     recorder = Recorder(tmp_path / "new" / "trace.json")
     for number in range(25):
@@ -65,12 +67,16 @@ def test_a_trace_keeps_the_newest_spans_and_says_how_many_it_left_out(tmp_path: 
     recorder.write()
     found: dict[str, Any] = json.loads((tmp_path / "new" / "trace.json").read_text())
 
-    assert [event["args"]["step"] for event in found["traceEvents"] if event["ph"] == "X"] == list(range(15, 25))
+    assert [event["args"]["step"] for event in found["traceEvents"] if event["ph"] == "X"] == list(
+        range(15, 25)
+    )
     assert found["otherData"] == {"earlier spans left out": 15}
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["trace.json"]
 
 
-def test_a_trace_that_cannot_be_written_is_logged_and_raises_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trace_that_cannot_be_written_is_logged_and_raises_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("")
     Recorder(tmp_path / "file" / "trace.json").write()
     assert "the trace was not written to" in caplog.text

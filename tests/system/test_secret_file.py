@@ -26,7 +26,8 @@ def umask(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def modes_seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """With which modes files are made from here on: what they are before anything could change it."""
+    """With which modes files are made from here on: what they are before anything could change
+    it."""
     seen: list[int] = []
     opened = os.open
 
@@ -40,7 +41,9 @@ def modes_seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def test_token_is_its_owners_alone_from_the_first_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_is_its_owners_alone_from_the_first_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = modes_seen(monkeypatch)
     said = [CliRunner().invoke(app, arguments) for arguments in (
         ["token", str(tmp_path / "token")],
@@ -49,11 +52,20 @@ def test_token_is_its_owners_alone_from_the_first_moment(tmp_path: Path, monkeyp
     )]  # fmt: skip
     assert [done.exit_code for done in said] == [0, 0, 0], said
     assert seen == [0o600] * 3
-    token, tokens = read_token(token_file=tmp_path / "token", environ={}), read_tokens(tmp_path / "tokens")
+    token, tokens = (
+        read_token(token_file=tmp_path / "token", environ={}),
+        read_tokens(tmp_path / "tokens"),
+    )
     assert len(token) >= 32
     assert list(tokens.values()) == [Scope.READ, Scope.WRITE]
-    assert not [secret for secret in (token.decode(), *tokens) if any(secret in done.output for done in said)]
-    assert CliRunner().invoke(app, ["token", str(tmp_path / "token")]).exit_code == 4, "one that is there stays"
+    assert not [
+        secret
+        for secret in (token.decode(), *tokens)
+        if any(secret in done.output for done in said)
+    ]
+    assert CliRunner().invoke(app, ["token", str(tmp_path / "token")]).exit_code == 4, (
+        "one that is there stays"
+    )
     assert read_token(token_file=tmp_path / "token", environ={}) == token
 
 
@@ -63,7 +75,11 @@ def test_file_that_everybody_can_read_is_refused(tmp_path: Path) -> None:
     before = path.read_text()
     for mode in (0o604, 0o602, 0o644, 0o666):
         path.chmod(mode)
-        for read in (lambda: read_tokens(path), lambda: read_secret(path, "it"), lambda: append_secret(path, "write x")):
+        for read in (
+            lambda: read_tokens(path),
+            lambda: read_secret(path, "it"),
+            lambda: append_secret(path, "write x"),
+        ):
             with pytest.raises(InvalidInput, match=f"mode {mode:04o}.*chmod o=") as refused:
                 read()
             assert before.split()[1] not in str(refused.value)

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     import pytest
 
 
-def test_a_message_comes_once_a_minute_and_says_how_many_did_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_message_comes_once_a_minute_and_says_how_many_did_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     now = 0.0
     logger = logging.getLogger("tests.seldom.often")
     logger.addFilter(Seldom(lambda: now))
@@ -23,10 +25,16 @@ def test_a_message_comes_once_a_minute_and_says_how_many_did_not(caplog: pytest.
     logger.warning("turned away: %s", "again")
     logger.warning("turned away: %s", "and again")
 
-    assert caplog.messages == ["turned away: 0", "another thing: 1", "turned away: again (and 999 more like it, which were not logged)"]
+    assert caplog.messages == [
+        "turned away: 0",
+        "another thing: 1",
+        "turned away: again (and 999 more like it, which were not logged)",
+    ]
 
 
-def test_what_a_peer_says_is_cut_and_cannot_steer_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_peer_says_is_cut_and_cannot_steer_a_terminal(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     logger = logging.getLogger("tests.seldom.long")
     logger.addFilter(Seldom())
     logger.error("it said %s", "\x1b[2J\n" + "x" * 100_000, exc_info=ValueError("y" * 100_000))
@@ -39,4 +47,6 @@ def test_strangers_do_not_fill_the_log() -> None:
     names = ("server", "requests", "sending", "fetch", "chain", "tcp", "connections")
     for name in ("system.failures", *(f"transport.{name}" for name in names)):
         module = importlib.import_module(f"datastates.{name}")
-        assert any(isinstance(each, Seldom) for each in logging.getLogger(module.__name__).filters), name
+        assert any(
+            isinstance(each, Seldom) for each in logging.getLogger(module.__name__).filters
+        ), name

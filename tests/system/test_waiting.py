@@ -1,4 +1,5 @@
-"""Whoever waits on the main thread waits by a bell: Ctrl-C in the middle leaves no lock taken that the other side needs."""
+"""Whoever waits on the main thread waits by a bell: Ctrl-C in the middle leaves no lock taken
+that the other side needs."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def made(tmp_path: Path) -> Iterator[Made]:
 
 @pytest.fixture
 def no_condition(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No ``Condition`` is waited for here, nor an ``Event`` or a ``Future``, which are made of one; but for the start of a thread."""
+    """No ``Condition`` is waited for here, nor an ``Event`` or a ``Future``, which are made of
+    one; but for the start of a thread."""
     wait, start = threading.Condition.wait, threading.Thread.start.__code__
 
     def refuse(self: threading.Condition, timeout: float | None = None) -> bool:

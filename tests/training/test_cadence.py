@@ -1,4 +1,5 @@
-"""A real training whose cadence is computed: what it chooses is said, logged and recorded; and what failures of processes teach."""
+"""A real training whose cadence is computed: what it chooses is said, logged and recorded; and
+what failures of processes teach."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from tests.support import warm
 MOST = 20_000
 
 
-def train(run: Tracker, model: nn.Module, optimizer: torch.optim.Optimizer, *, at_most: int = MOST) -> list[float]:
+def train(
+    run: Tracker, model: nn.Module, optimizer: torch.optim.Optimizer, *, at_most: int = MOST
+) -> list[float]:
     """Train until a cadence was chosen; the losses."""
     losses: list[float] = []
     batch = torch.linspace(-1, 1, 64 * 32).reshape(64, 32)
@@ -41,7 +44,9 @@ def built() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.05)
 
 
-def test_a_training_learns_how_often_to_write_says_why_and_records_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_training_learns_how_often_to_write_says_why_and_records_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, logger="datastates")
     model, optimizer = built()
     with (
@@ -66,8 +71,13 @@ def test_a_training_learns_how_often_to_write_says_why_and_records_it(tmp_path: 
     assert read_costs(config) is not None
 
     model, optimizer = built()
-    with datastates.open(tmp_path / "never") as repo, repo.track(model=model, optimizer=optimizer, cadence=Cadence(None, None)) as run:
-        assert train(run, model, optimizer, at_most=len(losses)) == losses, "writing changes no loss"
+    with (
+        datastates.open(tmp_path / "never") as repo,
+        repo.track(model=model, optimizer=optimizer, cadence=Cadence(None, None)) as run,
+    ):
+        assert train(run, model, optimizer, at_most=len(losses)) == losses, (
+            "writing changes no loss"
+        )
 
 
 def test_improvements_become_durable(tmp_path: Path) -> None:
@@ -84,8 +94,13 @@ def test_improvements_become_durable(tmp_path: Path) -> None:
 
 
 def test_the_environment_says_a_cadence() -> None:
-    assert Config.from_environment({"DATASTATES_CADENCE": "checkfreq:5%|best:loss"}).cadence == CheckFreq(0.05) | OnImprovement("loss")
-    with pytest.raises(datastates.InvalidInput, match="DATASTATES_CADENCE='hourly' does not parse: the cadence 'hourly' means nothing"):
+    assert Config.from_environment(
+        {"DATASTATES_CADENCE": "checkfreq:5%|best:loss"}
+    ).cadence == CheckFreq(0.05) | OnImprovement("loss")
+    with pytest.raises(
+        datastates.InvalidInput,
+        match="DATASTATES_CADENCE='hourly' does not parse: the cadence 'hourly' means nothing",
+    ):
         Config.from_environment({"DATASTATES_CADENCE": "hourly"})
 
 
@@ -106,8 +121,18 @@ os._exit(9)
 
 
 def test_processes_that_died_are_counted_and_a_cadence_by_failures_is_told(tmp_path: Path) -> None:
-    assert warm.run([sys.executable, "-c", DIES.format(folder=os.fspath(tmp_path))], check=False, timeout=120).returncode == 9
-    with datastates.open(tmp_path) as repo, repo.track(branch="later", weight=torch.zeros(3), rng=False, cadence=Daly()) as run:
+    assert (
+        warm.run(
+            [sys.executable, "-c", DIES.format(folder=os.fspath(tmp_path))],
+            check=False,
+            timeout=120,
+        ).returncode
+        == 9
+    )
+    with (
+        datastates.open(tmp_path) as repo,
+        repo.track(branch="later", weight=torch.zeros(3), rng=False, cadence=Daly()) as run,
+    ):
         with repo.core.database.read() as session:
             found = failures(session)
         assert (found.processes, found.died) == (2, 1)

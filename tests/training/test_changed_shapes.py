@@ -1,4 +1,5 @@
-"""A state restored into objects of other shapes: whole parameters with whole optimizer state, and one line for the rest."""
+"""A state restored into objects of other shapes: whole parameters with whole optimizer state,
+and one line for the rest."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from datastates.state.restore import restore_into
 OPTIMIZERS = sorted(
     name
     for name, kind in vars(torch.optim).items()
-    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and name not in ("Optimizer", "SparseAdam")
+    if isinstance(kind, type)
+    and issubclass(kind, torch.optim.Optimizer)
+    and name not in ("Optimizer", "SparseAdam")
 )
 
 
@@ -52,19 +55,24 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         found.backward()
         return found
 
-    optimizer.step(loss)  # type: ignore[arg-type]  # torch's own optimizers take a closure that returns a tensor
+    # torch's own optimizers take a closure that returns a tensor
+    optimizer.step(loss)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("is_reversed", [False, True])
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "Own"])
-def test_an_optimizer_steps_after_a_parameter_was_not_restored(name: str, *, is_reversed: bool) -> None:
+def test_an_optimizer_steps_after_a_parameter_was_not_restored(
+    name: str, *, is_reversed: bool
+) -> None:
     old, optimizer = made(name, 2)
     for _ in range(3):
         step(old, optimizer)
     tree = Adapted({"model": old, "optimizer": optimizer}).tree()
     model, optimizer = made(name, 5)
     objects: dict[str, object] = {"model": model, "optimizer": optimizer}
-    report = restore_into(dict(reversed(objects.items())) if is_reversed else objects, tree, strict=False)
+    report = restore_into(
+        dict(reversed(objects.items())) if is_reversed else objects, tree, strict=False
+    )
     left = [note.path for note in report.mismatched]
     assert "model/1.weight" in left
     assert "optimizer" in left if name in ("LBFGS", "Own") else "optimizer/state/1.weight" in left
@@ -101,11 +109,22 @@ def test_a_part_of_a_parameters_state_goes_only_where_the_rest_is() -> None:
     step(old, optimizer)
     tree = Adapted({"model": old, "optimizer": optimizer}).tree()
     model, new = made("Adam", 2)
-    with pytest.raises(InvalidInput, match=r"optimizer/state/0\.weight, and the rest is not there: ask for 'optimizer/state/0\.weight'"):
+    with pytest.raises(
+        InvalidInput,
+        match=(
+            r"optimizer/state/0\.weight, and the rest is not there: ask for"
+            r" 'optimizer/state/0\.weight'"
+        ),
+    ):
         restore_into({"model": model, "optimizer": new}, tree, only="optimizer/state/*/exp_avg")
     step(model, new)
     restore_into({"model": model, "optimizer": new}, tree, only="optimizer/state/*/exp_avg")
-    assert torch.equal(*(each.state[next(net.parameters())]["exp_avg"] for net, each in ((model, new), (old, optimizer))))
+    assert torch.equal(
+        *(
+            each.state[next(net.parameters())]["exp_avg"]
+            for net, each in ((model, new), (old, optimizer))
+        )
+    )
 
 
 def train(repo: Repository, name: str, width: int, **options: Any) -> int:
@@ -123,7 +142,9 @@ def train(repo: Repository, name: str, width: int, **options: Any) -> int:
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "LBFGS"])
-def test_the_advice_of_the_error_works_as_it_is_written(repo: Repository, name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_advice_of_the_error_works_as_it_is_written(
+    repo: Repository, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     train(repo, name, 2)
     with pytest.raises(InvalidInput, match="write strict=False to restore the rest"):
         train(repo, name, 5)
@@ -131,7 +152,10 @@ def test_the_advice_of_the_error_works_as_it_is_written(repo: Repository, name: 
     assert train(repo, name, 5, strict=False) == 3
     assert len(caplog.records) == 1
     assert "branch main: model/1.weight, model/1.bias, optimizer" in caplog.text
-    assert "what is here stays as the script initialized it, while the step counts on from 3" in caplog.text
+    assert (
+        "what is here stays as the script initialized it, while the step counts on from 3"
+        in caplog.text
+    )
     new = re.search(r"write branch='(.*)' and no start=", caplog.text)
     assert new
     assert train(repo, name, 5, branch=new[1]) == 0
@@ -139,15 +163,23 @@ def test_the_advice_of_the_error_works_as_it_is_written(repo: Repository, name: 
     assert len(caplog.records) == 1
 
 
-def test_going_back_without_strict_lists_what_stays(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_going_back_without_strict_lists_what_stays(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
     train(repo, "Adam", 2)
     model, optimizer = made("Adam", 5)
     with repo.track(branch="other", model=model, optimizer=optimizer) as run:
         step(model, optimizer)
         run.capture()
         report = run.restore("main", strict=False)
-        assert "branch other: model/1.weight, model/1.bias, optimizer/state/1.weight, optimizer/state/1.bias did not fit" in caplog.text
+        assert (
+            "branch other: model/1.weight, model/1.bias, optimizer/state/1.weight,"
+            " optimizer/state/1.bias did not fit" in caplog.text
+        )
         assert "what is here stays as the script has it" in caplog.text
-        assert [note.path for note in report.mismatched][2:] == ["optimizer/state/1.weight", "optimizer/state/1.bias"]
+        assert [note.path for note in report.mismatched][2:] == [
+            "optimizer/state/1.weight",
+            "optimizer/state/1.bias",
+        ]
         assert "optimizer/state/1.weight" in str(report)
         step(model, optimizer)

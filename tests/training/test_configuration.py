@@ -23,11 +23,21 @@ from torch import nn
 from datastates import InvalidInput
 from datastates.training.configuration import configuration
 
-_names = st.text(st.characters(exclude_characters=".\x00", exclude_categories=["Cs"]), min_size=1, max_size=5)
-_plain = st.one_of(st.none(), st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), st.text("abc ü", max_size=5))
+_names = st.text(
+    st.characters(exclude_characters=".\x00", exclude_categories=["Cs"]), min_size=1, max_size=5
+)
+_plain = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(allow_nan=False),
+    st.text("abc ü", max_size=5),
+)
 _trees = st.recursive(
     _plain,
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(_names, inner, max_size=3)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(_names, inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -36,7 +46,11 @@ def leaves(tree: object, *path: str) -> dict[str, object]:
     """The plain values of nested dicts and lists, by brute force."""
     if isinstance(tree, dict | list):
         items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        return {key: value for name, inner in items for key, value in leaves(inner, *path, str(name)).items()}
+        return {
+            key: value
+            for name, inner in items
+            for key, value in leaves(inner, *path, str(name)).items()
+        }
     return {".".join(path): tree}
 
 
@@ -108,7 +122,9 @@ Named = collections.namedtuple("Named", ("lr", "betas"))
 def test_whatever_holds_the_configuration_is_read(given: object) -> None:
     flat = {"lr": 0.1, "betas.0": 0.9, "betas.1": 0.99}
     assert configuration(given) == flat
-    assert configuration({"optimizer": given}) == {f"optimizer.{key}": value for key, value in flat.items()}
+    assert configuration({"optimizer": given}) == {
+        f"optimizer.{key}": value for key, value in flat.items()
+    }
 
 
 class Mode(enum.Enum):
@@ -137,7 +153,9 @@ class Mode(enum.Enum):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_people_put_into_configurations_is_kept_as_they_expect(value: object, kept: object) -> None:
+def test_what_people_put_into_configurations_is_kept_as_they_expect(
+    value: object, kept: object
+) -> None:
     found = configuration({"x": value})
     if kept is None:
         assert found == {"x.0": 1, "x.1": 3}
@@ -148,7 +166,11 @@ def test_what_people_put_into_configurations_is_kept_as_they_expect(value: objec
 
 def test_secrets_are_masked() -> None:
     given = {"hub": {"api_key": "hush", "url": "https://me:hush@h/x"}, "max_tokens": 5}
-    assert configuration(given) == {"hub.api_key": "***", "hub.url": "https://me:***@h/x", "max_tokens": 5}
+    assert configuration(given) == {
+        "hub.api_key": "***",
+        "hub.url": "https://me:***@h/x",
+        "max_tokens": 5,
+    }
 
 
 def test_nothing_is_nothing() -> None:
@@ -168,7 +190,10 @@ def deep(depth: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"model": {"net": nn.Linear(1, 1)}}, r"config\.model\.net is .*Linear.*give a text, a number"),
+        (
+            {"model": {"net": nn.Linear(1, 1)}},
+            r"config\.model\.net is .*Linear.*give a text, a number",
+        ),
         ({"data": torch.zeros(3)}, r"config\.data is "),
         ({"raw": b"x"}, r"config\.raw is b'x'"),
         ({"big": 2**70}, r"config\.big is .*64 bits"),

@@ -1,4 +1,5 @@
-"""Every way to load data that the documents and the messages give is exact: each is run as it stands there, stopped and started again."""
+"""Every way to load data that the documents and the messages give is exact: each is run as it
+stands there, stopped and started again."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
-from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # torchdata has no types
+
+# torchdata has no types
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 import datastates
 from datastates import Config, InvalidInput, PermutationSampler
@@ -20,7 +23,8 @@ from datastates import Config, InvalidInput, PermutationSampler
 ROOT = Path(__file__).parents[2]
 CONFIG = Config(memory_bytes=64 << 20, durable_interval_s=None)
 STEPS, STOPS = 18, (1, 6, 9, 12, 17)
-"""An epoch has 6 batches: the stops are at the beginning of one, within one, at the end of two, and one before the last."""
+"""An epoch has 6 batches: the stops are at the beginning of one, within one, at the end of two,
+and one before the last."""
 
 
 def blocks(name: str) -> list[str]:
@@ -28,11 +32,17 @@ def blocks(name: str) -> list[str]:
 
 
 RECIPES = blocks("docs/data.md")
-VARIANTS = [(code, workers) for code in RECIPES for workers in (0, 2) if workers == 0 or "num_workers" in code]
+VARIANTS = [
+    (code, workers)
+    for code in RECIPES
+    for workers in (0, 2)
+    if workers == 0 or "num_workers" in code
+]
 
 
 class Items(Dataset[torch.Tensor]):
-    """Inputs that depend on their index, and where ``is_noisy`` on random numbers that are drawn when they are read."""
+    """Inputs that depend on their index, and where ``is_noisy`` on random numbers that are drawn
+    when they are read."""
 
     def __init__(self, *, is_noisy: bool) -> None:
         self.is_noisy = is_noisy
@@ -50,7 +60,8 @@ class Stopped(Exception):
 
 
 class Training:
-    """Fresh objects, as a process that starts has them, and the losses of the steps that it took."""
+    """Fresh objects, as a process that starts has them, and the losses of the steps that it
+    took."""
 
     def __init__(self, *, is_noisy: bool, stop: int | None) -> None:
         torch.manual_seed(3)
@@ -73,7 +84,9 @@ class Training:
 
     def names(self) -> dict[str, Any]:
         named = {name: getattr(self, name) for name in ("model", "optimizer", "scheduler", "data")}
-        known = {each.__name__: each for each in (DataLoader, PermutationSampler, StatefulDataLoader)}
+        known = {
+            each.__name__: each for each in (DataLoader, PermutationSampler, StatefulDataLoader)
+        }
         return {**named, **known, "torch": torch, "train_step": self.step}
 
 
@@ -90,8 +103,14 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
 
 @pytest.mark.in_turn
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
-@pytest.mark.parametrize(("code", "workers"), VARIANTS, ids=[f"{RECIPES.index(code)}-{workers}" for code, workers in VARIANTS])
-def test_a_training_that_is_stopped_again_and_again_is_the_one_that_never_was(code: str, workers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "workers"),
+    VARIANTS,
+    ids=[f"{RECIPES.index(code)}-{workers}" for code, workers in VARIANTS],
+)
+def test_a_training_that_is_stopped_again_and_again_is_the_one_that_never_was(
+    code: str, workers: int, tmp_path: Path
+) -> None:
     code = code.replace("num_workers=2", f"num_workers={workers}")
     is_noisy = "StatefulDataLoader" not in code or not workers
     never = run(code, Training(is_noisy=is_noisy, stop=None), tmp_path / "never")
@@ -99,7 +118,11 @@ def test_a_training_that_is_stopped_again_and_again_is_the_one_that_never_was(co
     losses: list[float] = []
     is_slow = "StatefulDataLoader" in code and workers  # to start
     for stop in (*(STOPS[1:3] if is_slow else STOPS), None):
-        training = run(code, Training(is_noisy=is_noisy, stop=None if stop is None else stop - len(losses)), tmp_path / "stopped")
+        training = run(
+            code,
+            Training(is_noisy=is_noisy, stop=None if stop is None else stop - len(losses)),
+            tmp_path / "stopped",
+        )
         losses += training.losses
         assert losses == never.losses[: len(losses)], f"stopped after {stop}"
         assert stop is None or len(losses) == stop
@@ -111,7 +134,9 @@ def test_a_training_that_is_stopped_again_and_again_is_the_one_that_never_was(co
 
 
 @pytest.mark.exact("loop", "fork")
-def test_the_example_of_the_readme_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_the_readme_goes_on_where_it_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DATASTATES_MEMORY", "64M")
     (code,) = blocks("README.md")
     measure, losses = nn.functional.mse_loss, dict[str, list[float]]()
@@ -121,7 +146,12 @@ def test_the_example_of_the_readme_goes_on_where_it_was_stopped(tmp_path: Path, 
         taken = losses[name] = []
         for stop in stops:
 
-            def noted(got: torch.Tensor, wanted: torch.Tensor, taken: list[float] = taken, stop: int | None = stop) -> torch.Tensor:
+            def noted(
+                got: torch.Tensor,
+                wanted: torch.Tensor,
+                taken: list[float] = taken,
+                stop: int | None = stop,
+            ) -> torch.Tensor:
                 if len(taken) == stop:
                     raise Stopped
                 loss = measure(got, wanted)
@@ -139,13 +169,22 @@ def test_the_example_of_the_readme_goes_on_where_it_was_stopped(tmp_path: Path, 
 def test_what_cannot_be_exact_is_refused_with_a_way_that_is(tmp_path: Path) -> None:
     data, sampler = Items(is_noisy=False), PermutationSampler(22)
     with datastates.open(tmp_path / "runs", config=CONFIG) as repo:
-        with pytest.raises(InvalidInput, match=r"loop over run\.steps\(loader\).* track torchdata's StatefulDataLoader"):
+        with pytest.raises(
+            InvalidInput,
+            match=r"loop over run\.steps\(loader\).* track torchdata's StatefulDataLoader",
+        ):
             repo.track(loader=DataLoader(data))
         loader = StatefulDataLoader(data, sampler=sampler, num_workers=2)
-        with repo.track(loader=loader, sampler=sampler) as tracked, pytest.raises(InvalidInput, match="track the loader alone"):
+        with (
+            repo.track(loader=loader, sampler=sampler) as tracked,
+            pytest.raises(InvalidInput, match="track the loader alone"),
+        ):
             next(tracked.steps(loader))
         kept = _Kept()
-        with repo.track(branch="other", kept=kept) as tracked, pytest.raises(InvalidInput, match="_Kept is tracked, and 2 workers"):
+        with (
+            repo.track(branch="other", kept=kept) as tracked,
+            pytest.raises(InvalidInput, match="_Kept is tracked, and 2 workers"),
+        ):
             next(tracked.steps(DataLoader(data, sampler=kept, num_workers=2)))
 
 

@@ -1,4 +1,5 @@
-"""What a training keeps on disk if nobody says anything: each of its states, and in any case its bests."""
+"""What a training keeps on disk if nobody says anything: each of its states, and in any case its
+bests."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def durable(repo: Repository, branch: str = "main") -> list[int]:
     return sorted(state.step for state in repo.log(branch) if state.status is Status.DURABLE)
 
 
-def test_every_state_of_a_short_training_is_restorable_after_its_process_ended(tmp_path: Path) -> None:
+def test_every_state_of_a_short_training_is_restorable_after_its_process_ended(
+    tmp_path: Path,
+) -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.Adam(model.parameters())
@@ -51,7 +54,9 @@ def test_every_state_of_a_short_training_is_restorable_after_its_process_ended(t
         repo.restore("main~37", into={"model": model, "optimizer": optimizer})
 
 
-def test_one_line_says_what_is_kept_and_what_is_thinned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_line_says_what_is_kept_and_what_is_thinned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, logger="datastates")
     model = nn.Linear(8, 8)
     with datastates.open(tmp_path) as repo, repo.track(model=model) as run:
@@ -61,16 +66,24 @@ def test_one_line_says_what_is_kept_and_what_is_thinned(tmp_path: Path, caplog: 
         assert repo.core.engaged is not None
         assert run.training.line.bound
         kept = f"branch main: {run.cadence.why}{run.training.line.bound}"
-    lines = [record.getMessage() for record in caplog.records if "kept on disk" in record.getMessage()]
+    lines = [
+        record.getMessage() for record in caplog.records if "kept on disk" in record.getMessage()
+    ]
     assert lines == [kept]
     assert "each of your steps is kept on disk; " in kept
     assert "MB/s; the oldest are thinned beyond " in kept
 
 
-@pytest.mark.parametrize("said", [{"durable_every": 4}, {"cadence": "every:4"}, {"durable_interval_s": 1e9, "durable_every": 4}])
-def test_bests_are_written_beside_what_an_explicit_setting_says(tmp_path: Path, said: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "said",
+    [{"durable_every": 4}, {"cadence": "every:4"}, {"durable_interval_s": 1e9, "durable_every": 4}],
+)
+def test_bests_are_written_beside_what_an_explicit_setting_says(
+    tmp_path: Path, said: dict[str, object]
+) -> None:
     model = nn.Linear(2, 2)
-    with datastates.open(tmp_path, config=Config(**said)) as repo:  # type: ignore[arg-type]  # of its fields
+    # of its fields
+    with datastates.open(tmp_path, config=Config(**said)) as repo:  # type: ignore[arg-type]
         with repo.track(model=model) as run:
             train(run, model, 5, 1, 7, 8, 9, 10, 11)
         expected = {2, 4, 7} | ({1} if "durable_interval_s" in said else set())
@@ -93,7 +106,10 @@ def test_bests_of_a_branch_count_from_its_fork_and_go_on_after_a_resume(tmp_path
         with repo.track(branch="fork", start="main", model=model) as run:
             train(run, model, 9, 4, 8, key="val_loss")
             train(run, model, 0.5, key="width")
-        assert set(durable(repo, "fork")) - set(durable(repo)) == {5, 7}, "its own best, worse than that of main, and its head"
+        assert set(durable(repo, "fork")) - set(durable(repo)) == {
+            5,
+            7,
+        }, "its own best, worse than that of main, and its head"
     with datastates.open(tmp_path, config=said) as repo:
         with repo.track(branch="fork", model=model) as run:
             train(run, model, 6, 3, 7)
@@ -126,7 +142,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_after_a_kill_the_best_of_where_the_branch_goes_back_to_is_on_disk(tmp_path: Path) -> None:
-    done = warm.run([sys.executable, "-c", DIES.format(folder=os.fspath(tmp_path))], check=False, timeout=120)
+    done = warm.run(
+        [sys.executable, "-c", DIES.format(folder=os.fspath(tmp_path))], check=False, timeout=120
+    )
     assert done.returncode == -signal.SIGKILL
     model = nn.Linear(2, 2)
     with datastates.open(tmp_path, config=Config(durable_every=100)) as repo:
@@ -138,14 +156,25 @@ def test_after_a_kill_the_best_of_where_the_branch_goes_back_to_is_on_disk(tmp_p
         assert set(durable(repo)) == {2, 4, 6, 7}, "the lost state with 0.5 does not count"
 
 
-def test_the_default_bound_thins_states_and_keeps_the_bests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_bound_thins_states_and_keeps_the_bests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(retention_pass, "_BUDGET_BYTES", 40 << 10)
     model = nn.Linear(2, 2)
-    with datastates.open(tmp_path, config=Config(durable_every=1)) as repo, repo.track(model=model) as run:
+    with (
+        datastates.open(tmp_path, config=Config(durable_every=1)) as repo,
+        repo.track(model=model) as run,
+    ):
         for index in range(64):
             with torch.no_grad():
                 model.weight.add_(1)
-            run.capture(metrics={"val_loss": abs(index - 44), "acc": -abs(index - 22), "lr": -abs(index - 3)}).wait("durable")
+            run.capture(
+                metrics={
+                    "val_loss": abs(index - 44),
+                    "acc": -abs(index - 22),
+                    "lr": -abs(index - 3),
+                }
+            ).wait("durable")
     with datastates.open(tmp_path) as repo:
         report = repo.prune()
         kept = set(durable(repo))
@@ -171,11 +200,20 @@ def test_a_later_choice_is_logged_once_it_has_lasted(
 
     def choose(why: str) -> list[str]:
         caplog.clear()
-        told.take(Paced(line.name, Costs(1.0, 0.1, 0.0, 0.0, 300, 40), CadenceChoice("auto", f"{why} is kept on disk"), True))
+        told.take(
+            Paced(
+                line.name,
+                Costs(1.0, 0.1, 0.0, 0.0, 300, 40),
+                CadenceChoice("auto", f"{why} is kept on disk"),
+                True,
+            )
+        )
         told.say()
         return [record.getMessage() for record in caplog.records]
 
-    assert choose("each") == ["branch main: each is kept on disk; the oldest are thinned beyond 20 GiB"]
+    assert choose("each") == [
+        "branch main: each is kept on disk; the oldest are thinned beyond 20 GiB"
+    ]
     assert choose("one of 2") == []
     now += 29
     assert choose("each") == [], "it is back before the other was worth a line"

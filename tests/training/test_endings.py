@@ -1,4 +1,5 @@
-"""How a training ended is told later, however it was written: with ``with`` or without, by an error, a signal or nothing at all."""
+"""How a training ended is told later, however it was written: with ``with`` or without, by an
+error, a signal or nothing at all."""
 
 from __future__ import annotations
 
@@ -48,11 +49,17 @@ for _ in range(3):
     ids=["error", "SIGTERM", "SIGKILL", "exit"],
 )
 def test_a_script_that_closes_nothing(tmp_path: Path, end: str, told: Ending) -> None:
-    warm.run([sys.executable, "-c", SCRIPT.format(end=end), str(tmp_path)], capture_output=True, timeout=120)
+    warm.run(
+        [sys.executable, "-c", SCRIPT.format(end=end), str(tmp_path)],
+        capture_output=True,
+        timeout=120,
+    )
     assert ending(tmp_path) == told
 
 
-@pytest.mark.parametrize("is_tracker", [True, False], ids=["the tracker's block", "the repository's block"])
+@pytest.mark.parametrize(
+    "is_tracker", [True, False], ids=["the tracker's block", "the repository's block"]
+)
 @pytest.mark.parametrize(
     ("error", "told"),
     [
@@ -62,8 +69,13 @@ def test_a_script_that_closes_nothing(tmp_path: Path, end: str, told: Ending) ->
     ],
     ids=["error", "Ctrl-C", "end"],
 )
-def test_an_error_that_ends_a_block(tmp_path: Path, is_tracker: bool, error: BaseException | None, told: Ending) -> None:
-    with nullcontext() if error is None else pytest.raises(type(error)), datastates.open(tmp_path, config=QUIET) as repo:
+def test_an_error_that_ends_a_block(
+    tmp_path: Path, is_tracker: bool, error: BaseException | None, told: Ending
+) -> None:
+    with (
+        nullcontext() if error is None else pytest.raises(type(error)),
+        datastates.open(tmp_path, config=QUIET) as repo,
+    ):
         if is_tracker:
             with repo.track(weight=torch.zeros(3)) as run:
                 train(run, error)
@@ -86,7 +98,9 @@ def ending(folder: Path) -> Ending | None:
         return branch.ending
 
 
-def test_the_end_of_a_training_tells_how_many_of_its_states_can_be_restored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_end_of_a_training_tells_how_many_of_its_states_can_be_restored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "datastates")
     with datastates.open(tmp_path, config=QUIET) as repo:
         for branch, count in (("main", 4), ("main", 2), ("none", 0)):
@@ -94,6 +108,13 @@ def test_the_end_of_a_training_tells_how_many_of_its_states_can_be_restored(tmp_
                 states = [run.capture().wait("durable") for _ in range(count)]
                 if count == 4:
                     evict(repo.core, states[1].uid)
-    ended = [record for record in caplog.records if record.__dict__.get("event") == "training.ended"]
-    assert [(one.__dict__["captured"], one.__dict__["restorable"]) for one in ended] == [(4, 3), (2, 2)]
-    assert re.fullmatch(r"branch main: 4 captured, 3 can be restored, [\d.]+ KiB of data on disk", ended[0].message)
+    ended = [
+        record for record in caplog.records if record.__dict__.get("event") == "training.ended"
+    ]
+    assert [(one.__dict__["captured"], one.__dict__["restorable"]) for one in ended] == [
+        (4, 3),
+        (2, 2),
+    ]
+    assert re.fullmatch(
+        r"branch main: 4 captured, 3 can be restored, [\d.]+ KiB of data on disk", ended[0].message
+    )

@@ -1,4 +1,5 @@
-"""With frozen=False, a state leaves out what was never trained, records that it does, and fits models that have it."""
+"""With frozen=False, a state leaves out what was never trained, records that it does, and fits
+models that have it."""
 
 from __future__ import annotations
 
@@ -20,20 +21,33 @@ BASE = {"0.weight", "0.bias"}
 
 @pytest.fixture
 def repo(tmp_path: Path) -> Iterator[Repository]:
-    with datastates.open(tmp_path / "runs", config=datastates.Config(memory_bytes=64 << 20)) as opened:
+    with datastates.open(
+        tmp_path / "runs", config=datastates.Config(memory_bytes=64 << 20)
+    ) as opened:
         yield opened
 
 
 def made(*, width: int = 4, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     """A frozen base, buffers that change, and a head that is trained."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width, affine=False), nn.Linear(width, 1)).to(dtype)
+    model = nn.Sequential(
+        nn.Linear(3, width), nn.BatchNorm1d(width, affine=False), nn.Linear(width, 1)
+    ).to(dtype)
     model[0].requires_grad_(False)
     return model
 
 
-def train(repo: Repository, until: int, *, thaws_at: int | None = None, freezes_at: int | None = None, **options: Any) -> list[float]:
-    """Go on, or begin, on branch main; the losses from there. The optimizer has the frozen parameters too."""
+def train(
+    repo: Repository,
+    until: int,
+    *,
+    thaws_at: int | None = None,
+    freezes_at: int | None = None,
+    **options: Any,
+) -> list[float]:
+    """Go on, or begin, on branch main; the losses from there.
+
+    The optimizer has the frozen parameters too."""
     model = made()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     losses = []
@@ -58,7 +72,12 @@ def test_a_state_has_all_but_what_was_never_trained(repo: Repository) -> None:
     assert set(made().state_dict()) - set(tree["model"]) == BASE
     assert tree["frozen_parameters"] == {"model": "0.bias\n0.weight"}
     assert set(tree["optimizer"]["state"]) == {"2.weight", "2.bias"}
-    assert tree["optimizer"]["param_groups"][0]["params"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert tree["optimizer"]["param_groups"][0]["params"] == [
+        "0.weight",
+        "0.bias",
+        "2.weight",
+        "2.bias",
+    ]
 
 
 def test_without_the_option_a_state_is_whole_and_has_no_record(repo: Repository) -> None:
@@ -70,11 +89,16 @@ def test_without_the_option_a_state_is_whole_and_has_no_record(repo: Repository)
 
 @pytest.mark.parametrize("stop", [1, 3, 5])
 @pytest.mark.parametrize("changes", [{}, {"thaws_at": 2}, {"thaws_at": 2, "freezes_at": 4}])
-def test_a_training_goes_on_with_equal_losses(stop: int, changes: dict[str, int], repo: Repository) -> None:
+def test_a_training_goes_on_with_equal_losses(
+    stop: int, changes: dict[str, int], repo: Repository
+) -> None:
     torch.manual_seed(1)
     whole = train(repo, 7, branch="whole", **changes)
     torch.manual_seed(1)
-    assert train(repo, stop, branch="cut", **changes) + train(repo, 7, branch="cut", **changes) == whole
+    assert (
+        train(repo, stop, branch="cut", **changes) + train(repo, 7, branch="cut", **changes)
+        == whole
+    )
 
 
 def test_what_was_trained_and_is_frozen_later_stays_in_the_states(repo: Repository) -> None:
@@ -117,7 +141,10 @@ def test_a_model_with_other_frozen_parameters_is_refused(repo: Repository) -> No
     model.append(nn.Linear(1, 1).requires_grad_(False))
     with pytest.raises(InvalidInput, match=r"model/3\.weight"):
         repo.restore("main", into={"model": model})
-    assert set(repo.restore("main", into={"model": model}, strict=False).missing) == {"model/3.weight", "model/3.bias"}
+    assert set(repo.restore("main", into={"model": model}, strict=False).missing) == {
+        "model/3.weight",
+        "model/3.bias",
+    }
 
 
 def test_another_object_that_is_missing_is_still_missing(repo: Repository) -> None:
@@ -133,7 +160,9 @@ def test_two_states_differ_only_in_what_they_have(repo: Repository) -> None:
     repo.tag("first", "main")
     train(repo, 4)
     diff = repo.diff("first", "main")
-    assert {change.path for change in diff.tensors if change.path.startswith("model/")} <= {f"model/{name}" for name in made().state_dict()}
+    assert {change.path for change in diff.tensors if change.path.startswith("model/")} <= {
+        f"model/{name}" for name in made().state_dict()
+    }
     assert not [path for path in diff.values if path.startswith("frozen_parameters")]
 
 
@@ -162,7 +191,9 @@ def test_going_back_to_before_a_parameter_was_trained_is_warned_of(
             run.restore("early", only="model/2.*")
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == is_thawed
-    assert all("2 parameters, such as model/0.bias, are frozen in the state" in line for line in said)
+    assert all(
+        "2 parameters, such as model/0.bias, are frozen in the state" in line for line in said
+    )
 
 
 @pytest.mark.parametrize("rest", ["keep", "drop"])
@@ -210,7 +241,8 @@ class Packed(nn.Parameter):
 
 
 class Quantized(nn.Module):
-    """As bitsandbytes' layers: what belongs to the packed bytes is neither a parameter nor a buffer."""
+    """As bitsandbytes' layers: what belongs to the packed bytes is neither a parameter nor a
+    buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +261,9 @@ def test_what_belongs_to_a_quantized_parameter_is_left_out_with_it(repo: Reposit
     def model() -> nn.Module:
         return nn.ModuleDict({"base": Quantized(), "head": nn.Linear(2, 2)})
 
-    with pytest.raises(Unsupported, match=r"model/base\.weight is a tensor subclass.*track\(frozen=False\)"):
+    with pytest.raises(
+        Unsupported, match=r"model/base\.weight is a tensor subclass.*track\(frozen=False\)"
+    ):
         repo.track(model=model())
     with repo.track(model=model(), frozen=False) as run:
         run.capture()

@@ -34,7 +34,10 @@ def writer() -> Iterator[Writer]:
 
 @pytest.fixture
 def repo(tmp_path: Path, writer: Writer) -> Iterator[Repository]:
-    with datastates.open(tmp_path, config=Config(memory_bytes=64 << 20, durable_interval_s=None, on_step=writer.on_step)) as repo:
+    with datastates.open(
+        tmp_path,
+        config=Config(memory_bytes=64 << 20, durable_interval_s=None, on_step=writer.on_step),
+    ) as repo:
         yield repo
         writer.go_on.set()
 
@@ -56,7 +59,9 @@ def give_up(run: Tracker, writer: Writer, monkeypatch: pytest.MonkeyPatch) -> No
             run.close()
 
 
-def test_a_write_that_was_given_up_is_no_error_of_the_close(repo: Repository, writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_was_given_up_is_no_error_of_the_close(
+    repo: Repository, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = repo.track(weight=torch.zeros(3), rng=False)
     run.capture()
     give_up(run, writer, monkeypatch)

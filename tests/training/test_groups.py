@@ -1,4 +1,5 @@
-"""Several ranks track one training together: what they agree about at ``track``, and what becomes of one that disagrees, fails or dies."""
+"""Several ranks track one training together: what they agree about at ``track``, and what
+becomes of one that disagrees, fails or dies."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def try_each(call: Callable[..., object], tries: Mapping[str, Mapping[str, Any]]
 
 
 def disagreements(folder: str, say: Say) -> None:
-    """Each of these is refused on every rank; then the same repository is tracked as it should be."""
+    """Each of these is refused on every rank; then the same repository is tracked as it should
+    be."""
     me, model = rank(), model_of()
     with datastates.open(folder, memory_bytes=64 << 20) as repo:
         tries: dict[str, dict[str, Any]] = {
@@ -74,7 +76,13 @@ def disagreements(folder: str, say: Say) -> None:
 
 def test_ranks_that_disagree_all_raise_and_none_waits(tmp_path: Path) -> None:
     first, second = run(2, f"{HERE}:disagreements", folder=str(tmp_path))
-    refused = ["branch InvalidInput", "names InvalidInput", "shapes InvalidInput", "start NotFound", "objects Unsupported"]
+    refused = [
+        "branch InvalidInput",
+        "names InvalidInput",
+        "shapes InvalidInput",
+        "start NotFound",
+        "objects Unsupported",
+    ]
     assert [" ".join(line.split()[:2]) for line in first] == [
         *refused,
         "replicas InvalidInput",
@@ -95,12 +103,19 @@ def in_one_story(folder: str, say: Say) -> None:
     stubborn = Stubborn()
     with datastates.open(folder, memory_bytes=64 << 20) as repo:
         model = model_of()
-        with repo.track(model=model, stubborn=stubborn, rng=False, reduce={"loss": "mean"}, durable_every=1) as run:
+        with repo.track(
+            model=model, stubborn=stubborn, rng=False, reduce={"loss": "mean"}, durable_every=1
+        ) as run:
             for number in range(4):
                 with torch.no_grad():
                     model.weight.fill_(number)
                 newest = run.capture(metrics={"loss": number + run.group.rank})
-            say("captured", newest.uid, newest.wait("durable").metrics["loss"], newest.wait().world_size)
+            say(
+                "captured",
+                newest.uid,
+                newest.wait("durable").metrics["loss"],
+                newest.wait().world_size,
+            )
             for rev in ("main~1", "nowhere"):
                 try:
                     run.restore(rev, only="model" if rev == "main~1" else None)
@@ -115,7 +130,9 @@ def in_one_story(folder: str, say: Say) -> None:
             with torch.no_grad():
                 model.weight.fill_(9.0)
             say("again", run.capture().wait("durable").step)
-        with repo.track(branch="fork", start="main", only="model", model=model_of(1), rng=False) as run:
+        with repo.track(
+            branch="fork", start="main", only="model", model=model_of(1), rng=False
+        ) as run:
             say("forked", run.resumed_from and run.resumed_from.step, run.capture().wait().step)
         model = model_of(2)
         with repo.track(branch="fork", model=model, rng=False) as run:
@@ -130,15 +147,25 @@ def test_ranks_capture_go_back_fork_and_resume_as_one(tmp_path: Path) -> None:
     assert first[0].split()[2:] == ["3.5", "2"]
     told = ["restored 2.0 3", "not restored NotFound"]
     assert first[1:3] == told
-    assert first[4:] == ["again 4", "forked 4 5", "resumed 9.0 5", "runs [('fork', 2), ('fork', 2), ('main', 2)]", "refs ['fork', 'main']"]
+    assert first[4:] == [
+        "again 4",
+        "forked 4 5",
+        "resumed 9.0 5",
+        "runs [('fork', 2), ('fork', 2), ('main', 2)]",
+        "refs ['fork', 'main']",
+    ]
     assert [first[3], second[3]] == ["not restored InvalidInput True"] * 2
     assert second[:3] + second[4:] == first[:3] + first[4:]
 
 
 def unlike_restores(folder: str, say: Say) -> None:
-    """Each of these is refused on every rank and changes nothing; then all restore one state, by its name or by its uid."""
+    """Each of these is refused on every rank and changes nothing; then all restore one state, by
+    its name or by its uid."""
     me, weight = rank(), torch.zeros(3)
-    with datastates.open(folder, memory_bytes=64 << 20) as repo, repo.track(weight=weight, rng=False) as run:
+    with (
+        datastates.open(folder, memory_bytes=64 << 20) as repo,
+        repo.track(weight=weight, rng=False) as run,
+    ):
         for number in range(3):
             weight.fill_(number)
             newest = run.capture().wait()
@@ -181,7 +208,11 @@ def one_dies(folder: str, say: Say) -> None:
 @pytest.mark.in_turn("jobs of several ranks")
 def test_a_rank_that_dies_before_it_comes_to_track_makes_the_others_raise(tmp_path: Path) -> None:
     with job(3, f"{HERE}:one_dies", folder=str(tmp_path)) as ranks:
-        assert ranks.lines() == [["tracked", "unavailable"], ["tracked"], ["tracked", "unavailable"]]
+        assert ranks.lines() == [
+            ["tracked", "unavailable"],
+            ["tracked"],
+            ["tracked", "unavailable"],
+        ]
 
 
 def which_group(say: Say) -> None:
@@ -202,13 +233,19 @@ def which_group(say: Say) -> None:
 
 def of_mpi(folder: str, say: Say) -> None:
     """Ranks of MPI find each other by themselves."""
-    with datastates.open(folder, memory_bytes=64 << 20) as repo, repo.track(model=model_of()) as run:
+    with (
+        datastates.open(folder, memory_bytes=64 << 20) as repo,
+        repo.track(model=model_of()) as run,
+    ):
         say(type(run.group).__name__, run.capture().wait().world_size)
 
 
 @pytest.mark.in_turn("jobs of several ranks")
 def test_a_process_of_a_job_is_refused_until_the_ranks_have_met() -> None:
-    assert run(2, f"{HERE}:which_group", kind="env") == [["refused True", "TorchGroup 2 True", "SoloGroup", "True"]] * 2
+    assert (
+        run(2, f"{HERE}:which_group", kind="env")
+        == [["refused True", "TorchGroup 2 True", "SoloGroup", "True"]] * 2
+    )
 
 
 @need_mpi
@@ -218,7 +255,10 @@ def test_ranks_of_mpi_find_each_other(tmp_path: Path) -> None:
     assert run(2, f"{HERE}:of_mpi", kind=kind, folder=str(tmp_path)) == [["MPIGroup 2"]] * 2
 
 
-@pytest.mark.parametrize(("name", "launcher"), [("SLURM_STEP_NUM_TASKS", "srun"), ("PMI_SIZE", "mpiexec"), ("WORLD_SIZE", "torchrun")])
+@pytest.mark.parametrize(
+    ("name", "launcher"),
+    [("SLURM_STEP_NUM_TASKS", "srun"), ("PMI_SIZE", "mpiexec"), ("WORLD_SIZE", "torchrun")],
+)
 def test_the_launcher_is_named(monkeypatch: pytest.MonkeyPatch, name: str, launcher: str) -> None:
     monkeypatch.setenv(name, "4")
     with pytest.raises(InvalidInput, match=f"{launcher} began 4 processes"):

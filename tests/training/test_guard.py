@@ -1,4 +1,5 @@
-"""A training that goes wrong goes back to where it went well, and on from there; nothing that was tried is lost."""
+"""A training that goes wrong goes back to where it went well, and on from there; nothing that
+was tried is lost."""
 
 from __future__ import annotations
 
@@ -14,10 +15,20 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
-from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it has no stubs
+
+# it has no stubs
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 import datastates
-from datastates import Config, Guard, InvalidInput, PermutationSampler, Repository, Tracker, Unavailable
+from datastates import (
+    Config,
+    Guard,
+    InvalidInput,
+    PermutationSampler,
+    Repository,
+    Tracker,
+    Unavailable,
+)
 from datastates.lineage.states import RefKind
 from datastates.training import guard as guard_module
 from datastates.training.guard import Spikes
@@ -39,7 +50,8 @@ def digits() -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass
 class Training:
-    """Digits, a small network with dropout and batch norm, everything tracked that decides how it goes on."""
+    """Digits, a small network with dropout and batch norm, everything tracked that decides how
+    it goes on."""
 
     repo: Repository
     data: tuple[torch.Tensor, torch.Tensor]
@@ -52,15 +64,21 @@ class Training:
 
     def __post_init__(self) -> None:
         torch.manual_seed(3)
-        self.model = nn.Sequential(nn.Linear(64, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Dropout(0.2), nn.Linear(48, 10))
+        self.model = nn.Sequential(
+            nn.Linear(64, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Dropout(0.2), nn.Linear(48, 10)
+        )
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=3e-3)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 50, 0.9)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_factor=1.01, growth_interval=7)
+        self.scaler = torch.amp.GradScaler(
+            "cpu", init_scale=4.0, growth_factor=1.01, growth_interval=7
+        )
         self.sampler = PermutationSampler(len(self.data[0]), seed=5)
 
     def track(self, **options: Any) -> Tracker:
         named = ("model", "optimizer", "scheduler", "scaler", "sampler")
-        return self.repo.track(branch=self.branch, **{name: getattr(self, name) for name in named}, **options)
+        return self.repo.track(
+            branch=self.branch, **{name: getattr(self, name) for name in named}, **options
+        )
 
     def step(self, rows: list[int]) -> torch.Tensor:
         """One update; batches are counted as they come, whatever the step."""
@@ -71,7 +89,8 @@ class Training:
         self.optimizer.zero_grad()
         loss = F.cross_entropy(self.model(inputs), labels)
         self.scaler.scale(loss).backward()
-        self.scaler.unscale_(self.optimizer)  # and let NaN through, as a training without a scaler does
+        # and let NaN through, as a training without a scaler does
+        self.scaler.unscale_(self.optimizer)
         found: Any = self.scaler._per_optimizer_states[id(self.optimizer)]
         found["found_inf_per_device"] = {torch.device("cpu"): torch.zeros(())}
         rate = self.optimizer.param_groups[0]["lr"]
@@ -83,7 +102,13 @@ class Training:
         self.scheduler.step()
         return loss.detach()
 
-    def run(self, steps: int, *, after: Callable[[Tracker, Guard], None] = lambda run, guard: None, **options: Any) -> Guard:
+    def run(
+        self,
+        steps: int,
+        *,
+        after: Callable[[Tracker, Guard], None] = lambda run, guard: None,
+        **options: Any,
+    ) -> Guard:
         """Until ``steps`` are done."""
         with self.track() as run:
             guard = run.guard(**options)
@@ -100,7 +125,9 @@ class Training:
         return guard
 
 
-def test_training_goes_on_to_a_normal_loss_after_a_batch_of_nan(repo: Repository, digits: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_training_goes_on_to_a_normal_loss_after_a_batch_of_nan(
+    repo: Repository, digits: tuple[torch.Tensor, torch.Tensor]
+) -> None:
     training = Training(repo, digits, broken=frozenset({60}))
     guard = training.run(120)
     (rewind,) = guard.rewinds
@@ -118,15 +145,27 @@ def test_training_goes_on_to_a_normal_loss_after_an_update_that_was_far_too_larg
     training = Training(repo, digits, hot=frozenset({70}))
     guard = training.run(120)
     (rewind,) = guard.rewinds
-    assert (rewind.step, rewind.good.step) == (72, 69), "its own loss was normal: those after it tell"
+    assert (rewind.step, rewind.good.step) == (
+        72,
+        69,
+    ), "its own loss was normal: those after it tell"
     assert "the median of those before" in rewind.problem
     assert training.losses[-1] < 0.3
 
 
-def test_without_a_guard_the_same_trainings_do_not_recover(repo: Repository, digits: tuple[torch.Tensor, torch.Tensor]) -> None:
-    for branch, trouble in (("nan", {"broken": frozenset({60})}), ("hot", {"hot": frozenset({70})})):
-        training = Training(repo, digits, branch=branch, **trouble)  # type: ignore[arg-type]  # by name
-        losses = [float(training.step(rows)) for rows, _ in zip(training.sampler.batches(64, epochs=None), range(120), strict=False)]
+def test_without_a_guard_the_same_trainings_do_not_recover(
+    repo: Repository, digits: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    for branch, trouble in (
+        ("nan", {"broken": frozenset({60})}),
+        ("hot", {"hot": frozenset({70})}),
+    ):
+        # by name
+        training = Training(repo, digits, branch=branch, **trouble)  # type: ignore[arg-type]
+        losses = [
+            float(training.step(rows))
+            for rows, _ in zip(training.sampler.batches(64, epochs=None), range(120), strict=False)
+        ]
         assert not losses[-1] < 0.3, branch
 
 
@@ -149,7 +188,9 @@ def test_what_was_abandoned_is_a_branch_that_can_be_restored_and_is_written(
         assert reasons.count("rewind") == 1
 
 
-def test_everything_but_the_place_in_the_data_is_put_back(repo: Repository, digits: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_everything_but_the_place_in_the_data_is_put_back(
+    repo: Repository, digits: tuple[torch.Tensor, torch.Tensor]
+) -> None:
     training = Training(repo, digits, broken=frozenset({30}))
     checked = []
 
@@ -158,7 +199,10 @@ def test_everything_but_the_place_in_the_data_is_put_back(repo: Repository, digi
         checked.append(good["sampler"]["position"])
         assert run.step == good["scheduler"]["last_epoch"] == training.scheduler.last_epoch == 28
         assert training.scaler.state_dict() == good["scaler"]
-        assert all(torch.equal(value, good["model"][name]) for name, value in training.model.state_dict().items())
+        assert all(
+            torch.equal(value, good["model"][name])
+            for name, value in training.model.state_dict().items()
+        )
         assert torch.get_rng_state().numpy().tobytes() == good["rng"]["torch"]
         assert all(parameter.grad is None for parameter in training.model.parameters())
         assert training.sampler.epoch * 1797 + training.sampler.position > 29 * 62
@@ -171,20 +215,31 @@ def test_everything_but_the_place_in_the_data_is_put_back(repo: Repository, digi
 
 
 @pytest.mark.parametrize("options", [{}, {"data": "reshuffle"}, {"back": 4}])
-def test_the_same_training_is_the_same_to_the_bit(tmp_path: Path, digits: tuple[torch.Tensor, torch.Tensor], options: Any) -> None:
+def test_the_same_training_is_the_same_to_the_bit(
+    tmp_path: Path, digits: tuple[torch.Tensor, torch.Tensor], options: Any
+) -> None:
     found = []
     for name in ("one", "two"):
         with datastates.open(tmp_path / name, config=CONFIG) as repo:
             training = Training(repo, digits, broken=frozenset({30, 33}), hot=frozenset({50}))
             guard = training.run(80, **options)
             weights = [value.clone() for value in training.model.state_dict().values()]
-            found.append((training.losses, training.rows, [(each.step, each.good.step) for each in guard.rewinds], weights))
+            found.append(
+                (
+                    training.losses,
+                    training.rows,
+                    [(each.step, each.good.step) for each in guard.rewinds],
+                    weights,
+                )
+            )
     assert found[0][:3] == found[1][:3]
     assert all(map(torch.equal, found[0][3], found[1][3]))
     assert len(found[0][2]) == 3
 
 
-def test_reshuffle_takes_the_same_samples_again_in_another_order(repo: Repository, digits: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_reshuffle_takes_the_same_samples_again_in_another_order(
+    repo: Repository, digits: tuple[torch.Tensor, torch.Tensor]
+) -> None:
     training = Training(repo, digits, broken=frozenset({20}))
     guard = training.run(28, data="reshuffle")
     assert guard.rewinds[0].good.step == 18
@@ -193,7 +248,10 @@ def test_reshuffle_takes_the_same_samples_again_in_another_order(repo: Repositor
     assert training.rows[18] != again[0]
     epoch = sorted(row for rows in (*training.rows[:18], *again) for row in rows)
     assert len(epoch) == len(set(epoch)), "each sample once an epoch"
-    assert {row for rows in first for row in rows} <= {*epoch, *training.sampler._permutation()[28 * 64 :].tolist()}
+    assert {row for rows in first for row in rows} <= {
+        *epoch,
+        *training.sampler._permutation()[28 * 64 :].tolist(),
+    }
 
 
 def test_reshuffle_begins_a_new_iteration_of_a_loader(repo: Repository) -> None:
@@ -279,7 +337,9 @@ def test_a_state_that_was_spoilt_unseen_is_not_good(repo: Repository) -> None:
         assert rare.weight.isfinite().all()
 
 
-def test_trouble_that_returns_sends_further_back_each_time_and_in_the_end_is_an_error(repo: Repository) -> None:
+def test_trouble_that_returns_sends_further_back_each_time_and_in_the_end_is_an_error(
+    repo: Repository,
+) -> None:
     weight = nn.Parameter(torch.zeros(1))
     with repo.track(weight=weight) as run:
         guard = run.guard(limit=3)
@@ -298,7 +358,10 @@ def test_trouble_that_returns_sends_further_back_each_time_and_in_the_end_is_an_
             assert rewind.branch in str(caught.value)
         assert caught.value.nearest == guard.rewinds[-1].good.uid
         assert "lower the learning rate" in str(caught.value)
-        assert {ref.name for ref in repo.refs()} == {"main", *(rewind.branch for rewind in guard.rewinds)}
+        assert {ref.name for ref in repo.refs()} == {
+            "main",
+            *(rewind.branch for rewind in guard.rewinds),
+        }
 
 
 def test_calm_losses_in_between_make_trouble_the_first_again(repo: Repository) -> None:
@@ -358,7 +421,9 @@ def test_no_good_state_at_all_is_an_error_that_says_where_the_bad_one_is(repo: R
         model.weight.fill_(math.nan)
     with repo.track(model=model) as run:
         guard = run.guard()
-        with pytest.raises(Unavailable, match=r"no good state before it can be restored.*'abandoned/main/1'"):
+        with pytest.raises(
+            Unavailable, match=r"no good state before it can be restored.*'abandoned/main/1'"
+        ):
             guard.rewound(math.nan)
 
 
@@ -373,7 +438,9 @@ def test_a_loss_that_comes_late_is_judged_a_call_later_and_the_last_one_on_deman
 
     event: Any = Event()
     of = guard_module._Loss.of
-    monkeypatch.setattr(guard_module._Loss, "of", lambda loss, run: replace(of(loss, run), is_copied=event))
+    monkeypatch.setattr(
+        guard_module._Loss, "of", lambda loss, run: replace(of(loss, run), is_copied=event)
+    )
     with repo.track(weight=nn.Parameter(torch.zeros(1))) as run:
         guard = run.guard()
         for number in range(1, 10):
@@ -396,7 +463,9 @@ def test_a_loss_on_a_device_is_read_without_stopping_it(repo: Repository) -> Non
     with repo.track(model=model) as run:
         guard = run.guard()
         for number in range(1, 10):
-            loss = model(torch.ones(4, 8, device="cuda")).square().mean() * (math.nan if number == 6 else 1.0)
+            loss = model(torch.ones(4, 8, device="cuda")).square().mean() * (
+                math.nan if number == 6 else 1.0
+            )
             torch.cuda.set_sync_debug_mode("error")
             try:
                 is_late = number != 7 and guard.rewound(loss)
@@ -458,16 +527,24 @@ def test_a_loader_among_other_things_is_refused(repo: Repository) -> None:
 
 
 def test_a_branch_whose_name_leaves_no_room_is_refused_at_once(repo: Repository) -> None:
-    with repo.track(model=nn.Linear(1, 1), branch="b" * 195) as run, pytest.raises(InvalidInput, match="at most 200"):
+    with (
+        repo.track(model=nn.Linear(1, 1), branch="b" * 195) as run,
+        pytest.raises(InvalidInput, match="at most 200"),
+    ):
         run.guard()
 
 
-def test_a_real_training_has_no_false_alarm(repo: Repository, digits: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """From the first step to where the loss is next to nothing, with every loss judged; the last batch of an epoch has five samples."""
+def test_a_real_training_has_no_false_alarm(
+    repo: Repository, digits: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """From the first step to where the loss is next to nothing, with every loss judged; the last
+    batch of an epoch has five samples."""
     training = Training(repo, digits)
     spikes = Spikes(6, 64, 2)
     steps = zip(training.sampler.batches(64, epochs=None), range(1000), strict=False)
-    assert [problem for rows, _ in steps if (problem := spikes.problem(float(training.step(rows))))] == []
+    assert [
+        problem for rows, _ in steps if (problem := spikes.problem(float(training.step(rows))))
+    ] == []
 
 
 def test_losses_are_judged_by_those_before() -> None:
@@ -497,7 +574,9 @@ def test_losses_near_zero_may_scatter_over_orders_of_magnitude() -> None:
     spikes = Spikes(6, 64, 1)
     for number in range(200):
         assert spikes.problem(10 ** -(2 + number * 7 % 13 / 6)) is None
-    assert spikes.problem(0.5) is None, "far above on the linear scale, not so far above as they scatter"
+    assert spikes.problem(0.5) is None, (
+        "far above on the linear scale, not so far above as they scatter"
+    )
     assert spikes.problem(500.0) is not None
 
 

@@ -1,4 +1,5 @@
-"""Nothing is left half done: by an interrupt in the middle of a commit, by a commit that fails, by a training that never began."""
+"""Nothing is left half done: by an interrupt in the middle of a commit, by a commit that fails,
+by a training that never began."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def made(tmp_path: Path) -> Iterator[Made]:
 
 @pytest.fixture
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Whoever tells the engine of a state is interrupted just before; the uids of those that it was told of all the same."""
+    """Whoever tells the engine of a state is interrupted just before; the uids of those that it
+    was told of all the same."""
     adopt, told = Runner._adopt, list[str]()
 
     def late(self: Runner, uid: str, *options: Any) -> None:
@@ -46,10 +48,14 @@ def held(repo: Repository) -> list[str]:
     """Uids of what is in memory and what the engine does not know of."""
     assert repo.core.tiers.captured is not None
     assert repo.core.running is not None
-    return [uid for uid in repo.core.tiers.captured.uids() if repo.core.running.line_of(uid) is None]
+    return [
+        uid for uid in repo.core.tiers.captured.uids() if repo.core.running.line_of(uid) is None
+    ]
 
 
-def test_a_merge_that_is_interrupted_as_it_commits_is_known_to_all_or_to_none(made: Made, interrupted: list[str]) -> None:
+def test_a_merge_that_is_interrupted_as_it_commits_is_known_to_all_or_to_none(
+    made: Made, interrupted: list[str]
+) -> None:
     repo = made.repo()
     run = train(repo, Training(0))
     with pytest.raises(KeyboardInterrupt):
@@ -61,7 +67,9 @@ def test_a_merge_that_is_interrupted_as_it_commits_is_known_to_all_or_to_none(ma
     run.close()
 
 
-def test_a_clone_that_is_interrupted_as_it_lands_is_known_to_all_or_to_none(made: Made, interrupted: list[str]) -> None:
+def test_a_clone_that_is_interrupted_as_it_lands_is_known_to_all_or_to_none(
+    made: Made, interrupted: list[str]
+) -> None:
     source, repo = made.repo(), made.repo()
     train(source, Training(0))
     peer = made.peer(source.serve("memory://"))
@@ -73,7 +81,9 @@ def test_a_clone_that_is_interrupted_as_it_lands_is_known_to_all_or_to_none(made
     repo.verify(uid)
 
 
-def test_an_eviction_whose_commit_fails_drops_nothing(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_eviction_whose_commit_fails_drops_nothing(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
     repo = made.repo()
     train(repo, Training(0))
     old = repo.state("main~2")
@@ -87,13 +97,17 @@ def test_an_eviction_whose_commit_fails_drops_nothing(made: Made, monkeypatch: p
         with pytest.raises(Unavailable):
             evict(repo.core, old.uid)
     assert repo.state(old.uid).status is Status.CAPTURED
-    assert all(torch.equal(tensor, before[name]) for name, tensor in repo.load(old.uid)["model"].items())
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in repo.load(old.uid)["model"].items()
+    )
     assert evict(repo.core, old.uid) > 0
     assert repo.state(old.uid).status is Status.EVICTED
 
 
 def test_a_training_that_never_began_leaves_no_line_behind(tmp_path: Path) -> None:
-    with datastates.open(tmp_path, config=Config(memory_bytes=64 << 20, durable_interval_s=None)) as repo:
+    with datastates.open(
+        tmp_path, config=Config(memory_bytes=64 << 20, durable_interval_s=None)
+    ) as repo:
         with repo.track(weight=torch.zeros(3), rng=False) as run:
             run.capture()
         with pytest.raises(InvalidInput, match="weight"):

@@ -13,7 +13,9 @@ INTERRUPTS = 100
 
 
 @pytest.mark.parametrize("seed", seeds(5, more=5))
-def test_interrupts_at_random_moments_neither_hang_a_training_nor_lose_what_was_durable(tmp_path: Path, seed: int) -> None:
+def test_interrupts_at_random_moments_neither_hang_a_training_nor_lose_what_was_durable(
+    tmp_path: Path, seed: int
+) -> None:
     counts = drive(tmp_path, INTERRUPTS, seed=seed)
     assert counts["interrupts"] >= INTERRUPTS
     assert not {name: number for name, number in counts.items() if name in ANOMALIES}

@@ -1,4 +1,5 @@
-"""How many states stay in memory where nobody said, how memory for them is taken little by little, and what the user is told of it."""
+"""How many states stay in memory where nobody said, how memory for them is taken little by
+little, and what the user is told of it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,16 @@ import datastates
 from datastates.config import Config
 from datastates.engine import memory_budget
 from datastates.engine.memory_budget import Warmer
-from datastates.policy.contract import AT_ONCE_BYTES, FEW, FEWEST, SMALL_BYTES, bytes_allowed, bytes_at_once, bytes_kept, is_tight
+from datastates.policy.contract import (
+    AT_ONCE_BYTES,
+    FEW,
+    FEWEST,
+    SMALL_BYTES,
+    bytes_allowed,
+    bytes_at_once,
+    bytes_kept,
+    is_tight,
+)
 from datastates.repository import Repository
 from datastates.state.manifest import CHUNK_BYTES
 from datastates.storage.arena import Arena
@@ -25,14 +35,26 @@ SMALL = SMALL_BYTES // CHUNK_BYTES
 
 
 def kept(*sizes: int, capacity: int = MANY, is_given: bool = False) -> int:
-    return bytes_kept([size * CHUNK_BYTES for size in sizes], capacity * CHUNK_BYTES, is_given=is_given) // CHUNK_BYTES
+    return (
+        bytes_kept(
+            [size * CHUNK_BYTES for size in sizes], capacity * CHUNK_BYTES, is_given=is_given
+        )
+        // CHUNK_BYTES
+    )
 
 
 def at_once(*sizes: int, capacity: int = MANY, is_given: bool = False) -> int:
-    return bytes_at_once([size * CHUNK_BYTES for size in sizes], capacity * CHUNK_BYTES, is_given=is_given) // CHUNK_BYTES
+    return (
+        bytes_at_once(
+            [size * CHUNK_BYTES for size in sizes], capacity * CHUNK_BYTES, is_given=is_given
+        )
+        // CHUNK_BYTES
+    )
 
 
-def test_a_version_that_shares_most_takes_a_little_more_and_one_that_shares_nothing_takes_what_another_had() -> None:
+def test_a_version_that_shares_most_takes_a_little_more_and_one_that_shares_nothing_takes_what_another_had() -> (
+    None
+):
     assert bytes_allowed(20, warm=64, at_once=64, kept=200) - 64 == 5
     assert bytes_allowed(20, warm=30, at_once=64, kept=200) == 64
     assert bytes_allowed(20, warm=198, at_once=64, kept=200) == 200
@@ -41,7 +63,9 @@ def test_a_version_that_shares_most_takes_a_little_more_and_one_that_shares_noth
 @pytest.fixture
 def cold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody touches memory ahead."""
-    monkeypatch.setattr(Arena, "warm_up", lambda arena, count=1: threading.Event().wait(0.01) or True)
+    monkeypatch.setattr(
+        Arena, "warm_up", lambda arena, count=1: threading.Event().wait(0.01) or True
+    )
 
 
 def test_small_states_share_what_is_small_beside_any_training() -> None:
@@ -66,7 +90,8 @@ def test_all_that_somebody_gave_is_used_in_the_end() -> None:
 
 
 def open_by_default(path: Path, **options: object) -> Repository:
-    return datastates.open(path / "runs", config=Config(durable_interval_s=None, **options))  # type: ignore[arg-type]  # a test's own
+    # a test's own
+    return datastates.open(path / "runs", config=Config(durable_interval_s=None, **options))  # type: ignore[arg-type]
 
 
 def capture(run: datastates.Tracker, weight: torch.Tensor, times: int) -> None:
@@ -81,17 +106,24 @@ def test_a_small_training_takes_little_memory_by_default(tmp_path: Path) -> None
     with open_by_default(tmp_path) as repo, repo.track(weight=weight, rng=False) as run:
         capture(run, weight, 30)
         assert repo.core.arena is not None
-        assert repo.core.arena.capacity > 2 * SMALL_BYTES, "this machine has too little memory for this test"
+        assert repo.core.arena.capacity > 2 * SMALL_BYTES, (
+            "this machine has too little memory for this test"
+        )
         assert repo.core.arena.warm <= SMALL_BYTES
         assert repo.core.tiers.captured is not None
         assert len(list(repo.core.tiers.captured.uids())) == SMALL // 4 - 1
 
 
 @pytest.mark.usefixtures("cold")
-def test_what_is_warm_is_used_again_before_more_is_touched_than_a_few_states_need(tmp_path: Path) -> None:
+def test_what_is_warm_is_used_again_before_more_is_touched_than_a_few_states_need(
+    tmp_path: Path,
+) -> None:
     weight = torch.arange(CHUNK_BYTES, dtype=torch.float32)
     most = at_once(4, is_given=True)
-    with open_by_default(tmp_path, memory_bytes=2 * AT_ONCE_BYTES) as repo, repo.track(weight=weight, rng=False) as run:
+    with (
+        open_by_default(tmp_path, memory_bytes=2 * AT_ONCE_BYTES) as repo,
+        repo.track(weight=weight, rng=False) as run,
+    ):
         capture(run, weight, most // 4 + 5)
         assert repo.core.arena is not None
         assert most <= repo.core.arena.warm // CHUNK_BYTES <= most + 3
@@ -108,7 +140,10 @@ def test_states_that_may_not_leave_take_more_memory_than_is_kept(tmp_path: Path)
         started.set()
         assert may_write.wait(60)
 
-    with open_by_default(tmp_path, on_step=on_step) as repo, repo.track(weight=weight, rng=False) as run:
+    with (
+        open_by_default(tmp_path, on_step=on_step) as repo,
+        repo.track(weight=weight, rng=False) as run,
+    ):
         try:
             for number in range(SMALL // 4 + 3):
                 capture(run, weight, 1)
@@ -120,19 +155,28 @@ def test_states_that_may_not_leave_take_more_memory_than_is_kept(tmp_path: Path)
             may_write.set()
 
 
-def test_captures_in_flight_are_waited_for_before_more_is_taken_than_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captures_in_flight_are_waited_for_before_more_is_taken_than_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("bytes_kept", "bytes_at_once"):
-        monkeypatch.setattr(f"datastates.engine.memory_budget.{name}", lambda sizes, capacity, is_given, latest=None: 6 * CHUNK_BYTES)
+        monkeypatch.setattr(
+            f"datastates.engine.memory_budget.{name}",
+            lambda sizes, capacity, is_given, latest=None: 6 * CHUNK_BYTES,
+        )
     weight = torch.arange(CHUNK_BYTES // 4, dtype=torch.float32)
     with open_by_default(tmp_path) as repo, repo.track(weight=weight, rng=False) as run:
         for _ in range(200):
             weight.add_(1)
             run.capture()
         assert repo.core.arena is not None
-        assert repo.core.arena.warm <= 7 * CHUNK_BYTES, "and one that was being warmed when a capture took the last"
+        assert repo.core.arena.warm <= 7 * CHUNK_BYTES, (
+            "and one that was being warmed when a capture took the last"
+        )
 
 
-def test_one_line_says_how_many_states_are_kept_and_how_to_keep_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_line_says_how_many_states_are_kept_and_how_to_keep_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     weight = torch.arange(CHUNK_BYTES, dtype=torch.float32)
     with (
         caplog.at_level(logging.INFO, logger="datastates"),
@@ -142,7 +186,9 @@ def test_one_line_says_how_many_states_are_kept_and_how_to_keep_more(tmp_path: P
         capture(run, weight, 3)
         said = [message for message in caplog.messages if "kept in memory" in message]
     (line,) = said
-    assert line.startswith(f"the newest {SMALL // 4 - 1} states (16 MiB each) are kept in memory; memory_bytes= ")
+    assert line.startswith(
+        f"the newest {SMALL // 4 - 1} states (16 MiB each) are kept in memory; memory_bytes= "
+    )
 
 
 class Watched(Arena):
@@ -171,7 +217,9 @@ def warmers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Warmer]]:
 
 
 @pytest.mark.parametrize(("is_given", "until"), [(False, SMALL), (True, 60)])
-def test_memory_becomes_warm_slot_by_slot_up_to_what_is_kept(is_given: bool, until: int, warmers: list[Warmer]) -> None:
+def test_memory_becomes_warm_slot_by_slot_up_to_what_is_kept(
+    is_given: bool, until: int, warmers: list[Warmer]
+) -> None:
     arena = Watched(60, until)
     warmers.append(Warmer(arena, is_given=is_given))
     assert arena.warm == 0, "nothing is touched for nobody"
@@ -182,7 +230,9 @@ def test_memory_becomes_warm_slot_by_slot_up_to_what_is_kept(is_given: bool, unt
     assert set(arena.touched) == {1}
 
 
-def test_small_pages_are_merged_once_enough_memory_is_warm(warmers: list[Warmer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_pages_are_merged_once_enough_memory_is_warm(
+    warmers: list[Warmer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("datastates.storage.arena._SLOW_S", -1.0)
     arena = Arena(10 * CHUNK_BYTES)
     slots = arena.acquire([CHUNK_BYTES] * 4)
@@ -211,16 +261,25 @@ def test_a_line_that_ended_needs_no_memory_any_more(warmers: list[Warmer]) -> No
     assert warmers[0].ahead > SMALL_BYTES - CHUNK_BYTES
 
 
-# --- memory runs short --------------------------------------------------------------------------------------------------------
+# --- memory runs short ----------------------------------------------------------------------------
 
 GIB = 1 << 30
 
 
 @pytest.mark.parametrize(
     ("available", "held", "expected"),
-    [(8 * GIB, 0, False), (8 * GIB, 40 * GIB, False), (8 * GIB, 60 * GIB, True), (63 << 20, 0, True), (65 << 20, 0, False), (0, 0, True)],
+    [
+        (8 * GIB, 0, False),
+        (8 * GIB, 40 * GIB, False),
+        (8 * GIB, 60 * GIB, True),
+        (63 << 20, 0, True),
+        (65 << 20, 0, False),
+        (0, 0, True),
+    ],
 )
-def test_memory_is_short_when_less_than_an_eighth_is_left_of_what_states_could_have(available: int, held: int, expected: bool) -> None:
+def test_memory_is_short_when_less_than_an_eighth_is_left_of_what_states_could_have(
+    available: int, held: int, expected: bool
+) -> None:
     assert is_tight(available, held) is expected
 
 
@@ -264,24 +323,30 @@ def test_states_are_written_to_make_room_where_memory_runs_short(
         arena = repo.core.arena
         assert arena is not None
         assert arena.warm < 16 * CHUNK_BYTES
-        assert [float(repo.load(f"t{number}")["words"][0]) for number in range(8)] == [number + 1.0 for number in range(8)]
+        assert [float(repo.load(f"t{number}")["words"][0]) for number in range(8)] == [
+            number + 1.0 for number in range(8)
+        ]
     assert any("memory runs short" in record.getMessage() for record in caplog.records)
 
 
-# --- small states share memory --------------------------------------------------------------------------------------------------
+# --- small states share memory --------------------------------------------------------------------
 
 
 def held(repo: Repository) -> tuple[int, int]:
     """How many states are in memory, and what they take of it."""
     memory = repo.core.tiers.captured
     assert memory is not None
-    return len(list(memory.uids())), memory.bytes_held + memory.bytes_beside  # type: ignore[attr-defined]  # of the memory tier
+    # of the memory tier
+    return len(list(memory.uids())), memory.bytes_held + memory.bytes_beside  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("size", [100_000, 240_000, 1_000_000, 2_202_008, 3 << 20, CHUNK_BYTES])
 def test_128_mib_hold_100_mib_of_states_whatever_their_size(size: int, tmp_path: Path) -> None:
     weight = torch.arange(size // 4, dtype=torch.float32)
-    with open_by_default(tmp_path, memory_bytes=128 << 20) as repo, repo.track(weight=weight, rng=False) as run:
+    with (
+        open_by_default(tmp_path, memory_bytes=128 << 20) as repo,
+        repo.track(weight=weight, rng=False) as run,
+    ):
         for _ in range((150 << 20) // size):
             weight.add_(1)
             run.capture()
@@ -294,7 +359,10 @@ def test_128_mib_hold_100_mib_of_states_whatever_their_size(size: int, tmp_path:
 def test_two_lines_of_other_sizes_hold_100_mib_together(tmp_path: Path) -> None:
     weights = [torch.arange(size // 4, dtype=torch.float32) for size in (2_202_008, CHUNK_BYTES)]
     with open_by_default(tmp_path, memory_bytes=128 << 20) as repo:
-        runs = [repo.track(weight=weight, rng=False, branch=f"line-{index}") for index, weight in enumerate(weights)]
+        runs = [
+            repo.track(weight=weight, rng=False, branch=f"line-{index}")
+            for index, weight in enumerate(weights)
+        ]
         for number in range(60):
             weights[number % 2].add_(1)
             runs[number % 2].capture().wait(timeout_s=60)
@@ -303,7 +371,9 @@ def test_two_lines_of_other_sizes_hold_100_mib_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ten_thousand_small_states_stay_in_memory_and_any_of_them_is_restored(tmp_path: Path) -> None:
+def test_ten_thousand_small_states_stay_in_memory_and_any_of_them_is_restored(
+    tmp_path: Path,
+) -> None:
     parameters = [torch.zeros(54) for _ in range(18)]  # 3.9 kB
     captures = []
     with open_by_default(tmp_path) as repo, repo.track(parameters=parameters, rng=False) as run:

@@ -34,7 +34,9 @@ def smith(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
 
 @pytest.mark.in_turn("many processes")
 @pytest.mark.slow
-def test_nothing_is_lost_when_many_trainings_capture_into_one_folder(smith: Forge, tmp_path: Path, record_property: Tell) -> None:
+def test_nothing_is_lost_when_many_trainings_capture_into_one_folder(
+    smith: Forge, tmp_path: Path, record_property: Tell
+) -> None:
     reports = train_together(smith, tmp_path, str(tmp_path / "runs"), None, record_property)
     with datastates.open(tmp_path / "runs") as repo:
         check(repo, reports)
@@ -45,35 +47,57 @@ def test_nothing_is_lost_when_many_trainings_capture_into_one_folder(smith: Forg
 def test_nothing_is_lost_when_many_trainings_capture_into_one_server(
     smith: Forge, tmp_path: Path, postgresql_url: str, record_property: Tell
 ) -> None:
-    reports = train_together(smith, tmp_path, postgresql_url, str(tmp_path / "packs"), record_property)
+    reports = train_together(
+        smith, tmp_path, postgresql_url, str(tmp_path / "packs"), record_property
+    )
     with datastates.open(postgresql_url, packs=tmp_path / "packs") as repo:
         check(repo, reports)
 
 
 @pytest.mark.parametrize("is_training", [True, False], ids=["while it captures", "while it rests"])
-def test_a_tag_of_another_process_makes_a_state_in_this_ones_memory_durable(smith: Forge, tmp_path: Path, is_training: bool) -> None:
+def test_a_tag_of_another_process_makes_a_state_in_this_ones_memory_durable(
+    smith: Forge, tmp_path: Path, is_training: bool
+) -> None:
     marked = threading.Event()
-    config = Config(memory_bytes=64 << 20, durable_interval_s=None, on_step=lambda step: marked.set() if step == "marked-durable" else None)
+    config = Config(
+        memory_bytes=64 << 20,
+        durable_interval_s=None,
+        on_step=lambda step: marked.set() if step == "marked-durable" else None,
+    )
     tracked = {"weight": torch.zeros(1000)}
     with datastates.open(tmp_path, config=config) as repo, repo.track(tracked=tracked) as run:
         first = run.capture().wait()
         tracked["weight"].add_(1)
         run.capture().wait()
-        assert smith.run("tests.support.contending:tag", url=str(tmp_path), name="theirs", uid=first.uid) == [first.uid]
+        assert smith.run(
+            "tests.support.contending:tag", url=str(tmp_path), name="theirs", uid=first.uid
+        ) == [first.uid]
         deadline = time.monotonic() + 30
         while not marked.wait(0.05 if is_training else 30) and time.monotonic() < deadline:
             run.capture()
-        assert {state.uid for state in repo.find("step >= 0") if state.status is Status.DURABLE} == {first.uid}
+        assert {
+            state.uid for state in repo.find("step >= 0") if state.status is Status.DURABLE
+        } == {first.uid}
         assert torch.equal(repo.load("theirs")["tracked"]["weight"], torch.zeros(1000))
 
 
-def train_together(smith: Forge, folder: Path, url: str, packs: str | None, tell: Tell) -> dict[str, Any]:
-    """What each training reports; they begin together, in a repository that the first of them makes."""
+def train_together(
+    smith: Forge, folder: Path, url: str, packs: str | None, tell: Tell
+) -> dict[str, Any]:
+    """What each training reports; they begin together, in a repository that the first of them
+    makes."""
     begin = folder / "begin"
     begin.touch()
     names = [f"training-{number}" for number in range(PROCESSES)]
     jobs = {
-        name: smith.start("tests.support.contending:train", url=url, packs=packs, name=name, captures=CAPTURES, begin=str(begin))
+        name: smith.start(
+            "tests.support.contending:train",
+            url=url,
+            packs=packs,
+            name=name,
+            captures=CAPTURES,
+            begin=str(begin),
+        )
         for name in names
     }
     for job in jobs.values():
@@ -90,7 +114,8 @@ def train_together(smith: Forge, folder: Path, url: str, packs: str | None, tell
 
 
 def check(repo: Repository, reports: dict[str, Any]) -> None:
-    """Every state is listed as it was captured, every branch can be gone on with, every move of the shared refs is in order."""
+    """Every state is listed as it was captured, every branch can be gone on with, every move of
+    the shared refs is in order."""
     assert not repo.recovered
     for name, report in reports.items():
         log = repo.log(name)
@@ -100,7 +125,9 @@ def check(repo: Repository, reports: dict[str, Any]) -> None:
         for key, value in repo.load(name, only="model")["model"].items():
             assert torch.equal(value, torch.tensor(report["weight"][key]))
     found = {state.uid: state.metrics["loss"] for state in repo.find("metrics.loss >= 0")}
-    assert found == {uid: loss for report in reports.values() for uid, loss in report["states"].items()}
+    assert found == {
+        uid: loss for report in reports.values() for uid, loss in report["states"].items()
+    }
     _check_shared(repo, reports)
     for ref in repo.refs():
         assert repo.verify(ref.name).status is Status.DURABLE
@@ -120,9 +147,16 @@ def _tell(url: str, reports: dict[str, Any], wall_s: float, tell: Tell) -> None:
     """The latency of ``record``, for whoever reads the report of the tests."""
     took = sorted(each for report in reports.values() for each in report["took"])
     assert 0 < len(took) <= PROCESSES * CAPTURES, "one transaction records several captures"
-    figures = {"p50_ms": statistics.median(took) * 1e3, "p99_ms": took[len(took) * 99 // 100] * 1e3, "max_ms": took[-1] * 1e3}
+    figures = {
+        "p50_ms": statistics.median(took) * 1e3,
+        "p99_ms": took[len(took) * 99 // 100] * 1e3,
+        "max_ms": took[-1] * 1e3,
+    }
     figures["wall_s"] = wall_s
     for name, value in figures.items():
         tell(name, round(value, 2))
     shown = ", ".join(f"{name} {value:.1f}" for name, value in figures.items())
-    sys.stdout.write(f"\n{PROCESSES} x {CAPTURES} captures, {url.split(':')[0] if '://' in url else 'folder'}: record {shown}\n")
+    sys.stdout.write(
+        f"\n{PROCESSES} x {CAPTURES} captures, {url.split(':')[0] if '://' in url else 'folder'}:"
+        f" record {shown}\n"
+    )

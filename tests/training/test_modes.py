@@ -1,4 +1,5 @@
-"""The train and eval modes of modules are part of a state: a training that resumes has them, a fork does what its script sets."""
+"""The train and eval modes of modules are part of a state: a training that resumes has them, a
+fork does what its script sets."""
 
 from __future__ import annotations
 
@@ -16,12 +17,21 @@ from datastates import Repository
 
 def made() -> tuple[nn.Sequential, torch.optim.SGD]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(3)), nn.Linear(3, 1))
+    model = nn.Sequential(
+        nn.Linear(2, 3),
+        nn.BatchNorm1d(3),
+        nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(3)),
+        nn.Linear(3, 1),
+    )
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def train(repo: Repository, until: int, *, freezes_at: int = 3, is_wrapped: bool = False, **options: Any) -> list[float]:
-    """Go on, or begin, on a branch; one batch norm freezes on the way. Returns the losses from there."""
+def train(
+    repo: Repository, until: int, *, freezes_at: int = 3, is_wrapped: bool = False, **options: Any
+) -> list[float]:
+    """Go on, or begin, on a branch; one batch norm freezes on the way.
+
+    Returns the losses from there."""
     model, optimizer = made()
     losses = []
     tracked = nn.DataParallel(model) if is_wrapped else model
@@ -47,7 +57,9 @@ def test_a_stopped_training_resumes_with_the_modes_that_it_had(tmp_path: Path, s
         assert train(repo, stop) + train(repo, 8, is_wrapped=True) == expected
 
 
-def test_a_module_that_the_script_begins_in_eval_mode_is_in_train_mode_again(tmp_path: Path) -> None:
+def test_a_module_that_the_script_begins_in_eval_mode_is_in_train_mode_again(
+    tmp_path: Path,
+) -> None:
     with datastates.open(tmp_path) as repo:
         model, optimizer = made()
         model[1].eval()
@@ -61,7 +73,9 @@ def test_a_module_that_the_script_begins_in_eval_mode_is_in_train_mode_again(tmp
             assert model[1].training
 
 
-def test_a_fork_keeps_the_modes_of_its_script_and_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fork_keeps_the_modes_of_its_script_and_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "datastates")
     with datastates.open(tmp_path) as repo:
         train(repo, 5)
@@ -70,7 +84,10 @@ def test_a_fork_keeps_the_modes_of_its_script_and_is_told(tmp_path: Path, caplog
             assert all(part.training for part in model.modules())
             assert run.report is not None
             assert run.report.in_eval == ("model/1", "model/2", "model/2.0", "model/2.1")
-    line = "branch fork: 4 modules (model/1, model/2, …) are in eval mode where it begins, and in training mode here"
+    line = (
+        "branch fork: 4 modules (model/1, model/2, …) are in eval mode where it begins, and in"
+        " training mode here"
+    )
     assert caplog.text.count(line) == 1
 
 
@@ -86,12 +103,18 @@ def test_only_an_evaluation_puts_all_of_a_trained_model_into_eval_mode(
         with repo.track(model=model) as run:
             model.eval()
             run.capture()
-        assert repo.load("main")["module_modes"].split() == ["model", *(f"model/{name}" for name, _ in model.named_modules() if name)]
+        assert repo.load("main")["module_modes"].split() == [
+            "model",
+            *(f"model/{name}" for name, _ in model.named_modules() if name),
+        ]
         model, _ = made()
         model.requires_grad_(not is_frozen)
         with repo.track(model=model):
             assert model.training is not is_frozen
-        assert ("in eval mode where it goes on, and in training mode here; the mode stays" in caplog.text) is not is_frozen
+        assert (
+            "in eval mode where it goes on, and in training mode here; the mode stays"
+            in caplog.text
+        ) is not is_frozen
         assert ("in eval mode again" in caplog.text) is is_frozen
 
 

@@ -15,13 +15,17 @@ from datastates import Config, InvalidInput, Repository
 
 @pytest.fixture
 def repo(tmp_path: Path) -> Iterator[Repository]:
-    with datastates.open(tmp_path / "runs", config=Config(memory_bytes=64 << 20, durable_interval_s=None)) as opened:
+    with datastates.open(
+        tmp_path / "runs", config=Config(memory_bytes=64 << 20, durable_interval_s=None)
+    ) as opened:
         yield opened
 
 
 def test_an_object_may_have_the_name_of_an_argument(repo: Repository) -> None:
     weight, start = torch.ones(3), torch.arange(3.0)
-    run = repo.track(rng=False, objects={"start": start, "only": [torch.zeros(2)], "defer": 7}, weight=weight)
+    run = repo.track(
+        rng=False, objects={"start": start, "only": [torch.zeros(2)], "defer": 7}, weight=weight
+    )
     uid = run.capture().wait().uid
     assert sorted(repo.load(uid)) == ["defer", "only", "start", "weight"]
     assert run.values == {"defer": 7}

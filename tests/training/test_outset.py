@@ -36,10 +36,21 @@ with datastates.open(sys.argv[1], memory_bytes=64 << 20) as repo, repo.track(wei
 """
 
 
-def test_a_script_that_goes_on_says_so_in_one_line_unless_logging_is_set_up_or_told_not_to(tmp_path: Path) -> None:
-    setups = ["", "", "logging.getLogger('datastates').setLevel(logging.WARNING)", "logging.basicConfig()"]
+def test_a_script_that_goes_on_says_so_in_one_line_unless_logging_is_set_up_or_told_not_to(
+    tmp_path: Path,
+) -> None:
+    setups = [
+        "",
+        "",
+        "logging.getLogger('datastates').setLevel(logging.WARNING)",
+        "logging.basicConfig()",
+    ]
     said = [
-        warm.run([sys.executable, "-c", SCRIPT.format(setup=setup), str(tmp_path)], capture_output=True, check=True).stderr
+        warm.run(
+            [sys.executable, "-c", SCRIPT.format(setup=setup), str(tmp_path)],
+            capture_output=True,
+            check=True,
+        ).stderr
         for setup in setups
     ]
     assert [len(lines.splitlines()) for lines in said] == [0, 1, 0, 0]
@@ -47,7 +58,9 @@ def test_a_script_that_goes_on_says_so_in_one_line_unless_logging_is_set_up_or_t
     assert said[1].endswith(", step 7, epoch 1\n")
 
 
-def test_what_a_resumed_training_leaves_behind_is_named(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_resumed_training_leaves_behind_is_named(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
     with repo.track(model=model, optimizer=optimizer, epoch=1) as run:
@@ -59,7 +72,9 @@ def test_what_a_resumed_training_leaves_behind_is_named(repo: Repository, caplog
     assert "branch main has optimizer, epoch too, and they are not tracked now" in caplog.text
 
 
-def test_a_new_branch_that_is_nearly_called_as_another_says_so(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_new_branch_that_is_nearly_called_as_another_says_so(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
     for name in ("main", "seed-1"):
         with repo.track(weight=torch.zeros(1), branch=name) as run:
             run.capture()

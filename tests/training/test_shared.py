@@ -33,7 +33,10 @@ def as_rank(tracker: Tracker, rank: int, size: int) -> Training:
 
 def stored(training: Training) -> dict[str, list[tuple[int, ...]]]:
     """The shapes of what this rank stores of each tensor."""
-    return {spec.path: [shard.shape for shard in spec.shards] for spec in training.plan_for(flatten(training.tree())).specs}
+    return {
+        spec.path: [shard.shape for shard in spec.shards]
+        for spec in training.plan_for(flatten(training.tree())).specs
+    }
 
 
 def test_buffers_are_the_first_ranks_and_all_else_is_divided(repo: Repository) -> None:
@@ -44,7 +47,9 @@ def test_buffers_are_the_first_ranks_and_all_else_is_divided(repo: Repository) -
     second = stored(as_rank(tracker, 1, 2))
     assert first["model/1.running_mean"] == [(64,)]
     assert second["model/1.running_mean"] == []
-    assert sum(map(prod, first["model/0.weight"])) + sum(map(prod, second["model/0.weight"])) == 6400
+    assert (
+        sum(map(prod, first["model/0.weight"])) + sum(map(prod, second["model/0.weight"])) == 6400
+    )
     assert sum(map(prod, first["model/0.weight"])) < 3200
 
 
@@ -58,5 +63,8 @@ def test_gradients_of_replicas_are_refused_by_name(repo: Repository) -> None:
     model = nn.Linear(2, 2)
     training = as_rank(repo.track(model=model, gradients=True), 0, 2)
     model(torch.ones(2)).sum().backward()
-    with pytest.raises(Unsupported, match=r"^gradients/model/weight is tracked by several ranks.*without gradients=True"):
+    with pytest.raises(
+        Unsupported,
+        match=r"^gradients/model/weight is tracked by several ranks.*without gradients=True",
+    ):
         stored(training)

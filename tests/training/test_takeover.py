@@ -51,11 +51,15 @@ class Holder:
 
 
 @contextmanager
-def holding(smith: Forge, folder: Path, call: str = "hold", **arguments: object) -> Iterator[Holder]:
+def holding(
+    smith: Forge, folder: Path, call: str = "hold", **arguments: object
+) -> Iterator[Holder]:
     """A training that holds its branches as long as the block."""
     pipe = folder.with_name(f"orders-{secrets.token_hex(4)}")
     os.mkfifo(pipe)
-    job = smith.start(f"tests.support.holding:{call}", folder=str(folder), orders=str(pipe), **arguments)
+    job = smith.start(
+        f"tests.support.holding:{call}", folder=str(folder), orders=str(pipe), **arguments
+    )
     if call == "hold":
         assert job.lines.readline().split() == ["holds", str(job.pid)], smith.errors()
     with pipe.open("w") as orders:
@@ -73,12 +77,17 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def test_a_branch_that_another_process_trains_is_refused_and_the_other_goes_on(smith: Forge, folder: Path) -> None:
+def test_a_branch_that_another_process_trains_is_refused_and_the_other_goes_on(
+    smith: Forge, folder: Path
+) -> None:
     with holding(smith, folder) as holder, datastates.open(folder, config=CONFIG) as repo:
         with pytest.raises(Conflict) as refused:
             begin(repo)
         said = str(refused.value)
-        assert f"'main' is held by process {holder.pid} on {socket.gethostname()} since {datetime.now(UTC):%Y-%m-%d}" in said
+        assert (
+            f"'main' is held by process {holder.pid} on {socket.gethostname()} since"
+            f" {datetime.now(UTC):%Y-%m-%d}" in said
+        )
         assert "takeover=True" in said
         assert holder.told("capture").startswith("captured")
         begin(repo, "other").capture().wait()
@@ -92,19 +101,26 @@ def test_a_branch_without_a_state_is_held_too(folder: Path, smith: Forge) -> Non
         run.capture().wait()
 
 
-def test_a_branch_that_is_taken_over_refuses_what_the_other_process_captures(smith: Forge, folder: Path) -> None:
+def test_a_branch_that_is_taken_over_refuses_what_the_other_process_captures(
+    smith: Forge, folder: Path
+) -> None:
     with holding(smith, folder) as holder, datastates.open(folder, config=CONFIG) as repo:
         with begin(repo, takeover=True) as run:
             assert run.step == DURABLE
             said = holder.told("capture")
-            assert said.startswith(f"Conflict branch 'main' was taken over by process {os.getpid()} on {socket.gethostname()}")
+            assert said.startswith(
+                f"Conflict branch 'main' was taken over by process {os.getpid()} on"
+                f" {socket.gethostname()}"
+            )
             uid = run.capture().wait("durable").uid
             assert holder.told("capture").startswith("Conflict")
         assert repo.state("main").uid == uid
         assert any(event.reason.startswith("takeover") for event in repo.reflog("main"))
 
 
-def test_a_branch_that_is_taken_back_refuses_the_one_that_took_it(smith: Forge, folder: Path) -> None:
+def test_a_branch_that_is_taken_back_refuses_the_one_that_took_it(
+    smith: Forge, folder: Path
+) -> None:
     with holding(smith, folder) as holder, datastates.open(folder, config=CONFIG) as repo:
         run = begin(repo, takeover=True)
         (said,) = smith.run("tests.support.holding:attempt", folder=str(folder), takeover=True)
@@ -116,8 +132,13 @@ def test_a_branch_that_is_taken_back_refuses_the_one_that_took_it(smith: Forge, 
             run.close()
 
 
-def test_a_branch_of_which_nothing_is_on_disk_begins_anew_when_it_is_taken_over(smith: Forge, folder: Path) -> None:
-    with holding(smith, folder, durable=0) as holder, datastates.open(folder, config=CONFIG) as repo:
+def test_a_branch_of_which_nothing_is_on_disk_begins_anew_when_it_is_taken_over(
+    smith: Forge, folder: Path
+) -> None:
+    with (
+        holding(smith, folder, durable=0) as holder,
+        datastates.open(folder, config=CONFIG) as repo,
+    ):
         run = begin(repo, takeover=True)
         assert (run.step, run.head) == (0, None)
         uid = run.capture().wait("durable").uid
@@ -134,15 +155,22 @@ def test_takeover_changes_nothing_where_nobody_holds_the_branch(smith: Forge, fo
             assert run.head.uid == uid
 
 
-def test_a_process_that_was_killed_holds_nothing_for_a_repository_that_was_open_before(smith: Forge, folder: Path) -> None:
+def test_a_process_that_was_killed_holds_nothing_for_a_repository_that_was_open_before(
+    smith: Forge, folder: Path
+) -> None:
     with holding(smith, folder) as holder, datastates.open(folder, config=CONFIG) as repo:
         holder.kill()
         assert begin(repo).step == DURABLE
 
 
 @pytest.mark.parametrize(("order", "step"), [("close", STEPS), ("drop", STEPS)])
-def test_a_tracker_that_was_closed_or_collected_releases_its_branch_alone(smith: Forge, folder: Path, order: str, step: int) -> None:
-    with holding(smith, folder, branches=["main", "other"]) as holder, datastates.open(folder, config=CONFIG) as repo:
+def test_a_tracker_that_was_closed_or_collected_releases_its_branch_alone(
+    smith: Forge, folder: Path, order: str, step: int
+) -> None:
+    with (
+        holding(smith, folder, branches=["main", "other"]) as holder,
+        datastates.open(folder, config=CONFIG) as repo,
+    ):
         assert holder.told(order) in ("closed", "dropped")
         with pytest.raises(Conflict, match="'other' is held"):
             begin(repo, "other")
@@ -151,7 +179,9 @@ def test_a_tracker_that_was_closed_or_collected_releases_its_branch_alone(smith:
 
 def test_a_forked_child_does_not_take_the_branch_of_its_parent(smith: Forge, folder: Path) -> None:
     with holding(smith, folder) as holder:
-        assert holder.told("fork").startswith(f"Conflict branch 'main' is held by process {holder.pid}"), smith.errors()
+        assert holder.told("fork").startswith(
+            f"Conflict branch 'main' is held by process {holder.pid}"
+        ), smith.errors()
         assert holder.told("capture").startswith("captured")
 
 
@@ -164,13 +194,18 @@ def test_of_two_that_begin_at_once_one_gets_the_branch(smith: Forge, folder: Pat
     assert sorted(said) == ["Conflict", "tracks"], smith.errors()
 
 
-def test_ranks_are_refused_together_and_begin_once_the_holder_is_dead(smith: Forge, folder: Path) -> None:
+def test_ranks_are_refused_together_and_begin_once_the_holder_is_dead(
+    smith: Forge, folder: Path
+) -> None:
     with holding(smith, folder) as holder:
         said = jobs.run(2, "tests.support.holding:attempt_together", folder=str(folder))
         assert [line[0].split()[0] for line in said] == ["Conflict", "Conflict"]
         assert all(f"process {holder.pid}" in line[0] for line in said)
         holder.kill()
-    assert jobs.run(2, "tests.support.holding:attempt_together", folder=str(folder)) == [["tracks"], ["tracks"]]
+    assert jobs.run(2, "tests.support.holding:attempt_together", folder=str(folder)) == [
+        ["tracks"],
+        ["tracks"],
+    ]
 
 
 def test_processes_that_save_take_turns_on_a_branch(smith: Forge, folder: Path) -> None:
@@ -181,5 +216,8 @@ def test_processes_that_save_take_turns_on_a_branch(smith: Forge, folder: Path) 
 
 
 def test_takeover_is_true_or_false(folder: Path) -> None:
-    with datastates.open(folder, config=CONFIG) as repo, pytest.raises(InvalidInput, match="takeover"):
+    with (
+        datastates.open(folder, config=CONFIG) as repo,
+        pytest.raises(InvalidInput, match="takeover"),
+    ):
         begin(repo, takeover="yes")

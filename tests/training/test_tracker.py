@@ -37,7 +37,9 @@ def train(run: Tracker, weight: torch.Tensor, count: int) -> list[str]:
     return uids
 
 
-def test_a_branch_that_exists_goes_on_and_says_so(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_branch_that_exists_goes_on_and_says_so(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
     first = repo.track(weight=(weight := torch.zeros(3)))
     assert first.resumed_from is None
     assert first.head is None
@@ -71,7 +73,9 @@ def test_a_branch_is_not_resumed_against_ones_will(repo: Repository) -> None:
     assert {ref.name for ref in repo.refs()} == {"main", "warm", "other"}
 
 
-def test_two_trainings_on_one_branch_are_a_conflict_not_a_mixture(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_trainings_on_one_branch_are_a_conflict_not_a_mixture(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mine = repo.track(weight=torch.zeros(3))
     monkeypatch.setattr(start, "_living", weakref.WeakSet())  # as it is in another process
     theirs = repo.track(weight=torch.ones(3))
@@ -197,7 +201,11 @@ def test_a_forked_child_cannot_use_what_is_its_parents(repo: Repository) -> None
     child = os.fork()
     if not child:
         refused = 0
-        for use in (run.capture, lambda: repo.load("main"), lambda: repo.track(weight=torch.zeros(3))):
+        for use in (
+            run.capture,
+            lambda: repo.load("main"),
+            lambda: repo.track(weight=torch.zeros(3)),
+        ):
             try:
                 use()
             except Closed:
@@ -231,7 +239,9 @@ def test_what_was_tracked_does_not_outlive_its_training_in_the_repository(repo: 
     assert [each() for each in gone] == [None, None]
 
 
-def test_an_interrupted_capture_neither_hangs_the_exit_nor_loses_its_room(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_capture_neither_hangs_the_exit_nor_loses_its_room(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = repo.track(weight=torch.zeros(30_000))
     run.capture().wait()
     stager = repo.core.engage().runner.stager
@@ -244,7 +254,8 @@ def test_an_interrupted_capture_neither_hangs_the_exit_nor_loses_its_room(repo: 
                 real(job)  # type: ignore[arg-type]  # a job
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(stager, "_jobs", SimpleNamespace(put=put, get=stager._jobs.get))  # its thread may ask at any time
+        # its thread may ask at any time
+        monkeypatch.setattr(stager, "_jobs", SimpleNamespace(put=put, get=stager._jobs.get))
         with pytest.raises(KeyboardInterrupt):
             run.capture()
     for _ in range(200):  # more than there is room for, if any were lost

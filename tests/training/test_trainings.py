@@ -34,7 +34,12 @@ def listed(repo: Repository) -> list[Run]:
 
 def test_each_state_has_the_configuration_of_its_training(repo: Repository) -> None:
     given = argparse.Namespace(optimizer={"lr": 0.1, "betas": (0.9, 0.99)}, name="first")
-    flat = {"optimizer.lr": 0.1, "optimizer.betas.0": 0.9, "optimizer.betas.1": 0.99, "name": "first"}
+    flat = {
+        "optimizer.lr": 0.1,
+        "optimizer.betas.0": 0.9,
+        "optimizer.betas.1": 0.99,
+        "name": "first",
+    }
     with repo.track(weight=torch.zeros(3), config=given) as run:
         assert run.config == flat
         captured = run.capture().wait()
@@ -67,7 +72,11 @@ def test_a_fork_and_a_resumed_training_have_configurations_of_their_own(repo: Re
 
 def test_states_are_found_and_sorted_by_their_configuration(repo: Repository) -> None:
     for lr in (0.01, 0.1, 0.001):
-        with repo.track(branch=f"b{lr}", weight=torch.zeros(3), config={"lr": lr, "net": {"act": "relu" if lr > 0.005 else "gelu"}}) as run:
+        with repo.track(
+            branch=f"b{lr}",
+            weight=torch.zeros(3),
+            config={"lr": lr, "net": {"act": "relu" if lr > 0.005 else "gelu"}},
+        ) as run:
             run.capture()
     with repo.track(branch="bare", weight=torch.zeros(3)) as run:
         run.capture()
@@ -77,7 +86,10 @@ def test_states_are_found_and_sorted_by_their_configuration(repo: Repository) ->
 
     assert branches("config.lr > 1e-3 order by config.lr desc") == [0.1, 0.01]
     assert branches("order by config.net.act, config.lr") == [0.001, 0.01, 0.1, None]
-    assert branches("config.net.act = gelu or not config.lr exists order by config.lr") == [0.001, None]
+    assert branches("config.net.act = gelu or not config.lr exists order by config.lr") == [
+        0.001,
+        None,
+    ]
 
 
 def test_a_training_that_is_refused_leaves_no_run(repo: Repository) -> None:
@@ -91,7 +103,9 @@ def test_a_training_that_is_refused_leaves_no_run(repo: Repository) -> None:
 
 
 def test_an_object_may_be_called_config(repo: Repository) -> None:
-    with repo.track(weight=torch.zeros(3), objects={"config": {"seen": 5}}, config={"lr": 0.1}) as run:
+    with repo.track(
+        weight=torch.zeros(3), objects={"config": {"seen": 5}}, config={"lr": 0.1}
+    ) as run:
         run.capture()
     assert repo.load("main")["config"] == {"seen": 5}
     with pytest.raises(InvalidInput, match=r"objects=\{'config'"):

@@ -1,4 +1,5 @@
-"""A training that freezes or unfreezes layers on its way goes on with what it trained, although its script does not come by there again."""
+"""A training that freezes or unfreezes layers on its way goes on with what it trained, although
+its script does not come by there again."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def trained(model: nn.Module) -> list[bool]:
     return [parameter.requires_grad for parameter in model.parameters()]
 
 
-def train(repo: Repository, until: int, *, thaws_at: int | None = THAWS_AT, freezes_at: int | None = None) -> list[float]:
+def train(
+    repo: Repository, until: int, *, thaws_at: int | None = THAWS_AT, freezes_at: int | None = None
+) -> list[float]:
     """Go on, or begin, on branch main; the losses from there."""
     model, optimizer = made()
     losses = []
@@ -52,12 +55,17 @@ def train(repo: Repository, until: int, *, thaws_at: int | None = THAWS_AT, free
 
 
 @pytest.mark.parametrize("stop", [THAWS_AT - 2, THAWS_AT, THAWS_AT + 1, THAWS_AT + 3])
-def test_a_stopped_training_goes_on_with_what_it_had_unfrozen_and_frozen(tmp_path: Path, stop: int) -> None:
+def test_a_stopped_training_goes_on_with_what_it_had_unfrozen_and_frozen(
+    tmp_path: Path, stop: int
+) -> None:
     freezes_at = THAWS_AT + 2
     with datastates.open(tmp_path / "whole") as repo:
         expected = train(repo, 10, freezes_at=freezes_at)
     with datastates.open(tmp_path / "stopped") as repo:
-        assert train(repo, stop, freezes_at=freezes_at) + train(repo, 10, freezes_at=freezes_at) == expected
+        assert (
+            train(repo, stop, freezes_at=freezes_at) + train(repo, 10, freezes_at=freezes_at)
+            == expected
+        )
 
 
 def test_whoever_starts_it_again_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -66,7 +74,10 @@ def test_whoever_starts_it_again_is_told(tmp_path: Path, caplog: pytest.LogCaptu
         train(repo, 6)
         assert "again" not in caplog.text
         train(repo, 7)
-    assert "branch main: 2 parameters (model/0.weight, model/0.bias) are trained again, as in the state that was restored" in caplog.text
+    assert (
+        "branch main: 2 parameters (model/0.weight, model/0.bias) are trained again, as in the"
+        " state that was restored" in caplog.text
+    )
 
 
 def test_going_back_goes_back_to_what_was_trained_there(tmp_path: Path) -> None:
@@ -80,7 +91,9 @@ def test_going_back_goes_back_to_what_was_trained_there(tmp_path: Path) -> None:
             assert trained(model) == [False, False, True, True]
 
 
-def test_a_script_that_runs_on_trains_what_it_says_and_tells_what_differs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_script_that_runs_on_trains_what_it_says_and_tells_what_differs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """As in two phases, the second of which trains all layers of the model of the first."""
     caplog.set_level(logging.INFO, "datastates")
     model, optimizer = made()
@@ -92,13 +105,30 @@ def test_a_script_that_runs_on_trains_what_it_says_and_tells_what_differs(tmp_pa
                 run.capture()
         other, its = made(is_frozen=False)
         with repo.track(branch="main", model=other, optimizer=its):
-            assert trained(other) == [False, False, True, True], "a new model is that of a script which begins anew"
-    assert caplog.text.count("(model/0.weight, model/0.bias) are frozen where it goes on, and trained here") == 1
-    assert caplog.text.count("(model/0.weight, model/0.bias) are trained where it goes on, and frozen here") == 1
+            assert trained(other) == [
+                False,
+                False,
+                True,
+                True,
+            ], "a new model is that of a script which begins anew"
+    assert (
+        caplog.text.count(
+            "(model/0.weight, model/0.bias) are frozen where it goes on, and trained here"
+        )
+        == 1
+    )
+    assert (
+        caplog.text.count(
+            "(model/0.weight, model/0.bias) are trained where it goes on, and frozen here"
+        )
+        == 1
+    )
     assert caplog.text.count("are frozen again") == 1
 
 
-def test_a_script_whose_branch_was_moved_elsewhere_meanwhile_trains_what_the_state_did(tmp_path: Path) -> None:
+def test_a_script_whose_branch_was_moved_elsewhere_meanwhile_trains_what_the_state_did(
+    tmp_path: Path,
+) -> None:
     model, optimizer = made()
     with datastates.open(tmp_path) as repo:
         with repo.track(branch="main", model=model, optimizer=optimizer) as run:
@@ -110,11 +140,17 @@ def test_a_script_whose_branch_was_moved_elsewhere_meanwhile_trains_what_the_sta
             assert trained(model) == [False, False, True, True]
 
 
-def test_a_guard_that_goes_on_with_the_following_batches_leaves_what_the_script_unfroze(tmp_path: Path) -> None:
-    """The good state lies before the line that unfreezes, and the loop does not come by there again."""
+def test_a_guard_that_goes_on_with_the_following_batches_leaves_what_the_script_unfroze(
+    tmp_path: Path,
+) -> None:
+    """The good state lies before the line that unfreezes, and the loop does not come by there
+    again."""
     model, optimizer = made()
     losses = iter([1.0] * THAWS_AT + [float("nan")] + [1.0] * 9)
-    with datastates.open(tmp_path) as repo, repo.track(branch="main", model=model, optimizer=optimizer) as run:
+    with (
+        datastates.open(tmp_path) as repo,
+        repo.track(branch="main", model=model, optimizer=optimizer) as run,
+    ):
         guard = run.guard()
         for epoch in run.epochs(3):
             if epoch == 1:
@@ -130,12 +166,18 @@ def test_a_guard_that_goes_on_with_the_following_batches_leaves_what_the_script_
 
 
 @pytest.mark.parametrize("data", ["skip", "reshuffle"])
-def test_a_guard_goes_back_over_a_group_that_was_added_meanwhile(tmp_path: Path, data: Literal["skip", "reshuffle"]) -> None:
-    """Who goes on with the following batches keeps the group, as it was when it was new; who goes back in the data will add it again."""
+def test_a_guard_goes_back_over_a_group_that_was_added_meanwhile(
+    tmp_path: Path, data: Literal["skip", "reshuffle"]
+) -> None:
+    """Who goes on with the following batches keeps the group, as it was when it was new; who
+    goes back in the data will add it again."""
     model, _ = made()
     optimizer = torch.optim.AdamW(model[2].parameters(), lr=0.1)
     order = PermutationSampler(64, seed=1)
-    with datastates.open(tmp_path) as repo, repo.track(branch="main", model=model, optimizer=optimizer, order=order) as run:
+    with (
+        datastates.open(tmp_path) as repo,
+        repo.track(branch="main", model=model, optimizer=optimizer, order=order) as run,
+    ):
         guard = run.guard(data=data)
         for step, _ in enumerate(run.steps(order.batches(8, epochs=None))):
             if step == THAWS_AT:
@@ -149,12 +191,20 @@ def test_a_guard_goes_back_over_a_group_that_was_added_meanwhile(tmp_path: Path,
             run.capture()
         assert guard.rewinds[0].good.step == THAWS_AT - 1
         is_kept = data == "skip"
-        assert [group["lr"] for group in optimizer.param_groups] == ([0.1, 0.01] if is_kept else [0.1])
+        assert [group["lr"] for group in optimizer.param_groups] == (
+            [0.1, 0.01] if is_kept else [0.1]
+        )
         assert trained(model) == [is_kept, is_kept, True, True]
         assert set(optimizer.state) == set(model[2].parameters())
         good = repo.load(guard.rewinds[0].good.uid)
-        assert all(torch.equal(good["model"][name], tensor) for name, tensor in model.state_dict().items())
-        assert good["optimizer"]["state"]["2.weight"]["step"] == optimizer.state[next(model[2].parameters())]["step"] == THAWS_AT - 1
+        assert all(
+            torch.equal(good["model"][name], tensor) for name, tensor in model.state_dict().items()
+        )
+        assert (
+            good["optimizer"]["state"]["2.weight"]["step"]
+            == optimizer.state[next(model[2].parameters())]["step"]
+            == THAWS_AT - 1
+        )
         if not is_kept:
             optimizer.add_param_group({"params": list(model[0].parameters())})
         model(torch.randn(8, 3)).square().mean().backward()
@@ -166,7 +216,10 @@ def test_a_guard_goes_back_over_a_group_that_was_added_meanwhile(tmp_path: Path,
 def test_a_guard_that_cannot_go_back_leaves_the_groups_as_they_are(tmp_path: Path) -> None:
     model, _ = made(is_frozen=False)
     optimizer = torch.optim.AdamW(model[2].parameters(), lr=0.1)
-    with datastates.open(tmp_path) as repo, repo.track(branch="main", model=model, optimizer=optimizer) as run:
+    with (
+        datastates.open(tmp_path) as repo,
+        repo.track(branch="main", model=model, optimizer=optimizer) as run,
+    ):
         guard = run.guard()
         optimizer.add_param_group({"params": list(model[0].parameters())})
         model(torch.randn(8, 3)).square().mean().backward()
@@ -187,7 +240,10 @@ def test_a_fork_and_a_restore_train_what_their_script_says_and_the_fork_tells_wh
         model, optimizer = made()
         with repo.track(branch="fork", start="main", model=model, optimizer=optimizer):
             assert trained(model) == [False, False, True, True]
-        assert "branch fork: 2 parameters (model/0.weight, model/0.bias) are trained where it begins, and frozen here" in caplog.text
+        assert (
+            "branch fork: 2 parameters (model/0.weight, model/0.bias) are trained where it begins,"
+            " and frozen here" in caplog.text
+        )
         report = repo.restore("main", {"model": model})
         assert (report.frozen, report.unfrozen) == ((), ("model/0.weight", "model/0.bias"))
         assert trained(model) == [False, False, True, True]
@@ -215,7 +271,9 @@ def alone(folder: Path) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def test_what_ddp_would_not_exchange_is_left_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_ddp_would_not_exchange_is_left_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with datastates.open(tmp_path / "runs") as repo, alone(tmp_path):
         train(repo, 6)
         model, optimizer = made()
@@ -225,7 +283,8 @@ def test_what_ddp_would_not_exchange_is_left_and_told(tmp_path: Path, caplog: py
 
 
 def by_groups(repo: Repository, until: int) -> list[float]:
-    """Go on, or begin, on branch main: the first layer joins the optimizer in a group of its own, with a rate of its own."""
+    """Go on, or begin, on branch main: the first layer joins the optimizer in a group of its
+    own, with a rate of its own."""
     model, _ = made()
     optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -254,12 +313,17 @@ def test_a_stopped_training_goes_on_with_the_groups_that_its_optimizer_had_got(
         expected = by_groups(repo, 10)
     with datastates.open(tmp_path / "stopped") as repo:
         assert by_groups(repo, stop) + by_groups(repo, 10) == expected
-    assert ("branch main: SGD has 2 parameters in a group of their own again" in caplog.text) is (stop > THAWS_AT)
+    assert ("branch main: SGD has 2 parameters in a group of their own again" in caplog.text) is (
+        stop > THAWS_AT
+    )
 
 
 @pytest.mark.parametrize("names", [("generator", "discriminator"), ("discriminator", "generator")])
-def test_a_group_comes_back_with_the_parameters_of_the_model_that_the_optimizer_trains(tmp_path: Path, names: tuple[str, str]) -> None:
-    """Both models have parameters of the same names, as those of a GAN, or a model and its average."""
+def test_a_group_comes_back_with_the_parameters_of_the_model_that_the_optimizer_trains(
+    tmp_path: Path, names: tuple[str, str]
+) -> None:
+    """Both models have parameters of the same names, as those of a GAN, or a model and its
+    average."""
 
     def start() -> tuple[dict[str, nn.Sequential], torch.optim.SGD]:
         models = {name: made()[0] for name in names}
@@ -272,7 +336,9 @@ def test_a_group_comes_back_with_the_parameters_of_the_model_that_the_optimizer_
             run.capture()
         models, optimizer = start()
         with repo.track(branch="main", objects={**models, "optimizer": optimizer}):
-            assert list(map(id, optimizer.param_groups[1]["params"])) == list(map(id, models["discriminator"][0].parameters()))
+            assert list(map(id, optimizer.param_groups[1]["params"])) == list(
+                map(id, models["discriminator"][0].parameters())
+            )
 
 
 def test_a_group_of_the_parameters_of_two_models_comes_back(tmp_path: Path) -> None:
@@ -284,17 +350,24 @@ def test_a_group_of_the_parameters_of_two_models_comes_back(tmp_path: Path) -> N
                 if is_first:
                     optimizer.add_param_group({"params": list(first.parameters())})
                 run.capture()
-                assert list(map(id, optimizer.param_groups[1]["params"])) == list(map(id, first.parameters()))
+                assert list(map(id, optimizer.param_groups[1]["params"])) == list(
+                    map(id, first.parameters())
+                )
 
 
-def test_an_optimizer_whose_groups_fit_none_of_the_state_is_left_as_it_is_and_refused(tmp_path: Path) -> None:
+def test_an_optimizer_whose_groups_fit_none_of_the_state_is_left_as_it_is_and_refused(
+    tmp_path: Path,
+) -> None:
     with datastates.open(tmp_path) as repo:
         by_groups(repo, 6)
         model, _ = made()
         everything = list(model.parameters())
         for parameters in (everything[:2], everything[2:3]):
             optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-            with pytest.raises(InvalidInput, match="1 of the state's 2 parameter groups: call add_param_group for the rest"):
+            with pytest.raises(
+                InvalidInput,
+                match="1 of the state's 2 parameter groups: call add_param_group for the rest",
+            ):
                 repo.track(branch="main", model=model, optimizer=optimizer)
             assert len(optimizer.param_groups) == 1
 

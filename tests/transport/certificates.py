@@ -1,4 +1,5 @@
-"""Certificates that sign themselves, made by ``openssl``; whoever asks for one is skipped without it."""
+"""Certificates that sign themselves, made by ``openssl``; whoever asks for one is skipped
+without it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,27 @@ def certificate(folder: Path, names: str = "IP:127.0.0.1,DNS:localhost") -> Tls:
     if openssl is None:
         pytest.skip("openssl is not installed")
     made, key = folder / "certificate.pem", folder / "key.pem"
-    command = [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
-    command += ["-keyout", str(key), "-out", str(made), "-subj", "/CN=test", "-addext", f"subjectAltName={names}"]
+    command = [
+        openssl,
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+    ]
+    command += [
+        "-keyout",
+        str(key),
+        "-out",
+        str(made),
+        "-subj",
+        "/CN=test",
+        "-addext",
+        f"subjectAltName={names}",
+    ]
     subprocess.run(command, check=True, capture_output=True)
     return Tls(certificate=made, key=key, trusted=made)

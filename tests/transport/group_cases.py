@@ -1,4 +1,6 @@
-"""What a group promises, whatever its ranks meet over: each case is what one rank does. All of them run in one launch."""
+"""What a group promises, whatever its ranks meet over: each case is what one rank does.
+
+All of them run in one launch."""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def exchanges_values_of_any_length(group: Group) -> None:
     sizes = [(0, 5, EXCHANGE_BYTES, 17)[rank % 4] for rank in range(group.size)]
     given = bytes([65 + group.rank]) * sizes[group.rank]
     for _ in range(3):
-        assert group.exchange(given) == [bytes([65 + rank]) * size for rank, size in enumerate(sizes)]
+        assert group.exchange(given) == [
+            bytes([65 + rank]) * size for rank, size in enumerate(sizes)
+        ]
     assert group.exchange(b"") == [b""] * group.size
 
 
@@ -50,7 +54,8 @@ def passes_tensors_on(group: Group) -> None:
 
 
 def passes_bytes_on_to_some(group: Group) -> None:
-    """Who is not named keeps what it has, and need not call; transfers follow on each other in one order."""
+    """Who is not named keeps what it has, and need not call; transfers follow on each other in
+    one order."""
     buffer = bytearray([group.rank] * 100)
     for root in range(group.size):
         to = [rank for rank in range(group.size) if rank != root and rank % 2]
@@ -112,9 +117,12 @@ def all_cases(over: str, say: Say) -> None:
 
 
 def _leaves_the_program_alone(over: str, group: Group) -> None:
-    """A collective of the program is under way on rank 0, and only comes on the others, while they exchange."""
+    """A collective of the program is under way on rank 0, and only comes on the others, while
+    they exchange."""
     if group.rank:
-        assert group.exchange(str(group.rank).encode()) == [str(rank).encode() for rank in range(group.size)]
+        assert group.exchange(str(group.rank).encode()) == [
+            str(rank).encode() for rank in range(group.size)
+        ]
     if over == "mpi":
         from mpi4py import MPI
 
@@ -153,16 +161,22 @@ def _can_be_a_part(over: str) -> None:
     if over == "torch":
         _can_be_made_again(of[rank % 2])
         for wrong in (init_device_mesh("cpu", (size,)), 3, "world"):
-            with pytest.raises(InvalidInput, match=r"is no group of torch\.distributed: give one that .* mesh\.get_group\(\)"):
+            with pytest.raises(
+                InvalidInput,
+                match=r"is no group of torch\.distributed: give one that .* mesh\.get_group\(\)",
+            ):
                 TorchGroup(wrong)  # type: ignore[arg-type]
 
 
 def _can_be_made_again(of: Any) -> None:
-    """Each meets at once; one rank keeps a group that the others close, and is the last to make the next."""
+    """Each meets at once; one rank keeps a group that the others close, and is the last to make
+    the next."""
     kept: list[Group] = []
     for _ in range(4):
         group = TorchGroup(of, timeout_s=20)
-        assert group.exchange(str(group.rank).encode()) == [str(rank).encode() for rank in range(group.size)]
+        assert group.exchange(str(group.rank).encode()) == [
+            str(rank).encode() for rank in range(group.size)
+        ]
         if group.rank:
             kept.append(group)
             time.sleep(0.02)  # by then the first rank looks for this one
@@ -173,7 +187,8 @@ def _can_be_made_again(of: Any) -> None:
 
 
 def one_dies(over: str, how: str, say: Say) -> None:
-    """The last rank dies, or hangs, before an exchange; what the others say of it, and how long that took."""
+    """The last rank dies, or hangs, before an exchange; what the others say of it, and how long
+    that took."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     group = group_of(over, timeout_s=6 if how == "hangs" else 60)
     group.barrier()
@@ -188,7 +203,10 @@ def one_dies(over: str, how: str, say: Say) -> None:
             group.exchange(b"x" * 1000)
             say("no error")
         except Unavailable as exc:
-            say("unavailable", "lost" in str(exc) or "waited" in str(exc) or "another group" in str(exc))
+            say(
+                "unavailable",
+                "lost" in str(exc) or "waited" in str(exc) or "another group" in str(exc),
+            )
     say("soon" if time.monotonic() - began < 40 else f"after {time.monotonic() - began} s")
     signal.sigwait({signal.SIGTERM})  # none learns of the death by the end of another
     os._exit(0)  # the ends of MPI and of torch wait for whoever died

@@ -1,4 +1,5 @@
-"""A stranger who speaks UCX's TCP: what anyone who reaches a port of UCX may do to the process behind it."""
+"""A stranger who speaks UCX's TCP: what anyone who reaches a port of UCX may do to the process
+behind it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ _LISTENING = "0A"
 
 def children(pid: int) -> list[int]:
     """The processes that a process has started, and theirs."""
-    own = [int(word) for task in os.listdir(f"/proc/{pid}/task") for word in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
+    own = [
+        int(word)
+        for task in os.listdir(f"/proc/{pid}/task")
+        for word in Path(f"/proc/{pid}/task/{task}/children").read_text().split()
+    ]
     return [each for child in own for each in (child, *children(child))]
 
 
@@ -29,7 +34,9 @@ def listening(pid: int) -> list[tuple[str, int]]:
     inodes = set()
     for name in os.listdir(f"/proc/{pid}/fd"):
         with suppress(OSError):
-            inodes.add(os.readlink(f"/proc/{pid}/fd/{name}").removeprefix("socket:[").removesuffix("]"))
+            inodes.add(
+                os.readlink(f"/proc/{pid}/fd/{name}").removeprefix("socket:[").removesuffix("]")
+            )
     places = []
     for row in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
         words = row.split()

@@ -1,4 +1,5 @@
-"""Sinks, feeds and a clock for tests of one clone: what they do is counted, and writing to memory that was given back is found out."""
+"""Sinks, feeds and a clock for tests of one clone: what they do is counted, and writing to
+memory that was given back is found out."""
 
 from __future__ import annotations
 
@@ -28,9 +29,13 @@ def make_chunks(count: int, length: int = 64, seed: int = 0) -> list[bytes]:
 
 
 class BytesSink:
-    """Chunks in memory. ``room``: how many may be lent at once. A buffer is dead once it was accepted or forgotten."""
+    """Chunks in memory.
 
-    def __init__(self, chunks: Sequence[bytes], *, have: Iterable[int] = (), room: int | None = None) -> None:
+    ``room``: how many may be lent at once. A buffer is dead once it was accepted or forgotten."""
+
+    def __init__(
+        self, chunks: Sequence[bytes], *, have: Iterable[int] = (), room: int | None = None
+    ) -> None:
         self.chunks, self.room = list(map(bytearray, chunks)), room
         self.lengths = tuple(map(len, chunks))
         self.data = {index: self.chunks[index] for index in have}
@@ -76,7 +81,10 @@ class BytesSink:
         return [memoryview(self.data[index])] if index in self.data else None
 
     def is_whole(self) -> bool:
-        return not self.lent and [self.data.get(index) for index in range(len(self.chunks))] == self.chunks
+        return (
+            not self.lent
+            and [self.data.get(index) for index in range(len(self.chunks))] == self.chunks
+        )
 
     def _take_back(self, index: int) -> bytearray:
         memory, views = self.lent.pop(index)
@@ -88,9 +96,10 @@ class BytesSink:
 class BytesFeed:
     """A peer that sends one chunk after another, ``pace_s`` seconds each.
 
-    It fails for good at its ``dies_at``-th chunk, sends nothing from its ``stalls_at``-th on, sends garbage for ``wrong[index]`` times,
-    and each message ``times`` times. Cancelling does not stop a transfer at once, as with a real one: ``aborts`` counts how often
-    somebody had to wait for its end.
+    It fails for good at its ``dies_at``-th chunk, sends nothing from its ``stalls_at``-th on, sends
+    garbage for ``wrong[index]`` times, and each message ``times`` times. Cancelling does not stop a
+    transfer at once, as with a real one: ``aborts`` counts how often somebody had to wait for its
+    end.
     """
 
     def __init__(
@@ -104,7 +113,14 @@ class BytesFeed:
         wrong: dict[int, int] | None = None,
         times: int = 1,
     ) -> None:
-        self.name, self.chunks, self.pace_s, self.dies_at, self.stalls_at, self.times = name, chunks, pace_s, dies_at, stalls_at, times
+        self.name, self.chunks, self.pace_s, self.dies_at, self.stalls_at, self.times = (
+            name,
+            chunks,
+            pace_s,
+            dies_at,
+            stalls_at,
+            times,
+        )
         self.wrong = Counter(wrong or {})
         self.asked: list[int] = []
         self.sent: list[int] = []
@@ -217,7 +233,9 @@ class BytesSource:
 
 
 class _Jumping(selectors.DefaultSelector):
-    """Instead of waiting it lets the clock jump. The loop sees a hang as what it is: nothing will ever happen."""
+    """Instead of waiting it lets the clock jump.
+
+    The loop sees a hang as what it is: nothing will ever happen."""
 
     now = 0.0
 
@@ -245,7 +263,9 @@ class _Inline(Executor):
 
 
 def simulate(work: Callable[[], Coroutine[Any, Any, T]]) -> tuple[T, float]:
-    """Run it in simulated time: the result, and how many seconds it took. Nothing waits, and each run goes the same way."""
+    """Run it in simulated time: the result, and how many seconds it took.
+
+    Nothing waits, and each run goes the same way."""
     selector = _Jumping()
     loop = asyncio.SelectorEventLoop(selector)
     with pytest.MonkeyPatch.context() as patch:

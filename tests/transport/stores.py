@@ -1,4 +1,5 @@
-"""A Store in memory, whose manifests are lists of digests, and what tests need to hold it open, slow it down and fill it."""
+"""A Store in memory, whose manifests are lists of digests, and what tests need to hold it open,
+slow it down and fill it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ CHUNK = 64 << 10
 
 def record(uid: str = UID, *, step: int = 1, message: str | None = None) -> StateRecord:
     """A state of no run."""
-    return StateRecord(uid, "0" * 64, step, 0, {"loss": 0.5}, {}, message, 0, "captured", (), (), None, 0, 0, 0)
+    return StateRecord(
+        uid, "0" * 64, step, 0, {"loss": 0.5}, {}, message, 0, "captured", (), (), None, 0, 0, 0
+    )
 
 
 def chunks(seed: int, count: int, length: int = CHUNK) -> list[bytes]:
@@ -32,13 +35,21 @@ def chunks(seed: int, count: int, length: int = CHUNK) -> list[bytes]:
 
 def manifest_of(pieces: Sequence[bytes]) -> bytes:
     """A manifest of these chunks, as this store writes it."""
-    return msgspec.msgpack.encode([(len(piece), hashlib.sha256(piece).digest()) for piece in pieces])
+    return msgspec.msgpack.encode(
+        [(len(piece), hashlib.sha256(piece).digest()) for piece in pieces]
+    )
 
 
 class MemorySource:
     """Gives out chunks, each in ``cuts`` pieces. ``before`` is awaited for each."""
 
-    def __init__(self, pieces: Sequence[bytes], *, cuts: int = 2, before: Callable[[int], object] | None = None) -> None:
+    def __init__(
+        self,
+        pieces: Sequence[bytes],
+        *,
+        cuts: int = 2,
+        before: Callable[[int], object] | None = None,
+    ) -> None:
         self.pieces, self.cuts, self.before = list(pieces), cuts, before
         self.manifest = manifest_of(pieces)
         self.lengths = tuple(map(len, pieces))
@@ -62,7 +73,9 @@ class MemorySink:
     """Takes the chunks of a manifest."""
 
     def __init__(self, manifest: bytes, *, cuts: int = 1) -> None:
-        self.digests: list[tuple[int, bytes]] = msgspec.msgpack.decode(manifest, type=list[tuple[int, bytes]])
+        self.digests: list[tuple[int, bytes]] = msgspec.msgpack.decode(
+            manifest, type=list[tuple[int, bytes]]
+        )
         self.lengths = tuple(length for length, _ in self.digests)
         self.memory = [bytearray(length) for length in self.lengths]
         self.accepted: set[int] = set()
@@ -91,7 +104,9 @@ class MemorySink:
 
 @dataclass
 class MemoryStore:
-    """States by uid. ``hook`` runs first in every question, in the worker thread, and may raise or wait."""
+    """States by uid.
+
+    ``hook`` runs first in every question, in the worker thread, and may raise or wait."""
 
     states: dict[str, list[bytes]] = field(default_factory=dict)
     records: list[StateRecord] = field(default_factory=lambda: [record()])

@@ -1,7 +1,8 @@
-"""Bytes that agree with every xxh3 and are others: from a man in the middle, the process that runs UCX, one of several sources, a relay.
-None is taken.
+"""Bytes that agree with every xxh3 and are others: from a man in the middle, the process that runs
+UCX, one of several sources, a relay. None is taken.
 
-A few random places here; ``python -m tests.transport.test_binding --count 1000`` tries as many as one likes.
+A few random places here; ``python -m tests.transport.test_binding --count 1000`` tries as many as
+one likes.
 """
 
 from __future__ import annotations
@@ -94,8 +95,9 @@ class LyingStore(MemoryStore):
 
 
 class Middle:
-    """Listens like a server, and passes on what comes and goes; on connections for data the bytes of ``honest`` become those of ``lie``,
-    whether a message is all of them, a part, or has them within. ``close`` fails if none was changed: nothing would have been tried.
+    """Listens like a server, and passes on what comes and goes; on connections for data the bytes
+    of ``honest`` become those of ``lie``, whether a message is all of them, a part, or has them
+    within. ``close`` fails if none was changed: nothing would have been tried.
     """
 
     def __init__(self, host: str, port: int, honest: bytes, lie: bytes) -> None:
@@ -120,12 +122,21 @@ class Middle:
         first = await reader.read(1)
         back.write(first)
         is_data = first == tcp.JOIN[:1]
-        for work in (self._pass(reader, back, (HEADER_BYTES - 1, 32), is_data), self._pass(there, writer, (32, 32), is_data)):
+        for work in (
+            self._pass(reader, back, (HEADER_BYTES - 1, 32), is_data),
+            self._pass(there, writer, (32, 32), is_data),
+        ):
             task = asyncio.create_task(work)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handshake: tuple[int, int], is_data: bool) -> None:
+    async def _pass(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        handshake: tuple[int, int],
+        is_data: bool,
+    ) -> None:
         try:
             if is_data:
                 for count in handshake:
@@ -144,7 +155,8 @@ class Middle:
             writer.close()
 
     def _lied(self, body: bytes) -> bytes:
-        """What is passed on instead of a message's bytes, which may be a part of the chunk, or have it within."""
+        """What is passed on instead of a message's bytes, which may be a part of the chunk, or
+        have it within."""
         lie = body.replace(self.honest, self.lie)
         if len(body) >= 16 and (place := self.honest.find(body)) >= 0:
             lie = self.lie[place : place + len(body)]
@@ -155,7 +167,9 @@ class Middle:
 @asynccontextmanager
 async def served(store: MemoryStore, plane: str = "tcp") -> AsyncIterator[Server]:
     url = f"{plane}://127.0.0.1:0"
-    server = Server(store, url, token=TOKEN, data=plane, timeout_s=PATIENCE_S, transport=transport_for(url))
+    server = Server(
+        store, url, token=TOKEN, data=plane, timeout_s=PATIENCE_S, transport=transport_for(url)
+    )
     await server.start()
     try:
         yield server
@@ -165,7 +179,9 @@ async def served(store: MemoryStore, plane: str = "tcp") -> AsyncIterator[Server
 
 @asynccontextmanager
 async def feeding(url: str, plane: str = "tcp") -> AsyncIterator[Feed]:
-    session = await Session.connect(url, token=TOKEN, data=plane, transport=transport_for(f"{plane}://"), timeout_s=PATIENCE_S)
+    session = await Session.connect(
+        url, token=TOKEN, data=plane, transport=transport_for(f"{plane}://"), timeout_s=PATIENCE_S
+    )
     try:
         _, feed = await session.open(UID)
         yield feed
@@ -189,7 +205,7 @@ async def refusal(work: Awaitable[Fetched]) -> str:
     return str(caught.value)
 
 
-# --- the ways; each says how often somebody lied --------------------------------------------------------------------------
+# --- the ways; each says how often somebody lied --------------------------------------------------
 
 
 async def man_in_the_middle(rng: random.Random) -> int:
@@ -209,7 +225,8 @@ async def man_in_the_middle(rng: random.Random) -> int:
 
 
 async def taken_over_helper(rng: random.Random) -> int:
-    """The process that runs UCX, or whoever is on the network between two of them, puts other bytes into what arrives."""
+    """The process that runs UCX, or whoever is on the network between two of them, puts other
+    bytes into what arrives."""
     index, lie = a_lie(rng)
     sink, lies = WholeSink(), 0
     honest_receive = UcxLink.receive
@@ -224,7 +241,10 @@ async def taken_over_helper(rng: random.Random) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(UcxLink, "receive", receive)
         patch.setenv(same_host.SWITCH, "0")
-        async with served(MemoryStore({UID: HONEST}), "ucx") as server, feeding(server.url, "ucx") as feed:
+        async with (
+            served(MemoryStore({UID: HONEST}), "ucx") as server,
+            feeding(server.url, "ucx") as feed,
+        ):
             said = await refusal(fetch(sink, [feed]))
             assert f"chunk {index} came from {feed.name}" in said
     assert not sink.has_lies()
@@ -235,7 +255,12 @@ async def second_source(rng: random.Random, *, tells: bool) -> int:
     """It brings what the origin does not have, and says so or not."""
     index, lie = a_lie(rng)
     liar, sink = LyingStore({index: lie}, tells=tells), XxhSink()
-    async with served(MemoryStore({UID: HONEST})) as one, served(liar) as other, feeding(one.url) as origin, feeding(other.url) as feed:
+    async with (
+        served(MemoryStore({UID: HONEST})) as one,
+        served(liar) as other,
+        feeding(one.url) as origin,
+        feeding(other.url) as feed,
+    ):
         said = await refusal(fetch(sink, [feed], origin=origin))
         if tells:
             assert f"{origin.name} and {feed.name} disagree about chunk {index}" in said
@@ -248,10 +273,16 @@ async def second_source(rng: random.Random, *, tells: bool) -> int:
 
 
 async def one_of_several(rng: random.Random) -> int:
-    """The user's list of sources: the first one is the origin, the other one lies and does not say so; the clone comes, whole."""
+    """The user's list of sources: the first one is the origin, the other one lies and does not
+    say so; the clone comes, whole."""
     index, lie = a_lie(rng)
     liar, sink = LyingStore({index: lie}, tells=False), XxhSink()
-    async with served(MemoryStore({UID: HONEST})) as one, served(liar) as other, feeding(one.url) as origin, feeding(other.url) as feed:
+    async with (
+        served(MemoryStore({UID: HONEST})) as one,
+        served(liar) as other,
+        feeding(one.url) as origin,
+        feeding(other.url) as feed,
+    ):
         await fetch(sink, [origin, feed], window=2)
     assert [bytes(each) for each in sink.memory] == HONEST
     return sum(source.told for source in liar.opened if isinstance(source, LyingSource))
@@ -299,7 +330,9 @@ def test_a_source_computes_once_for_all_its_clones(monkeypatch: pytest.MonkeyPat
         async with served(store) as server:
             for _ in range(3):
                 async with feeding(server.url) as feed:
-                    assert await feed.digests(range(COUNT)) == [blake3(chunk).digest() for chunk in HONEST]
+                    assert await feed.digests(range(COUNT)) == [
+                        blake3(chunk).digest() for chunk in HONEST
+                    ]
         assert sorted(reads) == list(range(COUNT))
 
     run(test())
@@ -315,12 +348,15 @@ def test_a_push_is_bound_to_whoever_pushes() -> None:
             sinks.append(XxhSink())
             return sinks[0]
 
-        store.receive = receive  # type: ignore[method-assign, assignment] # a sink that is content with xxh3
+        # a sink that is content with xxh3
+        store.receive = receive  # type: ignore[method-assign, assignment]
         async with served(store) as server:
             middle = Middle(*tcp.split(server.url)[1:], HONEST[index], lie)
             await middle.start()
             try:
-                session = await Session.connect(middle.url, token=TOKEN, transport=TcpTransport(), timeout_s=PATIENCE_S)
+                session = await Session.connect(
+                    middle.url, token=TOKEN, transport=TcpTransport(), timeout_s=PATIENCE_S
+                )
                 with pytest.raises(Corrupt, match=f"chunk {index}"):
                     await session.push(MemorySource(HONEST), offer().state.uid, offer())
                 await session.close()
@@ -362,11 +398,17 @@ def main() -> None:
     options = parser.parse_args()
 
     async def several(way: str) -> int:
-        return sum([await WAYS[way](random.Random(seed)) for seed in range(options.first, options.first + options.count)])
+        return sum(
+            [
+                await WAYS[way](random.Random(seed))
+                for seed in range(options.first, options.first + options.count)
+            ]
+        )
 
     for way in options.way or WAYS:
         lies = run(several(way))
-        print(f"{way}: {options.count} places, {lies} lies told, none taken", flush=True)  # noqa: T201 # it is a command
+        # it is a command
+        print(f"{way}: {options.count} places, {lies} lies told, none taken", flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

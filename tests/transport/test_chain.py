@@ -13,9 +13,16 @@ from datastates.errors import DatastatesError, Disconnected, Unavailable
 from datastates.transport import chain
 from datastates.transport.chain import Chains, Relay
 from datastates.transport.fetch import fetch
-from tests.transport.sinks import BytesFeed, BytesSink, BytesSource, SourceFeed, make_chunks, settled
+from tests.transport.sinks import (
+    BytesFeed,
+    BytesSink,
+    BytesSource,
+    SourceFeed,
+    make_chunks,
+    settled,
+)
 
-# --- a relay -------------------------------------------------------------------------------------------------------------
+# --- a relay --------------------------------------------------------------------------------------
 
 
 def test_a_chunk_is_given_out_only_once_its_digest_was_right() -> None:
@@ -118,13 +125,15 @@ def test_a_relay_is_idle_when_the_last_peer_has_let_go() -> None:
     asyncio.run(work())
 
 
-# --- a chain of receivers ------------------------------------------------------------------------------------------------
+# --- a chain of receivers -------------------------------------------------------------------------
 
 
 class Receiver:
     """One that forwards. ``world`` knows what answers under each url."""
 
-    def __init__(self, url: str, source: BytesSource, chains: Chains, world: dict[str, Receiver]) -> None:
+    def __init__(
+        self, url: str, source: BytesSource, chains: Chains, world: dict[str, Receiver]
+    ) -> None:
         self.url, self.chains, self.world, self.origin = url, chains, world, source
         self.sink = BytesSink(source.chunks)
         self.relay = Relay(b"", self.sink)
@@ -159,7 +168,8 @@ class _Wire(SourceFeed):
         super().__init__(name, receiver.relay)
         self.receiver = receiver
 
-    async def receive(self, index: int, buffers: list[memoryview]) -> bool:  # type: ignore[override] # fetch passes lists
+    # fetch passes lists
+    async def receive(self, index: int, buffers: list[memoryview]) -> bool:  # type: ignore[override]
         self.is_killed = self.receiver.is_killed
         return await super().receive(index, buffers)
 
@@ -177,11 +187,18 @@ def test_one_copy_leaves_the_source_for_four_receivers() -> None:
     receivers = asyncio.run(work())
     assert all(receiver.sink.is_whole() for receiver in receivers)
     assert sum(source.taken.values()) == 200
-    assert [receiver.upstreams for receiver in receivers] == [[], ["memory://0"], ["memory://1"], ["memory://2"]]
+    assert [receiver.upstreams for receiver in receivers] == [
+        [],
+        ["memory://0"],
+        ["memory://1"],
+        ["memory://2"],
+    ]
 
 
 @pytest.mark.parametrize("killed", [0, 1, 2])
-def test_when_one_of_the_chain_is_killed_those_behind_it_go_on_from_what_they_have(killed: int) -> None:
+def test_when_one_of_the_chain_is_killed_those_behind_it_go_on_from_what_they_have(
+    killed: int,
+) -> None:
     chunks = make_chunks(200)
     source, chains = BytesSource(chunks), Chains()
     world: dict[str, Receiver] = {}
@@ -202,7 +219,10 @@ def test_when_one_of_the_chain_is_killed_those_behind_it_go_on_from_what_they_ha
 
     receivers = asyncio.run(work())
     assert all(receiver.sink.is_whole() for receiver in receivers if not receiver.is_killed)
-    assert all(receiver.sink.calls["accept"] == 200 for receiver in receivers if not receiver.is_killed)  # none came twice
+    # none came twice
+    assert all(
+        receiver.sink.calls["accept"] == 200 for receiver in receivers if not receiver.is_killed
+    )
     assert f"memory://{killed}" not in chains.line("state")
     if killed:
         assert sum(source.taken.values()) == 200
@@ -227,7 +247,7 @@ def test_wrong_bytes_go_no_further_than_the_first_receiver() -> None:
     assert second.calls["accept"] == 50
 
 
-# --- who takes from whom -------------------------------------------------------------------------------------------------
+# --- who takes from whom --------------------------------------------------------------------------
 
 
 def test_receivers_form_a_line_for_each_state() -> None:
@@ -290,8 +310,17 @@ def test_lines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chains.line("three") == ()
 
 
-@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.sets(st.sampled_from("abcdef"), max_size=3), st.booleans()), max_size=40))
-def test_whoever_joins_fails_and_leaves_in_whatever_order_nobody_waits_in_a_circle(steps: list[tuple[str, set[str], bool]]) -> None:
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("abcdef"), st.sets(st.sampled_from("abcdef"), max_size=3), st.booleans()
+        ),
+        max_size=40,
+    )
+)
+def test_whoever_joins_fails_and_leaves_in_whatever_order_nobody_waits_in_a_circle(
+    steps: list[tuple[str, set[str], bool]],
+) -> None:
     chains = Chains()
     above: dict[str, str | None] = {}
     for url, failed, leaves in steps:

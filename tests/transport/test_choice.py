@@ -73,7 +73,9 @@ def test_what_a_side_offers_follows_what_it_was_told(monkeypatch: pytest.MonkeyP
     assert offer(BOTH, "ucx", "auto", is_secret=True) == (BOTH, "")
 
 
-def test_an_adapter_counts_only_with_a_ucx_that_knows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_counts_only_with_a_ucx_that_knows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mlx5_0").mkdir()
     assert not has_rdma(tmp_path)
     monkeypatch.setenv("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "true")

@@ -17,13 +17,19 @@ def test_chunks_arrive_in_any_cut_many_at_once() -> None:
             feed = await opened(peer)
             assert feed.lengths == tuple(map(len, STATE))
             assert feed.manifest == manifest_of(STATE)
-            got = await asyncio.gather(*(receive(feed, n, 10, 1000 + n, CHUNK // 2) for n in range(len(STATE))))
+            got = await asyncio.gather(
+                *(receive(feed, n, 10, 1000 + n, CHUNK // 2) for n in range(len(STATE)))
+            )
             assert got == STATE
             await feed.close()
             assert world.store.opened[0].is_closed.is_set()
             await feed.close()
         sent = world.server.sent
-        assert (sent.bytes, sent.chunks, sent.states[UID]) == (sum(map(len, STATE)), len(STATE), sum(map(len, STATE)))
+        assert (sent.bytes, sent.chunks, sent.states[UID]) == (
+            sum(map(len, STATE)),
+            len(STATE),
+            sum(map(len, STATE)),
+        )
         assert [len(transport.links) for transport in (world.near, world.far)] == [1, 1]
 
     run(test)
@@ -135,7 +141,10 @@ def test_a_chunk_whose_link_breaks_every_time_fails() -> None:
         near, far = world.near, world.far
 
         def is_asked_for_anew() -> bool:
-            return len(near.posted) == len(far.links) == len(near.links) and not near.links[-1].aborted.is_set()
+            return (
+                len(near.posted) == len(far.links) == len(near.links)
+                and not near.links[-1].aborted.is_set()
+            )
 
         far.hold.clear()
         async with session(world) as peer:
@@ -193,7 +202,11 @@ def test_a_state_that_is_released_before_its_chunk_was_read_leaves_the_link_to_t
             await one.close()
             world.far.hold.set()
             assert await wanted == STATE[2]
-            assert [link.aborted.is_set() for link in (*world.near.links, *world.far.links)] == [True, False, False]
+            assert [link.aborted.is_set() for link in (*world.near.links, *world.far.links)] == [
+                True,
+                False,
+                False,
+            ]
 
     run(test)
 
@@ -211,18 +224,21 @@ def test_what_a_receiver_asks_wrongly_is_told_before_anything_is_sent() -> None:
     run(test)
 
 
-# --- the data plane that they come over ---------------------------------------------------------------------------------------
+# --- the data plane that they come over -----------------------------------------------------------
 
 
 def test_who_resets_the_data_plane_makes_the_other_end_reset_it_too() -> None:
-    """What is sent over one end's old link to the other's new one would hang, and break the new one: so it is over UCX."""
+    """What is sent over one end's old link to the other's new one would hang, and break the new
+    one: so it is over UCX."""
 
     async def test(world: World) -> None:
         async with session(world) as peer:
             feed = await opened(peer)
             for round_ in range(3):
                 assert await receive(feed, 0) == STATE[0]
-                assert [len(transport.links) for transport in (world.near, world.far)] == [round_ + 1] * 2
+                assert [len(transport.links) for transport in (world.near, world.far)] == [
+                    round_ + 1
+                ] * 2
                 await until(lambda: not world.server.sessions[0]._sending.running)
                 world.far.hold.clear()
                 task = asyncio.create_task(receive(feed, 1))
@@ -237,7 +253,9 @@ def test_who_resets_the_data_plane_makes_the_other_end_reset_it_too() -> None:
     run(test)
 
 
-def test_a_chunk_that_was_asked_for_before_the_data_plane_was_reset_does_not_reset_it_again() -> None:
+def test_a_chunk_that_was_asked_for_before_the_data_plane_was_reset_does_not_reset_it_again() -> (
+    None
+):
     """A slow source comes to it only when others are on their way over the new link."""
 
     async def test(world: World) -> None:
@@ -262,7 +280,11 @@ def test_a_chunk_that_was_asked_for_before_the_data_plane_was_reset_does_not_res
             assert await receive(feed, 3) == STATE[3]
             gates[2].set()
             assert await wanted == STATE[2]
-            assert [link.aborted.is_set() for link in (*world.near.links, *world.far.links)] == [True, False, False]
+            assert [link.aborted.is_set() for link in (*world.near.links, *world.far.links)] == [
+                True,
+                False,
+                False,
+            ]
 
     run(test)
 
@@ -294,7 +316,8 @@ def test_a_data_plane_that_died_is_made_anew_elsewhere_and_the_chunks_come(end: 
                 if index % 3 == 1:  # half way
                     posted = len(world.near.posted)
                     world.far.hold.clear()
-                    await until(lambda: len(world.near.posted) > posted)  # noqa: B023 # waited for at once
+                    # waited for at once
+                    await until(lambda: len(world.near.posted) > posted)  # noqa: B023
                     transport.die()
                     world.far.hold.set()
                 assert await receiving == STATE[index]

@@ -1,4 +1,5 @@
-"""Connections that prove nothing, over real sockets: they are few, they do not last, and they keep nobody out."""
+"""Connections that prove nothing, over real sockets: they are few, they do not last, and they
+keep nobody out."""
 
 from __future__ import annotations
 
@@ -35,10 +36,18 @@ MOST = 32
 
 
 @asynccontextmanager
-async def served(tls: Tls | None = None, timeout_s: float = 5.0) -> AsyncIterator[tuple[Server, TcpMemory]]:
+async def served(
+    tls: Tls | None = None, timeout_s: float = 5.0
+) -> AsyncIterator[tuple[Server, TcpMemory]]:
     transport = TcpMemory()
     server = Server(
-        MemoryStore({UID: STATE}), "queue://127.0.0.1:0", token=TOKEN, tls=tls, transport=transport, limits=LIMITS, timeout_s=timeout_s
+        MemoryStore({UID: STATE}),
+        "queue://127.0.0.1:0",
+        token=TOKEN,
+        tls=tls,
+        transport=transport,
+        limits=LIMITS,
+        timeout_s=timeout_s,
     )
     await server.start()
     try:
@@ -63,7 +72,11 @@ async def crowd(server: Server, count: int, words: bytes) -> list[socket.socket]
 
 @pytest.mark.parametrize("words", FIRST_WORDS.values(), ids=FIRST_WORDS)
 @pytest.mark.parametrize("is_secret", [False, True], ids=["plain", "tls"])
-def test_connections_that_prove_nothing_are_bounded_and_keep_nobody_out(certificates: Tls, is_secret: bool, words: bytes) -> None:  # noqa: F811 # as above
+def test_connections_that_prove_nothing_are_bounded_and_keep_nobody_out(
+    certificates: Tls,  # noqa: F811 # as above
+    is_secret: bool,
+    words: bytes,
+) -> None:
     tls = certificates if is_secret else None
 
     async def work() -> None:
@@ -72,22 +85,27 @@ def test_connections_that_prove_nothing_are_bounded_and_keep_nobody_out(certific
             strangers = await crowd(server, 150, words)
             await until(lambda: server.door.admission.connections + server.refused >= 150)
             assert server.door.admission.connections <= MOST
-            assert len(os.listdir("/proc/self/fd")) <= before + 150 + MOST + 10  # whoever gives way is closed in a moment
-            peer = await Session.connect(server.url, token=TOKEN, tls=tls, transport=transport, timeout_s=PATIENCE_S)
+            # whoever gives way is closed in a moment
+            assert len(os.listdir("/proc/self/fd")) <= before + 150 + MOST + 10
+            peer = await Session.connect(
+                server.url, token=TOKEN, tls=tls, transport=transport, timeout_s=PATIENCE_S
+            )
             assert await peer.refs()
             strangers += await crowd(server, 150, words)
             assert await peer.refs()
             await peer.close()
             for each in strangers:
                 each.close()
-            await until(lambda: server.refused == 300 and not server.door.admission.connections)  # the last wait in the kernel
+            # the last wait in the kernel
+            await until(lambda: server.refused == 300 and not server.door.admission.connections)
             assert server.arrived == 1
 
     asyncio.run(asyncio.wait_for(work(), PATIENCE_S))
 
 
 @pytest.mark.parametrize("words", FIRST_WORDS.values(), ids=FIRST_WORDS)
-def test_connections_that_prove_nothing_in_time_end(certificates: Tls, words: bytes) -> None:  # noqa: F811 # as above
+# as above
+def test_connections_that_prove_nothing_in_time_end(certificates: Tls, words: bytes) -> None:  # noqa: F811
     async def work() -> None:
         async with served(certificates, timeout_s=0.3) as (server, _):
             strangers = await crowd(server, 10, words)
@@ -98,7 +116,9 @@ def test_connections_that_prove_nothing_in_time_end(certificates: Tls, words: by
     asyncio.run(asyncio.wait_for(work(), PATIENCE_S))
 
 
-def test_connections_that_are_reset_at_once_leave_nothing_and_nothing_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_connections_that_are_reset_at_once_leave_nothing_and_nothing_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def work() -> None:
         async with served() as (server, _):
             for words in (b"\0", b"\0\0\0\x40abc", b"") * 30:

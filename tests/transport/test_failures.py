@@ -1,4 +1,5 @@
-"""Errors that cross a wire are on the other side what they were here, with all that their classes promise."""
+"""Errors that cross a wire are on the other side what they were here, with all that their
+classes promise."""
 
 from __future__ import annotations
 
@@ -6,7 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from datastates.errors import Corrupt, DatastatesError, Disconnected, SyntaxProblem, Torn, Unavailable
+from datastates.errors import (
+    Corrupt,
+    DatastatesError,
+    Disconnected,
+    SyntaxProblem,
+    Torn,
+    Unavailable,
+)
 from datastates.system.failures import describe, revive
 
 

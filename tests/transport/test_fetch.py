@@ -36,7 +36,7 @@ def run(sink: Sink, feeds: Sequence[Feed], window: int = 8) -> Fetched:
         assert set(threading.enumerate()) <= before
 
 
-# --- what arrives --------------------------------------------------------------------------------------------------------
+# --- what arrives ---------------------------------------------------------------------------------
 
 
 def test_every_missing_chunk_arrives_once() -> None:
@@ -84,7 +84,9 @@ def test_progress_goes_from_the_first_byte_to_the_last_on_the_loop_thread() -> N
     assert threads == {threading.get_ident()}
 
 
-def test_progress_that_fails_is_logged_once_and_the_clone_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_progress_that_fails_is_logged_once_and_the_clone_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     chunks = make_chunks(10)
     sink = BytesSink(chunks)
 
@@ -121,7 +123,7 @@ def test_digests_are_checked_beside_the_loop_and_beside_the_transfer() -> None:
     assert names == {"datastates-verify"}
 
 
-# --- shares --------------------------------------------------------------------------------------------------------------
+# --- shares ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [9, 30, 300])
@@ -144,12 +146,15 @@ def test_feeds_share_by_their_speed_and_end_together() -> None:
     sink = BytesSink(chunks)
 
     async def clone() -> Fetched:
-        return await fetch(sink, [BytesFeed("slow", chunks, pace_s=0.01), BytesFeed("fast", chunks, pace_s=0.001)])
+        return await fetch(
+            sink, [BytesFeed("slow", chunks, pace_s=0.01), BytesFeed("fast", chunks, pace_s=0.001)]
+        )
 
     fetched, took_s = simulate(clone)
     assert sink.is_whole()
     assert 8 < fetched.bytes_by_feed["fast"] / fetched.bytes_by_feed["slow"] < 12
-    assert took_s < 300 / (100 + 1000) + 0.03  # what both could do at best, and three chunks of the slow one
+    # what both could do at best, and three chunks of the slow one
+    assert took_s < 300 / (100 + 1000) + 0.03
 
 
 @pytest.mark.parametrize("connects_s", [0.0, 0.02, 0.05])
@@ -172,7 +177,11 @@ def test_a_source_that_never_connects_delays_little() -> None:
     sink = BytesSink(chunks)
 
     async def clone() -> Fetched:
-        return await fetch(sink, [BytesFeed("a", chunks, pace_s=0.001)], late=[failing(10, Disconnected("b does not answer"))])
+        return await fetch(
+            sink,
+            [BytesFeed("a", chunks, pace_s=0.001)],
+            late=[failing(10, Disconnected("b does not answer"))],
+        )
 
     _, took_s = simulate(clone)
     assert sink.is_whole()
@@ -184,7 +193,11 @@ def test_a_feed_is_waited_for_when_none_is_there_yet() -> None:
     sink = BytesSink(chunks)
 
     async def clone() -> Fetched:
-        return await fetch(sink, [], late=[failing(1, Disconnected("a does not answer")), after(3, BytesFeed("b", chunks))])
+        return await fetch(
+            sink,
+            [],
+            late=[failing(1, Disconnected("a does not answer")), after(3, BytesFeed("b", chunks))],
+        )
 
     fetched, took_s = simulate(clone)
     assert sink.is_whole()
@@ -196,7 +209,14 @@ def test_when_no_feed_can_be_reached_the_last_error_says_so() -> None:
     sink = BytesSink(make_chunks(5))
 
     async def clone() -> Fetched:
-        return await fetch(sink, [], late=[failing(2, Disconnected("b does not answer")), failing(1, Disconnected("a does not answer"))])
+        return await fetch(
+            sink,
+            [],
+            late=[
+                failing(2, Disconnected("b does not answer")),
+                failing(1, Disconnected("a does not answer")),
+            ],
+        )
 
     with pytest.raises(Disconnected, match="b does not answer"):
         simulate(clone)
@@ -218,13 +238,17 @@ def test_the_last_chunks_are_taken_from_a_feed_that_stalls() -> None:
     assert fetched.lost == {}  # it may yet be needed
 
 
-# --- failures ------------------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 def test_the_others_do_what_a_dead_feed_leaves() -> None:
     chunks = make_chunks(100)
     sink = BytesSink(chunks)
-    feeds = [BytesFeed("host-a", chunks), BytesFeed("host-b", chunks, dies_at=10), BytesFeed("host-c", chunks)]
+    feeds = [
+        BytesFeed("host-a", chunks),
+        BytesFeed("host-b", chunks, dies_at=10),
+        BytesFeed("host-c", chunks),
+    ]
     fetched = run(sink, feeds)
     assert sink.is_whole()
     assert fetched.bytes_by_feed["host-b"] == sum(len(chunks[index]) for index in feeds[1].sent)
@@ -297,13 +321,16 @@ def test_an_error_of_the_sink_ends_the_clone_and_blames_no_peer() -> None:
     assert sink.is_whole()
 
 
-# --- wrong bytes ---------------------------------------------------------------------------------------------------------
+# --- wrong bytes ----------------------------------------------------------------------------------
 
 
 def test_a_wrong_chunk_is_asked_of_another_feed() -> None:
     chunks = make_chunks(30)
     sink = BytesSink(chunks)
-    liar, honest = BytesFeed("liar", chunks, wrong=dict.fromkeys(range(30), 9)), BytesFeed("honest", chunks)
+    liar, honest = (
+        BytesFeed("liar", chunks, wrong=dict.fromkeys(range(30), 9)),
+        BytesFeed("honest", chunks),
+    )
     fetched = run(sink, [liar, honest])
     assert sink.is_whole()
     assert liar.asked
@@ -332,7 +359,7 @@ def test_a_chunk_that_is_wrong_twice_is_corrupt_and_the_peers_are_named(names: l
     assert sink.is_whole()
 
 
-# --- room ----------------------------------------------------------------------------------------------------------------
+# --- room -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("room", [1, 3])
@@ -386,7 +413,8 @@ def test_slow_checks_hold_the_transfer_back() -> None:
     async def clone() -> int:
         task = asyncio.create_task(fetch(sink, [feed]))
         before = -1
-        while len(feed.asked) != before or not before:  # until 100 turns of the loop ask for nothing new
+        while len(feed.asked) != before or not before:
+            # until 100 turns of the loop ask for nothing new
             before = len(feed.asked)
             for _ in range(100):
                 await asyncio.sleep(0)
@@ -398,7 +426,7 @@ def test_slow_checks_hold_the_transfer_back() -> None:
     assert sink.is_whole()
 
 
-# --- cancelling ----------------------------------------------------------------------------------------------------------
+# --- cancelling -----------------------------------------------------------------------------------
 
 
 def test_digests_that_are_being_checked_are_waited_for_while_the_loop_goes_on() -> None:
@@ -463,7 +491,9 @@ def test_nothing_holds_the_sink_once_it_is_over() -> None:
 
 
 @pytest.mark.parametrize("block", seeds(8))
-def test_cancelling_leaves_no_task_no_thread_and_no_writer_and_the_rest_can_be_fetched(block: int) -> None:
+def test_cancelling_leaves_no_task_no_thread_and_no_writer_and_the_rest_can_be_fetched(
+    block: int,
+) -> None:
     for seed in range(block * 25, block * 25 + 25):
         before = set(threading.enumerate())
         asyncio.run(_cancel_once(random.Random(seed)))
@@ -473,7 +503,10 @@ def test_cancelling_leaves_no_task_no_thread_and_no_writer_and_the_rest_can_be_f
 async def _cancel_once(generator: random.Random) -> None:
     chunks = make_chunks(40)
     sink = BytesSink(chunks, room=generator.choice([None, 5]))
-    feeds = [BytesFeed(name, chunks, dies_at=generator.choice([None, None, 5])) for name in "abc"[: generator.randint(1, 3)]]
+    feeds = [
+        BytesFeed(name, chunks, dies_at=generator.choice([None, None, 5]))
+        for name in "abc"[: generator.randint(1, 3)]
+    ]
     late = [after(0, BytesFeed("d", chunks))] if generator.random() < 0.5 else []
     task = asyncio.create_task(fetch(sink, feeds, late=late, window=generator.randint(1, 8)))
     for _ in range(generator.randint(1, 60)):

@@ -41,7 +41,9 @@ FAR, HERE, LINK = ("10.0.0.2", 4711), ("127.0.0.1", 4711), ("169.254.7.7", 4711)
         ("memory://relay", None, True),
     ],
 )
-def test_a_source_passes_on_only_where_its_peer_is(url: str, remote: tuple[str, int] | None, expected: bool) -> None:
+def test_a_source_passes_on_only_where_its_peer_is(
+    url: str, remote: tuple[str, int] | None, expected: bool
+) -> None:
     assert is_at(url, remote) is expected
 
 
@@ -65,7 +67,9 @@ def test_a_source_passes_on_only_where_its_peer_is(url: str, remote: tuple[str, 
         ("memory://relay", None, True),
     ],
 )
-def test_a_receiver_dials_nothing_near_itself_because_a_source_says_so(url: str, source: tuple[str, int] | None, expected: bool) -> None:
+def test_a_receiver_dials_nothing_near_itself_because_a_source_says_so(
+    url: str, source: tuple[str, int] | None, expected: bool
+) -> None:
     assert may_dial(url, source) is expected
 
 
@@ -85,7 +89,12 @@ def test_a_receiver_that_is_sent_about_takes_the_state_from_the_source_itself() 
     async def test() -> None:
         relays, dialled = Lying(), list[str]()
         server = Server(
-            MemoryStore({UID: STATE}), "tcp://127.0.0.1:0", token=TOKEN, timeout_s=PATIENCE_S, transport=TcpTransport(), relays=relays
+            MemoryStore({UID: STATE}),
+            "tcp://127.0.0.1:0",
+            token=TOKEN,
+            timeout_s=PATIENCE_S,
+            transport=TcpTransport(),
+            relays=relays,
         )
         await server.start()
         near = TcpTransport()
@@ -94,7 +103,9 @@ def test_a_receiver_that_is_sent_about_takes_the_state_from_the_source_itself() 
             dialled.append(url)
             return await Session.connect(url, token=TOKEN, transport=near, timeout_s=PATIENCE_S)
 
-        forwarder = await Forwarder.join(server.url, UID, connect=connect, transport=near, token=TOKEN, tls=None)
+        forwarder = await Forwarder.join(
+            server.url, UID, connect=connect, transport=near, token=TOKEN, tls=None
+        )
         sink = MemorySink(forwarder.manifest)
         await forwarder.fetch(sink, timeout_s=PATIENCE_S, on_progress=None)
         assert [bytes(chunk) for chunk in sink.memory] == STATE
@@ -106,19 +117,32 @@ def test_a_receiver_that_is_sent_about_takes_the_state_from_the_source_itself() 
     loop.run(asyncio.wait_for(test(), 30))
 
 
-def test_a_source_that_names_others_for_ever_gives_the_state_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_names_others_for_ever_gives_the_state_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It does so even when it is asked for its own bytes."""
-    monkeypatch.setattr("datastates.transport.requests.Answers._join", lambda self, question: "tcp://169.254.169.1:80")
+    monkeypatch.setattr(
+        "datastates.transport.requests.Answers._join",
+        lambda self, question: "tcp://169.254.169.1:80",
+    )
 
     async def test() -> None:
-        server = Server(MemoryStore({UID: STATE}), "tcp://127.0.0.1:0", token=TOKEN, timeout_s=PATIENCE_S, transport=TcpTransport())
+        server = Server(
+            MemoryStore({UID: STATE}),
+            "tcp://127.0.0.1:0",
+            token=TOKEN,
+            timeout_s=PATIENCE_S,
+            transport=TcpTransport(),
+        )
         await server.start()
         near = TcpTransport()
 
         async def connect(url: str) -> Session:
             return await Session.connect(url, token=TOKEN, transport=near, timeout_s=PATIENCE_S)
 
-        forwarder = await Forwarder.join(server.url, UID, connect=connect, transport=near, token=TOKEN, tls=None)
+        forwarder = await Forwarder.join(
+            server.url, UID, connect=connect, transport=near, token=TOKEN, tls=None
+        )
         sink = MemorySink(forwarder.manifest)
         await forwarder.fetch(sink, timeout_s=PATIENCE_S, on_progress=None)
         assert [bytes(chunk) for chunk in sink.memory] == STATE
@@ -132,10 +156,20 @@ def test_a_relay_elsewhere_than_its_owner_is_told_to_nobody() -> None:
     async def test() -> None:
         relays = Chains()
         server = Server(
-            MemoryStore({UID: STATE}), "tcp://127.0.0.1:0", token=TOKEN, timeout_s=PATIENCE_S, transport=TcpTransport(), relays=relays
+            MemoryStore({UID: STATE}),
+            "tcp://127.0.0.1:0",
+            token=TOKEN,
+            timeout_s=PATIENCE_S,
+            transport=TcpTransport(),
+            relays=relays,
         )
         await server.start()
-        one, two = [await Session.connect(server.url, token=TOKEN, transport=TcpTransport(), timeout_s=PATIENCE_S) for _ in range(2)]
+        one, two = [
+            await Session.connect(
+                server.url, token=TOKEN, transport=TcpTransport(), timeout_s=PATIENCE_S
+            )
+            for _ in range(2)
+        ]
         await one.open(UID, relay="tcp://10.9.9.9:5432", here=False)
         opened, _ = await two.open(UID, relay="tcp://127.0.0.1:7", here=False)
         assert opened.upstream is None

@@ -1,7 +1,9 @@
-"""Mutated control messages against a live server on TCP, before, during and after a correct handshake, and mutated data connections.
+"""Mutated control messages against a live server on TCP, before, during and after a correct
+handshake, and mutated data connections.
 
-Each ends in an error reply or a closed connection within a second, none in a hang, an unexpected exception or memory that stays taken,
-and the server goes on serving. The seed is fixed: a failure names the message, and comes again.
+Each ends in an error reply or a closed connection within a second, none in a hang, an unexpected
+exception or memory that stays taken, and the server goes on serving. The seed is fixed: a failure
+names the message, and comes again.
 """
 
 from __future__ import annotations
@@ -60,7 +62,14 @@ from tests.transport.worlds import PATIENCE_S, STATE
 
 TOKEN = b"0123456789abcdef"
 CASES = 4_000
-PARTS = {"first frames": 14, "second frames": 6, "torn connections": 4, "wrong codes": 1, "joins": 2, "authenticated": 13}
+PARTS = {
+    "first frames": 14,
+    "second frames": 6,
+    "torn connections": 4,
+    "wrong codes": 1,
+    "joins": 2,
+    "authenticated": 13,
+}
 SHARES = {name: part * CASES // sum(PARTS.values()) for name, part in PARTS.items()}
 MEMORY_BYTES = 64 << 20
 SLOWEST_S = 1.0
@@ -72,7 +81,12 @@ class TcpMemory(MemoryTransport):
     """Control over real sockets, data within the process."""
 
     async def listen(
-        self, url: str, accept: Callable[[Channel], Awaitable[None]], *, tls: Tls | None = None, door: Door | None = None
+        self,
+        url: str,
+        accept: Callable[[Channel], Awaitable[None]],
+        *,
+        tls: Tls | None = None,
+        door: Door | None = None,
     ) -> Listener:
         return await tcp.listen(url, accept, tls=tls, door=door, join=TcpTransport()._join)
 
@@ -80,7 +94,7 @@ class TcpMemory(MemoryTransport):
         return await tcp.dial(url, timeout_s=timeout_s, tls=tls)
 
 
-# --- mutations --------------------------------------------------------------------------------------------------------------
+# --- mutations ------------------------------------------------------------------------------------
 
 
 def _flip(rng: random.Random, body: bytes) -> bytes:
@@ -143,7 +157,8 @@ def _retype(rng: random.Random, body: bytes) -> bytes:
 
 
 def _alter(rng: random.Random, body: bytes) -> bytes:
-    """Another value of the same type, somewhere: mostly a message still, but not one that belongs there."""
+    """Another value of the same type, somewhere: mostly a message still, but not one that
+    belongs there."""
 
     def altered(value: object) -> object:
         if isinstance(value, dict) and value:
@@ -153,9 +168,13 @@ def _alter(rng: random.Random, body: bytes) -> bytes:
             at = rng.randrange(len(value))
             return [*value[:at], altered(value[at]), *value[at + 1 :]]
         if isinstance(value, int):
-            return rng.choice([0, 1, 2, 19, 20, 63, 64, CHUNK, CHUNK + 1, (1 << 31) - 1, rng.randrange(1 << 31)])
+            return rng.choice(
+                [0, 1, 2, 19, 20, 63, 64, CHUNK, CHUNK + 1, (1 << 31) - 1, rng.randrange(1 << 31)]
+            )
         if isinstance(value, str):
-            return rng.choice(["", "x", "main", UID, "\udfff".encode("utf-8", "replace").decode(), "x" * 300])
+            return rng.choice(
+                ["", "x", "main", UID, "\udfff".encode("utf-8", "replace").decode(), "x" * 300]
+            )
         return rng.randbytes(rng.choice([0, 10, 32])) if isinstance(value, bytes) else value
 
     return msgpack.encode(altered(msgpack.decode(body)))
@@ -169,27 +188,52 @@ def _keep(rng: random.Random, body: bytes) -> bytes:
     return body
 
 
-MUTATIONS = [_flip, _flip, _truncate, _extend, _splice, _oversize, _nest, _retype, _retype, _alter, _alter, _alter, _noise, _keep]
+MUTATIONS = [
+    _flip,
+    _flip,
+    _truncate,
+    _extend,
+    _splice,
+    _oversize,
+    _nest,
+    _retype,
+    _retype,
+    _alter,
+    _alter,
+    _alter,
+    _noise,
+    _keep,
+]
 
 
 def fitting(number: int) -> list[bytes]:
-    """Messages that fit a session whose client holds the state open: what is left of them is often understood."""
+    """Messages that fit a session whose client holds the state open: what is left of them is
+    often understood."""
     ask = number + 2
     wants: list[Message] = [Want(0, index, number << 8, (len(STATE[index]),)) for index in (0, 1)]
     wants.append(Want(0, 0, number << 8, (CHUNK - 1, 1)))
-    questions: list[Question] = [Refs(), Find("loss < 1", 10), Log("main", 10), Resolve("main"), Resolve("x")]
+    questions: list[Question] = [
+        Refs(),
+        Find("loss < 1", 10),
+        Log("main", 10),
+        Resolve("main"),
+        Resolve("x"),
+    ]
     questions += [Open(UID), Open(UID, near=True), Open("0"), Release(0), Push(0, 10)]
     questions += [Digests(0, (0, 1, 2)), Digests(0, (len(STATE),)), Digests(7, (0,))]
     wants.append(Moved(b"somewhere", number % 2 == 0))
     took = [Took(0, 2, CHUNK), Took(7, 1, 1)]
-    return [encode(message) for message in [*wants, *took, *(Ask(ask, question) for question in questions)]]
+    return [
+        encode(message)
+        for message in [*wants, *took, *(Ask(ask, question) for question in questions)]
+    ]
 
 
 def mutated(rng: random.Random, bodies: list[bytes] = BODIES) -> bytes:
     return rng.choice(MUTATIONS)(rng, rng.choice(bodies)) or b"\0"
 
 
-# --- clients that send them ---------------------------------------------------------------------------------------------------
+# --- clients that send them -----------------------------------------------------------------------
 
 
 class Fuzzer:
@@ -221,7 +265,9 @@ class Fuzzer:
         """A length that is too large, or larger than what follows; then the end."""
         channel = await self.dial()
         body = mutated(self.rng)
-        announced = self.rng.choice([len(body) + 1, FIRST_FRAME_BYTES, FIRST_FRAME_BYTES + 1, 1 << 31, (1 << 32) - 1, 0])
+        announced = self.rng.choice(
+            [len(body) + 1, FIRST_FRAME_BYTES, FIRST_FRAME_BYTES + 1, 1 << 31, (1 << 32) - 1, 0]
+        )
         channel._writer.write(struct.pack(">I", announced) + body)
         if announced > FIRST_FRAME_BYTES:
             assert await self._end(channel) == "closed", announced
@@ -230,7 +276,12 @@ class Fuzzer:
 
     async def join(self) -> None:
         """What begins like a connection for data and is none: it names no session."""
-        header = self.rng.choice(MUTATIONS[:4])(self.rng, tcp.JOIN + self.rng.randbytes(HEADER_BYTES - len(tcp.JOIN))) or b"D"
+        header = (
+            self.rng.choice(MUTATIONS[:4])(
+                self.rng, tcp.JOIN + self.rng.randbytes(HEADER_BYTES - len(tcp.JOIN))
+            )
+            or b"D"
+        )
         began = time.process_time()
         reader, writer = await asyncio.open_connection(*tcp.split(self.server.url)[1:])
         writer.write(tcp.JOIN[:1] + header[1:])
@@ -248,14 +299,24 @@ class Fuzzer:
     async def wrong_code(self) -> None:
         channel, sealed = await self._authenticated()
         body = self.rng.choice(BODIES)
-        await channel.send(self.rng.choice([body, body + bytes(16), sealed._outgoing.next(body)[:15], body + self.rng.randbytes(16)]))
+        await channel.send(
+            self.rng.choice(
+                [
+                    body,
+                    body + bytes(16),
+                    sealed._outgoing.next(body)[:15],
+                    body + self.rng.randbytes(16),
+                ]
+            )
+        )
         end = await self._end(channel)
         assert end == "closed", body
         self.outcomes["wrong code: closed"] += 1
         await channel.close()
 
     async def authenticated(self, count: int) -> None:
-        """Messages with right codes, each followed by a question: it is answered, or the connection is closed."""
+        """Messages with right codes, each followed by a question: it is answered, or the
+        connection is closed."""
         channel, sealed = await self._authenticated()
         for number in range(count):
             body = mutated(self.rng, fitting(number) if self.rng.random() < 0.7 else BODIES)
@@ -264,16 +325,23 @@ class Fuzzer:
             if outcome == "closed":
                 await channel.close()
                 channel, sealed = await self._authenticated()
-                await self._ask_behind(sealed, encode(Ask(0, Open(UID))), 1)  # what is wanted is held open, mostly
+                # what is wanted is held open, mostly
+                await self._ask_behind(sealed, encode(Ask(0, Open(UID))), 1)
         await channel.close()
 
     async def _authenticated(self) -> tuple[tcp.TcpChannel, Sealed]:
         channel = await self.dial()
-        sealed, _ = await greet(channel, Ready(("memory",), await self.transport.address(), 60_000), token=TOKEN, timeout_s=PATIENCE_S)
+        sealed, _ = await greet(
+            channel,
+            Ready(("memory",), await self.transport.address(), 60_000),
+            token=TOKEN,
+            timeout_s=PATIENCE_S,
+        )
         return channel, sealed
 
     async def _ask_behind(self, sealed: Sealed, body: bytes, number: int) -> str:
-        """``closed``, or ``answered``, by an error or as asked; what is no message at all must close the connection."""
+        """``closed``, or ``answered``, by an error or as asked; what is no message at all must
+        close the connection."""
         began = time.process_time()
         try:
             async with asyncio.timeout(PATIENCE_S):
@@ -330,14 +398,23 @@ def test_no_mutated_message_hangs_crashes_or_bloats_the_server(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(connections, "_BURST", 1 << 20)  # connections are taken as they come: thousands are made here, one after another
+    # connections are taken as they come: thousands are made here, one after another
+    monkeypatch.setattr(connections, "_BURST", 1 << 20)
 
     async def test() -> Counter[str]:
         complaints: list[dict[str, object]] = []
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+        asyncio.get_running_loop().set_exception_handler(
+            lambda loop, context: complaints.append(context)
+        )
         before = asyncio.all_tasks()
         transport = TcpMemory()
-        server = Server(MemoryStore({UID: STATE}), "ucx://127.0.0.1:0", token=TOKEN, timeout_s=PATIENCE_S, transport=transport)
+        server = Server(
+            MemoryStore({UID: STATE}),
+            "ucx://127.0.0.1:0",
+            token=TOKEN,
+            timeout_s=PATIENCE_S,
+            transport=transport,
+        )
         await server.start()
         fuzzer = Fuzzer(server, random.Random(seed))
         await fuzzer.authenticated(50)  # what is made once is made before memory is counted

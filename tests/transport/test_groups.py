@@ -1,4 +1,5 @@
-"""Groups: one process, ranks of torch.distributed and ranks of MPI meet, exchange what is small, and pass on what is large."""
+"""Groups: one process, ranks of torch.distributed and ranks of MPI meet, exchange what is small,
+and pass on what is large."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The handshake: who does not know the token learns nothing, and nothing can be changed on the way."""
+"""The handshake: who does not know the token learns nothing, and nothing can be changed on the
+way."""
 
 from __future__ import annotations
 
@@ -11,7 +12,17 @@ import pytest
 from datastates.errors import Disconnected, InvalidInput, PeerFault, Unauthorized, Unavailable
 from datastates.transport import protocol
 from datastates.transport.handshake import Sealed, admit, greet, read_token
-from datastates.transport.protocol import Challenge, Hello, Identity, Ping, Proof, Ready, Welcome, decode, encode
+from datastates.transport.protocol import (
+    Challenge,
+    Hello,
+    Identity,
+    Ping,
+    Proof,
+    Ready,
+    Welcome,
+    decode,
+    encode,
+)
 from tests.support.secrets_kept import keep
 from tests.transport.wires import Change, QueueChannel
 from tests.transport.worlds import PATIENCE_S
@@ -23,7 +34,12 @@ Side = tuple[Sealed, Ready] | BaseException
 
 
 async def shake(
-    left: QueueChannel, right: QueueChannel, client: bytes = TOKEN, server: bytes = TOKEN, *, timeout_s: float = PATIENCE_S
+    left: QueueChannel,
+    right: QueueChannel,
+    client: bytes = TOKEN,
+    server: bytes = TOKEN,
+    *,
+    timeout_s: float = PATIENCE_S,
 ) -> tuple[Side, Side]:
     """What both sides got."""
     sides: tuple[Awaitable[tuple[Sealed, Ready]], ...] = (
@@ -61,8 +77,13 @@ def test_both_sides_learn_of_each_other(token: bytes) -> None:
     asyncio.run(test())
 
 
-@pytest.mark.parametrize(("client", "server"), [(b"another token 16", TOKEN), (b"", TOKEN), (TOKEN, b""), (TOKEN, TOKEN[:-1] + b"F")])
-def test_a_client_with_another_token_is_turned_away_and_told_nothing(client: bytes, server: bytes) -> None:
+@pytest.mark.parametrize(
+    ("client", "server"),
+    [(b"another token 16", TOKEN), (b"", TOKEN), (TOKEN, b""), (TOKEN, TOKEN[:-1] + b"F")],
+)
+def test_a_client_with_another_token_is_turned_away_and_told_nothing(
+    client: bytes, server: bytes
+) -> None:
     async def test() -> None:
         left, right = QueueChannel.pair()
         near, far = await shake(left, right, client, server)
@@ -88,7 +109,11 @@ def test_a_server_that_does_not_know_the_token_is_not_believed() -> None:
             assert isinstance(proof, Proof)
             await right.send(encode(Welcome(proof.mac)))  # the client's own code, turned round
 
-        near, _ = await asyncio.gather(greet(left, CLIENT, token=TOKEN, timeout_s=PATIENCE_S), impostor(), return_exceptions=True)
+        near, _ = await asyncio.gather(
+            greet(left, CLIENT, token=TOKEN, timeout_s=PATIENCE_S),
+            impostor(),
+            return_exceptions=True,
+        )
         assert isinstance(near, Unauthorized)
         assert "does not know the token" in str(near)
         assert all(b"address" not in frame for frame in left.sent)
@@ -112,8 +137,12 @@ def test_a_proof_is_good_for_one_connection_only() -> None:
 def test_other_versions_are_named_on_both_sides() -> None:
     async def test() -> None:
         left, right = QueueChannel.pair()
-        left.change = lambda number, frame: [encode(Hello(protocol.MAGIC, 7, bytes(32)))] if number == 0 else [frame]
-        right.change = lambda number, frame: [encode(Challenge(9, bytes(32)))] if number == 0 else [frame]
+        left.change = lambda number, frame: (
+            [encode(Hello(protocol.MAGIC, 7, bytes(32)))] if number == 0 else [frame]
+        )
+        right.change = lambda number, frame: (
+            [encode(Challenge(9, bytes(32)))] if number == 0 else [frame]
+        )
         near, far = await shake(left, right)
         assert isinstance(near, PeerFault)
         assert isinstance(far, PeerFault)
@@ -140,7 +169,9 @@ def test_a_peer_that_says_nothing_is_given_up(side: str) -> None:
     async def test() -> None:
         left, right = QueueChannel.pair()
         work = (
-            greet(left, CLIENT, token=b"", timeout_s=0.05) if side == "client" else admit(right, lambda: SERVER, token=b"", timeout_s=0.05)
+            greet(left, CLIENT, token=b"", timeout_s=0.05)
+            if side == "client"
+            else admit(right, lambda: SERVER, token=b"", timeout_s=0.05)
         )
         with pytest.raises(Disconnected, match=r"within 0\.05 s"):
             await work
@@ -178,14 +209,31 @@ def test_a_flipped_bit_anywhere_in_the_handshake_is_noticed() -> None:
                 for place in range(len(body)):
                     pair = QueueChannel.pair()
 
-                    def flip(number: int, sent: bytes, frame: int = frame, place: int = place) -> list[bytes]:
-                        return [sent if number != frame else bytes([*sent[:place], sent[place] ^ (1 << place % 8), *sent[place + 1 :]])]
+                    def flip(
+                        number: int, sent: bytes, frame: int = frame, place: int = place
+                    ) -> list[bytes]:
+                        return [
+                            (
+                                sent
+                                if number != frame
+                                else bytes(
+                                    [
+                                        *sent[:place],
+                                        sent[place] ^ (1 << place % 8),
+                                        *sent[place + 1 :],
+                                    ]
+                                )
+                            )
+                        ]
 
                     pair[side].change = flip
                     near, far = await shake(*pair)
                     noticed = [each for each in (near, far) if isinstance(each, BaseException)]
                     assert noticed, f"byte {place} of frame {frame} of side {side}"
-                    assert all(isinstance(each, PeerFault | Unauthorized | Disconnected) for each in noticed), noticed
+                    assert all(
+                        isinstance(each, PeerFault | Unauthorized | Disconnected)
+                        for each in noticed
+                    ), noticed
 
     asyncio.run(test())
 
@@ -264,7 +312,7 @@ def test_a_flipped_bit_in_any_frame_is_noticed() -> None:
     asyncio.run(test())
 
 
-# --- tokens -----------------------------------------------------------------------------------------------------------------
+# --- tokens ---------------------------------------------------------------------------------------
 
 
 def test_a_token_comes_from_the_caller_a_file_or_the_environment(tmp_path: Path) -> None:
@@ -293,7 +341,9 @@ def test_tokens_that_cannot_be_used_are_refused_by_name(tmp_path: Path) -> None:
         read_token(token_file=tmp_path / "missing")
     for mode in (0o644, 0o602, 0o777):
         empty.chmod(mode)
-        with pytest.raises(InvalidInput, match=rf"every user of this machine \(mode {mode:04o}\): chmod o="):
+        with pytest.raises(
+            InvalidInput, match=rf"every user of this machine \(mode {mode:04o}\): chmod o="
+        ):
             read_token(token_file=empty)
     with pytest.raises(InvalidInput, match="one of them"):
         read_token("0123456789abcdef", empty)

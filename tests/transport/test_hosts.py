@@ -1,6 +1,8 @@
-"""Clones between hosts, each a network namespace: along a chain, over a link that is cut, from a source that dies.
+"""Clones between hosts, each a network namespace: along a chain, over a link that is cut, from a
+source that dies.
 
-Chunks and sessions as they are, over UCX; no repository. Run as a script this file is a process on one of those hosts.
+Chunks and sessions as they are, over UCX; no repository. Run as a script this file is a process on
+one of those hosts.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ IN_TIME_S = 30.0
 CHUNKS, CHUNK_BYTES = 16, 4 << 20
 STATE_BYTES = sum(map(len, chunks(0, CHUNKS, CHUNK_BYTES)))
 RATE = "200mbit"
-"""Takes three seconds for the state: time to do something in the middle of it, on a busy machine too."""
+"""Takes three seconds for the state: time to do something in the middle of it, on a busy machine
+too."""
 
 
 # What the processes do
@@ -50,7 +53,9 @@ def say(*words: object) -> None:
 def make_server(store: MemoryStore, host: str) -> Server:
     """At any port of this host; to be started."""
     url = f"ucx://{host}:0"
-    return Server(store, url, transport=transport_for(url), token=TOKEN, timeout_s=TIMEOUT_S, relays=Chains())
+    return Server(
+        store, url, transport=transport_for(url), token=TOKEN, timeout_s=TIMEOUT_S, relays=Chains()
+    )
 
 
 def serve(host: str) -> None:
@@ -69,7 +74,8 @@ class Forwarding(MemoryStore):
         super().__init__()
         self.relay: Future[Relay] = Future()
 
-    def open(self, uid: str) -> Source:  # type: ignore[override] # a relay's is another one than that of a store in memory
+    # a relay's is another one than that of a store in memory
+    def open(self, uid: str) -> Source:  # type: ignore[override]
         return self.relay.result(10).open()
 
 
@@ -99,13 +105,17 @@ class Receiver:
         assert feed is not None
         self.sink.append(MemorySink(opened.manifest))
         store.relay.set_result(Relay(opened.manifest, self.sink[0]))
-        fetched = await fetch(store.relay.result(), [feed], timeout_s=TIMEOUT_S, on_progress=self.progress)
+        fetched = await fetch(
+            store.relay.result(), [feed], timeout_s=TIMEOUT_S, on_progress=self.progress
+        )
         await feed.close()
         await store.relay.result().idle()
         self.ends.append(server)
         return fetched
 
-    async def open(self, url: str, *, relay: str | None = None, here: bool = True) -> tuple[Opened, Feed | None]:
+    async def open(
+        self, url: str, *, relay: str | None = None, here: bool = True
+    ) -> tuple[Opened, Feed | None]:
         session = await Session.connect(url, token=TOKEN, timeout_s=TIMEOUT_S)
         self.ends.append(session)
         return await session.open(UID, relay=relay, here=here)
@@ -203,7 +213,9 @@ def test_along_a_chain_one_copy_leaves_the_source(three: list[Host]) -> None:
 
     for receiver in receivers:
         assert receiver.hear("took") == ["whole", str(STATE_BYTES), "0"]
-    sent = [(host.sent_bytes() - old) / STATE_BYTES for host, old in zip(three, before, strict=True)]
+    sent = [
+        (host.sent_bytes() - old) / STATE_BYTES for host, old in zip(three, before, strict=True)
+    ]
     assert 1 <= sent[0] < 1.05
     assert 1 <= sent[1] < 1.05
     assert sent[2] < 0.05
@@ -211,7 +223,9 @@ def test_along_a_chain_one_copy_leaves_the_source(three: list[Host]) -> None:
         job.end()
 
 
-def test_a_link_that_is_cut_is_noticed_in_time_and_the_rest_comes_once_it_is_mended(three: list[Host]) -> None:
+def test_a_link_that_is_cut_is_noticed_in_time_and_the_rest_comes_once_it_is_mended(
+    three: list[Host],
+) -> None:
     server, url = source(three[0])
     receiver = Job(three[1], "receive")
     receiver.tell("take", url)

@@ -1,4 +1,5 @@
-"""The data plane by memory of a device that two processes have, on late devices: it keeps the contract, and believes nothing of a peer."""
+"""The data plane by memory of a device that two processes have, on late devices: it keeps the
+contract, and believes nothing of a peer."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ DEVICE = torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True, params=[Lateness.BOTH, Lateness.RANDOM], ids=lambda each: each.value)
 def late(request: pytest.FixtureRequest) -> Iterator[LateDevices]:
-    """Devices that do everything late, until somebody insists: at once then, for nobody is to see them catch up here."""
+    """Devices that do everything late, until somebody insists: at once then, for nobody is to
+    see them catch up here."""
     late = LateDevices(request.param)
     late.schedule.patience_s = 0.0
     late.reached.add(0)
@@ -36,9 +38,12 @@ def late(request: pytest.FixtureRequest) -> Iterator[LateDevices]:
 
 
 class PairedTransport(TcpTransport):
-    """Every second link is the other end of the one before it, as if two processes had a session."""
+    """Every second link is the other end of the one before it, as if two processes had a
+    session."""
 
-    def __init__(self, change: Callable[[Message], Message | None] = lambda message: message) -> None:
+    def __init__(
+        self, change: Callable[[Message], Message | None] = lambda message: message
+    ) -> None:
         super().__init__()
         self.halves: dict[asyncio.Task[Any] | None, IpcEnd] = {}
         self.change = change
@@ -104,7 +109,9 @@ def put(late: LateDevices, length: int) -> OnDevice:
     return OnDevice(memory, devices().mark(owner))
 
 
-def test_a_message_comes_to_memory_on_a_device_behind_what_its_owner_queued(late: LateDevices) -> None:
+def test_a_message_comes_to_memory_on_a_device_behind_what_its_owner_queued(
+    late: LateDevices,
+) -> None:
     data, moved = random.Random(0).randbytes(9 << 20), list[int]()
 
     async def work() -> torch.Tensor:
@@ -130,14 +137,22 @@ def test_no_other_plane_takes_memory_on_a_device(late: LateDevices) -> None:
 
 
 LIES: dict[str, Callable[[Message], Message | None]] = {
-    "memory that was not told of": lambda m: Room(m.tag, m.number, m.total, 9, m.start, m.length) if isinstance(m, Room) else m,
-    "beyond the memory": lambda m: Room(m.tag, m.number, m.total, 0, 1 << 40, m.length) if isinstance(m, Room) else m,
-    "more than a part": lambda m: Room(m.tag, m.number, m.total, 0, m.start, m.length + 1) if isinstance(m, Room) else m,
+    "memory that was not told of": lambda m: (
+        Room(m.tag, m.number, m.total, 9, m.start, m.length) if isinstance(m, Room) else m
+    ),
+    "beyond the memory": lambda m: (
+        Room(m.tag, m.number, m.total, 0, 1 << 40, m.length) if isinstance(m, Room) else m
+    ),
+    "more than a part": lambda m: (
+        Room(m.tag, m.number, m.total, 0, m.start, m.length + 1) if isinstance(m, Room) else m
+    ),
 }
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
-def test_bytes_are_put_nowhere_but_into_room_that_there_is(lie: Callable[[Message], Message | None]) -> None:
+def test_bytes_are_put_nowhere_but_into_room_that_there_is(
+    lie: Callable[[Message], Message | None],
+) -> None:
     async def work() -> None:
         async with linked(PairedTransport(lie)) as (here, there):
             coming = asyncio.ensure_future(there.receive(5, memoryview(bytearray(100))))
@@ -152,7 +167,9 @@ def test_bytes_are_put_nowhere_but_into_room_that_there_is(lie: Callable[[Messag
 
 def test_a_handle_that_is_none_is_refused_with_what_to_do() -> None:
     async def work() -> None:
-        other = PairedTransport(lambda m: Land(m.region, b"torch_1234_5678") if isinstance(m, Land) else m)
+        other = PairedTransport(
+            lambda m: Land(m.region, b"torch_1234_5678") if isinstance(m, Land) else m
+        )
         async with linked(other) as (here, there):
             coming = asyncio.ensure_future(there.receive(5, memoryview(bytearray(100))))
             with pytest.raises(Unavailable, match="data='auto'"):
@@ -211,7 +228,9 @@ def test_a_process_that_uses_no_device_says_so(late: LateDevices) -> None:
 def test_landing_memory_is_used_again_by_the_next_session(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         async with linked(PairedTransport()) as (here, there):
-            await asyncio.gather(here.send(5, memoryview(bytes(100))), there.receive(5, memoryview(bytearray(100))))
+            await asyncio.gather(
+                here.send(5, memoryview(bytes(100))), there.receive(5, memoryview(bytearray(100)))
+            )
 
     shared = counted(monkeypatch, "tests.support.late.device.make_shared")
     for _ in range(3):

@@ -1,4 +1,5 @@
-"""Our own data plane: it keeps the contract, only whoever knows the session's key joins it, and states travel over it."""
+"""Our own data plane: it keeps the contract, only whoever knows the session's key joins it, and
+states travel over it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,14 @@ from datastates.testing import TransportSuite
 from datastates.testing.transports import linked
 from datastates.transport import data_connection, loop, tcp
 from datastates.transport.contract import Link, Terms, Tls
-from datastates.transport.data_connection import HEADER_BYTES, LANES, MOST, Lanes, TcpTransport, _LanesLink
+from datastates.transport.data_connection import (
+    HEADER_BYTES,
+    LANES,
+    MOST,
+    Lanes,
+    TcpTransport,
+    _LanesLink,
+)
 from datastates.transport.server import Server
 from datastates.transport.session import Session
 from tests.transport.certificates import certificate
@@ -34,7 +42,8 @@ PLACE = b"both ends here"
 
 
 class PairedTransport(TcpTransport):
-    """Every second link is the other end of the one before it, as if two processes had a session."""
+    """Every second link is the other end of the one before it, as if two processes had a
+    session."""
 
     def __init__(self, server: Tls | None = None, client: Tls | None = None) -> None:
         super().__init__()
@@ -54,13 +63,17 @@ class PairedTransport(TcpTransport):
             return await self.halves.pop(task).link(b"lanes")
         async with self.listening:  # many begin at once, and one listener is enough
             if self.listener is None:
-                self.listener = await tcp.listen("tcp://127.0.0.1:0", _refuse, tls=self.server, join=self._join)
+                self.listener = await tcp.listen(
+                    "tcp://127.0.0.1:0", _refuse, tls=self.server, join=self._join
+                )
         name, key = secrets.token_bytes(16), secrets.token_bytes(32)
         theirs = self.end("tcp", Terms(name, key, "client:1", timeout_s=PATIENCE_S), lambda: 0)
         assert isinstance(theirs, Lanes)
         self.halves[task] = theirs
         _, host, port = tcp.split(self.listener.url)
-        terms = Terms(name, key, "server:1", (host, port), host, tcp.client_context(self.client), PATIENCE_S)
+        terms = Terms(
+            name, key, "server:1", (host, port), host, tcp.client_context(self.client), PATIENCE_S
+        )
         return await Lanes(terms, lambda: 0, lambda: None).link(b"lanes")
 
     async def finish(self) -> None:
@@ -89,7 +102,9 @@ class TestLanes(TransportSuite):
     def url(self) -> str:
         return "tcp://127.0.0.1:0"
 
-    def test_nothing_is_received_into_memory_that_is_read_only(self, transport: PairedTransport) -> None:
+    def test_nothing_is_received_into_memory_that_is_read_only(
+        self, transport: PairedTransport
+    ) -> None:
         async def work() -> None:
             async with linked(transport) as (_, there):
                 with pytest.raises(InvalidInput, match="read-only"):
@@ -105,11 +120,20 @@ class TestLanes(TransportSuite):
 
         async def work() -> None:
             async with linked(transport) as ends:
-                (dialling,) = (end for end in ends if isinstance(end, _LanesLink) and end._terms.where is not None)
+                (dialling,) = (
+                    end
+                    for end in ends
+                    if isinstance(end, _LanesLink) and end._terms.where is not None
+                )
                 with monkeypatch.context() as full:
                     full.setattr("datastates.transport.data_connection.socket.socket", refuse)
-                    for moving in (dialling.receive(1, memoryview(bytearray(9))), dialling.send(2, memoryview(b"x"))):
-                        with pytest.raises(Disconnected, match=r"cannot be reached .*Too many open files"):
+                    for moving in (
+                        dialling.receive(1, memoryview(bytearray(9))),
+                        dialling.send(2, memoryview(b"x")),
+                    ):
+                        with pytest.raises(
+                            Disconnected, match=r"cannot be reached .*Too many open files"
+                        ):
                             await asyncio.wait_for(moving, PATIENCE_S)
 
         self.run(work())
@@ -119,45 +143,70 @@ class TestLanes(TransportSuite):
 
         async def work() -> None:
             async with linked(transport) as (here, there):
-                data, memory = [random.Random(size).randbytes(size) for size in sizes], [bytearray(size) for size in sizes]
+                data, memory = (
+                    [random.Random(size).randbytes(size) for size in sizes],
+                    [bytearray(size) for size in sizes],
+                )
                 sends = [here.send(tag, memoryview(each)) for tag, each in enumerate(data)]
-                await asyncio.gather(*sends, *(there.receive(tag, memoryview(each)) for tag, each in enumerate(memory)))
+                await asyncio.gather(
+                    *sends,
+                    *(there.receive(tag, memoryview(each)) for tag, each in enumerate(memory)),
+                )
                 assert memory == data
 
         self.run(work())
 
     @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
-    def test_chunks_in_pieces_are_told_of_however_many_there_are(self, transport: PairedTransport, count: int) -> None:
+    def test_chunks_in_pieces_are_told_of_however_many_there_are(
+        self, transport: PairedTransport, count: int
+    ) -> None:
         """Some are told of together: none may wait for others that never come."""
         sizes, moved = [1000, 300_000, 17], list[int]()
 
         async def work() -> None:
             async with linked(transport) as (here, there):
-                data = [[random.Random(size + n).randbytes(size) for size in sizes] for n in range(count)]
+                data = [
+                    [random.Random(size + n).randbytes(size) for size in sizes]
+                    for n in range(count)
+                ]
                 memory = [[bytearray(size) for size in sizes] for _ in range(count)]
                 tags = [3 * n for n in range(count)]
                 waiting = [
-                    there.receive_all(tag, [memoryview(piece) for piece in each], lambda: moved.append(1))
+                    there.receive_all(
+                        tag, [memoryview(piece) for piece in each], lambda: moved.append(1)
+                    )
                     for tag, each in zip(tags, memory, strict=True)
                 ]
                 await there.posted()
                 sends = [
-                    here.send_all(tag, [memoryview(piece) for piece in each], lambda: moved.append(1))
+                    here.send_all(
+                        tag, [memoryview(piece) for piece in each], lambda: moved.append(1)
+                    )
                     for tag, each in zip(tags, data, strict=True)
                 ]
                 await asyncio.gather(*sends, *waiting)
                 assert memory == data
                 assert len(moved) == 2 * count * len(sizes)
                 with pytest.raises(PeerFault, match="used twice"):
-                    await asyncio.gather(*(there.receive_all(5, [memoryview(bytearray(1))], lambda: None) for _ in range(2)))
+                    await asyncio.gather(
+                        *(
+                            there.receive_all(5, [memoryview(bytearray(1))], lambda: None)
+                            for _ in range(2)
+                        )
+                    )
 
         self.run(work())
 
-    def test_what_is_here_when_a_link_ends_is_told_of_and_the_rest_fails(self, transport: PairedTransport) -> None:
+    def test_what_is_here_when_a_link_ends_is_told_of_and_the_rest_fails(
+        self, transport: PairedTransport
+    ) -> None:
         async def work() -> None:
             async with linked(transport) as (here, there):
                 memory = [bytearray(100_000) for _ in range(8)]
-                waiting = [there.receive_all(tag, [memoryview(each)], lambda: None) for tag, each in enumerate(memory)]
+                waiting = [
+                    there.receive_all(tag, [memoryview(each)], lambda: None)
+                    for tag, each in enumerate(memory)
+                ]
                 await here.send_all(0, [memoryview(bytes(range(250)) * 400)], lambda: None)
                 await until(lambda: memory[0][-1] == 249)
                 await there.abort()
@@ -175,14 +224,16 @@ class TestLanesOverTls(TestLanes):
         loop.run(transport.finish())
 
 
-# --- sessions ---------------------------------------------------------------------------------------------------------------
+# --- sessions -------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
 async def serving(store: MemoryStore, **options: Any) -> Any:
     """A server over TCP and the transport of a client, as in two processes."""
     far, near = TcpTransport(), TcpTransport()
-    server = Server(store, "tcp://127.0.0.1:0", token=TOKEN, timeout_s=PATIENCE_S, transport=far, **options)
+    server = Server(
+        store, "tcp://127.0.0.1:0", token=TOKEN, timeout_s=PATIENCE_S, transport=far, **options
+    )
     await server.start()
     try:
         yield server, near, far
@@ -207,17 +258,23 @@ def run(work: Any) -> None:
 
 
 @pytest.mark.parametrize("is_secret", [False, True])
-def test_states_are_cloned_and_pushed_over_one_port(is_secret: bool, request: pytest.FixtureRequest) -> None:
+def test_states_are_cloned_and_pushed_over_one_port(
+    is_secret: bool, request: pytest.FixtureRequest
+) -> None:
     tls: Tls | None = request.getfixturevalue("certificates") if is_secret else None
 
     async def test() -> None:
         store = MemoryStore({UID: STATE})
         async with serving(store, tls=tls) as (server, near, _):
             trusted = None if tls is None else Tls(trusted=tls.trusted)
-            session = await Session.connect(server.url, token=TOKEN, transport=near, tls=trusted, timeout_s=PATIENCE_S)
+            session = await Session.connect(
+                server.url, token=TOKEN, transport=near, tls=trusted, timeout_s=PATIENCE_S
+            )
             assert session.data == "tcp"
             feed = await opened(session)
-            got = await asyncio.gather(*(receive(feed, n, 10, 1000 + n, CHUNK // 2) for n in range(len(STATE))))
+            got = await asyncio.gather(
+                *(receive(feed, n, 10, 1000 + n, CHUNK // 2) for n in range(len(STATE)))
+            )
             assert got == STATE
             given = offer()
             assert await session.push(MemorySource(STATE), given.state.uid, given) == given.state
@@ -232,7 +289,9 @@ def test_states_are_cloned_and_pushed_over_one_port(is_secret: bool, request: py
 def test_a_plane_that_was_reset_is_made_anew() -> None:
     async def test() -> None:
         async with serving(MemoryStore({UID: STATE})) as (server, near, far):
-            session = await Session.connect(server.url, token=TOKEN, transport=near, timeout_s=PATIENCE_S)
+            session = await Session.connect(
+                server.url, token=TOKEN, transport=near, timeout_s=PATIENCE_S
+            )
             feed = await opened(session)
             for round_ in range(3):
                 assert await receive(feed, round_) == STATE[round_]
@@ -246,7 +305,9 @@ def test_a_plane_that_was_reset_is_made_anew() -> None:
 def test_nothing_is_dialled_before_a_chunk_is_wanted() -> None:
     async def test() -> None:
         async with serving(MemoryStore({UID: STATE})) as (server, near, _):
-            session = await Session.connect(server.url, token=TOKEN, transport=near, timeout_s=PATIENCE_S)
+            session = await Session.connect(
+                server.url, token=TOKEN, transport=near, timeout_s=PATIENCE_S
+            )
             feed = await opened(session)
             assert not _lanes_of(near)
             assert await receive(feed, 0) == STATE[0]
@@ -259,11 +320,16 @@ def test_nothing_is_dialled_before_a_chunk_is_wanted() -> None:
 def test_whoever_does_not_know_the_sessions_key_does_not_join() -> None:
     async def test() -> None:
         async with serving(MemoryStore({UID: STATE})) as (server, near, far):
-            session = await Session.connect(server.url, token=TOKEN, transport=near, timeout_s=PATIENCE_S)
+            session = await Session.connect(
+                server.url, token=TOKEN, transport=near, timeout_s=PATIENCE_S
+            )
             feed = await opened(session)
             (name,) = near._sessions
             where = tcp.split(server.url)[1:]
-            for terms in (Terms(name, bytes(32), "x", where), Terms(bytes(16), near._sessions[name].terms.key, "x", where)):
+            for terms in (
+                Terms(name, bytes(32), "x", where),
+                Terms(bytes(16), near._sessions[name].terms.key, "x", where),
+            ):
                 for direction in (b"<", b">"):
                     with pytest.raises((PeerFault, OSError)):
                         await asyncio.to_thread(_greet, terms, direction)
@@ -279,7 +345,9 @@ def test_what_was_said_on_one_connection_is_good_on_no_other() -> None:
 
     async def test() -> None:
         async with serving(MemoryStore({UID: STATE})) as (server, near, far):
-            session = await Session.connect(server.url, token=TOKEN, transport=near, timeout_s=PATIENCE_S)
+            session = await Session.connect(
+                server.url, token=TOKEN, transport=near, timeout_s=PATIENCE_S
+            )
             (name,) = near._sessions
             heard = data_connection._header_joining.pack(tcp.JOIN, name, 0, b"<", bytes(32))
             for proof in (bytes(32), secrets.token_bytes(32)):
@@ -319,7 +387,9 @@ def test_what_names_no_session_is_closed(said: bytes) -> None:
 def test_more_lanes_than_there_may_be_are_turned_away() -> None:
     async def test() -> None:
         async with serving(MemoryStore({UID: STATE})) as (server, near, far):
-            session = await Session.connect(server.url, token=TOKEN, transport=near, timeout_s=PATIENCE_S)
+            session = await Session.connect(
+                server.url, token=TOKEN, transport=near, timeout_s=PATIENCE_S
+            )
             feed = await opened(session)
             assert await receive(feed, 0) == STATE[0]
             await until(lambda: len(_lanes_of(far)) == LANES)
@@ -338,11 +408,14 @@ def test_an_encrypted_session_takes_no_lane_in_plain(certificates: Tls) -> None:
     async def test() -> None:
         async with serving(MemoryStore({UID: STATE}), tls=certificates) as (server, near, far):
             trusted = Tls(trusted=certificates.trusted)
-            session = await Session.connect(server.url, token=TOKEN, transport=near, tls=trusted, timeout_s=PATIENCE_S)
+            session = await Session.connect(
+                server.url, token=TOKEN, transport=near, tls=trusted, timeout_s=PATIENCE_S
+            )
             (lanes,) = near._sessions.values()
             plain = Terms(lanes.terms.name, lanes.terms.key, "x", lanes.terms.where)
             with pytest.raises((OSError, PeerFault)):
-                await asyncio.to_thread(_greet, plain, b"<", 3)  # nothing comes, as long as TLS is waited for
+                # nothing comes, as long as TLS is waited for
+                await asyncio.to_thread(_greet, plain, b"<", 3)
             assert not _lanes_of(far)
             await session.close()
 
@@ -350,7 +423,8 @@ def test_an_encrypted_session_takes_no_lane_in_plain(certificates: Tls) -> None:
 
 
 def test_a_peer_that_sends_bytes_nobody_waits_for_hangs_nobody() -> None:
-    """Its tags are wrong: nothing arrives, and the session ends as with any peer that is alive and sends nothing."""
+    """Its tags are wrong: nothing arrives, and the session ends as with any peer that is alive
+    and sends nothing."""
 
     async def test() -> None:
         async def never(index: int) -> None:
@@ -395,7 +469,9 @@ def _greet(terms: Terms, direction: bytes, timeout_s: float = PATIENCE_S) -> soc
 def test_threads_end_with_their_session() -> None:
     async def test() -> None:
         async with serving(MemoryStore({UID: STATE})) as (server, near, _):
-            session = await Session.connect(server.url, token=TOKEN, transport=near, timeout_s=PATIENCE_S)
+            session = await Session.connect(
+                server.url, token=TOKEN, transport=near, timeout_s=PATIENCE_S
+            )
             feed = await opened(session)
             assert await receive(feed, 0) == STATE[0]
             assert _lane_threads()

@@ -17,21 +17,47 @@ from datastates.transport import requests
 from datastates.transport import session as session_module
 from datastates.transport.chain import Chains
 from datastates.transport.limits import Budget, Limits, Share, weigh
-from datastates.transport.protocol import PART_BYTES, Answer, Ask, Message, Offer, Part, Push, Refs, StateRecord, Want
+from datastates.transport.protocol import (
+    PART_BYTES,
+    Answer,
+    Ask,
+    Message,
+    Offer,
+    Part,
+    Push,
+    Refs,
+    StateRecord,
+    Want,
+)
 from datastates.transport.sending import HANDLES
 from datastates.transport.session import Session
 from tests.drivers.peers import offer_bodies
 from tests.transport.stores import CHUNK, UID, MemorySource, record
-from tests.transport.worlds import PATIENCE_S, STATE, World, offer, opened, receive, run, session, until
+from tests.transport.worlds import (
+    PATIENCE_S,
+    STATE,
+    World,
+    offer,
+    opened,
+    receive,
+    run,
+    session,
+    until,
+)
 
-BODIES = {name: body for name, body in offer_bodies(1 << 20).items() if name not in {"nothing", "a claim", "noise"}}
+BODIES = {
+    name: body
+    for name, body in offer_bodies(1 << 20).items()
+    if name not in {"nothing", "a claim", "noise"}
+}
 
 
 async def answered_by_hand(world: World, peer: Session) -> tuple[Session, asyncio.Task[object]]:
     """The server's end, and a question to it that it leaves to the test to answer."""
     await until(lambda: bool(world.server.sessions))
     far = world.server.sessions[0]
-    far._asked.take = lambda number, question: None  # type: ignore[method-assign] # the test answers
+    # the test answers
+    far._asked.take = lambda number, question: None  # type: ignore[method-assign]
     return far, asyncio.create_task(peer.ask(Refs()))
 
 
@@ -96,7 +122,8 @@ def test_a_peer_that_wants_the_same_chunk_for_ever_does_not_take_a_push_for_ever
         async with session(world) as peer:
             await until(lambda: bool(world.server.sessions))
             far = world.server.sessions[0]
-            far._asked.take = lambda number, question: None  # type: ignore[method-assign] # it takes the push and records nothing
+            # it takes the push and records nothing
+            far._asked.take = lambda number, question: None  # type: ignore[method-assign]
             far._asked.part = lambda number, data: None  # type: ignore[method-assign] # as above
             far._receiving.bytes_wanted = 1 << 40
 
@@ -183,12 +210,18 @@ def test_a_push_whose_body_does_not_come_ends_the_session() -> None:
             await peer._post(Part(7, bytes(PART_BYTES)))
             await peer.wait_closed()
             assert world.server._service is not None
-            await until(lambda: world.server._service is not None and not world.server._service.offers.taken)
+            await until(
+                lambda: world.server._service is not None and not world.server._service.offers.taken
+            )
 
     run(test, timeout_s=0.3)
 
 
-@pytest.mark.parametrize("message", [Part(3, b""), Part(3, b"x"), Part(3, bytes(PART_BYTES + 1))], ids=["empty", "short", "long"])
+@pytest.mark.parametrize(
+    "message",
+    [Part(3, b""), Part(3, b"x"), Part(3, bytes(PART_BYTES + 1))],
+    ids=["empty", "short", "long"],
+)
 def test_parts_of_a_push_are_whole(message: Message) -> None:
     async def test(world: World) -> None:
         async with session(world) as peer:
@@ -200,7 +233,7 @@ def test_parts_of_a_push_are_whole(message: Message) -> None:
     run(test)
 
 
-# --- memory ------------------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", list(BODIES))
@@ -236,7 +269,9 @@ def test_every_item_is_counted_once(value: object) -> None:
     assert weigh(body, 1 << 40) - weigh(body[:-44], 1 << 40) == 100 + 2 + 42
 
 
-def test_an_offer_that_takes_too_much_memory_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_offer_that_takes_too_much_memory_is_refused_before_it_is_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(requests, "decode_offer", None)
 
     async def test(world: World) -> None:
@@ -255,7 +290,9 @@ def test_manifest_that_takes_too_much_memory_is_refused_before_it_is_decoded() -
     async def test(world: World) -> None:
         world.store.hook = lambda name: pytest.fail("it was decoded") if name == "receive" else None
         async with session(world) as peer:
-            heavy = msgspec.structs.replace(offer(), manifest=bytes(20) + b"\x90" * 100_000 + bytes(32))
+            heavy = msgspec.structs.replace(
+                offer(), manifest=bytes(20) + b"\x90" * 100_000 + bytes(32)
+            )
             with pytest.raises(Unavailable, match="manifest and ancestry of a push take more"):
                 await peer.push(MemorySource(STATE), UID, heavy)
 
@@ -288,7 +325,9 @@ def test_what_a_push_takes_counts_until_no_thread_works_on_it() -> None:
     run(test)
 
 
-def test_a_peer_that_reads_no_answers_is_ended_before_they_take_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_reads_no_answers_is_ended_before_they_take_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(requests, "_TASKS", 50)
 
     def refuse(name: str) -> None:
@@ -345,13 +384,17 @@ def test_a_page_of_many_bytes_has_fewer_states(monkeypatch: pytest.MonkeyPatch) 
     run(test)
 
 
-def test_an_answer_that_takes_too_much_memory_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_takes_too_much_memory_is_refused_before_it_is_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(session_module, "BODY_BYTES", 4 << 20)
 
     async def test(world: World) -> None:
         world.store.records = [msgspec.structs.replace(record(), parents=("ab",) * 1000)] * 50
         async with session(world) as peer:
-            with pytest.raises(PeerFault, match=r"no StatePage .*more than 4194304 bytes of memory"):
+            with pytest.raises(
+                PeerFault, match=r"no StatePage .*more than 4194304 bytes of memory"
+            ):
                 await peer.log("main", limit=50)
 
     run(test)
@@ -370,7 +413,9 @@ def test_a_peer_serves_in_few_chains_at_once() -> None:
     run(test, relays=chains)
 
 
-_STEPS = st.lists(st.tuples(st.sampled_from(["take", "give"]), st.integers(0, 3), st.integers(0, 60)), max_size=60)
+_STEPS = st.lists(
+    st.tuples(st.sampled_from(["take", "give"]), st.integers(0, 3), st.integers(0, 60)), max_size=60
+)
 
 
 @given(_STEPS)
@@ -381,7 +426,10 @@ def test_a_budget_is_what_its_shares_have_together(steps: list[tuple[str, int, i
         share = shares[which]
         match what:
             case "take":
-                before, could = share.taken, budget.taken + amount <= 100 and share.taken + amount <= 50
+                before, could = (
+                    share.taken,
+                    budget.taken + amount <= 100 and share.taken + amount <= 50,
+                )
                 assert share.take(amount) == could
                 assert share.taken - before in {0, amount}
             case _:

@@ -181,7 +181,8 @@ def test_stopping_ends_what_runs_and_closes_the_latest_first() -> None:
 
     async def register() -> None:
         for name in ("first", "second", "third"):
-            loop.at_stop(lambda name=name: close(name))  # type: ignore[misc] # mypy sees no type in a default of lambda
+            # mypy sees no type in a default of lambda
+            loop.at_stop(lambda name=name: close(name))  # type: ignore[misc]
 
     async def close(name: str) -> None:
         order.append((name, slow.has_ended))
@@ -270,7 +271,13 @@ def test_a_process_ends_at_once_and_closes_first_what_needs_worker_threads() -> 
         loop.submit(asyncio.sleep(60))
         print(time.time(), flush=True)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
     ended = time.time()
     last, closed = done.stdout.splitlines()
     assert closed == "closed in a thread"

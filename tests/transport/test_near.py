@@ -1,4 +1,5 @@
-"""Chunks are read where they lie in another process of this host; where that cannot be, they come over the transport."""
+"""Chunks are read where they lie in another process of this host; where that cannot be, they
+come over the transport."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ class PlacedStore(MemoryStore):
 def serve(lie: str) -> None:
     """Another process: it serves until its input ends, and says what was taken of it."""
     Placed.lie = lie
-    server = Server(PlacedStore({UID: chunks_of(1, COUNT, LENGTH)}), "ucx://127.0.0.1:0", timeout_s=PATIENCE_S)
+    server = Server(
+        PlacedStore({UID: chunks_of(1, COUNT, LENGTH)}), "ucx://127.0.0.1:0", timeout_s=PATIENCE_S
+    )
     loop.run(server.start())
     say(server.url)
     for _ in sys.stdin:
@@ -99,7 +102,8 @@ def end(pid: int) -> None:
 
 
 async def clone(url: str, sink: list[MemorySink], kill: int = 0) -> tuple[Fetched, bool]:
-    """What was moved, and whether the transport moved any of it; the process ``kill`` dies as soon as something was moved."""
+    """What was moved, and whether the transport moved any of it; the process ``kill`` dies as
+    soon as something was moved."""
     session = await Session.connect(url, timeout_s=PATIENCE_S)
     try:
         opened, feed = await session.open(UID)
@@ -117,7 +121,9 @@ async def clone(url: str, sink: list[MemorySink], kill: int = 0) -> tuple[Fetche
         await session.close()
 
 
-def test_chunks_are_read_from_the_other_process_and_counted_there(other: subprocess.Popen[str]) -> None:
+def test_chunks_are_read_from_the_other_process_and_counted_there(
+    other: subprocess.Popen[str],
+) -> None:
     sinks: list[MemorySink] = []
     done, is_wired = loop.run(clone(line_of(other), sinks), PATIENCE_S)
     assert sinks[0].memory == chunks_of(1, COUNT, LENGTH)
@@ -126,7 +132,9 @@ def test_chunks_are_read_from_the_other_process_and_counted_there(other: subproc
 
 
 @pytest.mark.parametrize("side", ["server", "client"])
-def test_who_does_not_want_it_clones_over_the_transport(side: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def test_who_does_not_want_it_clones_over_the_transport(
+    side: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     if side == "server":
         monkeypatch.setenv(same_host.SWITCH, "0")
     other = request.getfixturevalue("other")
@@ -158,7 +166,9 @@ def test_a_source_that_dies_is_found_at_once(other: subprocess.Popen[str]) -> No
         loop.run(clone(line_of(other), [], other.pid), PATIENCE_S / 2)
 
 
-def test_a_process_that_is_gone_is_not_read_even_if_its_pid_is_anothers(other: subprocess.Popen[str]) -> None:
+def test_a_process_that_is_gone_is_not_read_even_if_its_pid_is_anothers(
+    other: subprocess.Popen[str],
+) -> None:
     line_of(other)
     here, there = socket.socketpair()
     target, into = same_host.Near(os.getpid(), here), memoryview(bytearray(10))
@@ -182,7 +192,7 @@ def test_memory_of_several_pieces_is_filled_in_order(other: subprocess.Popen[str
     there.close()
 
 
-# --- who is let in ----------------------------------------------------------------------------------------------------------
+# --- who is let in --------------------------------------------------------------------------------
 
 
 TERMS = Terms(bytes(16), bytes(32), "peer", ("127.0.0.1", 1))
@@ -209,7 +219,9 @@ from datastates.transport.contract import Terms
 from datastates.transport.same_host import meet
 print(asyncio.run(meet({door.name!r}, Terms({terms.name!r}, {terms.key!r}, "x"))) is not None)
 """
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, stdout=subprocess.PIPE
+    )
     out, _ = await process.communicate()
     return out.strip() == b"True"
 
@@ -222,7 +234,10 @@ def test_only_who_knows_the_session_is_let_in(knows: str) -> None:
         door.expect(TERMS)
         if knows == "it is over":
             door.forget(TERMS.name)
-        said = {"another key": Terms(bytes(16), b"x" * 32, ""), "another session": Terms(b"x" * 16, bytes(32), "")}.get(knows, TERMS)
+        said = {
+            "another key": Terms(bytes(16), b"x" * 32, ""),
+            "another session": Terms(b"x" * 16, bytes(32), ""),
+        }.get(knows, TERMS)
         assert await knock(door, said) is (knows == "all")
         if knows != "all":
             assert not door.has(TERMS.name)
@@ -232,7 +247,9 @@ def test_only_who_knows_the_session_is_let_in(knows: str) -> None:
 
 
 @pytest.mark.parametrize("turns", range(5))
-def test_a_door_that_closes_while_somebody_comes_in_sends_them_away(turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_door_that_closes_while_somebody_comes_in_sends_them_away(
+    turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(same_host, "_MEET_S", 10 * PATIENCE_S)
 
     async def test() -> None:
@@ -267,9 +284,12 @@ def test_whoever_proves_that_they_are_near_when_the_session_is_over_is_sent_away
 
 def test_addresses_are_told_to_nobody_who_only_says_that_it_is_near() -> None:
     async def test() -> None:
-        server = Server(PlacedStore({UID: chunks_of(1, 4, LENGTH)}), "tcp://127.0.0.1:0", timeout_s=PATIENCE_S)
+        server = Server(
+            PlacedStore({UID: chunks_of(1, 4, LENGTH)}), "tcp://127.0.0.1:0", timeout_s=PATIENCE_S
+        )
         await server.start()
-        session = await Session.connect(server.url, timeout_s=PATIENCE_S)  # of this process: it is not near itself
+        # of this process: it is not near itself
+        session = await Session.connect(server.url, timeout_s=PATIENCE_S)
         body = await session.ask(Open(UID, near=True))
         assert not msgspec.msgpack.decode(body, type=Opened).addresses
         await session.close()
@@ -278,7 +298,10 @@ def test_addresses_are_told_to_nobody_who_only_says_that_it_is_near() -> None:
     loop.run(test(), PATIENCE_S)
 
 
-@pytest.mark.parametrize("name", ["", "datastates-", "/tmp/.X11-unix/X0", "datastates-" + "0" * 33, "datastates-" + "0" * 32])
+@pytest.mark.parametrize(
+    "name",
+    ["", "datastates-", "/tmp/.X11-unix/X0", "datastates-" + "0" * 33, "datastates-" + "0" * 32],
+)
 def test_a_door_of_another_name_is_not_tried_and_one_that_is_not_there_is_none(name: str) -> None:
     assert loop.run(meet(name, TERMS), 10) is None
 

@@ -56,7 +56,9 @@ EVERY: list[Message] = [
     Proof(bytes(32)),
     Welcome(bytes(32)),
     Denied(),
-    Ready(("tcp", "ucx"), b"address", 10_000, Identity("f00d", "node", "0.1"), "ucx", "datastates-0"),
+    Ready(
+        ("tcp", "ucx"), b"address", 10_000, Identity("f00d", "node", "0.1"), "ucx", "datastates-0"
+    ),
     Ask(7, Digests(0, (0, 5))),
     Refused(FAILURE),
     Ask(1, Refs()),
@@ -126,7 +128,15 @@ def test_a_field_out_of_bounds_is_the_peers_fault(message: Message) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"\xc1", b"GET / HTTP/1.1\r\n\r\n", b"\x81" * 5000, b"\xdd\xff\xff\xff\xff", msgpack.encode({"type": "Unknown"})]
+    "body",
+    [
+        b"",
+        b"\xc1",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x81" * 5000,
+        b"\xdd\xff\xff\xff\xff",
+        msgpack.encode({"type": "Unknown"}),
+    ],
 )
 def test_garbage_is_the_peers_fault(body: bytes) -> None:
     with pytest.raises(PeerFault):
@@ -139,7 +149,9 @@ def test_what_is_nested_deeply_does_not_exhaust_the_stack() -> None:
 
 
 def test_a_later_version_may_add_fields() -> None:
-    assert decode(msgpack.encode({"type": "Ping", "sent": 3, "new": [1, 2]}), peer="there") == Ping(3)
+    assert decode(msgpack.encode({"type": "Ping", "sent": 3, "new": [1, 2]}), peer="there") == Ping(
+        3
+    )
 
 
 @given(st.binary(min_size=1, max_size=200), st.data())

@@ -7,7 +7,16 @@ import threading
 
 import pytest
 
-from datastates.errors import Conflict, DatastatesError, Disconnected, NotFound, PeerFault, SyntaxProblem, Torn, Unavailable
+from datastates.errors import (
+    Conflict,
+    DatastatesError,
+    Disconnected,
+    NotFound,
+    PeerFault,
+    SyntaxProblem,
+    Torn,
+    Unavailable,
+)
 from datastates.transport.protocol import FRAME_BYTES, Ask, Find, Refs
 from tests.transport.stores import UID, record
 from tests.transport.worlds import PATIENCE_S, World, run, session, until
@@ -72,7 +81,11 @@ def test_an_error_of_the_store_comes_up_as_the_same_class(error: DatastatesError
             assert str(caught.value) == str(error)
             if isinstance(error, SyntaxProblem):
                 assert isinstance(caught.value, SyntaxProblem)
-                assert (caught.value.text, caught.value.column, caught.value.expected) == (error.text, error.column, error.expected)
+                assert (caught.value.text, caught.value.column, caught.value.expected) == (
+                    error.text,
+                    error.column,
+                    error.expected,
+                )
             if isinstance(error, Unavailable):
                 assert isinstance(caught.value, Unavailable)
                 assert caught.value.nearest == error.nearest
@@ -82,7 +95,9 @@ def test_an_error_of_the_store_comes_up_as_the_same_class(error: DatastatesError
     run(test)
 
 
-def test_of_an_error_that_is_not_ours_the_peer_learns_the_type_only(caplog: pytest.LogCaptureFixture) -> None:
+def test_of_an_error_that_is_not_ours_the_peer_learns_the_type_only(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def fail(name: str) -> None:
         raise KeyError("password of the database")
 

@@ -1,4 +1,5 @@
-"""Memory that a peer holds open is wanted back: the clone goes on from elsewhere, or hears why it cannot."""
+"""Memory that a peer holds open is wanted back: the clone goes on from elsewhere, or hears why
+it cannot."""
 
 from __future__ import annotations
 

@@ -36,7 +36,9 @@ def test_an_unknown_scheme_is_refused_with_those_that_there_are(url: str) -> Non
         transport_for(url)
 
 
-@pytest.mark.parametrize("url", ["tcp://[::1:4711", "tcp://h:port", "tcp://h:99999", "tcp://h", "ucx://[::1:4711"])
+@pytest.mark.parametrize(
+    "url", ["tcp://[::1:4711", "tcp://h:port", "tcp://h:99999", "tcp://h", "ucx://[::1:4711"]
+)
 def test_a_url_without_a_host_and_a_port_is_refused_by_whoever_dials_or_listens(url: str) -> None:
     transport_for(url)
     for begin in (tcp.dial(url, timeout_s=1), tcp.listen(url, lambda channel: asyncio.sleep(0))):
@@ -70,8 +72,13 @@ def test_without_ucxx_our_own_plane_serves_and_the_error_says_what_to_install() 
         offer(planes, "ucx", "ucx")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="UCXX is not installed: pip install 'datastates[cu13]'")
-def test_a_ucx_that_cannot_be_loaded_is_unavailable_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    importlib.util.find_spec("ucxx") is None,
+    reason="UCXX is not installed: pip install 'datastates[cu13]'",
+)
+def test_a_ucx_that_cannot_be_loaded_is_unavailable_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "ucxx.py").write_text("raise OSError('libucp.so.0 of another time')\n")
     monkeypatch.syspath_prepend(tmp_path)  # where the process that runs UCX looks, too
     with pytest.raises(Unavailable, match=r"does not start \(libucp.so.0 of another time\)"):

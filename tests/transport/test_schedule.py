@@ -1,4 +1,5 @@
-"""Which chunk is asked of which feed: every rule by itself, then any order of events against what must always hold."""
+"""Which chunk is asked of which feed: every rule by itself, then any order of events against
+what must always hold."""
 
 from __future__ import annotations
 
@@ -44,7 +45,12 @@ def test_nothing_missing_is_done_at_once() -> None:
 
 
 def test_feeds_that_begin_together_take_turns() -> None:
-    assert starts(make(4, window=8, expected=2).handle(Joined((0, 1), 0.0))) == [(0, 0), (1, 1), (0, 2), (1, 3)]
+    assert starts(make(4, window=8, expected=2).handle(Joined((0, 1), 0.0))) == [
+        (0, 0),
+        (1, 1),
+        (0, 2),
+        (1, 3),
+    ]
 
 
 def test_a_chunk_that_is_here_makes_place_for_the_next() -> None:
@@ -213,9 +219,16 @@ def test_a_robbed_feed_is_asked_again_when_the_others_are_lost() -> None:
 
 
 class Clone(RuleBasedStateMachine):
-    """Any order of events. What is under way is kept beside the schedule, and compared with what it asks for."""
+    """Any order of events.
 
-    @initialize(chunks=st.integers(0, 12), window=st.integers(1, 4), feeds=st.integers(0, 3), late=st.integers(0, 2))
+    What is under way is kept beside the schedule, and compared with what it asks for."""
+
+    @initialize(
+        chunks=st.integers(0, 12),
+        window=st.integers(1, 4),
+        feeds=st.integers(0, 3),
+        late=st.integers(0, 2),
+    )
     def begin(self, chunks: int, window: int, feeds: int, late: int) -> None:
         self.now, self.window, self.chunks = 0.0, window, chunks
         self.schedule = make(chunks, window=window, expected=feeds + late)
@@ -238,7 +251,10 @@ class Clone(RuleBasedStateMachine):
             match action:
                 case Start(feed, index):
                     self.check(feed, index)
-                    if refused or (self.room is not None and sum(map(len, self.flying.values())) + len(self.checking) >= self.room):
+                    if refused or (
+                        self.room is not None
+                        and sum(map(len, self.flying.values())) + len(self.checking) >= self.room
+                    ):
                         refused.append(action)
                     else:
                         self.flying[feed].add(index)
@@ -321,7 +337,9 @@ class Clone(RuleBasedStateMachine):
     @precondition(lambda self: any(self.flying[feed] for feed in self.dropped))
     @rule(data=st.data())
     def give_back(self, data: st.DataObject) -> None:
-        feed, index = data.draw(st.sampled_from([pair for pair in self.under_way() if pair[0] in self.dropped]))
+        feed, index = data.draw(
+            st.sampled_from([pair for pair in self.under_way() if pair[0] in self.dropped])
+        )
         self.ended(feed, index)
         self.send(Returned(feed, index, self.now))
 
@@ -375,5 +393,7 @@ class Clone(RuleBasedStateMachine):
             self.send(Tick(self.now))
 
 
-Clone.TestCase.settings = settings(max_examples=examples(300), stateful_step_count=60, deadline=None)
+Clone.TestCase.settings = settings(
+    max_examples=examples(300), stateful_step_count=60, deadline=None
+)
 TestAnyOrderOfEvents = Clone.TestCase

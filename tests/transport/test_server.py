@@ -9,13 +9,31 @@ from collections.abc import Sequence
 import pytest
 from blake3 import blake3
 
-from datastates.errors import Closed, DatastatesError, Disconnected, InvalidInput, NotFound, Unauthorized, Unavailable
+from datastates.errors import (
+    Closed,
+    DatastatesError,
+    Disconnected,
+    InvalidInput,
+    NotFound,
+    Unauthorized,
+    Unavailable,
+)
 from datastates.transport.limits import Limits
 from datastates.transport.server import Server, is_loopback
 from datastates.transport.session import Session
 from tests.transport.stores import UID, MemoryStore
 from tests.transport.wires import QueueTransport
-from tests.transport.worlds import PATIENCE_S, STATE, World, offer, opened, receive, run, session, until
+from tests.transport.worlds import (
+    PATIENCE_S,
+    STATE,
+    World,
+    offer,
+    opened,
+    receive,
+    run,
+    session,
+    until,
+)
 
 TOKEN = b"0123456789abcdef"
 
@@ -172,7 +190,8 @@ def test_closing_does_not_wait_for_the_store() -> None:
         await world.server.close(grace_s=0)
         with pytest.raises(Disconnected):
             await task
-        block.set()  # the state that is opened now is let go by the thread that opened it: ``run`` looks
+        # the state that is opened now is let go by the thread that opened it: ``run`` looks
+        block.set()
 
     run(test)
 
@@ -193,7 +212,13 @@ def test_counters_tell_what_left_and_for_which_state() -> None:
         other = "0123" * 6
         world.store.states[other] = STATE[:2]
         async with session(world) as one, session(world) as two:
-            await asyncio.gather(*(receive(feed, n) for feed in (await opened(one), await opened(two)) for n in range(3)))
+            await asyncio.gather(
+                *(
+                    receive(feed, n)
+                    for feed in (await opened(one), await opened(two))
+                    for n in range(3)
+                )
+            )
             _, feed = await two.open(other)
             assert feed is not None
             await receive(feed, 1)
@@ -245,11 +270,16 @@ def test_receivers_form_a_chain_and_leave_it_with_their_session() -> None:
             assert feed is not None
             second, origin = await two.open(UID, relay="memory://two", here=False)
             assert second.upstream == "memory://one"
-            assert await origin.digests([0, 3]) == [blake3(STATE[0]).digest(), blake3(STATE[3]).digest()]
+            assert await origin.digests([0, 3]) == [
+                blake3(STATE[0]).digest(),
+                blake3(STATE[3]).digest(),
+            ]
             await origin.close()
             assert (second.manifest, second.lengths) == (first.manifest, first.lengths)
             assert await asyncio.to_thread(world.store.opened[1].is_closed.wait, 5)
-            again, feed = await two.open(UID, relay="memory://two", failed=("memory://one",), here=False)
+            again, feed = await two.open(
+                UID, relay="memory://two", failed=("memory://one",), here=False
+            )
             assert again.upstream is None
             assert feed is not None
             here, feed = await two.open(UID, relay="memory://two")

@@ -8,7 +8,14 @@ import threading
 
 import pytest
 
-from datastates.errors import Closed, DatastatesError, Disconnected, InvalidInput, PeerFault, Unavailable
+from datastates.errors import (
+    Closed,
+    DatastatesError,
+    Disconnected,
+    InvalidInput,
+    PeerFault,
+    Unavailable,
+)
 from datastates.system.failures import Failure
 from datastates.transport.protocol import (
     MAGIC,
@@ -29,9 +36,19 @@ from datastates.transport.protocol import (
     Want,
 )
 from tests.transport.stores import CHUNK, UID, MemorySource
-from tests.transport.worlds import PATIENCE_S, STATE, World, offer, opened, receive, run, session, until
+from tests.transport.worlds import (
+    PATIENCE_S,
+    STATE,
+    World,
+    offer,
+    opened,
+    receive,
+    run,
+    session,
+    until,
+)
 
-# --- what breaks the protocol ---------------------------------------------------------------------------------------------------
+# --- what breaks the protocol ---------------------------------------------------------------------
 
 
 WRONG = [
@@ -95,7 +112,7 @@ def test_more_states_held_open_than_allowed_are_refused() -> None:
     run(test)
 
 
-# --- pushes -----------------------------------------------------------------------------------------------------------------
+# --- pushes ---------------------------------------------------------------------------------------
 
 
 def test_a_push_is_fetched_by_the_server_and_recorded() -> None:
@@ -159,7 +176,7 @@ def test_a_push_that_is_cancelled_leaves_the_session_usable() -> None:
     run(test)
 
 
-# --- life and death -----------------------------------------------------------------------------------------------------------
+# --- life and death -------------------------------------------------------------------------------
 
 
 def test_an_idle_session_lives_by_its_heartbeats() -> None:
@@ -190,7 +207,9 @@ def test_any_patience_travels(timeout_s: float) -> None:
     run(test, timeout_s=timeout_s)
 
 
-def test_a_peer_that_falls_silent_is_given_up_and_the_link_is_aborted_before_anybody_hears() -> None:
+def test_a_peer_that_falls_silent_is_given_up_and_the_link_is_aborted_before_anybody_hears() -> (
+    None
+):
     async def test(world: World) -> None:
         world.far.hold.clear()
         async with session(world) as peer:

@@ -40,7 +40,9 @@ async def meeting(
             await there.close()
 
 
-async def meet(listener: tcp.TcpListener, arrivals: asyncio.Queue[Channel], tls: Tls | None = None) -> tuple[tcp.TcpChannel, Channel]:
+async def meet(
+    listener: tcp.TcpListener, arrivals: asyncio.Queue[Channel], tls: Tls | None = None
+) -> tuple[tcp.TcpChannel, Channel]:
     here = await tcp.dial(listener.url, timeout_s=PATIENCE_S, tls=tls)
     await here.send(b"a word")  # whoever says nothing has not arrived
     there = await arrivals.get()
@@ -61,7 +63,9 @@ async def listening(
 
 
 @asynccontextmanager
-async def raw(handle: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]) -> AsyncIterator[str]:
+async def raw(
+    handle: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+) -> AsyncIterator[str]:
     """A server that is none of ours."""
     server = await asyncio.start_server(handle, "127.0.0.1", 0)
     try:
@@ -92,7 +96,16 @@ def test_every_way_to_write_this_machine_works(host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["ucx://", "ucx://host", "ucx://:4711", "ucx://host:99999", "ucx://host:x", "ucx://[::1:4711", "127.0.0.1:4711"]
+    "url",
+    [
+        "ucx://",
+        "ucx://host",
+        "ucx://:4711",
+        "ucx://host:99999",
+        "ucx://host:x",
+        "ucx://[::1:4711",
+        "127.0.0.1:4711",
+    ],
 )
 def test_a_url_without_host_and_port_is_refused(url: str) -> None:
     async def work() -> None:
@@ -106,7 +119,11 @@ def test_a_url_without_host_and_port_is_refused(url: str) -> None:
 
 def test_addresses_that_are_not_ours_cannot_be_listened_on() -> None:
     async def work() -> None:
-        for url in ["ucx://192.0.2.1:0", "ucx://no-such-host.invalid:0", f"ucx://{'x' * 70}.invalid:0"]:
+        for url in [
+            "ucx://192.0.2.1:0",
+            "ucx://no-such-host.invalid:0",
+            f"ucx://{'x' * 70}.invalid:0",
+        ]:
             with pytest.raises(Unavailable, match=url.split("/")[2][:20]):
                 await tcp.listen(url, _forget)
 
@@ -115,7 +132,8 @@ def test_addresses_that_are_not_ours_cannot_be_listened_on() -> None:
 
 def test_who_does_not_answer_is_given_up_in_time_and_named() -> None:
     async def work() -> None:
-        with socket.socket() as full:  # a listener that takes nobody: its queue is full after the first
+        with socket.socket() as full:
+            # a listener that takes nobody: its queue is full after the first
             full.bind(("127.0.0.1", 0))
             full.listen(0)
             host, port = full.getsockname()
@@ -151,7 +169,8 @@ def test_an_announced_length_is_checked_before_anything_is_read_for_it() -> None
 def test_a_first_word_that_comes_in_pieces_is_a_word_and_only_when_it_is_whole(
     certificates: Tls, is_secret: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half a word costs neither a channel nor TLS; after the first, words come as before, however short."""
+    """Half a word costs neither a channel nor TLS; after the first, words come as before,
+    however short."""
     made: list[tcp.TcpChannel] = []
 
     class Counted(tcp.TcpChannel):
@@ -186,7 +205,10 @@ def test_a_first_word_that_comes_in_pieces_is_a_word_and_only_when_it_is_whole(
             if context is None:
                 channel = await arrivals.get()
                 writer.write((1).to_bytes(4) + b"d")
-                assert [await channel.receive(LIMIT), await channel.receive(LIMIT)] == [b"abc", b"d"]
+                assert [await channel.receive(LIMIT), await channel.receive(LIMIT)] == [
+                    b"abc",
+                    b"d",
+                ]
                 await channel.close()
             else:
                 assert (await reader.read(1))[0] == 22  # TLS answers
@@ -352,7 +374,9 @@ def test_a_listener_that_is_closed_as_somebody_arrives_leaves_no_connection(turn
     run(work())
 
 
-def test_beyond_a_rate_connections_are_taken_in_batches_and_whoever_speaks_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beyond_a_rate_connections_are_taken_in_batches_and_whoever_speaks_is_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     wakes, take = [], connections.Visitors._take
 
     def noted(self: connections.Visitors) -> None:
@@ -387,7 +411,10 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Tls:
 
 def test_frames_travel_over_tls(certificates: Tls) -> None:
     async def work() -> None:
-        async with meeting(server=certificates, client=Tls(trusted=certificates.trusted)) as (here, there):
+        async with meeting(server=certificates, client=Tls(trusted=certificates.trusted)) as (
+            here,
+            there,
+        ):
             frames = [os.urandom(n * 1000) for n in range(200)]
 
             async def send() -> None:
@@ -404,11 +431,17 @@ def test_frames_travel_over_tls(certificates: Tls) -> None:
     run(work())
 
 
-def test_a_certificate_that_is_not_trusted_or_of_another_host_is_refused(certificates: Tls, tmp_path: Path) -> None:
+def test_a_certificate_that_is_not_trusted_or_of_another_host_is_refused(
+    certificates: Tls, tmp_path: Path
+) -> None:
     other = certificate(tmp_path, "DNS:elsewhere.example")
 
     async def work() -> None:
-        for server, client in [(certificates, Tls()), (certificates, other), (other, Tls(trusted=other.trusted))]:
+        for server, client in [
+            (certificates, Tls()),
+            (certificates, other),
+            (other, Tls(trusted=other.trusted)),
+        ]:
             async with listening(tls=server) as (listener, arrivals):
                 with pytest.raises(Disconnected, match="cannot be trusted"):
                     await tcp.dial(listener.url, timeout_s=PATIENCE_S, tls=client)
@@ -417,20 +450,25 @@ def test_a_certificate_that_is_not_trusted_or_of_another_host_is_refused(certifi
     run(work())
 
 
-def test_with_tls_on_one_side_only_nobody_gets_in(certificates: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_tls_on_one_side_only_nobody_gets_in(
+    certificates: Tls, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tcp, "_TLS_S", PATIENCE_S)
 
     async def work() -> None:
         async with listening(tls=certificates) as (listener, arrivals):
             channel = await tcp.dial(listener.url, timeout_s=PATIENCE_S)
             await channel.send(b"hello")
-            async with asyncio.timeout(PATIENCE_S / 2):  # at once, not when TLS's handshake has taken too long
+            async with asyncio.timeout(PATIENCE_S / 2):
+                # at once, not when TLS's handshake has taken too long
                 with pytest.raises(Disconnected):
                     await channel.receive(LIMIT)
             await channel.close()
             assert arrivals.empty()
         async with listening() as (listener, arrivals):
-            dialling = asyncio.create_task(tcp.dial(listener.url, timeout_s=PATIENCE_S, tls=Tls(trusted=certificates.trusted)))
+            dialling = asyncio.create_task(
+                tcp.dial(listener.url, timeout_s=PATIENCE_S, tls=Tls(trusted=certificates.trusted))
+            )
             with pytest.raises(Disconnected):  # the first bytes of TLS are a length out of bounds
                 await dialling
             assert arrivals.empty()

@@ -124,7 +124,9 @@ def test_a_peer_that_is_killed_or_stopped_lets_go_of_our_memory(how: signal.Sign
                     await asyncio.wait_for(asyncio.shield(waiting), AT_ONCE_S)
             else:
                 done, _ = await asyncio.wait({waiting}, timeout=0.5)
-                assert not done, "nobody says that a peer was stopped: sessions find out by its silence"
+                assert not done, (
+                    "nobody says that a peer was stopped: sessions find out by its silence"
+                )
             began = time.monotonic()
             await link.abort()
             assert time.monotonic() - began < AT_ONCE_S
@@ -137,7 +139,9 @@ def test_a_peer_that_is_killed_or_stopped_lets_go_of_our_memory(how: signal.Sign
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_message_that_breaks_off_half_way_is_written_no_further_after_the_abort(how: signal.Signals) -> None:
+def test_a_message_that_breaks_off_half_way_is_written_no_further_after_the_abort(
+    how: signal.Signals,
+) -> None:
     with peer("stream") as (process, url):
 
         async def work() -> None:
@@ -146,7 +150,8 @@ def test_a_message_that_breaks_off_half_way_is_written_no_further_after_the_abor
             memory = bytearray(256 << 20)
             waiting = asyncio.ensure_future(link.receive(2, memoryview(memory)))
             while not memory[1 << 20]:  # noqa: ASYNC110 # UCX says nothing half way
-                await asyncio.sleep(0.001)  # not 0: the loop would take the processor from what moves the bytes
+                # not 0: the loop would take the processor from what moves the bytes
+                await asyncio.sleep(0.001)
             os.kill(process.pid, how)
             began = time.monotonic()
             await link.abort()
@@ -177,14 +182,19 @@ async def echo() -> None:
 def test_it_comes_back_after_the_loop_was_stopped_and_leaves_nothing() -> None:
     def left() -> tuple[int, int, int]:
         loop.stop()
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), threading.active_count()
+        return (
+            len(os.listdir("/proc/self/fd")),
+            len(os.listdir("/proc/self/task")),
+            threading.active_count(),
+        )
 
     loop.run(echo(), timeout_s=PATIENCE_S)
     before = left()
     for _ in range(3):
         loop.run(echo(), timeout_s=PATIENCE_S)
     deadline = time.monotonic() + PATIENCE_S
-    while any(now > then for now, then in zip(left(), before, strict=True)):  # idle worker threads end by themselves
+    while any(now > then for now, then in zip(left(), before, strict=True)):
+        # idle worker threads end by themselves
         assert time.monotonic() < deadline, (before, left())
 
 
@@ -197,7 +207,14 @@ def run_script(script: str, **environment: str) -> subprocess.CompletedProcess[s
         from tests.transport.test_ucx import echo
     """)
     command = [sys.executable, "-c", start + textwrap.dedent(script)]
-    return warm.run(command, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **environment})
+    return warm.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, **environment},
+    )
 
 
 def test_a_forked_child_has_a_helper_of_its_own_and_leaves_its_parents_alone() -> None:
@@ -248,8 +265,12 @@ def test_a_program_that_uses_ucxx_itself_is_left_alone() -> None:
 
 
 @pytest.mark.in_turn
-@pytest.mark.parametrize(("before", "after"), [("", ""), ("import torch", ""), ("", "import torch")])
-def test_a_process_ends_at_once_and_says_nothing_whatever_else_it_loads(before: str, after: str) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"), [("", ""), ("import torch", ""), ("", "import torch")]
+)
+def test_a_process_ends_at_once_and_says_nothing_whatever_else_it_loads(
+    before: str, after: str
+) -> None:
     done = run_script(f"""
         {before}
         loop.run(echo())
@@ -259,7 +280,8 @@ def test_a_process_ends_at_once_and_says_nothing_whatever_else_it_loads(before: 
     ended = time.time()
     assert done.returncode == 0, done.stderr
     assert not done.stderr
-    assert ended - float(done.stdout) < AT_ONCE_S  # 0.1 on a quiet machine, torch more; what hangs does so for ever
+    # 0.1 on a quiet machine, torch more; what hangs does so for ever
+    assert ended - float(done.stdout) < AT_ONCE_S
 
 
 def test_what_ucx_logs_never_reaches_standard_output() -> None:
@@ -278,10 +300,16 @@ def test_two_aborts_and_sends_afterwards_are_harmless() -> None:
     async def work() -> None:
         transport = transport_for("ucx://")
         link = await transport.link(await transport.address())
-        waiting = [asyncio.ensure_future(link.receive(50 + n, memoryview(bytearray(1 << 20)))) for n in range(20)]
+        waiting = [
+            asyncio.ensure_future(link.receive(50 + n, memoryview(bytearray(1 << 20))))
+            for n in range(20)
+        ]
         await asyncio.sleep(0)
         await asyncio.gather(link.abort(), link.abort())
-        assert all(isinstance(each, Disconnected) for each in await asyncio.gather(*waiting, return_exceptions=True))
+        assert all(
+            isinstance(each, Disconnected)
+            for each in await asyncio.gather(*waiting, return_exceptions=True)
+        )
         await link.abort()
         for transfer in (link.send, link.receive):
             with pytest.raises(Disconnected, match="aborted"):
@@ -290,13 +318,17 @@ def test_two_aborts_and_sends_afterwards_are_harmless() -> None:
     loop.run(work(), timeout_s=PATIENCE_S)
 
 
-def test_hundreds_of_messages_begun_at_once_cost_no_warning(capfd: pytest.CaptureFixture[str]) -> None:
+def test_hundreds_of_messages_begun_at_once_cost_no_warning(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     async def work() -> None:
         transport = transport_for("ucx://")
         link = await transport.link(await transport.address())
         into = [bytearray(1000) for _ in range(600)]
         receiving = [link.receive(1 << 40 | n, memoryview(each)) for n, each in enumerate(into)]
-        await asyncio.gather(*receiving, *(link.send(1 << 40 | n, memoryview(b"x" * 1000)) for n in range(600)))
+        await asyncio.gather(
+            *receiving, *(link.send(1 << 40 | n, memoryview(b"x" * 1000)) for n in range(600))
+        )
         assert all(each == b"x" * 1000 for each in into)
         await link.abort()
 

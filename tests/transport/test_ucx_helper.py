@@ -1,4 +1,5 @@
-"""The process that runs UCX: what a stranger, a peer's address and death can do to it, and that nothing reaches the training."""
+"""The process that runs UCX: what a stranger, a peer's address and death can do to it, and that
+nothing reaches the training."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ async def echo() -> None:
     await link.abort()
 
 
-# --- a stranger at the port -------------------------------------------------------------------------------------------------
+# --- a stranger at the port -----------------------------------------------------------------------
 
 VICTIM = """
 import ctypes, os, sys
@@ -142,7 +143,8 @@ class Victim:
 
 @pytest.mark.parametrize("way", ["ucx", "ucx with TLS", "auto", "near"])
 def test_a_remote_write_to_any_port_reaches_no_training(way: str, tmp_path: Path) -> None:
-    """Every port that a server, a client or a process of theirs listens on, with and without TLS, near and far."""
+    """Every port that a server, a client or a process of theirs listens on, with and without
+    TLS, near and far."""
     made = certificate(tmp_path, "IP:127.0.0.1") if "TLS" in way else Tls()
     tls = [each for each in (made.certificate, made.key) if each is not None]
     trusted = [made.trusted] if made.trusted is not None else []
@@ -154,7 +156,9 @@ def test_a_remote_write_to_any_port_reaches_no_training(way: str, tmp_path: Path
         tried = 0
         for victim in victims:
             helpers = children(victim.pid)
-            assert bool(helpers) == (data == "ucx"), "UCX runs where it was chosen, and nowhere else"
+            assert bool(helpers) == (data == "ucx"), (
+                "UCX runs where it was chosen, and nowhere else"
+            )
             for pid in (victim.pid, *helpers):
                 for place in listening(pid):
                     assert place[0] == "127.0.0.1"
@@ -185,7 +189,9 @@ def test_a_helper_that_a_stranger_ends_is_named_and_the_next_one_works() -> None
 def test_the_user_says_which_ports_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TCP_PORT_RANGE", "21000-21900")
     loop.run(echo(), timeout_s=PATIENCE_S)
-    assert [(host, 21000 <= port <= 21900) for host, port in listening(helper().pid)] == [("127.0.0.1", True)]
+    assert [(host, 21000 <= port <= 21900) for host, port in listening(helper().pid)] == [
+        ("127.0.0.1", True)
+    ]
 
 
 def test_an_address_that_is_served_later_moves_it_to_the_device_of_that_address() -> None:
@@ -205,7 +211,7 @@ async def forget(channel: Channel) -> None:
     await channel.close()
 
 
-# --- addresses that peers make up -------------------------------------------------------------------------------------------
+# --- addresses that peers make up -----------------------------------------------------------------
 
 
 def test_made_up_addresses_end_a_helper_at_most() -> None:
@@ -226,7 +232,8 @@ def test_made_up_addresses_end_a_helper_at_most() -> None:
             if ends and seed > 20:
                 break
             if helper().is_over:
-                await echo()  # it moves something: ends in a row that moved nothing are another test's
+                # it moves something: ends in a row that moved nothing are another test's
+                await echo()
         await echo()
 
     loop.run(work(), timeout_s=3 * PATIENCE_S)
@@ -246,14 +253,18 @@ def test_a_helper_that_dies_again_and_again_is_given_up_for_a_while_and_its_end_
     loop.run(work(), timeout_s=PATIENCE_S)
 
 
-def test_a_helper_that_stops_while_it_makes_a_link_is_ended_and_the_next_one_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_helper_that_stops_while_it_makes_a_link_is_ended_and_the_next_one_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def work() -> None:
         address = await ucx().address()
         stopped = helper()
         os.kill(stopped.pid, signal.SIGSTOP)
         with monkeypatch.context() as patch:
             patch.setattr("datastates.transport.ucx._LINK_S", 0.2)
-            with pytest.raises(Disconnected, match=rf"pid {stopped.pid}\) does not answer any more"):
+            with pytest.raises(
+                Disconnected, match=rf"pid {stopped.pid}\) does not answer any more"
+            ):
                 await asyncio.wait_for(ucx().link(address), PATIENCE_S / 2)
         await echo()
         assert helper() is not stopped
@@ -262,7 +273,9 @@ def test_a_helper_that_stops_while_it_makes_a_link_is_ended_and_the_next_one_wor
 
 
 @pytest.mark.parametrize("what", ["socket.socketpair", "os.pipe", "Region", "_spawn"])
-def test_a_helper_that_cannot_be_started_leaves_no_descriptor(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_helper_that_cannot_be_started_leaves_no_descriptor(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*arguments: object, **options: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -277,7 +290,7 @@ def test_a_helper_that_cannot_be_started_leaves_no_descriptor(what: str, monkeyp
     loop.run(work(), timeout_s=PATIENCE_S)
 
 
-# --- what it may and may not ------------------------------------------------------------------------------------------------
+# --- what it may and may not ----------------------------------------------------------------------
 
 
 def test_the_helper_has_nothing_worth_having(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,10 +312,17 @@ def test_the_helper_has_nothing_worth_having(monkeypatch: pytest.MonkeyPatch) ->
     assert "torch" not in (place / "maps").read_text()
     assert os.getsid(helper().pid) == helper().pid
     for task in (place / "task").iterdir():
-        facts = dict(line.split(":\t") for line in (task / "status").read_text().splitlines() if ":\t" in line)
+        facts = dict(
+            line.split(":\t")
+            for line in (task / "status").read_text().splitlines()
+            if ":\t" in line
+        )
         assert (facts["NoNewPrivs"], facts["Seccomp"]) == ("1", "2")
         assert int(facts["CapEff"], 16) & ~(1 << 14) == 0
-    limits = {line[:26].strip(): line[26:47].strip() for line in (place / "limits").read_text().splitlines()}
+    limits = {
+        line[:26].strip(): line[26:47].strip()
+        for line in (place / "limits").read_text().splitlines()
+    }
     assert limits["Max core file size"] == limits["Max file size"] == limits["Max processes"] == "0"
     assert int(limits["Max address space"]) < 4 << 30
     assert helper().open == ()
@@ -355,7 +375,9 @@ os._exit(0)
 """
 
 
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="names system calls by the numbers of x86-64")
+@pytest.mark.skipif(
+    os.uname().machine != "x86_64", reason="names system calls by the numbers of x86-64"
+)
 def test_what_confines_it_keeps_it_from_the_training_and_its_files(tmp_path: Path) -> None:
     secret, memory = tmp_path / "token", ctypes.create_string_buffer(b"memory of the training")
     secret.write_text("secret")
@@ -364,7 +386,15 @@ def test_what_confines_it_keeps_it_from_the_training_and_its_files(tmp_path: Pat
     region.hand_over(is_writable_there=False)
     try:
         done = subprocess.run(
-            [sys.executable, "-c", CONFINED, str(os.getpid()), str(secret), str(ctypes.addressof(memory)), str(copy)],
+            [
+                sys.executable,
+                "-c",
+                CONFINED,
+                str(os.getpid()),
+                str(secret),
+                str(ctypes.addressof(memory)),
+                str(copy),
+            ],
             capture_output=True,
             text=True,
             timeout=PATIENCE_S,
@@ -377,7 +407,10 @@ def test_what_confines_it_keeps_it_from_the_training_and_its_files(tmp_path: Pat
 
 
 def test_neither_side_can_change_what_the_other_one_reads() -> None:
-    out, into = Region("out", 1 << 20, is_written_here=True), Region("in", 1 << 20, is_written_here=False)
+    out, into = (
+        Region("out", 1 << 20, is_written_here=True),
+        Region("in", 1 << 20, is_written_here=False),
+    )
     copies = [os.dup(region.fd) for region in (out, into)]
     out.hand_over(is_writable_there=False)
     into.hand_over(is_writable_there=True)
@@ -400,7 +433,7 @@ def test_neither_side_can_change_what_the_other_one_reads() -> None:
     out.view(stretch)[:] = b"we"
 
 
-# --- life and death ---------------------------------------------------------------------------------------------------------
+# --- life and death -------------------------------------------------------------------------------
 
 
 @pytest.mark.in_turn
@@ -417,7 +450,12 @@ def test_the_helper_ends_with_its_training_however_that_ends(how: str) -> None:
     """
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=PATIENCE_S, check=False, cwd=root
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+        cwd=root,
     )
     place = Path(f"/proc/{done.stdout.strip()}/stat")
     deadline = time.monotonic() + PATIENCE_S
@@ -431,7 +469,9 @@ def test_the_helper_ends_with_its_training_however_that_ends(how: str) -> None:
         threading.Event().wait(0.01)
 
 
-def test_a_loop_that_is_stopped_while_a_helper_ends_leaves_the_next_loop_a_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_that_is_stopped_while_a_helper_ends_leaves_the_next_loop_a_transport(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     is_reaped, reap, threads = threading.Event(), Helper._reap, list[threading.Thread]()
 
     def reap_late(helper: Helper) -> None:
@@ -476,17 +516,25 @@ async def clone(url: str, sinks: list[MemorySink], on_progress: Callable[[int, i
 
 
 def kill_in_the_middle(kills: int, seed: int) -> None:
-    """Clones over UCX; somewhere in the middle of each the helper of either end is killed. Most go on by themselves, the rest is cloned
-    again, which brings what is missing."""
+    """Clones over UCX; somewhere in the middle of each the helper of either end is killed. Most
+    go on by themselves, the rest is cloned again, which brings what is missing."""
     rng, state, outcomes = random.Random(seed), chunks(seed, PIECES, 1 << 20), Counter[str]()
     far = UcxTransport()
-    server = Server(MemoryStore({UID: state}), "ucx://127.0.0.1:0", data="ucx", timeout_s=PATIENCE_S, transport=far)
+    server = Server(
+        MemoryStore({UID: state}),
+        "ucx://127.0.0.1:0",
+        data="ucx",
+        timeout_s=PATIENCE_S,
+        transport=far,
+    )
     loop.run(server.start(), timeout_s=PATIENCE_S)
     for _ in range(kills):
         at, transport = rng.randrange(1, PIECES), rng.choice([far, ucx()])
         pending, sinks = [transport], list[MemorySink]()
 
-        def progress(done: int, total: int, at: int = at, pending: list[UcxTransport] = pending) -> None:
+        def progress(
+            done: int, total: int, at: int = at, pending: list[UcxTransport] = pending
+        ) -> None:
             if pending and done * PIECES >= at * total:
                 found = pending.pop().helper
                 assert found is not None

@@ -13,7 +13,9 @@ Change = Callable[[int, bytes], Iterable[bytes]]
 
 
 class QueueChannel(Channel):
-    """One end of a pair. ``sent`` keeps what went out of this end; ``change`` says what arrives instead of a frame."""
+    """One end of a pair.
+
+    ``sent`` keeps what went out of this end; ``change`` says what arrives instead of a frame."""
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
@@ -133,7 +135,12 @@ class QueueTransport(Transport):
         return self.boxes.setdefault(tag, asyncio.Queue())
 
     async def listen(
-        self, url: str, accept: Callable[[Channel], Awaitable[None]], *, tls: Tls | None = None, door: Door | None = None
+        self,
+        url: str,
+        accept: Callable[[Channel], Awaitable[None]],
+        *,
+        tls: Tls | None = None,
+        door: Door | None = None,
     ) -> Listener:
         self.accept, self.door = accept, door or Door()
         transport = self

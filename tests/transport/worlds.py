@@ -26,14 +26,21 @@ class World:
     def __init__(self, store: MemoryStore, **options: Any) -> None:
         self.store = store
         self.near, self.far = QueueTransport("client"), QueueTransport("server")
-        self.server = Server(store, "memory://server", transport=self.far, **{"timeout_s": PATIENCE_S, **options})
+        self.server = Server(
+            store, "memory://server", transport=self.far, **{"timeout_s": PATIENCE_S, **options}
+        )
         self.timeout_s: float = options.get("timeout_s", PATIENCE_S)
         self.channels: list[QueueChannel] = []
 
     async def connect(self, **options: Any) -> Session:
         channel = await self.near.dial("memory://server", timeout_s=1)
         self.channels.append(channel)
-        return await Session.connect("memory://server", channel=channel, transport=self.near, **{"timeout_s": self.timeout_s, **options})
+        return await Session.connect(
+            "memory://server",
+            channel=channel,
+            transport=self.near,
+            **{"timeout_s": self.timeout_s, **options},
+        )
 
 
 def run(test: Callable[[World], Awaitable[None]], **options: Any) -> None:
@@ -52,7 +59,8 @@ def run(test: Callable[[World], Awaitable[None]], **options: Any) -> None:
             await world.near.close()
             await world.far.close()
         ending = asyncio.all_tasks() - before - {asyncio.current_task()}
-        left = (await asyncio.wait(ending, timeout=PATIENCE_S))[1] if ending else ending  # one may wait for a thread that is at work
+        # one may wait for a thread that is at work
+        left = (await asyncio.wait(ending, timeout=PATIENCE_S))[1] if ending else ending
         assert not left, left
         for source in world.store.opened:
             assert await asyncio.to_thread(source.is_closed.wait, PATIENCE_S)
@@ -90,4 +98,9 @@ async def until(claim: Callable[[], bool]) -> None:
 
 
 def offer(uid: str = "ab12" * 6, *, refs: int = 0) -> Offer:
-    return Offer(manifest_of(STATE), record(uid), (), tuple(RefRecord(f"tag{n}", "tag", uid, "m" * 4000) for n in range(refs)))
+    return Offer(
+        manifest_of(STATE),
+        record(uid),
+        (),
+        tuple(RefRecord(f"tag{n}", "tag", uid, "m" * 4000) for n in range(refs)),
+    )

@@ -1,7 +1,8 @@
 """A callback that captures what a Trainer trains at every step, and resumes it bit for bit.
 
-It takes a state when Lightning asks for the next batch. By then everything that belongs to a step has happened, including validation and
-the hooks of every callback. It takes the last state at the end of the training.
+It takes a state when Lightning asks for the next batch. By then everything that belongs to a step
+has happened, including validation and the hooks of every callback. It takes the last state at the
+end of the training.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ from .data import Data, KeptLoader
 
 
 class Fit:
-    """The loops of one Trainer, its other callbacks, precision, datamodule, and what hooks add to a checkpoint."""
+    """The loops of one Trainer, its other callbacks, precision, datamodule, and what hooks add
+    to a checkpoint."""
 
     is_optional = True  # a state that another loop captured does not have it
 
@@ -67,7 +69,9 @@ class Fit:
         trainer = self._trainer
         return {
             "loops": self._loops(),
-            "callbacks": {each.state_key: state for each in self._others() if (state := each.state_dict())},
+            "callbacks": {
+                each.state_key: state for each in self._others() if (state := each.state_dict())
+            },
             "precision": _by_name(trainer.precision_plugin),
             "datamodule": {} if trainer.datamodule is None else _by_name(trainer.datamodule),
             "added": self._added(),
@@ -76,18 +80,24 @@ class Fit:
             "made_to_accumulate": self._made_to_accumulate,
             "is_between": self.is_between,
             "since": self.since,
-            "gives_buffers": None if (ddp := self._ddp()) is None else ddp.require_forward_param_sync,
+            "gives_buffers": (
+                None if (ddp := self._ddp()) is None else ddp.require_forward_param_sync
+            ),
             **({} if self._weights is None else {"weights": self._weights}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put everything back that the Trainer leaves alone until it trains; ``begin`` does the rest."""
+        """Put everything back that the Trainer leaves alone until it trains; ``begin`` does the
+        rest."""
         trainer = self._trainer
         self._hand_over(state["added"])
         for each in self._others():
             if each.state_key in state["callbacks"]:
                 each.load_state_dict(deepcopy(state["callbacks"][each.state_key]))
-        for owner, stored in ((trainer.precision_plugin, state["precision"]), (trainer.datamodule, state["datamodule"])):
+        for owner, stored in (
+            (trainer.precision_plugin, state["precision"]),
+            (trainer.datamodule, state["datamodule"]),
+        ):
             if type(owner).__qualname__ in stored:
                 owner.load_state_dict(stored[type(owner).__qualname__])
         trainer.fit_loop.load_state_dict(deepcopy(state["loops"]))
@@ -96,14 +106,18 @@ class Fit:
         self.since, self._weights = state.get("since", 0), state.get("weights")
         self._gives_buffers = state.get("gives_buffers")
         if state.get("made_to_accumulate", self._made_to_accumulate) == self._made_to_accumulate:
-            self._accumulates = state["accumulate"]  # otherwise the Trainer was made with another number, which is to be obeyed
+            # otherwise the Trainer was made with another number, which is to be obeyed
+            self._accumulates = state["accumulate"]
 
     def begin(self) -> None:
-        """Put back what Lightning cleared meanwhile, and what only a training needs; called when it is about to train."""
+        """Put back what Lightning cleared meanwhile, and what only a training needs; called when
+        it is about to train."""
         if not self.is_restored:
             return
         if self.is_between:
-            self._trainer.fit_loop.epoch_loop.restarting = False  # otherwise a training by steps would go on in an epoch that is over
+            self._trainer.fit_loop.epoch_loop.restarting = (
+                False  # otherwise a training by steps would go on in an epoch that is over
+            )
             self.is_between = False
         if self._weights is not None:
             module = self._trainer.lightning_module
@@ -118,10 +132,12 @@ class Fit:
             found[name] = torch.tensor(value, dtype=getattr(torch, dtype), device=device)
 
     def hold_weights(self) -> None:
-        """Keep the weights for the next capture if the end of the training puts their average in their place: more epochs begin with
-        them.
+        """Keep the weights for the next capture if the end of the training puts their average in
+        their place: more epochs begin with them.
         """
-        if any(isinstance(each, WeightAveraging | StochasticWeightAveraging) for each in self._others()):
+        if any(
+            isinstance(each, WeightAveraging | StochasticWeightAveraging) for each in self._others()
+        ):
             self._weights = deepcopy(self._trainer.lightning_module.state_dict())
 
     def release_weights(self) -> None:
@@ -130,24 +146,32 @@ class Fit:
 
     def stoppers(self) -> list[str]:
         """The callbacks that have told the training to stop."""
-        return [type(each).__name__ for each in self._others() if self.is_restored and _has_stopped(each)]
+        return [
+            type(each).__name__
+            for each in self._others()
+            if self.is_restored and _has_stopped(each)
+        ]
 
     def _ddp(self) -> DistributedDataParallel | None:
-        """The wrapper that gives the buffers of rank 0 to all in the next forward, or not: after a step of manual optimization, each rank
-        keeps its own. A new one always gives them.
+        """The wrapper that gives the buffers of rank 0 to all in the next forward, or not: after a
+        step of manual optimization, each rank keeps its own. A new one always gives them.
         """
         model = self._trainer.strategy.model
         return model if isinstance(model, DistributedDataParallel) else None
 
     def _loops(self) -> dict[str, object]:
         state: dict[str, Any] = self._trainer.fit_loop.state_dict()
-        state["state_dict"] = {key: value for key, value in state["state_dict"].items() if key != "combined_loader"}  # Data has the place
+        # Data has the place
+        state["state_dict"] = {
+            key: value for key, value in state["state_dict"].items() if key != "combined_loader"
+        }
         if self.is_within:
             self._take_back(state["epoch_progress"])
         return state
 
     def _take_back(self, epochs: dict[str, dict[str, int]]) -> None:
-        """Uncount an epoch within which the training ended: Lightning counts it as done, and a run that goes on begins with its rest."""
+        """Uncount an epoch within which the training ended: Lightning counts it as done, and a
+        run that goes on begins with its rest."""
         for count in epochs.values():
             for name in ("processed", "completed"):
                 count[name] -= 1
@@ -158,7 +182,11 @@ class Fit:
     def _added(self) -> dict[str, object]:
         """The entries that hooks on checkpoints add to one, or replace."""
         trainer, module = self._trainer, self._trainer.lightning_module
-        hooked = [each for each in self._others() if type(each).on_save_checkpoint is not Callback.on_save_checkpoint]
+        hooked = [
+            each
+            for each in self._others()
+            if type(each).on_save_checkpoint is not Callback.on_save_checkpoint
+        ]
         is_hooked = type(module).on_save_checkpoint is not LightningModule.on_save_checkpoint
         if not hooked and not is_hooked:
             return {}
@@ -168,7 +196,11 @@ class Fit:
             each.on_save_checkpoint(trainer, module, checkpoint)
         if is_hooked:
             module.on_save_checkpoint(checkpoint)
-        return {key: value for key, value in checkpoint.items() if key not in usual or value is not usual[key]}
+        return {
+            key: value
+            for key, value in checkpoint.items()
+            if key not in usual or value is not usual[key]
+        }
 
     def _hand_over(self, added: Mapping[str, Any]) -> None:
         """Call the hooks that take from a checkpoint what others put there."""
@@ -200,14 +232,22 @@ class Metrics:
     def all(self) -> dict[str, torch.Tensor]:
         """Every number that was logged, with its newest value."""
         found = self._trainer.callback_metrics.items()
-        return {name: value.detach() for name, value in found if isinstance(value, torch.Tensor) and value.numel() == 1}
+        return {
+            name: value.detach()
+            for name, value in found
+            if isinstance(value, torch.Tensor) and value.numel() == 1
+        }
 
     def fresh(self) -> dict[str, torch.Tensor]:
-        """The numbers that were logged since the last call. Lightning keeps the others, such as those of the last validation, and gives
-        them anew, but not in other memory.
+        """The numbers that were logged since the last call. Lightning keeps the others, such as
+        those of the last validation, and gives them anew, but not in other memory.
         """
         found = self.all()
-        fresh = {name: value for name, value in found.items() if name not in self._seen or self._seen[name].data_ptr() != value.data_ptr()}
+        fresh = {
+            name: value
+            for name, value in found.items()
+            if name not in self._seen or self._seen[name].data_ptr() != value.data_ptr()
+        }
         self._seen = found
         return fresh
 
@@ -222,7 +262,8 @@ def _has_stopped(callback: object) -> bool:
 
 
 def _by_name(owner: Any) -> dict[str, Any]:
-    """The state of an object under the name of its class, as in Lightning's checkpoints; empty if it has none."""
+    """The state of an object under the name of its class, as in Lightning's checkpoints; empty
+    if it has none."""
     state = owner.state_dict()
     return {type(owner).__qualname__: state} if state else {}
 
@@ -241,30 +282,46 @@ def _of_data(trainer: Any, loaders: Sequence[KeptLoader]) -> Iterator[str]:
         name = "the train dataloader" if len(loaders) == 1 else f"train dataloader {index}"
         loader = kept.loader
         if isinstance(loader, Iterator):
-            yield f"{name} is an iterator, whose place cannot be found again: give what it iterates over"
+            yield (
+                f"{name} is an iterator, whose place cannot be found again: give what it iterates"
+                " over"
+            )
         elif getattr(loader, "persistent_workers", False):
             yield (
-                f"{name} keeps its workers, where a dataset that draws random numbers draws others: persistent_workers=False repeats them"
+                f"{name} keeps its workers, where a dataset that draws random numbers draws others:"
+                " persistent_workers=False repeats them"
             )
     if trainer.reload_dataloaders_every_n_epochs > 1:
         yield (
-            f"reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs} is counted from where a training resumes: use 1"
+            f"reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs} is"
+            " counted from where a training resumes: use 1"
         )
 
 
 def _of_loop(trainer: Any, module: Any) -> Iterator[str]:
     step = getattr(module, "training_step", None)
     if step is not None and "dataloader_iter" in inspect.signature(step).parameters:
-        yield "training_step takes dataloader_iter, so states are taken in the middle of a step: take the batch"
+        yield (
+            "training_step takes dataloader_iter, so states are taken in the middle of a step: take"
+            " the batch"
+        )
     if getattr(trainer, "_val_check_time_interval", None) is not None:
         yield "val_check_interval is a time, and the clock is not restored: give a count of batches"
     if any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks):
-        yield "StochasticWeightAveraging has a schedule of its own, which a resumed training does not always repeat: use WeightAveraging"
+        yield (
+            "StochasticWeightAveraging has a schedule of its own, which a resumed training does not"
+            " always repeat: use WeightAveraging"
+        )
     finetuning = [
-        type(each).__name__ for each in trainer.callbacks if any(kind.__name__ == "BaseFinetuning" for kind in type(each).__mro__)
+        type(each).__name__
+        for each in trainer.callbacks
+        if any(kind.__name__ == "BaseFinetuning" for kind in type(each).__mro__)
     ]
     if finetuning:
-        yield (f"{', '.join(finetuning)} changes the optimizer's groups before a state is restored: resume such a training by ckpt_path")
+        yield (
+            f"{', '.join(finetuning)} changes the optimizer's groups before a state is restored:"
+            " resume such a training by ckpt_path"
+        )
 
 
 # A callback that captures what a Trainer trains at every step, and resumes it bit for bit.
@@ -301,19 +358,28 @@ _USUAL: dict[str, Any] = {
         "durable_every": None,
         "durable_interval_s": None,
     },
-    **{"cadence": None, "retention": None, "keep_best": None, "back_pressure": None, "on_failure": None, "defer": True},
+    **{
+        "cadence": None,
+        "retention": None,
+        "keep_best": None,
+        "back_pressure": None,
+        "on_failure": None,
+        "defer": True,
+    },
 }
 
 
 class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not looked at by mypy
-    """Captures every step of ``trainer.fit`` as a state of a branch; the same script started again goes on where it stopped.
+    """Captures every step of ``trainer.fit`` as a state of a branch; the same script started again
+    goes on where it stopped.
 
         trainer = L.Trainer(max_epochs=3, callbacks=[DatastatesCallback("runs", branch="main")])
         trainer.fit(model, loader)
 
-    A branch that exists is resumed; a new one begins anew, or forks from ``start``. A state has ``model``, ``optimizer``,
-    ``scheduler`` (lists, where there are several), ``trainer`` (loops, callbacks, precision, datamodule), ``data`` and ``rng``. ``newest``
-    is the newest capture. The processes of ``strategy="ddp"`` capture each state together.
+    A branch that exists is resumed; a new one begins anew, or forks from ``start``. A state has
+    ``model``, ``optimizer``, ``scheduler`` (lists, where there are several), ``trainer`` (loops,
+    callbacks, precision, datamodule), ``data`` and ``rng``. ``newest`` is the newest capture. The
+    processes of ``strategy="ddp"`` capture each state together.
     """
 
     @values.unpacks(TrackOptions, **_USUAL)
@@ -332,14 +398,18 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
         :param repo: the repository, or its folder, which is opened for each ``fit``.
         :param branch: the branch that captures move.
         :param start: the state from which a new branch forks.
-        :param every: capture every n-th step of the optimizers; None: at the end of each epoch. A step after which Lightning validates
-            and the end of the training are always captured.
-        :param config: the configuration of this training, in addition to the hyper-parameters of module and datamodule.
+        :param every: capture every n-th step of the optimizers; None: at the end of each epoch. A
+            step after which Lightning validates and the end of the training are always captured.
+        :param config: the configuration of this training, in addition to the hyper-parameters of
+            module and datamodule.
         :param options: as in ``Repository.track``.
         """
         super().__init__()
         if not isinstance(repo, Repository | str | os.PathLike):
-            raise InvalidInput(f"repo is {values.shown(repo)}: give what datastates.open returned, or the folder of a repository")
+            raise InvalidInput(
+                f"repo is {values.shown(repo)}: give what datastates.open returned, or the folder"
+                " of a repository"
+            )
         self._given, self.branch = repo, values.text(branch, "branch")
         self._start: str | State | None = None if start is None else values.revision(start, "start")
         self.every = None if every is None else values.positive(every, "every")
@@ -363,7 +433,7 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
         """The tracker of the training, while it runs."""
         return self._run
 
-    # --- before the first batch --------------------------------------------------------------------------------------------
+    # --- before the first batch -------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Move behind the other callbacks, and have the loaders keep their place."""
@@ -371,18 +441,36 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
             return
         if trainer.world_size > 1 and type(trainer.strategy) is not DDPStrategy:
             raise Unsupported(
-                f"the Trainer has {trainer.world_size} processes by {type(trainer.strategy).__name__}, of which states are not captured:"
-                ' use strategy="ddp", where each has the whole model, or devices=1'
+                f"the Trainer has {trainer.world_size} processes by"
+                f" {type(trainer.strategy).__name__}, of which states are not captured: use"
+                ' strategy="ddp", where each has the whole model, or devices=1'
             )
         if self._data is not None and self._data.trainer is not trainer:
-            raise Conflict("this DatastatesCallback is in a fit of another Trainer: make one for each, with a branch of its own")
-        if any(isinstance(each, DatastatesCallback) and each is not self for each in trainer.callbacks):
-            raise InvalidInput("the Trainer has two DatastatesCallbacks: each moves one branch, give it one")
+            raise Conflict(
+                "this DatastatesCallback is in a fit of another Trainer: make one for each, with a"
+                " branch of its own"
+            )
+        if any(
+            isinstance(each, DatastatesCallback) and each is not self for each in trainer.callbacks
+        ):
+            raise InvalidInput(
+                "the Trainer has two DatastatesCallbacks: each moves one branch, give it one"
+            )
         io = trainer.strategy.checkpoint_io
-        if isinstance(io, DatastatesCheckpointIO) and trainer.checkpoint_callbacks and io.branch == self.branch and io.is_of(self._given):
-            raise InvalidInput(f"checkpoints and captures both go to branch {self.branch!r}: give DatastatesCheckpointIO another branch=")
+        if (
+            isinstance(io, DatastatesCheckpointIO)
+            and trainer.checkpoint_callbacks
+            and io.branch == self.branch
+            and io.is_of(self._given)
+        ):
+            raise InvalidInput(
+                f"checkpoints and captures both go to branch {self.branch!r}: give"
+                " DatastatesCheckpointIO another branch="
+            )
         trainer.callbacks = [*(each for each in trainer.callbacks if each is not self), self]
-        data = self._data = Data(trainer, lambda is_catching_up: self._asked(trainer, is_catching_up))
+        data = self._data = Data(
+            trainer, lambda is_catching_up: self._asked(trainer, is_catching_up)
+        )
         process = trainer.strategy.process_dataloader
 
         def keep(loader: object) -> object:
@@ -403,7 +491,9 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
         """Track, and restore everything to where the branch stands."""
         if self._data is None:
             return
-        self._repo = self._given if isinstance(self._given, Repository) else open_repository(self._given)
+        self._repo = (
+            self._given if isinstance(self._given, Repository) else open_repository(self._given)
+        )
         self._fit, self._metrics = Fit(trainer, self), Metrics(trainer)
         objects = {
             "model": pl_module,
@@ -417,15 +507,27 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
         if trainer.ckpt_path is not None:
             if trainer.world_size > 1:
                 raise Unsupported(
-                    f"ckpt_path={str(trainer.ckpt_path)!r} would give {trainer.world_size} processes the random numbers and the place of"
-                    " one of them: leave it out to go on where the branch stands, or give DatastatesCallback start= and a new branch"
+                    f"ckpt_path={str(trainer.ckpt_path)!r} would give {trainer.world_size}"
+                    " processes the random numbers and the place of one of them: leave it out to"
+                    " go on where the branch stands, or give DatastatesCallback start= and a new"
+                    " branch"
                 )
             start, options = self._begin_at(trainer.ckpt_path, options)
-        own = ("trainer", "data") if trainer.world_size > 1 else ()  # logs, and the place in a share, differ between ranks
-        self._run = self._repo.track(branch=self.branch, start=start, config=config, objects=objects, own=own, **options)  # type: ignore[arg-type]
+        # logs, and the place in a share, differ between ranks
+        own = ("trainer", "data") if trainer.world_size > 1 else ()
+        self._run = self._repo.track(
+            branch=self.branch,
+            start=start,
+            config=config,
+            objects=objects,
+            own=own,
+            **options,  # type: ignore[arg-type]
+        )
         self._stepped, self._since = trainer.global_step, self._fit.since
         self._stop_again(trainer)
-        if self._run.report is not None and any(path.split("/")[0] == "rng" for path in self._run.report.restored):
+        if self._run.report is not None and any(
+            path.split("/")[0] == "rng" for path in self._run.report.restored
+        ):
             self._rng = RngState().state_dict()
         if self._told is not None:
             self._data.load_state_dict(self._told["data"])
@@ -437,14 +539,21 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
             return
         notes = inexact(trainer, pl_module, self._data.loaders)
         if notes:
-            _logger.warning("branch %s: a resumed training may differ from one that never stopped: %s", self.branch, "; ".join(notes))
-        is_within = self._fit.is_restored and not self._fit.is_between and trainer.fit_loop.restarting
+            _logger.warning(
+                "branch %s: a resumed training may differ from one that never stopped: %s",
+                self.branch,
+                "; ".join(notes),
+            )
+        is_within = (
+            self._fit.is_restored and not self._fit.is_between and trainer.fit_loop.restarting
+        )
         self._fit.begin()
         self._metrics.fresh()
         for each in self._data.loaders:
             each.claim(is_resumable=True)
         if is_within and trainer.val_check_batch is not None:
-            # Lightning validates before it goes on after a batch that is due; everything of that batch was done before the capture
+            # Lightning validates before it goes on after a batch that is due; everything of that
+            # batch was done before the capture
             self._val_check, trainer.val_check_batch = trainer.val_check_batch, math.nan
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
@@ -455,17 +564,24 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
         """Note that the state before the next batch has the metrics of a validation."""
         self._is_validated = self._run is not None and not trainer.sanity_checking
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Note what the state of this step will record."""
         if not self._is_trained and self._data is not None:
             for each in self._data.loaders:
                 each.claim(is_resumable=False)
         self._is_trained, self._epoch = True, trainer.current_epoch
         found = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        share = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1  # Lightning has divided the loss by it
-        self._loss = found.detach() * share if isinstance(found, torch.Tensor) and found.numel() == 1 else None
+        # Lightning has divided the loss by it
+        share = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+        self._loss = (
+            found.detach() * share
+            if isinstance(found, torch.Tensor) and found.numel() == 1
+            else None
+        )
 
-    # --- states ------------------------------------------------------------------------------------------------------------
+    # --- states -----------------------------------------------------------------------------------
 
     def _asked(self, trainer: Any, is_catching_up: bool) -> None:
         """Called when Lightning asks for a batch: the step before it is over."""
@@ -501,9 +617,14 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
         if self._loss is not None:
             found.setdefault("loss", self._loss)
         metrics = {name: float(value) for name, value in found.items()}
-        self._fit.metrics = {name: (float(value), str(value.dtype).removeprefix("torch.")) for name, value in self._metrics.all().items()}
+        self._fit.metrics = {
+            name: (float(value), str(value.dtype).removeprefix("torch."))
+            for name, value in self._metrics.all().items()
+        }
         self._fit.since = self._since
-        self.newest = run.capture(step=trainer.global_step, metrics=metrics, attributes={"epoch": self._epoch})
+        self.newest = run.capture(
+            step=trainer.global_step, metrics=metrics, attributes={"epoch": self._epoch}
+        )
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Capture the end of the training."""
@@ -517,7 +638,8 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
         self._fit.release_weights()
 
     def state_dict(self) -> dict[str, Any]:
-        """The random numbers and the place in the data, which checkpoints that others write lack."""
+        """The random numbers and the place in the data, which checkpoints that others write
+        lack."""
         if self._run is None or self._data is None:
             return {}
         self._data.is_between = _is_over(trainer := self._data.trainer) and trainer.training
@@ -527,11 +649,12 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
             self._data.is_between = False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Have the fit that begins continue with the random numbers and the data of a checkpoint."""
+        """Have the fit that begins continue with the random numbers and the data of a
+        checkpoint."""
         if self._data is not None:  # no fit begins where Lightning validates, tests or predicts
             self._told = state_dict
 
-    # --- the end -----------------------------------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Make the branch's head durable."""
@@ -560,24 +683,33 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
                 repo.close()
 
     def _stop_again(self, trainer: Any) -> None:
-        """Leave a training stopped that one of its callbacks had stopped: they look at their own state only after another step."""
+        """Leave a training stopped that one of its callbacks had stopped: they look at their own
+        state only after another step."""
         stoppers = self._fit.stoppers()
         if trainer.strategy.reduce_boolean_decision(bool(stoppers), all=False):
             trainer.should_stop = True
             who = ", ".join(stoppers) or "a callback"
-            say(f"branch {self.branch}: {who} has stopped this training: to go on, leave it out, or give a Timer more time")
+            say(
+                f"branch {self.branch}: {who} has stopped this training: to go on, leave it out, or"
+                " give a Timer more time"
+            )
 
-    def _begin_at(self, path: object, options: dict[str, Any]) -> tuple[State | None, dict[str, Any]]:
-        """Where a fit begins that Lightning restores by ``ckpt_path``: if that names a state of this repository, the branch forks there."""
+    def _begin_at(
+        self, path: object, options: dict[str, Any]
+    ) -> tuple[State | None, dict[str, Any]]:
+        """Where a fit begins that Lightning restores by ``ckpt_path``: if that names a state of
+        this repository, the branch forks there."""
         assert self._repo is not None, "it was opened"
         if self._start is not None:
-            raise InvalidInput(f"start={self._start!r} and ckpt_path={str(path)!r}: give one of them")
+            raise InvalidInput(
+                f"start={self._start!r} and ckpt_path={str(path)!r}: give one of them"
+            )
         state = state_at(path, self._repo)
         head = next((ref.state for ref in self._repo.refs() if ref.name == self.branch), None)
         if head is not None and (state is None or state.uid != head):
             raise Conflict(
-                f"branch {self.branch!r} exists at {head[:10]}, and ckpt_path={str(path)!r} is another state: leave ckpt_path out to go on"
-                " there, or name another branch"
+                f"branch {self.branch!r} exists at {head[:10]}, and ckpt_path={str(path)!r} is"
+                " another state: leave ckpt_path out to go on there, or name another branch"
             )
         if state is not None and is_checkpoint(self._repo, state):
             options["only"] = ["model"]  # Lightning restores the rest
@@ -586,7 +718,10 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
 
 def _is_over(trainer: Any) -> bool:
     """Whether every batch of the epoch was trained on."""
-    return bool(trainer.fit_loop.batch_idx + 1 >= trainer.num_training_batches or trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+    return bool(
+        trainer.fit_loop.batch_idx + 1 >= trainer.num_training_batches
+        or trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+    )
 
 
 def _named(name: str, found: list[Any]) -> dict[str, object]:
@@ -604,5 +739,7 @@ def _hyperparameters(trainer: Any, module: Any) -> dict[str, Value]:
             except InvalidInput:
                 left.append(str(name))
     if left:
-        _logger.info("hyper-parameters that are no plain values are not recorded: %s", ", ".join(left))
+        _logger.info(
+            "hyper-parameters that are no plain values are not recorded: %s", ", ".join(left)
+        )
     return found

@@ -1,7 +1,8 @@
-"""A CheckpointIO: Lightning's checkpoints become states of a branch, and ``ckpt_path`` may name any state.
+"""A CheckpointIO: Lightning's checkpoints become states of a branch, and ``ckpt_path`` may name any
+state.
 
-Where Lightning expects a file, it finds a pointer to the state, one line of text. So it finds, links, lists and removes checkpoints as
-usual.
+Where Lightning expects a file, it finds a pointer to the state, one line of text. So it finds,
+links, lists and removes checkpoints as usual.
 """
 
 from __future__ import annotations
@@ -31,14 +32,17 @@ from datastates.training.saving import About, save_tree
 
 
 def _name() -> str:
-    """The package whose Trainer this process uses, as far as its imports show; ``lightning.pytorch`` if they do not."""
+    """The package whose Trainer this process uses, as far as its imports show;
+    ``lightning.pytorch`` if they do not."""
     if "lightning.pytorch" not in sys.modules and "pytorch_lightning" in sys.modules:
         return "pytorch_lightning"
     if find_spec("lightning") is not None:
         return "lightning.pytorch"
     if find_spec("pytorch_lightning") is not None:
         return "pytorch_lightning"
-    raise ModuleNotFoundError("datastates.integrations.lightning needs Lightning: pip install 'datastates[lightning]'")
+    raise ModuleNotFoundError(
+        "datastates.integrations.lightning needs Lightning: pip install 'datastates[lightning]'"
+    )
 
 
 NAME = _name()
@@ -72,13 +76,17 @@ _LONGEST = 8192
 _PATH = "lightning.path"
 
 
-class DatastatesCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning is not looked at by mypy
-    """Checkpoints as states: ``model`` is the state dict, ``lightning`` the rest. Nothing is pickled.
+# Lightning is not looked at by mypy
+class DatastatesCheckpointIO(CheckpointIO):  # type: ignore[misc]
+    """Checkpoints as states: ``model`` is the state dict, ``lightning`` the rest. Nothing is
+    pickled.
 
-        trainer = L.Trainer(plugins=[DatastatesCheckpointIO("runs")], callbacks=[ModelCheckpoint(monitor="val_loss")])
-        trainer.fit(model, ckpt_path="datastates://runs/main~3")
+        trainer = L.Trainer(plugins=[DatastatesCheckpointIO("runs")],
+        callbacks=[ModelCheckpoint(monitor="val_loss")]) trainer.fit(model,
+        ckpt_path="datastates://runs/main~3")
 
-    A checkpoint is durable when ``save_checkpoint`` returns, and has a tag, so that nothing drops its bytes; removing it removes the tag.
+    A checkpoint is durable when ``save_checkpoint`` returns, and has a tag, so that nothing drops
+    its bytes; removing it removes the tag.
     """
 
     def __init__(self, repo: Repository | str | os.PathLike[str], *, branch: str = "main") -> None:
@@ -88,7 +96,10 @@ class DatastatesCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning i
         :param branch: the branch that gets the checkpoints as states.
         """
         if not isinstance(repo, Repository | str | os.PathLike):
-            raise InvalidInput(f"repo is {values.shown(repo)}: give what datastates.open returned, or the folder of a repository")
+            raise InvalidInput(
+                f"repo is {values.shown(repo)}: give what datastates.open returned, or the folder"
+                " of a repository"
+            )
         self._given, self.branch = repo, values.text(branch, "branch")
         self._opened: Repository | None = None
         self._loaded: str | None = None
@@ -106,13 +117,21 @@ class DatastatesCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning i
             self._opened = open_repository(self._given)
         return self._opened
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: object = None) -> None:
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | os.PathLike[str],
+        storage_options: object = None,
+    ) -> None:
         """Make a checkpoint the next state of the branch, and write a pointer to it at ``path``.
 
-        :raises Unsupported: the checkpoint holds a value that no state can, such as an object among the hyper-parameters; names its path.
+        :raises Unsupported: the checkpoint holds a value that no state can, such as an object among
+            the hyper-parameters; names its path.
         """
         if storage_options is not None:
-            raise TypeError("storage_options mean nothing to a DatastatesCheckpointIO: leave them out")
+            raise TypeError(
+                "storage_options mean nothing to a DatastatesCheckpointIO: leave them out"
+            )
         self._go_back()
         rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
         state = save_tree(
@@ -131,26 +150,36 @@ class DatastatesCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning i
         _write_pointer(path, f"{SCHEME}{self.repo.core.location}/{state.uid}")
 
     def load_checkpoint(
-        self, path: str | os.PathLike[str], map_location: object = None, weights_only: bool | None = None
+        self,
+        path: str | os.PathLike[str],
+        map_location: object = None,
+        weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """The checkpoint that a state stands for: one that was saved here, or one that a callback captured. Lightning's own files are read
-        as usual.
+        """The checkpoint that a state stands for: one that was saved here, or one that a callback
+        captured. Lightning's own files are read as usual.
 
-        :raises NotFound: there is no such repository, or no such revision in it; names both, and what is there.
+        :raises NotFound: there is no such repository, or no such revision in it; names both, and
+            what is there.
         """
         with _found(path, self.repo) as found:
             if found is None:
                 options = {} if map_location is None else {"map_location": map_location}
-                plain: dict[str, Any] = TorchCheckpointIO().load_checkpoint(path, weights_only=weights_only, **options)
+                plain: dict[str, Any] = TorchCheckpointIO().load_checkpoint(
+                    path, weights_only=weights_only, **options
+                )
                 return plain
             repo, state = found
             if repo is self.repo:
                 self._loaded = state.uid
-            tree = repo.load(state, device=map_location if isinstance(map_location, str | torch.device) else None)
+            tree = repo.load(
+                state, device=map_location if isinstance(map_location, str | torch.device) else None
+            )
             return checkpoint_of(tree, state)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove the pointer and the tag. The state stays in the lineage, and its bytes stay as long as retention keeps them."""
+        """Remove the pointer and the tag.
+
+        The state stays in the lineage, and its bytes stay as long as retention keeps them."""
         for ref in self.repo.refs():
             if ref.name == _tag_of(path):
                 self.repo.delete_ref(ref.name)
@@ -173,10 +202,15 @@ class DatastatesCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning i
             return
         if all(each.uid != state for each in self.repo.ancestors(head)):
             raise Conflict(
-                f"branch {self.branch!r} exists and does not descend from {state[:10]}, from which the training goes on: give"
-                " DatastatesCheckpointIO another branch="
+                f"branch {self.branch!r} exists and does not descend from {state[:10]}, from which"
+                " the training goes on: give DatastatesCheckpointIO another branch="
             )
-        _logger.warning("branch %s goes back to %s, from which the training goes on; its reflog has %s", self.branch, state[:10], head[:10])
+        _logger.warning(
+            "branch %s goes back to %s, from which the training goes on; its reflog has %s",
+            self.branch,
+            state[:10],
+            head[:10],
+        )
         self.repo.move(self.branch, state, expected=head)
 
     def _tag(self, path: str | os.PathLike[str], state: State) -> None:
@@ -191,7 +225,8 @@ def _folder(repo: Repository | str | os.PathLike[str]) -> str:
 
 
 def state_at(path: object, repo: Repository) -> State | None:
-    """The state of ``repo`` that a ``ckpt_path`` means; None if that is a file, or a state of another repository.
+    """The state of ``repo`` that a ``ckpt_path`` means; None if that is a file, or a state of
+    another repository.
 
     :raises NotFound: there is no such state.
     """
@@ -207,8 +242,16 @@ def is_checkpoint(repo: Repository, state: State) -> bool:
 def checkpoint_of(tree: Mapping[str, Any], state: State) -> dict[str, Any]:
     """The tree of a state as a checkpoint in Lightning's form."""
     if "model" not in tree:
-        raise InvalidInput(f"state {state.uid[:10]} has no model, but {', '.join(tree)}: Lightning resumes from what is tracked as model")
-    checkpoint = {"epoch": 0, "global_step": state.step, "pytorch-lightning_version": version, "state_dict": tree["model"]}
+        raise InvalidInput(
+            f"state {state.uid[:10]} has no model, but {', '.join(tree)}: Lightning resumes from"
+            " what is tracked as model"
+        )
+    checkpoint = {
+        "epoch": 0,
+        "global_step": state.step,
+        "pytorch-lightning_version": version,
+        "state_dict": tree["model"],
+    }
     if "lightning" in tree:
         return {**checkpoint, **tree["lightning"]}
     if "trainer" not in tree:
@@ -218,7 +261,12 @@ def checkpoint_of(tree: Mapping[str, Any], state: State) -> dict[str, Any]:
     return {
         **checkpoint,
         "epoch": fit["loops"]["epoch_progress"]["current"]["completed"],
-        "loops": {"fit_loop": fit["loops"], "validate_loop": {}, "test_loop": {}, "predict_loop": {}},
+        "loops": {
+            "fit_loop": fit["loops"],
+            "validate_loop": {},
+            "test_loop": {},
+            "predict_loop": {},
+        },
         "callbacks": {**fit["callbacks"], "DatastatesCallback": own},
         "optimizer_states": [_numbered(each) for each in _several(tree.get("optimizer", []))],
         "lr_schedulers": _several(tree.get("scheduler", [])),
@@ -231,7 +279,8 @@ def checkpoint_of(tree: Mapping[str, Any], state: State) -> dict[str, Any]:
 @contextmanager
 def _found(path: object, own: Repository) -> Iterator[tuple[Repository, State] | None]:
     """The repository and the state that a path names; None for a file of Lightning's."""
-    text = _pointed(path) if not is_address(path) else os.fsdecode(path)  # type: ignore[arg-type]  # an address is a path
+    # an address is a path
+    text = _pointed(path) if not is_address(path) else os.fsdecode(path)  # type: ignore[arg-type]
     if text is None and isinstance(path, str) and path.startswith(_OWN):
         yield own, _state(own, path.removeprefix(_OWN))
     elif text is None:
@@ -250,7 +299,10 @@ def _state(repo: Repository, revision: str) -> State:
         return repo.state(revision)
     except NotFound as exc:
         names = ", ".join(ref.name for ref in repo.refs()) or "none yet"
-        raise NotFound(f"ckpt_path: {repo.core.location} has no {revision!r} ({exc}); its branches and tags: {names}") from exc
+        raise NotFound(
+            f"ckpt_path: {repo.core.location} has no {revision!r} ({exc}); its branches and tags:"
+            f" {names}"
+        ) from exc
 
 
 def _pointed(path: object) -> str | None:
@@ -275,15 +327,25 @@ def _write_pointer(path: str | os.PathLike[str], text: str) -> None:
 def _tag_of(path: str | os.PathLike[str]) -> str:
     """The tag of a checkpoint: its name, and a part that tells its folder from others."""
     target = Path(path).absolute()
-    plain = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in target.stem).strip("-.") or "checkpoint"
+    plain = (
+        "".join(
+            letter if letter.isalnum() or letter in "-_." else "-" for letter in target.stem
+        ).strip("-.")
+        or "checkpoint"
+    )
     return f"lightning/{plain}-{hashlib.blake2b(os.fsencode(target), digest_size=3).hexdigest()}"
 
 
 def _metrics(checkpoint: Mapping[str, Any]) -> dict[str, float]:
-    """The values that callbacks monitor, such as the ``val_loss`` of a ModelCheckpoint, at this moment."""
+    """The values that callbacks monitor, such as the ``val_loss`` of a ModelCheckpoint, at this
+    moment."""
     found = {}
     for state in checkpoint.get("callbacks", {}).values():
-        if isinstance(state, dict) and isinstance(state.get("monitor"), str) and state.get("current_score") is not None:
+        if (
+            isinstance(state, dict)
+            and isinstance(state.get("monitor"), str)
+            and state.get("current_score") is not None
+        ):
             found[state["monitor"]] = float(state["current_score"])
     return found
 
@@ -295,8 +357,13 @@ def _several(found: Any) -> list[Any]:
 def _numbered(stored: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's state with parameters numbered as torch does: by their order in the groups."""
     groups = stored["param_groups"]
-    numbers = {name: number for number, name in enumerate(name for group in groups for name in group["params"])}
+    numbers = {
+        name: number
+        for number, name in enumerate(name for group in groups for name in group["params"])
+    }
     return {
         "state": {numbers.get(name, name): entry for name, entry in stored["state"].items()},
-        "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups],
+        "param_groups": [
+            {**group, "params": [numbers[name] for name in group["params"]]} for group in groups
+        ],
     }

@@ -1,7 +1,9 @@
-"""The loaders on which a Trainer trains, each in a wrapper that knows what was handed out, and finds that place again.
+"""The loaders on which a Trainer trains, each in a wrapper that knows what was handed out, and
+finds that place again.
 
-Lightning makes iterators early, and fetches one batch ahead if a loader has no length. So a pass begins with its first batch, and the
-place of a loader without a length is one batch behind what was fetched.
+Lightning makes iterators early, and fetches one batch ahead if a loader has no length. So a pass
+begins with its first batch, and the place of a loader without a length is one batch behind what was
+fetched.
 """
 
 from __future__ import annotations
@@ -60,20 +62,30 @@ class KeptLoader:
             object.__setattr__(self, name, value)
 
     def claim(self, *, is_resumable: bool) -> None:
-        """Offer the methods that Lightning looks for on loaders; it warns if there are none, though the place was found without them."""
+        """Offer the methods that Lightning looks for on loaders; it warns if there are none,
+        though the place was found without them."""
         for name in ("state_dict", "load_state_dict"):
             vars(self).pop(name, None)
             if is_resumable and not self._is_stateful:
                 vars(self)[name] = dict
 
     def place(self, *, is_between: bool) -> dict[str, object]:
-        """Plain values that lead back to this place; ``is_between``: to the beginning of another pass."""
+        """Plain values that lead back to this place; ``is_between``: to the beginning of another
+        pass."""
         turn = self._turn
         if self.is_new or is_between or turn is None:
             turn = self._pass() if turn is None else turn
             left = turn.left_behind
-            place: dict[str, object] = {"is_over": True, "is_left": turn.is_left, **({"begin": left} if left else {})}
-            return {**place, "loader": self.loader.state_dict()} if self._is_stateful and self._turn is not None else place
+            place: dict[str, object] = {
+                "is_over": True,
+                "is_left": turn.is_left,
+                **({"begin": left} if left else {}),
+            }
+            return (
+                {**place, "loader": self.loader.state_dict()}
+                if self._is_stateful and self._turn is not None
+                else place
+            )
         place = dict(turn.place)
         if self._before is not None:
             return {**place, "batches": turn.batches - 1, **self._before}
@@ -106,7 +118,8 @@ class KeptLoader:
         return iter(()) if iterator is None else iterator
 
     def _drop_rest(self, place: Mapping[str, Any]) -> None:
-        """Make and drop the iterator that restoring a loader prepared, if Lightning did not take the rest of it: another pass follows."""
+        """Make and drop the iterator that restoring a loader prepared, if Lightning did not take
+        the rest of it: another pass follows."""
         if "loader" in place and place["is_left"]:
             with keeping_generators([]):
                 iter(self.loader)
@@ -117,11 +130,16 @@ class KeptLoader:
 
     def _note(self) -> None:
         """Note what is needed to fetch the next batch again."""
-        self._before = {"before": RngState().state_dict(), **({"loader": self.loader.state_dict()} if self._is_stateful else {})}
+        self._before = {
+            "before": RngState().state_dict(),
+            **({"loader": self.loader.state_dict()} if self._is_stateful else {}),
+        }
 
 
 class Data:
-    """The loaders of a fit, as one object with a state. ``asked`` is called before each batch that Lightning asks for."""
+    """The loaders of a fit, as one object with a state.
+
+    ``asked`` is called before each batch that Lightning asks for."""
 
     is_optional = True  # a state that another loop captured does not have it
 
@@ -133,22 +151,33 @@ class Data:
     @property
     def loaders(self) -> list[KeptLoader]:
         """The loaders that the Trainer has now."""
-        return [each for each in pytree.tree_leaves(self.trainer.train_dataloader) if isinstance(each, KeptLoader)]
+        return [
+            each
+            for each in pytree.tree_leaves(self.trainer.train_dataloader)
+            if isinstance(each, KeptLoader)
+        ]
 
     def keep(self, loader: object) -> KeptLoader:
         """The loader, wrapped; it takes the next of the restored places."""
         return KeptLoader(loader, self, self._waiting.pop(0) if self._waiting else None)
 
     def asked(self, loader: KeptLoader) -> None:
-        """Called when Lightning asks a loader for a batch: when the first of several is asked, a step is over."""
+        """Called when Lightning asks a loader for a batch: when the first of several is asked, a
+        step is over."""
         loaders = self.loaders
         if loaders and loaders[0] is loader:
             self._on_ask(loader.is_catching_up)
 
     def state_dict(self) -> dict[str, object]:
         """Plain values."""
-        places: dict[str, object] = {"loaders": [each.place(is_between=self.is_between) for each in self.loaders]}
-        return places if self.trainer.world_size == 1 else {**places, "processes": self.trainer.world_size}
+        places: dict[str, object] = {
+            "loaders": [each.place(is_between=self.is_between) for each in self.loaders]
+        }
+        return (
+            places
+            if self.trainer.world_size == 1
+            else {**places, "processes": self.trainer.world_size}
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Have the loaders that are made from now on continue where the stored ones stood.
@@ -158,8 +187,9 @@ class Data:
         processes, now = state.get("processes", 1), self.trainer.world_size
         if processes != now and not all(place["is_over"] for place in state["loaders"]):
             raise InvalidInput(
-                f"the state is from within an epoch that {processes} processes shared, and this Trainer has {now}: use devices={processes},"
-                " or begin with a state from the end of an epoch"
+                f"the state is from within an epoch that {processes} processes shared, and this"
+                f" Trainer has {now}: use devices={processes}, or begin with a state from the end"
+                " of an epoch"
             )
         self._waiting = list(state["loaders"])
 

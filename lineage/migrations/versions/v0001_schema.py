@@ -124,7 +124,9 @@ def upgrade() -> None:
         sa.Column("sample", sa.BigInteger(), nullable=False),
         sa.Column("body", sa.Text(), nullable=False),
         sa.Column("picture", sa.LargeBinary(), nullable=True),
-        sa.ForeignKeyConstraint(["report_id"], ["report.id"], name=op.f("fk_report_sample_report_id_report")),
+        sa.ForeignKeyConstraint(
+            ["report_id"], ["report.id"], name=op.f("fk_report_sample_report_id_report")
+        ),
         sa.PrimaryKeyConstraint("report_id", "rank", name=op.f("pk_report_sample")),
     )
     op.create_table(
@@ -138,7 +140,12 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("run_id", "key", name=op.f("pk_setting")),
         sqlite_with_rowid=False,
     )
-    op.create_index(op.f("ix_setting_key_setting_number_setting_run_id"), "setting", ["key", "number", "run_id"], unique=False)
+    op.create_index(
+        op.f("ix_setting_key_setting_number_setting_run_id"),
+        "setting",
+        ["key", "number", "run_id"],
+        unique=False,
+    )
     op.create_table(
         "state",
         sa.Column("id", ID, nullable=False),
@@ -168,7 +175,12 @@ def upgrade() -> None:
     op.create_index(op.f("ix_state_digest"), "state", ["digest"], unique=False)
     op.create_index(op.f("ix_state_parent_id"), "state", ["parent_id"], unique=False)
     op.create_index(op.f("ix_state_run_id"), "state", ["run_id"], unique=False)
-    op.create_index(op.f("ix_state_segment_id_state_status_state_bytes_new"), "state", ["segment_id", "status", "bytes_new"], unique=False)
+    op.create_index(
+        op.f("ix_state_segment_id_state_status_state_bytes_new"),
+        "state",
+        ["segment_id", "status", "bytes_new"],
+        unique=False,
+    )
     op.create_index(op.f("ix_state_step"), "state", ["step"], unique=False)
     op.create_table(
         "stretch",
@@ -187,7 +199,9 @@ def upgrade() -> None:
         sa.Column("last", sa.Double(), nullable=True),
         sa.Column("last_id", sa.BigInteger(), nullable=True),
         sa.Column("gap_id", sa.BigInteger(), nullable=True),
-        sa.ForeignKeyConstraint(["segment_id"], ["segment.id"], name=op.f("fk_stretch_segment_id_segment")),
+        sa.ForeignKeyConstraint(
+            ["segment_id"], ["segment.id"], name=op.f("fk_stretch_segment_id_segment")
+        ),
         sa.PrimaryKeyConstraint("segment_id", "key", "place", name=op.f("pk_stretch")),
         sqlite_with_rowid=False,
     )
@@ -198,11 +212,18 @@ def upgrade() -> None:
         sa.Column("type", sa.String(length=5), nullable=False),
         sa.Column("number", sa.Double(), nullable=True),
         sa.Column("text", sa.Text(), nullable=True),
-        sa.ForeignKeyConstraint(["state_id"], ["state.id"], name=op.f("fk_attribute_state_id_state")),
+        sa.ForeignKeyConstraint(
+            ["state_id"], ["state.id"], name=op.f("fk_attribute_state_id_state")
+        ),
         sa.PrimaryKeyConstraint("state_id", "key", name=op.f("pk_attribute")),
         sqlite_with_rowid=False,
     )
-    op.create_index(op.f("ix_attribute_key_attribute_number_attribute_state_id"), "attribute", ["key", "number", "state_id"], unique=False)
+    op.create_index(
+        op.f("ix_attribute_key_attribute_number_attribute_state_id"),
+        "attribute",
+        ["key", "number", "state_id"],
+        unique=False,
+    )
     op.create_table(
         "clone",
         sa.Column("id", ID, nullable=False),
@@ -241,7 +262,12 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("state_id", "key", name=op.f("pk_metric")),
         sqlite_with_rowid=False,
     )
-    op.create_index(op.f("ix_metric_key_metric_value_metric_state_id"), "metric", ["key", "value", "state_id"], unique=False)
+    op.create_index(
+        op.f("ix_metric_key_metric_value_metric_state_id"),
+        "metric",
+        ["key", "value", "state_id"],
+        unique=False,
+    )
     op.create_table(
         "note",
         sa.Column("id", ID, nullable=False),
@@ -282,7 +308,9 @@ def upgrade() -> None:
         sa.ForeignKeyConstraint(["old_id"], ["state.id"], name=op.f("fk_ref_event_old_id_state")),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_ref_event")),
     )
-    op.create_index(op.f("ix_ref_event_name_ref_event_id"), "ref_event", ["name", "id"], unique=False)
+    op.create_index(
+        op.f("ix_ref_event_name_ref_event_id"), "ref_event", ["name", "id"], unique=False
+    )
     op.create_table(
         "replica",
         sa.Column("state_id", ID, nullable=False),
@@ -303,10 +331,21 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("state_id", name=op.f("pk_seal")),
     )
     for table, owner in (("attribute", "state_id"), ("setting", "run_id")):
-        if op.get_bind().dialect.name == "postgresql":  # an entry of an index there takes 2704 bytes at most
-            op.create_index(op.f(f"ix_{table}_key_beginning_{owner}"), table, ["key", sa.text(BEGINNING), owner], unique=False)
+        if op.get_bind().dialect.name == "postgresql":
+            # an entry of an index there takes 2704 bytes at most
+            op.create_index(
+                op.f(f"ix_{table}_key_beginning_{owner}"),
+                table,
+                ["key", sa.text(BEGINNING), owner],
+                unique=False,
+            )
         else:
-            op.create_index(op.f(f"ix_{table}_key_{table}_text_{table}_{owner}"), table, ["key", "text", owner], unique=False)
+            op.create_index(
+                op.f(f"ix_{table}_key_{table}_text_{table}_{owner}"),
+                table,
+                ["key", "text", owner],
+                unique=False,
+            )
 
 
 def downgrade() -> None:

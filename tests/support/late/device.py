@@ -1,4 +1,5 @@
-"""Accelerators for tests, of plain tensors of this process: ``datastates.system.devices`` is asked for them instead of real ones."""
+"""Accelerators for tests, of plain tensors of this process: ``datastates.system.devices`` is
+asked for them instead of real ones."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ class _Local(threading.local):
 
 
 class Graph:
-    """What a thread queued on a device while it was ``recorded``. It holds the memory that was given out meanwhile."""
+    """What a thread queued on a device while it was ``recorded``.
+
+    It holds the memory that was given out meanwhile."""
 
     def __init__(self, late: LateDevices, device: torch.device) -> None:
         self.device, self.ops = device, list[Op]()
@@ -55,9 +58,10 @@ class LateDevices:
             ...
             late.schedule.catch_up()
 
-    Their tensors are plain ones, which say that they are on the CPU: only ``datastates.system.devices`` knows better. ``reached`` are the
-    devices that somebody's call reached; a process has a context on each of them. ``memories`` is what each has, as
-    torch would tell it, and ``most_bytes`` the most that one tensor may take.
+    Their tensors are plain ones, which say that they are on the CPU: only
+    ``datastates.system.devices`` knows better. ``reached`` are the devices that somebody's call
+    reached; a process has a context on each of them. ``memories`` is what each has, as torch would
+    tell it, and ``most_bytes`` the most that one tensor may take.
     """
 
     def __init__(self, lateness: Lateness, seed: int = 0, count: int = 2) -> None:
@@ -72,10 +76,11 @@ class LateDevices:
         self._pinned: list[torch.Tensor] = []
         self._local = _Local()
         self._default = {
-            place: self.schedule.stream(place, is_side=False) for place in (torch.device("cuda", index) for index in range(count))
+            place: self.schedule.stream(place, is_side=False)
+            for place in (torch.device("cuda", index) for index in range(count))
         }
 
-    # --- what tests do -----------------------------------------------------------------------------------------------------
+    # --- what tests do ----------------------------------------------------------------------------
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -107,12 +112,14 @@ class LateDevices:
 
     def put(self, found: Placed, index: int = 0) -> Placed:
         """A tensor, or what a module has, is on a device from now on."""
-        tensors = [found] if isinstance(found, torch.Tensor) else [*found.parameters(), *found.buffers()]
+        tensors = (
+            [found] if isinstance(found, torch.Tensor) else [*found.parameters(), *found.buffers()]
+        )
         for tensor in tensors:
             self.adopt(tensor, self._default[torch.device("cuda", index)])
         return found
 
-    # --- what the operators ask --------------------------------------------------------------------------------------------
+    # --- what the operators ask -------------------------------------------------------------------
 
     def queue(self, op: Op) -> Op:
         """Queue an op, or record it."""
@@ -120,14 +127,20 @@ class LateDevices:
         if graph is None or graph.device != op.stream.device:
             return self.schedule.put(op)
         if op.run is None:
-            raise Hazard(f"{op.name!r} on a stream that is recorded: a graph neither waits for what is outside of it nor is waited for")
+            raise Hazard(
+                f"{op.name!r} on a stream that is recorded: a graph neither waits for what is"
+                " outside of it nor is waited for"
+            )
         graph.ops.append(op)
         return op
 
     def hold_for(self, op: Op) -> None:
         """Wait on the host until an op is done."""
         if self._local.graph is not None:
-            raise Hazard(f"the host waits for {op.name!r} while a graph is recorded, in which nothing happens")
+            raise Hazard(
+                f"the host waits for {op.name!r} while a graph is recorded, in which nothing"
+                " happens"
+            )
         self.schedule.wait(op)
 
     def finish(self, stream: Stream) -> None:
@@ -169,16 +182,22 @@ class LateDevices:
         last = first + max(1, tensor.nbytes) - 1
         holders = [self._holder(address) for address in (first, last)]
         if holders[0] != holders[1]:
-            raise RuntimeError(f"invalid argument: {tensor.nbytes} bytes lie in two registrations, or in one and beside it")
+            raise RuntimeError(
+                f"invalid argument: {tensor.nbytes} bytes lie in two registrations, or in one and"
+                " beside it"
+            )
         return holders[0] is not None
 
     def _holder(self, address: int) -> int | None:
-        for start, length in [*self.registered.items(), *((each.data_ptr(), each.nbytes) for each in self._pinned)]:
+        for start, length in [
+            *self.registered.items(),
+            *((each.data_ptr(), each.nbytes) for each in self._pinned),
+        ]:
             if start <= address < start + length:
                 return start
         return None
 
-    # --- datastates.system.devices.Devices ---------------------------------------------------------------------------------
+    # --- datastates.system.devices.Devices --------------------------------------------------------
 
     kind = "cuda"
 
@@ -234,7 +253,10 @@ class LateDevices:
         self.reached.add(device.index)
         if len(self.registered) >= self.most_registered:
             raise RuntimeError("out of memory that may be locked")
-        assert all(address + length <= start or start + size <= address for start, size in self.registered.items())
+        assert all(
+            address + length <= start or start + size <= address
+            for start, size in self.registered.items()
+        )
         self.registered[address] = length
 
     def unregister(self, device: torch.device, address: int) -> None:

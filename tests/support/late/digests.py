@@ -1,4 +1,5 @@
-"""What Triton's kernels are on a GPU, on late devices: the lanes of chunks by one operator, which is queued as any other."""
+"""What Triton's kernels are on a GPU, on late devices: the lanes of chunks by one operator,
+which is queued as any other."""
 
 from __future__ import annotations
 
@@ -11,7 +12,17 @@ import numpy as np
 import torch
 
 from datastates.state.device_digest import Digester
-from datastates.state.xxh3 import BLOCK_BYTES, INITIAL, INNER, LANES, LAST, SCRAMBLE, STRIPE_BYTES, blocks_before_last, stripes_of_last
+from datastates.state.xxh3 import (
+    BLOCK_BYTES,
+    INITIAL,
+    INNER,
+    LANES,
+    LAST,
+    SCRAMBLE,
+    STRIPE_BYTES,
+    blocks_before_last,
+    stripes_of_last,
+)
 
 __all__ = ["digesting_at_once"]
 
@@ -22,13 +33,18 @@ _HALF, _LOW, _SHIFT = np.uint64(32), np.uint64((1 << 32) - 1), np.uint64(47)
 def _lanes(chunk: torch.Tensor) -> torch.Tensor:
     data = chunk.numpy()
     count, stripes = blocks_before_last(data.size), stripes_of_last(data.size)
-    sums = _added(data[: count * BLOCK_BYTES].view(np.uint64).reshape(-1, *LANES), INNER).sum(1, dtype=np.uint64)
+    sums = _added(data[: count * BLOCK_BYTES].view(np.uint64).reshape(-1, *LANES), INNER).sum(
+        1, dtype=np.uint64
+    )
     lanes = INITIAL.copy()
     for each in sums:
         lanes += each
         lanes = (lanes ^ (lanes >> _SHIFT) ^ SCRAMBLE) * _PRIME
     begin = count * BLOCK_BYTES
-    last = [data[begin : begin + stripes * STRIPE_BYTES].reshape(-1, STRIPE_BYTES), data[-STRIPE_BYTES:].reshape(1, -1)]
+    last = [
+        data[begin : begin + stripes * STRIPE_BYTES].reshape(-1, STRIPE_BYTES),
+        data[-STRIPE_BYTES:].reshape(1, -1),
+    ]
     words = np.ascontiguousarray(np.concatenate(last)).view(np.uint64)
     lanes += _added(words, np.concatenate([LAST[:stripes], LAST[15:]])).sum(0, dtype=np.uint64)
     return torch.from_numpy(lanes.view(np.int64).reshape(1, 8).copy())

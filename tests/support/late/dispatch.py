@@ -1,7 +1,8 @@
 """Operators on tensors of late devices: queued, with results that are poison until they have run.
 
-After the rules of CUDA: what the host reads without waiting is old or poison; memory that is freed while another stream still works with
-it, and that nobody holds, is somebody else's; a copy to or from pageable host memory holds the host.
+After the rules of CUDA: what the host reads without waiting is old or poison; memory that is freed
+while another stream still works with it, and that nobody holds, is somebody else's; a copy to or
+from pageable host memory holds the host.
 """
 
 from __future__ import annotations
@@ -24,7 +25,18 @@ if TYPE_CHECKING:
 __all__ = ["Hazard", "Home", "Operators", "poison"]
 
 _COPIES = ("aten::copy_", "aten::_foreach_copy_")
-_METADATA = {f"aten::{name}" for name in ("is_set_to", "is_same_size", "stride", "size", "sym_size", "sym_stride", "sym_numel")}
+_METADATA = {
+    f"aten::{name}"
+    for name in (
+        "is_set_to",
+        "is_same_size",
+        "stride",
+        "size",
+        "sym_size",
+        "sym_stride",
+        "sym_numel",
+    )
+}
 
 
 class Hazard(RuntimeError):
@@ -52,17 +64,24 @@ class _Loose:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Loose:
         storage = StorageWeakRef(tensor.untyped_storage())
-        return cls(storage, tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+        return cls(
+            storage, tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype
+        )
 
     def look(self, name: str) -> torch.Tensor:
         storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
         if storage is None:
-            raise Hazard(f"{name} uses memory that was freed before it ran: hold it until it was used")
-        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, tuple(self.size), tuple(self.stride))
+            raise Hazard(
+                f"{name} uses memory that was freed before it ran: hold it until it was used"
+            )
+        return torch.empty(0, dtype=self.dtype).set_(
+            storage, self.offset, tuple(self.size), tuple(self.stride)
+        )
 
 
 class Operators(TorchDispatchMode):
-    """While it is active on a thread, operators on device tensors are queued there; on host tensors they run at once."""
+    """While it is active on a thread, operators on device tensors are queued there; on host
+    tensors they run at once."""
 
     def __init__(self, late: LateDevices) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -75,35 +94,59 @@ class Operators(TorchDispatchMode):
         if home is None or schema.name in _METADATA or _is_view(schema):
             return func(*args, **kwargs)
         stream = late.current_for(home.stream.device)
-        if schema.name == "aten::set_":  # another memory for a tensor, as in its deep copy: the host does that
+        if schema.name == "aten::set_":
+            # another memory for a tensor, as in its deep copy: the host does that
             func(*args, **kwargs)
             return late.adopt(args[0], stream)
         if any(tensor.layout is not torch.strided for tensor in tensors):
             return self._at_once(func, args, kwargs, stream)
-        writes = [each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
-        if not writes and not any("Tensor" in str(each.type) for each in schema.returns):  # ``item``: the host wants to know
+        writes = [
+            each.name
+            for each in schema.arguments
+            if each.alias_info is not None and each.alias_info.is_write
+        ]
+        if not writes and not any("Tensor" in str(each.type) for each in schema.returns):
+            # ``item``: the host wants to know
             late.finish(stream)
             return func(*args, **kwargs)
         if writes:
-            bound = {**dict(zip((each.name for each in schema.arguments), args, strict=False)), **kwargs}
+            bound = {
+                **dict(zip((each.name for each in schema.arguments), args, strict=False)),
+                **kwargs,
+            }
             written = [leaf for name in writes for leaf in tree_leaves(bound[name])]
             op = self._queue(func, args, kwargs, stream, None, written)
-            if schema.name in _COPIES and self._holds_the_host(tensors, is_blocking=not bound.get("non_blocking")):
+            if schema.name in _COPIES and self._holds_the_host(
+                tensors, is_blocking=not bound.get("non_blocking")
+            ):
                 late.hold_for(op)
             outs = [bound[name] for name in writes]
-            return None if not schema.returns else outs[0] if len(schema.returns) == 1 else tuple(outs)
+            return (
+                None if not schema.returns else outs[0] if len(schema.returns) == 1 else tuple(outs)
+            )
         try:
-            made = func(*tree_map(_outline, args), **{**tree_map(_outline, kwargs), **({"device": "meta"} if "device" in kwargs else {})})
+            made = func(
+                *tree_map(_outline, args),
+                **{
+                    **tree_map(_outline, kwargs),
+                    **({"device": "meta"} if "device" in kwargs else {}),
+                },
+            )
         except (NotImplementedError, RuntimeError):  # the shape depends on the data
             return self._at_once(func, args, kwargs, stream)
-        if any(leaf.layout is not torch.strided for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)):
+        if any(
+            leaf.layout is not torch.strided
+            for leaf in tree_leaves(made)
+            if isinstance(leaf, torch.Tensor)
+        ):
             return self._at_once(func, args, kwargs, stream)
         outputs = tree_map(lambda each: late.adopt(_poisoned(each), stream), made)
         self._queue(func, args, kwargs, stream, outputs)
         return outputs
 
     def _at_once(self, func: Any, args: Any, kwargs: Any, stream: Stream) -> Any:
-        """What makes or reads sparse tensors, or has to look at numbers to know how many there are, waits for them."""
+        """What makes or reads sparse tensors, or has to look at numbers to know how many there
+        are, waits for them."""
         self._late.finish(stream)
         made = func(*args, **kwargs)
         for leaf in tree_leaves(made):
@@ -111,22 +154,40 @@ class Operators(TorchDispatchMode):
                 self._late.adopt(leaf, stream)
         return made
 
-    def _queue(self, func: Any, args: Any, kwargs: Any, stream: Stream, outputs: Any, written: Sequence[object] = ()) -> Op:
+    def _queue(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        stream: Stream,
+        outputs: Any,
+        written: Sequence[object] = (),
+    ) -> Op:
         name, ids = str(func), set(map(id, written))
-        inputs = tree_map(lambda each: self._seen_by(stream, each, is_written=id(each) in ids), (args, kwargs))
+        inputs = tree_map(
+            lambda each: self._seen_by(stream, each, is_written=id(each) in ids), (args, kwargs)
+        )
         results = [leaf.data for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
         def run() -> None:
             with _plainly():
-                given, named = tree_map(lambda each: each.look(name) if isinstance(each, _Loose) else each, inputs)
+                given, named = tree_map(
+                    lambda each: each.look(name) if isinstance(each, _Loose) else each, inputs
+                )
                 made = func(*given, **named)
-                for result, value in zip(results, [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)], strict=False):
+                for result, value in zip(
+                    results,
+                    [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)],
+                    strict=False,
+                ):
                     result.copy_(value)
 
         return self._late.queue(Op(stream, name, run, launches=max(1, len(written))))
 
     def _seen_by(self, stream: Stream, given: object, *, is_written: bool) -> object:
-        """What an op holds of its argument until it runs. Versions count when it is queued, not when it runs."""
+        """What an op holds of its argument until it runs.
+
+        Versions count when it is queued, not when it runs."""
         if not isinstance(given, torch.Tensor):
             return given
         home = self._late.home(given)
@@ -141,7 +202,9 @@ class Operators(TorchDispatchMode):
 
 
 def _is_view(schema: Any) -> bool:
-    return any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
+    return any(
+        each.alias_info is not None and not each.alias_info.is_write for each in schema.returns
+    )
 
 
 def _outline(given: object) -> object:
@@ -157,7 +220,8 @@ def _poisoned(meta: Any) -> Any:
 
 
 def poison(made: torch.Tensor) -> torch.Tensor:
-    """The same tensor: what its memory was before shows nowhere, so that a fault is the same each time."""
+    """The same tensor: what its memory was before shows nowhere, so that a fault is the same
+    each time."""
     storage = made.untyped_storage()
     if storage.nbytes():
         torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0xA5)

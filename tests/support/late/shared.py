@@ -1,4 +1,6 @@
-"""Memory of a late device that two processes have: host memory that both map. Its handle says where a process of this user finds it."""
+"""Memory of a late device that two processes have: host memory that both map.
+
+Its handle says where a process of this user finds it."""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ class Shared:
 
     def __init__(self, fd: int, handle: bytes) -> None:
         self._fd, self.handle = fd, handle
-        self._tensor: torch.Tensor | None = torch.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), dtype=torch.uint8)
+        self._tensor: torch.Tensor | None = torch.frombuffer(
+            mmap.mmap(fd, os.fstat(fd).st_size), dtype=torch.uint8
+        )
 
     @property
     def tensor(self) -> torch.Tensor:

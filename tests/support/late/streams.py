@@ -17,7 +17,9 @@ __all__ = ["Event", "Lateness", "Op", "Schedule", "Stream"]
 
 
 class Lateness(Enum):
-    """What the adversary puts off until a host thread insists on it. Each kind misses faults that another one finds."""
+    """What the adversary puts off until a host thread insists on it.
+
+    Each kind misses faults that another one finds."""
 
     COPIES = "copies late"
     COMPUTE = "compute late"
@@ -27,7 +29,9 @@ class Lateness(Enum):
 
 @dataclass(slots=True, eq=False)
 class Op:
-    """Something that a stream does in its turn, once what it ``needs`` is done. ``launches``: what it costs the thread that queues it."""
+    """Something that a stream does in its turn, once what it ``needs`` is done.
+
+    ``launches``: what it costs the thread that queues it."""
 
     stream: Stream
     name: str
@@ -61,9 +65,11 @@ class Stream:
 
 
 class Schedule:
-    """Decides which op runs when, and runs it, on whichever thread asks. Host threads that insist get what they need and nothing more.
+    """Decides which op runs when, and runs it, on whichever thread asks. Host threads that insist
+    get what they need and nothing more.
 
-    Threads of ours are of no haste: a training runs far ahead of them, or else everything that is late would be forced by them at once.
+    Threads of ours are of no haste: a training runs far ahead of them, or else everything that is
+    late would be forced by them at once.
     """
 
     def __init__(self, lateness: Lateness, seed: int) -> None:
@@ -72,7 +78,8 @@ class Schedule:
         self._launched = Counter[int]()
         self._changed = threading.Condition(threading.RLock())
         self.patience_s = 0.1
-        """So long a thread of ours waits for what is put off, while nobody else wants it; then the device has caught up."""
+        """So long a thread of ours waits for what is put off, while nobody else wants it; then
+        the device has caught up."""
         self.streams: list[Stream] = []
         self.errors: list[BaseException] = []
         self.host_waits: list[tuple[str, str]] = []
@@ -111,7 +118,9 @@ class Schedule:
         return self._launched[threading.get_ident()]
 
     def catch_up(self) -> None:
-        """Everything is done, and whatever comes is done at once. Raises what went wrong on the way."""
+        """Everything is done, and whatever comes is done at once.
+
+        Raises what went wrong on the way."""
         with self._changed:
             self._has_caught_up = True
             for stream in self.streams:
@@ -142,12 +151,20 @@ class Schedule:
 
     def _advance(self) -> None:
         """Run what may run."""
-        streams = self.streams if self._lateness is not Lateness.RANDOM else self._random.sample(self.streams, len(self.streams))
+        streams = (
+            self.streams
+            if self._lateness is not Lateness.RANDOM
+            else self._random.sample(self.streams, len(self.streams))
+        )
         has_run = True
         while has_run:
             has_run = False
             for stream in streams:
-                while stream.ops and all(need.is_done for need in stream.ops[0].needs) and not self._is_late(stream):
+                while (
+                    stream.ops
+                    and all(need.is_done for need in stream.ops[0].needs)
+                    and not self._is_late(stream)
+                ):
                     self._run(stream.ops[0])
                     has_run = True
 

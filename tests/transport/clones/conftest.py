@@ -37,7 +37,8 @@ def start(smith: Forge, tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture(params=["wire"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How chunks come into this process: over the transport, or read from the memory of a near one where a test says so."""
+    """How chunks come into this process: over the transport, or read from the memory of a near
+    one where a test says so."""
     monkeypatch.setenv(same_host.SWITCH, "1" if request.param == "near" else "0")
     return str(request.param)
 

@@ -1,6 +1,7 @@
 """Processes that serve a state or clone one, and take orders: the other ends of these tests.
 
-``Served`` and ``Receiver`` are the side of the tests; ``serve`` and ``receive`` run in a child of ``tests.support.forge``.
+``Served`` and ``Receiver`` are the side of the tests; ``serve`` and ``receive`` run in a child of
+``tests.support.forge``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from tests.transport.stores import UID, MemoryStore
 from tests.transport.stores import chunks as chunks_of
 
 TIMEOUT_S = 2.0  # where it is waited for
-PATIENCE_S = 100.0  # where nothing is to be waited for, and a busy machine must not look like a silent peer
+PATIENCE_S = (
+    100.0  # where nothing is to be waited for, and a busy machine must not look like a silent peer
+)
 AT_ONCE_S = 30.0  # far from what is waited for then, and enough for the busiest machine
 MIB = 1 << 20
 PIECES = 24
@@ -52,7 +55,9 @@ def make(seed: int, chunks: int) -> dict[str, torch.Tensor]:
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     """Whether all of them are equal bit for bit."""
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name]) for name in left
+    )
 
 
 def quiet_config(chunks: int) -> Config:
@@ -61,15 +66,25 @@ def quiet_config(chunks: int) -> Config:
 
 
 def connections() -> list[str]:
-    """The connections that this process holds: its sockets without those that listen and those within the machine."""
+    """The connections that this process holds: its sockets without those that listen and those
+    within the machine."""
     held = set()
     for name in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # the one that lists them
             place = os.readlink(f"/proc/self/fd/{name}")
-            held.add(place.removeprefix("socket:[").removesuffix("]") if place.startswith("socket:") else "")
+            held.add(
+                place.removeprefix("socket:[").removesuffix("]")
+                if place.startswith("socket:")
+                else ""
+            )
     held -= {"", *(row[6] for row in _rows("unix"))}
-    tcp = {row[9]: row[1:4] for row in (*_rows("tcp"), *_rows("tcp6"))}  # what is closed at both ends is not there any more
-    return sorted("-".join(tcp.get(inode, ["closed"])) for inode in held if tcp.get(inode, [""])[-1] != _LISTENING)
+    # what is closed at both ends is not there any more
+    tcp = {row[9]: row[1:4] for row in (*_rows("tcp"), *_rows("tcp6"))}
+    return sorted(
+        "-".join(tcp.get(inode, ["closed"]))
+        for inode in held
+        if tcp.get(inode, [""])[-1] != _LISTENING
+    )
 
 
 def _rows(table: str) -> list[list[str]]:
@@ -77,7 +92,8 @@ def _rows(table: str) -> list[list[str]]:
 
 
 def own_threads() -> list[str]:
-    """Threads of this process that end with the clone that they are for: those that live as long as the process left out."""
+    """Threads of this process that end with the clone that they are for: those that live as long
+    as the process left out."""
     lasting = (
         "MainThread",
         "datastates-transport",
@@ -87,16 +103,24 @@ def own_threads() -> list[str]:
         "datastates-capture",
         "datastates-end",
     )
-    return sorted(thread.name for thread in threading.enumerate() if not thread.name.startswith(lasting))
+    return sorted(
+        thread.name for thread in threading.enumerate() if not thread.name.startswith(lasting)
+    )
 
 
 def pins(repo: Repository) -> int:
     """How many readers hold states in memory."""
     memory = repo.core.tiers.captured
-    return sum(state.readers for state in memory._states.values()) if isinstance(memory, MemoryTier) else 0
+    return (
+        sum(state.readers for state in memory._states.values())
+        if isinstance(memory, MemoryTier)
+        else 0
+    )
 
 
-def eventually(holds: Callable[[], bool], within_s: float, tell: Callable[[], object] = lambda: "") -> float:
+def eventually(
+    holds: Callable[[], bool], within_s: float, tell: Callable[[], object] = lambda: ""
+) -> float:
     """Wait until it holds, and say after how many seconds it did; too late is an error."""
     began, pause = time.monotonic(), threading.Event()
     while not holds():
@@ -109,13 +133,16 @@ class Child:
     """A child that takes orders over a socket: a line each way."""
 
     def __init__(self, smith: Forge, call: str, **arguments: Any) -> None:
-        path = smith.folder / f"orders-{next(_serial)}"  # tests' own folders have names too long for a socket
+        # tests' own folders have names too long for a socket
+        path = smith.folder / f"orders-{next(_serial)}"
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(str(path))
         self.listener.listen(1)
         self.smith, self._is_over = smith, False
         self._orders: socket.socket | None = None
-        self.job: Job = smith.start(f"tests.transport.clones.processes:{call}", orders=str(path), **arguments)
+        self.job: Job = smith.start(
+            f"tests.transport.clones.processes:{call}", orders=str(path), **arguments
+        )
 
     def hear(self) -> list[str]:
         """The next line that it says."""
@@ -156,11 +183,29 @@ class Child:
 
 
 class Served(Child):
-    """A process that serves one state of ``chunks`` tensors made from ``seed``; ``pace_s`` is how long it takes for a chunk, one by one."""
+    """A process that serves one state of ``chunks`` tensors made from ``seed``; ``pace_s`` is
+    how long it takes for a chunk, one by one."""
 
-    def __init__(self, smith: Forge, folder: Path, *, seed: int = 1, chunks: int = 16, pace_s: float = 0.0, **arguments: Any) -> None:
+    def __init__(
+        self,
+        smith: Forge,
+        folder: Path,
+        *,
+        seed: int = 1,
+        chunks: int = 16,
+        pace_s: float = 0.0,
+        **arguments: Any,
+    ) -> None:
         self.seed, self.chunks = seed, chunks
-        super().__init__(smith, "serve", folder=str(folder / "repo"), seed=seed, chunks=chunks, pace_s=pace_s, **arguments)
+        super().__init__(
+            smith,
+            "serve",
+            folder=str(folder / "repo"),
+            seed=seed,
+            chunks=chunks,
+            pace_s=pace_s,
+            **arguments,
+        )
         _, self.url, self.uid = self.hear()
 
     @property
@@ -193,7 +238,8 @@ def serve(
         _slow_down(pace_s)
     with datastates.open(folder, config=quiet_config(chunks)) as repo:
         if twin_of is None:
-            run = repo.track(weights=make(seed, chunks), rng=False)  # held: a tracker that is dropped writes its head
+            # held: a tracker that is dropped writes its head
+            run = repo.track(weights=make(seed, chunks), rng=False)
             uid = run.capture().wait().uid
         else:
             with datastates.connect(twin_of) as peer:
@@ -237,14 +283,27 @@ def _slow_down(pace_s: float) -> None:
 
 
 class Receiver(Child):
-    """A process that clones what ``source`` serves, and sends itself ``number`` when the chunk ``at`` is here."""
+    """A process that clones what ``source`` serves, and sends itself ``number`` when the chunk
+    ``at`` is here."""
 
-    def __init__(self, smith: Forge, source: Served, number: int, *, at: int, is_atomic: bool = False) -> None:
-        super().__init__(smith, "receive", url=source.url, chunks=source.chunks, at=at, number=int(number), is_atomic=is_atomic)
+    def __init__(
+        self, smith: Forge, source: Served, number: int, *, at: int, is_atomic: bool = False
+    ) -> None:
+        super().__init__(
+            smith,
+            "receive",
+            url=source.url,
+            chunks=source.chunks,
+            at=at,
+            number=int(number),
+            is_atomic=is_atomic,
+        )
         assert self.hear() == ["begins"]
 
 
-def receive(say: Say, orders: str, url: str, chunks: int, at: int, number: int, is_atomic: bool) -> None:
+def receive(
+    say: Say, orders: str, url: str, chunks: int, at: int, number: int, is_atomic: bool
+) -> None:
     """Clone what is served, and send oneself a signal when the chunk ``at`` is here."""
 
     def on_progress(done: int, total: int) -> None:
@@ -282,7 +341,9 @@ def bounded(seconds: float) -> Iterator[None]:
 
 def serve_bytes(say: Say, seed: int) -> None:
     """Serve bytes without a repository, which begins faster, until it is killed."""
-    server = TransportServer(MemoryStore({UID: pieces_of(seed)}), "ucx://127.0.0.1:0", timeout_s=PATIENCE_S)
+    server = TransportServer(
+        MemoryStore({UID: pieces_of(seed)}), "ucx://127.0.0.1:0", timeout_s=PATIENCE_S
+    )
     loop.run(server.start())
     say(server.url)
     threading.Event().wait()
@@ -294,10 +355,14 @@ def pieces_of(seed: int) -> list[bytes]:
 
 
 def receive_until_killed(say: Say, url: str, seed: int, chunks: int) -> None:
-    """Clone again and again, in place and by a shadow, and die at a moment of the first or second clone that the seed chooses."""
-    os.environ[same_host.SWITCH] = str(seed // 2 % 2)  # half of them read where the chunks lie, half get them over the transport
+    """Clone again and again, in place and by a shadow, and die at a moment of the first or
+    second clone that the seed chooses."""
+    # half of them read where the chunks lie, half get them over the transport
+    os.environ[same_host.SWITCH] = str(seed // 2 % 2)
     choose = random.Random(seed)
-    delay_s, at = (choose.random() * 0.25, None) if seed % 2 else (None, choose.randrange(2 * chunks))
+    delay_s, at = (
+        (choose.random() * 0.25, None) if seed % 2 else (None, choose.randrange(2 * chunks))
+    )
     seen = 0
 
     def on_progress(done: int, total: int) -> None:
@@ -314,7 +379,12 @@ def receive_until_killed(say: Say, url: str, seed: int, chunks: int) -> None:
         while True:
             for tensor in mine.values():
                 tensor.zero_()
-            peer.clone("main", into={"weights": mine}, atomic=choose.random() < 0.5, on_progress=on_progress)
+            peer.clone(
+                "main",
+                into={"weights": mine},
+                atomic=choose.random() < 0.5,
+                on_progress=on_progress,
+            )
             say("cloned" if same(mine, expected) else "wrong")
 
 

@@ -1,4 +1,5 @@
-"""Clones of a trained state between hosts, each a network namespace: into live tensors and repositories, in a chain, over a cut link.
+"""Clones of a trained state between hosts, each a network namespace: into live tensors and
+repositories, in a chain, over a cut link.
 
 Run as a script this file is a process on one of those hosts.
 """
@@ -54,7 +55,10 @@ class Training:
 def serve(host: str) -> None:
     """Train, serve, and say the losses of going on."""
     training = Training(1)
-    with tempfile.TemporaryDirectory() as folder, datastates.open(folder, config=Config(durable_interval_s=None)) as repo:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        datastates.open(folder, config=Config(durable_interval_s=None)) as repo,
+    ):
         repo.track(**training.objects).capture()
         with repo.serve(f"ucx://{host}:0", token=TOKEN, timeout_s=TIMEOUT_S) as server:
             say("serves", server.url)
@@ -63,7 +67,8 @@ def serve(host: str) -> None:
 
 
 def receive(host: str) -> None:
-    """Clone as told: ``live|atomic|chain|repo URL`` or ``resume URL``; say what came of it and how training goes on."""
+    """Clone as told: ``live|atomic|chain|repo URL`` or ``resume URL``; say what came of it and
+    how training goes on."""
     training, kept = Training(2), list[Transfer]()
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -82,7 +87,9 @@ def receive(host: str) -> None:
             kept[0].close()
 
 
-def take(order: str, peer: Peer, training: Training, repo: datastates.Repository, kept: list[Transfer]) -> int:
+def take(
+    order: str, peer: Peer, training: Training, repo: datastates.Repository, kept: list[Transfer]
+) -> int:
     """One clone; the bytes that it moved."""
     seen = list[int]()
 
@@ -99,7 +106,12 @@ def take(order: str, peer: Peer, training: Training, repo: datastates.Repository
         return kept[0].resume(peer, on_progress=on_progress).wait().bytes_moved
     is_atomic, is_chain = order == "atomic", order == "chain"
     transfer = peer.begin_clone(
-        "main", into=training.objects, atomic=is_atomic, chain=is_chain, resumable=not is_chain, on_progress=on_progress
+        "main",
+        into=training.objects,
+        atomic=is_atomic,
+        chain=is_chain,
+        resumable=not is_chain,
+        on_progress=on_progress,
     )
     kept.append(transfer)
     return transfer.wait().bytes_moved
@@ -130,7 +142,9 @@ def source(host: Host, rate: str = RATE) -> tuple[Job, str, list[str]]:
 
 @pytest.mark.in_turn
 @pytest.mark.parametrize("order", ["live", "repo"])
-def test_a_training_on_another_host_goes_on_from_a_clone_bit_for_bit(three: list[Host], order: str) -> None:
+def test_a_training_on_another_host_goes_on_from_a_clone_bit_for_bit(
+    three: list[Host], order: str
+) -> None:
     server, url, losses = source(three[0])
     receiver = start(three[1], "receive")
     before = three[0].sent_bytes()
@@ -147,7 +161,8 @@ def test_a_training_on_another_host_goes_on_from_a_clone_bit_for_bit(three: list
 
 
 def test_two_receivers_in_a_chain_take_one_copy_from_the_source(three: list[Host]) -> None:
-    server, url, losses = source(three[0], "150mbit")  # slow enough for the second to come while the first receives
+    # slow enough for the second to come while the first receives
+    server, url, losses = source(three[0], "150mbit")
     receivers = [start(host, "receive") for host in three[1:]]
     before = three[0].sent_bytes()
 
@@ -163,7 +178,9 @@ def test_two_receivers_in_a_chain_take_one_copy_from_the_source(three: list[Host
 
 @pytest.mark.in_turn
 @pytest.mark.parametrize("order", ["live", "atomic"])
-def test_a_clone_whose_link_was_cut_is_resumed_once_it_is_mended(three: list[Host], order: str) -> None:
+def test_a_clone_whose_link_was_cut_is_resumed_once_it_is_mended(
+    three: list[Host], order: str
+) -> None:
     server, url, losses = source(three[0])
     receiver = start(three[1], "receive")
     receiver.tell(order, url)

@@ -1,4 +1,5 @@
-"""Bytes that were made to have the digest of others: the reason for which no digest of chunks is trusted beyond one party."""
+"""Bytes that were made to have the digest of others: the reason for which no digest of chunks is
+trusted beyond one party."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Parts of states go from ranks to ranks, whatever these meet over and whatever carries the bytes; and by the calls that hand states on."""
+"""Parts of states go from ranks to ranks, whatever these meet over and whatever carries the
+bytes; and by the calls that hand states on."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def tls_of(folder: str | None) -> Tls | None:
 
 def serve(folder: str, url: str, tls: str | None, data: str | None, say: Say) -> None:
     """Capture a state, each rank its part, and serve it until the end."""
-    with datastates.open(folder, config=Config(memory_bytes=BUDGET, durable_interval_s=None)) as repo:
+    with datastates.open(
+        folder, config=Config(memory_bytes=BUDGET, durable_interval_s=None)
+    ) as repo:
         tracker = repo.track(weights=make(1, CHUNKS), rng=False)
         tracker.capture().wait()
         server = repo.serve(url, group=tracker.group, tls=tls_of(tls), data=data)
@@ -46,11 +49,16 @@ def serve(folder: str, url: str, tls: str | None, data: str | None, say: Say) ->
 
 
 def take(url: str, tls: str | None, data: str | None, say: Say) -> None:
-    """Clone what is served, all ranks together: first into an object of rank 1 that it does not fit."""
+    """Clone what is served, all ranks together: first into an object of rank 1 that it does not
+    fit."""
     group, tensors = find(), make(2, CHUNKS)
     with datastates.connect(url, tls=tls_of(tls), data=data) as peer:
         try:
-            peer.clone("main", into={"weights": torch.nn.Linear(2, 2) if group.rank == 1 else tensors}, group=group)
+            peer.clone(
+                "main",
+                into={"weights": torch.nn.Linear(2, 2) if group.rank == 1 else tensors},
+                group=group,
+            )
         except DatastatesError as exc:
             say("failed", exc.kind, same(tensors, make(2, CHUNKS)))
         cloned = peer.clone("main", into={"weights": tensors}, group=group)
@@ -59,7 +67,9 @@ def take(url: str, tls: str | None, data: str | None, say: Say) -> None:
 
 @in_turn
 @pytest.mark.parametrize("how", ["tls", "ucx", pytest.param("mpi", marks=need_mpi)])
-def test_parts_of_ranks_go_to_ranks_and_to_one_process(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_ranks_go_to_ranks_and_to_one_process(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if how == "ucx":
         pytest.importorskip("ucxx", reason="UCXX is not installed")
     kind: Kind = "mpi" if how == "mpi" else "torch"
@@ -69,14 +79,36 @@ def test_parts_of_ranks_go_to_ranks_and_to_one_process(tmp_path: Path, how: str,
     url, data = ("ucx://127.0.0.1:0", "ucx") if how == "ucx" else ("tcp://127.0.0.1:0", None)
     for name, value in WIRE.items():
         monkeypatch.setenv(name, value)
-    with job(2, f"{HERE}:serve", folder=str(tmp_path / "job"), url=url, tls=tls, data=data, environ=WIRE, timeout_s=220) as ranks:
+    with job(
+        2,
+        f"{HERE}:serve",
+        folder=str(tmp_path / "job"),
+        url=url,
+        tls=tls,
+        data=data,
+        environ=WIRE,
+        timeout_s=220,
+    ) as ranks:
         urls = [ranks.heard(rank, "serving").split()[1] for rank in range(2)]
-        said = run(2, f"{HERE}:take", kind=kind, url=urls[1], tls=tls, data=data, environ=WIRE, timeout_s=170)
-        assert [lines[0] for lines in said] == ["failed invalid-input True"] * 2, "all failed, and no object has changed"
+        said = run(
+            2,
+            f"{HERE}:take",
+            kind=kind,
+            url=urls[1],
+            tls=tls,
+            data=data,
+            environ=WIRE,
+            timeout_s=170,
+        )
+        assert [lines[0] for lines in said] == ["failed invalid-input True"] * 2, (
+            "all failed, and no object has changed"
+        )
         words = [lines[1].split() for lines in said]
         assert [each[:2] for each in words] == [["cloned", "True"]] * 2
         moved = [int(each[2]) for each in words]
-        assert CHUNKS * 4 * MIB <= sum(moved) < (CHUNKS + 4) * 4 * MIB, "what all want left the sources once"
+        assert CHUNKS * 4 * MIB <= sum(moved) < (CHUNKS + 4) * 4 * MIB, (
+            "what all want left the sources once"
+        )
         with (
             datastates.connect(urls[0], tls=tls_of(tls), data=data) as peer,
             datastates.open(tmp_path / "mine", memory_bytes=BUDGET) as repo,
@@ -86,26 +118,42 @@ def test_parts_of_ranks_go_to_ranks_and_to_one_process(tmp_path: Path, how: str,
             if how == "ucx":  # a rank that is gone
                 ranks.kill(1)
                 tensors = make(2, CHUNKS)
-                with pytest.raises(Unavailable, match="rank 1"):  # its branch has moved back: the state is lost
+                with pytest.raises(Unavailable, match="rank 1"):
+                    # its branch has moved back: the state is lost
                     peer.clone(state, into={"weights": tensors})
                 assert same(tensors, make(2, CHUNKS))
 
 
-# --- broadcast, push ---------------------------------------------------------------------------------------------------------
+# --- broadcast, push ------------------------------------------------------------------------------
 
 
 def capture(folder: str, say: Say) -> None:
-    with datastates.open(folder, config=Config(memory_bytes=BUDGET, durable_interval_s=None)) as repo:
+    with datastates.open(
+        folder, config=Config(memory_bytes=BUDGET, durable_interval_s=None)
+    ) as repo:
         say(repo.track(weights=make(1, CHUNKS), rng=False).capture().wait("durable").uid)
 
 
 def broadcast(folder: str, say: Say) -> None:
-    """Rank 0 has a state of two parts on disk; rank 1 takes it into its repository, rank 2 into live objects."""
+    """Rank 0 has a state of two parts on disk; rank 1 takes it into its repository, rank 2 into
+    live objects."""
     group, tensors = TorchGroup(), make(2, CHUNKS)
-    with tempfile.TemporaryDirectory() as other, datastates.open(folder if group.rank == 0 else other, memory_bytes=BUDGET) as repo:
-        cloned = group.broadcast(repo, "main", into={"weights": tensors} if group.rank == 2 else None)
-        found = tensors if group.rank == 2 else repo.load("main" if cloned is None else cloned.state)["weights"]
-        say(same(found, make(1, CHUNKS)), (repo.state("main") if cloned is None else cloned.state).world_size)
+    with (
+        tempfile.TemporaryDirectory() as other,
+        datastates.open(folder if group.rank == 0 else other, memory_bytes=BUDGET) as repo,
+    ):
+        cloned = group.broadcast(
+            repo, "main", into={"weights": tensors} if group.rank == 2 else None
+        )
+        found = (
+            tensors
+            if group.rank == 2
+            else repo.load("main" if cloned is None else cloned.state)["weights"]
+        )
+        say(
+            same(found, make(1, CHUNKS)),
+            (repo.state("main") if cloned is None else cloned.state).world_size,
+        )
         group.barrier()
 
 
@@ -113,11 +161,24 @@ def broadcast(folder: str, say: Say) -> None:
 def test_a_state_of_several_parts_is_broadcast_and_is_not_pushed(tmp_path: Path) -> None:
     run(2, f"{HERE}:capture", folder=str(tmp_path / "job"))
     assert run(3, f"{HERE}:broadcast", folder=str(tmp_path / "job")) == [["True 2"]] * 3
-    theirs, ours = datastates.open(tmp_path / "job", memory_bytes=BUDGET), datastates.open(tmp_path / "mine", memory_bytes=BUDGET)
+    theirs, ours = (
+        datastates.open(tmp_path / "job", memory_bytes=BUDGET),
+        datastates.open(tmp_path / "mine", memory_bytes=BUDGET),
+    )
     with theirs as repo, ours as mine:
-        said = pytest.raises(Unsupported, match="a push takes states of one part: serve it here, and clone it there")
-        with mine.serve(token=TOKEN, is_writable=True) as server, datastates.connect(server.url, token=TOKEN) as peer, said:
+        said = pytest.raises(
+            Unsupported, match="a push takes states of one part: serve it here, and clone it there"
+        )
+        with (
+            mine.serve(token=TOKEN, is_writable=True) as server,
+            datastates.connect(server.url, token=TOKEN) as peer,
+            said,
+        ):
             peer.push("main", repo=repo)
-        with repo.serve(token=TOKEN) as server, datastates.connect(server.url, token=TOKEN) as peer:  # as it says
+        with (
+            repo.serve(token=TOKEN) as server,
+            datastates.connect(server.url, token=TOKEN) as peer,
+        ):
+            # as it says
             assert same(mine.load(peer.clone("main", repo=mine).state)["weights"], make(1, CHUNKS))
         assert SoloGroup().broadcast(repo, "main") is None

@@ -18,7 +18,16 @@ from torch.distributed.fsdp import fully_shard
 
 import datastates
 from datastates import Config, Status
-from datastates.errors import Corrupt, DatastatesError, InvalidInput, NotFound, PeerFault, Unauthorized, Unavailable, Unsupported
+from datastates.errors import (
+    Corrupt,
+    DatastatesError,
+    InvalidInput,
+    NotFound,
+    PeerFault,
+    Unauthorized,
+    Unavailable,
+    Unsupported,
+)
 from datastates.ranks import TorchGroup
 from datastates.state.digest import decode, encode
 from datastates.state.geometry import local_of
@@ -51,7 +60,7 @@ def bits(model: nn.Module) -> list[bytes]:
     return [local.numpy().tobytes() for local in found if local is not None]
 
 
-# --- what ranks do -----------------------------------------------------------------------------------------------------------
+# --- what ranks do --------------------------------------------------------------------------------
 
 
 def serve(folder: str, say: Say, *, wait: str = "captured", wrong: str = "") -> None:
@@ -88,14 +97,18 @@ def lie_about_chunks() -> None:
     chunk = serving.StateSource.chunk
 
     async def lying(self: serving.StateSource, index: int) -> Any:
-        return [memoryview(bytes(piece[:-1]) + bytes([piece[-1] ^ 1])) for piece in await chunk(self, index)]
+        return [
+            memoryview(bytes(piece[:-1]) + bytes([piece[-1] ^ 1]))
+            for piece in await chunk(self, index)
+        ]
 
     serving.StateSource.chunk = lying  # type: ignore[method-assign]  # a process that is not honest
     serving.StateSource.is_whole = lambda self, index, pieces: True  # type: ignore[method-assign]
 
 
 def lie_about_the_part() -> None:
-    """This process's part of a state is that of another state, whose manifest agrees with itself."""
+    """This process's part of a state is that of another state, whose manifest agrees with
+    itself."""
     open_part = serving.RepositoryStore.open_part
 
     def lying(self: serving.RepositoryStore, uid: str, rank: int) -> Any:
@@ -103,11 +116,14 @@ def lie_about_the_part() -> None:
         source = open_part(self, other, rank)
         manifest = decode(source.manifest, source="the test")
         source.manifest = encode(  # type: ignore[misc]  # of a source that is ours
-            msgspec.structs.replace(manifest, origin=msgspec.structs.replace(manifest.origin, uid=uid))
+            msgspec.structs.replace(
+                manifest, origin=msgspec.structs.replace(manifest.origin, uid=uid)
+            )
         )
         return source
 
-    serving.RepositoryStore.open_part = lying  # type: ignore[method-assign]  # a process that is not honest
+    # a process that is not honest
+    serving.RepositoryStore.open_part = lying  # type: ignore[method-assign]
 
 
 def take(url: str, say: Say, *, misfit: bool = False) -> None:
@@ -121,17 +137,34 @@ def take(url: str, say: Say, *, misfit: bool = False) -> None:
     seen: list[tuple[int, int]] = []
     with datastates.connect(url) as peer:
         try:
-            cloned = peer.clone("main", into={"model": model, "weights": tensors}, group=group, on_progress=lambda *said: seen.append(said))
+            cloned = peer.clone(
+                "main",
+                into={"model": model, "weights": tensors},
+                group=group,
+                on_progress=lambda *said: seen.append(said),
+            )
         except DatastatesError as exc:
-            say("failed", exc.kind, same(tensors, make(2, CHUNKS)), not any(map(any, bits(model))), str(exc)[:1000])
+            say(
+                "failed",
+                exc.kind,
+                same(tensors, make(2, CHUNKS)),
+                not any(map(any, bits(model))),
+                str(exc)[:1000],
+            )
             return
     wanted = a_model()
     fully_shard(wanted)
-    say("cloned", same(tensors, make(1, CHUNKS)), bits(model) == bits(wanted), cloned.bytes_moved, len(cloned.by_source))
+    say(
+        "cloned",
+        same(tensors, make(1, CHUNKS)),
+        bits(model) == bits(wanted),
+        cloned.bytes_moved,
+        len(cloned.by_source),
+    )
     assert seen[-1][0] == seen[-1][1] == cloned.bytes_moved
 
 
-# --- into one process --------------------------------------------------------------------------------------------------------
+# --- into one process -----------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -156,15 +189,23 @@ def assert_nothing_is_left(repo: datastates.Repository, uid: str) -> None:
 
 @in_turn
 @pytest.mark.parametrize("size", [2, 3])
-def test_one_process_takes_each_part_from_the_rank_that_has_it(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_takes_each_part_from_the_rank_that_has_it(
+    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with job(size, f"{HERE}:serve", folder=str(tmp_path / "job"), environ=WIRE) as ranks:
         urls, uid = served(ranks)
         tensors, model, seen = make(2, CHUNKS), nn.Linear(96, 50), list[tuple[int, int]]()
         with datastates.connect(urls[-1]) as peer:
-            cloned = peer.clone("main", into={"model": model, "weights": tensors}, on_progress=lambda *said: seen.append(said))
+            cloned = peer.clone(
+                "main",
+                into={"model": model, "weights": tensors},
+                on_progress=lambda *said: seen.append(said),
+            )
             assert same(tensors, make(1, CHUNKS))
             assert bits(model) == bits(a_model())
-            assert {f"tcp://{name}" for name in cloned.by_source} == set(urls), "each rank gave its part, found by one address"
+            assert {f"tcp://{name}" for name in cloned.by_source} == set(urls), (
+                "each rank gave its part, found by one address"
+            )
             assert seen[-1] == (cloned.bytes_moved, cloned.bytes_moved)
             for rank in range(size):
                 ranks.kill(rank, signal.SIGUSR1)
@@ -174,14 +215,16 @@ def test_one_process_takes_each_part_from_the_rank_that_has_it(tmp_path: Path, s
                 state = peer.clone("main", repo=repo).state
                 assert (state.uid, state.world_size, state.status) == (uid, size, Status.CAPTURED)
                 assert state.digest == peer.state("main").digest
-                monkeypatch.setenv(same_host.SWITCH, "1")  # whoever has all parts serves them too, near as well
+                # whoever has all parts serves them too, near as well
+                monkeypatch.setenv(same_host.SWITCH, "1")
                 with repo.serve(token=TOKEN) as again, datastates.connect(again.url) as second:
                     fresh = make(3, CHUNKS)
                     moved = second.clone(uid, into={"weights": fresh}, atomic=False)
                     assert same(fresh, make(1, CHUNKS))
                     assert len(moved.by_source) == 1
                 repo.tag("kept", uid)
-            with datastates.open(tmp_path / "job", memory_bytes=BUDGET) as shared:  # which knows the state already
+            with datastates.open(tmp_path / "job", memory_bytes=BUDGET) as shared:
+                # which knows the state already
                 assert peer.clone("main", repo=shared).bytes_moved > 0
                 assert same(shared.load(uid)["weights"], make(1, CHUNKS))
                 assert not shared.core.tiers.durable.has(uid), "it came into memory"
@@ -193,8 +236,12 @@ def test_one_process_takes_each_part_from_the_rank_that_has_it(tmp_path: Path, s
 
 @in_turn
 @pytest.mark.parametrize("wrong", ["killed", "chunk"])
-def test_part_whose_rank_is_gone_or_lies_comes_from_another_one_that_reaches_it(tmp_path: Path, wrong: str) -> None:
-    with job(2, f"{HERE}:serve", folder=str(tmp_path), wait="durable", wrong=wrong, environ=WIRE) as ranks:
+def test_part_whose_rank_is_gone_or_lies_comes_from_another_one_that_reaches_it(
+    tmp_path: Path, wrong: str
+) -> None:
+    with job(
+        2, f"{HERE}:serve", folder=str(tmp_path), wait="durable", wrong=wrong, environ=WIRE
+    ) as ranks:
         urls, _ = served(ranks)
 
         def on_progress(done: int, total: int) -> None:
@@ -205,12 +252,16 @@ def test_part_whose_rank_is_gone_or_lies_comes_from_another_one_that_reaches_it(
         with datastates.connect(urls[0], timeout_s=20) as peer:
             cloned = peer.clone("main", into={"weights": tensors}, on_progress=on_progress)
     assert same(tensors, make(1, CHUNKS))
-    assert cloned.by_source[urls[0].removeprefix("tcp://")] > CHUNKS * 4 * MIB / 2, "rank 0 reached the rest in the folder of packs"
+    assert cloned.by_source[urls[0].removeprefix("tcp://")] > CHUNKS * 4 * MIB / 2, (
+        "rank 0 reached the rest in the folder of packs"
+    )
 
 
 @in_turn
 @pytest.mark.parametrize("how", ["killed", "chunk", "part"])
-def test_clone_of_which_a_part_cannot_be_had_is_refused_by_name_and_leaves_nothing(tmp_path: Path, how: str) -> None:
+def test_clone_of_which_a_part_cannot_be_had_is_refused_by_name_and_leaves_nothing(
+    tmp_path: Path, how: str
+) -> None:
     with job(2, f"{HERE}:serve", folder=str(tmp_path / "job"), wrong=how, environ=WIRE) as ranks:
         urls, uid = served(ranks)
 
@@ -225,7 +276,10 @@ def test_clone_of_which_a_part_cannot_be_had_is_refused_by_name_and_leaves_nothi
             "part": (PeerFault, f"sent parts that make another state than {uid[:10]}"),
         }
         kind, said = expected[how]
-        with datastates.connect(urls[0], timeout_s=20) as peer, datastates.open(tmp_path / "mine", memory_bytes=BUDGET) as repo:
+        with (
+            datastates.connect(urls[0], timeout_s=20) as peer,
+            datastates.open(tmp_path / "mine", memory_bytes=BUDGET) as repo,
+        ):
             repo.core.engage()
             if how != "killed":
                 with pytest.raises(kind, match=said):
@@ -235,13 +289,18 @@ def test_clone_of_which_a_part_cannot_be_had_is_refused_by_name_and_leaves_nothi
                 peer.clone("main", into={"weights": tensors}, atomic=True, on_progress=on_progress)
             assert same(tensors, make(2, CHUNKS))
             if how == "killed":  # from the beginning
-                with pytest.raises(Unavailable, match=rf"nobody has the part of rank 1: .*{urls[1]} does not answer"):
+                with pytest.raises(
+                    Unavailable,
+                    match=rf"nobody has the part of rank 1: .*{urls[1]} does not answer",
+                ):
                     peer.clone(uid, repo=repo)
                 assert_nothing_is_left(repo, uid)
 
 
 @in_turn
-def test_rank_keeps_its_own_part_and_nobody_learns_of_others_without_the_token(tmp_path: Path) -> None:
+def test_rank_keeps_its_own_part_and_nobody_learns_of_others_without_the_token(
+    tmp_path: Path,
+) -> None:
     with job(2, f"{HERE}:serve", folder=str(tmp_path), environ=WIRE) as ranks:
         urls, uid = served(ranks)
         for token in ("", "another token of the same length or so"):
@@ -256,7 +315,7 @@ def test_rank_keeps_its_own_part_and_nobody_learns_of_others_without_the_token(t
                 peer.clone("main", into={"weights": make(2, CHUNKS)}, chain=True)
 
 
-# --- into several ------------------------------------------------------------------------------------------------------------
+# --- into several ---------------------------------------------------------------------------------
 
 
 @in_turn
@@ -269,19 +328,24 @@ def test_parts_of_two_ranks_go_to_the_ranks_of_another_job_each_byte_once(tmp_pa
             assert [each[:3] for each in words] == [["cloned", "True", "True"]] * size
             moved = [int(each[3]) for each in words]
             whole = CHUNKS * 4 * MIB
-            assert whole <= sum(moved) < whole + 9 * 4 * MIB, "what several want left the sources once"
+            assert whole <= sum(moved) < whole + 9 * 4 * MIB, (
+                "what several want left the sources once"
+            )
             assert max(moved) < whole / size + 3 * 4 * MIB
         misfit = run(2, f"{HERE}:take", url=urls[0], misfit=True, environ=WIRE)
-        assert [lines[0].split()[:4] for lines in misfit] == [["failed", "invalid-input", "True", "True"]] * 2, (
-            "all failed, none has changed"
-        )
+        assert [lines[0].split()[:4] for lines in misfit] == [
+            ["failed", "invalid-input", "True", "True"]
+        ] * 2, "all failed, none has changed"
         assert "rank 1 of 2 could not clone main" in misfit[0][0]
         assert uid
 
 
 @in_turn
 def test_state_of_one_process_goes_to_the_ranks_of_a_job_in_equal_shares(tmp_path: Path) -> None:
-    with datastates.open(tmp_path, config=config()) as repo, repo.track(model=a_model(), weights=make(1, CHUNKS)) as tracker:
+    with (
+        datastates.open(tmp_path, config=config()) as repo,
+        repo.track(model=a_model(), weights=make(1, CHUNKS)) as tracker,
+    ):
         tracker.capture().wait()
         with repo.serve(token=TOKEN) as server:
             said = run(2, f"{HERE}:take", url=server.url, environ=WIRE)
@@ -305,7 +369,7 @@ class _Two(datastates.ranks.SoloGroup):
     size = 2
 
 
-# --- whom a source names -------------------------------------------------------------------------------------------------------
+# --- whom a source names --------------------------------------------------------------------------
 
 
 class _Naming:

@@ -12,14 +12,24 @@ from tests.support.effort import examples
 
 
 @settings(max_examples=examples(100))
-@given(strategies.integers(1, 5).flatmap(lambda parts: strategies.lists(strategies.binary(min_size=parts, max_size=parts), min_size=1)))
+@given(
+    strategies.integers(1, 5).flatmap(
+        lambda parts: strategies.lists(
+            strategies.binary(min_size=parts, max_size=parts), min_size=1
+        )
+    )
+)
 def test_nearest_serve_and_all_others_that_have_it_are_spare(places: list[bytes]) -> None:
     for part, holders in enumerate(plan(places, len(places[0]))):
         far = [each[part] for each in places]
-        assert sorted((*holders.serving, *holders.spare)) == [number for number, distance in enumerate(far) if distance < NOT_HERE]
+        assert sorted((*holders.serving, *holders.spare)) == [
+            number for number, distance in enumerate(far) if distance < NOT_HERE
+        ]
         assert len(holders.serving) <= 4
         assert {far[number] for number in holders.serving} <= {min(far)}
-        assert [far[number] for number in holders.spare] == sorted(far[number] for number in holders.spare)
+        assert [far[number] for number in holders.spare] == sorted(
+            far[number] for number in holders.spare
+        )
 
 
 def test_each_rank_serves_the_part_in_its_memory_though_all_reach_the_folder() -> None:

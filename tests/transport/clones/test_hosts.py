@@ -1,4 +1,5 @@
-"""The hosts that other tests use: they reach each other, count what they send, can be cut off, and leave nothing behind."""
+"""The hosts that other tests use: they reach each other, count what they send, can be cut off,
+and leave nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Clones from the memory of one process to a device of another, which the source fills by itself: on late devices of two processes."""
+"""Clones from the memory of one process to a device of another, which the source fills by
+itself: on late devices of two processes."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ CONFIG = Config(memory_bytes=64 << 20, durable_interval_s=None)
 
 def model(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(1100, 1100), nn.BatchNorm1d(1100), nn.Linear(1100, 1100), nn.Linear(64, 4))
+    return nn.Sequential(
+        nn.Linear(1100, 1100), nn.BatchNorm1d(1100), nn.Linear(1100, 1100), nn.Linear(64, 4)
+    )
 
 
 class _None(set[int]):
@@ -66,7 +69,9 @@ def serve(lateness: str, fault: str, data: str) -> None:
         capture.wait(timeout_s=30)
         if fault == "uses no device":
             late.reached = _None()
-        server = stack.enter_context(repo.serve("tcp://127.0.0.1:0", token=TOKEN, data=data, timeout_s=2.0))
+        server = stack.enter_context(
+            repo.serve("tcp://127.0.0.1:0", token=TOKEN, data=data, timeout_s=2.0)
+        )
         sys.stdout.write(f"{server.url}\n")
         sys.stdout.flush()
         sys.stdin.read()
@@ -90,7 +95,11 @@ def data() -> str:
 @pytest.fixture
 def url(lateness: Lateness, fault: str, data: str) -> Iterator[str]:
     given = (lateness.name, fault, data)
-    command = [sys.executable, "-c", f"from tests.transport.clones.test_ipc import serve; serve{given!r}"]
+    command = [
+        sys.executable,
+        "-c",
+        f"from tests.transport.clones.test_ipc import serve; serve{given!r}",
+    ]
     with warm.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         yield process.stdout.readline().strip()
@@ -108,7 +117,9 @@ def way(monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of each copy out of what the other process can write."""
-    return counted(monkeypatch, "datastates.transport.ipc._copy", lambda stream, into, *_: int(into.numel()))
+    return counted(
+        monkeypatch, "datastates.transport.ipc._copy", lambda stream, into, *_: int(into.numel())
+    )
 
 
 def clone(url: str, lateness: Lateness, *, atomic: bool = False, data: str = "ipc") -> nn.Module:
@@ -136,16 +147,22 @@ def is_doubled(here: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("lateness", Lateness, ids=lambda each: each.value)
-def test_a_source_puts_chunks_onto_the_device_and_they_land_in_order(url: str, lateness: Lateness, copies: list[int]) -> None:
+def test_a_source_puts_chunks_onto_the_device_and_they_land_in_order(
+    url: str, lateness: Lateness, copies: list[int]
+) -> None:
     here = clone(url, lateness)
     assert is_doubled(here)
     assert sum(copies) > 9 << 20
 
 
-def test_what_the_source_writes_afterwards_changes_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_source_writes_afterwards_changes_nothing(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copied, copy = list[int](), ipc._copy
 
-    def and_then_other(stream: Stream, into: torch.Tensor, data: torch.Tensor, ready: Mark | None) -> None:
+    def and_then_other(
+        stream: Stream, into: torch.Tensor, data: torch.Tensor, ready: Mark | None
+    ) -> None:
         copy(stream, into, data, ready)
         data.fill_(9)  # as if by the source: landing memory
         copied.append(1)
@@ -163,7 +180,9 @@ def test_a_source_that_lies_is_refused(url: str, copies: list[int]) -> None:
 
 
 @pytest.mark.parametrize("fault", ["dies", "stops"])
-def test_a_source_that_goes_away_is_noticed_and_what_came_is_dirty(url: str, copies: list[int]) -> None:
+def test_a_source_that_goes_away_is_noticed_and_what_came_is_dirty(
+    url: str, copies: list[int]
+) -> None:
     with pytest.raises((Disconnected, Dirty)):
         clone(url, Lateness.BOTH)
 
@@ -175,7 +194,9 @@ def test_a_source_that_does_not_use_the_device_makes_no_context_there(url: str, 
 
 
 @pytest.mark.parametrize("data", ["auto"])
-def test_a_source_that_did_not_say_so_puts_nothing_there(url: str, copies: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_did_not_say_so_puts_nothing_there(
+    url: str, copies: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()
     assert is_doubled(clone(url, Lateness.BOTH))
     assert not copies
@@ -188,17 +209,24 @@ def test_a_clone_that_is_atomic_goes_by_the_host(url: str, monkeypatch: pytest.M
     assert not copied
 
 
-def test_a_clone_into_a_repository_goes_by_the_host(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clone_into_a_repository_goes_by_the_host(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()
     copied = counted(monkeypatch, "datastates.transport.ipc._copy")
-    opened, connected = datastates.open(tmp_path / "runs", config=CONFIG), datastates.connect(url, token=TOKEN, data="ipc", timeout_s=2.0)
+    opened, connected = (
+        datastates.open(tmp_path / "runs", config=CONFIG),
+        datastates.connect(url, token=TOKEN, data="ipc", timeout_s=2.0),
+    )
     with opened as own, connected as peer:
         found = own.load(peer.clone("main", repo=own).state.uid)["model"]
     assert not copied
     assert all(torch.equal(value, found[name]) for name, value in model(1).state_dict().items())
 
 
-def test_a_process_that_is_not_near_is_told_what_to_do(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_is_not_near_is_told_what_to_do(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(same_host.SWITCH, "0")
     with pytest.raises(Unsupported, match="data='auto'"):
         clone(url, Lateness.BOTH)

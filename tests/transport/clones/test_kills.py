@@ -1,4 +1,5 @@
-"""Deaths in the middle of clones, of the source or of the receiver: no hang, no wrong byte, nothing left behind."""
+"""Deaths in the middle of clones, of the source or of the receiver: no hang, no wrong byte,
+nothing left behind."""
 
 from __future__ import annotations
 
@@ -19,7 +20,18 @@ from datastates.transport.fetch import fetch
 from datastates.transport.session import Session
 from tests.support.effort import seeds
 from tests.support.forge import Forge, Job
-from tests.transport.clones.processes import AT_ONCE_S, PATIENCE_S, PIECES, Served, Start, bounded, eventually, make, pieces_of, same
+from tests.transport.clones.processes import (
+    AT_ONCE_S,
+    PATIENCE_S,
+    PIECES,
+    Served,
+    Start,
+    bounded,
+    eventually,
+    make,
+    pieces_of,
+    same,
+)
 from tests.transport.stores import UID, MemorySink
 
 BATCH = 10
@@ -45,12 +57,19 @@ def mortal(job: Job) -> Iterator[Job]:
 
 @contextmanager
 def killed_meanwhile(
-    choose: random.Random, chunks: int, kill: Callable[[], None], *, is_by_progress: bool | None = None
+    choose: random.Random,
+    chunks: int,
+    kill: Callable[[], None],
+    *,
+    is_by_progress: bool | None = None,
 ) -> Iterator[Callable[[int, int], None]]:
-    """Kill at a moment of a clone: when so many chunks are here, or after a time, but not after its end. Gives what is told of progress."""
+    """Kill at a moment of a clone: when so many chunks are here, or after a time, but not after
+    its end. Gives what is told of progress."""
     if choose.random() < 0.5 if is_by_progress is None else is_by_progress:
         at, pending = choose.randrange(chunks), [kill]
-        yield lambda done, total: pending.pop()() if pending and done * chunks > at * total else None
+        yield (
+            lambda done, total: pending.pop()() if pending and done * chunks > at * total else None
+        )
         return
     timer = threading.Timer(choose.random() * 0.05, kill)
     timer.start()
@@ -61,7 +80,9 @@ def killed_meanwhile(
         timer.join()
 
 
-async def clone_bytes(url: str, sinks: list[MemorySink], on_progress: Callable[[int, int], None]) -> None:
+async def clone_bytes(
+    url: str, sinks: list[MemorySink], on_progress: Callable[[int, int], None]
+) -> None:
     session = await Session.connect(url, timeout_s=PATIENCE_S)
     try:
         opened, feed = await session.open(UID)
@@ -81,7 +102,10 @@ def test_a_source_may_die_at_any_moment(smith: Forge, batch: int) -> None:
         choose, sinks = random.Random(seed), list[MemorySink]()
         with mortal(smith.start("tests.transport.clones.processes:serve_bytes", seed=seed)) as job:
             url = job.lines.readline().strip()
-            with bounded(AT_ONCE_S), killed_meanwhile(choose, PIECES, partial(job.kill, signal.SIGKILL)) as on_progress:
+            with (
+                bounded(AT_ONCE_S),
+                killed_meanwhile(choose, PIECES, partial(job.kill, signal.SIGKILL)) as on_progress,
+            ):
                 try:
                     loop.run(clone_bytes(url, sinks, on_progress))
                     outcomes.append("done")
@@ -102,16 +126,26 @@ def test_a_repository_that_serves_may_die_at_any_moment(start: Start, batch: int
     outcomes = []
     for seed in range(batch * BATCH, (batch + 1) * BATCH):
         choose, is_atomic = random.Random(seed), seed % 2 == 0
-        source, mine = start(f"source-{seed}", seed=2 + seed, chunks=CHUNKS, pace_s=0.02), make(1, CHUNKS)
+        source, mine = (
+            start(f"source-{seed}", seed=2 + seed, chunks=CHUNKS, pace_s=0.02),
+            make(1, CHUNKS),
+        )
         kill, is_by_progress = partial(source.signal, signal.SIGKILL), seed // 2 % 2 == 0
-        if is_by_progress:  # the source's data plane takes a second to start, and would then have all chunks to send at once
+        if is_by_progress:
+            # the source's data plane takes a second to start, and would then have all chunks to
+            # send at once
             with datastates.connect(source.url, timeout_s=PATIENCE_S) as peer:
                 peer.clone("main", into={"weights": make(1, CHUNKS)})
         # by time alone a busy machine would kill it before anything has come
-        with bounded(AT_ONCE_S), killed_meanwhile(choose, CHUNKS, kill, is_by_progress=is_by_progress) as on_progress:
+        with (
+            bounded(AT_ONCE_S),
+            killed_meanwhile(choose, CHUNKS, kill, is_by_progress=is_by_progress) as on_progress,
+        ):
             try:
                 with datastates.connect(source.url, timeout_s=PATIENCE_S) as peer:
-                    peer.clone("main", into={"weights": mine}, atomic=is_atomic, on_progress=on_progress)
+                    peer.clone(
+                        "main", into={"weights": mine}, atomic=is_atomic, on_progress=on_progress
+                    )
                 outcomes.append("done")
                 assert same(mine, source.tensors)
             except Dirty:
@@ -137,16 +171,33 @@ def test_receivers_may_die_at_any_moment(smith: Forge, start: Start) -> None:
         with bounded(60), ExitStack() as stack:
             jobs = [
                 stack.enter_context(
-                    mortal(smith.start("tests.transport.clones.processes:receive_until_killed", url=source.url, seed=seed, chunks=CHUNKS))
+                    mortal(
+                        smith.start(
+                            "tests.transport.clones.processes:receive_until_killed",
+                            url=source.url,
+                            seed=seed,
+                            chunks=CHUNKS,
+                        )
+                    )
                 )
                 for seed in range(batch * BATCH, (batch + 1) * BATCH)
             ]
             said = [word for job in jobs for word in job.say()]
         assert set(said) <= {"here", "cloned"}
-        eventually(lambda: (facts := source.facts())["peers"] == facts["pins"] == "0", AT_ONCE_S, source.facts)
+        eventually(
+            lambda: (facts := source.facts())["peers"] == facts["pins"] == "0",
+            AT_ONCE_S,
+            source.facts,
+        )
         clone_here(source)
     eventually(lambda: source.facts()["peers"] == "0", AT_ONCE_S)
-    eventually(lambda: (facts := source.facts())["threads"] == before["threads"] and not facts["connections"], AT_ONCE_S, source.facts)
+    eventually(
+        lambda: (
+            (facts := source.facts())["threads"] == before["threads"] and not facts["connections"]
+        ),
+        AT_ONCE_S,
+        source.facts,
+    )
 
 
 def clone_here(source: Served) -> None:

@@ -1,4 +1,5 @@
-"""Chunks that are checked on the device where they belong: nothing of a wrong one gets there, and what is right lands in order."""
+"""Chunks that are checked on the device where they belong: nothing of a wrong one gets there,
+and what is right lands in order."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from tests.support.planting import without
 
 def model(seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(1100, 1100), nn.BatchNorm1d(1100), nn.Linear(1100, 1100), nn.Linear(64, 4))
+    return nn.Sequential(
+        nn.Linear(1100, 1100), nn.BatchNorm1d(1100), nn.Linear(1100, 1100), nn.Linear(64, 4)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +60,18 @@ def by_host(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("lateness", Lateness, ids=lambda each: each.value)
-def test_a_chunk_is_checked_where_it_belongs_and_lands_in_order(lateness: Lateness, state: Sent, by_host: list[int]) -> None:
+def test_a_chunk_is_checked_where_it_belongs_and_lands_in_order(
+    lateness: Lateness, state: Sent, by_host: list[int]
+) -> None:
     assert len(state.chunks) > 2
     check_landing(state, model, lateness, scratch=2)
     assert not by_host
 
 
 PLANTED: dict[str, tuple[Lateness, type, str, str, str]] = {
-    "the digest is read before it is there": (*(Lateness.BOTH, Desks, "_digest", "devices().mark(self._stream).synchronize()", "pass"),),
+    "the digest is read before it is there": (
+        *(Lateness.BOTH, Desks, "_digest", "devices().mark(self._stream).synchronize()", "pass"),
+    ),
     "the digest is that of what lay there before": (
         *(
             Lateness.BOTH,
@@ -79,9 +86,13 @@ PLANTED: dict[str, tuple[Lateness, type, str, str, str]] = {
 
 @pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED.keys())
 def test_a_wait_of_a_check_that_is_taken_out_is_noticed(
-    planted: tuple[Lateness, type, str, str, str], state: Sent, monkeypatch: pytest.MonkeyPatch, by_host: list[int]
+    planted: tuple[Lateness, type, str, str, str],
+    state: Sent,
+    monkeypatch: pytest.MonkeyPatch,
+    by_host: list[int],
 ) -> None:
-    """The host looks at what the device finds wrong, so nothing is lost by it: it is seen by that."""
+    """The host looks at what the device finds wrong, so nothing is lost by it: it is seen by
+    that."""
     lateness, *fault = planted
     plant: Callable[..., None] = without
     plant(monkeypatch, *fault)
@@ -113,7 +124,9 @@ def test_nothing_of_a_wrong_chunk_gets_where_it_belongs(at: int, state: Sent) ->
 
 
 @pytest.mark.parametrize("how", ["other digests", "cannot be digested"])
-def test_a_device_that_digests_wrongly_is_asked_no_more(how: str, state: Sent, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_device_that_digests_wrongly_is_asked_no_more(
+    how: str, state: Sent, caplog: pytest.LogCaptureFixture
+) -> None:
     asked, right = list[int](), Digester.lanes
 
     def lanes(digester: Digester) -> torch.Tensor:
@@ -122,7 +135,11 @@ def test_a_device_that_digests_wrongly_is_asked_no_more(how: str, state: Sent, c
             raise RuntimeError("no compiler")
         return right(digester) + 1
 
-    with patch.object(Digester, "lanes", lanes), caplog.at_level(logging.WARNING):  # ends before the patch that every test has here
+    with (
+        patch.object(Digester, "lanes", lanes),
+        caplog.at_level(logging.WARNING),
+    ):
+        # ends before the patch that every test has here
         check_landing(state, model, Lateness.BOTH, scratch=2)
     assert len(asked) == 1
     assert [how in message for message in caplog.messages] == [True]

@@ -30,7 +30,9 @@ def begun(here: Objects, state: Sent) -> ObjectsSink:
     return sink
 
 
-def test_a_clone_in_place_that_does_not_end_leaves_dirty_objects_that_no_tracker_captures(tmp_path: Path) -> None:
+def test_a_clone_in_place_that_does_not_end_leaves_dirty_objects_that_no_tracker_captures(
+    tmp_path: Path,
+) -> None:
     state, here = sent(mlp(1)), mlp(2)
     with datastates.open(tmp_path, memory_bytes=256 << 20) as repo:
         run = repo.track(**here)
@@ -55,7 +57,9 @@ def test_a_clone_that_ends_before_the_first_buffer_leaves_nothing_dirty() -> Non
     assert digest(here) == before
 
 
-def test_a_clone_in_place_waits_for_captures_that_still_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clone_in_place_waits_for_captures_that_still_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state, here = sent(mlp(1)), mlp(2)
     with datastates.open(tmp_path, memory_bytes=256 << 20) as repo, held_back(monkeypatch) as gate:
         run = repo.track(**here)
@@ -71,7 +75,9 @@ def test_a_clone_in_place_waits_for_captures_that_still_read(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("names", [["optimizer"], ["optimizer", "model"], ["model", "optimizer"]])
-def test_an_atomic_clone_waits_for_captures_that_still_read(names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_atomic_clone_waits_for_captures_that_still_read(
+    names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state, here = sent(mlp(1)), mlp(2)
     before = digest(mlp(2))
     with datastates.open(tmp_path, memory_bytes=256 << 20) as repo, held_back(monkeypatch) as gate:

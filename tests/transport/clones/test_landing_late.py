@@ -1,4 +1,5 @@
-"""A clone into tensors of a device that does everything late: after what their owner queued, and whole when it is committed."""
+"""A clone into tensors of a device that does everything late: after what their owner queued, and
+whole when it is committed."""
 
 from __future__ import annotations
 
@@ -36,11 +37,29 @@ def test_an_atomic_clone_into_a_device_is_written_in_order(state: Sent) -> None:
 
 PLANTED: dict[str, tuple[Lateness, type, str, str, str]] = {
     "copies do not wait for the owner": (
-        *(Lateness.COMPUTE, Unloading, "__init__", "devices().wait(side, devices().mark(devices().current(device)))", "pass"),
+        *(
+            Lateness.COMPUTE,
+            Unloading,
+            "__init__",
+            "devices().wait(side, devices().mark(devices().current(device)))",
+            "pass",
+        ),
     ),
-    "nobody waits for the copies": (Lateness.COPIES, ObjectsSink, "commit", "self._unloading.join()", "self._unloading._streams.clear()"),
+    "nobody waits for the copies": (
+        Lateness.COPIES,
+        ObjectsSink,
+        "commit",
+        "self._unloading.join()",
+        "self._unloading._streams.clear()",
+    ),
     "buffers are given away while they are read": (
-        *(Lateness.COPIES, ObjectsSink, "_settle", "self._scratch.give(arriving.scratch, marks)", "self._scratch.give(arriving.scratch)"),
+        *(
+            Lateness.COPIES,
+            ObjectsSink,
+            "_settle",
+            "self._scratch.give(arriving.scratch, marks)",
+            "self._scratch.give(arriving.scratch)",
+        ),
     ),
 }
 

@@ -1,4 +1,5 @@
-"""A state that arrives chunk by chunk in live objects: by a shadow or in place, whole or not at all."""
+"""A state that arrives chunk by chunk in live objects: by a shadow or in place, whole or not at
+all."""
 
 from __future__ import annotations
 
@@ -30,7 +31,13 @@ Objects = dict[str, Any]
 
 def mlp(seed: int, *, steps: int = 2, width: int = 1024, **options: Any) -> Objects:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(64, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, width), nn.Linear(width, 8))
+    model = nn.Sequential(
+        nn.Linear(64, width),
+        nn.BatchNorm1d(width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.Linear(width, 8),
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 + seed, **options)
     train(model, optimizer, range(seed, seed + steps))
     return {"model": model, "optimizer": optimizer}
@@ -39,7 +46,9 @@ def mlp(seed: int, *, steps: int = 2, width: int = 1024, **options: Any) -> Obje
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
     losses = []
     for step in steps:
-        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(step)).to(next(model.parameters()).device)
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(step)).to(
+            next(model.parameters()).device
+        )
         optimizer.zero_grad()
         loss = model(x).square().mean()
         loss.backward()
@@ -115,7 +124,11 @@ KINDS: dict[str, Callable[[int], Objects]] = {
     "scheduler": scheduled,
 }
 
-MODES = {"atomic": {"atomic": True}, "in place": {"atomic": False}, "kept": {"atomic": False, "keep": True}}
+MODES = {
+    "atomic": {"atomic": True},
+    "in place": {"atomic": False},
+    "kept": {"atomic": False, "keep": True},
+}
 
 
 def digest(objects: Objects) -> str:
@@ -143,14 +156,18 @@ def test_every_bit_arrives(make: Callable[[int], Objects], options: Any) -> None
 
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("how", ["foreach", "fused"])
-def test_training_goes_on_bit_for_bit_after_a_clone_into_a_fresh_optimizer(options: Any, how: str) -> None:
+def test_training_goes_on_bit_for_bit_after_a_clone_into_a_fresh_optimizer(
+    options: Any, how: str
+) -> None:
     there, here = mlp(1, **{how: True}), mlp(2, steps=0, **{how: True})
     state = sent(there)
     sink = ObjectsSink(state.checked, here, **options)
     feed(sink, state.chunks)
     assert sink.commit()
     sink.close()
-    assert train(here["model"], here["optimizer"], range(50, 55)) == train(there["model"], there["optimizer"], range(50, 55))
+    assert train(here["model"], here["optimizer"], range(50, 55)) == train(
+        there["model"], there["optimizer"], range(50, 55)
+    )
     assert digest(here) == digest(there)
 
 
@@ -181,7 +198,10 @@ def test_in_place_what_is_large_is_received_where_it_belongs() -> None:
         for buffer in sink.buffers(index) or ():
             address = np.frombuffer(buffer, np.uint8).ctypes.data
             inside += len(buffer) if begin <= address < begin + weight.nbytes else 0
-            assert not begin <= address < begin + weight.nbytes or address + len(buffer) <= begin + weight.nbytes
+            assert (
+                not begin <= address < begin + weight.nbytes
+                or address + len(buffer) <= begin + weight.nbytes
+            )
         sink.forget(index)
     assert inside == weight.nbytes
     in_place.clean(home.live for home in sink._homes.values())
@@ -266,7 +286,10 @@ def test_a_chunk_of_wrong_bytes_is_refused_and_asked_for_again(options: Any) -> 
 
 
 def test_wrong_bytes_are_not_spread_over_small_tensors() -> None:
-    there, here = {"box": [torch.ones(10), torch.ones(20)]}, {"box": [torch.zeros(10), torch.zeros(20)]}
+    there, here = (
+        {"box": [torch.ones(10), torch.ones(20)]},
+        {"box": [torch.zeros(10), torch.zeros(20)]},
+    )
     state = sent(there)
     sink = ObjectsSink(state.checked, here, atomic=False)
     fill(sink.buffers(0) or (), b"\x01" * len(state.chunks[0]))
@@ -345,7 +368,10 @@ def test_chunks_may_be_accepted_by_several_threads_at_once() -> None:
     state, here = sent(mlp(1)), mlp(2)
     sink = ObjectsSink(state.checked, here, atomic=False)
     indices = list(sink.missing())
-    threads = [threading.Thread(target=feed, args=(sink, state.chunks, indices[part::4])) for part in range(4)]
+    threads = [
+        threading.Thread(target=feed, args=(sink, state.chunks, indices[part::4]))
+        for part in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -403,7 +429,7 @@ def test_memory_that_a_clone_gave_away_before_it_failed_serves_no_other() -> Non
     assert moments(failed)
 
 
-# --- live tensors that share memory -------------------------------------------------------------------------------------------
+# --- live tensors that share memory ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
@@ -426,7 +452,9 @@ def test_live_tensors_over_each_other_are_written_in_the_order_of_a_restore(opti
 
 
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
-def test_tied_weights_arrive_in_untied_ones_and_differing_ones_are_refused_by_tied_ones(options: Any) -> None:
+def test_tied_weights_arrive_in_untied_ones_and_differing_ones_are_refused_by_tied_ones(
+    options: Any,
+) -> None:
     def heads(seed: int, *, is_tied: bool) -> Objects:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(400, 400, bias=False), nn.Linear(400, 400, bias=False))
@@ -521,7 +549,7 @@ def test_gradients_arrive(options: Any) -> None:
     assert sent(here, gradients=True).manifest.digest == state.manifest.digest
 
 
-# --- devices ------------------------------------------------------------------------------------------------------------------
+# --- devices --------------------------------------------------------------------------------------
 
 
 def test_a_meta_tensor_takes_no_state() -> None:
@@ -537,7 +565,9 @@ def test_a_meta_tensor_takes_no_state() -> None:
 def test_a_clone_into_a_device_goes_on_bit_for_bit(options: Any, steps: int) -> None:
     def on_device(seed: int, steps: int) -> Objects:
         torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(64, 1024), nn.BatchNorm1d(1024), nn.Linear(1024, 1024)).cuda()
+        model = nn.Sequential(
+            nn.Linear(64, 1024), nn.BatchNorm1d(1024), nn.Linear(1024, 1024)
+        ).cuda()
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         train(model, optimizer, range(seed, seed + steps))
         return {"model": model, "optimizer": optimizer}
@@ -549,7 +579,9 @@ def test_a_clone_into_a_device_goes_on_bit_for_bit(options: Any, steps: int) -> 
     assert sink.commit()
     sink.close()
     assert digest(here) == state.manifest.digest
-    assert train(here["model"], here["optimizer"], range(9, 12)) == train(there["model"], there["optimizer"], range(9, 12))
+    assert train(here["model"], here["optimizer"], range(9, 12)) == train(
+        there["model"], there["optimizer"], range(9, 12)
+    )
 
 
 def test_a_chunk_is_asked_for_in_few_pieces() -> None:

@@ -1,4 +1,5 @@
-"""A state that arrives in the memory tier: only what is missing is asked for, and what is there stays while it is needed."""
+"""A state that arrives in the memory tier: only what is missing is asked for, and what is there
+stays while it is needed."""
 
 from __future__ import annotations
 
@@ -31,7 +32,15 @@ _PER_CHUNK = CHUNK_BYTES // 4
 
 def state(uid: str, *values: float, parents: tuple[str, ...] = ()) -> Sent:
     """A state of one full chunk for each value."""
-    return sent({"box": {str(i): torch.full((_PER_CHUNK,), float(value)) for i, value in enumerate(values)}}, uid, parents=parents)
+    return sent(
+        {
+            "box": {
+                str(i): torch.full((_PER_CHUNK,), float(value)) for i, value in enumerate(values)
+            }
+        },
+        uid,
+        parents=parents,
+    )
 
 
 class Room:
@@ -42,7 +51,8 @@ class Room:
         self.memory = MemoryTier(self.arena)
 
     def sink(self, source: Sent, **options: object) -> StateSink:
-        return StateSink(source.checked, self.memory, self.arena, self.arena.acquire, **options)  # type: ignore[arg-type]  # for lender and relatives
+        # for lender and relatives
+        return StateSink(source.checked, self.memory, self.arena, self.arena.acquire, **options)  # type: ignore[arg-type]
 
     def clone(self, source: Sent) -> list[int]:
         sink = self.sink(source)
@@ -60,9 +70,15 @@ def test_a_state_arrives_whole() -> None:
     sink = room.sink(source)
     assert [sink.pieces(index) for index in range(3)] == [None] * 3
     assert feed(sink, source.chunks) == [0, 1, 2]
-    assert [bytes(piece) for index in range(3) for piece in sink.pieces(index) or ()] == source.chunks
+    assert [
+        bytes(piece) for index in range(3) for piece in sink.pieces(index) or ()
+    ] == source.chunks
     placed = sink.adopt()
-    assert (placed.bytes_new, placed.manifest.packs, placed.manifest.refs) == (3 * CHUNK_BYTES, (), ())
+    assert (placed.bytes_new, placed.manifest.packs, placed.manifest.refs) == (
+        3 * CHUNK_BYTES,
+        (),
+        (),
+    )
     assert room.holds(source)
     assert room.arena.available == CHUNK_BYTES
     with pytest.raises(Closed):
@@ -150,7 +166,9 @@ def test_wrong_bytes_are_asked_for_again_and_a_part_is_not_adopted() -> None:
 def test_two_clones_of_one_state_at_once_are_one_state() -> None:
     room, source = Room(4), state("a", 1, 2)
     first, second = room.sink(source), room.sink(source)
-    threads = [threading.Thread(target=feed, args=(sink, source.chunks)) for sink in (first, second)]
+    threads = [
+        threading.Thread(target=feed, args=(sink, source.chunks)) for sink in (first, second)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -187,7 +205,7 @@ def test_a_state_of_the_same_uid_and_other_content_is_a_conflict() -> None:
     assert room.holds(state("a", 1))
 
 
-# --- from disk ----------------------------------------------------------------------------------------------------------------
+# --- from disk ------------------------------------------------------------------------------------
 
 
 def test_chunks_that_a_parent_has_on_disk_are_read_from_there(tmp_path: Path) -> None:
@@ -196,7 +214,10 @@ def test_chunks_that_a_parent_has_on_disk_are_read_from_there(tmp_path: Path) ->
     local.put(Payload(parent.manifest, [memoryview(chunk) for chunk in parent.chunks]))
     source = state("b", 3, 9, 1, parents=("parent", "unknown"))
     sink = room.sink(source, lender=local, relatives=["parent", "unknown"])
-    assert [bytes(piece) for index in (0, 2) for piece in sink.pieces(index) or ()] == [source.chunks[0], source.chunks[2]]
+    assert [bytes(piece) for index in (0, 2) for piece in sink.pieces(index) or ()] == [
+        source.chunks[0],
+        source.chunks[2],
+    ]
     assert feed(sink, source.chunks) == [1]
     sink.adopt()
     assert room.holds(source)
@@ -219,7 +240,7 @@ def test_damage_on_disk_is_fetched_instead(tmp_path: Path) -> None:
     assert room.holds(source)
 
 
-# --- the engine ---------------------------------------------------------------------------------------------------------------
+# --- the engine -----------------------------------------------------------------------------------
 
 
 CLONE, LOOSE = "c" * 24, "1" * 24
@@ -230,14 +251,26 @@ def adopted(repo: datastates.Repository, source: Sent) -> None:
     host, memory, arena = repo.core.host(), repo.core.tiers.captured, repo.core.arena
     assert memory is not None
     assert arena is not None
-    sink = StateSink(source.checked, memory, arena, lambda lengths: host.acquire(lengths, datastates.BackPressure.WAIT))
+    sink = StateSink(
+        source.checked,
+        memory,
+        arena,
+        lambda lengths: host.acquire(lengths, datastates.BackPressure.WAIT),
+    )
     feed(sink, source.chunks)
-    facts = StateFacts(source.manifest.origin.uid, None, None, repo.core.run_uid, source.manifest.origin.step)
-    host.take_in(Coming(facts, source.manifest.digest, sum(map(len, source.chunks)), sink.adopt), record.record)
+    facts = StateFacts(
+        source.manifest.origin.uid, None, None, repo.core.run_uid, source.manifest.origin.step
+    )
+    host.take_in(
+        Coming(facts, source.manifest.digest, sum(map(len, source.chunks)), sink.adopt),
+        record.record,
+    )
     host.refs_changed()
 
 
-def test_a_clone_stays_through_captures_and_ends_with_the_process_unless_it_is_named(tmp_path: Path) -> None:
+def test_a_clone_stays_through_captures_and_ends_with_the_process_unless_it_is_named(
+    tmp_path: Path,
+) -> None:
     named, loose = state(CLONE, 1, 2), state(LOOSE, 3)
     with datastates.open(tmp_path, memory_bytes=32 * CHUNK_BYTES) as repo:
         adopted(repo, named)
@@ -263,7 +296,9 @@ def test_a_clone_is_written_when_memory_runs_short(tmp_path: Path) -> None:
         assert float(repo.load(CLONE)["box"]["1"][0]) == 2.0
 
 
-def test_a_clone_that_cannot_be_written_is_said_and_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_clone_that_cannot_be_written_is_said_and_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = datastates.Config(memory_bytes=8 * CHUNK_BYTES, on_step=fail_at("pack-written"))
     with datastates.open(tmp_path, config=config) as repo, caplog.at_level(logging.WARNING):
         adopted(repo, state(CLONE, 1))

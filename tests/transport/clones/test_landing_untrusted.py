@@ -1,4 +1,5 @@
-"""Whatever a peer writes into a manifest, it is refused by an error of ours, or what it says is done and nothing else."""
+"""Whatever a peer writes into a manifest, it is refused by an error of ours, or what it says is
+done and nothing else."""
 
 from __future__ import annotations
 
@@ -45,8 +46,17 @@ class Guarded:
         optimizer = torch.optim.SGD(linear.parameters(), lr=0.1, momentum=0.9)
         optimizer.state[linear.weight]["momentum_buffer"] = self._tensor(300, 300)
         optimizer.state[linear.bias]["momentum_buffer"] = self._tensor(300)
-        plain = {"a": self._tensor(70_000), 3: [self._tensor(2, 3), "text", 1 << 70], "array": np.zeros(20_000, np.float32)}
-        self.objects: dict[str, Any] = {"model": linear, "optimizer": optimizer, "plain": plain, "rng": RngState()}
+        plain = {
+            "a": self._tensor(70_000),
+            3: [self._tensor(2, 3), "text", 1 << 70],
+            "array": np.zeros(20_000, np.float32),
+        }
+        self.objects: dict[str, Any] = {
+            "model": linear,
+            "optimizer": optimizer,
+            "plain": plain,
+            "rng": RngState(),
+        }
 
     def _tensor(self, *shape: int) -> torch.Tensor:
         count = int(np.prod(shape))
@@ -65,7 +75,9 @@ def _original() -> Sent:
     tied = torch.ones(5)
     guarded.objects["plain"] |= {
         "tied": [tied, tied],
-        "sparse": torch.sparse_coo_tensor(torch.ones(2, 3).long(), torch.ones(3), (3, 3), check_invariants=True),
+        "sparse": torch.sparse_coo_tensor(
+            torch.ones(2, 3).long(), torch.ones(3), (3, 3), check_invariants=True
+        ),
         "wide": torch.ones(1).expand(4),
     }
     return sent(guarded.objects)
@@ -82,7 +94,24 @@ _PLAIN: dict[str, Any] = {
 }
 
 _NUMBERS = st.sampled_from(
-    [-1, 0, 1, 2, 3, 4, 299, 301, 4096, CHUNK_BYTES, 1 << 31, 1 << 40, (1 << 62) - 1, 1 << 62, (1 << 63) - 1, (1 << 64) - 1]
+    [
+        -1,
+        0,
+        1,
+        2,
+        3,
+        4,
+        299,
+        301,
+        4096,
+        CHUNK_BYTES,
+        1 << 31,
+        1 << 40,
+        (1 << 62) - 1,
+        1 << 62,
+        (1 << 63) - 1,
+        (1 << 64) - 1,
+    ]
 )
 _HUGE = ["int", b"\x7f" * 3000]
 _WORDS = st.sampled_from(
@@ -118,15 +147,33 @@ _JUNK = st.one_of(
     st.floats(),
     st.binary(max_size=5),
     st.sampled_from(
-        [[], [0], {}, _HUGE, msgspec.msgpack.encode(_HUGE), ["list", []], ["array", "<f4", [1 << 40], "C", b""], ["nope"], ["l", 1 << 40]]
+        [
+            [],
+            [0],
+            {},
+            _HUGE,
+            msgspec.msgpack.encode(_HUGE),
+            ["list", []],
+            ["array", "<f4", [1 << 40], "C", b""],
+            ["nope"],
+            ["l", 1 << 40],
+        ]
     ),
 )
 
 
 def _places(item: Any) -> list[tuple[Any, Any]]:
     """Every (container, key) in nested lists and dicts."""
-    pairs = list(enumerate(item)) if isinstance(item, list) else list(item.items()) if isinstance(item, dict) else []
-    return [(item, key) for key, _ in pairs] + [place for _, child in pairs for place in _places(child)]
+    pairs = (
+        list(enumerate(item))
+        if isinstance(item, list)
+        else list(item.items())
+        if isinstance(item, dict)
+        else []
+    )
+    return [(item, key) for key, _ in pairs] + [
+        place for _, child in pairs for place in _places(child)
+    ]
 
 
 @st.composite
@@ -134,7 +181,20 @@ def manifests(draw: st.DrawFn) -> Manifest:
     """A manifest with a few changes, whose digests are right for chunks of zeros."""
     plain = _copy(_PLAIN)
     for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):
-        part = draw(st.sampled_from(["skeleton", "values", "values", "tensors", "tensors", "tensors", "lengths", "origin"]))
+        part = draw(
+            st.sampled_from(
+                [
+                    "skeleton",
+                    "values",
+                    "values",
+                    "tensors",
+                    "tensors",
+                    "tensors",
+                    "lengths",
+                    "origin",
+                ]
+            )
+        )
         places = _places(plain[part])
         assume(places)
         container, key = places[draw(st.integers(0, len(places) - 1))]
@@ -158,8 +218,13 @@ def manifests(draw: st.DrawFn) -> Manifest:
 
 
 def _built(plain: Any, lengths: list[int], origin: Origin) -> Manifest:
-    listed = tuple(Chunk(chunk_digest(bytes(max(0, min(length, CHUNK_BYTES)))), length) for length in lengths)
-    raw = [msgspec.Raw(msgspec.msgpack.encode(plain[part])) for part in ("skeleton", "values", "tensors")]
+    listed = tuple(
+        Chunk(chunk_digest(bytes(max(0, min(length, CHUNK_BYTES)))), length) for length in lengths
+    )
+    raw = [
+        msgspec.Raw(msgspec.msgpack.encode(plain[part]))
+        for part in ("skeleton", "values", "tensors")
+    ]
     content = Content(raw[0], raw[1], raw[2], listed)
     try:
         digest = state_digest(content, origin.parent_digests)
@@ -194,8 +259,15 @@ def _receive(sink: ObjectsSink | StateSink) -> None:
 
 
 @settings(max_examples=examples(400))
-@given(manifest=manifests(), atomic=st.booleans(), strict=st.booleans(), only=st.sampled_from([None, "model", "plain"]))
-def test_a_changed_manifest_is_refused_or_obeyed(manifest: Manifest, atomic: bool, strict: bool, only: str | None) -> None:
+@given(
+    manifest=manifests(),
+    atomic=st.booleans(),
+    strict=st.booleans(),
+    only=st.sampled_from([None, "model", "plain"]),
+)
+def test_a_changed_manifest_is_refused_or_obeyed(
+    manifest: Manifest, atomic: bool, strict: bool, only: str | None
+) -> None:
     guarded = Guarded()
     try:
         sink = ObjectsSink(read(manifest), guarded.objects, only=only, strict=strict, atomic=atomic)
@@ -224,7 +296,7 @@ def test_a_changed_manifest_is_refused_or_adopted_by_the_memory_tier(manifest: M
     arena.close()
 
 
-# --- each trap once -----------------------------------------------------------------------------------------------------------
+# --- each trap once -------------------------------------------------------------------------------
 
 
 def changed(change: Callable[[Any], None]) -> Manifest:
@@ -252,7 +324,11 @@ def part_of_it(plain: Any) -> None:
     spec = _specs(plain)["model/weight"]
     (shard,) = spec[6]
     half = [[0, 0], [150, 300], shard[2], shard[3] // 2]
-    spec[6] = [half, [[0, 0], [150, 300], shard[2] + shard[3] // 2, shard[3] // 2]]  # the same half again
+    # the same half again
+    spec[6] = [
+        half,
+        [[0, 0], [150, 300], shard[2] + shard[3] // 2, shard[3] // 2],
+    ]
 
 
 @pytest.mark.parametrize("change", [over_another, another_path, part_of_it])
@@ -270,12 +346,17 @@ def test_a_byte_that_would_become_a_terabyte_is_refused() -> None:
         read(changed(widen))
 
 
-# --- much work for few bytes ---------------------------------------------------------------------------------------------------
+# --- much work for few bytes ----------------------------------------------------------------------
 
 
 def small(skeleton: Any, values: Any) -> Manifest:
     """A manifest without tensors; ``skeleton`` stands under a name."""
-    plain = _copy(_PLAIN) | {"skeleton": [["d", ["x"]], *skeleton], "values": values, "tensors": [], "lengths": []}
+    plain = _copy(_PLAIN) | {
+        "skeleton": [["d", ["x"]], *skeleton],
+        "values": values,
+        "tensors": [],
+        "lengths": [],
+    }
     return _built(plain, [], msgspec.convert(plain["origin"], Origin))
 
 
@@ -296,10 +377,18 @@ _EXPENSIVE: dict[str, tuple[Any, Any, type[DatastatesError] | None]] = {
     "NaN keys": ([["d", [_key(float("nan"))] * 9000], *[1] * 9000], [None] * 9000, None),
     "colliding keys": ([["d", list(map(_key, _COLLIDING))], *[1] * 8000], [None] * 8000, Corrupt),
     "colliding items": ([1], [["set", _COLLIDING]], Corrupt),
-    "colliding pairs": ([1], [["dict", [["tuple", [each]] for each in _COLLIDING], [None] * 8000]], Corrupt),
+    "colliding pairs": (
+        [1],
+        [["dict", [["tuple", [each]] for each in _COLLIDING], [None] * 8000]],
+        Corrupt,
+    ),
     "long key": ([["d", ["k" * 50_000]], ["l", 40_000], *[1] * 40_000], [None] * 40_000, PeerFault),
     "long key of tensors": ([["d", ["k" * 50_000]], ["l", 40_000], *[0] * 40_000], [], PeerFault),
-    "long key of a value": ([1], [["dict", ["k" * 50_000], [["list", [None] * 40_000]]]], PeerFault),
+    "long key of a value": (
+        [1],
+        [["dict", ["k" * 50_000], [["list", [None] * 40_000]]]],
+        PeerFault,
+    ),
     "deep": ([*[["l", 1]] * 20_000, 1], [None], Corrupt),
     "deep value": ([1], [_nested(200)], Corrupt),
 }
@@ -316,7 +405,8 @@ def test_a_small_manifest_makes_little_work(kind: str) -> None:
         unflatten(parts.skeleton, parts.values, [])
     except DatastatesError as error:
         assert refused is not None
-        assert isinstance(error, refused)  # noqa: PT017  # what came before it may take as long as it likes, and not more
+        # what came before it may take as long as it likes, and not more
+        assert isinstance(error, refused)  # noqa: PT017
     else:
         assert refused is None
     finally:

@@ -1,4 +1,5 @@
-"""Merged states in other repositories: edges, weights and parents go along, and the merge is made again there."""
+"""Merged states in other repositories: edges, weights and parents go along, and the merge is
+made again there."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ class Two:
     """A repository, another one, and a peer that sees the first."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.repo, self.other = (stack.enter_context(_open(folder / name)) for name in ("ours", "theirs"))
+        self.repo, self.other = (
+            stack.enter_context(_open(folder / name)) for name in ("ours", "theirs")
+        )
         self._stack = stack
 
     def peer(self, **options: Any) -> Peer:
@@ -41,7 +44,12 @@ def two(tmp_path: Path) -> Iterator[Two]:
 
 
 def member(repo: Repository, branch: str, value: float, **options: Any) -> State:
-    with repo.track(branch=branch, rng=False, model={"w": torch.linspace(0, value, 300), "n": torch.tensor(3)}, **options) as run:
+    with repo.track(
+        branch=branch,
+        rng=False,
+        model={"w": torch.linspace(0, value, 300), "n": torch.tensor(3)},
+        **options,
+    ) as run:
         return run.capture().wait()
 
 
@@ -51,7 +59,16 @@ def soup(repo: Repository) -> State:
 
 
 def facts(state: State) -> tuple[Any, ...]:
-    return state.uid, state.digest, state.parents, state.edges, state.attributes, state.message, state.created_at, state.step
+    return (
+        state.uid,
+        state.digest,
+        state.parents,
+        state.edges,
+        state.attributes,
+        state.message,
+        state.created_at,
+        state.step,
+    )
 
 
 def test_a_clone_of_a_merge_has_its_edges_and_can_be_made_again_there(two: Two) -> None:
@@ -94,7 +111,9 @@ def test_a_merge_is_pushed_with_its_parents(two: Two) -> None:
 def test_a_merge_of_merges_goes_along(two: Two) -> None:
     start = member(two.repo, "main", 1.0)
     two.repo.tag("start", start)
-    heads = [member(two.repo, name, value, start="start") for name, value in (("a", 2.0), ("b", 3.0))]
+    heads = [
+        member(two.repo, name, value, start="start") for name, value in (("a", 2.0), ("b", 3.0))
+    ]
     inner = two.repo.merge(heads)
     outer = two.repo.merge([inner, heads[1]], weights=[0.75, 0.25], tag="outer")
     peer = two.peer()
@@ -102,12 +121,17 @@ def test_a_merge_of_merges_goes_along(two: Two) -> None:
         peer.clone(uid, repo=two.other)
     assert two.other.verify_merge(outer.uid).parents == (inner.uid, heads[1].uid)
     assert two.other.verify_merge(inner.uid).parents == tuple(head.uid for head in heads)
-    assert [state.uid for state in two.other.log(outer.uid)] == [state.uid for state in two.repo.log(outer.uid)]
+    assert [state.uid for state in two.other.log(outer.uid)] == [
+        state.uid for state in two.repo.log(outer.uid)
+    ]
 
 
 @pytest.mark.parametrize("is_pushed", [False, True])
-def test_a_parent_older_than_a_page_of_known_states_comes_too(two: Two, is_pushed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other repository has the long branch: pages of the ancestry are known to it before the short branch comes."""
+def test_a_parent_older_than_a_page_of_known_states_comes_too(
+    two: Two, is_pushed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other repository has the long branch: pages of the ancestry are known to it before the
+    short branch comes."""
     for module in ("transfer", "peer"):
         monkeypatch.setattr(f"datastates.transport.{module}.PAGE", 4)
     short = member(two.repo, "short", 1.0)
@@ -123,7 +147,9 @@ def test_a_parent_older_than_a_page_of_known_states_comes_too(two: Two, is_pushe
 
     assert facts(two.other.state(merged.uid)) == facts(merged)
     assert two.other.state(merged.uid).edges == (Edge(short.uid, EdgeKind.SOUP, 0.25),)
-    assert {state.uid for state in two.other.log(merged.uid)} == {state.uid for state in two.repo.log("m")}
+    assert {state.uid for state in two.other.log(merged.uid)} == {
+        state.uid for state in two.repo.log("m")
+    }
 
 
 def bring(two: Two, rev: str, *, is_pushed: bool) -> None:

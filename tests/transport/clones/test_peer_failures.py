@@ -1,4 +1,5 @@
-"""What other checkpointing libraries get wrong, measured or reported by their users: here each is right."""
+"""What other checkpointing libraries get wrong, measured or reported by their users: here each
+is right."""
 
 from __future__ import annotations
 
@@ -78,7 +79,9 @@ def test_a_later_capture_leaves_earlier_states_as_they_were(repo: Repository) ->
     for number in range(8):
         weight.fill_(number)
         uids.append(run.capture().uid)
-    assert [repo.load(uid)["weight"].unique().tolist() for uid in uids] == [[number] for number in range(8)]
+    assert [repo.load(uid)["weight"].unique().tolist() for uid in uids] == [
+        [number] for number in range(8)
+    ]
 
 
 def test_a_view_of_40_bytes_in_4_megabytes_is_40_bytes(repo: Repository) -> None:
@@ -98,7 +101,11 @@ def test_a_flipped_byte_is_found_and_named(tmp_path: Path) -> None:
     data[len(data) // 2] ^= 1
     pack.write_bytes(data)
     with datastates.open(tmp_path) as repo:
-        for read in (repo.load, repo.verify, lambda rev: repo.restore(rev, into={"weight": torch.zeros(50_000)})):
+        for read in (
+            repo.load,
+            repo.verify,
+            lambda rev: repo.restore(rev, into={"weight": torch.zeros(50_000)}),
+        ):
             with pytest.raises(Corrupt, match=pack.name):
                 read(uid)
 
@@ -120,7 +127,9 @@ def test_the_last_state_is_not_lost_at_exit(tmp_path: Path) -> None:
         assert repo.load("main")["weight"].unique().tolist() == [4]
 
 
-def test_durable_is_not_said_before_every_byte_is_synced_and_the_lineage_knows(tmp_path: Path) -> None:
+def test_durable_is_not_said_before_every_byte_is_synced_and_the_lineage_knows(
+    tmp_path: Path,
+) -> None:
     steps: list[tuple[str, Status | None]] = []
     may_go_on = threading.Event()
 
@@ -128,14 +137,22 @@ def test_durable_is_not_said_before_every_byte_is_synced_and_the_lineage_knows(t
         may_go_on.wait()
         steps.append((name, taken.status))
 
-    with datastates.open(tmp_path, config=Config(memory_bytes=64 << 20, durable_interval_s=None, on_step=on_step)) as repo:
+    with datastates.open(
+        tmp_path, config=Config(memory_bytes=64 << 20, durable_interval_s=None, on_step=on_step)
+    ) as repo:
         taken = repo.track(weight=torch.randn(10_000)).capture()
         taken.wait()
         with pytest.raises(TimeoutError):
             taken.wait("durable", timeout_s=0.05)
         may_go_on.set()
         assert taken.wait("durable").status is Status.DURABLE
-    order = ["pack-written", "pack-renamed", "manifest-written", "manifest-renamed", "marked-durable"]
+    order = [
+        "pack-written",
+        "pack-renamed",
+        "manifest-written",
+        "manifest-renamed",
+        "marked-durable",
+    ]
     assert steps == [(name, Status.CAPTURED) for name in order]
 
 
@@ -147,7 +164,9 @@ def test_a_cpu_tensor_that_changes_right_after_capture_is_not_torn(repo: Reposit
         running.fill_(number)
         uids.append(run.capture().uid)
         running.fill_(-1)
-    assert [repo.load(uid)["running"].unique().tolist() for uid in uids] == [[number] for number in range(5)]
+    assert [repo.load(uid)["running"].unique().tolist() for uid in uids] == [
+        [number] for number in range(5)
+    ]
 
 
 def test_ten_thousand_tiny_tensors_are_captured_in_time_and_come_back(repo: Repository) -> None:
@@ -169,7 +188,9 @@ def test_ten_thousand_tiny_tensors_are_captured_in_time_and_come_back(repo: Repo
 
 def test_memory_does_not_grow_with_captures(tmp_path: Path) -> None:
     weight = torch.zeros(2_000_000)
-    with datastates.open(tmp_path, config=Config(memory_bytes=64 << 20, durable_interval_s=None)) as repo:
+    with datastates.open(
+        tmp_path, config=Config(memory_bytes=64 << 20, durable_interval_s=None)
+    ) as repo:
         run = repo.track(weight=weight, rng=False)
         for number in range(40):
             weight.fill_(number)

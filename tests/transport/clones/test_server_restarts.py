@@ -1,4 +1,5 @@
-"""A PostgreSQL server that is killed, has forgotten what it said, and comes back: nothing that a training captured is lost."""
+"""A PostgreSQL server that is killed, has forgotten what it said, and comes back: nothing that a
+training captured is lost."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def url(mortal_postgresql: Postgresql) -> str:
 
 
 @pytest.fixture
-def opened(url: str, tmp_path: Path, mortal_postgresql: Postgresql) -> Iterator[Callable[..., Repository]]:
+def opened(
+    url: str, tmp_path: Path, mortal_postgresql: Postgresql
+) -> Iterator[Callable[..., Repository]]:
     made: list[Repository] = []
 
     def open_repository(slots: int = 16, **options: Any) -> Repository:
@@ -46,26 +49,40 @@ class Training:
 
     def __init__(self, repo: Repository, branch: str = "main") -> None:
         self.weight = torch.zeros(SLOT // 8)
-        self.run: Tracker = repo.track(weight=self.weight, branch=branch, rng=False, config={"lr": 0.1, "name": branch})
+        self.run: Tracker = repo.track(
+            weight=self.weight, branch=branch, rng=False, config={"lr": 0.1, "name": branch}
+        )
 
     def capture(self, count: int = 1) -> list[datastates.Capture]:
         made = []
         for _ in range(count):
             self.weight += 1
             step = self.run.step + 1
-            made.append(self.run.capture(metrics={"loss": 1 / step}, attributes={"name": f"step-{step}"}, message=f"the {step}th"))
+            made.append(
+                self.run.capture(
+                    metrics={"loss": 1 / step},
+                    attributes={"name": f"step-{step}"},
+                    message=f"the {step}th",
+                )
+            )
         return made
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The warnings, by how they begin; not those of commits that the server may have lost or not."""
+    """The warnings, by how they begin; not those of commits that the server may have lost or
+    not."""
     assert not any(record.exc_info for record in caplog.records), "a traceback"
-    found = [re.split(":| after", record.getMessage())[0] for record in caplog.records if record.levelno >= logging.WARNING]
+    found = [
+        re.split(":| after", record.getMessage())[0]
+        for record in caplog.records
+        if record.levelno >= logging.WARNING
+    ]
     return [line for line in found if "had forgotten" not in line]
 
 
 def forget(server: Postgresql, url: str, since: str, *, with_run: bool = False) -> None:
-    """Kill the server, and take from its data the state ``since`` and all that was committed after it, before it comes back."""
+    """Kill the server, and take from its data the state ``since`` and all that was committed
+    after it, before it comes back."""
     with server._connect("postgres") as connection:
         connection.execute("CHECKPOINT")  # it loses what is taken from it, and nothing else
     server.kill()
@@ -73,11 +90,15 @@ def forget(server: Postgresql, url: str, since: str, *, with_run: bool = False) 
     with server._connect(str(make_url(url).database), "aside") as connection:
         connection.execute("SET session_replication_role = replica")  # no foreign keys for now
         (first,) = connection.execute("SELECT id FROM state WHERE uid = %s", [since]).fetchall()[0]
-        (event,) = connection.execute("SELECT min(id) FROM ref_event WHERE new_id = %s", [first]).fetchall()[0]
+        (event,) = connection.execute(
+            "SELECT min(id) FROM ref_event WHERE new_id = %s", [first]
+        ).fetchall()[0]
         for name in ("metric", "attribute", "replica"):
             connection.execute(f"DELETE FROM {name} WHERE state_id >= %s", [first])
         connection.execute(
-            "UPDATE ref SET state_id = e.old_id FROM ref_event e WHERE e.id = %s AND ref.name = e.name AND e.old_id IS NOT NULL", [event]
+            "UPDATE ref SET state_id = e.old_id FROM ref_event e WHERE e.id = %s AND ref.name ="
+            " e.name AND e.old_id IS NOT NULL",
+            [event],
         )
         connection.execute("DELETE FROM ref WHERE state_id >= %s", [first])
         connection.execute("DELETE FROM ref_event WHERE id >= %s", [event])
@@ -95,16 +116,23 @@ def check_log(repo: Repository, handles: list[datastates.Capture], branch: str =
     log = repo.log(branch)
     assert [state.uid for state in reversed(log)] == [state.uid for state in states]
     assert log[0].config.items() >= {"lr": 0.1, "name": branch}.items()
-    assert all(state.config == log[0].config for state in log if state.run is not None), "a run that was forgotten is told again whole"
+    assert all(state.config == log[0].config for state in log if state.run is not None), (
+        "a run that was forgotten is told again whole"
+    )
     for state, above in zip(log, [*log[1:], None], strict=True):
         assert state.parents == (() if above is None else (above.uid,))
         assert state.metrics == {"loss": 1 / state.step}
-        assert (state.attributes, state.message) == ({"name": f"step-{state.step}"}, f"the {state.step}th")
+        assert (state.attributes, state.message) == (
+            {"name": f"step-{state.step}"},
+            f"the {state.step}th",
+        )
     assert [event.new for event in repo.reflog(branch)] == [state.uid for state in log]
 
 
 def test_captures_go_on_while_the_server_is_away_and_are_recorded_when_it_is_back(
-    opened: Callable[..., Repository], mortal_postgresql: Postgresql, caplog: pytest.LogCaptureFixture
+    opened: Callable[..., Repository],
+    mortal_postgresql: Postgresql,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     repo = opened()
     training = Training(repo)
@@ -125,7 +153,9 @@ def test_captures_go_on_while_the_server_is_away_and_are_recorded_when_it_is_bac
 
 
 def test_what_becomes_durable_while_the_server_is_away_is_told_when_it_is_back(
-    opened: Callable[..., Repository], mortal_postgresql: Postgresql, caplog: pytest.LogCaptureFixture
+    opened: Callable[..., Repository],
+    mortal_postgresql: Postgresql,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     repo = opened()
     training = Training(repo)
@@ -186,7 +216,9 @@ def test_a_training_that_only_ends_makes_its_head_durable_although_the_server_ha
     forget(mortal_postgresql, url, handles[1].uid)
     repo.close()
     with datastates.open(url, packs=tmp_path / "packs") as again:
-        assert [state.uid for state in again.log("main")] == [handle.uid for handle in reversed(handles)]
+        assert [state.uid for state in again.log("main")] == [
+            handle.uid for handle in reversed(handles)
+        ]
         assert again.state("main").status is Status.DURABLE
         assert torch.equal(again.load("main")["weight"], training.weight)
 
@@ -232,7 +264,10 @@ def test_what_left_memory_in_commits_that_were_lost_is_evicted_again(
 
 
 def test_closing_says_what_could_not_be_recorded(
-    opened: Callable[..., Repository], mortal_postgresql: Postgresql, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    opened: Callable[..., Repository],
+    mortal_postgresql: Postgresql,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(outbox, "PATIENCE_S", 0.0)
     repo = opened()
@@ -243,12 +278,20 @@ def test_closing_says_what_could_not_be_recorded(
     try:
         lost = training.capture(3)
         with pytest.raises(
-            Unavailable, match=rf"lineage does not answer since \d+ s .* 3 states wait .* main step 5 \({lost[-1].uid[:10]}\)"
+            Unavailable,
+            match=(
+                r"lineage does not answer since \d+ s .* 3 states wait .* main step 5"
+                rf" \({lost[-1].uid[:10]}\)"
+            ),
         ):
             lost[-1].wait(timeout_s=60)
         with pytest.raises(Unavailable, match="3 states wait to be recorded"):
             repo.close()
-        assert not [thread.name for thread in threading.enumerate() if thread.name in ("datastates-engine", "datastates-writer")]
+        assert not [
+            thread.name
+            for thread in threading.enumerate()
+            if thread.name in ("datastates-engine", "datastates-writer")
+        ]
         assert lines(caplog) == AWAY[:1]
     finally:
         mortal_postgresql.start_again()

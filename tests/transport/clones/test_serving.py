@@ -1,4 +1,5 @@
-"""What a repository gives out: who may come, what is pinned, and what of it outlives the process that served it."""
+"""What a repository gives out: who may come, what is pinned, and what of it outlives the process
+that served it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,19 @@ import pytest
 import torch
 
 import datastates
-from datastates import Closed, Config, Conflict, Corrupt, InvalidInput, NotFound, OverBudget, Repository, Status, Unauthorized, Unavailable
+from datastates import (
+    Closed,
+    Config,
+    Conflict,
+    Corrupt,
+    InvalidInput,
+    NotFound,
+    OverBudget,
+    Repository,
+    Status,
+    Unauthorized,
+    Unavailable,
+)
 from datastates.config import BackPressure
 from datastates.errors import Cancelled, PeerFault
 from datastates.lineage.query.names import replicas_of
@@ -70,21 +83,31 @@ def smith(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
         yield opened
 
 
-# --- who may come --------------------------------------------------------------------------------------------------------
+# --- who may come ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("url", ["ucx://0.0.0.0:0", "ucx://[::]:0", "ucx://example.org:0"])
-def test_other_machines_are_served_only_with_a_token(repo: Repository, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_machines_are_served_only_with_a_token(
+    repo: Repository, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("DATASTATES_TOKEN", raising=False)
-    with pytest.raises(InvalidInput, match=r"there is no token: set DATASTATES_TOKEN, pass token_file="):
+    with pytest.raises(
+        InvalidInput, match=r"there is no token: set DATASTATES_TOKEN, pass token_file="
+    ):
         repo.serve(url)
 
 
 @pytest.mark.parametrize("how", ["token", "token_file", "environment"])
-def test_the_token_comes_from_where_it_is_kept(repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_the_token_comes_from_where_it_is_kept(
+    repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     keep(tmp_path / "token", f"{TOKEN}\n")
     monkeypatch.setenv("DATASTATES_TOKEN", TOKEN if how == "environment" else "")
-    options: Any = {"token": {"token": TOKEN}, "token_file": {"token_file": tmp_path / "token"}, "environment": {}}[how]
+    options: Any = {
+        "token": {"token": TOKEN},
+        "token_file": {"token_file": tmp_path / "token"},
+        "environment": {},
+    }[how]
     with repo.serve("memory://", **options) as server:
         with datastates.connect(server.url, **options) as peer:
             assert peer.state("main").uid == repo.state("main").uid
@@ -137,15 +160,19 @@ def test_a_forked_child_neither_serves_nor_ends_what_its_parent_serves(repo: Rep
 
 
 def test_each_peer_of_a_server_has_the_data_plane_that_it_asked_for(repo: Repository) -> None:
-    """A process that has moved bytes over UCX names its worker to every later peer, also to those that take none over UCX."""
+    """A process that has moved bytes over UCX names its worker to every later peer, also to
+    those that take none over UCX."""
     for data in ("ucx", "auto", "tcp", "ucx"):
-        with repo.serve("ucx://127.0.0.1:0") as server, datastates.connect(server.url, data=data) as peer:
+        with (
+            repo.serve("ucx://127.0.0.1:0") as server,
+            datastates.connect(server.url, data=data) as peer,
+        ):
             target = torch.ones(SLOT // 4)
             peer.clone("main~1", into={"weights": {"it": target}})
             assert not target.any(), data
 
 
-# --- what is given out ---------------------------------------------------------------------------------------------------
+# --- what is given out ----------------------------------------------------------------------------
 
 
 def test_a_capture_in_flight_is_waited_for(repo: Repository) -> None:
@@ -159,7 +186,9 @@ def test_a_capture_in_flight_is_waited_for(repo: Repository) -> None:
 
 
 @pytest.mark.parametrize("is_on_disk", [False, True])
-def test_a_source_is_a_state_without_places_whose_bytes_stay(repo: Repository, is_on_disk: bool) -> None:
+def test_a_source_is_a_state_without_places_whose_bytes_stay(
+    repo: Repository, is_on_disk: bool
+) -> None:
     state = repo.state("main")
     if is_on_disk:
         assert repo.core.running is not None
@@ -170,9 +199,16 @@ def test_a_source_is_a_state_without_places_whose_bytes_stay(repo: Repository, i
     source = RepositoryStore(repo.core).open(state.uid)
     manifest = digest.decode(source.manifest, source="the test")
 
-    assert (manifest.origin.uid, manifest.digest, manifest.packs, manifest.refs) == (state.uid, state.digest, (), ())
+    assert (manifest.origin.uid, manifest.digest, manifest.packs, manifest.refs) == (
+        state.uid,
+        state.digest,
+        (),
+        (),
+    )
     chunks = [b"".join(pieces(source, index)) for index in range(len(source.lengths))]
-    assert [digest.chunk_digest(chunk) for chunk in chunks] == [chunk.digest for chunk in manifest.content.chunks]
+    assert [digest.chunk_digest(chunk) for chunk in chunks] == [
+        chunk.digest for chunk in manifest.content.chunks
+    ]
     assert tuple(map(len, chunks)) == source.lengths
     source.close()
     source.close()
@@ -189,7 +225,8 @@ def test_a_state_that_is_cloned_keeps_its_memory_until_it_is_done(tmp_path: Path
         for number in range(1, 20):
             weights.fill_(number)
             run.capture().wait()
-            repo.core.running.refs_changed()  # now, not within a second: the first state has no name any more
+            # now, not within a second: the first state has no name any more
+            repo.core.running.refs_changed()
         assert repo.state(first.uid).status is Status.EVICTED
         assert not any(pieces(source, 0)[0].cast("Q"))
         held = repo.core.arena.available
@@ -220,10 +257,17 @@ class Pinning:
 
 
 @pytest.mark.parametrize("back_pressure", ["wait", "skip"])
-def test_a_reader_that_holds_states_open_does_not_stop_a_training(tmp_path: Path, back_pressure: str) -> None:
-    config = Config(memory_bytes=8 * SLOT, durable_interval_s=None, back_pressure=BackPressure(back_pressure))
+def test_a_reader_that_holds_states_open_does_not_stop_a_training(
+    tmp_path: Path, back_pressure: str
+) -> None:
+    config = Config(
+        memory_bytes=8 * SLOT, durable_interval_s=None, back_pressure=BackPressure(back_pressure)
+    )
     weights = torch.zeros(SLOT // 4)
-    with datastates.open(tmp_path / "busy", config=config) as busy, busy.serve("memory://") as server:
+    with (
+        datastates.open(tmp_path / "busy", config=config) as busy,
+        busy.serve("memory://") as server,
+    ):
         run = busy.track(weights={"it": weights}, rng=False)
         reader, taken = Pinning(server), 0
         for number in range(40):
@@ -237,7 +281,8 @@ def test_a_reader_that_holds_states_open_does_not_stop_a_training(tmp_path: Path
                 busy.state("kept")
                 busy.core.drain()
             reader.open_all()
-        assert taken >= (40 if back_pressure == "wait" else 20)  # one that would have to wait is skipped
+        # one that would have to wait is skipped
+        assert taken >= (40 if back_pressure == "wait" else 20)
         assert server.stats().pins_revoked >= 10
         with pytest.raises(Unavailable, match="clone again"):
             reader.read(5)
@@ -246,7 +291,9 @@ def test_a_reader_that_holds_states_open_does_not_stop_a_training(tmp_path: Path
         loop.run(reader.session.close())
 
 
-def test_a_byte_that_rots_on_disk_is_found_by_who_receives_it(repo: Repository, tmp_path: Path) -> None:
+def test_a_byte_that_rots_on_disk_is_found_by_who_receives_it(
+    repo: Repository, tmp_path: Path
+) -> None:
     uid = repo.state("main").uid
     repo.close()
     pack = next((tmp_path / "repo" / "packs").glob(f"{uid}*.safetensors"))
@@ -254,7 +301,11 @@ def test_a_byte_that_rots_on_disk_is_found_by_who_receives_it(repo: Repository, 
     raw[-100] ^= 1
     pack.write_bytes(raw)
     target = torch.full((SLOT // 4,), 5.0)
-    with datastates.open(tmp_path / "repo") as again, again.serve("memory://") as server, datastates.connect(server.url) as peer:
+    with (
+        datastates.open(tmp_path / "repo") as again,
+        again.serve("memory://") as server,
+        datastates.connect(server.url) as peer,
+    ):
         clone = partial(peer.clone, "main", into={"weights": {"it": target}}, atomic=True)
         with pytest.raises(Corrupt, match=r"chunk \d+ is damaged at memory://"):
             clone()
@@ -267,14 +318,20 @@ def test_pages_of_log_and_find_meet_without_gap_or_repeat(repo: Repository) -> N
     assert first.next is not None
     last = store.log("main", 1, first.next)
 
-    assert [state.uid for page in (first, last) for state in page.states] == [state.uid for state in repo.log("main")]
+    assert [state.uid for page in (first, last) for state in page.states] == [
+        state.uid for state in repo.log("main")
+    ]
     assert last.next is None
     found = store.find("order by step", 1, None)
     pages = (found, store.find("order by step", 1, found.next))
-    assert [state for page in pages for state in states_of(page.states, page.runs)] == repo.log("main")[::-1]
+    assert [state for page in pages for state in states_of(page.states, page.runs)] == repo.log(
+        "main"
+    )[::-1]
 
 
-def test_question_of_a_peer_that_takes_too_long_is_given_up(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_question_of_a_peer_that_takes_too_long_is_given_up(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = RepositoryStore(repo.core)
     monkeypatch.setattr(serving, "ANSWER_S", 0.0)
     asked: list[Callable[[], object]] = [
@@ -285,7 +342,7 @@ def test_question_of_a_peer_that_takes_too_long_is_given_up(repo: Repository, mo
             ask()
 
 
-# --- what is taken in ----------------------------------------------------------------------------------------------------
+# --- what is taken in -----------------------------------------------------------------------------
 
 
 def offer_of(repo: Repository, **changed: object) -> Offer:
@@ -298,7 +355,9 @@ def offer_of(repo: Repository, **changed: object) -> Offer:
     return Offer(source.manifest, record, ancestry, (), made_by)
 
 
-def test_a_push_whose_manifest_is_another_state_is_refused_before_memory_is_taken(repo: Repository, other: Repository) -> None:
+def test_a_push_whose_manifest_is_another_state_is_refused_before_memory_is_taken(
+    repo: Repository, other: Repository
+) -> None:
     store = RepositoryStore(other.core, is_writable=True)
     for changed in ({"uid": secrets.token_hex(12)}, {"digest": secrets.token_hex(32)}):
         with pytest.raises(InvalidInput, match="is another state's: push again"):
@@ -311,7 +370,9 @@ def test_a_push_whose_manifest_is_another_state_is_refused_before_memory_is_take
     assert other.core.running is None, "no memory was taken"
 
 
-def test_a_push_whose_ancestry_contradicts_ours_is_refused_and_leaves_nothing(repo: Repository, other: Repository) -> None:
+def test_a_push_whose_ancestry_contradicts_ours_is_refused_and_leaves_nothing(
+    repo: Repository, other: Repository
+) -> None:
     genuine = offer_of(repo)
     forged = msgspec.structs.replace(genuine.ancestry[0], digest="f" * 64)
     with repo.serve("memory://"), other.serve("memory://", is_writable=True):
@@ -336,23 +397,37 @@ def test_a_push_whose_ancestry_contradicts_ours_is_refused_and_leaves_nothing(re
 
 EVIL: dict[str, Callable[[Offer], dict[str, Any]]] = {
     "name of a tag": lambda offer: {"refs": (RefRecord("bad name", "tag", offer.state.uid),)},
-    "message of a tag": lambda offer: {"refs": (RefRecord("fine", "tag", offer.state.uid, "a\0b"),)},
+    "message of a tag": lambda offer: {
+        "refs": (RefRecord("fine", "tag", offer.state.uid, "a\0b"),)
+    },
     "tag of another state": lambda offer: {"refs": (RefRecord("fine", "tag", "ab" * 12),)},
-    "tags without number": lambda offer: {"refs": tuple(RefRecord(f"t{n}", "tag", offer.state.uid) for n in range(1001))},
+    "tags without number": lambda offer: {
+        "refs": tuple(RefRecord(f"t{n}", "tag", offer.state.uid) for n in range(1001))
+    },
     "status": lambda offer: {"state": msgspec.structs.replace(offer.state, status="odd")},
-    "status of an ancestor": lambda offer: {"ancestry": (msgspec.structs.replace(offer.ancestry[0], status="odd"),)},
+    "status of an ancestor": lambda offer: {
+        "ancestry": (msgspec.structs.replace(offer.ancestry[0], status="odd"),)
+    },
     "message": lambda offer: {"state": msgspec.structs.replace(offer.state, message="a\0b")},
-    "metric": lambda offer: {"ancestry": (msgspec.structs.replace(offer.ancestry[0], metrics={"": 1.0}),)},
-    "attribute": lambda offer: {"state": msgspec.structs.replace(offer.state, attributes={"a": "\0"})},
+    "metric": lambda offer: {
+        "ancestry": (msgspec.structs.replace(offer.ancestry[0], metrics={"": 1.0}),)
+    },
+    "attribute": lambda offer: {
+        "state": msgspec.structs.replace(offer.state, attributes={"a": "\0"})
+    },
     "step": lambda offer: {"state": msgspec.structs.replace(offer.state, step=1 << 63)},
     "micro step": lambda offer: {"state": msgspec.structs.replace(offer.state, micro_step=1 << 63)},
     "uid": lambda offer: {"ancestry": (msgspec.structs.replace(offer.ancestry[0], uid="x"),)},
-    "two digests": lambda offer: {"ancestry": (msgspec.structs.replace(offer.state, digest="f" * 64),)},
+    "two digests": lambda offer: {
+        "ancestry": (msgspec.structs.replace(offer.state, digest="f" * 64),)
+    },
 }
 
 
 @pytest.mark.parametrize("what", EVIL)
-def test_everything_about_a_push_is_checked_before_memory_is_taken(repo: Repository, other: Repository, what: str) -> None:
+def test_everything_about_a_push_is_checked_before_memory_is_taken(
+    repo: Repository, other: Repository, what: str
+) -> None:
     store, genuine = RepositoryStore(other.core, is_writable=True), offer_of(repo)
     with pytest.raises((InvalidInput, Conflict, PeerFault)):
         store.receive(msgspec.structs.replace(genuine, **EVIL[what](genuine)))
@@ -372,7 +447,10 @@ def test_pushes_leave_a_training_the_memory_that_it_needs_even_when_nothing_can_
 
         with monkeypatch.context() as broken:
             broken.setattr(busy.core.tiers.durable, "put", full)
-            with busy.serve("memory://", is_writable=True, timeout_s=2.0) as server, datastates.connect(server.url) as peer:
+            with (
+                busy.serve("memory://", is_writable=True, timeout_s=2.0) as server,
+                datastates.connect(server.url) as peer,
+            ):
                 source = repo.track(weights={"it": pushed}, rng=False, branch="pushed")
                 for number in range(4):
                     pushed.fill_(number + 0.5)
@@ -382,7 +460,13 @@ def test_pushes_leave_a_training_the_memory_that_it_needs_even_when_nothing_can_
                     peer.push(source.capture().wait().uid, repo=repo)
                 with pytest.raises(OverBudget, match="4 of 10 are not needed"):
                     peer.push(
-                        repo.track(weights={"it": torch.rand(5 * SLOT // 4)}, rng=False, branch="big").capture().wait().uid, repo=repo
+                        repo.track(
+                            weights={"it": torch.rand(5 * SLOT // 4)}, rng=False, branch="big"
+                        )
+                        .capture()
+                        .wait()
+                        .uid,
+                        repo=repo,
                     )
             for number in range(5):
                 weights.fill_(number)
@@ -391,22 +475,38 @@ def test_pushes_leave_a_training_the_memory_that_it_needs_even_when_nothing_can_
 
 
 def test_a_push_moves_only_what_is_missing_and_says_so(repo: Repository, other: Repository) -> None:
-    with other.serve("memory://", is_writable=True) as server, datastates.connect(server.url) as peer:
+    with (
+        other.serve("memory://", is_writable=True) as server,
+        datastates.connect(server.url) as peer,
+    ):
         peer.push("main~1", repo=repo)
         weights = torch.zeros(SLOT // 4)  # as in main~1
-        run = repo.track(weights={"it": weights, "more": torch.ones(SLOT // 4)}, rng=False, branch="fork")
+        run = repo.track(
+            weights={"it": weights, "more": torch.ones(SLOT // 4)}, rng=False, branch="fork"
+        )
         fork = run.capture().wait()
         told: list[tuple[int, int]] = []
-        pushed = peer.push("fork", repo=repo, on_progress=lambda done, total: told.append((done, total)))
+        pushed = peer.push(
+            "fork", repo=repo, on_progress=lambda done, total: told.append((done, total))
+        )
 
-        assert (pushed.state.uid, pushed.bytes_moved, dict(pushed.by_source)) == (fork.uid, SLOT, {server.url: SLOT})
+        assert (pushed.state.uid, pushed.bytes_moved, dict(pushed.by_source)) == (
+            fork.uid,
+            SLOT,
+            {server.url: SLOT},
+        )
         assert told == [(SLOT, 2 * SLOT), (SLOT, SLOT)]
     with other.core.database.read() as session:
         assert [clone.bytes_moved for clone in clones.clones_of(session, fork.uid)] == [SLOT]
 
 
-def test_a_push_that_is_cancelled_at_once_lets_go_of_the_state(repo: Repository, other: Repository) -> None:
-    with other.serve("memory://", is_writable=True) as server, datastates.connect(server.url) as peer:
+def test_a_push_that_is_cancelled_at_once_lets_go_of_the_state(
+    repo: Repository, other: Repository
+) -> None:
+    with (
+        other.serve("memory://", is_writable=True) as server,
+        datastates.connect(server.url) as peer,
+    ):
         for _ in range(20):
             transfer = peer.begin_push("main", repo=repo)
             transfer.cancel()
@@ -434,7 +534,7 @@ def fill(repo: Repository, sink: Sink) -> None:
             assert sink.accept(index)
 
 
-# --- one database, two processes -----------------------------------------------------------------------------------------
+# --- one database, two processes ------------------------------------------------------------------
 
 
 def train_and_serve(say: Callable[..., object], folder: str) -> None:
@@ -454,13 +554,21 @@ def look(say: Callable[..., object], folder: str) -> None:
     with datastates.open(folder, config=QUIET) as repo:
         for state in repo.find("order by step"):
             with repo.core.database.read() as session:
-                say(state.step, state.status, *(held.run for held in replicas_of(session, state.uid)))
+                say(
+                    state.step,
+                    state.status,
+                    *(held.run for held in replicas_of(session, state.uid)),
+                )
         say(*(f"{ref.name}={ref.state}" for ref in repo.refs()))
 
 
-def test_a_clone_on_the_same_database_outlives_the_process_that_captured_the_state(smith: Forge, tmp_path: Path) -> None:
+def test_a_clone_on_the_same_database_outlives_the_process_that_captured_the_state(
+    smith: Forge, tmp_path: Path
+) -> None:
     with datastates.open(tmp_path, config=QUIET) as repo:
-        source = smith.start("tests.transport.clones.test_serving:train_and_serve", folder=str(tmp_path))
+        source = smith.start(
+            "tests.transport.clones.test_serving:train_and_serve", folder=str(tmp_path)
+        )
         with datastates.connect(source.lines.readline().strip()) as peer:
             state = peer.clone("main", repo=repo).state
         source.kill(signal.SIGKILL)
@@ -475,4 +583,6 @@ def test_a_clone_on_the_same_database_outlives_the_process_that_captured_the_sta
         assert repo.state("main").status is Status.CAPTURED
         assert repo.load("main")["weights"]["it"].eq(2).all()
     with datastates.open(tmp_path) as repo:
-        assert repo.verify("main").status is Status.DURABLE, "a branch's head, which the one that holds it writes at its end"
+        assert repo.verify("main").status is Status.DURABLE, (
+            "a branch's head, which the one that holds it writes at its end"
+        )

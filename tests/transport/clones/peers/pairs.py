@@ -27,13 +27,19 @@ class Made:
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder, self.stack, self.count = folder, stack, 0
 
-    def repo(self, where: str | Path | None = None, *, slots: int = 32, **options: Any) -> Repository:
+    def repo(
+        self, where: str | Path | None = None, *, slots: int = 32, **options: Any
+    ) -> Repository:
         self.count += 1
         config = Config(memory_bytes=slots * SLOT, durable_interval_s=None)
-        return self.stack.enter_context(datastates.open(where or self.folder / f"repo-{self.count}", config=config, **options))
+        return self.stack.enter_context(
+            datastates.open(where or self.folder / f"repo-{self.count}", config=config, **options)
+        )
 
     def peer(self, server: Server | list[str], **options: Any) -> datastates.Peer:
-        return self.stack.enter_context(datastates.connect(server if isinstance(server, list) else server.url, **options))
+        return self.stack.enter_context(
+            datastates.connect(server if isinstance(server, list) else server.url, **options)
+        )
 
 
 def memory_free(repo: Repository) -> int:
@@ -43,14 +49,17 @@ def memory_free(repo: Repository) -> int:
 
 
 class Training:
-    """A model whose layers are a chunk or less each, its optimizer, and steps that draw random numbers; and whoever tracks it."""
+    """A model whose layers are a chunk or less each, its optimizer, and steps that draw random
+    numbers; and whoever tracks it."""
 
     run: datastates.Tracker  # held here: a tracker that is dropped writes its head
 
     def __init__(self, seed: int, width: int = 256) -> None:
         torch.manual_seed(seed)
         self.width = width
-        self.model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, width))
+        self.model = nn.Sequential(
+            nn.Linear(width, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, width)
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
     @property
@@ -69,11 +78,15 @@ class Training:
         found = []
         for value in self.model.parameters():
             found.append(value.detach().numpy().tobytes())
-            found += [each.numpy().tobytes() for each in self.optimizer.state.get(value, {}).values()]
+            found += [
+                each.numpy().tobytes() for each in self.optimizer.state.get(value, {}).values()
+            ]
         return found
 
 
-def train(repo: Repository, training: Training, count: int = 3, **options: Any) -> datastates.Tracker:
+def train(
+    repo: Repository, training: Training, count: int = 3, **options: Any
+) -> datastates.Tracker:
     """Take ``count`` steps, and a state after each."""
     run = training.run = repo.track(**training.objects, **options)
     for _ in range(count):
@@ -82,7 +95,13 @@ def train(repo: Repository, training: Training, count: int = 3, **options: Any) 
     return run
 
 
-def grown(repo: Repository, *parents: str, count: int = 1, branch: str | None = None, kind: EdgeKind | None = None) -> list[str]:
+def grown(
+    repo: Repository,
+    *parents: str,
+    count: int = 1,
+    branch: str | None = None,
+    kind: EdgeKind | None = None,
+) -> list[str]:
     """States without bytes, one upon the other; the first one has ``parents``."""
     uids: list[str] = []
     with repo.core.database.write() as session:
@@ -91,7 +110,16 @@ def grown(repo: Repository, *parents: str, count: int = 1, branch: str | None = 
             uids.append(os.urandom(12).hex())
             first = None if kind is not None else next(iter(above), None)
             edges = tuple(Edge(parent, kind, 0.5) for parent in above) if kind is not None else ()
-            new = told(uids[-1], os.urandom(32).hex(), first, branch, None, number, edges=edges, status=Status.EVICTED)
+            new = told(
+                uids[-1],
+                os.urandom(32).hex(),
+                first,
+                branch,
+                None,
+                number,
+                edges=edges,
+                status=Status.EVICTED,
+            )
             record.record(session, new)
     return uids
 

@@ -28,7 +28,9 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.parametrize("where", ["objects", "repository", "push"])
-def test_a_manifest_that_comes_from_a_peer_is_checked_once(made: Made, checks: Counter[str], where: str) -> None:
+def test_a_manifest_that_comes_from_a_peer_is_checked_once(
+    made: Made, checks: Counter[str], where: str
+) -> None:
     ours, theirs, training = made.repo(), made.repo(), Training(0)
     train(theirs, training, 1)  # whose head is written, and checked again, once nobody holds it
     uid = theirs.state("main").uid
@@ -36,13 +38,17 @@ def test_a_manifest_that_comes_from_a_peer_is_checked_once(made: Made, checks: C
     if where == "push":
         made.peer(ours.serve("memory://", is_writable=True)).push("main", repo=theirs)
     else:
-        into: dict[str, Any] = {"repo": ours} if where == "repository" else {"into": Training(1).objects}
+        into: dict[str, Any] = (
+            {"repo": ours} if where == "repository" else {"into": Training(1).objects}
+        )
         made.peer(theirs.serve("memory://")).clone("main", **into)
 
     assert checks == {uid: 1}
 
 
-def test_a_manifest_of_a_bundle_is_checked_once_and_what_is_written_of_it_once(made: Made, checks: Counter[str], tmp_path: Path) -> None:
+def test_a_manifest_of_a_bundle_is_checked_once_and_what_is_written_of_it_once(
+    made: Made, checks: Counter[str], tmp_path: Path
+) -> None:
     ours, theirs, training = made.repo(), made.repo(), Training(0)
     train(theirs, training, 1)  # whose head is written, and checked again, once nobody holds it
     uid = theirs.state("main").uid

@@ -17,7 +17,8 @@ from tests.transport.clones.peers.pairs import Made, Training, train
 
 
 def over_at_once(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    """Sessions with a server end as soon as the handshake is over, as one does that is closed right then."""
+    """Sessions with a server end as soon as the handshake is over, as one does that is closed
+    right then."""
     connect = Session.connect
 
     async def connected(where: str, **options: Any) -> Session:
@@ -30,7 +31,9 @@ def over_at_once(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     monkeypatch.setattr(Session, "connect", connected)
 
 
-def test_a_server_that_closes_right_after_the_handshake_is_disconnected(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_closes_right_after_the_handshake_is_disconnected(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = made.repo().serve("memory://")
     over_at_once(monkeypatch, server.url)
     with pytest.raises(Disconnected, match="at the other end closed the connection"):
@@ -50,10 +53,15 @@ def test_another_source_answers_when_one_closes_right_after_the_handshake(
 
 
 @pytest.mark.parametrize("is_server_plain", [True, False])
-def test_an_error_between_tls_and_none_says_so(made: Made, is_server_plain: bool, tmp_path: Path) -> None:
+def test_an_error_between_tls_and_none_says_so(
+    made: Made, is_server_plain: bool, tmp_path: Path
+) -> None:
     tls = certificate(tmp_path)
     server = made.repo().serve("tcp://127.0.0.1:0", tls=None if is_server_plain else tls)
-    with pytest.raises(Disconnected, match="TLS.* leave tls= and --tls-ca out" if is_server_plain else r"uses TLS, pass tls="):
+    with pytest.raises(
+        Disconnected,
+        match="TLS.* leave tls= and --tls-ca out" if is_server_plain else r"uses TLS, pass tls=",
+    ):
         datastates.connect(server.url, tls=tls if is_server_plain else None)
 
 
@@ -63,7 +71,10 @@ def test_another_process_at_the_address_of_a_source_is_not_taken_for_it(made: Ma
     peer = made.peer(server)
     peer.refs()
     server.close()
-    with other.serve(server.url), pytest.raises(Disconnected, match="another process serves repository"):
+    with (
+        other.serve(server.url),
+        pytest.raises(Disconnected, match="another process serves repository"),
+    ):
         peer.refs()
     with repo.serve(server.url):
         assert peer.refs() == []

@@ -1,4 +1,5 @@
-"""States from peers whose chunks were made to have the digests of others: what a training captures is its own bytes, now and later."""
+"""States from peers whose chunks were made to have the digests of others: what a training
+captures is its own bytes, now and later."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def holds(repo: Repository, rev: str, expected: torch.Tensor) -> bool:
     return bits(repo.load(rev)["box"]["w"]) == bits(into) == bits(expected)
 
 
-def test_a_pushed_chunk_is_not_what_a_capture_of_its_digest_refers_to(made: Made, url: str, tmp_path: Path) -> None:
+def test_a_pushed_chunk_is_not_what_a_capture_of_its_digest_refers_to(
+    made: Made, url: str, tmp_path: Path
+) -> None:
     attacker, victim = made.repo(), made.repo(tmp_path / "victim")
     theirs = attacker.track(rng=False, box={"w": forged()})
     theirs.capture().wait()
@@ -63,7 +66,9 @@ def test_a_pushed_chunk_is_not_what_a_capture_of_its_digest_refers_to(made: Made
         assert again.verify("ours").uid == state.uid
 
 
-def test_a_training_that_goes_on_from_a_foreign_state_writes_its_own_bytes(made: Made, url: str, tmp_path: Path) -> None:
+def test_a_training_that_goes_on_from_a_foreign_state_writes_its_own_bytes(
+    made: Made, url: str, tmp_path: Path
+) -> None:
     attacker, victim = made.repo(), made.repo(tmp_path / "victim")
     attacker.track(rng=False, box={"w": forged()}).capture().wait()
     cloned = made.peer(attacker.serve(url)).clone("main", repo=victim).state
@@ -89,17 +94,27 @@ def test_a_peer_s_state_is_not_made_of_chunks_that_another_peer_sent(made: Made,
     assert holds(victim, cloned.state.uid, zeros())
 
 
-def test_a_state_of_ours_cannot_be_replaced_by_one_that_is_pushed(made: Made, url: str, tmp_path: Path) -> None:
-    """Same uid, same digest, other bytes: while ours is in memory, which is then not asked for, and when it is only on disk."""
+def test_a_state_of_ours_cannot_be_replaced_by_one_that_is_pushed(
+    made: Made, url: str, tmp_path: Path
+) -> None:
+    """Same uid, same digest, other bytes: while ours is in memory, which is then not asked for,
+    and when it is only on disk."""
     victim = made.repo(tmp_path / "victim")
     victim.track(rng=False, box={"w": zeros()}).capture().wait("durable")
     attacker = forger(made, victim, tmp_path)
-    assert made.peer(victim.serve(url, is_writable=True, token=TOKEN), token=TOKEN).push("main", repo=attacker).bytes_moved == 0
+    assert (
+        made.peer(victim.serve(url, is_writable=True, token=TOKEN), token=TOKEN)
+        .push("main", repo=attacker)
+        .bytes_moved
+        == 0
+    )
     assert holds(victim, "main", zeros())
     victim.close()
     again = made.repo(tmp_path / "victim")
     with pytest.raises(Conflict, match="forged"):
-        made.peer(again.serve(url, is_writable=True, token=TOKEN), token=TOKEN).push("main", repo=attacker)
+        made.peer(again.serve(url, is_writable=True, token=TOKEN), token=TOKEN).push(
+            "main", repo=attacker
+        )
     assert holds(again, "main", zeros())
     again.verify("main")
 

@@ -36,7 +36,8 @@ def lying(pages: Iterator[list[StateRecord]], monkeypatch: pytest.MonkeyPatch) -
 
 
 def strangers() -> Iterator[list[StateRecord]]:
-    """A page of two states that nobody has seen, for ever; each has a parent that is not there either."""
+    """A page of two states that nobody has seen, for ever; each has a parent that is not there
+    either."""
     for number in itertools.count(1):
         yield [record(f"{2 * number + n:024x}", step=number) for n in range(2)]
 
@@ -51,9 +52,13 @@ def listed(kind: str, peer: Peer, made: Made) -> None:
 
 @pytest.mark.in_turn
 @pytest.mark.parametrize("kind", ["log", "find", "clone"])
-def test_a_list_without_end_is_given_up_in_time(made: Made, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_without_end_is_given_up_in_time(
+    made: Made, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     peer = made.peer(served(made).serve("memory://"), timeout_s=0.1)
-    monkeypatch.setattr("datastates.transport.receive_states.lacks_parents", lambda repo, states: True)
+    monkeypatch.setattr(
+        "datastates.transport.receive_states.lacks_parents", lambda repo, states: True
+    )
     lying(strangers(), monkeypatch)
 
     with pytest.raises(Disconnected, match="without coming to an end for 2 s"):
@@ -61,9 +66,13 @@ def test_a_list_without_end_is_given_up_in_time(made: Made, kind: str, monkeypat
 
 
 @pytest.mark.parametrize("kind", ["log", "clone"])
-def test_a_list_that_goes_round_is_the_peers_fault(made: Made, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_that_goes_round_is_the_peers_fault(
+    made: Made, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     peer = made.peer(served(made).serve("memory://"))
-    monkeypatch.setattr("datastates.transport.receive_states.lacks_parents", lambda repo, states: True)
+    monkeypatch.setattr(
+        "datastates.transport.receive_states.lacks_parents", lambda repo, states: True
+    )
     lying(itertools.repeat([record("ab" * 12)]), monkeypatch)
 
     with pytest.raises(PeerFault, match="twice"):
@@ -71,14 +80,21 @@ def test_a_list_that_goes_round_is_the_peers_fault(made: Made, kind: str, monkey
 
 
 @pytest.mark.parametrize("kind", ["log", "find", "clone"])
-def test_a_list_that_takes_too_much_memory_is_the_peers_fault(made: Made, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_that_takes_too_much_memory_is_the_peers_fault(
+    made: Made, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in (sources, transfer):
         monkeypatch.setattr(module, "LISTED_BYTES", 1 << 20)
-    monkeypatch.setattr("datastates.transport.receive_states.lacks_parents", lambda repo, states: True)
+    monkeypatch.setattr(
+        "datastates.transport.receive_states.lacks_parents", lambda repo, states: True
+    )
     numbers = itertools.count()
 
     def page(self: RepositoryStore, what: str, limit: int, after: str | None) -> StatePage:
-        return StatePage(tuple(record(f"{next(numbers):024x}", message="m" * 10_000) for _ in range(limit)), "more")
+        return StatePage(
+            tuple(record(f"{next(numbers):024x}", message="m" * 10_000) for _ in range(limit)),
+            "more",
+        )
 
     monkeypatch.setattr(RepositoryStore, "log", page)
     monkeypatch.setattr(RepositoryStore, "find", page)

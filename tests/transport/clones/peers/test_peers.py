@@ -1,4 +1,5 @@
-"""Browsing, cloning and pushing what another process serves; here both ends are in one process, over both transports."""
+"""Browsing, cloning and pushing what another process serves; here both ends are in one process,
+over both transports."""
 
 from __future__ import annotations
 
@@ -10,13 +11,22 @@ import pytest
 import torch
 
 import datastates
-from datastates import InvalidInput, NotFound, OverBudget, State, Status, SyntaxProblem, Unavailable, values
+from datastates import (
+    InvalidInput,
+    NotFound,
+    OverBudget,
+    State,
+    Status,
+    SyntaxProblem,
+    Unavailable,
+    values,
+)
 from datastates.lineage.states import EdgeKind
 from datastates.lineage.write import clones
 from tests.test_repository import memory_held
 from tests.transport.clones.peers.pairs import MIB, Made, Training, grown, train
 
-# --- browsing ----------------------------------------------------------------------------------------------------------------
+# --- browsing -------------------------------------------------------------------------------------
 
 
 def test_a_peer_browses_as_the_repository_itself_does(made: Made, url: str) -> None:
@@ -32,7 +42,11 @@ def test_a_peer_browses_as_the_repository_itself_does(made: Made, url: str) -> N
     assert peer.state("main~2") == repo.state("main~2")
     assert peer.log("main") == repo.log("main")
     assert peer.log("main", limit=2) == repo.log("main", limit=2)
-    assert peer.find("step > 1 and attr.kind = 'toy'") == repo.find("step > 1 and attr.kind = 'toy'") != []
+    assert (
+        peer.find("step > 1 and attr.kind = 'toy'")
+        == repo.find("step > 1 and attr.kind = 'toy'")
+        != []
+    )
     assert len(peer.find("step > 0", limit=2)) == 2
 
 
@@ -46,7 +60,9 @@ def test_long_histories_come_in_pages(made: Made, url: str) -> None:
     assert {state.uid for state in peer.find("step >= 0")} == set(uids)
 
 
-def test_texts_that_are_too_long_to_travel_are_refused_or_cut(made: Made, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_that_are_too_long_to_travel_are_refused_or_cut(
+    made: Made, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     repo, other, training = made.repo(), made.repo(), Training(0)
     run = train(repo, training, 1)
     with pytest.raises(InvalidInput, match="message has 16385 characters: at most 16384 fit"):
@@ -83,12 +99,16 @@ def test_errors_come_as_what_they_were(made: Made, url: str) -> None:
         peer.find("step >> 3")
     with pytest.raises(SyntaxProblem) as own:
         repo.find("step >> 3")
-    assert (caught.value.column, caught.value.text, str(caught.value)) == (own.value.column, own.value.text, str(own.value))
+    assert (caught.value.column, caught.value.text, str(caught.value)) == (
+        own.value.column,
+        own.value.text,
+        str(own.value),
+    )
     with pytest.raises(InvalidInput, match="give one of them"):
         peer.clone("main")
 
 
-# --- into live objects ---------------------------------------------------------------------------------------------------------
+# --- into live objects ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("atomic", [True, False, None])
@@ -104,7 +124,11 @@ def test_objects_are_what_the_sources_are(made: Made, url: str, atomic: bool | N
     assert theirs.bits() == ours.bits()
     assert cloned.state == repo.state("main")
     assert cloned.report is not None
-    assert cloned.bytes_moved == sum(cloned.by_source.values()) >= 3 * 4 * sum(value.numel() for value in ours.model.parameters())
+    assert (
+        cloned.bytes_moved
+        == sum(cloned.by_source.values())
+        >= 3 * 4 * sum(value.numel() for value in ours.model.parameters())
+    )
 
 
 def test_only_what_is_named_is_moved(made: Made, url: str) -> None:
@@ -171,7 +195,7 @@ def test_a_training_goes_on_bit_for_bit_from_a_clone(made: Made, url: str) -> No
     assert other.state(now.uid).step == cloned.state.step + 1
 
 
-# --- into a repository ---------------------------------------------------------------------------------------------------------
+# --- into a repository ----------------------------------------------------------------------------
 
 
 def facts(state: State) -> tuple[Any, ...]:
@@ -192,7 +216,9 @@ def facts(state: State) -> tuple[Any, ...]:
 def test_a_repository_takes_over_a_state_with_all_that_led_to_it(made: Made, url: str) -> None:
     repo, other = made.repo(), made.repo()
     train(repo, Training(0), 4)
-    side = grown(repo, "".join(state.uid for state in repo.log("main", limit=1)), kind=EdgeKind.MERGE)[0]
+    side = grown(
+        repo, "".join(state.uid for state in repo.log("main", limit=1)), kind=EdgeKind.MERGE
+    )[0]
     repo.tag("warm", "main~2", message="half way")
     peer = made.peer(repo.serve(url))
 
@@ -200,14 +226,21 @@ def test_a_repository_takes_over_a_state_with_all_that_led_to_it(made: Made, url
 
     assert side not in {state.uid for state in other.log(cloned.state.uid)}, "it is no ancestor"
     assert list(map(facts, other.log(cloned.state.uid))) == list(map(facts, repo.log("main")))
-    assert [state.status for state in other.log(cloned.state.uid)] == [Status.CAPTURED, *[Status.EVICTED] * 3]
-    assert [(ref.name, ref.state, ref.message) for ref in other.refs()] == [("warm", repo.state("warm").uid, "half way")]
+    assert [state.status for state in other.log(cloned.state.uid)] == [
+        Status.CAPTURED,
+        *[Status.EVICTED] * 3,
+    ]
+    assert [(ref.name, ref.state, ref.message) for ref in other.refs()] == [
+        ("warm", repo.state("warm").uid, "half way")
+    ]
     theirs, ours = Training(1), Training(2)
     other.restore(cloned.state.uid, into={**theirs.objects, "rng": datastates.RngState()})
     repo.restore("main", into={**ours.objects, "rng": datastates.RngState()})
     assert theirs.bits() == ours.bits()
     with other.core.database.read() as session, repo.core.database.read() as there:
-        assert [each.source_repository for each in clones.clones_of(session, cloned.state.uid)] == [clones.repository_uid(there)]
+        assert [each.source_repository for each in clones.clones_of(session, cloned.state.uid)] == [
+            clones.repository_uid(there)
+        ]
 
 
 def test_a_second_clone_into_a_repository_moves_nothing(made: Made, url: str) -> None:
@@ -253,7 +286,9 @@ def where(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     return {"where": tmp_path / "shared"}
 
 
-def test_processes_that_share_a_database_add_a_replica(where: dict[str, Any], made: Made, url: str) -> None:
+def test_processes_that_share_a_database_add_a_replica(
+    where: dict[str, Any], made: Made, url: str
+) -> None:
     repo, other = made.repo(**where), made.repo(**where)
     ours, theirs = Training(0), Training(1)
     train(repo, ours)
@@ -269,14 +304,18 @@ def test_processes_that_share_a_database_add_a_replica(where: dict[str, Any], ma
         assert [each.source_repository for each in arrivals] == [clones.repository_uid(session)]
 
 
-def test_a_copy_of_a_repository_takes_over_what_came_after_it_was_copied(made: Made, url: str) -> None:
+def test_a_copy_of_a_repository_takes_over_what_came_after_it_was_copied(
+    made: Made, url: str
+) -> None:
     run = train(source := made.repo(made.folder / "original"), Training(0))
     run.capture().wait("durable")
     shutil.copytree(made.folder / "original", made.folder / "copy")
     newest = [run.capture().wait() for _ in range(3)][-1]
     copy = made.repo(made.folder / "copy")
     made.peer(source.serve(url)).clone("main", repo=copy)
-    assert [state.uid for state in copy.log(newest.uid)] == [state.uid for state in source.log("main")]
+    assert [state.uid for state in copy.log(newest.uid)] == [
+        state.uid for state in source.log("main")
+    ]
 
 
 def test_a_state_that_does_not_fit_leaves_nothing(made: Made, url: str) -> None:
@@ -318,12 +357,14 @@ def test_a_state_on_disk_is_cloned_too(made: Made, url: str) -> None:
         train(writer, ours, 1)
     reader = made.repo(made.folder / "disk")
 
-    made.peer(reader.serve(url)).clone("main", into={**theirs.objects, "rng": datastates.RngState()})
+    made.peer(reader.serve(url)).clone(
+        "main", into={**theirs.objects, "rng": datastates.RngState()}
+    )
 
     assert theirs.bits() == ours.bits()
 
 
-# --- pushing -------------------------------------------------------------------------------------------------------------------
+# --- pushing --------------------------------------------------------------------------------------
 
 
 def test_a_push_takes_a_state_and_its_ancestry_there(made: Made, url: str) -> None:
@@ -334,7 +375,10 @@ def test_a_push_takes_a_state_and_its_ancestry_there(made: Made, url: str) -> No
     if url.startswith("ucx"):
         with pytest.raises(InvalidInput, match=r"must show a token, on 127\.0\.0\.1 too"):
             other.serve(url, is_writable=True)
-    peer = made.peer(other.serve(url, token="a token that is long enough", is_writable=True), token="a token that is long enough")
+    peer = made.peer(
+        other.serve(url, token="a token that is long enough", is_writable=True),
+        token="a token that is long enough",
+    )
 
     pushed = peer.push("main", repo=repo, tags=True)
 

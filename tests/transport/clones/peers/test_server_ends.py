@@ -1,4 +1,5 @@
-"""Who is let in, that servers, peers and repositories end in any order, and that nothing of them stays."""
+"""Who is let in, that servers, peers and repositories end in any order, and that nothing of them
+stays."""
 
 from __future__ import annotations
 
@@ -26,10 +27,12 @@ from tests.transport.clones.peers.pairs import SLOT, Made, Paused, Training, mem
 TOKEN = "a token that is long enough"
 
 
-# --- who is let in -------------------------------------------------------------------------------------------------------------
+# --- who is let in --------------------------------------------------------------------------------
 
 
-def test_a_token_is_needed_where_there_is_one(made: Made, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_is_needed_where_there_is_one(
+    made: Made, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     repo = made.repo()
     train(repo, Training(0), 1)
     server = repo.serve(url, token=TOKEN)
@@ -39,7 +42,11 @@ def test_a_token_is_needed_where_there_is_one(made: Made, url: str, tmp_path: Pa
             made.peer(server, token=wrong)
     assert server.stats().refused == 3
     keep(tmp_path / "token", TOKEN + "\n")
-    assert made.peer(server, token=TOKEN).refs() == made.peer(server, token_file=tmp_path / "token").refs() != []
+    assert (
+        made.peer(server, token=TOKEN).refs()
+        == made.peer(server, token_file=tmp_path / "token").refs()
+        != []
+    )
     monkeypatch.setenv("DATASTATES_TOKEN", TOKEN)
     made.peer(server).clone("main", into=Training(1).objects)
     made.peer(repo.serve(url)).refs()
@@ -50,7 +57,7 @@ def test_who_has_a_token_talks_to_nobody_without_it(made: Made, url: str) -> Non
         made.peer(made.repo().serve(url), token=TOKEN)
 
 
-# --- the end -------------------------------------------------------------------------------------------------------------------
+# --- the end --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", list(permutations(("server", "peer", "repo"))), ids="-".join)
@@ -73,8 +80,12 @@ def test_ends_come_in_any_order_and_twice(made: Made, url: str, order: tuple[str
 
 @pytest.mark.parametrize("who", ["server", "peer"])
 def test_a_clone_under_way_ends_with_either_side(made: Made, url: str, who: str) -> None:
-    """The state has more chunks than are asked for at once, and the first one waits until the end has begun."""
-    tensors, paused = {f"layer-{number}": torch.full((1 << 20,), number + 1.0) for number in range(30)}, Paused()
+    """The state has more chunks than are asked for at once, and the first one waits until the
+    end has begun."""
+    tensors, paused = (
+        {f"layer-{number}": torch.full((1 << 20,), number + 1.0) for number in range(30)},
+        Paused(),
+    )
     into = {name: torch.zeros(1 << 20) for name in tensors}
     repo = made.repo()
     repo.track(tensors=tensors, rng=False).capture().wait()
@@ -82,7 +93,9 @@ def test_a_clone_under_way_ends_with_either_side(made: Made, url: str, who: str)
     peer = made.peer(server, timeout_s=2)
     transfer = peer.begin_clone("main", into={"tensors": into}, atomic=True, on_progress=paused)
     assert paused.began.wait(60)
-    closing = threading.Thread(target=peer.close if who == "peer" else lambda: server.close(grace_s=0))
+    closing = threading.Thread(
+        target=peer.close if who == "peer" else lambda: server.close(grace_s=0)
+    )
     closing.start()
     threading.Timer(0.5, paused.go.set).start()
 
@@ -103,9 +116,16 @@ def pins(repo: Repository) -> int:
 
 
 def lasting() -> Counter[str]:
-    """What is open in this process, and its threads by what they are for; pools that grow to a bound are left out."""
-    threads = [thread.name.split("_")[0] for thread in threading.enumerate() if not thread.name.startswith(("asyncio", "datastates-ucx_"))]
-    return Counter(threads) + Counter(name for name in map(_open_file, os.listdir("/proc/self/fd")) if DATABASE not in name)
+    """What is open in this process, and its threads by what they are for; pools that grow to a
+    bound are left out."""
+    threads = [
+        thread.name.split("_")[0]
+        for thread in threading.enumerate()
+        if not thread.name.startswith(("asyncio", "datastates-ucx_"))
+    ]
+    return Counter(threads) + Counter(
+        name for name in map(_open_file, os.listdir("/proc/self/fd")) if DATABASE not in name
+    )
 
 
 def _open_file(descriptor: str) -> str:
@@ -153,8 +173,11 @@ def cancel(url: str, repo: Repository, other: Repository) -> None:
 
 
 @pytest.mark.parametrize("work", [succeed, fail, cancel])
-def test_nothing_stays(made: Made, url: str, work: Callable[[str, Repository, Repository], None]) -> None:
-    """The first time may leave what lives as long as the process: the loop's thread, the driver of UCX."""
+def test_nothing_stays(
+    made: Made, url: str, work: Callable[[str, Repository, Repository], None]
+) -> None:
+    """The first time may leave what lives as long as the process: the loop's thread, the driver
+    of UCX."""
     repo, other = made.repo(slots=64), made.repo(slots=64)
     train(repo, Training(0, 1024), 2)
     other.track(weight=torch.zeros(1), rng=False, branch="own")
@@ -174,7 +197,7 @@ def test_nothing_stays(made: Made, url: str, work: Callable[[str, Repository, Re
     assert (memory_free(repo), memory_free(other)) == (free, 64 * SLOT)
 
 
-# --- forks -----------------------------------------------------------------------------------------------------------------------
+# --- forks ----------------------------------------------------------------------------------------
 
 _FORK = """
 import os, signal, sys, torch, datastates
@@ -215,9 +238,19 @@ with datastates.open(sys.argv[1]) as repo:
 """
 
 
-def test_a_forked_child_serves_and_clones_by_itself_and_leaves_its_parents_alone(tmp_path: Path, url: str) -> None:
+def test_a_forked_child_serves_and_clones_by_itself_and_leaves_its_parents_alone(
+    tmp_path: Path, url: str
+) -> None:
     """UCX itself works in the parent only."""
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _FORK, str(tmp_path / "runs"), url]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore::DeprecationWarning",
+        "-c",
+        _FORK,
+        str(tmp_path / "runs"),
+        url,
+    ]
     done = warm.run(command, capture_output=True, text=True, timeout=50, check=False)
 
     assert done.returncode == 0, done.stderr

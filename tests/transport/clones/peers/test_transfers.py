@@ -15,7 +15,7 @@ from datastates import State
 from datastates.errors import Cancelled, Closed
 from tests.transport.clones.peers.pairs import MIB, Made, Paused, Training, memory_free, train
 
-# --- several sources, several receivers ------------------------------------------------------------------------------------------
+# --- several sources, several receivers -----------------------------------------------------------
 
 
 def test_three_sources_share_the_work(made: Made, url: str) -> None:
@@ -34,13 +34,17 @@ def test_three_sources_share_the_work(made: Made, url: str) -> None:
     cloned = made.peer([server.url for server in servers]).clone("main", into={"tensors": into})
 
     assert all(torch.equal(into[name], value) for name, value in tensors.items())
-    shares = [server.stats().bytes_sent - before for server, before in zip(servers, sent, strict=True)]
+    shares = [
+        server.stats().bytes_sent - before for server, before in zip(servers, sent, strict=True)
+    ]
     assert sum(shares) == cloned.bytes_moved >= 120 * MIB
     assert all(0.2 <= share / sum(shares) <= 0.5 for share in shares)
     assert sorted(cloned.by_source.values()) == sorted(shares)
 
 
-def test_a_source_with_another_state_of_that_name_is_left_out(made: Made, url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_source_with_another_state_of_that_name_is_left_out(
+    made: Made, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     ours, theirs = Training(0), Training(1)
     repo, stranger = made.repo(), made.repo()
     train(repo, ours)
@@ -48,14 +52,18 @@ def test_a_source_with_another_state_of_that_name_is_left_out(made: Made, url: s
     servers = [repo.serve(url), stranger.serve(url)]
 
     with caplog.at_level(logging.WARNING, "datastates"):
-        made.peer([server.url for server in servers]).clone("main", into={**theirs.objects, "rng": datastates.RngState()})
+        made.peer([server.url for server in servers]).clone(
+            "main", into={**theirs.objects, "rng": datastates.RngState()}
+        )
 
     assert theirs.bits() == ours.bits()
     assert servers[1].stats().bytes_sent == 0
     assert "which is left out" in caplog.text
 
 
-def test_a_state_that_only_the_second_source_has_comes_with_all_that_led_to_it(made: Made, url: str) -> None:
+def test_a_state_that_only_the_second_source_has_comes_with_all_that_led_to_it(
+    made: Made, url: str
+) -> None:
     first, second, here = made.repo(), made.repo(), made.repo()
     train(first, Training(5), 1)
     run = train(second, Training(0))
@@ -78,7 +86,10 @@ def test_one_copy_leaves_the_source_of_a_chain(made: Made, url: str) -> None:
     peers = [made.peer(server) for _ in receivers]
     errors: list[BaseException] = []
 
-    transfers = [peer.begin_clone("main", into={"tensors": into}, chain=True) for peer, into in zip(peers, receivers, strict=True)]
+    transfers = [
+        peer.begin_clone("main", into={"tensors": into}, chain=True)
+        for peer, into in zip(peers, receivers, strict=True)
+    ]
 
     def end(transfer: datastates.Transfer) -> None:
         try:
@@ -93,11 +104,13 @@ def test_one_copy_leaves_the_source_of_a_chain(made: Made, url: str) -> None:
         thread.join()
 
     assert errors == []
-    assert all(torch.equal(into[name], value) for into in receivers for name, value in tensors.items())
+    assert all(
+        torch.equal(into[name], value) for into in receivers for name, value in tensors.items()
+    )
     assert server.stats().bytes_sent <= 1.05 * repo.state("main").bytes_total
 
 
-# --- transfers -----------------------------------------------------------------------------------------------------------------
+# --- transfers ------------------------------------------------------------------------------------
 
 
 def test_progress_only_grows_and_ends_at_the_total(made: Made, url: str) -> None:
@@ -105,7 +118,9 @@ def test_progress_only_grows_and_ends_at_the_total(made: Made, url: str) -> None
     train(repo, Training(0, 1024))
     seen: list[tuple[int, int]] = []
 
-    cloned = made.peer(repo.serve(url)).clone("main", into=Training(1, 1024).objects, on_progress=lambda *now: seen.append(now))
+    cloned = made.peer(repo.serve(url)).clone(
+        "main", into=Training(1, 1024).objects, on_progress=lambda *now: seen.append(now)
+    )
 
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
     assert {total for _, total in seen} == {cloned.bytes_moved}
@@ -113,7 +128,9 @@ def test_progress_only_grows_and_ends_at_the_total(made: Made, url: str) -> None
 
 
 @pytest.mark.parametrize("way", ["clone", "push"])
-def test_a_transfer_ends_although_what_shows_its_progress_fails(made: Made, url: str, way: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_transfer_ends_although_what_shows_its_progress_fails(
+    made: Made, url: str, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
     repo, other = made.repo(), made.repo()
     train(repo, Training(0), 1)
     token = "a token that is long enough"
@@ -122,7 +139,11 @@ def test_a_transfer_ends_although_what_shows_its_progress_fails(made: Made, url:
         raise ZeroDivisionError
 
     if way == "clone":
-        state = made.peer(repo.serve(url, token=token), token=token).clone("main", repo=other, on_progress=show).state
+        state = (
+            made.peer(repo.serve(url, token=token), token=token)
+            .clone("main", repo=other, on_progress=show)
+            .state
+        )
     else:
         server = other.serve(url, token=token, is_writable=True)
         state = made.peer(server, token=token).push("main", repo=repo, on_progress=show).state
@@ -149,7 +170,9 @@ def test_a_wait_that_is_too_short_leaves_the_clone_going(made: Made, url: str) -
     repo = made.repo()
     train(repo, ours)
 
-    transfer = made.peer(repo.serve(url)).begin_clone("main", into=theirs.objects, on_progress=paused)
+    transfer = made.peer(repo.serve(url)).begin_clone(
+        "main", into=theirs.objects, on_progress=paused
+    )
     with pytest.raises(TimeoutError, match="goes on"):
         transfer.wait(0.01)
     assert not transfer.is_done
@@ -207,8 +230,11 @@ def test_a_task_that_is_cancelled_cancels_its_clone(made: Made, url: str) -> Non
 
 
 @pytest.mark.parametrize("when", ["at once", "too late"])
-def test_ctrl_c_gives_up_a_clone_in_a_repository_and_leaves_nothing(made: Made, url: str, when: str) -> None:
-    """A signal that another thread takes is seen by the one that waits when its wait is over: every byte has come by then."""
+def test_ctrl_c_gives_up_a_clone_in_a_repository_and_leaves_nothing(
+    made: Made, url: str, when: str
+) -> None:
+    """A signal that another thread takes is seen by the one that waits when its wait is over:
+    every byte has come by then."""
     paused, main = Paused(), threading.get_ident()
     repo, other = made.repo(), made.repo()
     train(repo, Training(0, 1024))
