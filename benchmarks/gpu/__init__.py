@@ -1,1 +1,1 @@
-"""What can be found out on a machine with a GPU in nine minutes, in one report; ``docs/design/024-gpu-run.md`` says how."""
+"""What can be found out on a machine with a GPU in nine minutes, in one report; ``docs/design/009-devices.md`` says how."""
