@@ -33,7 +33,7 @@ def environment() -> dict[str, str]:
 
 
 def test_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
 
 
 def test_example_of_the_readme_runs_in_an_empty_folder_and_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
