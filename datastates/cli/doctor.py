@@ -288,7 +288,7 @@ def _ucx() -> Iterator[Check]:
 
 
 def _reach_of_devices(resources: Iterable[str]) -> str:
-    """Whether the UCX in use could move memory of devices; clones do not let it (design 026)."""
+    """Whether the UCX in use could move memory of devices; clones do not let it (design 009)."""
     found = {
         each.split("/")[0] for each in resources if each.startswith(("cuda", "rocm", "gdr", "ze_"))
     }

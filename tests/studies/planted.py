@@ -107,7 +107,7 @@ def train(
 
 def make(folder: Path) -> None:
     """Branches ``seed-0`` and ``seed-1``, and the study ``study`` by the names of
-    docs/design/003-branching.md, forked from ``seed-0``."""
+    docs/design/010-studies.md, forked from ``seed-0``."""
     with datastates.open(folder, config=datastates.Config(durable_every=1)) as repo:
         for seed in (0, 1):
             train(repo, f"seed-{seed}", torch.arange(COUNT), EPOCHS, seed=seed)

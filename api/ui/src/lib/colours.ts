@@ -4,7 +4,7 @@
 export const COLOURS = 10;
 const TRUNK = "main";
 
-/** The place of a branch's colour in the palette: 0 for `main`, else 1 to 9 by 32-bit FNV-1a over the name in UTF-8 (docs/design/012-first-view.md). */
+/** The place of a branch's colour in the palette: 0 for `main`, else 1 to 9 by 32-bit FNV-1a over the name in UTF-8 (docs/design/011-page.md). */
 export function colourNumber(branch: string): number {
   if (branch === TRUNK) return 0;
   let digest = 0x811c9dc5;
