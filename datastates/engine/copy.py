@@ -418,6 +418,9 @@ def _bring(found: list[torch.Tensor], device: torch.device) -> list[torch.Tensor
 
 _logger = logging.getLogger(__name__)
 
+SMALL_BYTES = 512 << 10
+"""States of at most this many bytes are copied before ``capture`` returns."""
+
 _INLINE_BYTES = 1 << 20
 """More eager bytes than this are copied by the stage thread, which is known to use one core,
 while the caller waits."""
@@ -436,6 +439,9 @@ class Stager:
     ) -> None:
         self._arena = arena
         self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
+        self._unfinished = 0
+        """How many jobs the stage thread has, which must come before any later one."""
+        self._turn = Mutex()
         self._crossings = Crossings(arena, self._take, hold, snapshots or Snapshots(0))
         self._thread = threading.Thread(target=self._run, name="datastates-stage", daemon=True)
         self._thread.start()
@@ -443,14 +449,17 @@ class Stager:
     def begin(self, job: CopyJob, *, is_deferring: bool = True) -> None:
         """Copy now what may change next; when this returns, only fenced tensors are still read.
 
-        With ``is_deferring=False`` nothing is read any more when this returns.
+        With ``is_deferring=False`` nothing is read any more when this returns. A small state in
+        host memory is copied at once, as that takes less time than to wake the stage thread.
         """
-        job.armed = job.plan.tripwire.arm()
-        for chunk, first, last in job.plan.gaps:
-            self._arena.tensor(
-                job.slots[chunk] + first, last - first
-            ).zero_()  # the slot may hold bytes of another state
-        if job.plan.devices or job.numbers:
+        plan = job.plan
+        is_here = not plan.devices and not job.numbers
+        if is_here and plan.layout.bytes_total <= SMALL_BYTES and not self._unfinished:
+            self._finish_here(job)
+            return
+        job.armed = plan.tripwire.arm()
+        self._zero_gaps(job)
+        if plan.devices or job.numbers:
             self._crossings.begin(job, is_deferring=is_deferring)
             copy(host_pairs(job, self._arena, is_deferred=False))
             if not job.plan.routes.get(HOST, NOTHING).deferred:
@@ -464,7 +473,7 @@ class Stager:
         elif job.plan.eager_bytes <= _INLINE_BYTES or torch.get_num_threads() == 1:
             _copy_pieces(job.plan, job.plan.eager, job.slots, self._arena)
             job.eager_done.set()
-        self._crossings.put(job)
+        self._put(job)
         job.eager_done.wait()
         if not is_deferring:
             self.fence(job)
@@ -474,7 +483,7 @@ class Stager:
 
         Even if it was handed over by then, it is finished only once."""
         job.error = job.error or error
-        self._crossings.put(job)
+        self._put(job)
 
     def fence(self, job: CopyJob) -> None:
         """Wait until the job reads nothing any more: the host for host memory, the current
@@ -493,6 +502,30 @@ class Stager:
             self._crossings.close()
             self._thread.join()
 
+    def _finish_here(self, job: CopyJob) -> None:
+        """Copy a whole state on the caller's thread. Nothing can change meanwhile."""
+        job.began = time.monotonic()
+        try:
+            for pieces in (job.plan.eager, job.plan.deferred):
+                _copy_pieces(job.plan, pieces, job.slots, self._arena)
+            self._zero_gaps(job)
+        except BaseException as exc:  # the handle raises it, whatever it is
+            job.error = exc
+        finally:
+            for latch in (job.eager_done, job.is_host_read, job.is_copied):
+                latch.set()
+        job.on_done(job)
+
+    def _zero_gaps(self, job: CopyJob) -> None:
+        """Clear what no tensor fills: the slots may hold bytes of another state."""
+        for chunk, first, last in job.plan.gaps:
+            self._arena.tensor(job.slots[chunk] + first, last - first).zero_()
+
+    def _put(self, job: CopyJob) -> None:
+        with self._turn:
+            self._unfinished += 1
+        self._crossings.put(job)
+
     def _take(self, job: CopyJob | None) -> None:
         """Hand a job to the stage thread, once its copies from devices are queued."""
         self._jobs.put(job)
@@ -510,6 +543,8 @@ class Stager:
                     # goes on
                     _logger.exception("the end of a copy failed; the thread that copies goes on")
                     self._give_up(job, exc)
+                with self._turn:
+                    self._unfinished -= 1
                 del job  # otherwise its tensors would live until the next job
 
     def _give_up(self, job: CopyJob, error: BaseException) -> None:

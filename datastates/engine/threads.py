@@ -18,7 +18,7 @@ from datastates.lineage.views.text import plural
 from datastates.lineage.write import runs
 from datastates.policy.auto import KEPT
 from datastates.policy.contract import noted
-from datastates.system.interrupts import undisturbed
+from datastates.system.interrupts import Mutex, undisturbed
 from datastates.system.logs import event
 from datastates.system.telemetry import Recorder
 from datastates.system.threads import Bell, Deed, deed, deed_of, yield_disk
@@ -259,7 +259,8 @@ class Rounds:
     def __init__(self) -> None:
         self._ready: deque[Staged] = deque()
         self._begun = self._ended = self._hurried = 0
-        self._put_bytes = self._taken_bytes = 0  # each is written by one thread
+        self._put_bytes = self._taken_bytes = 0
+        self._turn = Mutex()
         self._last = -math.inf
         self._is_closed = self._is_woken = False
         self._bell = Bell()
@@ -290,8 +291,9 @@ class Rounds:
 
     def put(self, staged: Staged) -> None:
         """Add a capture that was copied, or has failed."""
-        self._put_bytes += staged.held_bytes
-        self._ready.append(staged)
+        with self._turn:
+            self._put_bytes += staged.held_bytes
+            self._ready.append(staged)
         if staged.job is not None and staged.job.error is not None:
             self._hurried = self._begun
         if self._is_due():

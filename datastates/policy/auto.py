@@ -169,7 +169,7 @@ LEAST_WRITES = 3
 EACH = 4
 """Costs are computed anew after this many more writes, which takes a millisecond."""
 
-_AGAIN_S = 0.5  # costs are computed at most this often
+_AGAIN_S = 2.0  # costs are computed at most this often
 
 _KEPT = 256
 """How many intervals of each kind are used, the newest ones."""

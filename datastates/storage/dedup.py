@@ -437,8 +437,8 @@ def places_of(base: Manifest | None) -> Places:
 
 
 def readable(manifests: Sequence[Manifest]) -> list[bytes]:
-    """The frames of a file with these manifests, once they were decoded again: a state that cannot
-    be read must not count as durable.
+    """The frames of a file with these manifests, once those of each layout were decoded again: a
+    state that cannot be read must not count as durable.
 
     :raises Unsupported: one could not be read again.
     """
@@ -446,9 +446,13 @@ def readable(manifests: Sequence[Manifest]) -> list[bytes]:
     try:
         encoded = encode_all(manifests)
         size = sum(map(len, encoded))
-        for manifest, frame in zip(
-            manifests, encoded if size <= MAX_MANIFEST else (), strict=False
-        ):
+        layouts = {
+            (bytes(manifest.content.skeleton), bytes(manifest.content.tensors)): (manifest, frame)
+            for manifest, frame in zip(
+                manifests, encoded if size <= MAX_MANIFEST else (), strict=False
+            )
+        }
+        for manifest, frame in layouts.values():
             uid = manifest.origin.uid
             decode_sound(frame, source=f"the manifest of state {uid}", first=encoded[0])
     except (Corrupt, TypeError, ValueError, OverflowError) as exc:

@@ -576,6 +576,8 @@ class LocalTier(DurableTier):
         :raises Conflict: another state of this uid is here, or a chunk of it is damaged.
         """
         uid, rank = payload.manifest.origin.uid, payload.manifest.origin.rank
+        if not hints and not os.path.lexists(self.root / manifest_name(uid, rank)):
+            return None
         try:
             sound = self._find(uid, rank, hints)
         except Corrupt:
