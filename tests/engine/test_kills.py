@@ -32,9 +32,6 @@ time on a quiet one."""
 
 STEP_S = 0.003
 
-DURABLE_EVERY: int | None = 1
-"""Makes every state durable. None means the default settings."""
-
 
 def train(folder: str, say: Say) -> None:
     """Small states at steps of 3 ms until somebody kills the process; says each capture's uid,
@@ -43,7 +40,7 @@ def train(folder: str, say: Say) -> None:
     model, optimizer = make_small()
     with (
         datastates.open(folder) as repo,
-        repo.track(model=model, optimizer=optimizer, durable_every=DURABLE_EVERY) as run,
+        repo.track(model=model, optimizer=optimizer) as run,
     ):
         while True:
             began = time.monotonic()
