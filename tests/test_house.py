@@ -255,15 +255,6 @@ def test_nobody_outside_the_store_knows_the_class_of_a_tier() -> None:
     )
 
 
-def test_only_who_opens_a_repository_knows_what_runs_its_engine() -> None:
-    using = {
-        name
-        for name, (path, tree) in MODULES.items()
-        if "datastates.engine.runner" in _imports(name, path, tree)
-    }
-    assert using == {"datastates.maintenance.core"}, "ask the core for its host (capture/host.py)"
-
-
 def _unexplained(name: str, source: str) -> Iterator[str]:
     """Handlers of every error that do not raise again, and do not say on their line why they
     must be so broad."""

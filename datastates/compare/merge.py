@@ -24,7 +24,7 @@ import torch
 
 from datastates.config import BackPressure
 from datastates.engine.commit import Coming
-from datastates.engine.host import Host
+from datastates.engine.runner import Runner
 from datastates.engine.steps import manifest_of
 from datastates.errors import (
     Conflict,
@@ -617,7 +617,7 @@ def _make(
     return state
 
 
-def _acquire(host: Host, lengths: Sequence[int]) -> list[int]:
+def _acquire(host: Runner, lengths: Sequence[int]) -> list[int]:
     """Slots for the result.
 
     The parents are pinned meanwhile, so waiting must end if nothing is left that could make

@@ -308,7 +308,7 @@ class Room:
         line: Line | None = None,
         within_s: float | None = None,
     ) -> list[int] | None:
-        """Slots for the chunks of a state; see ``Host.acquire``."""
+        """Slots for the chunks of a state; see ``Runner.acquire``."""
         size = _size(lengths)
         if size > self._arena.capacity:
             raise self._excess(size)

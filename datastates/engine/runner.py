@@ -83,7 +83,7 @@ _FAILING_S = 3.0
 
 
 class Runner:
-    """Owns the stage, engine and writer threads of one repository; a ``Host`` in this process.
+    """Owns the stage, engine and writer threads of one repository.
 
     ``close`` is idempotent."""
 
@@ -203,12 +203,14 @@ class Runner:
         self._post(LineOpened(line.name, cadence, line.branch, size_bytes, line.keeps_bests))
 
     def know_best(self, line: Line, bests: Mapping[Best, tuple[float, str] | None]) -> None:
-        """See ``Host.know_best``."""
+        """Set the best states by these rules up to where the line stands: from now on its best
+        so far becomes durable, sooner or later.
+        """
         self.flush()
         self._post(BestKnown(line.name, bests))
 
     def begin_run(self, run: Run) -> None:
-        """See ``Host.begin_run``."""
+        """Note that a training was recorded as a run, which captures name from now on."""
         self._register.journal.begin(run)
 
     def close_line(self, line: Line, *, is_failing: bool = False) -> None:
@@ -305,7 +307,10 @@ class Runner:
         self._post(Wanted(uid))
 
     def check_goal(self, goal: Status) -> None:
-        """See ``Host.check_goal``."""
+        """Check that states of this repository can reach a status.
+
+        :raises InvalidInput: none of its tiers gives it, or a later one.
+        """
         self._copies.check_goal(goal)
 
     def asked(self) -> Collection[str]:
@@ -317,11 +322,15 @@ class Runner:
         self._post(*(Withdrawn(uid) for uid in uids))
 
     def when_durable(self, listener: Callable[[int], None]) -> None:
-        """Call ``listener`` whenever a state became durable; see ``Host.when_durable``."""
+        """Call ``listener`` whenever a state became durable."""
         self._on_durable = listener
 
     def when_full(self, listener: Callable[[], None]) -> None:
-        """See ``Host.when_full``."""
+        """Call ``listener`` whenever a state could not be written because the disk is full, on any
+        thread. It must return at once and raise nothing.
+
+        It replaces the listener that was given before.
+        """
         self._writer.on_full = listener
 
     def _adopt(self, uid: str, base: Manifest | None = None) -> None:
@@ -388,7 +397,11 @@ class Runner:
             self._register.journal.ask()
 
     def settle(self, line: Line) -> None:
-        """See ``Host.settle``."""
+        """Wait until every capture of a line is recorded, was given up or has failed, or waits in
+        memory because the database is away.
+
+        :raises Unavailable: the database has been away for a minute.
+        """
         self.flush()
         if line.part is not None:
             self._settle_parts()
@@ -409,13 +422,15 @@ class Runner:
             )
 
     def skip(self, line: Line, facts: StateFacts, why: Why, reason: str) -> None:
-        """See ``Host.skip``."""
+        """Tell the other ranks that this rank has no part of a state; does nothing for a line
+        that captures no parts.
+        """
         if line.part is not None:
             self._register.journal.skip(Skip(facts, line.part.rank, why, reason))
             self._rounds.wake()
 
     def missing(self, uid: str) -> str | None:
-        """See ``Host.missing``."""
+        """A text for people that says for which ranks a state waits; None if it waits for none."""
         return self._register.journal.missing(uid)
 
     def refs_changed(self) -> None:
@@ -539,7 +554,9 @@ class Runner:
 
     @property
     def trouble(self) -> str | None:
-        """See ``Host.trouble``."""
+        """What keeps states from being written, since when, and what it has cost; None while
+        writing works.
+        """
         self._watch.look()
         with self._lock:
             return self._trouble.describe(self._engine.pending_writes)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from datastates import values
 from datastates.config import Config
-from datastates.engine.host import Host
 from datastates.engine.in_flight import Books
 from datastates.engine.outbox import close_at_exit, closed
 from datastates.engine.runner import Runner
@@ -79,7 +78,7 @@ class Belongings:
     is_let_go: bool = False
 
     @property
-    def host(self) -> Host:
+    def host(self) -> Runner:
         """The engine, for code that captures, merges or clones; only ``let_go`` may end it."""
         return self.runner
 
@@ -561,12 +560,12 @@ class Core:
         chronicler = Chronicler(self.database, self.location.packs)
         return Belongings(self.database, self.tiers, lease, run, arena, runner, chronicler)
 
-    def host(self) -> Host:
+    def host(self) -> Runner:
         """The engine behind captures, merges and clones, made on the first call."""
         return self.engage().host
 
     @property
-    def running(self) -> Host | None:
+    def running(self) -> Runner | None:
         """The engine, if anything was captured or has arrived; else None."""
         return None if self.engaged is None else self.engaged.host
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from datastates.engine.host import Host
+from datastates.engine.runner import Runner
 from datastates.errors import Conflict, InvalidInput, NotFound, Unavailable
 from datastates.lineage.database import Database
 from datastates.lineage.lookup import id_of, ids_of, states
@@ -78,7 +78,7 @@ class Grounds:
     durable: DurableTier
     home: Home
     holder: str
-    host: Host | None
+    host: Runner | None
 
     @classmethod
     def of(cls, core: Core) -> Self:
@@ -479,7 +479,7 @@ def _drop(grounds: Grounds, held: Held, ids: Sequence[int], batch: Sequence[Deci
     return uids
 
 
-def _is_free(host: Host | None, uid: str) -> bool:
+def _is_free(host: Runner | None, uid: str) -> bool:
     """Whether no training of this process stands at the state, and it is not on its way to disk."""
     with suppress(Conflict):
         if host is not None:

@@ -65,7 +65,7 @@ from .script_checks import Oversights
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-    from datastates.engine.host import Host
+    from datastates.engine.runner import Runner
     from datastates.lineage.database import Database
 
 
@@ -889,14 +889,14 @@ def _found(objects: Mapping[str, object]) -> list[object]:
 
 
 def _end_dropped(
-    host: Host, line: Line, fence: Fence, database: Database, run: str, pid: int
+    host: Runner, line: Line, fence: Fence, database: Database, run: str, pid: int
 ) -> None:
     """End a training that was dropped without a close; runs on whichever thread collected it."""
     fence.is_over = True
     end_later(partial(_release, host, line, database, run), pid)
 
 
-def _release(host: Host, line: Line, database: Database, run: str) -> None:
+def _release(host: Runner, line: Line, database: Database, run: str) -> None:
     """Release the branch of a training that was dropped.
 
     Where that cannot be recorded, the end of its process is."""

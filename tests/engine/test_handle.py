@@ -427,7 +427,7 @@ def test_a_capture_that_comes_while_the_repository_closes_is_refused_and_the_end
     repo, slow = opened(4), Slow()
     run = repo.track(branch="slow", weight=torch.zeros(3), slow=slow, rng=False)
     run.capture().wait(timeout_s=60)
-    stager = repo.core.host().stager  # type: ignore[attr-defined]  # the host of this process
+    stager = repo.core.host().stager
     slow.is_slow = True
 
     def train() -> None:
@@ -446,7 +446,7 @@ def test_a_capture_that_comes_while_the_repository_closes_is_refused_and_the_end
         ended.set()
         training.join()
 
-    stager.close = closing
+    stager.close = closing  # type: ignore[method-assign]
     repo.close()
     assert errors == ["the repository is closed: open it again to capture"]
 
