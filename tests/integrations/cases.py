@@ -66,7 +66,7 @@ ASPECTS = {
     "fp16": "fp16 with a `GradScaler` (on a CPU)",
     "scheduler": "Learning-rate schedules",
     "validation": "Validation in between",
-    "fork": "A fork goes on as its parent did",
+    "fork": "A fork continues exactly as its parent",
     "best": "The best state, loaded at the end",
     "peft": "Adapters of PEFT",
     "moved": "Restored in another process",
@@ -151,7 +151,7 @@ def _cases(kind: str, words: list[str], test: str, where: str) -> Iterator[Case]
 
 
 def table(cases: Iterable[Case]) -> str:
-    """The table in Markdown, what is not exact, and the tests that say so."""
+    """The table in Markdown, what is not exact, and the tests behind it."""
     known: dict[tuple[str, str], list[Case]] = {}
     for case in cases:
         known.setdefault((case.framework, case.aspect), []).append(case)
@@ -182,9 +182,13 @@ def table(cases: Iterable[Case]) -> str:
         tests += [f"- {FRAMEWORKS[column]}: `{test}`" for test in sorted(named)]
     parts = [
         "\n".join(lines),
-        *(["What is not exact is said when training begins:", "\n".join(limits)] if limits else []),
+        *(
+            ["A message names these limits when training begins:", "\n".join(limits)]
+            if limits
+            else []
+        ),
     ]
-    return "\n\n".join([*parts, "The tests that say so:", "\n".join(tests)])
+    return "\n\n".join([*parts, "The tests behind the table:", "\n".join(tests)])
 
 
 def _line(cells: Iterable[str]) -> str:

@@ -344,7 +344,7 @@ def test_metrics_of_the_repository_choose_the_best(repo: Repository, tmp_path: P
 @pytest.mark.inexact(
     "lightning",
     "iterable",
-    "an iterator has no place that could be found again: give what it iterates over",
+    "an iterator has no position to return to, so pass the object that it iterates over",
 )
 def test_what_cannot_be_exact_is_said_at_the_start(
     repo: Repository, tmp_path: Path, caplog: pytest.LogCaptureFixture

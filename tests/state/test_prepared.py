@@ -223,7 +223,7 @@ def test_the_order_of_a_prepared_loader_is_that_of_accelerate_alone(repo: Reposi
     "accelerate",
     "stateful",
     "a dataset that draws random numbers, in a loader with `use_stateful_dataloader` and without"
-    " workers: leave that out, and it is exact",
+    " workers (it is exact without `use_stateful_dataloader`)",
 )
 def test_a_loader_that_keeps_its_own_place_says_that_it_cannot_repeat_draws_ahead(
     repo: Repository, caplog: pytest.LogCaptureFixture
