@@ -27,8 +27,6 @@ from datastates.errors import DatastatesError, Unavailable
 from datastates.lineage.views.text import plural, size_text
 from datastates.maintenance.location import Location, check_whole
 from datastates.state.manifest import CHUNK_BYTES
-from datastates.storage.pack import bytes_of_packs
-from datastates.transport.handshake import has_system_ucx
 
 from .app import AsJson, Repo, Shell
 from .interrupt import orderly
@@ -292,6 +290,8 @@ def _reach_of_devices(resources: Iterable[str]) -> str:
     found = {
         each.split("/")[0] for each in resources if each.startswith(("cuda", "rocm", "gdr", "ze_"))
     }
+    from datastates.transport.handshake import has_system_ucx
+
     wheel = importlib.util.find_spec("libucx")
     if wheel is not None and wheel.origin is not None and not has_system_ucx():
         modules = (Path(wheel.origin).parent / "lib" / "ucx").glob("libuct_*.so")
@@ -514,6 +514,8 @@ def _retention(packs: Path, free: int) -> Check:
             f"{policy.text}: {said}",
             "give a bound, such as DATASTATES_RETENTION='all at-most:100G'",
         )
+    from datastates.storage.pack import bytes_of_packs
+
     taken = bytes_of_packs(packs)
     bound = (
         policy.bound
