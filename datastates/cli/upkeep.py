@@ -216,15 +216,6 @@ def reindex(
             help="Rebuild a lineage that is there; its file is kept beside the new one.",
         ),
     ] = False,
-    lineage: Annotated[
-        str | None,
-        typer.Option(
-            "--lineage",
-            metavar="UID",
-            help="Which lineage, if the folder serves several.",
-            show_default=False,
-        ),
-    ] = None,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
@@ -236,7 +227,7 @@ def reindex(
     orderly()
     location = shell.location(must_exist=False)
     url = location.database_url if location.root is None else location.root
-    done = rebuild(url, packs=location.packs, lineage=lineage, replace=replace)
+    done = rebuild(url, packs=location.packs, replace=replace)
     if shell.as_json:
         import msgspec
 

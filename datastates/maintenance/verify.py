@@ -33,6 +33,7 @@ from datastates.storage.pack import places_of
 from datastates.storage.roles import DurableTier
 from datastates.system.interrupts import checkpoint
 
+from .backup import BACKUP, damage_of
 from .chronicle import chronicles
 from .core import Core
 from .lease import identity
@@ -338,6 +339,8 @@ def _damaged_beside(core: Core) -> list[str]:
         for each in told
         if each.rotten_bytes
     ]
+    if (backup := packs / BACKUP).is_file() and (damage := damage_of(backup)) is not None:
+        said.append(f"{backup} ({damage}): delete it, and the next training makes a new one")
     if count:
         said.append(
             f"{packs}/.chunks ({count} entries are damaged): delete it, and it is made anew from"
