@@ -14,7 +14,8 @@ import os
 import sqlite3
 import threading
 import time
-from contextlib import closing
+from collections.abc import Iterable
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,15 @@ _NEWEST = (
     ),
 )
 """Queries on the backup, and whether the lineage has what they find."""
+
+
+def unknown_to(backup: Path, uids: Iterable[str]) -> list[str]:
+    """Those of these states that a backup does not have either; all if there is no sound one."""
+    known: set[str] = set()
+    if backup.is_file():
+        with suppress(sqlite3.Error), looking_at(backup) as found:
+            known.update(uid for (uid,) in found.execute("SELECT uid FROM state"))
+    return [uid for uid in uids if uid not in known]
 
 
 class Backups:

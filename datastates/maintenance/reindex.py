@@ -39,7 +39,7 @@ from datastates.system.interrupts import checkpoint, undisturbed
 
 from .backup import BACKUP, back_up, damage_of, is_behind, looking_at
 from .environment import node_name
-from .lease import held_in, identity
+from .lease import held_in, identity, owner_of
 from .location import DATABASE, Location, locate
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ class ReindexReport:
 
 @dataclass(slots=True)
 class _Work:
-    """One rebuilding: the folder, its contents, and what was found lacking.
+    """One rebuilding: the folder, its contents, its uid, and what was found lacking.
 
     ``backup_at`` is when the backup was made with which it begins; None if it begins with none.
     """
@@ -213,8 +213,8 @@ class _Work:
     tell: Callable[[int, int], None]
     may_add: bool
     tier: DurableTier
-    folder: str | None
     manifests: _Manifests
+    folder: str = ""
     backup_at: datetime | None = None
     lacking: list[str] = field(default_factory=list)
 
@@ -270,7 +270,7 @@ def _rebuilt(
     _check_unused(location)
     tier = packs_in(location.packs)
     manifests, unread = _manifests(tier)
-    work = _Work(location, tell, is_replacing, tier, identity(location.packs), manifests)
+    work = _Work(location, tell, is_replacing, tier, manifests)
     if location.root is None:
         report = _into(location.database_url, work)
         return replaced(report, lacking=(*report.lacking, *unread))
@@ -430,11 +430,15 @@ def _into(url: str, work: _Work) -> ReindexReport:
 
 
 def _add(session: Session, work: _Work) -> ReindexReport:
+    owner = owner_of(work.location.packs)
     if rebuild.is_empty(session):
+        if owner is not None:
+            rebuild.put_uid(session, owner[1])
         work.lacking.append(
             f"there is no backup of the database: {_ELSE} are not known, nor where branches were"
             " moved by hand"
         )
+    work.folder = identity(work.location.packs, repository_uid(session)) or ""
     unended = [run.uid for run in runs.unfinished(session)] if work.location.root else []
     added = added_by(work.manifests, _here(session, work), rebuild.last_moves(session))
     _say_what_is_lacking(work, added, unended)
@@ -447,7 +451,7 @@ def _add(session: Session, work: _Work) -> ReindexReport:
     rebuild.put_states(session, added.states, lambda done: work.tell(before + done, total))
     restorable = _mark(session, work, {new.uid for new in added.states})
     rebuild.put_moves(session, added.moves, reason=_REINDEXED)
-    if work.folder is not None:
+    if work.folder:
         path = str(work.location.packs)
         attachments.note(session, work.folder, path=path, host=node_name())
     back = runs.recover(session, unended, volatile=VOLATILE)
@@ -496,7 +500,7 @@ def _say_what_is_lacking(work: _Work, added: Added, unended: Sequence[str]) -> N
 
 def _mark(session: Session, work: _Work, added: Container[str]) -> int:
     """Record which states are whole in the folder, and no others; returns how many."""
-    tier, node = work.tier, work.folder or ""
+    tier, node = work.tier, work.folder
     here = known(session, {uid for uid, _ in work.manifests})
     whole = tier.whole_parts(part for part in work.manifests if part[0] in here)
     parts: list[tuple[str, int, int, str, int]] = []
@@ -538,7 +542,7 @@ def _mark(session: Session, work: _Work, added: Container[str]) -> int:
 
 def _unmark(session: Session, work: _Work, marked: set[str]) -> None:
     """Record that the folder has no other states, also under an identity that it lost."""
-    for node in {work.folder or "", *attachments.at(session, work.location.packs)}:
+    for node in {work.folder, *attachments.at(session, work.location.packs)}:
         gone: Iterable[str] = {uid for uid, _ in held_on(session, tier=work.tier.name, node=node)}
         if node == work.folder:
             gone = set(gone) - marked

@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
-from datastates.errors import Corrupt, NotFound, Unavailable
+from datastates.errors import Conflict, Corrupt, NotFound, Unavailable
 from datastates.lineage.query import names, walk
 from datastates.lineage.query.incomplete import waiting
 from datastates.lineage.query.retained import held_on
 from datastates.lineage.states import RefKind, State
 from datastates.lineage.write import attachments
-from datastates.lineage.write.clones import known
+from datastates.lineage.write.clones import known, repository_uid
 from datastates.lineage.write.parts import part_digest
 from datastates.lineage.write.replicas import held
 from datastates.state.manifest import CHUNK_BYTES, Manifest
@@ -330,8 +330,10 @@ def _damaged_beside(core: Core) -> list[str]:
     lineages, the index of chunks, the identity."""
     packs, tier = core.location.packs, core.tiers.durable
     try:
-        told, count, uid = chronicles(packs), ChunkIndex(packs).damaged(), identity(packs)
-    except (OSError, Unavailable) as exc:
+        with core.database.read() as session:
+            uid = identity(packs, repository_uid(session))
+        told, count = chronicles(packs), ChunkIndex(packs).damaged()
+    except (OSError, Unavailable, Conflict) as exc:
         return [str(exc)]
     said = [
         f"the chronicle of lineage {each.lineage} ({each.rotten_bytes} bytes of it are damaged):"

@@ -192,6 +192,7 @@ def test_states_on_a_server_come_back_in_an_empty_database(
         assert [state.uid for state in repo.find("step >= 0")] == durable
         assert [repo.state(name).uid for name in ("main", "fork")] == heads
         evict(repo.core, one := repo.state("main~1").uid)
+        assert repo.gc().left == ()
         assert repo.state(one).status is Status.EVICTED
         assert not repo.verify().damage
     for url in (first, second):
