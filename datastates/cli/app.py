@@ -328,9 +328,7 @@ class Shell:
             with database.write(durable=True) as session:
                 yield session
             from datastates.maintenance.backup import back_up
-            from datastates.maintenance.chronicle import tell_now
 
-            tell_now(database, self.location().packs)
             with suppress(DatastatesError, OSError):  # the next backup has it
                 back_up(database, self.location())
 

@@ -38,7 +38,6 @@ from datastates.system.logs import event, say
 from datastates.system.memory import available_memory_bytes
 
 from .backup import Backups, back_up
-from .chronicle import Chronicler, tell_now
 from .environment import describe_run, node_name
 from .lease import FOLDER, LEASES, PACKS, Home, Lease, held_in, is_alive, is_dead, settle_in
 from .location import Location, check_whole
@@ -74,7 +73,6 @@ class Belongings:
     run: Run
     arena: Arena
     runner: Runner
-    chronicler: Chronicler
     backups: Backups
     keeper: Keeping | None = None
     is_let_go: bool = False
@@ -150,7 +148,6 @@ class Belongings:
             )
 
     def _free(self) -> None:
-        self.chronicler.close(_FREE_S if self.runner.is_held_up else None)
         self.backups.close(_FREE_S if self.runner.is_held_up else None)
         if self.runner.is_held_up:
             # the folder does not answer: a system call there may never return
@@ -560,9 +557,8 @@ class Core:
             lease.close()
             raise
         self.tiers.captured = memory
-        chronicler = Chronicler(self.database, self.location.packs)
         backups = Backups(self.database, self.location)
-        return Belongings(self.database, self.tiers, lease, run, arena, runner, chronicler, backups)
+        return Belongings(self.database, self.tiers, lease, run, arena, runner, backups)
 
     def host(self) -> Runner:
         """The engine behind captures, merges and clones, made on the first call."""
@@ -751,7 +747,6 @@ class Core:
     def _let_go(self) -> None:
         if self.engaged is None:
             if self._has_written:
-                tell_now(self.database, self.location.packs)
                 with suppress(DatastatesError, OSError):  # the next backup has it
                     back_up(self.database, self.location)
             return self.tiers.close()

@@ -34,7 +34,6 @@ from datastates.storage.roles import DurableTier
 from datastates.system.interrupts import checkpoint
 
 from .backup import BACKUP, damage_of
-from .chronicle import chronicles
 from .core import Core
 from .lease import identity
 
@@ -66,10 +65,10 @@ class VerifyReport:
 
     ``unread`` is what may be sound but cannot be read here: manifests of a newer version, files
     without permission, things that are not files. It also names damaged files that no state needs:
-    the chronicle, the index of chunks and the identity of the folder. ``mark`` is the uid to
-    continue from (``since``) if the check was ended early; None if it finished. ``partial`` says in
-    words what waits for parts of other ranks: such states enter the lineage once they are whole,
-    and cannot be restored before.
+    the backup of the lineage, the index of chunks and the identity of the folder. ``mark`` is the
+    uid to continue from (``since``) if the check was ended early; None if it finished. ``partial``
+    says in words what waits for parts of other ranks: such states enter the lineage once they are
+    whole, and cannot be restored before.
     """
 
     states: int
@@ -326,21 +325,16 @@ def _tensors(manifest: Manifest, index: int) -> tuple[str, ...]:
 
 
 def _damaged_beside(core: Core) -> list[str]:
-    """The damage in the files that belong to the folder as a whole: the chronicles of its
-    lineages, the index of chunks, the identity."""
+    """The damage in the files that belong to the folder as a whole: the backup of its
+    lineage, the index of chunks, the identity."""
     packs, tier = core.location.packs, core.tiers.durable
     try:
         with core.database.read() as session:
             uid = identity(packs, repository_uid(session))
-        told, count = chronicles(packs), ChunkIndex(packs).damaged()
+        count = ChunkIndex(packs).damaged()
     except (OSError, Unavailable, Conflict) as exc:
         return [str(exc)]
-    said = [
-        f"the chronicle of lineage {each.lineage} ({each.rotten_bytes} bytes of it are damaged):"
-        " `datastates repair` writes that of this lineage anew"
-        for each in told
-        if each.rotten_bytes
-    ]
+    said: list[str] = []
     if (backup := packs / BACKUP).is_file() and (damage := damage_of(backup)) is not None:
         said.append(f"{backup} ({damage}): delete it, and the next training makes a new one")
     if count:

@@ -15,13 +15,9 @@ import torch
 
 import datastates
 from datastates import Config, Conflict, NotFound, Repository, State
-from datastates.lineage.query import news
 from datastates.lineage.states import RefKind, Status
-from datastates.lineage.write import attachments
 from datastates.lineage.write.clones import Move
-from datastates.maintenance import chronicle
 from datastates.maintenance.backup import BACKUP
-from datastates.maintenance.chronicle import CHRONICLES, catch_up, chronicles
 from datastates.maintenance.location import DATABASE
 from datastates.maintenance.reindex import added_by
 from datastates.maintenance.retention_pass import evict
@@ -292,19 +288,6 @@ def test_a_clock_that_jumped_back_changes_neither_ancestry_nor_heads(tmp_path: P
     assert [new.facts.parent for new in together.states] == uids[:-1]
 
 
-def test_what_a_crash_left_of_a_frame_is_cut_off_by_the_next_writer(folder: Path) -> None:
-    packs = folder / "packs"
-    (path,) = (packs / CHRONICLES).iterdir()
-    whole = path.read_bytes()
-    with datastates.open(folder, config=QUIET) as repo:
-        for cut in (1, 9, 40):
-            path.write_bytes(whole[:-cut])
-            assert catch_up(repo.core.database, packs)
-            (found,) = chronicles(packs)
-            assert found.damaged_bytes == 0
-            assert sum(len(entry.states) for entry in found.entries) == len(repo.find("step >= 0"))
-
-
 def test_a_folder_that_lost_its_identity_gets_one_under_which_its_states_are_known(
     folder: Path,
 ) -> None:
@@ -318,48 +301,6 @@ def test_a_folder_that_lost_its_identity_gets_one_under_which_its_states_are_kno
         (packs / f"{durable[0]}.0.manifest").unlink()
         assert repo.verify().hurt == (durable[0],)
         assert repo.prune("latest:1", dry_run=True).dropped
-
-
-def test_news_too_large_for_one_frame_are_told_in_several(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chronicle, "_FULL_BYTES", 2000)
-    with datastates.open(tmp_path / "runs", config=QUIET) as repo:
-        uids = train(repo, "main", 30)
-        assert catch_up(repo.core.database, repo.location.packs)
-    (found,) = chronicles(tmp_path / "runs" / "packs")
-    told = [state.uid for entry in found.entries for state in entry.states]
-    assert list(dict.fromkeys(told)) == uids, (
-        "the thread of the repository may tell some of them too"
-    )
-    assert len(found.entries) > 4
-
-
-def test_reports_are_told_one_by_one_and_without_pictures_that_are_too_large_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(news, "_PICTURES_BYTES", 300)
-    with datastates.open(tmp_path / "runs", config=QUIET) as repo:
-        with repo.core.writing() as session:
-            for name, size in (("a", 100), ("b", 200), ("c", 100)):
-                attachments.keep(
-                    session,
-                    name,
-                    {},
-                    [attachments.NewSample(rank, rank, {}, bytes(size)) for rank in range(2)],
-                )
-        chronicle.tell_anew(repo.core.database, repo.location.packs)
-    (found,) = chronicles(tmp_path / "runs" / "packs")
-    assert found.damaged_bytes == 0
-    told = [
-        [(each.name, [sample.picture for sample in each.samples]) for each in entry.reports]
-        for entry in found.entries
-    ]
-    assert [each for each in told if each] == [
-        [("a", [bytes(100)] * 2)],
-        [("b", [None] * 2)],
-        [("c", [bytes(100)] * 2)],
-    ]
 
 
 def test_nothing_is_rebuilt_under_a_training_that_goes_on(folder: Path) -> None:
