@@ -43,7 +43,8 @@ def gc(
         bool,
         typer.Option(
             "--unknown",
-            help="Also delete states that no lineage knows; `reindex` takes them in instead.",
+            help="Also delete states that the lineage and its backup do not know; `reindex` takes"
+            " them in instead.",
         ),
     ] = False,
     repo: Repo = None,
@@ -213,14 +214,15 @@ def reindex(
         bool,
         typer.Option(
             "--replace",
-            help="Rebuild a lineage that is there; its file is kept beside the new one.",
+            help="Rebuild a lineage that is there; its file is kept next to the new one. On a"
+            " server, add to it.",
         ),
     ] = False,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Rebuild the lineage from the folder of packs, where the database is lost, damaged, or
-    older than the packs."""
+    """Rebuild the lineage from its backup in the folder of packs, and from the packs' manifests,
+    where the database is lost, damaged, or older than the packs."""
     from datastates.maintenance.reindex import reindex as rebuild
 
     shell = Shell(context, repo, as_json)

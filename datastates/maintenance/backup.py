@@ -117,12 +117,12 @@ def _copy(source: sqlite3.Connection, packs: Path, written_at: int) -> None:
 
 
 def looking_at(path: Path) -> closing[sqlite3.Connection]:
-    """A connection to a database that nobody writes, which leaves no files beside it."""
+    """A connection to a database to which no process writes; it makes no other files."""
     return closing(sqlite3.connect(f"{path.as_uri()}?immutable=1", uri=True))
 
 
 def damage_of(path: Path) -> str | None:
-    """Why a database that nobody writes cannot be used, in words; None if it is sound."""
+    """Why a database to which no process writes cannot be used, in words; None if it is sound."""
     try:
         with looking_at(path) as found:
             (said,) = found.execute("PRAGMA integrity_check(1)").fetchone()
@@ -164,7 +164,7 @@ _NEWEST = (
 
 
 def unknown_to(backup: Path, uids: Iterable[str]) -> list[str]:
-    """Those of these states that a backup does not have either; all if there is no sound one."""
+    """The states that a backup does not have; all of them if there is no sound backup."""
     known: set[str] = set()
     if backup.is_file():
         with suppress(sqlite3.Error), looking_at(backup) as found:
@@ -186,8 +186,8 @@ class Backups:
         self._thread.start()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Make the last backup and end the thread; wait for at most ``timeout_s`` (None: ten
-        seconds) if the folder stalls."""
+        """Make the last backup, and end the thread. If the folder stalls, wait for at most
+        ``timeout_s``, which is ten seconds if it is None."""
         self._ends.set()
         self._thread.join(_PATIENCE_S if timeout_s is None else timeout_s)
 

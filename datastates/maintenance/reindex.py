@@ -52,7 +52,7 @@ _ELSE = "tags, notes, configurations, seals, clones, studies, and states that we
 @dataclass(slots=True)
 class Added:
     """What manifests have and a lineage lacks: states with parents first, and moves of branches in
-    order. ``lacking`` says what the manifests lack."""
+    order. ``lacking`` lists what the manifests lack, for people."""
 
     states: list[NewState]
     moves: list[Move]
@@ -181,11 +181,11 @@ _TURN = ".reindexing"
 
 @dataclass(frozen=True, slots=True)
 class ReindexReport:
-    """What the lineage has now: its uid, and how many states, states whose bytes are here,
-    branches, tags, notes, lines of reflogs, records of clones, seals, and variants of studies.
+    """The rebuilt lineage: its uid, and how many states, states whose bytes are here, branches,
+    tags, notes, lines of reflogs, records of clones, seals, and variants of studies it has.
 
-    ``lacking`` says what is not known. ``replaced`` is the new path of the database that was there
-    before.
+    ``lacking`` lists what is not known, for people. ``replaced`` is the new path of the database
+    that was there before.
     """
 
     lineage: str
@@ -206,7 +206,7 @@ class ReindexReport:
 class _Work:
     """One rebuilding: the folder, its contents, its uid, and what was found lacking.
 
-    ``backup_at`` is when the backup was made with which it begins; None if it begins with none.
+    ``backup_at`` is the time of the backup that it starts from; None if it starts from none.
     """
 
     location: Location
@@ -235,18 +235,19 @@ def reindex(
     """Rebuild the lineage of a repository from its folder of packs, where the database is lost,
     damaged, or older than the packs.
 
-    It begins with the backup in the folder, which is at most about a minute older than the last
-    training; or with the database, if that is sound and lacks nothing of the backup. Then it adds
-    the states that only their manifests know: ancestry, metrics and heads of branches. Without a
-    backup, all comes from manifests. The bytes of states are not touched.
+    It starts from the backup in the folder, or from the database if that is sound and lacks
+    nothing of the backup. A backup is at most about a minute older than the end of the last
+    training. Then it adds the states that only manifests have, with ancestry and metrics, and moves
+    the branches. Without a backup, everything comes from manifests. The bytes of states are not
+    touched.
 
         datastates.open("old").close()
         print(datastates.reindex("old", replace=True).states)
 
     :param url: as for ``open``. A database on a server must be empty, or ``replace`` is given.
     :param packs: as for ``open``.
-    :param replace: rebuild a lineage that exists; its file is kept beside the new one. On a server,
-        add to the lineage what the folder has.
+    :param replace: rebuild a lineage that exists. Its file is kept next to the new one. On a
+        server, add to the lineage what the folder has.
     :param on_progress: called with how many states have been recorded, and how many there are.
     :raises Conflict: a lineage exists and ``replace`` is false, or a process is at work in the
         folder, or has the lineage open.
@@ -287,7 +288,6 @@ def _rebuilt(
     with _taking_turns(location.root):
         _remove(making)
         try:
-            _write_log(final)
             before = _stamps(final)
             _begin(work, final, making)
             report = _into(URL.create("sqlite", database=str(making)).render_as_string(), work)
@@ -313,35 +313,37 @@ def _rebuilt(
     )
 
 
-def _write_log(path: Path) -> None:
-    """Write what a killed process left in the log of a database to its file."""
-    if path.is_file():
-        # it may be damaged, or no database
-        with suppress(sqlite3.Error), closing(sqlite3.connect(path)) as found:
-            found.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-
-
 def _begin(work: _Work, final: Path, making: Path) -> None:
-    """Begin with a copy of the database, if it is sound and lacks nothing of the backup; else of
-    the backup; else with nothing."""
+    """Copy the database, if it is sound and lacks nothing of the backup. Else copy the backup, if
+    there is one."""
     backup = work.location.packs / BACKUP
     damage = damage_of(backup) if backup.is_file() else None
     if damage is not None:
         os.replace(backup, aside := backup.with_name(f"{BACKUP}.damaged"))
         work.lacking.append(f"the backup of the database is damaged ({damage}); it is {aside} now")
-    source = final
-    if not final.is_file() or damage_of(final) is not None or _lacks(final, backup):
-        source = backup
-        if not backup.is_file():
-            return
+    if not _copied(final, making, backup) and backup.is_file():
+        shutil.copyfile(backup, making)
         work.backup_at = datetime.fromtimestamp(backup.stat().st_mtime, UTC)
-    shutil.copyfile(source, making)
-    share(making.parent, making)
+    if making.exists():
+        share(making.parent, making)
 
 
-def _lacks(final: Path, backup: Path) -> bool:
-    with looking_at(final) as lineage:
-        return is_behind(lineage, backup)
+def _copied(final: Path, making: Path, backup: Path) -> bool:
+    """Copy the database with its log, which a killed process may have left; returns whether the
+    copy can be used. The database itself is not opened, because the log may be another one's."""
+    if not final.is_file():
+        return False
+    for suffix in ("", "-wal"):
+        if os.path.isfile(f"{final}{suffix}"):
+            shutil.copyfile(f"{final}{suffix}", f"{making}{suffix}")
+    with suppress(sqlite3.Error), closing(sqlite3.connect(making)) as copy:
+        copy.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    if damage_of(making) is None:
+        with looking_at(making) as lineage:
+            if not is_behind(lineage, backup):
+                return True
+    _remove(making)
+    return False
 
 
 def _back_up(location: Location) -> None:
