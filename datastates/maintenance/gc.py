@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from datastates.errors import Conflict
@@ -85,7 +86,7 @@ def gc(
         return _report(
             gone, left, tier.collect(is_dry=True, without=gone, tell=tell), is_dry_run=True
         )
-    removed = _remove(core, leftovers, lambda session, uids: _leftovers(core, session, uids))
+    removed = _remove(core, leftovers, partial(_leftovers, core))
     removed += _remove(core, unknown, unheard_of)
     return _report(removed, left, tier.collect(tell=tell))
 
