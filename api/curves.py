@@ -26,11 +26,11 @@ from datastates.lineage.query.curves import (
     generation_of,
     lost_parts,
     means,
+    metrics_version,
     names_of,
     outline,
     partings,
 )
-from datastates.lineage.query.news import metrics_version
 from datastates.lineage.query.walk import first_meeting
 from datastates.values import Value
 

@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import random
-import shutil
 import statistics
 import subprocess
 import sys
@@ -200,8 +199,6 @@ def make(url: str, packs: Path, count: int) -> None:
         with database.write() as session:
             session.execute(text("ANALYZE"))
     database.close()
-    # else the first commands write these states there
-    shutil.rmtree(packs / "chronicles", ignore_errors=True)
 
 
 # The operations: each opens the repository, and returns the seconds of what it is named for

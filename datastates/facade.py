@@ -821,8 +821,9 @@ class Upkeep(Opened):
             print(repo.gc(dry_run=True).bytes_freed)
 
         :param dry_run: only report what would be done.
-        :param unknown: also delete states that no lineage knows, because their process died before
-            it recorded them; ``reindex`` adds them to the lineage instead.
+        :param unknown: also delete states that neither the lineage nor its backup knows, because
+            their process died before it recorded them; ``reindex`` adds them to the lineage
+            instead.
         :param on_progress: called with the bytes of packs freed so far, and the total to be freed.
         :raises Conflict: another process collects in this folder; with ``unknown``, also if another
             process uses it at all.

@@ -8,7 +8,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import BigInteger, ColumnElement, Select, bindparam, delete, insert, select
@@ -18,7 +17,6 @@ from datastates.system import logs
 from datastates.values import Value
 
 from .schema import (
-    AmendmentRow,
     AttributeRow,
     EdgeRow,
     MetricRow,
@@ -314,33 +312,3 @@ def _load(session: Session, ids: list[int]) -> dict[int, State]:
             config=configs.get(run_id, {}),
         )
     return found
-
-
-# Amendments: one append-only table with a row for each write or change in tables that do not only
-# grow.
-
-
-class Amended(StrEnum):
-    """What changed: the record of a run, the attributes or the metrics of a state, its seal, a
-    variant of a study, a report."""
-
-    RUN = "run"
-    ATTRIBUTES = "attributes"
-    METRICS = "metrics"
-    SEAL = "seal"
-    VARIANT = "variant"
-    REPORT = "report"
-
-
-def amend(
-    session: Session, kind: Amended, names: Iterable[str], *, study: str | None = None
-) -> None:
-    """Note that these are new or have changed: uids of runs or states, or names.
-
-    Variants also need their ``study``."""
-    rows = [{"kind": kind.value, "name": name, "study": study} for name in names]
-    if rows:
-        session.execute(_NOTE, rows)
-
-
-_NOTE = insert(table(AmendmentRow))

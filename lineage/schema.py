@@ -25,6 +25,7 @@ from sqlalchemy import (
     collate,
     func,
     literal_column,
+    text,
 )
 
 if TYPE_CHECKING:
@@ -273,12 +274,19 @@ class RefRow(Base):
     message: Mapped[str | None] = mapped_column(Text)
 
 
+_NO_MOVE = text("old_id IS NULL AND new_id IS NULL")
+
+
 class RefEventRow(Base):
     """Append-only: every creation, move and deletion of a ref; the reflog and the source of live
     events."""
 
     __tablename__ = "ref_event"
-    __table_args__ = (Index(None, "name", "id"),)
+    __table_args__ = (
+        Index(None, "name", "id"),
+        # the lines of notes and of metrics, which are counted
+        Index(None, "id", sqlite_where=_NO_MOVE, postgresql_where=_NO_MOVE),
+    )
 
     id: Mapped[int] = mapped_column(Id, primary_key=True)
     name: Mapped[str] = mapped_column(String(255))
@@ -501,22 +509,6 @@ class ReportSampleRow(Base):
     sample: Mapped[int] = mapped_column(BigInteger)
     body: Mapped[str] = mapped_column(Text)
     picture: Mapped[bytes | None] = mapped_column(LargeBinary)
-
-
-class AmendmentRow(Base):
-    """Append-only: a write or a change that no growing table records; ``amendments.Amended`` lists
-    the ``kind`` values.
-
-    ``name`` is the uid of a run or of a state, or the name of a report, or of a variant of a
-    ``study``.
-    """
-
-    __tablename__ = "amendment"
-
-    id: Mapped[int] = mapped_column(Id, primary_key=True)
-    kind: Mapped[str] = mapped_column(String(12))
-    name: Mapped[str] = mapped_column(String(255))
-    study: Mapped[str | None] = mapped_column(String(255))
 
 
 def table(model: type[Base]) -> Table:

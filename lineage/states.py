@@ -485,7 +485,7 @@ def columns_of(key: str, value: Value, what: str) -> dict[str, object]:
         case bool():
             type_, number = "bool", float(value)
         case int():
-            values.plain(value, f"{what} {key!r}")  # at most 64 bits: the chronicle stores no more
+            values.plain(value, f"{what} {key!r}")  # at most 64 bits
             type_, number, text = (
                 "int",
                 float(value),

@@ -31,9 +31,8 @@ from datastates.compare.diff import histogram as count
 from datastates.errors import InvalidInput
 from datastates.lineage import lookup
 from datastates.lineage.query import pages, revision
-from datastates.lineage.query.curves import Axis, lost_parts
+from datastates.lineage.query.curves import Axis, lost_parts, metrics_version
 from datastates.lineage.query.fields import check_names
-from datastates.lineage.query.news import metrics_version
 from datastates.lineage.states import State
 from datastates.lineage.views import branch_rows, branches, comparison
 from datastates.lineage.views.branch_rows import Branches

@@ -9,7 +9,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -327,9 +327,10 @@ class Shell:
         with self.database() as database:
             with database.write(durable=True) as session:
                 yield session
-            from datastates.maintenance.chronicle import tell_now
+            from datastates.maintenance.backup import back_up
 
-            tell_now(database, self.location().packs)
+            with suppress(DatastatesError, OSError):  # the next backup has it
+                back_up(database, self.location())
 
     @contextmanager
     def repository(self, *, must_exist: bool = True) -> Iterator[Repository]:

@@ -43,7 +43,8 @@ def gc(
         bool,
         typer.Option(
             "--unknown",
-            help="Also delete states that no lineage knows; `reindex` takes them in instead.",
+            help="Also delete states that the lineage and its backup do not know; `reindex` takes"
+            " them in instead.",
         ),
     ] = False,
     repo: Repo = None,
@@ -213,30 +214,22 @@ def reindex(
         bool,
         typer.Option(
             "--replace",
-            help="Rebuild a lineage that is there; its file is kept beside the new one.",
+            help="Rebuild a lineage that is there; its file is kept next to the new one. On a"
+            " server, add to it.",
         ),
     ] = False,
-    lineage: Annotated[
-        str | None,
-        typer.Option(
-            "--lineage",
-            metavar="UID",
-            help="Which lineage, if the folder serves several.",
-            show_default=False,
-        ),
-    ] = None,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Rebuild the lineage from the folder of packs, where the database is lost, damaged, or
-    older than the packs."""
+    """Rebuild the lineage from its backup in the folder of packs, and from the packs' manifests,
+    where the database is lost, damaged, or older than the packs."""
     from datastates.maintenance.reindex import reindex as rebuild
 
     shell = Shell(context, repo, as_json)
     orderly()
     location = shell.location(must_exist=False)
     url = location.database_url if location.root is None else location.root
-    done = rebuild(url, packs=location.packs, lineage=lineage, replace=replace)
+    done = rebuild(url, packs=location.packs, replace=replace)
     if shell.as_json:
         import msgspec
 

@@ -42,7 +42,6 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from datastates.errors import Conflict, DatastatesError, NotFound, Unavailable
 from datastates.lineage import lookup
-from datastates.lineage.chronicle import RunLine
 from datastates.lineage.database import Database, undeterred
 from datastates.lineage.query.incomplete import Outcome, outcomes
 from datastates.lineage.query.names import reflog, refs
@@ -60,7 +59,7 @@ from datastates.system.interrupts import Mutex
 from datastates.system.logs import event
 from datastates.system.threads import Latch
 
-from .rank_reports import Entry, Heard, Parts, Said, Skip, lines_of, report, tell
+from .rank_reports import Entry, Heard, Parts, Said, Skip, report, states_of, tell
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -831,14 +830,7 @@ class Journal:
                 else self._local.part_manifest(uid, 0).origin.world_size
             )
             manifests = {(uid, rank): self._local.part_manifest(uid, rank) for rank in range(size)}
-        news = [(clones.new_state(line), branch) for line, branch in lines_of(manifests)]
-        return next(
-            (
-                Entry(replace(new, facts=replace(new.facts, branch=branch)), None)
-                for new, branch in news
-            ),
-            None,
-        )
+        return next((Entry(new, None) for new in states_of(manifests)), None)
 
     def _tell_again(self, session: Session, entry: Entry) -> None:
         new, facts = entry.new, entry.new.facts
@@ -849,27 +841,7 @@ class Journal:
             return
         if facts.run is not None and not _has_run(session, facts.run):
             # of a process that has ended, about which nothing else is known
-            clones.put_runs(
-                session,
-                [
-                    RunLine(
-                        facts.run,
-                        None,
-                        None,
-                        "",
-                        "",
-                        0,
-                        (),
-                        None,
-                        None,
-                        {},
-                        {},
-                        to_us(facts.created_at),
-                        None,
-                    )
-                ],
-                {},
-            )
+            clones.put_runs(session, [new])
         here = clones.known(session, facts.parents)
         if len(here) < len(facts.parents):
             # a parent that was only in memory: the state follows the newest one of its branch

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from datastates.lineage.chronicle import StateLine
 from datastates.lineage.database import Database, undeterred
 from datastates.lineage.lookup import state
 from datastates.lineage.query.incomplete import Outcome, outcomes, ranks_text, statuses_of, waiting
 from datastates.lineage.query.names import replicas_of
-from datastates.lineage.states import EdgeKind, NewState, StateFacts, Status, Why
+from datastates.lineage.schema import from_us
+from datastates.lineage.states import Edge, EdgeKind, NewState, StateFacts, Status, Why
 from datastates.lineage.write.parts import (
     Telling,
     give_up,
@@ -156,10 +156,8 @@ class Entry:
     form: str = ""
 
 
-def lines_of(
-    manifests: Mapping[tuple[str, int], Manifest],
-) -> Iterable[tuple[StateLine, str | None]]:
-    """Every state of which all parts are here, and its branch."""
+def states_of(manifests: Mapping[tuple[str, int], Manifest]) -> Iterable[NewState]:
+    """Every state of which all parts are here; the code that finds its bytes marks it later."""
     for (uid, rank), first in manifests.items():
         size = first.origin.world_size
         parts = (
@@ -171,24 +169,26 @@ def lines_of(
             continue
         origin = first.origin
         total = sum(chunk.length for part in parts for chunk in part.content.chunks)
-        line = StateLine(
+        try:
+            created_at = from_us(origin.created_at_us)
+        except OverflowError:  # no version of ours wrote that
+            continue
+        facts = StateFacts(
             uid=uid,
-            digest=root_digest([part.digest for part in parts], origin.parent_digests),
             parent=origin.parents[0] if origin.parents else None,
-            edges=tuple((parent, EdgeKind.MERGE.value, 1.0) for parent in origin.parents[1:]),
+            branch=origin.branch,
             run=origin.run,
             step=origin.step,
             micro_step=origin.micro_step,
-            created_at=origin.created_at_us,
-            message=origin.message,
             metrics=origin.metrics,
             attributes=origin.attributes,
-            status=Status.EVICTED.value,
-            bytes_total=total,
-            bytes_new=0,
+            message=origin.message,
+            created_at=created_at,
+            edges=tuple(Edge(parent, EdgeKind.MERGE, 1.0) for parent in origin.parents[1:]),
             world_size=size,
         )
-        yield line, origin.branch
+        digest = root_digest([part.digest for part in parts], origin.parent_digests)
+        yield NewState(facts, digest, Status.EVICTED, bytes_total=total)
 
 
 # What this process has told of states of several parts: the states of which it waits to hear, and

@@ -37,7 +37,7 @@ from datastates.system.interrupts import Mutex, undisturbed
 from datastates.system.logs import event, say
 from datastates.system.memory import available_memory_bytes
 
-from .chronicle import Chronicler, tell_now
+from .backup import Backups, back_up
 from .environment import describe_run, node_name
 from .lease import FOLDER, LEASES, PACKS, Home, Lease, held_in, is_alive, is_dead, settle_in
 from .location import Location, check_whole
@@ -73,7 +73,7 @@ class Belongings:
     run: Run
     arena: Arena
     runner: Runner
-    chronicler: Chronicler
+    backups: Backups
     keeper: Keeping | None = None
     is_let_go: bool = False
 
@@ -148,7 +148,7 @@ class Belongings:
             )
 
     def _free(self) -> None:
-        self.chronicler.close(_FREE_S if self.runner.is_held_up else None)
+        self.backups.close(_FREE_S if self.runner.is_held_up else None)
         if self.runner.is_held_up:
             # the folder does not answer: a system call there may never return
             ending = threading.Thread(target=self.lease.close, name="datastates-lease", daemon=True)
@@ -557,8 +557,8 @@ class Core:
             lease.close()
             raise
         self.tiers.captured = memory
-        chronicler = Chronicler(self.database, self.location.packs)
-        return Belongings(self.database, self.tiers, lease, run, arena, runner, chronicler)
+        backups = Backups(self.database, self.location)
+        return Belongings(self.database, self.tiers, lease, run, arena, runner, backups)
 
     def host(self) -> Runner:
         """The engine behind captures, merges and clones, made on the first call."""
@@ -747,7 +747,8 @@ class Core:
     def _let_go(self) -> None:
         if self.engaged is None:
             if self._has_written:
-                tell_now(self.database, self.location.packs)
+                with suppress(DatastatesError, OSError):  # the next backup has it
+                    back_up(self.database, self.location)
             return self.tiers.close()
         self.engaged.let_go()
         return closed(self.engaged.end_unowned)

@@ -2,15 +2,15 @@
 everything on which the lineage depends stays.
 
 The lineage says which states were given up, and the manifests in the folder say which packs are
-needed. A state that is not in the lineage may be another lineage's, or newer than a database that
-was restored from a copy: its files stay, and the report says so. So do those of a state that was
-given up here, and that the chronicle of another lineage names.
+needed. A state that is not in the lineage may be newer than a database that was restored from a
+copy: its files stay, and the report says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from datastates.errors import Conflict
@@ -20,7 +20,7 @@ from datastates.lineage.write.replicas import take_turns
 from datastates.storage.garbage import Collected
 from datastates.system.interrupts import checkpoint
 
-from .chronicle import CHRONICLES, chronicles
+from .backup import BACKUP, unknown_to
 from .core import Core
 from .lease import held_in
 
@@ -77,35 +77,27 @@ def gc(
             abandon(session)
     with core.database.read() as session:
         here = tuple(dict.fromkeys(uid for uid, _ in tier.parts()))
-        leftovers, named = _leftovers(core, session, here)
+        leftovers = _leftovers(core, session, here)
         strangers = unheard_of(session, here)
     unknown = _nobodys(core, strangers) if takes_unknown else []
-    left = [
-        *_named(core, named),
-        *_unknown(core, [uid for uid in strangers if uid not in set(unknown)]),
-    ]
+    left = _unknown(core, [uid for uid in strangers if uid not in set(unknown)])
     if is_dry_run:
         gone = [*leftovers, *unknown]
         return _report(
             gone, left, tier.collect(is_dry=True, without=gone, tell=tell), is_dry_run=True
         )
-    removed = _remove(core, leftovers, lambda session, uids: _leftovers(core, session, uids)[0])
+    removed = _remove(core, leftovers, partial(_leftovers, core))
     removed += _remove(core, unknown, unheard_of)
     return _report(removed, left, tier.collect(tell=tell))
 
 
-def _leftovers(
-    core: Core, session: Session, uids: Sequence[str]
-) -> tuple[list[str], dict[str, str]]:
-    """Those of these states that were given up, and may go; and those that were given up here
-    and stay, with why."""
-    gone = given_up(session, uids, tier=core.tiers.durable.name, node=core.home.uid or "")
-    named = core.home.neighbours.naming(session, gone)
-    return [uid for uid in gone if uid not in named], named
+def _leftovers(core: Core, session: Session, uids: Sequence[str]) -> list[str]:
+    """Those of these states that were given up."""
+    return given_up(session, uids, tier=core.tiers.durable.name, node=core.home.uid or "")
 
 
 def _nobodys(core: Core, strangers: list[str]) -> list[str]:
-    """Those that no other lineage of the folder has recorded, either.
+    """Those that the backup of the lineage does not have, either.
 
     :raises Conflict: another process is at work here, and may yet record them.
     """
@@ -115,13 +107,7 @@ def _nobodys(core: Core, strangers: list[str]) -> list[str]:
             f"{len(others)} processes are at work in {core.location.packs}, the first of them run"
             f" {others[0]}: what is unknown may be theirs; do it when they have ended, or leave it"
         )
-    told = {
-        state.uid
-        for chronicle in chronicles(core.location.packs)
-        for entry in chronicle.entries
-        for state in entry.states
-    }
-    return [uid for uid in strangers if uid not in told]
+    return unknown_to(core.location.packs / BACKUP, strangers)
 
 
 def _remove(
@@ -156,26 +142,14 @@ def _report(
     )
 
 
-def _named(core: Core, named: dict[str, str]) -> list[str]:
-    found = []
-    for why in dict.fromkeys(named.values()):
-        uids = [uid for uid in named if named[uid] == why]
-        found.append(
-            f"state {uids[0]}{_and_more(uids)} in {core.home.path}, which this lineage gave up:"
-            f" {why}; if that lineage is no more, move its chronicle away from"
-            f" {core.home.path / CHRONICLES}"
-        )
-    return found
-
-
 def _unknown(core: Core, strangers: list[str]) -> list[str]:
     if not strangers:
         return []
     return [
         f"state {strangers[0]}{_and_more(strangers)} in {core.home.path}, which this lineage does"
-        " not know: another lineage's, or newer than a database that was brought back from a copy"
-        " (`datastates reindex --replace` takes them in), or of a process that died before it told"
-        " of them (`datastates gc --unknown` deletes what no lineage of this folder was told of)"
+        " not know: newer than a database that was brought back from a copy (`datastates reindex"
+        " --replace` takes them in), or of a process that died before it recorded them (`datastates"
+        " gc --unknown` deletes what the backup of the lineage does not know either)"
     ]
 
 

@@ -13,8 +13,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -34,9 +33,7 @@ from datastates.system.files import (
     may_read,
     read_regular,
 )
-from datastates.system.interrupts import Mutex
 
-from .chronicle import CHRONICLES, lineages, read_chronicle
 from .environment import is_running, node_name
 from .location import Location
 
@@ -125,105 +122,9 @@ def look(packs: Path, uid: str) -> Seen:
         return Seen.FREE
 
 
-# The other lineages of a folder of packs: their states lie there too, so whoever deletes files
-# asks here first.
-
-
-_Stamp = tuple[int, int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """A chronicle as it was read: the states that it names, where its last frame ends, and why
-    it may name more; None if it cannot."""
-
-    stamp: _Stamp
-    uids: frozenset[str]
-    end: int
-    doubt: str | None
-
-
-_NOTHING = _Seen((0, 0, 0), frozenset(), 0, None)
-
-
-class Neighbours:
-    """What the chronicles of other lineages say of the states in a folder. Only what is new in a
-    chronicle is read. Safe from any thread.
-
-    A state that another lineage has taken in is known here once that one has told its chronicle:
-    within ten seconds while it captures, else when it is closed.
-    """
-
-    def __init__(self, packs: Path) -> None:
-        self._packs = packs
-        self._seen: dict[str, _Seen] = {}
-        self._turn = Mutex()
-
-    def naming(self, session: Session, uids: Iterable[str]) -> dict[str, str]:
-        """Those of these states whose files must stay because another lineage than that of the
-        session names them, or may: each with why, in words."""
-        others, wanted, found = lineages(self._packs), list(uids), dict[str, str]()
-        if not others or not wanted:
-            return found
-        own = repository_uid(session)
-        with self._turn:
-            for lineage in others:
-                if lineage != own:
-                    seen = self._look(lineage)
-                    found |= {
-                        uid: f"lineage {lineage} of this folder names it too"
-                        for uid in wanted
-                        if uid in seen.uids
-                    }
-                    found |= {} if seen.doubt is None else dict.fromkeys(wanted, seen.doubt)
-        return found
-
-    def _look(self, lineage: str) -> _Seen:
-        stamp, known = _stamp(self._packs / CHRONICLES / lineage), self._seen.get(lineage)
-        if known is not None and known.stamp == stamp:
-            return known
-        if (
-            known is None
-            or known.doubt is not None
-            or known.stamp[0] != stamp[0]
-            or stamp[1] < known.end
-        ):
-            known = _NOTHING
-        seen = _read_on(self._packs, lineage, stamp, known)
-        if seen.doubt is not None and known.end:  # it may have been written anew
-            seen = _read_on(self._packs, lineage, stamp, _NOTHING)
-        self._seen[lineage] = seen
-        return seen
-
-
-def _stamp(path: Path) -> _Stamp:
-    try:
-        status = os.stat(path, follow_symlinks=False)
-    except OSError:  # the reader says what is wrong
-        return _NOTHING.stamp
-    return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _read_on(packs: Path, lineage: str, stamp: _Stamp, known: _Seen) -> _Seen:
-    uids = set(known.uids)
-    try:
-        more = read_chronicle(
-            packs,
-            lineage,
-            known.end,
-            take=lambda entry: uids.update(state.uid for state in entry.states),
-        )
-    except Unavailable as exc:
-        return replace(_NOTHING, doubt=f"another lineage may name it: {exc}")
-    doubt = (
-        f"lineage {lineage} of this folder may name it: its chronicle is damaged; `datastates"
-        " repair` there writes it anew"
-    )
-    return _Seen(stamp, frozenset(uids), more.end, doubt if more.rotten_bytes else None)
-
-
 # The folder of packs, which a repository recognizes by a uid stored in it, not by its path or by
-# the host that sees it.
+# the host that sees it. It belongs to one lineage, whose uid is stored there too: whoever deletes
+# files asks that lineage alone.
 
 
 FOLDER = "datastates.folder"
@@ -234,7 +135,7 @@ PACKS = "datastates.packs"
 
 _PAGE = 4096
 _IDENTITY = ".identity"
-_UID = re.compile("[0-9a-f]{24}")
+_LINES = re.compile(r"([0-9a-f]{24})\n([0-9a-f]{24})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,16 +143,14 @@ class Home:
     """A folder of packs. ``uid`` is None if it has none and none could be written.
 
     ``is_beside``: the lineage lies beside it in one folder, so a copy of one comes with a copy of
-      the other.
-    ``read_only`` says why nothing can be written here; None if it can. ``neighbours`` are the other
-    lineages that have states in it.
+    the other.
+    ``read_only`` says why nothing can be written here; None if it can.
     """
 
     path: Path
     uid: str | None
     is_beside: bool
     read_only: str | None
-    neighbours: Neighbours = field(repr=False, compare=False)
 
     def check_writable(self) -> str:
         """The folder's uid, if a training may write here.
@@ -286,46 +185,45 @@ def look_at(location: Location) -> Home:
     :raises Unavailable: its identity cannot be read.
     """
     is_beside = location.root is not None and location.packs == location.root / "packs"
-    return Home(
-        location.packs,
-        _read(location.packs),
-        is_beside,
-        "it was opened for looking only",
-        Neighbours(location.packs),
-    )
+    found = owner_of(location.packs)
+    uid = None if found is None else found[0]
+    return Home(location.packs, uid, is_beside, "it was opened for looking only")
 
 
 def settle_in(location: Location, database: Database) -> Home:
     """The folder of packs; if both may be written, its lineage knows it from now on.
 
     :raises Unavailable: its identity cannot be read, or cannot be written.
+    :raises Conflict: it belongs to another lineage.
     """
     packs = location.packs
     is_beside = location.root is not None and packs == location.root / "packs"
     read_only = database.read_only or (
         None if _may_write(packs) else f"{packs} may not be written by this process"
     )
-    uid = identity(packs) if database.read_only is None else _read(packs)
+    with database.read() as session:
+        lineage = repository_uid(session)
+    uid = identity(packs, lineage, may_write=database.read_only is None)
     if uid is not None and database.read_only is None:
         with database.read() as session:
             known = attachments.get(session, uid)
         if known is None or known.path != str(packs):
             with database.write() as session:
                 attachments.note(session, uid, path=str(packs), host=node_name())
-    return Home(packs, uid, is_beside, read_only, Neighbours(packs))
+    return Home(packs, uid, is_beside, read_only)
 
 
-def identity(packs: Path) -> str | None:
-    """The uid of a folder of packs, which gets one if it has none; None if it has none and may not
-    be written.
+def identity(packs: Path, lineage: str, *, may_write: bool = True) -> str | None:
+    """The uid of the folder of packs of a lineage. A folder that has none gets one, and belongs to
+    the lineage from then on; None if it may not be written.
 
     :raises Unavailable: it cannot be read, or cannot be written.
+    :raises Conflict: it belongs to another lineage.
     """
-    uid = _read(packs)
-    if uid is not None or not _may_write(packs):
-        return uid
     try:
-        return _identify(packs)
+        found = owner_of(packs)
+        if found is None and may_write and _may_write(packs):
+            found = _identify(packs, lineage)
     except OSError as error:
         next_step = "see that its disk is well and has room, or choose another folder"
         if error.errno in (errno.EMFILE, errno.ENFILE):
@@ -335,13 +233,25 @@ def identity(packs: Path) -> str | None:
         raise Unavailable(
             f"{packs} cannot be made a home of states ({error}): {next_step}"
         ) from error
+    if found is not None and found[1] != lineage:
+        raise Conflict(
+            f"{packs} belongs to lineage {found[1]} ({_IDENTITY} there says so), and this database"
+            f" holds lineage {lineage}: name another folder for its states (packs=), or the"
+            f" database of {found[1]}; if that is lost, `datastates reindex` rebuilds it in an"
+            " empty one"
+        )
+    return None if found is None else found[0]
 
 
 def _may_write(packs: Path) -> bool:
     return os.access(packs, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)
 
 
-def _read(packs: Path) -> str | None:
+def owner_of(packs: Path) -> tuple[str, str] | None:
+    """The uids of a folder of packs and of its lineage; None if it has none yet.
+
+    :raises Unavailable: they cannot be read.
+    """
     path = packs / _IDENTITY
     try:
         text = read_regular(path, most=_PAGE).decode(errors="replace").strip()
@@ -352,15 +262,16 @@ def _read(packs: Path) -> str | None:
             f"{path} cannot be read ({exc.strerror}): it says which folder this is; get the right"
             " to read it"
         ) from exc
-    if not _UID.fullmatch(text):
+    lines = _LINES.fullmatch(text)
+    if lines is None:
         raise Unavailable(
-            f"{path} says {text[:40]!r}, which is no identity of a folder: bring the file back from"
+            f"{path} says {text[:60]!r}, which is no identity of a folder: bring the file back from"
             " a copy, or delete it"
         )
-    return text
+    return lines[1], lines[2]
 
 
-def _identify(packs: Path) -> str:
+def _identify(packs: Path, lineage: str) -> tuple[str, str]:
     """The identity of the folder, which is written unless another process was first."""
     # imports torch, which callers that only read do without
     from datastates.storage.durable_files import (
@@ -371,13 +282,13 @@ def _identify(packs: Path) -> str:
     )
 
     with locked(packs, is_shared=False):
-        found = _read(packs)
+        found = owner_of(packs)
         if found is not None:
             return found
         made, path = secrets.token_hex(12), packs / f"{TEMPORARY}identity"
         fd = make_regular(path)
         try:
-            write_file(fd, path, made.encode() + b"\n")
+            write_file(fd, path, f"{made}\n{lineage}\n".encode())
             may_read(packs, fd)
             path.rename(packs / _IDENTITY)
         except BaseException:
@@ -386,7 +297,7 @@ def _identify(packs: Path) -> str:
         finally:
             os.close(fd)
         sync_folder(packs)
-    return made
+    return made, lineage
 
 
 # Tells whether the process of a run lives, as far as that can be known from here. Imports no

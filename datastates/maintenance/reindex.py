@@ -1,289 +1,177 @@
-"""Rebuilding a lineage from its folder of packs alone, for a database that is lost, damaged, or
-older than the folder."""
+"""Rebuilding a lineage from its folder of packs, for a database that is lost, damaged, or older
+than the folder: from the backup there, and from manifests."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import shutil
+import sqlite3
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from dataclasses import replace as replaced
+from datetime import UTC, datetime
 from itertools import count, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 from sqlalchemy import URL
 
 from datastates import values
-from datastates.engine.rank_reports import lines_of
-from datastates.errors import (
-    Conflict,
-    Corrupt,
-    DatastatesError,
-    InvalidInput,
-    NotFound,
-    Unavailable,
-)
+from datastates.engine.rank_reports import states_of
+from datastates.errors import Conflict, Corrupt, DatastatesError, NotFound, Unavailable
 from datastates.lineage import sqlite_files
-from datastates.lineage.chronicle import (
-    AttributesLine,
-    CloneLine,
-    Entry,
-    EventLine,
-    RemarkLine,
-    ReportLine,
-    RunLine,
-    SealLine,
-    StateLine,
-    VariantLine,
-)
 from datastates.lineage.database import Database
-from datastates.lineage.query import names
-from datastates.lineage.states import RefKind
+from datastates.lineage.query.retained import held_on
+from datastates.lineage.schema import to_us
+from datastates.lineage.states import NewState, RefKind
 from datastates.lineage.write import attachments, runs
 from datastates.lineage.write import clones as rebuild
-from datastates.lineage.write.clones import known, new_state, repository_uid
+from datastates.lineage.write.clones import Move, known, repository_uid
 from datastates.lineage.write.record import check
-from datastates.lineage.write.replicas import mark, take_turns
+from datastates.lineage.write.replicas import evict, mark, take_turns
 from datastates.state.manifest import Manifest, root_digest
 from datastates.storage.durable_files import sync_folder
 from datastates.storage.roles import DurableTier
 from datastates.storage.tiers import VOLATILE, packs_in
-from datastates.system.files import hold
+from datastates.system.files import hold, share
 from datastates.system.interrupts import checkpoint, undisturbed
 
-from .chronicle import Chronicle, chronicles, tell_anew
+from .backup import BACKUP, back_up, damage_of, is_behind, looking_at
 from .environment import node_name
-from .lease import held_in, identity
+from .lease import held_in, identity, owner_of
 from .location import DATABASE, Location, locate
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
 _REINDEXED = "capture (found by reindex)"
+_ELSE = "tags, notes, configurations, seals, clones, studies, and states that were only in memory"
 
 
 @dataclass(slots=True)
-class Retelling:
-    """A lineage as its folder records it: states with parents first, lines of reflogs in order.
+class Added:
+    """What manifests have and a lineage lacks: states with parents first, and moves of branches in
+    order. ``lacking`` lists what the manifests lack, for people."""
 
-    ``lacking`` says what the folder lacks."""
-
-    runs: list[RunLine] = field(default_factory=list)
-    states: list[StateLine] = field(default_factory=list)
-    events: list[EventLine] = field(default_factory=list)
-    remarks: tuple[RemarkLine, ...] = ()
-    clones: list[CloneLine] = field(default_factory=list)
-    seals: list[SealLine] = field(default_factory=list)
-    variants: list[VariantLine] = field(default_factory=list)
-    reports: list[ReportLine] = field(default_factory=list)
+    states: list[NewState]
+    moves: list[Move]
     lacking: list[str] = field(default_factory=list)
 
-    @property
-    def ended_at(self) -> dict[str, int]:
-        """When each run captured its last state."""
-        found: dict[str, int] = {}
-        for state in self.states:
-            if state.run is not None:
-                found[state.run] = max(found.get(state.run, 0), state.created_at)
-        return found
 
-
-def retell(chronicle: Chronicle | None, manifests: Mapping[tuple[str, int], Manifest]) -> Retelling:
-    """The lineage from a chronicle, and from manifests by uid and rank, without those that only
-    other lineages know."""
-    told = Retelling()
-    states: dict[str, StateLine] = {}
-    runs: dict[str, RunLine] = {}
-    events: dict[int, EventLine] = {}
-    for entry in () if chronicle is None else chronicle.entries:
-        runs |= {run.uid: run for run in entry.runs}
-        states |= {state.uid: state for state in entry.states}
-        states |= {
-            each.state: _annotated(states[each.state], each)
-            for each in entry.attributes
-            if each.state in states
-        }
-        events |= {event.id: event for event in entry.events}
-        told.remarks = told.remarks if entry.remarks is None else entry.remarks
-    told.events = [events[id_] for id_ in sorted(events)]
-    _tell_the_rest(told, () if chronicle is None else chronicle.entries)
-    _say_what_is_lacking(told, chronicle)
-    found = {
-        line.uid: (line, branch) for line, branch in lines_of(manifests) if line.uid not in states
-    }
-    _add(told, states, _in_order(found), is_whole=chronicle is not None)
-    told.states = _parents_first(told, states)
-    _know_runs(told, runs)
-    told.runs = sorted(runs.values(), key=lambda run: run.process is not None)
-    return told
-
-
-def _annotated(state: StateLine, changed: AttributesLine) -> StateLine:
-    return msgspec.structs.replace(state, attributes=changed.attributes, metrics=changed.metrics)
-
-
-def _tell_the_rest(told: Retelling, entries: Sequence[Entry]) -> None:
-    """Add everything besides runs, states and names: the last entry on each."""
-    told.clones = [
-        line
-        for _, line in sorted({line.id: line for entry in entries for line in entry.clones}.items())
-    ]
-    told.seals = list({line.state: line for entry in entries for line in entry.seals}.values())
-    told.variants = list(
-        {(line.study, line.name): line for entry in entries for line in entry.variants}.values()
-    )
-    told.reports = list({line.name: line for entry in entries for line in entry.reports}.values())
-
-
-def _say_what_is_lacking(told: Retelling, chronicle: Chronicle | None) -> None:
-    if chronicle is None:
-        told.lacking.append(
-            "the folder has no chronicle: tags, notes, configurations, seals, clones, studies,"
-            " states that were only in memory, and where branches were moved by hand are not known"
+def added_by(
+    manifests: Mapping[tuple[str, int], Manifest],
+    here: Container[str],
+    heads: Mapping[str, Move],
+) -> Added:
+    """What manifests, by uid and rank, add to a lineage. It has the states ``here``, and ``heads``
+    are the last lines of its reflogs, by name."""
+    found = {new.uid: new for new in states_of(manifests) if new.uid not in here}
+    placed, moves, bridged = _placed(_in_order(found), here, heads)
+    states = _parents_first(placed, here)
+    added = Added(list(states.values()), [move for move in moves if move.new in states])
+    if bridged:
+        added.lacking.append(
+            f"{bridged} states name a parent that is not known: each hangs on to the newest one"
+            " before it on its branch, or is a root"
         )
-    elif chronicle.damaged_bytes:
-        told.lacking.append(
-            f"{chronicle.damaged_bytes} bytes of the chronicle are damaged: what they told is lost"
+    if len(states) < len(placed):
+        added.lacking.append(
+            f"{len(placed) - len(states)} states cannot be recorded: what they say of themselves is"
+            " nothing that a lineage holds"
         )
+    return added
 
 
-def _in_order(
-    found: Mapping[str, tuple[StateLine, str | None]],
-) -> list[tuple[StateLine, str | None]]:
+def _in_order(found: Mapping[str, NewState]) -> list[NewState]:
     """The states, oldest first, and each after its first parent, whatever the clock said."""
-    ordered: dict[str, tuple[StateLine, str | None]] = {}
-    for line, _ in sorted(found.values(), key=lambda each: (each[0].created_at, each[0].step)):
+    ordered: dict[str, NewState] = {}
+    for new in sorted(found.values(), key=lambda each: (_at_us(each), each.facts.step)):
         path: dict[str, None] = {}
-        uid: str | None = line.uid
+        uid: str | None = new.uid
         while uid is not None and uid in found and uid not in ordered and uid not in path:
             path[uid] = None
-            uid = found[uid][0].parent
+            uid = found[uid].facts.parent
         ordered |= {each: found[each] for each in reversed(path)}
     return list(ordered.values())
 
 
-def _add(
-    told: Retelling,
-    states: dict[str, StateLine],
-    found: Sequence[tuple[StateLine, str | None]],
-    *,
-    is_whole: bool,
-) -> None:
-    """Add states that are only in manifests, the oldest first: each moves its branch, unless
+def _placed(
+    found: Sequence[NewState], here: Container[str], heads: Mapping[str, Move]
+) -> tuple[dict[str, NewState], list[Move], int]:
+    """The states without their branches, the moves of these, and how many states were given
+    another parent, since theirs is not known. The oldest comes first: each moves its branch, unless
     that was moved later."""
-    heads = {event.name: event for event in told.events}
-    last = max((event.id for event in told.events), default=0)
-    coming, bridged = {line.uid for line, _ in found}, 0
-    for line, branch in found:
+    heads, moves, bridged = dict(heads), list[Move](), 0
+    coming = {new.uid for new in found}
+    placed: dict[str, NewState] = {}
+    for new in found:
+        facts, branch = new.facts, new.facts.branch
         head = None if branch is None else heads.get(branch)
-        known = line
-        if line.parent is not None and line.parent not in states and line.parent not in coming:
+        if facts.parent is not None and facts.parent not in here and facts.parent not in coming:
             bridged += 1
-            known = msgspec.structs.replace(
-                line, parent=None if head is None or branch is None else head.new
-            )
-        known = msgspec.structs.replace(
-            known,
-            edges=tuple(edge for edge in line.edges if edge[0] in states or edge[0] in coming),
-        )
-        states[line.uid] = known
-        if branch is not None and (head is None or _moves(head, known)):
-            last += 1
+            facts = replaced(facts, parent=None if head is None else head.new)
+        edges = tuple(edge for edge in facts.edges if edge.parent in here or edge.parent in coming)
+        placed[new.uid] = replaced(new, facts=replaced(facts, branch=None, edges=edges))
+        if branch is not None and (head is None or _moves(head, placed[new.uid])):
             old = None if head is None else head.new
-            heads[branch] = event = EventLine(
-                last, branch, RefKind.BRANCH.value, old, line.uid, _REINDEXED, line.created_at, None
-            )
-            told.events.append(event)
-    if bridged:
-        told.lacking.append(
-            f"{bridged} states name a parent that is not known: each hangs on to the newest one"
-            " before it on its branch, or is a root"
-        )
-    if found and is_whole:
-        told.lacking.append(
-            f"{len(found)} states are newer than the chronicle, or it was damaged: their manifests"
-            " tell of them"
-        )
+            heads[branch] = Move(branch, RefKind.BRANCH, old, new.uid, _at_us(new))
+            moves.append(heads[branch])
+    return placed, moves, bridged
 
 
-def _moves(head: EventLine, line: StateLine) -> bool:
-    """Whether a state came after the last event of its branch's name: it has that event's state
-    as its parent, or is not older."""
-    return head.kind == RefKind.BRANCH.value and (
-        (head.new is not None and line.parent == head.new) or head.created_at <= line.created_at
+def _at_us(new: NewState) -> int:
+    return to_us(new.facts.created_at)
+
+
+def _moves(head: Move, new: NewState) -> bool:
+    """Whether a state came after the last line of its branch's reflog: it has the state of that
+    line as its parent, or is not older."""
+    return head.kind is RefKind.BRANCH and (
+        (head.new is not None and new.facts.parent == head.new) or head.at_us <= _at_us(new)
     )
 
 
-def _know_runs(told: Retelling, runs: dict[str, RunLine]) -> None:
-    """Add runs of which nothing is recorded but that they captured a state."""
-    unknown = 0
-    for line in told.states:
-        if line.run is not None and line.run not in runs:
-            unknown += 1
-            runs[line.run] = RunLine(
-                line.run, None, None, "", "", 0, (), None, None, {}, {}, line.created_at, None
-            )
-    if unknown:
-        told.lacking.append(f"who ran {unknown} of the trainings, and how they were configured")
-
-
-def _parents_first(told: Retelling, states: dict[str, StateLine]) -> list[StateLine]:
+def _parents_first(states: dict[str, NewState], here: Container[str]) -> dict[str, NewState]:
     """The states that can be recorded, each after its parents; a parent that is not available is
     left out."""
-    ordered: dict[str, StateLine] = {}
+    ordered: dict[str, NewState] = {}
     seen: set[str] = set()  # a circle of forged parents is cut where it closes
-    refused = 0
     for uid in states:
         path = [uid]
         while path:
-            line = states[path[-1]]
-            seen.add(line.uid)
+            new = states[path[-1]]
+            seen.add(new.uid)
             above = next(
-                (parent for parent in _parents(line) if parent in states and parent not in seen),
-                None,
+                (each for each in new.facts.parents if each in states and each not in seen), None
             )
             if above is not None:
                 path.append(above)
                 continue
             path.pop()
-            if line.uid not in ordered:
-                known = _of_known_parents(line, ordered)
+            if new.uid not in ordered:
+                known = _of_known_parents(new, lambda parent: parent in ordered or parent in here)
                 if _is_recordable(known):
-                    ordered[line.uid] = known
-                else:
-                    refused += 1
-    if refused:
-        told.lacking.append(
-            f"{refused} states cannot be recorded: what they say of themselves is nothing that a"
-            " lineage holds"
-        )
-    return list(ordered.values())
+                    ordered[new.uid] = known
+    return ordered
 
 
-def _parents(line: StateLine) -> tuple[str, ...]:
-    further = tuple(edge[0] for edge in line.edges)
-    return further if line.parent is None else (line.parent, *further)
+def _of_known_parents(new: NewState, is_known: Callable[[str], bool]) -> NewState:
+    facts = new.facts
+    parent = facts.parent if facts.parent is not None and is_known(facts.parent) else None
+    edges = tuple(edge for edge in facts.edges if is_known(edge.parent))
+    return replaced(new, facts=replaced(facts, parent=parent, edges=edges))
 
 
-def _of_known_parents(line: StateLine, known: Mapping[str, object]) -> StateLine:
-    edges = tuple(edge for edge in line.edges if edge[0] in known)
-    return msgspec.structs.replace(
-        line, parent=line.parent if line.parent in known else None, edges=edges
-    )
-
-
-def _is_recordable(line: StateLine) -> bool:
+def _is_recordable(new: NewState) -> bool:
     try:
-        check(new_state(line))
+        check(new)
     except (DatastatesError, ValueError, OverflowError):
         return False
     return True
 
 
-# Rebuilding a lineage from its folder of packs alone, for a database that is lost, damaged, or
-# older than the folder.
+# Rebuilding a lineage: the new database is made next to the old one, and then replaces it.
 
 
 _Manifests = dict[tuple[str, int], Manifest]
@@ -293,10 +181,10 @@ _TURN = ".reindexing"
 
 @dataclass(frozen=True, slots=True)
 class ReindexReport:
-    """What was rebuilt: the uid of the lineage, and how many states, states whose bytes are here,
-    branches, tags, notes, lines of reflogs, records of clones, seals, and variants of studies.
+    """The rebuilt lineage: its uid, and how many states, states whose bytes are here, branches,
+    tags, notes, lines of reflogs, records of clones, seals, and variants of studies it has.
 
-    ``lacking`` says what the folder does not know. ``replaced`` is the new path of the database
+    ``lacking`` lists what is not known, for people. ``replaced`` is the new path of the database
     that was there before.
     """
 
@@ -314,20 +202,26 @@ class ReindexReport:
     replaced: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """A folder of packs, its uid, and its contents."""
+@dataclass(slots=True)
+class _Work:
+    """One rebuilding: the folder, its contents, its uid, and what was found lacking.
 
+    ``backup_at`` is the time of the backup that it starts from; None if it starts from none.
+    """
+
+    location: Location
+    tell: Callable[[int, int], None]
+    may_add: bool
     tier: DurableTier
-    folder: str | None
-    chronicle: Chronicle | None
     manifests: _Manifests
+    folder: str = ""
+    backup_at: datetime | None = None
+    lacking: list[str] = field(default_factory=list)
 
 
 @values.takes(
     url=values.path,
     packs=values.optional(values.path),
-    lineage=values.optional(values.text),
     replace=values.flag,
     on_progress=values.optional(values.callback),
 )
@@ -335,24 +229,25 @@ def reindex(
     url: str | os.PathLike[str] = "runs",
     *,
     packs: str | os.PathLike[str] | None = None,
-    lineage: str | None = None,
     replace: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> ReindexReport:
     """Rebuild the lineage of a repository from its folder of packs, where the database is lost,
     damaged, or older than the packs.
 
-    States, their ancestry, metrics, names, reflogs, notes, seals, studies, and the origins of
-    cloned states come back as the folder last recorded them: at most ten seconds before a training
-    was killed. The bytes of states are not touched.
+    It starts from the backup in the folder, or from the database if that is sound and lacks
+    nothing of the backup. A backup is at most about a minute older than the end of the last
+    training. Then it adds the states that only manifests have, with ancestry and metrics, and moves
+    the branches. Without a backup, everything comes from manifests. The bytes of states are not
+    touched.
 
         datastates.open("old").close()
         print(datastates.reindex("old", replace=True).states)
 
-    :param url: as for ``open``; a database on a server must be empty.
+    :param url: as for ``open``. A database on a server must be empty, or ``replace`` is given.
     :param packs: as for ``open``.
-    :param lineage: the uid of the lineage, if the folder serves several.
-    :param replace: rebuild a lineage that exists; its file is kept beside the new one.
+    :param replace: rebuild a lineage that exists. Its file is kept next to the new one. On a
+        server, add to the lineage what the folder has.
     :param on_progress: called with how many states have been recorded, and how many there are.
     :raises Conflict: a lineage exists and ``replace`` is false, or a process is at work in the
         folder, or has the lineage open.
@@ -360,15 +255,12 @@ def reindex(
     """
     with undisturbed():
         return _rebuilt(
-            locate(url, packs),
-            lineage,
-            on_progress or (lambda done, total: None),
-            is_replacing=replace,
+            locate(url, packs), on_progress or (lambda done, total: None), is_replacing=replace
         )
 
 
 def _rebuilt(
-    location: Location, lineage: str | None, tell: Callable[[int, int], None], *, is_replacing: bool
+    location: Location, tell: Callable[[int, int], None], *, is_replacing: bool
 ) -> ReindexReport:
     """Rebuild the lineage; nothing is put in its place before all of it is complete."""
     if not location.packs.is_dir():
@@ -377,8 +269,12 @@ def _rebuilt(
             " packs"
         )
     _check_unused(location)
+    tier = packs_in(location.packs)
+    manifests, unread = _manifests(tier)
+    work = _Work(location, tell, is_replacing, tier, manifests)
     if location.root is None:
-        return _told_anew(_into(location.database_url, location, lineage, tell), location)
+        report = _into(location.database_url, work)
+        return replaced(report, lacking=(*report.lacking, *unread))
     final = location.root / DATABASE
     if final.exists() and not is_replacing:
         raise Conflict(
@@ -393,12 +289,8 @@ def _rebuilt(
         _remove(making)
         try:
             before = _stamps(final)
-            report = _into(
-                URL.create("sqlite", database=str(making)).render_as_string(),
-                location,
-                lineage,
-                tell,
-            )
+            _begin(work, final, making)
+            report = _into(URL.create("sqlite", database=str(making)).render_as_string(), work)
             with sqlite_files.alone(final) as is_alone:
                 _check_unused(location)
                 if not is_alone:
@@ -413,7 +305,54 @@ def _rebuilt(
             sync_folder(location.root)
         finally:
             _remove(making)
-    return _told_anew(replaced(report, replaced=None if kept is None else str(kept)), location)
+    _back_up(location)
+    return replaced(
+        report,
+        lacking=(*report.lacking, *unread),
+        replaced=None if kept is None else str(kept),
+    )
+
+
+def _begin(work: _Work, final: Path, making: Path) -> None:
+    """Copy the database, if it is sound and lacks nothing of the backup. Else copy the backup, if
+    there is one."""
+    backup = work.location.packs / BACKUP
+    damage = damage_of(backup) if backup.is_file() else None
+    if damage is not None:
+        os.replace(backup, aside := backup.with_name(f"{BACKUP}.damaged"))
+        work.lacking.append(f"the backup of the database is damaged ({damage}); it is {aside} now")
+    if not _copied(final, making, backup) and backup.is_file():
+        shutil.copyfile(backup, making)
+        work.backup_at = datetime.fromtimestamp(backup.stat().st_mtime, UTC)
+    if making.exists():
+        share(making.parent, making)
+
+
+def _copied(final: Path, making: Path, backup: Path) -> bool:
+    """Copy the database with its log, which a killed process may have left; returns whether the
+    copy can be used. The database itself is not opened, because the log may be another one's."""
+    if not final.is_file():
+        return False
+    for suffix in ("", "-wal"):
+        if os.path.isfile(f"{final}{suffix}"):
+            shutil.copyfile(f"{final}{suffix}", f"{making}{suffix}")
+    with suppress(sqlite3.Error), closing(sqlite3.connect(making)) as copy:
+        copy.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    if damage_of(making) is None:
+        with looking_at(making) as lineage:
+            if not is_behind(lineage, backup):
+                return True
+    _remove(making)
+    return False
+
+
+def _back_up(location: Location) -> None:
+    database = Database(location.database_url)
+    try:
+        with suppress(OSError, DatastatesError):  # the next process makes it
+            back_up(database, location)
+    finally:
+        database.close()
 
 
 @contextmanager
@@ -454,25 +393,6 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _told_anew(report: ReindexReport, location: Location) -> ReindexReport:
-    """Write the chronicle anew with the rows of this database, because later additions look up
-    the last rows by their ids."""
-    database = Database(location.database_url)
-    try:
-        tell_anew(database, location.packs)
-    except (OSError, DatastatesError) as exc:
-        return replaced(
-            report,
-            lacking=(
-                *report.lacking,
-                f"the chronicle stays as it was, for it could not be written anew: {exc}",
-            ),
-        )
-    finally:
-        database.close()
-    return report
-
-
 def _check_unused(location: Location) -> None:
     """Raise if a process is at work there: it would continue with the database that it has open."""
     for name in held_in(location.packs):
@@ -482,65 +402,12 @@ def _check_unused(location: Location) -> None:
         )
 
 
-def _into(
-    url: str, location: Location, lineage: str | None, tell: Callable[[int, int], None]
-) -> ReindexReport:
-    tier = packs_in(location.packs)
-    chronicle, others = _chosen(chronicles(location.packs), lineage)
-    manifests, unread = _manifests(
-        tier, _told(others) - _told([] if chronicle is None else [chronicle])
-    )
-    told = retell(chronicle, manifests)
-    told.lacking += unread
-    database = Database(url)
-    try:
-        return _write(
-            database,
-            _Source(tier, identity(location.packs), chronicle, manifests),
-            told,
-            location,
-            tell,
-        )
-    finally:
-        database.close()
-
-
-def _chosen(
-    found: list[Chronicle], lineage: str | None
-) -> tuple[Chronicle | None, list[Chronicle]]:
-    """The chronicle of the lineage to rebuild, and the others."""
-    named = [each for each in found if lineage is None or each.lineage == lineage]
-    if len(named) > 1:
-        listed = ", ".join(
-            f"{each.lineage} ({sum(len(entry.states) for entry in each.entries)} states)"
-            for each in named
-        )
-        raise InvalidInput(
-            f"this folder serves {len(named)} lineages: {listed}: say which with --lineage"
-            " (lineage=)"
-        )
-    if not named and lineage is not None:
-        there = ", ".join(each.lineage for each in found) or "none"
-        raise NotFound(f"no lineage {lineage!r} has a chronicle in this folder; there are {there}")
-    return (named[0] if named else None), [each for each in found if each not in named]
-
-
-def _told(those: list[Chronicle]) -> set[str]:
-    """The uids of all states that these chronicles name."""
-    return {
-        state.uid for chronicle in those for entry in chronicle.entries for state in entry.states
-    }
-
-
-def _manifests(tier: DurableTier, theirs: Container[str]) -> tuple[_Manifests, list[str]]:
-    """The manifests, without ``theirs``, which only other lineages know, and a message for each
-    one that cannot be read."""
+def _manifests(tier: DurableTier) -> tuple[_Manifests, list[str]]:
+    """The manifests by uid and rank, and a message for each one that cannot be read."""
     found: _Manifests = {}
     unread: list[str] = []
     for uid, rank in sorted(tier.parts()):
         checkpoint()
-        if uid in theirs:
-            continue
         try:
             found[uid, rank] = tier.part_manifest(uid, rank)
         except (Corrupt, NotFound, Unavailable) as exc:
@@ -548,62 +415,99 @@ def _manifests(tier: DurableTier, theirs: Container[str]) -> tuple[_Manifests, l
     return found, unread
 
 
-def _write(
-    database: Database,
-    source: _Source,
-    told: Retelling,
-    location: Location,
-    tell: Callable[[int, int], None],
-) -> ReindexReport:
-    with database.write(durable=True) as session:
-        take_turns(session)  # two at once would both find it empty
-        if not rebuild.is_empty(session):
-            raise Conflict(f"{location} holds a lineage already: name an empty database")
-        if source.chronicle is not None:
-            rebuild.put_uid(session, source.chronicle.lineage)
-        rebuild.put_runs(session, told.runs, told.ended_at)
-        news = [rebuild.new_state(line) for line in told.states]
-        rebuild.put_states(session, news, lambda done: tell(done, len(news)))
-        rebuild.put_events(session, told.events)
-        restorable = _mark(session, source, told)
-        notes = rebuild.put_remarks(session, told.remarks)
-        clones, seals = (
-            rebuild.put_clones(session, told.clones),
-            rebuild.put_seals(session, told.seals),
+def _into(url: str, work: _Work) -> ReindexReport:
+    """Add what the folder has to the lineage in a database, which may be empty."""
+    database = Database(url)
+    try:
+        with database.write(durable=True) as session:
+            take_turns(session)  # two at once would both find it empty
+            if not database.is_sqlite and not work.may_add and not rebuild.is_empty(session):
+                raise Conflict(
+                    f"{work.location} holds a lineage already: name an empty database, or add what"
+                    " the folder has to it with --replace (replace=True)"
+                )
+            return _add(session, work)
+    finally:
+        database.close()
+
+
+def _add(session: Session, work: _Work) -> ReindexReport:
+    owner = owner_of(work.location.packs)
+    if rebuild.is_empty(session):
+        if owner is not None:
+            rebuild.put_uid(session, owner[1])
+        work.lacking.append(
+            f"there is no backup of the database: {_ELSE} are not known, nor where branches were"
+            " moved by hand"
         )
-        rebuild.put_variants(session, told.variants)
-        rebuild.put_reports(session, told.reports)
-        if source.folder is not None:
-            attachments.note(session, source.folder, path=str(location.packs), host=node_name())
-        back = runs.recover(session, [], volatile=VOLATILE)
-        standing = names.refs(session)
-        uid = repository_uid(session)
-    told.lacking += [
+    work.folder = identity(work.location.packs, repository_uid(session)) or ""
+    unended = [run.uid for run in runs.unfinished(session)] if work.location.root else []
+    added = added_by(work.manifests, _here(session, work), rebuild.last_moves(session))
+    _say_what_is_lacking(work, added, unended)
+    before = rebuild.totals(session)["states"]
+    total = before + len(added.states)
+    work.tell(before, total)
+    unknown = rebuild.put_runs(session, added.states)
+    if unknown:
+        work.lacking.append(f"who ran {unknown} of the trainings, and how they were configured")
+    rebuild.put_states(session, added.states, lambda done: work.tell(before + done, total))
+    restorable = _mark(session, work, {new.uid for new in added.states})
+    rebuild.put_moves(session, added.moves, reason=_REINDEXED)
+    if work.folder:
+        path = str(work.location.packs)
+        attachments.note(session, work.folder, path=path, host=node_name())
+    back = runs.recover(session, unended, volatile=VOLATILE)
+    work.lacking += [
         f"branch {each.branch!r} went back: the bytes of its newest states are not here"
         for each in back
     ]
+    now = rebuild.totals(session)
     return ReindexReport(
-        lineage=uid,
-        states=len(news),
+        lineage=repository_uid(session),
+        states=now["states"],
         restorable=restorable,
-        branches=sum(ref.kind is RefKind.BRANCH for ref in standing),
-        tags=sum(ref.kind is RefKind.TAG for ref in standing),
-        notes=notes,
-        events=len(told.events),
-        lacking=tuple(told.lacking),
-        clones=clones,
-        seals=seals,
-        variants=len(told.variants),
+        branches=now["branches"],
+        tags=now["tags"],
+        notes=now["notes"],
+        events=now["events"],
+        lacking=tuple(work.lacking),
+        clones=now["clones"],
+        seals=now["seals"],
+        variants=now["variants"],
     )
 
 
-def _mark(session: Session, source: _Source, told: Retelling) -> int:
-    """Record which states are whole in the folder; returns how many."""
-    tier, node, count = source.tier, source.folder or "", 0
-    here = known(session, [line.uid for line in told.states])
-    whole = tier.whole_parts((uid, rank) for uid, rank in source.manifests if uid in here)
+def _here(session: Session, work: _Work) -> set[str]:
+    """Those states that the lineage has, of all that the manifests name."""
+    named = {uid for uid, _ in work.manifests}
+    for manifest in work.manifests.values():
+        named.update(manifest.origin.parents)
+    return set(known(session, named))
+
+
+def _say_what_is_lacking(work: _Work, added: Added, unended: Sequence[str]) -> None:
+    if work.backup_at is not None and (added.states or unended):
+        said = [
+            f"{len(added.states)} states are newer than it, and come from their manifests"
+            if added.states
+            else "",
+            f"{len(unended)} trainings had not ended then" if unended else "",
+        ]
+        work.lacking.append(
+            f"the backup is of {work.backup_at:%Y-%m-%d %H:%M:%S} UTC:"
+            f" {', and '.join(filter(None, said))}; {_ELSE} that are newer are not known"
+        )
+    work.lacking += added.lacking
+
+
+def _mark(session: Session, work: _Work, added: Container[str]) -> int:
+    """Record which states are whole in the folder, and no others; returns how many."""
+    tier, node = work.tier, work.folder
+    here = known(session, {uid for uid, _ in work.manifests})
+    whole = tier.whole_parts(part for part in work.manifests if part[0] in here)
     parts: list[tuple[str, int, int, str, int]] = []
-    for uid, found in groupby(source.manifests.items(), key=lambda each: each[0][0]):
+    marked: set[str] = set()
+    for uid, found in groupby(work.manifests.items(), key=lambda each: each[0][0]):
         # they are sorted by uid and rank
         of_it = [manifest for _, manifest in found]
         size = len(of_it)
@@ -615,12 +519,12 @@ def _mark(session: Session, source: _Source, told: Retelling) -> int:
             [each.digest for each in of_it], of_it[0].origin.parent_digests
         ):
             if uid in here:
-                told.lacking.append(
+                work.lacking.append(
                     f"the bytes of state {uid}: its packs are not whole, or its manifest is another"
                     " state's"
                 )
             continue
-        count += 1
+        marked.add(uid)
         for rank, manifest in enumerate(of_it):
             mark(
                 session,
@@ -631,10 +535,20 @@ def _mark(session: Session, source: _Source, told: Retelling) -> int:
                 rank=rank,
                 bytes=manifest.bytes_new,
             )
-            if size > 1:
+            if size > 1 and uid in added:
                 parts.append((uid, rank, size, manifest.digest, manifest.origin.created_at_us))
     rebuild.put_parts(session, parts, tier=tier.name, node=node)
-    return count
+    _unmark(session, work, marked)
+    return len(marked)
+
+
+def _unmark(session: Session, work: _Work, marked: set[str]) -> None:
+    """Record that the folder has no other states, also under an identity that it lost."""
+    for node in {work.folder, *attachments.at(session, work.location.packs)}:
+        gone: Iterable[str] = {uid for uid, _ in held_on(session, tier=work.tier.name, node=node)}
+        if node == work.folder:
+            gone = set(gone) - marked
+        evict(session, gone, tier=work.tier.name, node=node)
 
 
 def _put_aside(path: Path) -> Path:

@@ -5,7 +5,7 @@ A chunk is taken from this process's memory, from the user's further tiers, from
 from peers, if that place has the state by its digest (BLAKE3 over its structure and over the xxh3
 of its chunks) and the chunk by its own digest. A sealed state is compared with its seal before
 anything changes, so that no forged bytes come in by repair. Bytes that a peer gave are noted as
-such, as for a clone. A damaged chronicle is written anew, from the lineage.
+such, as for a clone.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from typing import Protocol
 import msgspec
 from blake3 import blake3
 
-from datastates.errors import DatastatesError, Disconnected, NotFound, Unavailable
+from datastates.errors import DatastatesError, Disconnected, NotFound
 from datastates.lineage import lookup
 from datastates.lineage.query import walk
-from datastates.lineage.query.news import is_behind
 from datastates.lineage.write import attachments
-from datastates.lineage.write.clones import known, note, repository_uid
+from datastates.lineage.write.clones import known, note
 from datastates.state.digest import chunk_digest
 from datastates.state.manifest import Chunk, Manifest
 from datastates.storage.garbage import Moved, Place
@@ -36,7 +35,6 @@ from datastates.storage.tiers import packs_in
 from datastates.system.files import open_regular, read_at
 from datastates.system.interrupts import checkpoint
 
-from .chronicle import chronicles, tell_anew
 from .core import Core
 from .verify import Damage, Limits, VerifyReport, check_all
 
@@ -89,7 +87,6 @@ def repair(
     """Check everything, and restore what can be restored; see ``Repository.repair``."""
     core.home.check_writable()
     core.settle()
-    _mend_chronicle(core)
     found = check_all(core, Limits(), on_progress=on_progress)
     with ExitStack() as stack:
         places: list[Elsewhere] = [
@@ -109,23 +106,6 @@ def _packs_of(source: Path) -> Path:
             f"there is no folder {source}: name a repository's folder, or a folder of packs"
         )
     return packs
-
-
-def _mend_chronicle(core: Core) -> None:
-    """Write the chronicle of this lineage anew if it is damaged and knows nothing more than the
-    lineage."""
-    packs = core.location.packs
-    with suppress(Unavailable, OSError):  # the check reports what is wrong with it
-        with core.database.read() as session:
-            lineage = repository_uid(session)
-            rotten = [
-                each for each in chronicles(packs) if each.lineage == lineage and each.rotten_bytes
-            ]
-            is_older = any(
-                is_behind(session, entry.mark) for each in rotten for entry in each.entries[-1:]
-            )
-        if rotten and not is_older:
-            tell_anew(core.database, packs)
 
 
 _Found = tuple[Reader, str | None]

@@ -293,7 +293,6 @@ def survey(
         elsewhere = retained.elsewhere(
             session, [each.id for each in found], volatile=VOLATILE, holder=grounds.holder
         )
-        named = grounds.home.neighbours.naming(session, [each.uid for each in found])
     best = _best_before_forks(grounds.database, segments, policies) if keys else {}
     asked = grounds.host.asked() if grounds.host is not None else frozenset()
     facts = []
@@ -301,7 +300,6 @@ def survey(
         why = (
             (None if each.id in own else held.get(each.id))
             or best.get(each.id)
-            or named.get(each.uid)
             or (
                 "this process waited for it to become durable, and has its handle"
                 if each.uid in asked
@@ -457,20 +455,16 @@ _STAYED = "somebody counts on it since"
 
 
 def _drop(grounds: Grounds, held: Held, ids: Sequence[int], batch: Sequence[Decision]) -> list[str]:
-    free = {
-        id_: each.fact.uid
-        for id_, each in zip(ids, batch, strict=True)
-        if _is_free(grounds.host, each.fact.uid)
-    }
+    free = [
+        id_ for id_, each in zip(ids, batch, strict=True) if _is_free(grounds.host, each.fact.uid)
+    ]
     with suppress(OSError):
         # a full disk is the very reason for this; without the note, gc finds what a kill leaves
         held.write("\n".join(each.fact.uid for each in batch))
     with grounds.database.write(durable=True) as session:
         tier, node = grounds.durable.name, grounds.home.check_writable()
-        named = grounds.home.neighbours.naming(session, free.values())
-        ids = [id_ for id_, uid in free.items() if uid not in named]
         uids = withdraw_all(
-            session, ids, tier=tier, node=node, volatile=VOLATILE, holder=grounds.holder
+            session, free, tier=tier, node=node, volatile=VOLATILE, holder=grounds.holder
         )
     _remove(grounds, uids, _packs_of(name for each in batch for name, _ in each.fact.files))
     held.write("")
@@ -515,8 +509,8 @@ def _packs_of(files: Iterable[str]) -> set[str]:
 
 
 def _remove(grounds: Grounds, uids: Sequence[str], packs: Iterable[str]) -> None:
-    """Delete the files of states that were withdrawn; those that somebody brought here again, or
-    that another lineage names, stay.
+    """Delete the files of states that were withdrawn; those that somebody brought here again
+    stay.
 
     Manifests are deleted inside a transaction that writes, so that nobody brings one between the
     question and its deletion.
@@ -526,7 +520,6 @@ def _remove(grounds: Grounds, uids: Sequence[str], packs: Iterable[str]) -> None
         here = replicas.held(
             session, uids, tier=grounds.durable.name, node=grounds.home.check_writable()
         )
-        here |= grounds.home.neighbours.naming(session, uids).keys()
         grounds.durable.forget(uid for uid in uids if uid not in here)
     grounds.durable.discard(packs)
 
@@ -653,8 +646,6 @@ def evict(core: Core, uid: str, *, is_forced: bool = False) -> int:
     """Drop a state from this folder of packs and from this process's memory; returns the bytes set
     free there, which no other state needed.
 
-    If another lineage of the folder names the state, its files stay for that one.
-
     The lineage is told first. A crash in between leaves files that nobody asks for, never a state
     without its bytes; a commit that fails drops nothing. Other processes and folders keep their
     bytes. ``is_forced`` drops a state that a ref names, or the newest durable one behind a head
@@ -667,8 +658,6 @@ def evict(core: Core, uid: str, *, is_forced: bool = False) -> int:
     core.check_open()
     core.settle()
     running = core.running
-    with core.database.read() as session:
-        is_shared = uid in core.home.neighbours.naming(session, [uid])
     with core.database.write(durable=True) as session:
         places = [
             (CAPTURED, holder(core.node, core.run_uid)),
@@ -678,4 +667,4 @@ def evict(core: Core, uid: str, *, is_forced: bool = False) -> int:
         if running is not None:
             running.check_withdrawal(uid)  # the last step that may refuse
     freed = 0 if running is None else running.withdraw(uid)
-    return freed if is_shared else freed + core.tiers.durable.remove(uid)
+    return freed + core.tiers.durable.remove(uid)

@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
-from datastates.errors import Corrupt, NotFound, Unavailable
+from datastates.errors import Conflict, Corrupt, NotFound, Unavailable
 from datastates.lineage.query import names, walk
 from datastates.lineage.query.incomplete import waiting
 from datastates.lineage.query.retained import held_on
 from datastates.lineage.states import RefKind, State
 from datastates.lineage.write import attachments
-from datastates.lineage.write.clones import known
+from datastates.lineage.write.clones import known, repository_uid
 from datastates.lineage.write.parts import part_digest
 from datastates.lineage.write.replicas import held
 from datastates.state.manifest import CHUNK_BYTES, Manifest
@@ -33,7 +33,7 @@ from datastates.storage.pack import places_of
 from datastates.storage.roles import DurableTier
 from datastates.system.interrupts import checkpoint
 
-from .chronicle import chronicles
+from .backup import BACKUP, damage_of
 from .core import Core
 from .lease import identity
 
@@ -65,10 +65,10 @@ class VerifyReport:
 
     ``unread`` is what may be sound but cannot be read here: manifests of a newer version, files
     without permission, things that are not files. It also names damaged files that no state needs:
-    the chronicle, the index of chunks and the identity of the folder. ``mark`` is the uid to
-    continue from (``since``) if the check was ended early; None if it finished. ``partial`` says in
-    words what waits for parts of other ranks: such states enter the lineage once they are whole,
-    and cannot be restored before.
+    the backup of the lineage, the index of chunks and the identity of the folder. ``mark`` is the
+    uid to continue from (``since``) if the check was ended early; None if it finished. ``partial``
+    says in words what waits for parts of other ranks: such states enter the lineage once they are
+    whole, and cannot be restored before.
     """
 
     states: int
@@ -325,19 +325,18 @@ def _tensors(manifest: Manifest, index: int) -> tuple[str, ...]:
 
 
 def _damaged_beside(core: Core) -> list[str]:
-    """The damage in the files that belong to the folder as a whole: the chronicles of its
-    lineages, the index of chunks, the identity."""
+    """The damage in the files that belong to the folder as a whole: the backup of its
+    lineage, the index of chunks, the identity."""
     packs, tier = core.location.packs, core.tiers.durable
     try:
-        told, count, uid = chronicles(packs), ChunkIndex(packs).damaged(), identity(packs)
-    except (OSError, Unavailable) as exc:
+        with core.database.read() as session:
+            uid = identity(packs, repository_uid(session))
+        count = ChunkIndex(packs).damaged()
+    except (OSError, Unavailable, Conflict) as exc:
         return [str(exc)]
-    said = [
-        f"the chronicle of lineage {each.lineage} ({each.rotten_bytes} bytes of it are damaged):"
-        " `datastates repair` writes that of this lineage anew"
-        for each in told
-        if each.rotten_bytes
-    ]
+    said: list[str] = []
+    if (backup := packs / BACKUP).is_file() and (damage := damage_of(backup)) is not None:
+        said.append(f"{backup} ({damage}): delete it, and the next training makes a new one")
     if count:
         said.append(
             f"{packs}/.chunks ({count} entries are damaged): delete it, and it is made anew from"

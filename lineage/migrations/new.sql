@@ -3,13 +3,6 @@ CREATE TABLE alembic_version (
 	CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num)
 );
 INSERT INTO "alembic_version" VALUES('datastates_0001');
-CREATE TABLE amendment (
-	id INTEGER NOT NULL, 
-	kind VARCHAR(12) NOT NULL, 
-	name VARCHAR(255) NOT NULL, 
-	study VARCHAR(255), 
-	CONSTRAINT pk_amendment PRIMARY KEY (id)
-);
 CREATE TABLE attribute (
 	state_id INTEGER NOT NULL, 
 	"key" VARCHAR(255) NOT NULL, 
@@ -282,6 +275,7 @@ CREATE INDEX ix_metric_key_metric_value_metric_state_id ON metric ("key", value,
 CREATE INDEX ix_note_branch ON note (branch);
 CREATE INDEX ix_note_state_id ON note (state_id);
 CREATE INDEX ix_ref_state_id ON ref (state_id);
+CREATE INDEX ix_ref_event_id ON ref_event (id) WHERE old_id IS NULL AND new_id IS NULL;
 CREATE INDEX ix_ref_event_name_ref_event_id ON ref_event (name, id);
 CREATE INDEX ix_attribute_key_attribute_text_attribute_state_id ON attribute ("key", text, state_id);
 CREATE INDEX ix_setting_key_setting_text_setting_run_id ON setting ("key", text, run_id);

@@ -19,6 +19,7 @@ from datastates.lineage.lookup import batches
 from datastates.lineage.schema import (
     AttributeRow,
     MetricRow,
+    RefEventRow,
     RunRow,
     SegmentRow,
     StateRow,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
 _state = table(StateRow)
+_event = table(RefEventRow)
 _metric = table(MetricRow)
 _segment = table(SegmentRow)
 _run = table(RunRow)
@@ -83,6 +85,15 @@ class Parting:
 
     id: int
     heads: tuple[int, ...]
+
+
+def metrics_version(session: Session) -> int:
+    """A number that grows when metrics are added to states after their capture, and when notes are
+    written."""
+    return int(session.execute(_ANNOTATED).scalar_one())
+
+
+_ANNOTATED = select(func.count()).where(_event.c.old_id.is_(None), _event.c.new_id.is_(None))
 
 
 def lost_parts(session: Session, heads: Mapping[str, int]) -> dict[str, list[Any]]:

@@ -2,7 +2,7 @@
 
 What a study trained is in refs and in attributes of states. Its rows (``change/studies``) have its
 plan, the time it took and its failures. For a study without rows, as after a rebuild without a
-chronicle, the variants are those that have branches.
+backup, the variants are those that have branches.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from datastates import values
 from datastates.errors import Corrupt
-from datastates.lineage.lookup import Amended, amend, batches, id_of
+from datastates.lineage.lookup import batches, id_of
 from datastates.lineage.schema import (
     FolderRow,
     ReplicaRow,
@@ -73,19 +73,16 @@ def plan(session: Session, study: str, variants: Sequence[Planned]) -> None:
         session.connection().execute(
             _PLAN_AGAIN, [{f"new_{key}": value for key, value in row.items()} for row in changed]
         )
-    amend(session, Amended.VARIANT, [str(row["name"]) for row in (*new, *changed)], study=study)
 
 
 def begin(session: Session, study: str, variant: str) -> None:
     """Note that a worker begins to train a variant; this clears the error of an earlier attempt."""
     session.execute(_BEGIN, {"of": study, "variant": variant, "now": to_us(None)})
-    amend(session, Amended.VARIANT, [variant], study=study)
 
 
 def end(session: Session, study: str, variant: str, took_s: float) -> None:
     """Note that the worker ended normally, after ``took_s`` of training."""
     session.execute(_END, {"of": study, "variant": variant, "now": to_us(None), "more_s": took_s})
-    amend(session, Amended.VARIANT, [variant], study=study)
 
 
 def fail(session: Session, study: str, variant: str, error: str) -> None:
@@ -93,7 +90,6 @@ def fail(session: Session, study: str, variant: str, error: str) -> None:
     session.execute(
         _FAIL, {"of": study, "variant": variant, "now": to_us(None), "why": _shortened(error)}
     )
-    amend(session, Amended.VARIANT, [variant], study=study)
 
 
 def failures(session: Session, study: str, since: int) -> dict[str, str]:
@@ -199,7 +195,6 @@ def keep(
     ]
     if rows:
         session.execute(_KEEP_SAMPLES, rows)
-    amend(session, Amended.REPORT, [str(columns["name"])])
     return id_
 
 
@@ -307,11 +302,7 @@ def seal(session: Session, uid: str, digest: str) -> None:
 
     :raises Corrupt: it has another seal.
     """
-    made: Any = session.execute(
-        _INSERT[session.connection().dialect.name], {"held": uid, "digest": digest}
-    )
-    if made.rowcount:
-        amend(session, Amended.SEAL, [uid])
+    session.execute(_INSERT[session.connection().dialect.name], {"held": uid, "digest": digest})
     check(seals(session, [uid]).get(uid), digest, uid)
 
 

@@ -3,28 +3,17 @@ they came from."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from msgspec import structs
-from sqlalchemy import BindParameter, bindparam, case, insert, select, update
+from sqlalchemy import bindparam, case, delete, func, insert, select, update
 
 from datastates import values
 from datastates.errors import Conflict, InvalidInput
-from datastates.lineage import lookup
-from datastates.lineage.chronicle import (
-    CloneLine,
-    EventLine,
-    RemarkLine,
-    ReportLine,
-    RunLine,
-    SealLine,
-    StateLine,
-    VariantLine,
-)
-from datastates.lineage.lookup import Amended, amend, batches, id_of, ids_of
+from datastates.lineage.lookup import batches, id_of
 from datastates.lineage.lookup import states as load
 from datastates.lineage.query.names import holder
 from datastates.lineage.schema import (
@@ -45,15 +34,11 @@ from datastates.lineage.schema import (
     to_us,
 )
 from datastates.lineage.states import (
-    OURS,
-    Edge,
-    EdgeKind,
     NewState,
     Ref,
     RefKind,
     Run,
     State,
-    StateFacts,
     Status,
 )
 from datastates.system.interrupts import checkpoint
@@ -95,6 +80,18 @@ class Clone:
     run: str | None
     bytes_moved: int
     created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A line of a reflog: the states before and after it, and when it was written, in microseconds
+    since the epoch."""
+
+    name: str
+    kind: RefKind
+    old: str | None
+    new: str | None
+    at_us: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,8 +364,8 @@ _ARRIVALS = (
 )
 
 
-# Rebuilds a lineage in an empty database from what a folder knows of it: in one transaction, all
-# of it or nothing.
+# Adds to a lineage what the manifests in a folder have and it lacks: in one transaction, all of it
+# or nothing.
 
 
 def is_empty(session: Session) -> bool:
@@ -383,65 +380,32 @@ def put_uid(session: Session, uid: str) -> None:
     session.execute(update(_repository).values(uid=uid))
 
 
-def put_runs(session: Session, runs: Sequence[RunLine], ended_at: Mapping[str, int]) -> None:
-    """Put every process and training.
-
-    All of them are over: those without a recorded end ended at their last sign of life."""
-    connection = session.connection()
-    for run in runs:
-        row = {
-            "uid": run.uid,
-            "process": run.process,
-            "branch": run.branch,
-            "host": run.host,
-            "user": run.user,
-            "pid": run.pid,
-            "argv": list(run.argv),
-            "git_commit": run.git_commit,
-            "git_dirty": run.git_dirty,
-            "config": {key: value for key, value in run.config.items() if key.startswith(OURS)},
-            "versions": run.versions,
-            "started_at": run.started_at,
-            "finished_at": run.finished_at or max(run.started_at, ended_at.get(run.uid, 0)),
-            "is_carried": run.is_carried,
-        }
-        connection.execute(insert(_run), row)
-    ids = {row.uid: row.id for row in connection.execute(select(_run.c.uid, _run.c.id))}
-    for run in runs:
-        lookup.keep(connection, ids[run.uid], run.config)
-
-
-def new_state(line: StateLine) -> NewState:
-    """A state without bytes, as ``record`` takes it; the code that finds its bytes marks it later.
-
-    :raises ValueError: the line is none that this version knows.
-    """
-    was = Status(line.status)
-    facts = StateFacts(
-        uid=line.uid,
-        parent=line.parent,
-        branch=None,
-        run=line.run,
-        step=line.step,
-        micro_step=line.micro_step,
-        metrics=line.metrics,
-        attributes=line.attributes,
-        message=line.message,
-        created_at=from_us(line.created_at),
-        edges=tuple(Edge(parent, EdgeKind(kind), weight) for parent, kind, weight in line.edges),
-        world_size=line.world_size,
-    )
-    status = Status.LOST if was in (Status.LOST, Status.CAPTURED) else Status.EVICTED
-    return NewState(
-        facts, line.digest, status, bytes_total=line.bytes_total, bytes_new=line.bytes_new
-    )
+def put_runs(session: Session, news: Iterable[NewState]) -> int:
+    """Put the runs of these states that are not here, of which nothing else is known; returns how
+    many. They began with their first state and ended with their last one."""
+    times: dict[str, list[int]] = {}
+    for new in news:
+        if new.facts.run is not None:
+            times.setdefault(new.facts.run, []).append(to_us(new.facts.created_at))
+    here = set(session.execute(select(_run.c.uid)).scalars()) if times else set()
+    empty = {"host": "", "user": "", "pid": 0, "argv": [], "config": {}, "versions": {}}
+    rows = [
+        {"uid": uid, **empty, "started_at": min(at), "finished_at": max(at)}
+        for uid, at in times.items()
+        if uid not in here
+    ]
+    if rows:
+        session.execute(insert(_run), rows)
+    return len(rows)
 
 
 def put_states(session: Session, news: Sequence[NewState], tell: Callable[[int], None]) -> None:
-    """Put states, parents before their children."""
+    """Put states, parents before their children, also those that waited for parts."""
     for start in range(0, len(news), _BATCH):
         checkpoint()
-        record_all(session, news[start : start + _BATCH])
+        some = news[start : start + _BATCH]
+        session.execute(delete(_part).where(_part.c.state_uid.in_([new.uid for new in some])))
+        record_all(session, some)
         tell(min(start + _BATCH, len(news)))
 
 
@@ -476,137 +440,77 @@ def put_parts(
         session.execute(insert(_part), some)
 
 
-def put_events(session: Session, events: Sequence[EventLine]) -> None:
-    """Put every line of the reflogs, and the names as they stand after the last of them; also
-    computes the segments of branches."""
-    ids = _ids(
-        session, {uid for event in events for uid in (event.old, event.new) if uid is not None}
-    )
+def last_moves(session: Session) -> dict[str, Move]:
+    """The last line of each reflog, by name."""
+    rows = session.execute(_LAST_MOVES)
+    return {name: Move(name, RefKind(kind), *rest) for name, kind, *rest in rows}
+
+
+def put_moves(session: Session, moves: Sequence[Move], *, reason: str) -> None:
+    """Move branches, or make them, with a line of the reflog for each move."""
+    ids = _ids(session, {uid for move in moves for uid in (move.old, move.new) if uid is not None})
     rows = [
         {
-            "name": event.name,
-            "kind": event.kind,
-            "old_id": None if event.old is None else ids.get(event.old),
-            "new_id": None if event.new is None else ids.get(event.new),
-            "reason": event.reason,
-            "created_at": event.created_at,
+            "name": move.name,
+            "kind": move.kind.value,
+            "old_id": ids.get(move.old or ""),
+            "new_id": ids.get(move.new or ""),
+            "reason": reason,
+            "created_at": move.at_us,
         }
-        for event in events
+        for move in moves
     ]
     for some in batches(rows, _BATCH):
         session.execute(insert(_event), some)
-    standing: dict[str, dict[str, object]] = {}
-    for event in events:
-        at = None if event.new is None else ids.get(event.new)
-        if at is None:
-            standing.pop(event.name, None)
-            continue
-        ref = standing.setdefault(
-            event.name, {"name": event.name, "kind": event.kind, "version": 0, "message": None}
-        )
-        ref |= {"state_id": at, "version": int(str(ref["version"])) + 1, "message": event.message}
-    if standing:
-        session.execute(insert(_ref), list(standing.values()))
-    for name, ref in standing.items():  # in the order in which they were made
-        if ref["kind"] == RefKind.BRANCH.value:
-            segments.begin(session, name, int(str(ref["state_id"])))
+    heads = {move.name: ids[move.new] for move in moves if move.new is not None}
+    counts = Counter(move.name for move in moves)
+    for name, head in heads.items():
+        before = session.execute(_HEAD, {"ref": name}).scalar()
+        if before is None:
+            row = {"name": name, "kind": RefKind.BRANCH.value, "message": None}
+            session.execute(insert(_ref), {**row, "state_id": head, "version": counts[name]})
+            segments.begin(session, name, head)
+        else:
+            version = _ref.c.version + counts[name]
+            moved = update(_ref).where(_ref.c.name == name)
+            session.execute(moved.values(state_id=head, version=version))
+            segments.move(session, name, before, head)
 
 
-def put_remarks(session: Session, remarks: Sequence[RemarkLine]) -> int:
-    """Put the notes on states that are here, and on branches; returns how many there are."""
-    ids = _ids(session, {remark.state for remark in remarks if remark.state is not None})
-    rows = [
-        {
-            **{
-                "uid": remark.uid,
-                "state_id": None if remark.state is None else ids[remark.state],
-                "branch": remark.branch,
-            },
-            **{
-                "author": remark.author,
-                "text": remark.text,
-                "created_at": remark.created_at,
-                "edited_at": remark.edited_at,
-            },
-        }
-        for remark in remarks
-        if remark.state is None or remark.state in ids
-    ]
-    if rows:
-        session.execute(insert(_note), rows)
-    return len(rows)
-
-
-def put_clones(session: Session, clones: Sequence[CloneLine]) -> int:
-    """Put every arrival of a state that is here, in the order of arrival; returns how many there
-    are."""
-    ids = _ids(session, {clone.state for clone in clones})
-    runs = {row.uid: row.id for row in session.execute(select(_run.c.uid, _run.c.id))}
-    rows = [
-        {
-            **{
-                "state_id": ids[clone.state],
-                "source": clone.source,
-                "source_repository": clone.source_repository,
-                "node": clone.node,
-            },
-            **{
-                "run_id": runs.get(clone.run or ""),
-                "bytes_moved": clone.bytes_moved,
-                "created_at": clone.created_at,
-            },
-        }
-        for clone in clones
-        if clone.state in ids
-    ]
-    for some in batches(rows, _BATCH):
-        session.execute(insert(_clone), some)
-    return len(rows)
-
-
-def put_seals(session: Session, seals: Sequence[SealLine]) -> int:
-    """Put the seal of each state that is here; returns how many there are."""
-    ids = _ids(session, {seal.state for seal in seals})
-    rows = [
-        {"state_id": ids[seal.state], "digest": seal.digest} for seal in seals if seal.state in ids
-    ]
-    for some in batches(rows, _BATCH):
-        session.execute(insert(_seal), some)
-    amend(session, Amended.SEAL, [seal.state for seal in seals if seal.state in ids])
-    return len(rows)
-
-
-def put_variants(session: Session, variants: Sequence[VariantLine]) -> None:
-    """Put what became of the variants of studies."""
-    for some in batches([structs.asdict(variant) for variant in variants], _BATCH):
-        session.execute(insert(_variant), some)
-    for variant in variants:
-        amend(session, Amended.VARIANT, [variant.name], study=variant.study)
-
-
-def put_reports(session: Session, reports: Sequence[ReportLine]) -> None:
-    """Put the reports that were stored, with their samples."""
-    for report in reports:
-        made: Any = session.execute(
-            insert(_report),
-            {"name": report.name, "created_at": report.created_at, "body": report.body},
-        )
-        (id_,) = made.inserted_primary_key
-        if report.samples:
-            session.execute(
-                insert(_sample),
-                [{"report_id": id_, **structs.asdict(sample)} for sample in report.samples],
-            )
-        amend(session, Amended.REPORT, [report.name])
+def totals(session: Session) -> dict[str, int]:
+    """How many rows each of these has: branches, tags, notes, lines of reflogs, clones, seals,
+    variants, states."""
+    return {
+        name: session.execute(query).scalar_one()
+        for name, query in {
+            "branches": _COUNT.where(_ref.c.kind == RefKind.BRANCH.value),
+            "tags": _COUNT.where(_ref.c.kind == RefKind.TAG.value),
+            "notes": select(func.count()).select_from(_note),
+            "events": select(func.count()).select_from(_event),
+            "clones": select(func.count()).select_from(_clone),
+            "seals": select(func.count()).select_from(_seal),
+            "variants": select(func.count()).select_from(_variant),
+            "states": select(func.count()).select_from(_state),
+        }.items()
+    }
 
 
 def _ids(session: Session, uids: set[str]) -> dict[str, int]:
     """The row ids of those of these states that are here."""
-    here: list[str] = []
+    found: dict[str, int] = {}
     for some in batches(sorted(uids), _BATCH):
-        here += session.execute(_HERE, {"uids": some}).scalars()
-    return dict(zip(here, ids_of(session, here), strict=True))
+        found |= {row.uid: row.id for row in session.execute(_HERE, {"uids": some})}
+    return found
 
 
-_uids: BindParameter[str] = bindparam("uids", expanding=True)
-_HERE = select(_state.c.uid).where(_state.c.uid.in_(_uids))
+_HERE = select(_state.c.uid, _state.c.id).where(_state.c.uid.in_(bindparam("uids", expanding=True)))
+_HEAD = select(_ref.c.state_id).where(_ref.c.name == bindparam("ref"))
+_COUNT = select(func.count()).select_from(_ref)
+_old = _state.alias("old")
+_newest = _state.alias("newest")
+_LAST_MOVES = (
+    select(_event.c.name, _event.c.kind, _old.c.uid, _newest.c.uid, _event.c.created_at)
+    .outerjoin_from(_event, _old, _old.c.id == _event.c.old_id)
+    .outerjoin(_newest, _newest.c.id == _event.c.new_id)
+    .where(_event.c.id.in_(select(func.max(_event.c.id)).group_by(_event.c.name)))
+)

@@ -20,7 +20,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from datastates import values
 from datastates.errors import Conflict, InvalidInput, NotFound
-from datastates.lineage.lookup import Amended, amend, id_of, state, unknown
+from datastates.lineage.lookup import id_of, state, unknown
 from datastates.lineage.query.names import get, get_note
 from datastates.lineage.query.names import get as ref_of
 from datastates.lineage.query.walk import nearest_restorable
@@ -159,11 +159,6 @@ def rename(session: Session, name: str, new: str, *, reason: str = "rename") -> 
     if found.kind is RefKind.BRANCH:
         segments.rename(session, name, new)
         session.execute(update(_note).where(_note.c.branch == name).values(branch=new))
-        amend(
-            session,
-            Amended.RUN,
-            session.execute(select(_run.c.uid).where(_run.c.branch == name)).scalars().all(),
-        )
         session.execute(update(_run).where(_run.c.branch == name).values(branch=new))
     note_event(session, name, found.kind, id_, None, f"{reason} to {new}")
     note_event(session, new, found.kind, None, id_, f"{reason} from {name}")
@@ -314,7 +309,6 @@ def annotate(session: Session, uid: str, attributes: Mapping[str, Value]) -> Sta
         raise unknown(uid)
     if attributes:
         session.execute(_FORGET, {"state": id_, "keys": list(attributes)})
-        amend(session, Amended.ATTRIBUTES, [uid])
     if rows:
         session.execute(_SET, [{"state_id": id_, **row} for row in rows])
     annotated = state(session, uid)
@@ -378,7 +372,6 @@ def measure(
             for key, value in new.items()
         ]
         note_event(session, uid, RefKind.TAG, None, None, f"metrics by {who}: {', '.join(said)}")
-        amend(session, Amended.METRICS, [uid])
     return state(session, uid)
 
 

@@ -29,7 +29,7 @@ from sqlalchemy import (
 
 from datastates.errors import Conflict, NotFound
 from datastates.lineage import lookup
-from datastates.lineage.lookup import Amended, amend, id_of, states
+from datastates.lineage.lookup import id_of, states
 from datastates.lineage.query.incomplete import Waiting
 from datastates.lineage.query.names import holder
 from datastates.lineage.query.walk import nearest_restorable
@@ -147,7 +147,6 @@ def configure(session: Session, run: Run) -> None:
     found = session.execute(select(_run.c.id).where(_run.c.uid == run.uid)).scalar()
     if found is not None:
         lookup.keep(session.connection(), found, run.config, replaces=True)
-        amend(session, Amended.RUN, [run.uid])
 
 
 def finish(
@@ -181,7 +180,6 @@ def note(session: Session, uid: str, facts: Mapping[str, Value]) -> None:
     ).scalar()
     if found is not None and facts:
         session.execute(update(_run).where(_run.c.uid == uid).values(config={**found, **facts}))
-        amend(session, Amended.RUN, [uid])
 
 
 def get(session: Session, uid: str) -> Run:
@@ -450,7 +448,6 @@ def _finish(session: Session, uids: list[str], finished_at: datetime | None) -> 
         .where(_run.c.uid.in_(uids), _run.c.finished_at.is_(None))
         .values(finished_at=to_us(finished_at))
     )
-    amend(session, Amended.RUN, uids)
 
 
 def _runs(session: Session, query: Select[Any]) -> list[Run]:

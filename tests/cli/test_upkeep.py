@@ -147,8 +147,8 @@ def test_reindex_says_what_came_back_and_what_is_lacking(repo: Path, invoke: Inv
     (repo / "lineage.db").unlink()
     done = invoke("--repo", repo, "log")
     assert done.code == 3
-    shutil.rmtree(repo / "packs" / "chronicles")
+    (repo / "packs" / "lineage.backup").unlink()
     told = invoke("--repo", repo, "reindex", "--json").json
-    assert (told["states"], "no chronicle" in told["lacking"][0]) == (3, True)
+    assert (told["states"], "no backup" in told["lacking"][0]) == (3, True)
     assert invoke("--repo", repo, "log").code == 0
     assert invoke("--repo", repo / "nowhere", "reindex").code == 3

@@ -21,7 +21,8 @@ LARGEST_WRITE = 64 << 10
 TEMPORARY = re.escape(tempfile.gettempdir())
 SMALL_BY_NAME = re.compile(
     # A's lineage
-    r"/lineage\.db(-wal|-shm|-journal)?$|/packs/\.lock$|/packs/leases/|/packs/chronicles/|/packs/\.tmp-identity$"
+    r"/lineage\.db(-wal|-shm|-journal)?$|/packs/\.lock$|/packs/leases/|/packs/\.tmp-identity$"
+    r"|/packs/\.(lineage\.backup|backing-up)$"
     r"|/\.git/(worktrees/\w+/)?index\.lock$"  # A asks for the commit
     # no file, or one that is gone at once
     rf"|^/dev/|^/proc/|^/sys/|^{TEMPORARY}(/#\d+)?( \(deleted\))?$|^{TEMPORARY}/\w{{8}}$"

@@ -23,14 +23,13 @@ from blake3 import blake3
 import datastates
 from datastates import Repository
 from datastates.files.bundle import VERSION, export_bundle
-from datastates.lineage.chronicle import VERSION as CHRONICLE
 from datastates.lineage.migrations import KNOWN
 
 HERE = Path(__file__).parent
 LAYOUT = 2
 """1: tensors lie end to end in the stream; 2: large ones begin at whole KiB."""
 
-NAME = f"lineage-{len(KNOWN)}-bundle-{VERSION}-chronicle-{CHRONICLE}-layout-{LAYOUT}"
+NAME = f"lineage-{len(KNOWN)}-bundle-{VERSION}-layout-{LAYOUT}"
 """What this version writes."""
 
 

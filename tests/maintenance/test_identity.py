@@ -24,18 +24,20 @@ from sqlalchemy import text
 from typer.testing import CliRunner
 
 import datastates
-from datastates import NotFound, Status, Unavailable
+from datastates import Conflict, NotFound, Status, Unavailable
 from datastates.cli.app import app
 from datastates.config import OnFailure
 from datastates.lineage import Database
 from datastates.lineage.query.names import replicas_of
 from datastates.lineage.views import detail
+from datastates.lineage.write.clones import repository_uid
 from datastates.maintenance import environment
 from datastates.maintenance.lease import LEASES, Lease, Seen, look, settle_in
 from datastates.maintenance.location import locate
 from datastates.maintenance.retention_pass import evict
 from datastates.storage.durable_files import locked
 from datastates.studies.records import Claim, holder
+from tests.conftest import Postgresql
 from tests.support import warm
 from tests.support.forge import Forge, Job, forge
 from tests.support.lodgers import CONFIG
@@ -247,6 +249,82 @@ def test_a_lease_of_an_older_version_is_settled_when_it_is_free(
     (tmp_path / "packs" / ".identity").unlink()
     call_us(monkeypatch, "elsewhere")
     assert status(tmp_path, newest) is Status.LOST
+
+
+# One folder of packs belongs to one lineage
+
+
+def uid_of(database: Database) -> str:
+    with database.read() as session:
+        return repository_uid(session)
+
+
+def test_a_second_lineage_is_refused_in_the_folder_of_the_first(tmp_path: Path) -> None:
+    packs = tmp_path / "runs" / "packs"
+    datastates.open(tmp_path / "other").close()
+    with datastates.open(tmp_path / "runs") as repo:
+        owner = uid_of(repo.core.database)
+        before = sorted(packs.iterdir())
+        with pytest.raises(Conflict, match="belongs to lineage") as caught:
+            datastates.open(tmp_path / "other", packs=packs)
+        assert sorted(packs.iterdir()) == before
+    with datastates.open(tmp_path / "other") as other:
+        for text_ in (owner, uid_of(other.core.database), str(packs), "packs=", "reindex"):
+            assert text_ in str(caught.value), text_
+    with datastates.open(tmp_path / "runs") as repo:
+        assert uid_of(repo.core.database) == owner
+
+
+def test_a_second_lineage_is_refused_before_it_has_a_state(
+    postgresql_url: str, tmp_path: Path
+) -> None:
+    datastates.open(tmp_path / "runs").close()
+    with pytest.raises(Conflict, match="belongs to lineage"):
+        datastates.open(postgresql_url, packs=tmp_path / "runs" / "packs")
+
+
+def test_copies_of_a_lineage_share_its_folder_one_after_the_other(tmp_path: Path) -> None:
+    with datastates.open(tmp_path / "runs", config=CONFIG) as repo:
+        run = repo.track(tracked={"weight": torch.zeros(3)}, rng=False)
+        made = run.capture().wait("durable")
+    (tmp_path / "restored").mkdir()
+    shutil.copy(tmp_path / "runs" / "lineage.db", tmp_path / "restored")
+    with datastates.open(tmp_path / "restored", packs=tmp_path / "runs" / "packs") as repo:
+        assert repo.load(made.uid)["tracked"]["weight"].tolist() == [0, 0, 0]
+
+
+def test_a_lineage_that_is_rebuilt_from_manifests_owns_its_folder_again(
+    postgresql: Postgresql, tmp_path: Path
+) -> None:
+    packs = tmp_path / "packs"
+    first, second, third = (postgresql.migrated() for _ in range(3))
+    with datastates.open(first, packs=packs, config=CONFIG) as repo:
+        run = repo.track(tracked={"weight": torch.zeros(3)}, rng=False)
+        run.capture().wait("durable")
+        owner = uid_of(repo.core.database)
+    with pytest.raises(Conflict, match="belongs to lineage"):
+        datastates.open(second, packs=packs)
+    assert datastates.reindex(second, packs=packs).lineage == owner
+    datastates.open(second, packs=packs).close()
+    with datastates.open(third, packs=tmp_path / "third", config=CONFIG) as repo:
+        repo.track(tracked={"weight": torch.zeros(3)}, rng=False).capture().wait("durable")
+    with pytest.raises(Conflict, match="belongs to lineage"):
+        datastates.reindex(third, packs=packs, replace=True)
+    for url in (first, second, third):
+        postgresql.give_back(url)
+
+
+def test_the_backup_of_another_lineage_is_refused(tmp_path: Path) -> None:
+    for name in ("runs", "other"):
+        with datastates.open(tmp_path / name, config=CONFIG) as repo:
+            run = repo.track(tracked={"weight": torch.zeros(3)}, rng=False)
+            run.capture().wait("durable")
+    backup = Path("packs", "lineage.backup")
+    shutil.copy(tmp_path / "other" / backup, tmp_path / "runs" / backup)
+    (tmp_path / "runs" / "lineage.db").unlink()
+    with pytest.raises(Conflict, match="belongs to lineage"):
+        datastates.reindex(tmp_path / "runs")
+    assert not (tmp_path / "runs" / "lineage.db").exists()
 
 
 # Copies, moves and halves

@@ -15,7 +15,7 @@ from torch import nn
 
 import datastates
 from datastates import Config
-from datastates.maintenance import chronicle, core, keeper
+from datastates.maintenance import backup, core, keeper
 from datastates.system import threads
 from tests.support.interrupting import NEVER, Interruption, codes_of
 
@@ -29,7 +29,7 @@ WAITING = [
     for each in vars(place).values()
     if callable(each)
 ]
-CODES = codes_of(threads, core, chronicle, keeper, *WAITING)
+CODES = codes_of(threads, core, backup, keeper, *WAITING)
 
 
 class Torn(BaseException):

@@ -12,19 +12,14 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from sqlalchemy import text
 
 import datastates
-from datastates import Config, Conflict, InvalidInput, NotFound, Repository, State
-from datastates.files.bundle import export_bundle, import_bundle
-from datastates.lineage.database import Database
-from datastates.lineage.query import news
-from datastates.lineage.states import Status
-from datastates.lineage.write import attachments
-from datastates.maintenance import chronicle
-from datastates.maintenance.chronicle import CHRONICLES, Chronicle, catch_up, chronicles
+from datastates import Config, Conflict, NotFound, Repository, State
+from datastates.lineage.states import RefKind, Status
+from datastates.lineage.write.clones import Move
+from datastates.maintenance.backup import BACKUP
 from datastates.maintenance.location import DATABASE
-from datastates.maintenance.reindex import retell
+from datastates.maintenance.reindex import added_by
 from datastates.maintenance.retention_pass import evict
 from tests.conftest import Postgresql
 from tests.support import warm
@@ -174,7 +169,7 @@ def test_packs_alone_become_a_repository_elsewhere(folder: Path, tmp_path: Path)
     assert told(tmp_path / "new") == before
 
 
-def test_a_lineage_on_postgresql_comes_back_in_an_empty_database(
+def test_states_on_a_server_come_back_in_an_empty_database(
     postgresql: Postgresql, tmp_path: Path
 ) -> None:
     first, second = postgresql.migrated(), postgresql.migrated()
@@ -183,35 +178,19 @@ def test_a_lineage_on_postgresql_comes_back_in_an_empty_database(
     before = told(first, packs)
     with pytest.raises(Conflict, match="holds a lineage already"):
         datastates.reindex(first, packs=packs)
-    assert datastates.reindex(second, packs=packs).lacking == ()
-    assert told(second, packs) == before
+    assert datastates.reindex(first, packs=packs, replace=True).lacking == ()
+    assert told(first, packs) == before
+    with datastates.open(first, packs=packs, config=QUIET) as repo:
+        durable = [each.uid for each in repo.find("step >= 0") if each.status.is_restorable]
+        heads = [repo.state(name).uid for name in ("main", "fork")]
+    assert "no backup" in datastates.reindex(second, packs=packs).lacking[0]
     with datastates.open(second, packs=packs, config=QUIET) as repo:
-        evict(repo.core, before_warm := repo.state("warm~2").uid)
+        assert [state.uid for state in repo.find("step >= 0")] == durable
+        assert [repo.state(name).uid for name in ("main", "fork")] == heads
+        evict(repo.core, one := repo.state("main~1").uid)
         assert repo.gc().left == ()
-        assert repo.state(before_warm).status is Status.EVICTED
+        assert repo.state(one).status is Status.EVICTED
         assert not repo.verify().damage
-    for url in (first, second):
-        postgresql.give_back(url)
-
-
-def test_a_chronicle_goes_on_where_a_rebuilt_lineage_numbers_its_rows_otherwise(
-    postgresql: Postgresql, tmp_path: Path
-) -> None:
-    """PostgreSQL leaves gaps between the ids of rows, where a transaction was given up; the
-    database that is made anew has none."""
-    first, second = postgresql.migrated(), postgresql.migrated()
-    packs = tmp_path / "packs"
-    database = Database(first)
-    with database.write() as session:
-        for name in ("run", "state", "ref_event", "clone", "amendment"):
-            session.execute(text(f"SELECT setval('{name}_id_seq', 1000)"))
-    database.close()
-    fill(first, packs)
-    assert datastates.reindex(second, packs=packs).lacking == ()
-    with datastates.open(second, packs=packs, config=QUIET) as repo:
-        late = train(repo, "late", 2)
-    (chronicle,) = chronicles(packs)
-    assert {state.uid for entry in chronicle.entries for state in entry.states} >= set(late)
     for url in (first, second):
         postgresql.give_back(url)
 
@@ -242,7 +221,7 @@ def test_a_lineage_older_than_its_folder_gets_what_it_lacks(
         repo.gc()
         with repo.track(branch="other", weight=torch.zeros(3), rng=False):
             pass
-    assert "older than what its folder of packs was told" in caplog.text
+    assert "lacks what its backup has" in caplog.text
     with datastates.open(folder, config=QUIET) as repo:
         assert any("does not know" in text for text in repo.gc().left)
     datastates.reindex(folder, replace=True)
@@ -251,16 +230,16 @@ def test_a_lineage_older_than_its_folder_gets_what_it_lacks(
     assert after["states"] == before["states"]
 
 
-def test_a_folder_of_an_earlier_version_tells_what_it_has(folder: Path) -> None:
+def test_a_folder_without_a_backup_tells_what_its_manifests_have(folder: Path) -> None:
     with datastates.open(folder, config=QUIET) as repo:
         durable = {
             state.uid: bare(state) for state in repo.find("step >= 0") if state.status.is_restorable
         }
         head = repo.state("main").uid
     lose(folder)
-    shutil.rmtree(folder / "packs" / CHRONICLES)
+    (folder / "packs" / BACKUP).unlink()
     report = datastates.reindex(folder)
-    assert "no chronicle" in report.lacking[0]
+    assert "no backup" in report.lacking[0]
     assert "name a parent that is not known" in report.lacking[1]
     with datastates.open(folder, config=QUIET) as repo:
         found = {state.uid: state for state in repo.find("step >= 0")}
@@ -296,119 +275,17 @@ def test_a_clock_that_jumped_back_changes_neither_ancestry_nor_heads(tmp_path: P
     with datastates.open(folder, config=QUIET) as repo, repo.track(weight=weight, rng=False) as run:
         uids = [run.capture().wait("durable").uid for _ in range(4)]
         manifests = {(uid, 0): repo.core.tiers.durable.manifest(uid) for uid in uids}
-    (chronicle,) = chronicles(folder / "packs")
     for number, uid in enumerate(uids):
         manifest = manifests[uid, 0]
         origin = msgspec.structs.replace(manifest.origin, created_at_us=1_000_000 - number)
         manifests[uid, 0] = msgspec.structs.replace(manifest, origin=origin)
-    alone = retell(None, manifests)
-    assert [line.uid for line in alone.states] == uids
-    assert alone.events[-1].new == uids[-1]
-    states = [state for entry in chronicle.entries for state in entry.states]
-    events = [event for entry in chronicle.entries for event in entry.events]
-    assert (states[0].uid, events[-1].new) == (uids[0], uids[-1])
-    first = msgspec.structs.replace(
-        chronicle.entries[-1], states=tuple(states[:1]), events=tuple(events[:1])
-    )
-    together = retell(
-        Chronicle(chronicle.lineage, (first,), 0),
-        {key: manifests[key] for key in manifests if key[0] in uids[1:]},
-    )
-    assert together.events[-1].new == uids[-1]
-    assert [line.parent for line in together.states] == [None, *uids[:-1]]
-
-
-@pytest.mark.parametrize("kind", ["cut", "flipped", "torn", "link", "fifo", "newer"])
-def test_a_chronicle_that_is_damaged_tells_what_is_left_and_manifests_the_rest(
-    folder: Path, kind: str
-) -> None:
-    with datastates.open(folder, config=QUIET) as repo:
-        head, count = repo.state("main").uid, len(repo.find("step >= 0"))
-    (path,) = (folder / "packs" / CHRONICLES).iterdir()
-    data = bytearray(path.read_bytes())
-    lose(folder)
-    if kind in ("link", "fifo"):
-        path.unlink()
-        os.mkfifo(path) if kind == "fifo" else path.symlink_to("/etc/hostname")
-        with pytest.raises(datastates.Unavailable, match="cannot be read"):
-            datastates.reindex(folder)
-        return
-    if kind == "newer":
-        data[8:12] = (99).to_bytes(4, "little")
-        path.write_bytes(data)
-        with pytest.raises(datastates.Unavailable, match="version 99"):
-            datastates.reindex(folder)
-        return
-    if kind == "cut":
-        data = data[:-5]
-    elif kind == "flipped":
-        data[60] ^= 1
-    else:
-        data += b"DSCHRON\0 and then the machine was switched off"
-    path.write_bytes(data)
-    report = datastates.reindex(folder)
-    assert "are damaged" in report.lacking[0]
-    with datastates.open(folder, config=QUIET) as repo:
-        assert repo.state("main").uid == head
-        if kind == "torn":
-            assert len(repo.find("step >= 0")) == count
-        train(repo, "after", 2)
-    assert chronicles(folder / "packs")[0].damaged_bytes == 0, "it was written anew"
-
-
-def test_what_a_crash_left_of_a_frame_is_cut_off_by_the_next_writer(folder: Path) -> None:
-    packs = folder / "packs"
-    (path,) = (packs / CHRONICLES).iterdir()
-    whole = path.read_bytes()
-    with datastates.open(folder, config=QUIET) as repo:
-        for cut in (1, 9, 40):
-            path.write_bytes(whole[:-cut])
-            assert catch_up(repo.core.database, packs)
-            (found,) = chronicles(packs)
-            assert found.damaged_bytes == 0
-            assert sum(len(entry.states) for entry in found.entries) == len(repo.find("step >= 0"))
-
-
-def test_a_folder_of_two_lineages_says_so(folder: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    datastates.open(other, config=QUIET).close()
-    with datastates.open(other, packs=folder / "packs", config=QUIET) as repo:
-        theirs = train(repo, "theirs", 2)
-    before = told(folder)
-    lose(folder)
-    with pytest.raises(InvalidInput, match="serves 2 lineages"):
-        datastates.reindex(folder)
-    uid = next(
-        each.lineage for each in chronicles(folder / "packs") if theirs[0] not in str(each.entries)
-    )
-    datastates.reindex(folder, lineage=uid)
-    assert told(folder) == before
-    with pytest.raises(NotFound, match="no lineage 'x'"):
-        datastates.reindex(folder, lineage="x", replace=True)
-
-
-def test_states_that_another_lineage_took_in_come_back_and_stay(
-    folder: Path, tmp_path: Path
-) -> None:
-    """Those that it names only as ancestors of what it took in are ours no less."""
-    packs, other = folder / "packs", tmp_path / "other"
-    (ours,) = chronicles(packs)
-    with datastates.open(folder, config=QUIET) as repo:
-        export_bundle(repo, ["main"], tmp_path / "bundle")
-        head = repo.state("main").uid
-    datastates.open(other, config=QUIET).close()
-    with datastates.open(other, packs=packs, config=QUIET) as second:
-        import_bundle(second, tmp_path / "bundle")
-        second.branch("mine", head)
-    before = told(folder)
-    lose(folder)
-    report = datastates.reindex(folder, lineage=ours.lineage)
-    assert report.lacking == ()
-    assert told(folder) == before
-    with datastates.open(folder, config=QUIET) as repo:
-        assert repo.gc().states == ()
-    with datastates.open(other, packs=packs, config=QUIET) as second:
-        assert second.load("mine")["weight"][0] == 6
+    alone = added_by(manifests, set(), {})
+    assert [new.uid for new in alone.states] == uids
+    assert alone.moves[-1].new == uids[-1]
+    first = Move("main", RefKind.BRANCH, None, uids[0], 2_000_000)
+    together = added_by(manifests, {uids[0]}, {"main": first})
+    assert [move.new for move in together.moves] == uids[1:]
+    assert [new.facts.parent for new in together.states] == uids[:-1]
 
 
 def test_a_folder_that_lost_its_identity_gets_one_under_which_its_states_are_known(
@@ -424,48 +301,6 @@ def test_a_folder_that_lost_its_identity_gets_one_under_which_its_states_are_kno
         (packs / f"{durable[0]}.0.manifest").unlink()
         assert repo.verify().hurt == (durable[0],)
         assert repo.prune("latest:1", dry_run=True).dropped
-
-
-def test_news_too_large_for_one_frame_are_told_in_several(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chronicle, "_FULL_BYTES", 2000)
-    with datastates.open(tmp_path / "runs", config=QUIET) as repo:
-        uids = train(repo, "main", 30)
-        assert catch_up(repo.core.database, repo.location.packs)
-    (found,) = chronicles(tmp_path / "runs" / "packs")
-    told = [state.uid for entry in found.entries for state in entry.states]
-    assert list(dict.fromkeys(told)) == uids, (
-        "the thread of the repository may tell some of them too"
-    )
-    assert len(found.entries) > 4
-
-
-def test_reports_are_told_one_by_one_and_without_pictures_that_are_too_large_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(news, "_PICTURES_BYTES", 300)
-    with datastates.open(tmp_path / "runs", config=QUIET) as repo:
-        with repo.core.writing() as session:
-            for name, size in (("a", 100), ("b", 200), ("c", 100)):
-                attachments.keep(
-                    session,
-                    name,
-                    {},
-                    [attachments.NewSample(rank, rank, {}, bytes(size)) for rank in range(2)],
-                )
-        chronicle.tell_anew(repo.core.database, repo.location.packs)
-    (found,) = chronicles(tmp_path / "runs" / "packs")
-    assert found.damaged_bytes == 0
-    told = [
-        [(each.name, [sample.picture for sample in each.samples]) for each in entry.reports]
-        for entry in found.entries
-    ]
-    assert [each for each in told if each] == [
-        [("a", [bytes(100)] * 2)],
-        [("b", [None] * 2)],
-        [("c", [bytes(100)] * 2)],
-    ]
 
 
 def test_nothing_is_rebuilt_under_a_training_that_goes_on(folder: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
-import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,14 @@ from datastates import Config, Repository, State
 from datastates.lineage.schema import Base
 from datastates.lineage.write import attachments
 from datastates.lineage.write.refs import annotate
-from datastates.maintenance.chronicle import CHRONICLES, chronicles
 from datastates.maintenance.location import DATABASE
 from datastates.maintenance.retention_pass import evict
-from tests.support import warm
 
 QUIET = Config(memory_bytes=64 << 20, durable_interval_s=None)
 ROOT = Path(__file__).parents[2]
 TOKEN = "a token of at least sixteen characters"
 
 NOT_COMPARED = {
-    "amendment": "it says what is to be told, in any order",
     "part": "states of one part have no rows there",
 }
 LEFT_OUT = {
@@ -238,60 +234,3 @@ def test_what_came_after_a_rebuilding_is_not_lost_by_the_next_one(folder: Path) 
     check_same(before, after)
     with datastates.open(folder, config=QUIET) as repo:
         assert repo.state("late").uid == late[-1].uid
-
-
-_KILLED = """
-import os, sys
-import datastates
-from datastates.storage import durable_files
-durable_files.Temporary.commit = lambda file: os._exit(9)
-datastates.reindex(sys.argv[1], replace=True)
-"""
-
-
-def test_a_rebuilding_that_is_killed_before_the_chronicle_is_replaced_loses_nothing(
-    folder: Path,
-) -> None:
-    before = rows(folder)
-    done = warm.run(
-        [sys.executable, "-c", _KILLED, str(folder)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 9, done.stderr
-    assert rows(folder) == before
-    with datastates.open(folder, config=QUIET) as repo:
-        train(repo, "late", 1)
-        repo.delete_ref("late")
-    lose(folder)
-    datastates.reindex(folder)
-    after = rows(folder)
-    for name in ("seal", "clone", "variant", "report", "report_sample", "note"):
-        assert after[name] == before[name], name
-    with datastates.open(folder, config=QUIET) as repo:
-        repo.gc()
-    assert {path.name for path in (folder / "packs" / CHRONICLES).iterdir()} <= {
-        each.lineage for each in chronicles(folder / "packs")
-    }
-
-
-@pytest.fixture
-def full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No chronicle can be written anew."""
-
-    def refuse(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("datastates.maintenance.reindex.tell_anew", refuse)
-
-
-@pytest.mark.usefixtures("full")
-def test_a_lineage_is_rebuilt_where_the_chronicle_cannot_be_written_anew(folder: Path) -> None:
-    before = rows(folder)
-    lose(folder)
-    (said,) = datastates.reindex(folder).lacking
-    assert "the chronicle stays as it was" in said
-    after = rows(folder)
-    assert after == before

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,11 +17,9 @@ from torch import nn
 import datastates
 from datastates import Config, Repository, State
 from datastates.errors import Conflict, InvalidInput, Unavailable
-from datastates.files.bundle import export_bundle, import_bundle
 from datastates.lineage.states import Status
 from datastates.lineage.write import replicas
 from datastates.maintenance import retention_pass
-from datastates.maintenance.lease import Neighbours
 from datastates.maintenance.retention_pass import evict, usage
 from datastates.system.files import Held, hold
 from datastates.testing import fail_at
@@ -201,43 +199,6 @@ def test_dropped_state_in_memory_is_captured_again_and_a_tag_makes_it_durable_ag
     repo.core.drain()
     assert repo.state("late").status is Status.DURABLE
     assert repo.core.tiers.durable.has(made[1].uid)
-    assert_whole(repo)
-
-
-def test_state_that_another_lineage_of_the_folder_names_stays(
-    training: Counting, tmp_path: Path
-) -> None:
-    (first, second, _, _), repo = training.go(4), training.repo
-    training.run.close()
-    export_bundle(repo, [first], tmp_path / "bundle")
-    datastates.open(tmp_path / "other").close()
-    with datastates.open(tmp_path / "other", packs=repo.location.packs) as other:
-        import_bundle(other, tmp_path / "bundle")
-        other.tag("keep", first.uid)
-    done = repo.prune("latest:1")
-    assert [each.uid for each in done.dropped] == [second.uid, repo.state("main~1").uid]
-    assert (
-        sum(count for why, count in done.kept.items() if "of this folder names it too" in why) == 1
-    )
-    assert steps(repo) == [1, 4]
-    with datastates.open(tmp_path / "other", packs=repo.location.packs) as other:
-        assert other.load("keep")["model"]["weight"][0, 0] == 1
-
-
-def test_state_that_another_lineage_takes_in_while_it_is_dropped_stays(
-    training: Counting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, repo = training.go(4), training.repo
-    training.run.close()
-    asked: list[int] = []
-
-    def naming(neighbours: Neighbours, session: object, uids: Iterable[str]) -> dict[str, str]:
-        asked.append(1)
-        return {uid: "taken in" for uid in uids if uid == made[1].uid and len(asked) > 1}
-
-    monkeypatch.setattr(Neighbours, "naming", naming)
-    assert [each.uid for each in repo.prune("latest:1").dropped] == [made[0].uid, made[2].uid]
-    assert steps(repo) == [2, 4]
     assert_whole(repo)
 
 

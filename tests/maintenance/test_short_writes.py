@@ -13,10 +13,8 @@ import torch
 
 import datastates
 from datastates import Config, Unavailable
-from datastates.lineage.database import Database
-from datastates.maintenance.chronicle import CHRONICLES, catch_up, chronicles, tell_anew
+from datastates.maintenance.backup import BACKUP, back_up
 from datastates.maintenance.lease import LEASES
-from datastates.maintenance.location import DATABASE
 from datastates.system.files import hold, is_held
 
 QUIET = Config(memory_bytes=16 << 20, durable_interval_s=None)
@@ -33,47 +31,19 @@ def no_file_beyond(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    """A lineage of three states whose folder was told of them."""
-    weight = torch.zeros(3)
-    with (
-        datastates.open(tmp_path, config=QUIET) as repo,
-        repo.track(weight=weight, rng=False) as run,
-    ):
-        for _ in range(3):
+def test_a_backup_of_which_the_disk_takes_a_part_leaves_the_earlier_one(tmp_path: Path) -> None:
+    with datastates.open(tmp_path, config=QUIET) as repo:
+        with repo.track(weight=torch.zeros(3), rng=False) as run:
             run.capture()
-    database = Database(f"sqlite:///{tmp_path / DATABASE}")
-    with database.read():
-        yield database
-    database.close()
-
-
-def states_told(folder: Path) -> int:
-    return sum(
-        len(entry.states)
-        for chronicle in chronicles(folder / "packs")
-        for entry in chronicle.entries
-    )
-
-
-def test_a_chronicle_of_which_the_disk_took_a_part_is_told_again(
-    database: Database, tmp_path: Path
-) -> None:
-    (told,) = (tmp_path / "packs" / CHRONICLES).iterdir()
-    told.unlink()
-    with no_file_beyond(200), pytest.raises(OSError, match="File too large"):
-        catch_up(database, tmp_path / "packs")
-    assert told.stat().st_size == 200
-    assert catch_up(database, tmp_path / "packs")
-    assert states_told(tmp_path) == 3
-    assert chronicles(tmp_path / "packs")[0].damaged_bytes == 0
-
-
-def test_a_chronicle_stays_where_a_new_one_does_not_fit(database: Database, tmp_path: Path) -> None:
-    with no_file_beyond(200), pytest.raises(OSError, match="File too large"):
-        tell_anew(database, tmp_path / "packs")
-    assert states_told(tmp_path) == 3
+        back_up(repo.core.database, repo.location)
+        before = (tmp_path / "packs" / BACKUP).read_bytes()
+        repo.tag("later", "main")
+        with no_file_beyond(8192), pytest.raises(OSError, match="cannot be written"):
+            back_up(repo.core.database, repo.location)
+        assert (tmp_path / "packs" / BACKUP).read_bytes() == before
+        assert not (tmp_path / "packs" / f".{BACKUP}").exists()
+        back_up(repo.core.database, repo.location)
+        assert (tmp_path / "packs" / BACKUP).read_bytes() != before
 
 
 def test_a_note_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

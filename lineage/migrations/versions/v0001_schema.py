@@ -13,18 +13,11 @@ branch_labels = None
 depends_on = None
 
 ID = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+NO_MOVE = "old_id IS NULL AND new_id IS NULL"
 BEGINNING = 'left((text COLLATE "C"), 255)'
 
 
 def upgrade() -> None:
-    op.create_table(
-        "amendment",
-        sa.Column("id", ID, nullable=False),
-        sa.Column("kind", sa.String(length=12), nullable=False),
-        sa.Column("name", sa.String(length=255), nullable=False),
-        sa.Column("study", sa.String(length=255), nullable=True),
-        sa.PrimaryKeyConstraint("id", name=op.f("pk_amendment")),
-    )
     op.create_table(
         "folder",
         sa.Column("uid", sa.String(length=24), nullable=False),
@@ -309,6 +302,14 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id", name=op.f("pk_ref_event")),
     )
     op.create_index(
+        op.f("ix_ref_event_id"),
+        "ref_event",
+        ["id"],
+        unique=False,
+        sqlite_where=sa.text(NO_MOVE),
+        postgresql_where=sa.text(NO_MOVE),
+    )
+    op.create_index(
         op.f("ix_ref_event_name_ref_event_id"), "ref_event", ["name", "id"], unique=False
     )
     op.create_table(
@@ -370,6 +371,5 @@ def downgrade() -> None:
         "repository",
         "report",
         "folder",
-        "amendment",
     ):
         op.drop_table(table)
