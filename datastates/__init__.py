@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from datastates.compare.ensemble import Ensemble, Prediction
     from datastates.engine.handle import Capture
-    from datastates.engine.processors import Item, Module
+    from datastates.engine.processors import CapturedState, Processor
     from datastates.integrations.saved import load, save
     from datastates.lineage.states import Ref, RefEvent, Run, State, Status
     from datastates.maintenance.reindex import reindex
@@ -53,10 +53,10 @@ if TYPE_CHECKING:
         Dirty,
         Disconnected,
         InvalidInput,
-        ModuleFailed,
         NotFound,
         OverBudget,
         PeerFault,
+        ProcessorFailed,
         SyntaxProblem,
         Torn,
         Unauthorized,
@@ -76,6 +76,7 @@ __all__ = [
     "CadenceChoice",
     "Cancelled",
     "Capture",
+    "CapturedState",
     "CheckFreq",
     "Cloned",
     "Closed",
@@ -89,10 +90,7 @@ __all__ = [
     "Ensemble",
     "Guard",
     "InvalidInput",
-    "Item",
     "JsonLines",
-    "Module",
-    "ModuleFailed",
     "NotFound",
     "OnFailure",
     "OnImprovement",
@@ -101,6 +99,8 @@ __all__ = [
     "PeerFault",
     "PermutationSampler",
     "Prediction",
+    "Processor",
+    "ProcessorFailed",
     "Ref",
     "RefEvent",
     "Repository",
@@ -144,9 +144,9 @@ _MODULES = {
     "Daly": "policy.computed",
     "Ensemble": "compare.ensemble",
     "Guard": "training.guard",
-    "Item": "engine.processors",
+    "CapturedState": "engine.processors",
     "JsonLines": "system.logs",
-    "Module": "engine.processors",
+    "Processor": "engine.processors",
     "OnImprovement": "policy.contract",
     "Peer": "transport.peer",
     "PermutationSampler": "state.sampler",

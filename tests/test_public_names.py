@@ -12,7 +12,16 @@ from datastates import testing
 
 PUBLIC = {
     *("CadenceChoice", "CheckFreq", "Daly", "OnImprovement", "TwoLevel", "Young"),
-    *("Cadence", "Ensemble", "Guard", "Item", "Module", "ModuleFailed", "Prediction", "Rewind"),
+    *(
+        "Cadence",
+        "Ensemble",
+        "Guard",
+        "CapturedState",
+        "Processor",
+        "ProcessorFailed",
+        "Prediction",
+        "Rewind",
+    ),
     *(
         "Ambiguous",
         "Auto",

@@ -40,8 +40,8 @@ class TestBucketTier(TierSuite):
             tier.open("torn")
 
 
-@pytest.mark.parametrize("name", ["own_tier.py", "own_module.py"])
-def test_a_tier_or_a_module_of_ones_own_takes_less_than_fifty_lines(name: str) -> None:
+@pytest.mark.parametrize("name", ["own_tier.py", "own_processor.py"])
+def test_a_tier_or_a_processor_of_ones_own_takes_less_than_fifty_lines(name: str) -> None:
     assert len((EXAMPLES / name).read_text().splitlines()) < 50
 
 
