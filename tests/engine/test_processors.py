@@ -18,15 +18,14 @@ from datastates import (
     BackPressure,
     CapturedState,
     Config,
-    InvalidInput,
     Processor,
-    ProcessorFailed,
     Repository,
     Status,
     Tracker,
     Unavailable,
 )
 from datastates.engine.processors import Processors
+from datastates.errors import Closed, InvalidInput, ProcessorFailed
 from datastates.state.manifest import CHUNK_BYTES
 from datastates.storage.arena import Arena
 from datastates.storage.memory import MemoryTier
@@ -379,7 +378,7 @@ def test_a_captured_state_can_not_be_read_after_its_turn(opened: Opening) -> Non
         run, weight = begin(repo)
         state = capture(run, weight).wait()
         run.close()
-        with pytest.raises(datastates.Closed, match="before process returns"):
+        with pytest.raises(Closed, match="before process returns"):
             kept[0].tree()
     assert kept[0].state.uid == state.uid
 

@@ -9,7 +9,7 @@ import msgspec
 import own_tier
 import pytest
 
-from datastates import Corrupt
+from datastates.errors import Corrupt
 from datastates.storage import Tier
 from datastates.testing import TierSuite
 from datastates.testing.states import small

@@ -20,7 +20,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import datastates
-from datastates import Config, Conflict, InvalidInput, Repository, Tracker, Unsupported
+from datastates import Config, Conflict, Repository, Tracker
+from datastates.errors import InvalidInput, Unsupported
 from datastates.integrations.accelerate import track
 from tests.integrations.accelerating import KINDS, forget
 from tests.support import effort

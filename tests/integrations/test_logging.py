@@ -19,6 +19,7 @@ from torch import nn
 
 import datastates
 from datastates import Repository, State, Tracker
+from datastates.errors import InvalidInput
 from datastates.integrations import beside
 from datastates.integrations.beside import Beside, Ours
 from tests.integrations.logs import KINDS, Theirs
@@ -417,7 +418,7 @@ def test_an_attribute_of_a_training_that_cannot_be_recorded_is_named_and_counts_
     model, optimizer = job()
     with repo.track(model=model, optimizer=optimizer) as run:
         run.attributes["model"] = model  # type: ignore[assignment]  # it is what is tried
-        with pytest.raises(datastates.InvalidInput, match="attribute 'model'"):
+        with pytest.raises(InvalidInput, match="attribute 'model'"):
             run.capture()
         del run.attributes["model"]
         assert run.capture().step == 1

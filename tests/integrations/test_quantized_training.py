@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import datastates
-from datastates import Repository, Unsupported
+from datastates import Repository
+from datastates.errors import Unsupported
 from datastates.integrations.transformers import DatastatesCallback
 from datastates.state.geometry import is_wrapping, plain_tensors
 from datastates.state.tree import canonical_name

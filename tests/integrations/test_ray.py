@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 import datastates
-from datastates import InvalidInput, NotFound, Repository
+from datastates import NotFound, Repository
+from datastates.errors import InvalidInput
 from tests.integrations.raying import job, step, train
 from tests.support.effort import IS_THOROUGH, SEED, effort
 

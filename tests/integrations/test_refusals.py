@@ -12,7 +12,8 @@ import pytest
 from torch import nn
 
 import datastates
-from datastates import Config, InvalidInput, Repository, Tracker
+from datastates import Config, Repository, Tracker
+from datastates.errors import InvalidInput
 
 CONFIG = Config(memory_bytes=64 << 20, durable_interval_s=None)
 Call = Callable[[Any, Repository, Tracker], object]

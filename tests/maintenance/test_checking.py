@@ -13,8 +13,8 @@ import torch
 from sqlalchemy import select, update
 
 import datastates
-from datastates import Config, Corrupt, InvalidInput, Repository
-from datastates.errors import Unavailable
+from datastates import Config, Repository
+from datastates.errors import Corrupt, InvalidInput, Unavailable
 from datastates.lineage.schema import SealRow
 from datastates.maintenance.chronicle import CHRONICLES, chronicles
 from datastates.maintenance.verify import Limits, check_all

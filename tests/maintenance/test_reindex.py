@@ -15,7 +15,8 @@ import torch
 from sqlalchemy import text
 
 import datastates
-from datastates import Config, Conflict, InvalidInput, NotFound, Repository, State
+from datastates import Config, Conflict, NotFound, Repository, State
+from datastates.errors import InvalidInput
 from datastates.files.bundle import export_bundle, import_bundle
 from datastates.lineage.database import Database
 from datastates.lineage.query import news

@@ -86,7 +86,7 @@ def failing_rank(group: MPIGroup | TorchGroup, say: Say) -> None:
             group.broadcast(repo, "main", into=wrong)
         except Unavailable as exc:
             say("others", "rank 2" in str(exc))
-        except datastates.InvalidInput:
+        except InvalidInput:
             say("itself")
 
 

@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 
 import datastates
-from datastates import InvalidInput, Repository
+from datastates import Repository
+from datastates.errors import InvalidInput
 from datastates.studies import Plan, Processes, RayExecutor, SerialExecutor, executors, explore
 from tests.studies.studies import (
     EVERY_STATE,

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import datastates
-from datastates import Cancelled, InvalidInput, Repository
+from datastates import Repository
+from datastates.errors import Cancelled, InvalidInput
 from datastates.lineage.views.study_trees import study
 from datastates.lineage.write import clones
 from datastates.studies import Plan, Progress, SerialExecutor, Variant, explore

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 import datastates
-from datastates import Config, Conflict, InvalidInput, Processor, Repository
+from datastates import Config, Conflict, Processor, Repository
+from datastates.errors import InvalidInput
 from datastates.maintenance.environment import node_id
 from datastates.studies import Job, Plan, Variant, processes, worker
 from datastates.studies.processes import close_repositories

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 import datastates
-from datastates import Config, InvalidInput, PermutationSampler
+from datastates import Config, PermutationSampler
+from datastates.errors import InvalidInput
 
 ROOT = Path(__file__).parents[2]
 CONFIG = Config(memory_bytes=64 << 20, durable_interval_s=None)

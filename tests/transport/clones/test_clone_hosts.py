@@ -18,7 +18,8 @@ import pytest
 import torch
 
 import datastates
-from datastates import Config, DatastatesError, Disconnected, Peer, Transfer
+from datastates import Config, DatastatesError, Peer, Transfer
+from datastates.errors import Disconnected
 from datastates.transport import same_host
 from tests.support.hosts import Host, hosts, need_hosts
 from tests.transport.test_hosts import IN_TIME_S, RATE, TIMEOUT_S, Job, say

@@ -18,8 +18,16 @@ import pytest
 import torch
 
 import datastates
-from datastates import Cancelled, Disconnected, Peer, Repository, Transfer
-from datastates.errors import Dirty, InvalidInput, NotFound, Unauthorized, Unavailable
+from datastates import Peer, Repository, Transfer
+from datastates.errors import (
+    Cancelled,
+    Dirty,
+    Disconnected,
+    InvalidInput,
+    NotFound,
+    Unauthorized,
+    Unavailable,
+)
 from datastates.transport.data_connection import TcpTransport
 from datastates.transport.protocol import FIRST_FRAME_BYTES, MAGIC, PROTOCOL_VERSION, Hello, encode
 from datastates.transport.receive_objects import ObjectsSink
