@@ -13,22 +13,6 @@ import msgspec
 
 from datastates.values import Value
 
-__all__ = [
-    "VERSION",
-    "AttributesLine",
-    "CloneLine",
-    "Entry",
-    "EventLine",
-    "Mark",
-    "RemarkLine",
-    "ReportLine",
-    "RunLine",
-    "SampleLine",
-    "SealLine",
-    "StateLine",
-    "VariantLine",
-]
-
 VERSION = 1
 
 

@@ -30,8 +30,6 @@ from .rank_reports import Entry
 from .scheduler import Action, Engine, Event, Recorded, Wanted
 from .steps import Copies, finished
 
-__all__ = ["Books", "Locked", "Register"]
-
 _logger = logging.getLogger(__name__)
 
 

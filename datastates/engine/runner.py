@@ -72,8 +72,6 @@ from .threads import Lookout, Paces, Polling, Pulse, Rounds, Trouble, Watch, Wri
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["Runner"]
-
 _logger = logging.getLogger(__name__)
 
 _SAY_AGAIN_S = 0.2

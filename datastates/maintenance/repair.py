@@ -40,8 +40,6 @@ from .chronicle import chronicles, tell_anew
 from .core import Core
 from .verify import Damage, Limits, VerifyReport, check_all
 
-__all__ = ["Hurt", "RepairReport", "repair"]
-
 _logger = logging.getLogger(__name__)
 
 

@@ -26,8 +26,6 @@ from datastates.storage.tiers import captures_in
 
 from .states import payload
 
-__all__ = ["ProcessorSuite"]
-
 _ARENA_BYTES = 64 << 20
 
 

@@ -23,12 +23,12 @@ from datastates.maintenance import loading
 from datastates.repository import Repository
 from datastates.state.manifest import ALIGNED_BYTES, CHUNK_BYTES
 from datastates.state.tree import flatten
-from tests.engine.test_late_devices import STEPS, build, live, loaded, one_processor, plain, step
-from tests.engine.test_stills import Net, any_number_of_launches, train
+from tests.engine.test_late_devices import STEPS, build, live, loaded, plain, step
+from tests.engine.test_late_devices import one_processor as one_processor
+from tests.engine.test_stills import Net, train
+from tests.engine.test_stills import any_number_of_launches as any_number_of_launches
 from tests.support.late import Hazard, LateDevices, Lateness
 from tests.support.planting import without
-
-__all__ = ["any_number_of_launches", "one_processor"]
 
 STATE_BYTES = 2 << 20
 """About what a state has on its device."""

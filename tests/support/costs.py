@@ -22,8 +22,6 @@ import pytest
 
 from tests.support.effort import ROOT
 
-__all__ = ["COSTLY_S", "is_costly", "listed", "noted", "updated"]
-
 COSTLY_S = 0.1
 """Processor time of a test, with its fixtures and the processes that it waited for."""
 

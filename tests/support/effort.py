@@ -18,21 +18,6 @@ from typing import TypeVar
 
 import pytest
 
-__all__ = [
-    "GROUPS",
-    "IS_THOROUGH",
-    "PARTS",
-    "SEED",
-    "TURN",
-    "effort",
-    "examples",
-    "in_turn",
-    "is_in_turn",
-    "part",
-    "said",
-    "seeds",
-]
-
 T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]
