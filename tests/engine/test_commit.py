@@ -85,7 +85,7 @@ FEWEST = 3
 refused alike, and in newer versions of Python, where comprehensions are no functions of their
 own."""
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def out_of_memory() -> None:

@@ -43,8 +43,7 @@ def test_stopped_and_started_again_resume_takes_the_steps_of_one_that_never_stop
     assert "".join(parts) == whole
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("examples")
+@pytest.mark.long
 def test_leave_out_tree_saves_what_its_plan_said_and_is_not_trained_twice(tmp_path: Path) -> None:
     first, again = (run("leave_out_tree.py", "study", 400, 2, 2, cwd=tmp_path) for _ in range(2))
 
@@ -58,8 +57,7 @@ def test_leave_out_tree_saves_what_its_plan_said_and_is_not_trained_twice(tmp_pa
     assert first == again, "the same states"
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("examples")
+@pytest.mark.long
 def test_find_outliers_finds_labels_that_were_made_wrong_and_is_not_trained_twice(
     tmp_path: Path,
 ) -> None:

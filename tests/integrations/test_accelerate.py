@@ -67,8 +67,7 @@ class Stopped(Exception):
 # --- killed ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("integrations")
+@pytest.mark.long
 @pytest.mark.exact(
     "accelerate", "killed", "shuffled", "accumulation", "mixed-precision", "scheduler", "stateful"
 )
@@ -107,8 +106,7 @@ def test_a_training_that_is_killed_again_and_again_repeats_every_loss(
     assert seen == never.items()
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("integrations")
+@pytest.mark.long
 @pytest.mark.exact("accelerate", "fork", "moved")
 def test_two_variants_fork_and_leave_their_parent_alone(smith: Forge, tmp_path: Path) -> None:
     common: dict[str, Any] = {"folder": str(tmp_path / "runs"), "kind": "all", "workers": 0}

@@ -24,7 +24,7 @@ from tests.support.effort import IS_THOROUGH
 
 from .trainers import StopAt, Words, losses, qlora, trainer
 
-pytestmark = pytest.mark.slow  # torch.compile, PEFT and bitsandbytes take seconds
+pytestmark = pytest.mark.long  # torch.compile, PEFT and bitsandbytes take seconds
 
 ITEMS = 5000
 

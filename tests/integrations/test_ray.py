@@ -27,8 +27,7 @@ EPOCHS, STEPS, AT, RATE = 2, 6, 4, 0.01
 ray: Any = pytest.importorskip("ray")
 pytest.importorskip("ray.tune")
 pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.in_turn("ray"),
+    pytest.mark.long,
     pytest.mark.filterwarnings("ignore"),  # Ray's, of many kinds
 ]
 

@@ -143,7 +143,6 @@ SCRIPT = """
 """
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("how", ["main()", "gc.disable(); kept = main()", "main(); 1 / 0"])
 def test_a_script_without_with_in_a_function_loses_no_head(tmp_path: Path, how: str) -> None:
     script = textwrap.dedent(SCRIPT).format(how=how)

@@ -177,7 +177,6 @@ STOPS = {
         f"{kind}-{workers}-{'epochs' if counts else 'by hand'}" for kind, workers, counts in CASES
     ],
 )
-@pytest.mark.in_turn
 @pytest.mark.exact("accelerate", "iterable", "stateful")
 def test_a_prepared_loader_goes_on_where_it_was_stopped(
     kind: str, workers: int, by_epochs: bool, repo: Repository

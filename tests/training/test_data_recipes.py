@@ -102,7 +102,6 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
     assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
 
 
-@pytest.mark.in_turn
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
 @pytest.mark.parametrize(
     ("code", "workers"),

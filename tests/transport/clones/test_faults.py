@@ -111,7 +111,6 @@ def test_a_killed_source_is_found_at_once(start: Start, is_atomic: bool) -> None
         )
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("is_atomic", [True, False])
 def test_a_stopped_source_is_found_in_time_and_writes_nothing_when_it_goes_on(
     start: Start, is_atomic: bool
@@ -251,7 +250,6 @@ def framed(body: bytes) -> bytes:
     return struct.pack(">I", len(body)) + body
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("sent", "gate"),
     [
