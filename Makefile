@@ -10,8 +10,8 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help test test-all demo bench gpu ui docs format clean
 
 help:
-	@echo "make test     set up, then run the gate: format, lint, types, imports, page, tests with a twelfth of the generated cases"
-	@echo "make test-all the same with every case, every executor and example, and random cases besides"
+	@echo "make test     set up, then run the gate: format, lint, types, imports, page, and tests without the slow ones"
+	@echo "make test-all the same with every test and case, and with random cases"
 	@echo "make demo     set up, then run the main job: train, fork, resume and prove (two minutes)"
 	@echo "make ui       set up, then build the page into api/static"
 	@echo "make docs     set up, then build the site of the documents into site/"

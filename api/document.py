@@ -10,8 +10,6 @@ import sys
 
 from .app import create_app
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Print the document."""

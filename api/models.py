@@ -10,82 +10,11 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Generic, TypeVar
 
-from datastates.lineage.query.incomplete import Incomplete, Part
+from datastates.lineage.query.incomplete import Part
 from datastates.lineage.query.names import Replica
 from datastates.lineage.states import Ending, Life, Note, Ref, RefEvent, RefKind, Run, State, Status
-from datastates.lineage.views.branch_rows import Branch, Branches
-from datastates.lineage.views.comparison import Comparison, Parallels
-from datastates.lineage.views.detail import Counts, Held, KeyStats
-from datastates.lineage.views.study_trees import (
-    Ingredient,
-    Merge,
-    Merges,
-    Report,
-    ReportDetail,
-    ReportSample,
-    Stage,
-    Studies,
-    Study,
-    StudyDetail,
-    StudyVariant,
-)
+from datastates.lineage.views.detail import Counts, Held
 from datastates.values import Value
-
-__all__ = [
-    "Annotations",
-    "Branch",
-    "Branches",
-    "CloneInfo",
-    "Comparison",
-    "Dropping",
-    "Evicted",
-    "Forecast",
-    "Fork",
-    "GraphPage",
-    "GraphRow",
-    "Held",
-    "Incomplete",
-    "Ingredient",
-    "KeyStats",
-    "Merge",
-    "Merges",
-    "NewNote",
-    "NewRef",
-    "Note",
-    "NoteText",
-    "Overview",
-    "Page",
-    "Parallels",
-    "Part",
-    "ProcessInfo",
-    "Processes",
-    "Ref",
-    "RefEvent",
-    "RefMove",
-    "Replica",
-    "Report",
-    "ReportDetail",
-    "ReportSample",
-    "RepositoryInfo",
-    "Run",
-    "RunInfo",
-    "Series",
-    "SeriesLine",
-    "ServerInfo",
-    "Span",
-    "Stage",
-    "State",
-    "StateDetail",
-    "Stats",
-    "Storage",
-    "StoredPack",
-    "Studies",
-    "Study",
-    "StudyDetail",
-    "StudyVariant",
-    "TensorInfo",
-    "TrainingInfo",
-]
 
 T = TypeVar("T")
 

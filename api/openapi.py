@@ -15,8 +15,6 @@ from .routing import MEDIA_TYPE, Problem
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-__all__ = ["document"]
-
 _DESCRIPTION = """A lineage of the states of a training: browse, search, compare, download, name.
 
 A state is addressed by its whole uid (24 hex digits); `/resolve` finds it for a revision. Lists are

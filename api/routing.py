@@ -128,7 +128,7 @@ STATUSES = {
     "disconnected": 503,
     "error": 500,
     "invalid-input": 400,
-    "module-failed": 500,
+    "processor-failed": 500,
     "not-found": 404,
     "over-budget": 503,
     "peer-fault": 502,

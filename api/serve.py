@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from datastates.transport.connections import Arrival
     from datastates.transport.contract import Tls
 
-__all__ = ["DEFAULT_URL", "WebServer", "name_of", "serve_in_thread", "serve_repository"]
-
 _logger = logging.getLogger(__name__)
 
 DEFAULT_URL = "http://127.0.0.1:8642"

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
 
-__all__ = ["Chosen", "Served", "Uid"]
-
 DOWNLOADS = 8
 """How many downloads may be under way at once."""
 

@@ -24,19 +24,6 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 import datastates
 from datastates.config import Config
 
-__all__ = [
-    "DcpAsync",
-    "ForeachCopy",
-    "Method",
-    "Objects",
-    "Ours",
-    "Prototype",
-    "TorchSave",
-    "TorchSnapshot",
-    "state_bytes",
-    "state_tensors",
-]
-
 PAGE = 4096
 WRITE_BYTES = 16 << 20
 CHUNK_BYTES = 4 << 20

@@ -34,8 +34,6 @@ from gpt import LARGE, MEDIUM, SMALL, TINY, Trainer
 
 import datastates
 
-__all__ = ["SIZES", "start"]
-
 SHAPES = {"tiny": TINY, "1M": SMALL, "30M": MEDIUM, "100M": LARGE}
 
 SIZES = ("1M", "30M", "100M")

@@ -30,19 +30,6 @@ import datastates
 from datastates.config import Config
 from datastates.transport import same_host
 
-__all__ = [
-    "WAYS",
-    "Gloo",
-    "Ours",
-    "RawSocket",
-    "TorchFt",
-    "TorchSave",
-    "UcxxMessages",
-    "UcxxStream",
-    "Way",
-    "why_not",
-]
-
 CHUNK_BYTES = 4 << 20
 TOKEN = "a token of this benchmark"
 WINDOW = 8

@@ -14,8 +14,6 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-__all__ = ["machine", "out", "short", "spread", "table"]
-
 _PACKAGES = ("datastates", "torch", "ucxx-cu12", "ucxx-cu13")
 
 

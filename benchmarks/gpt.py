@@ -11,8 +11,6 @@ from torch.optim import AdamW
 
 from datastates.demo.model import GPT, Shape
 
-__all__ = ["LARGE", "MEDIUM", "SMALL", "TINY", "Trainer"]
-
 LARGE = Shape(layers=12, heads=12, width=768, context=1024, vocabulary=24_000)
 """104.3M parameters, 148 tensors; with AdamW 592 tensors, 1.25 GB."""
 

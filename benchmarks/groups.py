@@ -9,8 +9,6 @@ import groups_clone
 import groups_commit
 import groups_scaling
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run one part."""

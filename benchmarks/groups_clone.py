@@ -30,8 +30,6 @@ from datastates.ranks import TorchGroup
 from datastates.transport import same_host, serving
 from datastates.transport.peer import Peer
 
-__all__ = ["main"]
-
 _MIB = 1 << 20
 _TENSORS = 16
 _SOURCES = (1, 2, 4)

@@ -26,8 +26,6 @@ from datastates.lineage import Database, NewState, Run, StateFacts, Status
 from datastates.lineage.write import runs
 from datastates.lineage.write.parts import Telling
 
-__all__ = ["main"]
-
 _SESSIONS = 8
 """So many ranks of one process at once."""
 

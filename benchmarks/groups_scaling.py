@@ -37,8 +37,6 @@ import datastates
 from datastates import Config
 from datastates.demo.model import Shape
 
-__all__ = ["main"]
-
 _RANKS = (1, 2, 4)
 _EVERY, _CAPTURES = 5, 2
 _MIB = 1 << 20

@@ -40,8 +40,6 @@ import datastates
 from datastates.config import Config
 from datastates.demo.model import GPT, Shape
 
-__all__ = ["PARTS", "Setting", "Steps", "Turns", "Way"]
-
 PARTS = {
     "accelerate": "integrations_accelerate",
     "transformers": "integrations_transformers",

@@ -16,8 +16,6 @@ import datastates
 from datastates.config import Config
 from datastates.integrations.accelerate import track
 
-__all__ = ["ways"]
-
 
 def ways() -> list[Way]:
     """Each way, and what it is compared with."""

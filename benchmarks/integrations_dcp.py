@@ -17,8 +17,6 @@ import datastates
 from datastates.config import Config
 from datastates.integrations.dcp import Writer
 
-__all__ = ["ways"]
-
 dcp: Any = torch.distributed.checkpoint  # type checkers are told that it exports nothing
 _KEPT = 3
 

@@ -15,8 +15,6 @@ from integrations import Save, Setting, Steps, Way, saving
 import datastates
 from datastates.config import Config
 
-__all__ = ["ways"]
-
 _KEPT = 3
 
 

@@ -21,8 +21,6 @@ from datastates.integrations.lightning import DatastatesCallback
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ways"]
-
 
 class Module(L.LightningModule):  # type: ignore[misc]  # Lightning is not looked at by mypy
     """The model as Lightning wants it."""

@@ -17,8 +17,6 @@ from datastates.demo.model import GPT
 from datastates.integrations.transformers import DatastatesCallback
 from datastates.repository import open as open_repository
 
-__all__ = ["ways"]
-
 
 class Lossy(nn.Module):
     """A model as a Trainer wants it."""

@@ -18,19 +18,6 @@ from sqlalchemy import create_engine
 
 from datastates.lineage import Database
 
-__all__ = [
-    "BRANCHES",
-    "FURTHER",
-    "METRICS",
-    "RARE",
-    "RUNS",
-    "fill",
-    "furnish",
-    "make",
-    "make_at",
-    "summarise",
-]
-
 BRANCHES = 50
 METRICS = ("loss", "val_loss", "acc", "grad_norm")
 RARE = 10

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["INTERFACE", "SENDER", "enter", "two_hosts"]
-
 INTERFACE = "eth0"
 SENDER = "10.99.0.1"
 RECEIVER = "10.99.0.2"

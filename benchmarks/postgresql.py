@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["serving"]
-
 
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:

@@ -13,8 +13,6 @@ from pathlib import Path
 from common import out
 from web_parts import await_server, ended
 
-__all__ = ["RUNS", "missing", "page", "serving"]
-
 RUNS = 200
 
 FILL = """

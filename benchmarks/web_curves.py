@@ -27,8 +27,6 @@ from branches import prepare
 from common import machine, out, table
 from web_parts import chromium, served
 
-__all__ = ["cold_curves"]
-
 HEADS = 8
 GOAL_MS = 1500.0
 ALL = f"""() => document.querySelector('[data-panel=curves] [data-curves="{HEADS}"] canvas') && !document.querySelector('.reading')

@@ -16,8 +16,6 @@ from common import out
 from web_load import Asked
 from web_parts import await_server, ended
 
-__all__ = ["RUNS", "missing", "page", "requests", "serving"]
-
 RUNS = 2000
 EXPERIMENT = "1"
 

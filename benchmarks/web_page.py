@@ -14,8 +14,6 @@ from web_parts import chromium
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-__all__ = ["pages"]
-
 WIDTH, HEIGHT = 1280, 800
 ROWS = 10
 SCROLLED_S = 3.0

@@ -26,17 +26,6 @@ from many_states import make
 
 from datastates.api.app import STATIC
 
-__all__ = [
-    "await_server",
-    "bare",
-    "capturing",
-    "chromium",
-    "copied",
-    "repository",
-    "served",
-    "uids",
-]
-
 BARE = """
 import socket, uvicorn
 from starlette.applications import Starlette

@@ -7,8 +7,8 @@
                 loss = train_step(batch)
                 run.capture(metrics={"loss": loss})
 
-Names are imported when they are first used, so that ``import datastates.lineage`` and the terminal
-do without torch.
+``datastates.errors`` has every error. Names are imported when they are first used, so that
+``import datastates.lineage`` and the terminal do without torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from datastates.compare.ensemble import Ensemble, Prediction
     from datastates.engine.handle import Capture
-    from datastates.engine.processors import Item, Module
+    from datastates.engine.processors import CapturedState, Processor
     from datastates.integrations.saved import load, save
     from datastates.lineage.states import Ref, RefEvent, Run, State, Status
     from datastates.maintenance.reindex import reindex
@@ -43,64 +43,35 @@ if TYPE_CHECKING:
     from datastates.transport.transfer import Cloned, Transfer
 
     from .config import BackPressure, Config, OnFailure
-    from .errors import (
-        Ambiguous,
-        Cancelled,
-        Closed,
-        Conflict,
-        Corrupt,
-        DatastatesError,
-        Dirty,
-        Disconnected,
-        InvalidInput,
-        ModuleFailed,
-        NotFound,
-        OverBudget,
-        PeerFault,
-        SyntaxProblem,
-        Torn,
-        Unauthorized,
-        Unavailable,
-        Unsupported,
-    )
+    from .errors import Conflict, DatastatesError, NotFound, Unavailable
     from .repository import Repository, open
 
     __version__: str
     """The version that is installed, such as ``"0.1.0"``."""
 
 __all__ = [
-    "Ambiguous",
     "Auto",
     "BackPressure",
     "Cadence",
     "CadenceChoice",
-    "Cancelled",
     "Capture",
+    "CapturedState",
     "CheckFreq",
     "Cloned",
-    "Closed",
     "Config",
     "Conflict",
-    "Corrupt",
     "Daly",
     "DatastatesError",
-    "Dirty",
-    "Disconnected",
     "Ensemble",
     "Guard",
-    "InvalidInput",
-    "Item",
     "JsonLines",
-    "Module",
-    "ModuleFailed",
     "NotFound",
     "OnFailure",
     "OnImprovement",
-    "OverBudget",
     "Peer",
-    "PeerFault",
     "PermutationSampler",
     "Prediction",
+    "Processor",
     "Ref",
     "RefEvent",
     "Repository",
@@ -112,15 +83,11 @@ __all__ = [
     "Server",
     "State",
     "Status",
-    "SyntaxProblem",
     "Tls",
-    "Torn",
     "Tracker",
     "Transfer",
     "TwoLevel",
-    "Unauthorized",
     "Unavailable",
-    "Unsupported",
     "Young",
     "__version__",
     "connect",
@@ -134,23 +101,26 @@ __all__ = [
 _MODULES = {
     "Auto": "policy.auto",
     "BackPressure": "config",
-    "OnFailure": "config",
     "Cadence": "policy.contract",
     "CadenceChoice": "policy.contract",
     "Capture": "engine.handle",
+    "CapturedState": "engine.processors",
     "CheckFreq": "policy.computed",
     "Cloned": "transport.transfer",
     "Config": "config",
+    "Conflict": "errors",
     "Daly": "policy.computed",
+    "DatastatesError": "errors",
     "Ensemble": "compare.ensemble",
     "Guard": "training.guard",
-    "Item": "engine.processors",
     "JsonLines": "system.logs",
-    "Module": "engine.processors",
+    "NotFound": "errors",
+    "OnFailure": "config",
     "OnImprovement": "policy.contract",
     "Peer": "transport.peer",
     "PermutationSampler": "state.sampler",
     "Prediction": "compare.ensemble",
+    "Processor": "engine.processors",
     "Ref": "lineage.states",
     "RefEvent": "lineage.states",
     "Repository": "repository",
@@ -166,6 +136,7 @@ _MODULES = {
     "Tracker": "training.tracker",
     "Transfer": "transport.transfer",
     "TwoLevel": "policy.computed",
+    "Unavailable": "errors",
     "Young": "policy.computed",
     "connect": "transport.peer",
     "load": "integrations.saved",
@@ -174,7 +145,7 @@ _MODULES = {
     "reindex": "maintenance.reindex",
     "save": "integrations.saved",
 }
-"""The module in which each public name lives. Public names that are not listed here are errors."""
+"""The module in which each public name is defined."""
 
 
 def __getattr__(name: str) -> object:
@@ -183,8 +154,8 @@ def __getattr__(name: str) -> object:
         from importlib.metadata import version  # takes 20 ms, so only callers that ask pay for it
 
         value: object = version("datastates")
-    elif name in __all__:
-        value = getattr(_imported(_MODULES.get(name, "errors")), name)
+    elif name in _MODULES:
+        value = getattr(_imported(_MODULES[name]), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value

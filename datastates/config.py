@@ -50,14 +50,15 @@ class Data(StrEnum):
     IPC = "ipc"
 
 
-class Module(Protocol):
-    """A user's module, as far as a configuration needs to know it; the whole contract is
-    ``modules.contract.Module``."""
+class Processor(Protocol):
+    """A user's processor, as far as a configuration needs it.
+
+    ``engine.processors.Processor`` is the whole contract."""
 
     name: str
     priority: int
 
-    def process(self, item: Any, /) -> None:
+    def process(self, captured: Any, /) -> None:
         """Do something with a recorded state."""
 
     def close(self) -> None:
@@ -115,8 +116,8 @@ class Config:
     - ``verify``: whether each chunk that is read is compared with its digest, unless the call says
       otherwise. Without it restores are faster, and damage goes unnoticed.
     - ``data``: what carries the bytes of clones.
-    - ``modules``: your own steps, called with every state that is captured or merged
-      (``datastates.Module``).
+    - ``processors``: your own steps, called with every state that is captured or merged
+      (``datastates.Processor``).
     - ``tiers``: your own tiers, nearest first (``datastates.storage.Tier``). Each state that
       becomes durable is put there too, and is read from there when no nearer tier has it. They are
       closed with the repository.
@@ -137,7 +138,7 @@ class Config:
     verify: bool = True
     data: Data = Data.AUTO
     on_step: Callable[[str], None] | None = None
-    modules: Sequence[Module] = ()
+    processors: Sequence[Processor] = ()
     tiers: Sequence[FurtherTier] = ()
     cadence: Policy | str = "auto"
     retention: Retention | str = DEFAULT
@@ -195,7 +196,7 @@ class Config:
             None if self.trace is None else os.path.abspath(values.path(self.trace, "trace")),
         )
         self._set("retention", retention_of(self.retention))
-        self._set("modules", _checked(self.modules))
+        self._set("processors", _checked(self.processors))
         self._set("tiers", _listed(self.tiers))
 
     def cadence_with(
@@ -283,36 +284,40 @@ def _listed(tiers: object) -> tuple[FurtherTier, ...]:
     return tuple(tiers)
 
 
-def _checked(modules: object) -> tuple[Module, ...]:
-    """The modules, once each is seen to have what a module needs."""
-    if not isinstance(modules, Sequence) or isinstance(modules, str):
+def _checked(processors: object) -> tuple[Processor, ...]:
+    """The processors, once each is seen to have what a processor needs."""
+    if not isinstance(processors, Sequence) or isinstance(processors, str):
         raise InvalidInput(
-            f"modules is {values.shown(modules)}: give a list of modules, as modules=[MyModule()]"
+            f"processors is {values.shown(processors)}: give a list of them, as"
+            " processors=[MyProcessor()]"
         )
     names: list[str] = []
-    for module in modules:
-        what = values.shown(module)
+    for processor in processors:
+        what = values.shown(processor)
         for method in ("process", "close"):
-            if isinstance(module, type):
+            if isinstance(processor, type):
                 raise InvalidInput(
-                    f"modules has {what}: give an object of it, as modules=[{module.__name__}()]"
+                    f"processors has {what}: give an object of it, as"
+                    f" processors=[{processor.__name__}()]"
                 )
-            if not callable(getattr(module, method, None)):
+            if not callable(getattr(processor, method, None)):
                 raise InvalidInput(
-                    f"modules has {what}: give an object with a method {method}, such as one of a"
-                    " subclass of datastates.Module"
+                    f"processors has {what}: give an object with a method {method}, such as one of"
+                    " a subclass of datastates.Processor"
                 )
-        names.append(values.text(getattr(module, "name", None), f"the name of the module {what}"))
+        names.append(
+            values.text(getattr(processor, "name", None), f"the name of the processor {what}")
+        )
         if not names[-1]:
             raise InvalidInput(
-                f"the name of the module {what} is empty: say one that messages can use"
+                f"the name of the processor {what} is empty: say one that messages can use"
             )
         values.integer(
-            getattr(module, "priority", None), f"the priority of the module {names[-1]!r}"
+            getattr(processor, "priority", None), f"the priority of the processor {names[-1]!r}"
         )
     if len(set(names)) < len(names):
-        raise InvalidInput(f"modules are named {', '.join(names)}: give each a name of its own")
-    return tuple(modules)
+        raise InvalidInput(f"processors are named {', '.join(names)}: give each a name of its own")
+    return tuple(processors)
 
 
 _VARIABLES: dict[str, Callable[[Config, str], Config]] = {

@@ -7,15 +7,18 @@
     ├── NotFound (LookupError)          no such state, ref, run or repository
     │   └── Ambiguous                   a uid prefix that fits several states
     ├── Conflict                        another caller was first: read again, then decide
-    ├── Corrupt                         bytes that fail their digest: restore the ancestor that it
-    names ├── Torn                            a capture whose sources changed while they were copied
+    ├── Corrupt                         bytes that fail their digest: restore the ancestor it names
+    ├── Torn                            a capture whose sources changed while they were copied
     ├── Dirty                           live objects are half old, half new: resume the clone, or
-    restore them ├── Unauthorized (PermissionError)  the token is missing or wrong ├── PeerFault
-    a peer broke the protocol, or speaks another version ├── Unavailable                     known,
-    but its bytes are gone or a service does not answer │   ├── Disconnected (ConnectionError)  a
-    peer died, stopped or cannot be reached: try again, or another one │   └── OverBudget
-    it does not fit the memory budget ├── ModuleFailed                    a user's module raised:
-    mend it; the state is kept ├── Cancelled                       the caller cancelled a transfer
+    │                                   restore them
+    ├── Unauthorized (PermissionError)  the token is missing or wrong
+    ├── PeerFault                       a peer broke the protocol, or speaks another version
+    ├── Unavailable                     known, but its bytes are gone or a service does not answer
+    │   ├── Disconnected (ConnectionError)  a peer died, stopped or cannot be reached: try again, or
+    │   │                                   another one
+    │   └── OverBudget                  it does not fit the memory budget
+    ├── ProcessorFailed                 a user's processor raised; the state is kept
+    ├── Cancelled                       the caller cancelled a transfer
     └── Closed (RuntimeError)           the repository or tracker was closed
 
 ``kind`` is stable: the web API, ``--json`` and the exit codes of the terminal are derived from it.
@@ -36,10 +39,10 @@ __all__ = [
     "Dirty",
     "Disconnected",
     "InvalidInput",
-    "ModuleFailed",
     "NotFound",
     "OverBudget",
     "PeerFault",
+    "ProcessorFailed",
     "SyntaxProblem",
     "Torn",
     "Unauthorized",
@@ -197,12 +200,13 @@ class Disconnected(Unavailable, ConnectionError):
     kind = "disconnected"
 
 
-class ModuleFailed(DatastatesError):
-    """A user's module raised on a state; the message names both, and the cause is what it raised.
+class ProcessorFailed(DatastatesError):
+    """A user's processor raised on a state; the message names both, and ``__cause__`` is what it
+    raised.
 
     The state is unaffected."""
 
-    kind = "module-failed"
+    kind = "processor-failed"
 
 
 class Cancelled(DatastatesError):

@@ -688,8 +688,8 @@ class Names(Opened):
         """Add metrics and attributes to a state that was captured before; returns the state as it
         is then. Its bytes and digest stay.
 
-            state = repo.annotate("main", metrics={"test_loss": 0.31}, attributes={"reviewed":
-            True}) print(state.metrics["test_loss"], repo.reflog(state.uid)[0].reason)
+            state = repo.annotate("main", metrics={"test_loss": 0.31})
+            print(state.metrics["test_loss"], repo.reflog(state.uid)[0].reason)
 
         The log of metrics, with author, time and replaced values, is the reflog under the state's
         uid.

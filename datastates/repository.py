@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from datastates.transport.contract import Tls
     from datastates.transport.serving import Server
 
-__all__ = ["Repository", "open"]
-
 _logger = logging.getLogger(__name__)
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from datastates.maintenance.core import Core
 
-__all__ = ["instrument"]
-
 _Read = Callable[["CallbackOptions"], Iterable["Observation"]]
 
 

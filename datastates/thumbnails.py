@@ -14,8 +14,6 @@ from .errors import InvalidInput, Unsupported
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["MOST_BYTES", "array_of", "draw", "figure", "image_of", "media_type", "thumbnail"]
-
 MOST_BYTES = 1 << 20
 """The largest image that is kept or served."""
 

@@ -20,46 +20,6 @@ from typing import Any, ParamSpec, TypeVar, is_typeddict
 
 from .errors import InvalidInput
 
-__all__ = [
-    "KEY_LENGTH",
-    "MESSAGE_LENGTH",
-    "NAMES",
-    "RANKS",
-    "Check",
-    "Value",
-    "attribute",
-    "attributes",
-    "callback",
-    "choice",
-    "count",
-    "flag",
-    "integer",
-    "iterable",
-    "key",
-    "message",
-    "metrics",
-    "named",
-    "number",
-    "optional",
-    "path",
-    "patterns",
-    "plain",
-    "positive",
-    "revision",
-    "revisions",
-    "seconds",
-    "several",
-    "shown",
-    "size",
-    "step",
-    "storable",
-    "string",
-    "takes",
-    "text",
-    "token",
-    "unpacks",
-]
-
 KEY_LENGTH = 255
 """The most characters that the name of a metric or an attribute may have."""
 

@@ -9,8 +9,6 @@ import sysconfig
 from collections import Counter
 from pathlib import Path
 
-__all__ = ["load"]
-
 _LEFT_OUT = ("site-packages", "dist-packages", "test", "tests", "idlelib")
 
 

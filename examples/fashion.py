@@ -3,6 +3,6 @@ the digits of scikit-learn."""
 
 from __future__ import annotations
 
-from datastates.demo.outliers import CLOTHES, FOLDER, load
-
-__all__ = ["CLOTHES", "FOLDER", "load"]
+from datastates.demo.outliers import CLOTHES as CLOTHES
+from datastates.demo.outliers import FOLDER as FOLDER
+from datastates.demo.outliers import load as load

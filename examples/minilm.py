@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging
 
-__all__ = ["Classifier", "Data"]
-
 logging.disable_progress_bar()
 
 

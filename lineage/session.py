@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from sqlalchemy import Connection, CursorResult, Engine, Executable, NestedTransaction
-    from sqlalchemy.orm import Session
+    from sqlalchemy.orm import Session as Session
 else:
 
     class Session:
@@ -72,6 +72,3 @@ else:
 
         def __exit__(self, *_: object) -> None:
             self.close()
-
-
-__all__ = ["Session"]

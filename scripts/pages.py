@@ -28,6 +28,10 @@ PACKAGES = {
         "reference/datastates.md",
         "What a training script uses, as `import datastates`.",
     ),
+    "datastates.errors": (
+        "reference/errors.md",
+        "Every error is a `DatastatesError` and has a stable `kind`.",
+    ),
     "datastates.studies": (
         "reference/workflows.md",
         "Studies: plans of variants, and what runs and reads them.",
@@ -120,22 +124,8 @@ def index() -> str:
 
 def reference(package: str, purpose: str) -> str:
     """The page of a package: what each public name says of itself."""
-    parts = [f"# `{package}`", purpose]
-    listed = names(package)
-    errors = [name for name in listed if _is_error(package, name)]
-    parts += [f"::: {identifier(package, name)}" for name in listed if name not in errors]
-    if errors:
-        parts += [
-            "# Errors",
-            "Every error is a `DatastatesError` and has a stable `kind`.",
-            *(f"::: {package}.{name}" for name in errors),
-        ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _is_error(package: str, name: str) -> bool:
-    value = getattr(importlib.import_module(package), name)
-    return isinstance(value, type) and issubclass(value, Exception)
+    listed = (f"::: {identifier(package, name)}" for name in names(package))
+    return "\n\n".join([f"# `{package}`", purpose, *listed]) + "\n"
 
 
 def terminal() -> str:

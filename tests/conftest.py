@@ -29,8 +29,7 @@ from datastates.lineage.migrations import HEAD, new, upgrade
 from datastates.lineage.schema import Base
 from datastates.maintenance import environment
 from datastates.values import Value
-from tests.support import costs, effort
-from tests.support.costs import pytest_runtest_protocol as pytest_runtest_protocol
+from tests.support import effort
 
 try:
     import psycopg
@@ -39,7 +38,7 @@ except ImportError:
     psycopg = None  # type: ignore[assignment]
 
 # A shared machine is no stop-watch.
-for _profile, _count in (("all", 100), ("gate", 100 // effort.PARTS)):
+for _profile, _count in (("all", 100), ("gate", 100 // effort.SHARE)):
     settings.register_profile(
         _profile, max_examples=_count, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
@@ -66,29 +65,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files with slow tests first: where several processes take a file each, none is left alone
-    with a long one at the end."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
-    groups = config.stash[effort.GROUPS] = [group_of(item) for item in items]
+    """Leave slow tests out of the gate, and run files with long tests first.
+
+    Several processes take a file each: a long one at the end would leave the others idle. A test
+    that is named (``path::test``) is not left out."""
+    long = {item.path for item in items if item.get_closest_marker("long")}
+    items.sort(key=lambda item: item.path not in long)
     if not effort.IS_THOROUGH and not any("::" in word for word in config.args):
-        # whoever names a test gets it
-        chosen = effort.in_turn(groups)
-        config.hook.pytest_deselected(
-            items=[item for item, is_chosen in zip(items, chosen, strict=True) if not is_chosen]
-        )
-        items[:] = [item for item, is_chosen in zip(items, chosen, strict=True) if is_chosen]
-
-
-def group_of(item: pytest.Item) -> str | None:
-    """Within which a test takes turns: the marker's, all costly ones, or the cases of one test;
-    None: it runs always."""
-    marker = item.get_closest_marker("in_turn")
-    if marker is not None and marker.args:
-        return str(marker.args[0])
-    if costs.is_costly(item):
-        return "costly"
-    return None if marker is None else item.nodeid.partition("[")[0]
+        chosen = effort.in_gate([item.nodeid for item in items])
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
+        items[:] = [item for item in items if item.nodeid in chosen]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

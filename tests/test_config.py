@@ -235,17 +235,17 @@ def test_a_tracker_follows_the_cadence_that_it_is_given(
 
 
 def test_a_class_that_is_given_for_an_object_is_said_to_be_one(tmp_path: Path) -> None:
-    class Mine(datastates.Module):
+    class Mine(datastates.Processor):
         name = "mine"
 
-        def process(self, item: datastates.Item) -> None: ...
+        def process(self, item: datastates.CapturedState) -> None: ...
 
     given: Any = [Mine]
     with pytest.raises(
         InvalidInput,
-        match=r"modules has the class Mine: give an object of it, as modules=\[Mine\(\)\]",
+        match=r"processors has the class Mine: give an object of it, as processors=\[Mine\(\)\]",
     ):
-        Config(modules=given)
+        Config(processors=given)
     with pytest.raises(
         InvalidInput, match="tiers holds the class Mine: give objects of a class that inherits"
     ):

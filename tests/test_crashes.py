@@ -123,7 +123,7 @@ def _check_listed(repo: Repository, folder: Path, facts: Facts) -> None:
     assert durable == on_disk <= set(listed)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", seeds(5, more=3))
 def test_nothing_that_was_reported_is_missing_after_a_kill(
     smith: Forge, tmp_path: Path, seed: int

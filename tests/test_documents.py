@@ -154,6 +154,7 @@ def test_every_public_name_is_in_the_reference() -> None:
     made = dict(site.pages())
     for package, place in (
         ("datastates", "reference/datastates.md"),
+        ("datastates.errors", "reference/errors.md"),
         ("datastates.studies", "reference/workflows.md"),
         ("datastates.api", "reference/api.md"),
         ("datastates.storage", "reference/store.md"),

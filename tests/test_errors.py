@@ -51,7 +51,7 @@ def test_kinds_are_distinct_and_stable() -> None:
         "Dirty": "dirty",
         "Disconnected": "disconnected",
         "InvalidInput": "invalid-input",
-        "ModuleFailed": "module-failed",
+        "ProcessorFailed": "processor-failed",
         "NotFound": "not-found",
         "OverBudget": "over-budget",
         "PeerFault": "peer-fault",

@@ -245,8 +245,7 @@ def test_links_lead_to_the_folders() -> None:
         assert os.readlink(ROOT / "datastates" / name) == f"../{name}"
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("packaging")
+@pytest.mark.long
 def test_wheel_holds_exactly_the_listed_packages_and_their_data(
     built: tuple[Path, Path], source: Path
 ) -> None:
@@ -274,8 +273,7 @@ def test_wheel_holds_exactly_the_listed_packages_and_their_data(
     assert "datastates/py.typed" in names
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("packaging")
+@pytest.mark.long
 def test_wheel_carries_the_page_and_the_page_is_small(built: tuple[Path, Path]) -> None:
     with zipfile.ZipFile(built[1]) as archive:
         page = {
@@ -295,8 +293,7 @@ def test_wheel_carries_the_page_and_the_page_is_small(built: tuple[Path, Path]) 
     assert "<script>" not in index
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("packaging")
+@pytest.mark.long
 def test_wheel_from_the_tree_equals_the_one_from_the_sdist(
     built: tuple[Path, Path], source: Path, tmp_path: Path
 ) -> None:
@@ -309,8 +306,7 @@ def test_wheel_from_the_tree_equals_the_one_from_the_sdist(
         }
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("packaging")
+@pytest.mark.long
 def test_the_page_is_built_where_it_is_not(source: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(source, bare, symlinks=True, ignore=shutil.ignore_patterns("static"))
@@ -320,8 +316,7 @@ def test_the_page_is_built_where_it_is_not(source: Path, tmp_path: Path) -> None
     assert "datastates/api/static/index.html" in files_of(wheel)
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("packaging")
+@pytest.mark.long
 def test_sdist_holds_what_the_gate_needs(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -352,8 +347,7 @@ def test_sdist_holds_what_the_gate_needs(built: tuple[Path, Path]) -> None:
     }
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("packaging")
+@pytest.mark.long
 def test_license_travels_with_the_wheel(built: tuple[Path, Path]) -> None:
     with zipfile.ZipFile(built[1]) as archive:
         metadata = next(
@@ -365,8 +359,7 @@ def test_license_travels_with_the_wheel(built: tuple[Path, Path]) -> None:
     assert "License-Expression: Apache-2.0" in metadata
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("packaging")
+@pytest.mark.long
 def test_installed_wheel_imports_from_where_it_is_installed(python: Path, tmp_path: Path) -> None:
     code = (
         "import json, importlib.util as u, datastates, datastates.lineage, datastates.transport,"
@@ -381,8 +374,7 @@ def test_installed_wheel_imports_from_where_it_is_installed(python: Path, tmp_pa
     assert verify is True
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("packaging")
+@pytest.mark.long
 def test_installed_terminal_works(python: Path, tmp_path: Path) -> None:
     script = python.parent / "datastates"
 
@@ -398,8 +390,7 @@ def test_installed_terminal_works(python: Path, tmp_path: Path) -> None:
     assert run(python, "-m", "datastates", "--version", cwd=tmp_path) == "datastates 0.1.0\n"
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("packaging")
+@pytest.mark.long
 def test_installed_wheel_serves_the_page(python: Path, tmp_path: Path) -> None:
     script = python.parent / "datastates"
     run(script, "--repo", "runs", "init", cwd=tmp_path)

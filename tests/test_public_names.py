@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 
@@ -9,64 +10,55 @@ import pytest
 
 import datastates
 from datastates import testing
+from tests.test_house import MODULES
 
 PUBLIC = {
-    *("CadenceChoice", "CheckFreq", "Daly", "OnImprovement", "TwoLevel", "Young"),
-    *("Cadence", "Ensemble", "Guard", "Item", "Module", "ModuleFailed", "Prediction", "Rewind"),
-    *(
-        "Ambiguous",
-        "Auto",
-        "BackPressure",
-        "Capture",
-        "Closed",
-        "Config",
-        "Conflict",
-        "Corrupt",
-        "DatastatesError",
-        "InvalidInput",
-    ),
-    *(
-        "NotFound",
-        "OnFailure",
-        "OverBudget",
-        "PermutationSampler",
-        "Ref",
-        "RefEvent",
-        "Repository",
-        "RestoreReport",
-        "Retention",
-        "Run",
-        "State",
-        "Status",
-    ),
-    *(
-        "Cancelled",
-        "Cloned",
-        "Dirty",
-        "Disconnected",
-        "Peer",
-        "PeerFault",
-        "JsonLines",
-        "RngState",
-        "Server",
-        "Tls",
-        "Transfer",
-        "Unauthorized",
-        "connect",
-    ),
-    *(
-        "SyntaxProblem",
-        "Torn",
-        "Tracker",
-        "Unavailable",
-        "Unsupported",
-        "__version__",
-        "load",
-        "open",
-        "register_encoder",
-        "reindex",
-        "save",
-    ),
+    "Auto",
+    "BackPressure",
+    "Cadence",
+    "CadenceChoice",
+    "Capture",
+    "CapturedState",
+    "CheckFreq",
+    "Cloned",
+    "Config",
+    "Conflict",
+    "Daly",
+    "DatastatesError",
+    "Ensemble",
+    "Guard",
+    "JsonLines",
+    "NotFound",
+    "OnFailure",
+    "OnImprovement",
+    "Peer",
+    "PermutationSampler",
+    "Prediction",
+    "Processor",
+    "Ref",
+    "RefEvent",
+    "Repository",
+    "RestoreReport",
+    "Retention",
+    "Rewind",
+    "RngState",
+    "Run",
+    "Server",
+    "State",
+    "Status",
+    "Tls",
+    "Tracker",
+    "Transfer",
+    "TwoLevel",
+    "Unavailable",
+    "Young",
+    "__version__",
+    "connect",
+    "load",
+    "open",
+    "register_encoder",
+    "reindex",
+    "save",
 }
 
 
@@ -76,6 +68,42 @@ def modules_after(code: str) -> set[str]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
+
+
+PUBLIC_MODULES = {
+    "datastates",
+    "datastates.api",
+    "datastates.config",
+    "datastates.errors",
+    "datastates.files.bundle",
+    "datastates.files.importing",
+    "datastates.integrations.accelerate",
+    "datastates.integrations.lightning",
+    "datastates.integrations.mlflow",
+    "datastates.integrations.ray",
+    "datastates.integrations.tensorboard",
+    "datastates.integrations.wandb",
+    "datastates.lineage",
+    "datastates.ranks",
+    "datastates.storage",
+    "datastates.studies",
+    "datastates.testing",
+}
+
+
+def test_only_public_modules_list_their_names_and_do_so_in_order() -> None:
+    listed = {name: found for name, (_, tree) in MODULES.items() if (found := names_of(tree))}
+    assert set(listed) == PUBLIC_MODULES
+    assert {name for name, found in listed.items() if found != sorted(found)} == set()
+
+
+def names_of(tree: ast.Module) -> list[str]:
+    """The names in ``__all__``."""
+    for node in tree.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
+                return list(ast.literal_eval(value))
+    return []
 
 
 def test_public_names_are_exactly_these_and_sorted() -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import datastates
-from datastates import Config, InvalidInput, NotFound, OnFailure, Repository, Status, Unavailable
+from datastates import Config, NotFound, OnFailure, Repository, Status, Unavailable
+from datastates.errors import InvalidInput
 from datastates.lineage.query import grammar, revision
 from tests.support.thread_ranks import ThreadGroup, on_threads
 

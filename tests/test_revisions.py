@@ -22,7 +22,8 @@ import datastates.files.bundle
 import datastates.files.importing
 import datastates.ranks
 import datastates.studies
-from datastates import Config, InvalidInput, Peer, Repository, State
+from datastates import Config, Peer, Repository, State
+from datastates.errors import InvalidInput
 from datastates.ranks import SoloGroup
 from datastates.studies import Plan, SerialExecutor, Variant
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import datastates
-from datastates import Config, InvalidInput, Repository, Tracker, values
+from datastates import Config, Repository, Tracker, values
+from datastates.errors import InvalidInput
 
 
 class Text(str):

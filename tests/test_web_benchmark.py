@@ -25,8 +25,7 @@ ROUTES = {
 FLOORS = {"floor: bare Starlette", "floor: /healthz"}
 
 
-@pytest.mark.in_turn("examples")
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_small_run_measures_every_route_alone_beside_captures_and_without_thinking(
     tmp_path: Path,
 ) -> None:

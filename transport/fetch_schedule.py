@@ -24,28 +24,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-__all__ = [
-    "GRACE_S",
-    "Absent",
-    "Accepted",
-    "Action",
-    "Done",
-    "Drop",
-    "Event",
-    "GiveUp",
-    "Joined",
-    "Lost",
-    "NoRoom",
-    "Received",
-    "Refuse",
-    "Refuted",
-    "Returned",
-    "Schedule",
-    "Start",
-    "Stuck",
-    "Tick",
-]
-
 GRACE_S = 0.2
 """How long the connected feeds leave their share to those that are still connecting."""
 

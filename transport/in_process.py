@@ -14,8 +14,6 @@ from datastates.errors import Disconnected, InvalidInput, PeerFault, Unavailable
 from .connections import Arrival, Door
 from .contract import Channel, Link, Listener, Tls, Transport
 
-__all__ = ["MemoryTransport"]
-
 _FRAMES = 64
 """How many frames wait in a channel before its sender must wait."""
 

@@ -35,8 +35,6 @@ from .protocol import Laid, Land, Message, Room
 from .same_host import address_of
 from .ucx_messages import PART_BYTES, Lending, Stretch
 
-__all__ = ["ADDRESS", "IpcEnd"]
-
 ADDRESS = b"datastates ipc 1"
 """The place of the other end, which is always in the session."""
 

@@ -6,18 +6,6 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = [
-    "ANSWER_TIMEOUTS",
-    "LISTED_BYTES",
-    "LISTING_TIMEOUTS",
-    "PAGE_BYTES",
-    "SILENT_TIMEOUTS",
-    "Budget",
-    "Limits",
-    "Share",
-    "weigh",
-]
-
 SILENT_TIMEOUTS: Final = 6
 """For how many timeouts an answer may be silent.
 

@@ -23,8 +23,6 @@ from datastates.errors import Closed, InvalidInput
 from datastates.system.interrupts import undisturbed
 from datastates.system.threads import Latch
 
-__all__ = ["at_stop", "run", "stop", "submit"]
-
 T = TypeVar("T")
 
 _NAME = "datastates-transport"

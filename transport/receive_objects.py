@@ -48,8 +48,6 @@ from .untrusted import CheckedManifest, distrusting
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ObjectsSink"]
-
 _CORES = 8
 """With so many cores the host checks what arrives in its memory faster than a device does, which
 takes each chunk by itself."""

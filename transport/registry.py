@@ -12,8 +12,6 @@ from .data_connection import TcpTransport
 from .in_process import MemoryTransport
 from .ucx import UcxTransport
 
-__all__ = ["transport_for"]
-
 _made: dict[str, Transport] = {}
 
 

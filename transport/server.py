@@ -26,8 +26,6 @@ from .requests import Service
 from .sending import Sent
 from .session import Session
 
-__all__ = ["Server", "is_loopback"]
-
 _logger = logging.getLogger(__name__)
 _logger.addFilter(Seldom())
 _THREADS = 8

@@ -18,8 +18,6 @@ from datastates.system.logs import Seldom
 from .connections import Arrival, Door, Visitors, keep_from_children, let_go_by, set_up
 from .contract import Channel, Listener, Tls
 
-__all__ = ["JOIN", "TcpChannel", "TcpListener", "client_context", "dial", "listen", "split"]
-
 JOIN = b"Datum\0\0\2"
 """The first bytes of a data connection. A frame begins with a zero, TLS with 22."""
 

@@ -17,8 +17,6 @@ from datastates.errors import DatastatesError
 from datastates.lineage import lookup
 from datastates.lineage.states import State
 
-__all__ = ["routes"]
-
 MEDIA_TYPE = "application/octet-stream"
 _logger = logging.getLogger(__name__)
 

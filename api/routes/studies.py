@@ -19,8 +19,6 @@ from datastates.lineage.views.text import Direction
 from datastates.maintenance.lease import life_of
 from datastates.thumbnails import media_type
 
-__all__ = ["routes"]
-
 routes = Routes("studies")
 
 _Metric = Annotated[

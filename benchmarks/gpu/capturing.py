@@ -20,8 +20,6 @@ from .place import Place, timed
 from .state import Floor, Model, opened
 from .trace import crossed, traced, waits
 
-__all__ = ["cases"]
-
 BUSY_S = 0.3
 
 KEPT = 3.2

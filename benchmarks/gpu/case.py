@@ -12,8 +12,6 @@ import msgspec
 if TYPE_CHECKING:
     from .place import Place
 
-__all__ = ["TRACE_CHARACTERS", "Case", "Found", "NotBuilt", "Outcome", "Skip", "Status"]
-
 TRACE_CHARACTERS = 8000
 """So much of a trace is kept: its end."""
 

@@ -21,8 +21,6 @@ from .place import Place
 from .state import Model, not_late, opened
 from .where import Where
 
-__all__ = ["cases"]
-
 TOKEN = "a token of this benchmark"
 
 

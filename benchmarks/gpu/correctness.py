@@ -21,8 +21,6 @@ from .case import Case, Found, Skip
 from .place import Place
 from .trainings import ACCELERATED, WAYS, Training, by_form
 
-__all__ = ["cases", "check"]
-
 STEPS, QUICK_STEPS = 8, 3
 
 BUSY_S = 0.005

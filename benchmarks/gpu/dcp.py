@@ -21,8 +21,6 @@ from .case import Case, Found, Skip
 from .place import Place
 from .state import Model, not_late, opened
 
-__all__ = ["cases"]
-
 try:
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 except ImportError:  # before torch 2.9

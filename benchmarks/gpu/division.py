@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["KEPT_S", "limit_s"]
-
 KEPT_S = 3.0
 """Kept for the report and for ending what runs."""
 

@@ -20,8 +20,6 @@ from datastates.system import devices
 from .case import Case, Found, Skip
 from .place import Place
 
-__all__ = ["cases"]
-
 PACKAGES = (
     "torch",
     "triton",

@@ -9,8 +9,6 @@ from enum import StrEnum
 
 from .case import Outcome, Status
 
-__all__ = ["GOALS", "Goal", "Verdict", "judged"]
-
 
 class Verdict(StrEnum):
     """What a run says of a goal."""

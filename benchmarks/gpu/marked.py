@@ -16,8 +16,6 @@ from xml.etree import ElementTree
 from .case import TRACE_CHARACTERS, Case, Found, Skip
 from .place import Place
 
-__all__ = ["cases", "counted"]
-
 ROOT = Path(__file__).parents[2]
 MARK = re.compile(r"\bpytest\.mark\.gpu\b")
 

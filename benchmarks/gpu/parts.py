@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from .case import Case
     from .place import Place
 
-__all__ = ["PARTS", "Part"]
-
 
 @dataclass(frozen=True, slots=True)
 class Part:

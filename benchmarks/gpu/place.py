@@ -19,8 +19,6 @@ from .where import Where
 if TYPE_CHECKING:
     from tests.support.late import LateDevices
 
-__all__ = ["Place", "timed"]
-
 Placed = TypeVar("Placed", Tensor, nn.Module)
 
 

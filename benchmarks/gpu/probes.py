@@ -22,8 +22,6 @@ from datastates.system.devices import devices
 from .case import Case, Found, Skip
 from .place import Place, timed
 
-__all__ = ["cases"]
-
 MIB = 1 << 20
 
 

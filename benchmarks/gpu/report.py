@@ -17,8 +17,6 @@ from .case import Outcome, Status
 from .goals import GOALS, judged
 from .where import Where
 
-__all__ = ["PartReport", "Report", "headline", "markdown", "written"]
-
 
 class PartReport(msgspec.Struct):
     """A part: how long it might take and took, in seconds, how its cases ended, and why it ended

@@ -17,8 +17,6 @@ from .case import Case, Found, Skip
 from .place import Place, timed
 from .state import Floor, Model, not_late, opened
 
-__all__ = ["cases"]
-
 
 def cases(place: Place) -> Sequence[Case]:
     """What there is to measure."""

@@ -21,8 +21,6 @@ from .parts import Part
 from .where import Where
 from .worker import work
 
-__all__ = ["Run", "run"]
-
 START = "(start)"
 """Stands for a case where a process ended before it had named any."""
 

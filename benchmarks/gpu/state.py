@@ -23,8 +23,6 @@ from datastates.demo.model import GPT, Shape
 from .case import Skip
 from .place import Place, timed
 
-__all__ = ["Floor", "Model", "not_late", "opened"]
-
 
 @dataclass(slots=True)
 class Model:

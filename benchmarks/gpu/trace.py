@@ -13,8 +13,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from .place import Place
 
-__all__ = ["crossed", "traced", "waits"]
-
 MARKED = "what is looked at"
 Event = dict[str, Any]
 

@@ -21,8 +21,6 @@ from tests.engine.optimizers import WIDTH, Form, Net, SparseNet
 from .case import Skip
 from .place import Place
 
-__all__ = ["ACCELERATED", "WAYS", "Training", "by_form"]
-
 WARM_UP = 3
 """Steps that a recording wants before it: what they allocate is there then."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["KINDS", "Where"]
-
 KINDS = ("cuda", "cpu", "late")
 """CUDA or ROCm; the CPU; late devices, which show whether things happen in order, and are for
 tests."""

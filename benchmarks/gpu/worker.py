@@ -20,8 +20,6 @@ from .where import Where
 if TYPE_CHECKING:
     from .place import Place
 
-__all__ = ["work"]
-
 
 def work(part: Part, where: Where, done: Collection[str], wire: Connection, log: Path) -> None:
     """Tell the names of a part's cases with their limits in seconds; then, for each that is not

@@ -3,6 +3,4 @@ parses, calls one function, and renders."""
 
 from __future__ import annotations
 
-from .entry import main
-
-__all__ = ["main"]
+from .entry import main as main

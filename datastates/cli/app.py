@@ -562,7 +562,7 @@ EXIT_CODES = {
     "unauthorized": 8,
     "peer-fault": 8,
     "dirty": 1,
-    "module-failed": 1,
+    "processor-failed": 1,
     "cancelled": 130,
 }
 """Exit codes by the kind of error. 2 is a wrong command line; an error that is not listed is a

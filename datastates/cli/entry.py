@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from .interrupt import is_default, leave_at_once
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run the terminal; the process ends with the command's exit code."""

@@ -7,8 +7,6 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]
 import os
 
-__all__ = ["INTERRUPTED", "is_default", "leave_at_once", "orderly"]
-
 INTERRUPTED = 130
 """The exit code of a command that was interrupted."""
 

@@ -19,8 +19,6 @@ from datastates.state.model import ModelState
 from datastates.state.report import describe
 from datastates.state.tree import join
 
-__all__ = ["Ensemble", "Prediction", "load_ensemble"]
-
 _SHOWN = 6
 
 

@@ -14,8 +14,6 @@ from torch.nn import functional
 
 from datastates.errors import NotFound
 
-__all__ = ["FULL", "GPT", "SHORT", "Shape", "Size", "Text", "read_text"]
-
 
 @dataclass(frozen=True, slots=True)
 class Shape:

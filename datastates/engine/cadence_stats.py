@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from datastates.policy.auto import Measures
 from datastates.policy.contract import CadenceChoice, Costs, Moment, Policy
 
-__all__ = ["Pacing", "Taken"]
-
 _NOTHING: Mapping[str, float] = {}
 
 

@@ -23,8 +23,6 @@ from datastates.state.optimizer import has_hooks, with_inner
 if TYPE_CHECKING:
     from .copy import CopyJob
 
-__all__ = ["Fence", "Pending"]
-
 _Hooked = TypeVar("_Hooked", bound=object)
 
 

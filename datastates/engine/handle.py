@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 import torch
 
-from datastates.errors import InvalidInput, ModuleFailed, Unavailable
+from datastates.errors import InvalidInput, ProcessorFailed, Unavailable
 from datastates.lineage.states import NewState, Run, State, StateFacts, Status
 from datastates.lineage.write.parts import form_after
 from datastates.lineage.write.record import FIRST, Reduce
@@ -52,7 +52,7 @@ class Progress:
         self.why_skipped: str | None = None
         self.state: State | None = None
         self.error: BaseException | None = None
-        self.module_error: ModuleFailed | None = None
+        self.processor_error: ProcessorFailed | None = None
         self.given_up: str | None = None
         self.held_up: Unavailable | None = None
         self.changed = Bell()
@@ -73,11 +73,11 @@ class Progress:
         self.error = error
         self.changed.ring()
 
-    def note(self, error: ModuleFailed) -> None:
-        """Note that a user's module failed, which does not hold the state up.
+    def note(self, error: ProcessorFailed) -> None:
+        """Note that a user's processor failed, which does not hold the state up.
 
         The first such error is kept."""
-        self.module_error = self.module_error or error
+        self.processor_error = self.processor_error or error
 
     def hold_up(self, why: Unavailable) -> None:
         """Note that the capture cannot go on for now: waiting callers get this error, and may
@@ -149,9 +149,9 @@ class Capture:
 
     @property
     def error(self) -> BaseException | None:
-        """The error of the background, as it was raised; else the ``ModuleFailed`` of a module
-        of yours, which ``wait`` does not raise."""
-        return self._progress.error or self._progress.module_error
+        """The error of the background, as it was raised; else the ``ProcessorFailed`` of one of
+        your processors, which ``wait`` does not raise."""
+        return self._progress.error or self._progress.processor_error
 
     @takes(status=string, timeout_s=optional(seconds))
     def wait(self, status: str = "captured", timeout_s: float | None = None) -> State:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from datastates.errors import Conflict, ModuleFailed, NotFound, Torn, Unavailable
+from datastates.errors import Conflict, NotFound, ProcessorFailed, Torn, Unavailable
 from datastates.lineage.database import Database
 from datastates.lineage.query.incomplete import Outcome
 from datastates.lineage.states import GivenUp, Run, State, Status, Why
@@ -25,12 +25,10 @@ from datastates.system.threads import Bell
 from .cadence_stats import Taken
 from .handle import Line, Progress, Staged
 from .outbox import Journal, Listener
-from .processors import Own
+from .processors import Processors
 from .rank_reports import Entry
 from .scheduler import Action, Engine, Event, Recorded, Wanted
 from .steps import Copies, finished
-
-__all__ = ["Books", "Locked", "Register"]
 
 _logger = logging.getLogger(__name__)
 
@@ -74,7 +72,7 @@ class Register:
         *,
         memory: CaptureTier,
         local: DurableTier,
-        own: Own,
+        processors: Processors,
         copies: Copies,
         on_marked: Callable[[int], None],
         recorder: Recorder,
@@ -82,7 +80,8 @@ class Register:
         self._recorder = recorder
         self._engine, self._lock, self._changed = locked.engine, locked.lock, locked.changed
         self.folder = books.folder
-        self._memory, self._own, self._copies, self._on_marked = memory, own, copies, on_marked
+        self._memory, self._processors = memory, processors
+        self._copies, self._on_marked = copies, on_marked
         self._post = locked.post
         self._taken: dict[str, Taken] = {}
         """For each part whose state is not whole yet, the facts with which its training's policy
@@ -283,14 +282,14 @@ class Register:
     # --- what the lineage reports: on the thread that told it, which may be any -------------------
 
     def hand_on(self, state: State, branch: str | None, progress: Progress | None = None) -> None:
-        """Show the user's modules a state that was made here."""
+        """Show the user's processors a state that was made here."""
         current, on_failed = (
             (partial(_current, progress), progress.note)
             if progress is not None
             else (lambda: state, _unheard)
         )
         with self._lock:
-            self._own.put(current, branch, on_failed)
+            self._processors.put(current, branch, on_failed)
 
     def _on_recorded(self, entry: Entry, state: State, moved: Conflict | None) -> None:
         """Note that the lineage knows of a state."""
@@ -459,5 +458,5 @@ def _current(progress: Progress) -> State:
     return progress.state
 
 
-def _unheard(error: ModuleFailed) -> None:
+def _unheard(error: ProcessorFailed) -> None:
     """Log the error of a merge, which has no handle."""

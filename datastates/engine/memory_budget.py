@@ -253,10 +253,10 @@ nothing else would limit them."""
 @dataclass(frozen=True, slots=True)
 class Questions:
     """What the runner answers when room is needed. ``post`` asks the engine. ``check_open`` raises
-    when nothing more is captured. ``backlog`` counts recorded states that users' modules have not
-    seen; they keep their memory as captures in flight do. ``watch`` knows whether the lineage and
-    the disk make progress. ``skipped`` is called for each capture that was not taken because they
-    do not.
+    when nothing more is captured. ``backlog`` counts recorded states that users' processors have
+    not seen; they keep their memory as captures in flight do. ``watch`` knows whether the lineage
+    and the disk make progress. ``skipped`` is called for each capture that was not taken because
+    they do not.
     """
 
     post: Callable[[RoomNeeded], list[Action]]

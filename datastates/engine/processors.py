@@ -1,15 +1,18 @@
-"""What the engine needs of a module: a name, a priority, ``process(item)`` and ``close()``.
+"""The steps that every state takes, and the user's processors.
 
-The engine's own steps and the user's modules have the same shape. Each step has its own kind of
-item, and a thread that calls it:
+The engine's own steps and the user's processors have the same shape: a name, a priority and
+``process``. Each step takes its own kind of item, on its own thread:
 
-    priority  step       item     thread
-    100       digest     Work     datastates-engine     the digest of each chunk, of the content, of
-    the state 200       dedup      Work     datastates-engine     into memory; chunks that memory
-    holds give their slots back 300       record     Work     datastates-engine     into the
-    lineage, a round of captures in one transaction 400       write      Writing  datastates-writer
-    to disk; only states that become durable 1000      the user's Item     datastates-modules
-    once the state is recorded
+    priority  step        item           thread
+    100       digest      Work           datastates-engine      digests the chunks and the state
+    200       dedup       Work           datastates-engine      moves the state into memory; frees
+                                                                the slots of chunks held already
+    300       record      Work           datastates-engine      records a round of captures in one
+                                                                transaction
+    400       write       Writing        datastates-writer      writes the states that become
+                                                                durable to disk
+    1000      processors  CapturedState  datastates-processors  calls the user's processors once
+                                                                the state is recorded
 
 Durable states are also put onto the user's tiers, on a separate thread (``copies``).
 """
@@ -26,7 +29,7 @@ from enum import IntEnum
 from typing import Any, Protocol, TypeVar
 
 from datastates import values
-from datastates.errors import Closed, ModuleFailed, NotFound, Unavailable
+from datastates.errors import Closed, NotFound, ProcessorFailed, Unavailable
 from datastates.lineage.states import State
 from datastates.state.manifest import Manifest
 from datastates.state.report import Selection
@@ -60,8 +63,8 @@ class Step(Protocol[Kind]):
         An error that it raises ends this state's way through the pipeline, and no other's."""
 
 
-class Item(Protocol):
-    """One state, as a user's module gets it.
+class CapturedState(Protocol):
+    """One state, as a user's processor gets it.
 
     Its bytes stay in memory until ``process`` returns, and cannot be read after that."""
 
@@ -100,31 +103,32 @@ class Item(Protocol):
         """
 
 
-class Module(Protocol):
+class Processor(Protocol):
     """A step of your own that is called with every state that this process captures or merges. Give
-    it to ``Config(modules=[…])``.
+    it to ``Config(processors=[…])``.
 
-    Subclass this for the defaults, or provide the four names. One thread, ``datastates-modules``,
-    makes all calls, one at a time, so a module needs no lock of its own. Each module sees the
-    states in the order in which they were recorded. For each state, modules with smaller
-    ``priority`` are called first.
+    Subclass this for the defaults, or provide the four names. One thread,
+    ``datastates-processors``, makes all calls, one at a time, so a processor needs no lock of its
+    own. Each processor sees the states in the order in which they were recorded. For each state,
+    processors with smaller ``priority`` are called first.
     """
 
     name: str
-    """The name of the module in messages; unique among the modules of a repository."""
+    """The name of the processor in messages; unique among the processors of a repository."""
 
     priority: int = Priority.OWN
-    """Its place among the modules of a repository.
+    """Its place among the processors of a repository.
 
     All of them come after the engine's own steps up to ``record``."""
 
-    def process(self, item: Item, /) -> None:
+    def process(self, captured: CapturedState, /) -> None:
         """Do something with a recorded state.
 
-        Captures go on meanwhile, and states that wait for the module stay in memory: a module that
-        is slower than the captures eventually causes ``back_pressure``. An error that it raises is
-        kept as ``Capture.error`` (a ``ModuleFailed``), and logged once; it does not affect the
-        state, the other modules or the training. Do not capture or close the repository here.
+        Captures go on meanwhile, and states that wait for the processor stay in memory: a processor
+        that is slower than the captures eventually causes ``back_pressure``. An error that it
+        raises is kept as ``Capture.error`` (a ``ProcessorFailed``), and logged once. It does not
+        affect the state, the other processors or the training. Do not capture or close the
+        repository here.
         """
 
     def close(self) -> None:
@@ -133,12 +137,12 @@ class Module(Protocol):
         return  # a subclass may do without it
 
 
-# A recorded state as a user's module gets it: its facts, and its bytes as long as the module
+# A recorded state as a user's processor gets it: its facts, and its bytes as long as the processor
 # holds it.
 
 
-class HeldItem:
-    """An ``Item`` whose bytes stay in memory until ``let_go``.
+class HeldState:
+    """A ``CapturedState`` whose bytes stay in memory until ``let_go``.
 
     ``current`` returns how far the state has come by now."""
 
@@ -172,7 +176,7 @@ class HeldItem:
         """Copies of the state's tensors, in its containers; None for tensors that were not asked
         for.
 
-        A pattern that selects nothing is no error here: a module sees the states of whatever is
+        A pattern that selects nothing is no error here: a processor sees the states of whatever is
         trained.
         """
         return read_tree(self._open(), wants=Selection(only).wants)
@@ -191,7 +195,7 @@ class HeldItem:
     def _open(self) -> Reader:
         if self._is_over:
             raise Closed(
-                f"the item of state {self.state.uid} is over: a module reads it before process"
+                f"state {self.state.uid} can no longer be read: a processor reads it before process"
                 " returns"
             )
         if self._reader is None:
@@ -202,7 +206,7 @@ class HeldItem:
         return self._reader
 
 
-# The user's modules, and the thread that calls them.
+# The user's processors, and the thread that calls them.
 
 
 _logger = logging.getLogger(__name__)
@@ -210,39 +214,39 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A state, and the callback that is told which module failed on it."""
+    """A state, and the callback that is told which processor failed on it."""
 
-    item: HeldItem
-    on_failed: Callable[[ModuleFailed], None]
+    captured: HeldState
+    on_failed: Callable[[ProcessorFailed], None]
 
 
-class Own:
-    """Calls each module with every state, in order. Without modules it has no thread and costs
-    nothing.
+class Processors:
+    """Calls each processor with every state, in order. Without processors it has no thread and
+    costs nothing.
 
     A state that waits for its turn keeps its memory; ``backlog`` counts those states. ``on_done``
     is called after each of them.
     """
 
     def __init__(
-        self, modules: Sequence[Module], memory: CaptureTier, on_done: Callable[[], None]
+        self, processors: Sequence[Processor], memory: CaptureTier, on_done: Callable[[], None]
     ) -> None:
-        self._modules = sorted(modules, key=lambda module: module.priority)
+        self._processors = sorted(processors, key=lambda processor: processor.priority)
         self._memory, self._on_done = memory, on_done
         self._turns: queue.SimpleQueue[_Turn | None] = queue.SimpleQueue()
         self._put = self._done = 0  # each is written by one thread at a time
         self._failed: set[str] = set()
         self._has_given_up = False
         self._thread: threading.Thread | None = None
-        if self._modules:
+        if self._processors:
             self._thread = threading.Thread(
-                target=self._run, name="datastates-modules", daemon=True
+                target=self._run, name="datastates-processors", daemon=True
             )
             self._thread.start()
 
     @property
     def backlog(self) -> int:
-        """The number of states that some module has not seen; 0 if a module asks, because it
+        """The number of states that some processor has not seen; 0 if a processor asks, because it
         would wait for itself."""
         return 0 if threading.current_thread() is self._thread else self._put - self._done
 
@@ -250,15 +254,17 @@ class Own:
         self,
         current: Callable[[], State],
         branch: str | None,
-        on_failed: Callable[[ModuleFailed], None],
+        on_failed: Callable[[ProcessorFailed], None],
     ) -> None:
         """Queue a recorded state, under the caller's lock, before the state may leave memory."""
-        if self._modules:
-            self._turns.put(_Turn(HeldItem(self._memory, current, branch), on_failed))
+        if self._processors:
+            self._turns.put(_Turn(HeldState(self._memory, current, branch), on_failed))
             self._put += 1
 
     def close(self, *, is_giving_up: bool = False) -> None:
-        """Close the modules once they have seen what was put; ``join`` waits for that. Idempotent.
+        """Close the processors once they have seen what was put; ``join`` waits for that.
+
+        Idempotent.
 
         ``is_giving_up``: do not wait for states that they have not seen, because the states' memory
           is about to go.
@@ -266,12 +272,12 @@ class Own:
         if is_giving_up and self.backlog:
             self._has_given_up = True
             _logger.warning(
-                "%d states were given up before every module had seen them", self.backlog
+                "%d states were given up before every processor had seen them", self.backlog
             )
         self._turns.put(None)
 
     def join(self) -> None:
-        """Wait until the modules are closed. Must not be called on a module's own thread."""
+        """Wait until the processors are closed. Must not be called on a processor's own thread."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -283,33 +289,35 @@ class Own:
                 self._done += 1
                 self._on_done()
             del turn
-        for module in self._modules:
+        for processor in self._processors:
             try:
-                module.close()
+                processor.close()
             except BaseException:
-                # a module of the user's may raise anything, and the others have to be closed too
-                _logger.warning("closing module %r failed", module.name, exc_info=True)
+                # a processor of the user's may raise anything, and the others have to be closed too
+                _logger.warning("closing processor %r failed", processor.name, exc_info=True)
 
     def _take(self, turn: _Turn) -> None:
-        for module in () if self._has_given_up else self._modules:
+        for processor in () if self._has_given_up else self._processors:
             try:
-                module.process(turn.item)
+                processor.process(turn.captured)
             except BaseException as exc:
                 # likewise: the handle has the error, and the training goes on
-                self._note(module, turn, exc)
-        turn.item.let_go()
+                self._note(processor, turn, exc)
+        turn.captured.let_go()
 
-    def _note(self, module: Module, turn: _Turn, error: BaseException) -> None:
-        state = turn.item.state
-        failed = ModuleFailed(
-            f"module {module.name!r} failed on state {state.uid} (step {state.step}):"
+    def _note(self, processor: Processor, turn: _Turn, error: BaseException) -> None:
+        state = turn.captured.state
+        failed = ProcessorFailed(
+            f"processor {processor.name!r} failed on state {state.uid} (step {state.step}):"
             f" {reason_of(error, repr)}; the state is kept"
         )
         failed.__cause__ = error
         turn.on_failed(failed)
-        if module.name not in self._failed:
-            self._failed.add(module.name)
-            what = event("module.failed", user_module=module.name, state=state.uid, step=state.step)
+        if processor.name not in self._failed:
+            self._failed.add(processor.name)
+            what = event(
+                "processor.failed", processor=processor.name, state=state.uid, step=state.step
+            )
             _logger.warning(
                 "%s; if it fails again, only the handles of those captures say so",
                 failed,

@@ -1,12 +1,13 @@
 """The threads behind captures: they carry out what ``engine`` decides.
 
-    crossing thread (crossing.py) queues copies from devices, if there are any
-    stage thread    (stage.py)    copies; hands each capture on, in order
-    engine thread   (rounds.py)   each round of captures into memory and into the lineage
-    (commit.py); then room is made ahead writer thread   (writer.py)   to disk; marked as durable
-    arena thread    (warming.py)  memory made warm ahead of need modules thread  (modules/own.py)
-    the user's modules, if there are any copies thread   (modules/copies.py) onto the user's tiers,
-    if there are any
+    crossing thread    (copy.py)           queues copies from devices, if there are any
+    stage thread       (copy.py)           copies; hands each capture on, in order
+    engine thread      (threads.py)        puts each round of captures into memory and into the
+                                           lineage (commit.py); then makes room ahead
+    writer thread      (threads.py)        writes to disk, and marks states as durable
+    arena thread       (memory_budget.py)  makes memory warm ahead of need
+    processors thread  (processors.py)     calls the user's processors, if there are any
+    copies thread      (steps.py)          puts states onto the user's tiers, if there are any
 
 One ``Runner`` belongs to a repository that tracks. Its lock guards the ``Engine`` and the
 ``Register``; no I/O happens under it.
@@ -43,7 +44,7 @@ from .device_copies import Snapshots
 from .handle import Line, Progress, Staged
 from .in_flight import Books, Locked, Register
 from .memory_budget import Questions, Room, Warmer
-from .processors import Own
+from .processors import Processors
 from .rank_reports import Skip
 from .scheduler import (
     AT_A_TIME,
@@ -70,8 +71,6 @@ from .threads import Lookout, Paces, Polling, Pulse, Rounds, Trouble, Watch, Wri
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
-
-__all__ = ["Runner"]
 
 _logger = logging.getLogger(__name__)
 
@@ -105,7 +104,7 @@ class Runner:
         self._lock, self._changed = Mutex(), Bell()
         self._engine = Engine(config.memory_latest)
         self._paces = Paces(books.database)
-        self._own = Own(config.modules, memory, self._changed.ring)
+        self._processors = Processors(config.processors, memory, self._changed.ring)
         self._copies = Copies(
             local, further, books.database, self._changed.ring, config.group_patience_s
         )
@@ -115,7 +114,7 @@ class Runner:
             locked,
             memory=memory,
             local=local,
-            own=self._own,
+            processors=self._processors,
             copies=self._copies,
             on_marked=self._on_marked,
             recorder=self.recorder,
@@ -350,7 +349,7 @@ class Runner:
         return self._commits.take_in(coming, record)
 
     def hand_on(self, state: State, branch: str | None) -> None:
-        """Show the user's modules a state that was made here and adopted: a merge.
+        """Show the user's processors a state that was made here and adopted: a merge.
 
         Captures are handed on without this."""
         self._register.hand_on(state, branch)
@@ -452,14 +451,14 @@ class Runner:
     @property
     def pending_writes(self) -> int:
         """The number at the moment of captures not yet recorded, and of states not yet written,
-        copied or seen by modules."""
+        copied or seen by processors."""
         with self._lock:
             unwritten = (
                 self._rounds.in_flight
                 + self._engine.pending_writes
                 + self._register.journal.pending
             )
-            return unwritten + self._copies.pending + self._own.backlog
+            return unwritten + self._copies.pending + self._processors.backlog
 
     def drain(self, on_wait: Callable[[int], None] | None = None) -> None:
         """Wait until all captures are recorded and every wanted state is durable (or has failed).
@@ -527,7 +526,7 @@ class Runner:
                 # else daemon threads may still be in a write that is not waited for
                 for thread in self._threads:
                     thread.join()
-                self._own.join()
+                self._processors.join()
                 self._copies.join()
 
     def _end(self) -> None:
@@ -545,7 +544,7 @@ class Runner:
             " that, or tag it"
         )
         self._rounds.close()
-        self._own.close(is_giving_up=self._is_abandoned)
+        self._processors.close(is_giving_up=self._is_abandoned)
         self._copies.close()
         self._warmer.close()
         self._pulse.close()
@@ -606,9 +605,9 @@ class Runner:
         return delay if due is None else min(delay, max(0.01, due - time.monotonic()))
 
     def _backlog(self) -> int:
-        """The number of states that keep their memory whatever the engine decides: modules have
+        """The number of states that keep their memory whatever the engine decides: processors have
         not seen them, or they wait for parts of other ranks."""
-        return self._own.backlog + self._register.awaited
+        return self._processors.backlog + self._register.awaited
 
     def _tick(self) -> None:
         self._post(Tick(time.monotonic()))

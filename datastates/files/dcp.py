@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.planner import ReadItem
 
-__all__ = ["SafePlanner", "SafeReader", "WholePlanner", "cause_of", "numbered"]
-
 _ALLOWED = {
     *((of_metadata.__name__, name) for name in of_metadata.__all__),
     *(

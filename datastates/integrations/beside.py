@@ -27,8 +27,6 @@ from datastates.lineage.states import State
 from datastates.training.tracker import Tracker
 from datastates.values import Value
 
-__all__ = ["Beside", "Ours"]
-
 _logger = logging.getLogger(__name__)
 
 _MOST = 100_000

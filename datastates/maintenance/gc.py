@@ -27,8 +27,6 @@ from .lease import held_in
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-__all__ = ["GcReport", "gc"]
-
 _AT_ONCE = 16
 """How many states are removed in one transaction, for which other writers wait."""
 

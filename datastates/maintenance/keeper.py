@@ -49,8 +49,6 @@ from .retention_pass import (
     told_policies,
 )
 
-__all__ = ["LEAST_S", "Keeper", "beside", "keep"]
-
 _logger = logging.getLogger(__name__)
 _logger.addFilter(Seldom())
 

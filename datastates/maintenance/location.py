@@ -17,8 +17,6 @@ from datastates.errors import InvalidInput, NotFound, Unavailable
 from datastates.lineage.views.text import plural
 from datastates.system import logs
 
-__all__ = ["DATABASE", "DEFAULT", "Location", "check_whole", "discover", "locate"]
-
 DATABASE = "lineage.db"
 """The lineage's file in a repository's folder; its presence is what makes a folder a repository."""
 

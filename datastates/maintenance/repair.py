@@ -38,8 +38,6 @@ from datastates.system.interrupts import checkpoint
 from .core import Core
 from .verify import Damage, Limits, VerifyReport, check_all
 
-__all__ = ["Hurt", "RepairReport", "repair"]
-
 _logger = logging.getLogger(__name__)
 
 

@@ -397,8 +397,8 @@ class Retention:
     Give it, or its text, to ``Config`` or ``Repository.track`` as ``retention``, or to
     ``Repository.prune``.
 
-        keep = datastates.Retention.latest(5) | datastates.Retention.best("val_loss", 3) |
-        datastates.Retention.at_most("50G") print(keep.text)
+        keep = datastates.Retention.latest(5) | datastates.Retention.at_most("50G")
+        print(keep.text)
 
     Whatever the policy, these stay: states that a ref names, the newest durable state of each
     branch, and the states where branches forked.

@@ -23,8 +23,6 @@ from datastates.system.devices import devices
 
 from .xxh3 import INITIAL, INNER, LANES, LAST, SCRAMBLE, Blocks, Part, brought
 
-__all__ = ["Digester", "is_ready", "is_worth"]
-
 _logger = logging.getLogger(__name__)
 
 _LOW = (1 << 32) - 1

@@ -35,8 +35,6 @@ from .loaders import bare_scheduler
 from .optimizer import CLASS, HOW, bare, class_of, options_of, set_option
 from .tree import join
 
-__all__ = ["SCHEDULED", "Built", "Difference", "is_alike", "seed", "shown"]
-
 Facts = dict[str, Value]
 
 _COUNTERS = frozenset(

@@ -17,8 +17,6 @@ import triton.language as tl
 
 from .xxh3 import BLOCK_BYTES, INITIAL, INNER, LAST, SCRAMBLE, STRIPE_BYTES, Blocks, brought
 
-__all__ = ["Launch", "chain", "sums"]
-
 _MOST = 32
 """The number of blocks that one program reads."""
 

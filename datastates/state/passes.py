@@ -44,8 +44,6 @@ from .loaders import (
 )
 from .sampler import Batches, PermutationSampler
 
-__all__ = ["Pass", "fingerprint", "keeping_generators"]
-
 _logger = logging.getLogger(__name__)
 
 _LOOKS = 16

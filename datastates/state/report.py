@@ -25,19 +25,6 @@ from .tree import join
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = [
-    "Findings",
-    "Handed",
-    "Mismatch",
-    "RestoreReport",
-    "Selection",
-    "Target",
-    "describe",
-    "leaf_paths",
-    "own",
-    "write_tensor",
-]
-
 _SHOWN = 6
 
 

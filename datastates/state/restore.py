@@ -38,9 +38,6 @@ from .report import (
 )
 from .tree import join
 
-__all__ = ["Mismatch", "RestoreReport", "check_into", "reads", "restore_into", "write"]
-
-
 _RECORDS = (FROZEN, GRADIENTS, LOOPS, MODES)
 
 

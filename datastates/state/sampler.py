@@ -12,8 +12,6 @@ from torch.utils.data import Sampler
 from datastates import values
 from datastates.errors import InvalidInput
 
-__all__ = ["Batches", "PermutationSampler", "Tail"]
-
 Tail = Literal["repeat", "drop", "share"]
 """What happens to the last indices of an epoch if they do not divide evenly among the replicas."""
 

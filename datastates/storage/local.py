@@ -86,9 +86,6 @@ from .pack_reader import MappedReader
 from .roles import DurableTier, Put, Staged
 from .tier import Payload, Placed, Reader
 
-__all__ = ["LocalTier"]
-
-
 _NAMED = 3
 """How many states an error names."""
 

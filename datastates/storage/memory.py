@@ -34,8 +34,6 @@ from .tier import Payload, Placed, Reader
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MemoryTier"]
-
 _Key = tuple[bytes, int]
 """A chunk's digest and length."""
 

@@ -29,8 +29,6 @@ from .durable_files import next_step
 from .pack import LACKING, MAX_HEADER, padded, places_of
 from .tier import Reader
 
-__all__ = ["MappedReader"]
-
 _NAMED_PATHS = 8
 _FEWEST = 4  # chunks; fewer are read sooner than threads start
 _KEPT = 2  # the chunks read last: tensors that follow each other share them

@@ -23,8 +23,6 @@ from .dedup import Places
 from .garbage import Collected, Moved, Place
 from .tier import Payload, Placed, Reader, Tier
 
-__all__ = ["OURS", "STATE_BYTES", "CaptureTier", "DurableTier", "Held", "Staged"]
-
 STATE_BYTES = 5 << 10
 """About how many bytes a state takes besides its slots, at least (measured)."""
 

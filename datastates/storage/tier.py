@@ -16,16 +16,6 @@ from datastates.system.interrupts import checkpoint
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Payload",
-    "Placed",
-    "Reader",
-    "SupportsDirectWrite",
-    "SupportsManifests",
-    "SupportsRemoval",
-    "Tier",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Payload:

@@ -337,8 +337,9 @@ def explore(
                 job.report(val_loss=train_step(next(iter(loader))))
 
 
-        report = explore(repo, "main", grid({"lr": [0.1, 0.2]}, epochs=1), train, SerialExecutor(),
-        study="rates") print(report.best("val_loss").variant)
+        plan = grid({"lr": [0.1, 0.2]}, epochs=1)
+        report = explore(repo, "main", plan, train, SerialExecutor(), study="rates")
+        print(report.best("val_loss").variant)
 
     The configuration of ``repo`` decides what a worker keeps in memory, and what becomes durable
     when.

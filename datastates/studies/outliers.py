@@ -161,9 +161,9 @@ class OutlierReport(Ranking):
         """Keep the highest ranked samples in the lineage, where the page shows them. A report of
         the same name is replaced.
 
-            report = outliers(repo, "main", model=model, loss=losses_of, count=len(inputs),
-            noise_rate=0.1) report.to_repository(repo, "labels", show=lambda index:
-            inputs[index].reshape(2, 2), most=24)
+            count = len(inputs)
+            report = outliers(repo, "main", model=model, loss=losses_of, count=count)
+            report.to_repository(repo, "labels", show=lambda index: inputs[index].reshape(2, 2))
 
         :param repo: the repository whose page shows them.
         :param name: the name of the report there.

@@ -19,22 +19,6 @@ from datastates.values import Value
 from . import plan as arguments
 from .plan import Plan, Variant, plan_of
 
-__all__ = [
-    "Choice",
-    "Distribution",
-    "LogUniform",
-    "Schedule",
-    "Uniform",
-    "cut",
-    "ensemble",
-    "epochs_at",
-    "grid",
-    "kfold",
-    "leave_out",
-    "repeat",
-    "sample",
-]
-
 _NAME_LENGTH = 60
 
 

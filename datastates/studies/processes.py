@@ -60,7 +60,7 @@ class _Kept:
 
     def is_for(self, config: Config) -> bool:
         """Whether a task with this configuration takes the repository. Each brings its own copies
-        of the user's modules, tiers and policies, which may equal nothing but themselves.
+        of the user's processors, tiers and policies, which may equal nothing but themselves.
         """
         return config == self.config or (
             self.pickled is not None and _pickled(config) == self.pickled

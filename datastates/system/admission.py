@@ -19,8 +19,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import lru_cache
 
-__all__ = ["Admission", "Descriptors", "Limits", "Place", "of_process"]
-
 _SHARE = 4
 """Connections of all servers get at most a quarter of a process's descriptors, and none of the
 last quarter."""

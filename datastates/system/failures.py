@@ -13,8 +13,6 @@ from datastates.values import MESSAGE_LENGTH
 
 from .logs import Seldom
 
-__all__ = ["Failure", "Name", "Text", "Uid", "again", "describe", "revive"]
-
 _logger = logging.getLogger(__name__)
 _logger.addFilter(Seldom())
 _CHARACTERS = 8 << 10

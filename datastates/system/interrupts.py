@@ -23,8 +23,6 @@ import weakref
 from types import FrameType
 from typing import Any
 
-__all__ = ["PATIENCE_S", "Mutex", "checkpoint", "undisturbed"]
-
 PATIENCE_S = 2.0
 """A signal that comes again this many seconds after it was put off goes through: a user who asks
 twice can break off what hangs."""

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-__all__ = ["available_memory_bytes", "memory_left"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Files:

@@ -1,4 +1,4 @@
-"""Help for testing your own parts: suites that a tier, a transport or a module has to pass, and
+"""Help for testing your own parts: suites that a tier, a transport or a processor has to pass, and
 faults to test against.
 
     from datastates.testing import TierSuite
@@ -32,7 +32,7 @@ from .faults import (
 )
 
 if TYPE_CHECKING:
-    from .modules import ModuleSuite
+    from .processors import ProcessorSuite
     from .tiers import TierSuite
     from .transports import TransportSuite
 
@@ -42,7 +42,7 @@ __all__ = [
     "FaultyDisk",
     "FaultyTier",
     "FullDiskTier",
-    "ModuleSuite",
+    "ProcessorSuite",
     "SlowTier",
     "TierSuite",
     "TornTier",
@@ -52,7 +52,7 @@ __all__ = [
     "fail_at",
 ]
 
-_SUITES = {"ModuleSuite": "modules", "TierSuite": "tiers", "TransportSuite": "transports"}
+_SUITES = {"ProcessorSuite": "processors", "TierSuite": "tiers", "TransportSuite": "transports"}
 """The modules that need pytest, by the suite that each defines."""
 
 

@@ -26,19 +26,6 @@ from datastates.system.threads import hindered
 if TYPE_CHECKING:
     from sqlalchemy.pool import PoolProxiedConnection
 
-__all__ = [
-    "Fault",
-    "FaultyDatabase",
-    "FaultyDisk",
-    "FaultyTier",
-    "FullDiskTier",
-    "SlowTier",
-    "TornTier",
-    "WrappedTier",
-    "crash_at",
-    "fail_at",
-]
-
 
 def fail_at(
     step: str, error: BaseException | None = None, *, after: int = 0

@@ -23,18 +23,6 @@ from datastates.state.manifest import (
 )
 from datastates.storage.tier import Payload, Reader
 
-__all__ = [
-    "Group",
-    "aligned",
-    "chunks_of",
-    "lengths",
-    "numbers",
-    "part",
-    "payload",
-    "small",
-    "stream",
-]
-
 Group = dict[str, torch.Tensor]
 
 

@@ -16,8 +16,6 @@ from datastates.storage.tier import Payload, SupportsRemoval, Tier
 
 from .states import chunks_of, lengths, numbers, part, payload, small, stream
 
-__all__ = ["TierSuite"]
-
 
 class TierSuite(ABC):
     """The suite for tiers.

@@ -20,8 +20,6 @@ from datastates.errors import DatastatesError, Disconnected, InvalidInput, PeerF
 from datastates.transport import loop
 from datastates.transport.contract import Channel, Link, Transport
 
-__all__ = ["TransportSuite", "linked", "meeting"]
-
 LIMIT = 1 << 20
 PATIENCE_S = 60.0
 

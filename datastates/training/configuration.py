@@ -25,8 +25,6 @@ from datastates.lineage.states import OURS
 from datastates.system import logs
 from datastates.values import Value
 
-__all__ = ["configuration", "with_used"]
-
 _ALIASES = {
     **{
         name: name

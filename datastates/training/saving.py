@@ -23,8 +23,6 @@ from datastates.values import Value
 from .start import Terms, check_origin, follow
 from .tracker import Tracker
 
-__all__ = ["About", "save_tree"]
-
 _TRIES = 50
 """How many times another process may move the branch first before we give up."""
 

@@ -30,8 +30,6 @@ from datastates.state.tree import join
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Oversights", "refuse_misspelt"]
-
 _logger = logging.getLogger(__name__)
 
 _IDLE = 3

@@ -4,8 +4,6 @@ A new revision is appended to ``KNOWN``; opening a database then migrates it the
 
 from __future__ import annotations
 
-__all__ = ["HEAD", "KNOWN"]
-
 # Every project has a revision 0001: ours carry the project's name, so that a database of another
 # program is not taken for ours.
 KNOWN = ("datastates_0001",)

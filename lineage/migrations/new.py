@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-__all__ = ["FILE", "write"]
-
 FILE = Path(__file__).with_name("new.sql")
 """The statements; a semicolon at the end of a line ends one."""
 

@@ -11,8 +11,6 @@ from alembic.config import Config
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-__all__ = ["config", "upgrade"]
-
 
 def config(connection: Connection | None = None) -> Config:
     """Alembic's configuration; ``env.py`` runs on ``connection``, inside its transaction."""

@@ -80,8 +80,6 @@ _setting = table(SettingRow)
 _ref = table(RefRow)
 _run = table(RunRow)
 
-__all__ = ["Scope", "by_code_point", "condition", "ids", "metric_is", "run_column"]
-
 _NUMBERS = ("int", "float")
 _EQUALITY = ("=", "!=")
 _COLUMNS = {

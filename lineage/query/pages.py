@@ -67,8 +67,6 @@ _attribute = table(AttributeRow)
 _setting = table(SettingRow)
 _run = table(RunRow)
 
-__all__ = ["Page", "find", "find_all", "find_each"]
-
 SELECTIVE = 5_000
 _PAGE = 100
 _PAGE_MAX = 1000

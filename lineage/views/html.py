@@ -26,8 +26,6 @@ from .text import (
     time_text,
 )
 
-__all__ = ["graph_html", "states_html"]
-
 _ROWS = 50
 """How many states a table shows: a notebook stores what it shows, in its file too."""
 

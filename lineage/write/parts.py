@@ -62,25 +62,6 @@ _state = table(StateRow)
 _run = table(RunRow)
 _replica = table(ReplicaRow)
 
-__all__ = [
-    "Telling",
-    "Waiting",
-    "abandon",
-    "arrive_parts",
-    "drop_waiting",
-    "form_after",
-    "give_up",
-    "part_digest",
-    "part_digests",
-    "record_part",
-    "record_parts",
-    "skip_part",
-    "waiting",
-    "want_parts",
-    "wanted_parts",
-]
-
-
 _COUNTER = -(1 << 31)
 """The rank of the row whose ``world_size`` counts the parts that were reported."""
 

@@ -63,28 +63,6 @@ _ref = table(RefRow)
 _clone = table(CloneRow)
 _part = table(PartRow)
 
-__all__ = [
-    "RANK",
-    "Recovered",
-    "branches_of",
-    "by_ids",
-    "by_uids",
-    "configure",
-    "counted",
-    "died",
-    "finish",
-    "get",
-    "in_memory",
-    "listing",
-    "note",
-    "of_job",
-    "of_ranks",
-    "parts_in_memory",
-    "recover",
-    "start",
-    "unfinished",
-]
-
 RANK = f"{OURS}rank"
 _OURS = _run.c.is_carried.is_(None)
 _GONE = [status.value for status in Status if not status.is_restorable]

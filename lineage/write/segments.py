@@ -39,8 +39,6 @@ _metric = table(MetricRow)
 _segment = table(SegmentRow)
 _stretch = table(StretchRow)
 
-__all__ = ["begin", "grow", "leave", "lock", "make", "move", "note_first", "remeasure", "rename"]
-
 _BATCH = 1000  # rows written at once
 _LAST = 2**31 - 1  # the last stretch that there can be
 # any number that others are unlikely to choose

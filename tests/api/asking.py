@@ -31,8 +31,6 @@ from tests.api.conftest import BASE, NAME, build
 if TYPE_CHECKING:
     from datastates import Repository
 
-__all__ = ["CORPUS", "Asker", "check_changed", "seal"]
-
 CORPUS: dict[str, list[Any]] = json.loads(
     (Path(__file__).parents[1] / "corpus" / "questions.json").read_text(encoding="utf-8")
 )

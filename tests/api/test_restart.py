@@ -123,7 +123,7 @@ class Follower:
             self.answer = None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_server_that_is_killed_and_comes_back_loses_no_event_for_who_follows(
     tmp_path: Path,
 ) -> None:

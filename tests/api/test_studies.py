@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from datastates import InvalidInput, Repository
+from datastates import Repository
 from datastates.api.serve import WebServer, serve_in_thread
+from datastates.errors import InvalidInput
 from datastates.studies import Job, Plan, SerialExecutor, Variant, explore, outliers
 from datastates.thumbnails import MOST_BYTES
 from tests.api.conftest import BASE, NAME, Serve

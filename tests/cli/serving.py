@@ -14,8 +14,6 @@ from typing import Any
 
 from tests.support import warm
 
-__all__ = ["TERMINAL", "environment", "serving"]
-
 TERMINAL = [sys.executable, "-W", "error::UserWarning", "-m", "datastates"]
 
 

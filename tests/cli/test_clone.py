@@ -409,7 +409,6 @@ def test_doctor_says_why_ucx_does_not_start(monkeypatch: pytest.MonkeyPatch) -> 
     assert "UCX_TLS" in check.next
 
 
-@pytest.mark.in_turn("clones of several ranks")
 def test_clone_of_a_state_that_ranks_hold_takes_all_its_parts_and_makes_them_durable(
     tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:

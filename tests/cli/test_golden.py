@@ -91,7 +91,7 @@ def build(kind: str, root: Path) -> None:
         Database(f"sqlite:///{root}/lineage.db").close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["empty", "few", "many"])
 def test_what_is_written_is_what_was_looked_at(kind: str, tmp_path: Path) -> None:
     build(kind, tmp_path / "runs")

@@ -115,7 +115,6 @@ finally: print(*sys.modules, file=sys.stderr)
     return set(done.stderr.splitlines()[-1].split())
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -131,7 +130,6 @@ def test_lineage_commands_do_without_torch(root: Path, arguments: tuple[str, ...
     assert "torch" not in modules_of(root, *arguments)
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "arguments",
     [("log",), ("refs",), ("tag",), ("branch",), ("reflog", "main"), ("find", "step > 3")],
@@ -321,7 +319,6 @@ main()
     )
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("delay_s", [0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4])
 def test_interrupt_while_it_starts_is_quiet(root: Path, delay_s: float) -> None:
     """From our first import on; until then it is Python that starts."""

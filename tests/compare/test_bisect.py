@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import datastates
-from datastates import Conflict, InvalidInput, NotFound, Repository, State
+from datastates import Conflict, NotFound, Repository, State
 from datastates.compare.blame import Bisection, Verdict, bisect_by
+from datastates.errors import InvalidInput
 from datastates.maintenance.retention_pass import evict
 from tests.support.effort import effort, seeds
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import datastates
-from datastates import InvalidInput, Repository, State, Unavailable
+from datastates import Repository, State, Unavailable
 from datastates.compare.blame import Blame
+from datastates.errors import InvalidInput
 from datastates.maintenance.retention_pass import evict
 from datastates.storage import pack_reader
 from tests.support.effort import examples, seeds

@@ -14,9 +14,10 @@ import torch
 from typer.testing import CliRunner
 
 import datastates
-from datastates import InvalidInput, Repository, Unsupported
+from datastates import Repository
 from datastates.cli.app import app
 from datastates.compare.diff import Change, Diff, TensorChange, pieces, untied
+from datastates.errors import InvalidInput, Unsupported
 from datastates.maintenance.retention_pass import evict
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import datastates
-from datastates import Ensemble, InvalidInput, NotFound, Repository, State
+from datastates import Ensemble, NotFound, Repository, State
+from datastates.errors import InvalidInput
 from datastates.maintenance.core import Core
 from datastates.maintenance.loading import load
 

@@ -13,17 +13,8 @@ import torch
 from torch import nn
 
 import datastates
-from datastates import (
-    Config,
-    Conflict,
-    Corrupt,
-    InvalidInput,
-    OverBudget,
-    Repository,
-    Status,
-    Unavailable,
-    Unsupported,
-)
+from datastates import Config, Conflict, Repository, Status, Unavailable
+from datastates.errors import Corrupt, InvalidInput, OverBudget, Unsupported
 from datastates.state.manifest import ALIGNED_BYTES
 from tests.compare.parents import Training, arrays, bits, fork, net, track
 

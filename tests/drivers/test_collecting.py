@@ -11,8 +11,7 @@ from tests.drivers.collecting import READERS, TRAININGS, drive
 from tests.support.effort import effort
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("many processes")
+@pytest.mark.long
 def test_collections_beside_four_trainings_and_two_readers_take_nothing_that_is_needed(
     tmp_path: Path,
 ) -> None:

@@ -11,7 +11,7 @@ from tests.drivers.crashes import drive
 from tests.support.effort import effort, seeds
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", seeds(5, more=1))
 def test_every_promise_holds_after_a_kill_at_any_moment_of_anything(
     tmp_path: Path, seed: int

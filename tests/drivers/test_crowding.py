@@ -3,13 +3,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.drivers.crowding import DESCRIPTORS, measure
 from tests.support.effort import effort
 
 
-@pytest.mark.in_turn("many processes")
 def test_a_crowd_that_only_connects_stops_neither_a_training_nor_an_honest_client() -> None:
     outcome = measure(connections=300, seconds=effort(3, 1), rounds=1, again_s=effort(2, 1))
 

@@ -26,7 +26,6 @@ BUSY_S = 2.0
 A decoder that stops a training does so for longer."""
 
 
-@pytest.mark.in_turn("many processes")
 @pytest.mark.parametrize("seed", seeds(1, more=1))
 def test_changed_messages_are_answered_or_refused_while_a_training_goes_on(seed: int) -> None:
     with training() as trained:
@@ -38,7 +37,6 @@ def test_changed_messages_are_answered_or_refused_while_a_training_goes_on(seed:
     assert phase.longest_s < BUSY_S
 
 
-@pytest.mark.in_turn("many processes")
 def test_offers_without_end_take_no_more_memory_than_is_documented() -> None:
     with training() as trained:
         for name in NAMES if IS_THOROUGH else part(NAMES):
@@ -48,7 +46,6 @@ def test_offers_without_end_take_no_more_memory_than_is_documented() -> None:
             assert phase.longest_s < BUSY_S, (name, str(phase), MOST_DELAY_S)
 
 
-@pytest.mark.in_turn("many processes")
 @pytest.mark.parametrize("kind", part(KINDS))
 def test_log_without_end_takes_no_more_memory_than_is_documented(kind: str) -> None:
     outcome, grown, _ = logs(kind)

@@ -19,7 +19,7 @@ def test_a_slope_is_told_from_noise() -> None:
     assert noisy.is_flat
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not IS_THOROUGH, reason="half a minute: part of make test-all")
 def test_captures_with_retention_take_no_more_and_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -20,8 +20,6 @@ from tests.support.strategies import bits
 if TYPE_CHECKING:
     import pytest
 
-__all__ = ["Gate", "copied", "differing", "held_back", "leaves_of", "live", "tensors_in"]
-
 
 def copied(
     plan: CopyPlan, arena: Arena, stager: Stager, *, is_deferring: bool = False

@@ -14,8 +14,6 @@ from torch import nn
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["FORMS", "Form", "Net", "SparseNet", "large_weights", "train_step"]
-
 WIDTH = 128
 """128 x 128 float32 are 64 KiB: just deferred."""
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from datastates.engine.plan import CopyPlan
     from datastates.state.tree import Flat
 
-__all__ = ["InMemory", "copied", "part_of"]
-
 
 class InMemory(Reader):
     """One part of a state."""

@@ -20,7 +20,7 @@ import torch
 from sqlalchemy import select
 
 import datastates
-from datastates import Config, Conflict, State, Status, Torn, Tracker, Unavailable
+from datastates import Config, Conflict, State, Status, Tracker, Unavailable
 from datastates.compare import merge
 from datastates.engine import commit, outbox, steps, threads
 from datastates.engine import handle as work
@@ -28,6 +28,7 @@ from datastates.engine.commit import Commits, Pipeline
 from datastates.engine.copy import CopyJob, Stager
 from datastates.engine.in_flight import Register
 from datastates.engine.runner import Runner
+from datastates.errors import Torn
 from datastates.lineage.database import Database
 from datastates.lineage.schema import ReplicaRow, StateRow
 from datastates.lineage.write import refs
@@ -84,7 +85,7 @@ FEWEST = 3
 refused alike, and in newer versions of Python, where comprehensions are no functions of their
 own."""
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def out_of_memory() -> None:

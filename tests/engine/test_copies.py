@@ -15,6 +15,7 @@ import torch
 
 import datastates
 from datastates import Config, Repository, Status, Tracker, Unavailable
+from datastates.errors import InvalidInput
 from datastates.lineage.query.names import replicas_of
 from datastates.maintenance.retention_pass import evict
 from datastates.policy.contract import CadenceChoice, Costs
@@ -290,7 +291,7 @@ def test_eviction_leaves_further_tiers_what_they_have(repo: Repository, run: Tra
 
 @pytest.mark.parametrize("tiers", ["archive", 5, [object()]])
 def test_what_is_no_list_of_tiers_is_refused(tmp_path: Path, tiers: object) -> None:
-    with pytest.raises(datastates.InvalidInput, match="tiers"):
+    with pytest.raises(InvalidInput, match="tiers"):
         # what users may give
         datastates.open(tmp_path, config=Config(tiers=tiers))  # type: ignore[arg-type]
 

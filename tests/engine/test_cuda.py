@@ -219,7 +219,7 @@ def test_a_recorded_step_that_is_replayed_behind_a_fence_is_captured_as_it_was(
         check(repo, captures[-8:], expected[-8:])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_compiled_step_is_captured_as_it_was(repo: Repository) -> None:
     torch.manual_seed(0)
     model = Net().cuda()

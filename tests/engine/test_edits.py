@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 import datastates
-from datastates import Config, NotFound, Repository, Torn, Tracker
+from datastates import Config, NotFound, Repository, Tracker
 from datastates.engine.handle import Capture
 from datastates.engine.tear_check import Edits
+from datastates.errors import Torn
 
 from .build import Gate, held_back
 

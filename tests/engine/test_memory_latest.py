@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import datastates
-from datastates import Config, InvalidInput, Status, Unavailable
+from datastates import Config, Status, Unavailable
 from datastates.config import BackPressure
 from datastates.engine.scheduler import (
     Adopted,
@@ -23,6 +23,7 @@ from datastates.engine.scheduler import (
     Wanted,
     Written,
 )
+from datastates.errors import InvalidInput
 from datastates.policy.contract import FEW, FEWEST, Cadence, bytes_kept
 from datastates.state.manifest import CHUNK_BYTES
 

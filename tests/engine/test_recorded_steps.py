@@ -177,7 +177,6 @@ def parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch
     return update_in_parts
 
 
-@pytest.mark.in_turn
 @pytest.mark.filterwarnings(
     "ignore:`torch.jit:DeprecationWarning"
 )  # of what torch imports to compile an optimizer
@@ -205,7 +204,6 @@ def test_a_compiled_step_waits_for_the_copy(
             assert is_right(repo.load(capture.uid)["model"], number)
 
 
-@pytest.mark.in_turn
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_a_step_that_is_to_be_one_graph_is_told_why_it_cannot(repo: Repository) -> None:
     model, optimizer = build()

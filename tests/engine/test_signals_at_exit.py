@@ -32,7 +32,7 @@ else:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["handler", "thread"])
 def test_a_signal_at_exit_keeps_the_head_prints_nothing_and_ends_the_process(
     tmp_path: Path, how: str

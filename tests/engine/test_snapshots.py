@@ -23,12 +23,12 @@ from datastates.maintenance import loading
 from datastates.repository import Repository
 from datastates.state.manifest import ALIGNED_BYTES, CHUNK_BYTES
 from datastates.state.tree import flatten
-from tests.engine.test_late_devices import STEPS, build, live, loaded, one_processor, plain, step
-from tests.engine.test_stills import Net, any_number_of_launches, train
+from tests.engine.test_late_devices import STEPS, build, live, loaded, plain, step
+from tests.engine.test_late_devices import one_processor as one_processor
+from tests.engine.test_stills import Net, train
+from tests.engine.test_stills import any_number_of_launches as any_number_of_launches
 from tests.support.late import Hazard, LateDevices, Lateness
 from tests.support.planting import without
-
-__all__ = ["any_number_of_launches", "one_processor"]
 
 STATE_BYTES = 2 << 20
 """About what a state has on its device."""
@@ -117,7 +117,6 @@ def held(repo: Repository) -> Sequence[Snapshot]:
     return host.snapshots._held
 
 
-@pytest.mark.in_turn("snapshots")
 @pytest.mark.parametrize("lateness", Lateness, ids=lambda each: each.value)
 def test_no_update_waits_for_what_is_kept_on_the_device(lateness: Lateness, opened: Open) -> None:
     late, alone = Watched(lateness), Watched(lateness)
@@ -191,7 +190,6 @@ PLANTED: dict[str, tuple[Lateness, type, str, str, str]] = {
 }
 
 
-@pytest.mark.in_turn("snapshots")
 @pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED.keys())
 def test_a_wait_that_is_taken_out_is_noticed(
     planted: tuple[Lateness, type, str, str, str], opened: Open, monkeypatch: pytest.MonkeyPatch
@@ -243,7 +241,6 @@ def _unknown(device: torch.device) -> Any:
     raise RuntimeError("this allocator does not count")
 
 
-@pytest.mark.in_turn("snapshots")
 @pytest.mark.parametrize("number", range(1, STEPS))
 @pytest.mark.parametrize("trouble", TROUBLES.values(), ids=TROUBLES.keys())
 def test_all_are_given_up_first_where_memory_runs_short(
@@ -347,7 +344,6 @@ def test_an_edit_by_hand_after_the_capture_tears_nothing(opened: Open) -> None:
             assert bool((repo.load(capture.wait(timeout_s=30).uid)["weight"] == number).all())
 
 
-@pytest.mark.in_turn("snapshots")
 @pytest.mark.parametrize(
     "lateness", [Lateness.COPIES, Lateness.COMPUTE], ids=lambda each: each.value
 )
@@ -406,7 +402,6 @@ def guarded(
         )
 
 
-@pytest.mark.in_turn("snapshots")
 @pytest.mark.parametrize(
     "lateness", [Lateness.COPIES, Lateness.COMPUTE], ids=lambda each: each.value
 )

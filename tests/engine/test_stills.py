@@ -135,7 +135,6 @@ def check_that_frozen_bytes_cross_twice(
     assert TRAINED_BYTES / WHOLE_BYTES <= 0.22
 
 
-@pytest.mark.in_turn("stills")
 @pytest.mark.parametrize(
     "of", [nn.Module.parameters, trained], ids=["of all parameters", "of the trained ones"]
 )
@@ -146,7 +145,6 @@ def test_four_fifths_that_are_frozen_cross_twice_and_never_again(
     check_that_frozen_bytes_cross_twice(repo, crossed, lateness, of)
 
 
-@pytest.mark.in_turn("stills")
 @pytest.mark.parametrize("lateness", Lateness, ids=lambda each: each.value)
 def test_what_an_optimizer_keeps_of_frozen_parameters_does_not_cross_again_either(
     lateness: Lateness, repo: Repository, crossed: list[int]
@@ -191,7 +189,6 @@ def check_that_changes_are_captured(
     )
 
 
-@pytest.mark.in_turn("stills")
 @pytest.mark.parametrize("lateness", Lateness, ids=lambda each: each.value)
 def test_what_is_frozen_and_changes_all_the_same_is_captured_as_it_was(
     lateness: Lateness, repo: Repository, crossed: list[int]
@@ -201,7 +198,6 @@ def test_what_is_frozen_and_changes_all_the_same_is_captured_as_it_was(
     assert sum(crossed) == (KNOWN + 3) * WHOLE_BYTES - FROZEN_BYTES
 
 
-@pytest.mark.in_turn("stills")
 def test_without_deferring_nothing_is_digested_and_all_is_copied(
     repo: Repository, crossed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,7 +208,6 @@ def test_without_deferring_nothing_is_digested_and_all_is_copied(
     assert not looks
 
 
-@pytest.mark.in_turn("stills")
 def test_what_changes_each_time_is_looked_at_less_and_less(
     repo: Repository, crossed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,7 +242,6 @@ def check_that_what_changes_late_is_right_or_torn(
     return train(repo, late, KNOWN + 3, change, after=change, eager=KNOWN + 1, of=trained)
 
 
-@pytest.mark.in_turn("stills")
 @pytest.mark.parametrize("lateness", Lateness, ids=lambda each: each.value)
 def test_what_changes_between_captures_that_nobody_waits_for_is_right_or_torn(
     lateness: Lateness, repo: Repository
@@ -266,7 +260,6 @@ def check_that_nothing_crosses_ahead(
     assert sum(crossed) == KNOWN * WHOLE_BYTES + 3 * TRAINED_BYTES
 
 
-@pytest.mark.in_turn("stills")
 @pytest.mark.parametrize("lateness", Lateness, ids=lambda each: each.value)
 def test_a_training_that_runs_ahead_copies_nothing_that_stays_the_same(
     lateness: Lateness, repo: Repository, crossed: list[int]
@@ -282,7 +275,6 @@ def check_what_moved(repo: Repository) -> None:
     assert not train(repo, LateDevices(Lateness.COPIES), KNOWN + 2, change, of=trained)
 
 
-@pytest.mark.in_turn("stills")
 def test_a_frozen_weight_that_lies_elsewhere_is_read_there(repo: Repository) -> None:
     check_what_moved(repo)
 
@@ -386,7 +378,6 @@ PLANTED: dict[str, tuple[type, str, str, str, Callable[[Repository, list[int]], 
 }
 
 
-@pytest.mark.in_turn("stills")
 @pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED.keys())
 def test_a_fault_is_noticed(
     planted: tuple[type, str, str, str, Callable[[Repository, list[int]], object]],
@@ -400,7 +391,6 @@ def test_a_fault_is_noticed(
         check(repo, crossed)
 
 
-@pytest.mark.in_turn("stills")
 @pytest.mark.parametrize("is_wrong", [False, True], ids=["it fails", "it is wrong"])
 def test_a_device_that_cannot_digest_is_copied_from_as_ever(
     is_wrong: bool,
@@ -422,7 +412,6 @@ def test_a_device_that_cannot_digest_is_copied_from_as_ever(
     assert sum("copied at each capture" in message for message in caplog.messages) == 1
 
 
-@pytest.mark.in_turn("stills")
 def test_a_capture_without_frozen_parameters_looks_at_nothing(
     repo: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -228,7 +228,6 @@ def test_the_rounds_of_this_file_are_2000_and_more() -> None:
     }
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.id)
 def test_a_capture_is_what_was_live_at_the_call_or_fails_loudly(
     form: Form, repo: Repository, tally: Counter[str], monkeypatch: pytest.MonkeyPatch

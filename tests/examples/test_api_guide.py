@@ -94,8 +94,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("examples")
+@pytest.mark.long
 @pytest.mark.skipif(not all(map(shutil.which, PROGRAMS)), reason=f"needs {', '.join(PROGRAMS)}")
 def test_every_command_of_the_guide_works(folder: Path, tmp_path: Path) -> None:
     reading, tokens, writing = GUIDE.partition("\n## Tokens\n")

@@ -32,8 +32,7 @@ INTERRUPTED = " <unfinished ...>"
 RESUMED = re.compile(r"\d+ +<\.\.\. \w+ resumed>")
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("examples")
+@pytest.mark.long
 @pytest.mark.timeout(170)
 def test_the_one_that_clones_repeats_the_next_ten_losses_and_no_file_carries_the_payload(
     tmp_path: Path,

@@ -1,7 +1,7 @@
 """Every example runs as a user runs it: as a script, in its own process.
 
 ``demo.py`` in test_demo, the clone in test_clone_example, the soups in test_soup_example, the tier
-in test_own_tier, the module in test_own_module.
+in test_own_tier, the processor in test_own_processor.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ def test_stopped_and_started_again_resume_takes_the_steps_of_one_that_never_stop
     assert "".join(parts) == whole
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("examples")
+@pytest.mark.long
 def test_leave_out_tree_saves_what_its_plan_said_and_is_not_trained_twice(tmp_path: Path) -> None:
     first, again = (run("leave_out_tree.py", "study", 400, 2, 2, cwd=tmp_path) for _ in range(2))
 
@@ -58,8 +57,7 @@ def test_leave_out_tree_saves_what_its_plan_said_and_is_not_trained_twice(tmp_pa
     assert first == again, "the same states"
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("examples")
+@pytest.mark.long
 def test_find_outliers_finds_labels_that_were_made_wrong_and_is_not_trained_twice(
     tmp_path: Path,
 ) -> None:
@@ -79,17 +77,19 @@ def test_find_outliers_finds_labels_that_were_made_wrong_and_is_not_trained_twic
     )
 
 
-def test_own_module_finds_the_state_whose_weight_is_not_finite_and_is_short(tmp_path: Path) -> None:
-    said = run("own_module.py", tmp_path / "runs", cwd=tmp_path).splitlines()
+def test_own_processor_finds_the_state_whose_weight_is_not_finite_and_is_short(
+    tmp_path: Path,
+) -> None:
+    said = run("own_processor.py", tmp_path / "runs", cwd=tmp_path).splitlines()
 
     assert said[0] == "step 1: finite"
     assert re.fullmatch(
-        r"step 2: module 'finite-check' failed on state \w+ \(step 2\): ValueError\('weight is not"
+        r"step 2: processor 'finite-check' failed on state \w+ \(step 2\): ValueError\('weight is not"
         r" finite'\); .*",
         said[1],
     )
     assert len(said) == 2
-    assert len((EXAMPLES / "own_module.py").read_text().splitlines()) < 40
+    assert len((EXAMPLES / "own_processor.py").read_text().splitlines()) < 40
 
 
 def test_demo_example_is_the_code_that_the_demo_command_runs() -> None:
@@ -108,7 +108,7 @@ def test_every_example_is_run_by_a_test() -> None:
         "leave_out_tree.py",
         "lightning_soup.py",
         "mpi_data_parallel.py",  # test_examples_of_ranks
-        "own_module.py",
+        "own_processor.py",
         "own_tier.py",
         "parallel_variants.py",  # test_examples_of_ranks
         "pbt.py",

@@ -23,8 +23,7 @@ def steps(said: str) -> list[tuple[int, int]]:
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("examples of ranks")
+@pytest.mark.long
 def test_ddp_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
     name, folder = str(EXAMPLES / "ddp.py"), str(tmp_path)
     assert steps(torchrun(2, name, folder, "1", timeout_s=100)) == [
@@ -35,25 +34,22 @@ def test_ddp_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("examples of ranks")
+@pytest.mark.long
 def test_fsdp_goes_on_with_more_ranks(tmp_path: Path) -> None:
     name, folder = str(EXAMPLES / "fsdp.py"), str(tmp_path)
     assert steps(script(2, name, folder, "2", timeout_s=100)) == [(1, 2), (2, 2)]
     assert steps(script(3, name, folder, "2", timeout_s=100)) == [(3, 3), (4, 3)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @need_mpi
-@pytest.mark.in_turn("examples of ranks")
 def test_data_parallel_training_over_mpi_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
     name, folder = str(EXAMPLES / "mpi_data_parallel.py"), str(tmp_path)
     assert steps(mpiexec(2, name, folder, "2", timeout_s=100)) == [(1, 2), (2, 2)]
     assert steps(mpiexec(1, name, folder, "2", timeout_s=100)) == [(3, 1), (4, 1)]
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("examples of ranks")
+@pytest.mark.long
 def test_variants_of_two_ranks_fork_from_a_prefix_of_two(tmp_path: Path) -> None:
     said = run(
         [sys.executable, str(EXAMPLES / "parallel_variants.py"), str(tmp_path)],

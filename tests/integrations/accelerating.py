@@ -19,8 +19,6 @@ import datastates
 from datastates import Config
 from datastates.integrations.accelerate import track
 
-__all__ = ["EPOCHS", "KINDS", "forget", "train"]
-
 Say = Callable[..., object]
 EPOCHS = 2
 ITEMS, SIZE = 27, 4

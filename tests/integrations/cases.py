@@ -36,8 +36,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ASPECTS", "FRAMEWORKS", "PAGE", "Case", "declared", "in_page", "read", "table"]
-
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "frameworks" / "index.md"
 BEGIN, END = "<!-- made by tests/integrations/cases.py -->", "<!-- until here -->"

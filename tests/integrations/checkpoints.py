@@ -13,8 +13,6 @@ from torch import nn
 import datastates
 from datastates import Repository, State
 
-__all__ = ["assert_same", "build", "saved"]
-
 
 def build(seed: int = 0, *, is_stepped: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model, and an optimizer that has a state."""

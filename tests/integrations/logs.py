@@ -15,8 +15,6 @@ from typing import Any
 from datastates import Tracker
 from datastates.integrations.beside import Beside
 
-__all__ = ["KINDS", "Seen", "Theirs"]
-
 Point = tuple[int, str, float]
 
 # the header of the file is as long as that of a piece

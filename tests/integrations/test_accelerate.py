@@ -20,7 +20,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import datastates
-from datastates import Config, Conflict, InvalidInput, Repository, Tracker, Unsupported
+from datastates import Config, Conflict, Repository, Tracker
+from datastates.errors import InvalidInput, Unsupported
 from datastates.integrations.accelerate import track
 from tests.integrations.accelerating import KINDS, forget
 from tests.support import effort
@@ -66,8 +67,7 @@ class Stopped(Exception):
 # --- killed ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("integrations")
+@pytest.mark.long
 @pytest.mark.exact(
     "accelerate", "killed", "shuffled", "accumulation", "mixed-precision", "scheduler", "stateful"
 )
@@ -106,8 +106,7 @@ def test_a_training_that_is_killed_again_and_again_repeats_every_loss(
     assert seen == never.items()
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("integrations")
+@pytest.mark.long
 @pytest.mark.exact("accelerate", "fork", "moved")
 def test_two_variants_fork_and_leave_their_parent_alone(smith: Forge, tmp_path: Path) -> None:
     common: dict[str, Any] = {"folder": str(tmp_path / "runs"), "kind": "all", "workers": 0}

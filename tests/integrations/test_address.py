@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import datastates
-from datastates import InvalidInput
+from datastates.errors import InvalidInput
 from datastates.integrations.saved import Address, address_of, is_address
 
 

@@ -10,7 +10,7 @@ MARKED = """
 import pytest
 
 @pytest.mark.exact("lightning", "killed", "shuffled")
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.exact("lightning", "workers-2")])])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=[pytest.mark.long, pytest.mark.exact("lightning", "workers-2")])])
 def test_losses(workers): ...
 
 @pytest.mark.inexact("transformers", "iterable", "it begins again")

@@ -41,7 +41,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import datastates
-from datastates import Conflict, InvalidInput, NotFound, Repository, Unsupported
+from datastates import Conflict, NotFound, Repository
+from datastates.errors import Corrupt, InvalidInput, Unsupported
 from datastates.integrations import saved as kept
 from datastates.integrations.dcp import Reader, Writer
 from tests.integrations.checkpoints import assert_same, build, saved
@@ -333,7 +334,7 @@ def test_flipped_byte_is_found_and_nothing_is_written_to(repo: Repository, tmp_p
             dcp.load(found, storage_reader=Reader(again))
 
     found_out = cause(caught.value)
-    assert isinstance(found_out, datastates.Corrupt)
+    assert isinstance(found_out, Corrupt)
     assert found_out.nearest == first
     assert not found["w"].any()
 

@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from datastates import InvalidInput, Repository
+from datastates import Repository
+from datastates.errors import InvalidInput
 from datastates.integrations.dcp import Reader, Stateful, Writer
 from tests.integrations.checkpoints import assert_same, build, saved
 

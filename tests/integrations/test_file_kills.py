@@ -52,7 +52,7 @@ def trained(
     return [line.split() for line in lines if line.endswith("\n")]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "workers"),
     [
@@ -83,7 +83,6 @@ def trained(
         pytest.param(*("files", 2), marks=pytest.mark.exact("files", "workers-2")),
     ],
 )
-@pytest.mark.in_turn("integrations")
 def test_killed_script_repeats_every_loss_and_has_every_state_that_was_reported(
     kind: str, workers: int, smith: Forge, tmp_path: Path
 ) -> None:

@@ -57,7 +57,7 @@ def losses_after_kills(
     return count, sum(not line.startswith("validated") for line in said)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.exact("lightning", "killed", "shuffled", "scheduler", "validation")
 @pytest.mark.parametrize(
     "workers",
@@ -65,10 +65,7 @@ def losses_after_kills(
         pytest.param(0, marks=pytest.mark.exact("lightning", "workers-0")),
         pytest.param(
             2,
-            marks=[
-                pytest.mark.in_turn("integrations"),
-                pytest.mark.exact("lightning", "workers-2"),
-            ],
+            marks=pytest.mark.exact("lightning", "workers-2"),
         ),
     ],
 )
@@ -79,8 +76,7 @@ def test_killed_training_repeats_every_loss(lightning: Forge, tmp_path: Path, wo
     assert 0 < rest < count
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("integrations")
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind",
     [
@@ -96,8 +92,7 @@ def test_killed_training_of_another_kind_repeats_every_loss(
     losses_after_kills(lightning, tmp_path, kind, effort(10, 3), seed=len(kind))
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("integrations")
+@pytest.mark.long
 @pytest.mark.exact("lightning", "accumulation", "mixed-precision")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -109,8 +104,7 @@ def test_killed_training_with_accumulation_and_mixed_precision_repeats_every_los
     losses_after_kills(lightning, tmp_path, "plain", effort(10, 2), seed=accumulate, **options)
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("integrations")
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_killed_training_with_manual_optimization_repeats_every_loss(

@@ -82,8 +82,7 @@ def test_every_step_is_a_state_with_its_metrics_and_hyperparameters(
     assert set(repo.load("main")) == {"model", "optimizer", "scheduler", "trainer", "data", "rng"}
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("integrations")
+@pytest.mark.long
 @pytest.mark.exact("lightning", "fork")
 def test_two_variants_fork_where_the_parent_stood(repo: Repository, tmp_path: Path) -> None:
     whole = fit(repo, tmp_path)
@@ -100,8 +99,7 @@ def test_two_variants_fork_where_the_parent_stood(repo: Repository, tmp_path: Pa
     assert repo.state("main").step == 3 * BATCHES
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("integrations")
+@pytest.mark.long
 def test_a_training_that_is_over_goes_on_with_more_epochs(repo: Repository, tmp_path: Path) -> None:
     whole = fit(None, tmp_path, max_epochs=3)
     first = fit(repo, tmp_path, max_epochs=1)
@@ -110,8 +108,7 @@ def test_a_training_that_is_over_goes_on_with_more_epochs(repo: Repository, tmp_
     assert first + rest == whole
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("integrations")
+@pytest.mark.long
 @pytest.mark.parametrize("steps", [3, BATCHES, BATCHES + 2])
 def test_a_training_by_steps_goes_on_with_more_steps(
     repo: Repository, tmp_path: Path, steps: int
@@ -122,8 +119,7 @@ def test_a_training_by_steps_goes_on_with_more_steps(
     assert first + rest == whole
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("integrations")
+@pytest.mark.long
 def test_captures_are_as_often_as_asked_for(repo: Repository, tmp_path: Path) -> None:
     fit(repo, tmp_path, branch="some", every=4)
     assert [state.step for state in repo.log("some")] == [
@@ -153,8 +149,7 @@ class Validating(L.Callback):  # type: ignore[misc]  # Lightning is not looked a
             self.found[trainer.global_step] = trainer.callback_metrics["val_loss"].item()
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("integrations")
+@pytest.mark.long
 def test_a_validated_step_is_a_state_however_seldom_captures_are(
     repo: Repository, tmp_path: Path
 ) -> None:
@@ -184,8 +179,7 @@ class Seldom(Automatic):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("integrations")
+@pytest.mark.long
 def test_no_state_has_the_metrics_of_an_earlier_step(repo: Repository, tmp_path: Path) -> None:
     fit(repo, tmp_path, module=Seldom, every=3, max_epochs=1)
     assert ["third" in state.metrics for state in repo.log("main")] == [False, False, True]
@@ -213,8 +207,7 @@ def test_no_state_has_the_metrics_of_an_earlier_step(repo: Repository, tmp_path:
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("integrations")
+@pytest.mark.long
 def test_ends_of_epochs_are_captured_after_a_resume_and_no_other_steps(
     repo: Repository, tmp_path: Path
 ) -> None:
@@ -223,8 +216,7 @@ def test_ends_of_epochs_are_captured_after_a_resume_and_no_other_steps(
     assert [state.step for state in repo.log("main")] == [21, 14, 7]
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("integrations")
+@pytest.mark.long
 def test_the_loss_of_a_step_is_not_the_share_that_was_accumulated(
     repo: Repository, tmp_path: Path
 ) -> None:
@@ -243,15 +235,13 @@ class Remembering(Automatic):
         self.say("seen", checkpoint["seen"])
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("integrations")
+@pytest.mark.long
 def test_hooks_on_checkpoints_are_called(repo: Repository, tmp_path: Path) -> None:
     fit(repo, tmp_path, module=Remembering, max_epochs=1)
     assert fit(repo, tmp_path, module=Remembering, max_epochs=2)[0] == f"seen {BATCHES}"
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("integrations")
+@pytest.mark.long
 def test_an_error_makes_the_head_durable_and_goes_on_its_way(
     repo: Repository, tmp_path: Path
 ) -> None:
@@ -267,8 +257,7 @@ def test_an_error_makes_the_head_durable_and_goes_on_its_way(
     assert fit(repo, tmp_path, seed=99) == whole[5:]
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("integrations")
+@pytest.mark.long
 def test_ctrl_c_loses_nothing_and_the_same_callback_goes_on(
     repo: Repository, tmp_path: Path
 ) -> None:
@@ -290,8 +279,7 @@ def test_ctrl_c_loses_nothing_and_the_same_callback_goes_on(
     assert repo.state("main").step == 3 * BATCHES
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("integrations")
+@pytest.mark.long
 def test_a_callback_within_a_fit_is_in_no_other(repo: Repository, tmp_path: Path) -> None:
     ours = DatastatesCallback(repo)
 
@@ -309,8 +297,7 @@ def test_a_callback_within_a_fit_is_in_no_other(repo: Repository, tmp_path: Path
     assert repo.state("main").step == 2
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("integrations")
+@pytest.mark.long
 def test_another_optimizer_is_refused_and_nothing_is_lost(repo: Repository, tmp_path: Path) -> None:
     whole = fit(repo, tmp_path, branch="whole")
     fit(repo, tmp_path, max_epochs=1)
@@ -319,8 +306,7 @@ def test_another_optimizer_is_refused_and_nothing_is_lost(repo: Repository, tmp_
     assert fit(repo, tmp_path, seed=99) == whole[BATCHES + 1 :]
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("integrations")
+@pytest.mark.long
 def test_early_stopping_counts_on(repo: Repository, tmp_path: Path) -> None:
     def stopping() -> Any:
         return EarlyStopping("val_loss", patience=2, min_delta=10.0)
@@ -331,8 +317,7 @@ def test_early_stopping_counts_on(repo: Repository, tmp_path: Path) -> None:
     assert later.stopped_epoch == 2
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("integrations")
+@pytest.mark.long
 def test_metrics_of_the_repository_choose_the_best(repo: Repository, tmp_path: Path) -> None:
     fit(repo, tmp_path, keep_best="val_loss")
     best = repo.state("main@best:val_loss")
@@ -370,8 +355,7 @@ def test_what_cannot_be_exact_is_said_at_the_start(
     assert "reload_dataloaders_every_n_epochs=2" in said[0]
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("integrations")
+@pytest.mark.long
 def test_stochastic_weight_averaging_is_said_to_be_inexact(
     repo: Repository, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -393,8 +377,7 @@ def test_nothing_is_said_of_what_is_exact(
     ] == []
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("integrations")
+@pytest.mark.long
 def test_what_makes_no_sense_is_refused(repo: Repository, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="evry"):
         DatastatesCallback(repo, evry=2)  # type: ignore[call-arg]  # on purpose
@@ -450,8 +433,7 @@ def test_an_epoch_that_other_processes_shared_is_refused() -> None:
             Data(Two(), lambda _: None).load_state_dict({"loaders": [{"is_over": is_over}]})
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("integrations")
+@pytest.mark.long
 def test_a_folder_is_opened_for_each_fit(tmp_path: Path) -> None:
     fit(tmp_path / "runs", tmp_path, max_epochs=1)
     fit(tmp_path / "runs", tmp_path, max_epochs=2)

@@ -20,8 +20,7 @@ from datastates.integrations.lightning import DatastatesCallback, DatastatesChec
 from tests.integrations.lightning_jobs import BATCHES, Automatic, Items, trainer_of
 
 pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.in_turn("integrations"),
+    pytest.mark.long,
     *(
         pytest.mark.filterwarnings(f"ignore::{kind}")
         for kind in ("UserWarning", "FutureWarning", "DeprecationWarning")

@@ -34,8 +34,7 @@ pytestmark = [
         pytest.mark.filterwarnings(f"ignore::{kind}")
         for kind in ("UserWarning", "FutureWarning", "DeprecationWarning")
     ),
-    pytest.mark.slow,
-    pytest.mark.in_turn("integrations"),
+    pytest.mark.long,
 ]
 
 VALIDATED = DataLoader(Items(), batch_size=13)

@@ -14,8 +14,7 @@ from tests.support import warm
 PAGE = Path(__file__).parents[2] / "docs" / "frameworks" / "lightning.md"
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("integrations")
+@pytest.mark.long
 def test_page_runs_as_it_stands(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     code = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)

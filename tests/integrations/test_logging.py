@@ -19,6 +19,7 @@ from torch import nn
 
 import datastates
 from datastates import Repository, State, Tracker
+from datastates.errors import InvalidInput
 from datastates.integrations import beside
 from datastates.integrations.beside import Beside, Ours
 from tests.integrations.logs import KINDS, Theirs
@@ -107,7 +108,6 @@ def as_told(value: float) -> float:
     return torch.tensor(value).item()
 
 
-@pytest.mark.in_turn("logging")
 @each_log
 def test_metrics_that_are_given_once_are_in_both_and_each_names_the_other(
     theirs: Theirs, repo: Repository, kind: str
@@ -136,7 +136,6 @@ def test_metrics_that_are_given_once_are_in_both_and_each_names_the_other(
     assert (seen.parent, seen.ended) == (None, "finished")
 
 
-@pytest.mark.in_turn("logging")
 @each_log
 def test_a_training_that_is_resumed_goes_on_in_its_run_and_a_fork_has_one_that_names_its_parent(
     theirs: Theirs, repo: Repository, tmp_path: Path
@@ -178,8 +177,7 @@ def killed(say: Any, kind: str, folder: str, theirs: str) -> None:
     signal.pause()
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("logging")
+@pytest.mark.long
 @each_log
 def test_a_training_that_was_killed_goes_on_in_its_run(
     theirs: Theirs, tmp_path: Path, kind: str
@@ -200,7 +198,6 @@ def test_a_training_that_was_killed_goes_on_in_its_run(
         assert {step for step, _, _ in theirs.runs()[id].points} >= {6, 7, 8}
 
 
-@pytest.mark.in_turn("logging")
 @each_log
 def test_a_training_that_fails_says_so_in_their_run(
     theirs: Theirs, repo: Repository, kind: str
@@ -220,7 +217,6 @@ def test_a_training_that_fails_says_so_in_their_run(
     assert len(seen.points) == 4
 
 
-@pytest.mark.in_turn("logging")
 def test_a_run_of_mlflow_that_was_deleted_is_replaced_and_that_is_said(
     tmp_path: Path, repo: Repository, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -235,7 +231,6 @@ def test_a_run_of_mlflow_that_was_deleted_is_replaced_and_that_is_said(
     assert [step for step, key, _ in theirs.runs()[second.id].points if key == "loss"] == [2]
 
 
-@pytest.mark.in_turn("logging")
 def test_a_run_of_the_callers_own_is_logged_to_and_not_ended(
     tmp_path: Path, repo: Repository
 ) -> None:
@@ -257,7 +252,6 @@ def test_a_run_of_the_callers_own_is_logged_to_and_not_ended(
     assert found.info.status == "FINISHED"
 
 
-@pytest.mark.in_turn("logging")
 def test_a_metric_that_mlflow_would_not_take_costs_no_other_one(
     tmp_path: Path,
     repo: Repository,
@@ -417,7 +411,7 @@ def test_an_attribute_of_a_training_that_cannot_be_recorded_is_named_and_counts_
     model, optimizer = job()
     with repo.track(model=model, optimizer=optimizer) as run:
         run.attributes["model"] = model  # type: ignore[assignment]  # it is what is tried
-        with pytest.raises(datastates.InvalidInput, match="attribute 'model'"):
+        with pytest.raises(InvalidInput, match="attribute 'model'"):
             run.capture()
         del run.attributes["model"]
         assert run.capture().step == 1
@@ -426,8 +420,7 @@ def test_an_attribute_of_a_training_that_cannot_be_recorded_is_named_and_counts_
 # --- the page -------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("logging")
+@pytest.mark.long
 def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     code = [

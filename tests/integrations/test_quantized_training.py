@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import datastates
-from datastates import Repository, Unsupported
+from datastates import Repository
+from datastates.errors import Unsupported
 from datastates.integrations.transformers import DatastatesCallback
 from datastates.state.geometry import is_wrapping, plain_tensors
 from datastates.state.tree import canonical_name
@@ -23,7 +24,7 @@ from tests.support.effort import IS_THOROUGH
 
 from .trainers import StopAt, Words, losses, qlora, trainer
 
-pytestmark = pytest.mark.slow  # torch.compile, PEFT and bitsandbytes take seconds
+pytestmark = pytest.mark.long  # torch.compile, PEFT and bitsandbytes take seconds
 
 ITEMS = 5000
 

@@ -25,7 +25,7 @@ AWAITED, LINES = 2, 10
 """A state is durable by the end of this step, or batch, and before a rank has said so many
 lines."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn("integrations")]
+pytestmark = pytest.mark.long
 
 
 def begin(smith: Forge, **arguments: Any) -> list[Job]:

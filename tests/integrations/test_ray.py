@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 import datastates
-from datastates import InvalidInput, NotFound, Repository
+from datastates import NotFound, Repository
+from datastates.errors import InvalidInput
 from tests.integrations.raying import job, step, train
 from tests.support.effort import IS_THOROUGH, SEED, effort
 
@@ -26,8 +27,7 @@ EPOCHS, STEPS, AT, RATE = 2, 6, 4, 0.01
 ray: Any = pytest.importorskip("ray")
 pytest.importorskip("ray.tune")
 pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.in_turn("ray"),
+    pytest.mark.long,
     pytest.mark.filterwarnings("ignore"),  # Ray's, of many kinds
 ]
 

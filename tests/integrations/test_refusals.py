@@ -12,7 +12,8 @@ import pytest
 from torch import nn
 
 import datastates
-from datastates import Config, InvalidInput, Repository, Tracker
+from datastates import Config, Repository, Tracker
+from datastates.errors import InvalidInput
 
 CONFIG = Config(memory_bytes=64 << 20, durable_interval_s=None)
 Call = Callable[[Any, Repository, Tracker], object]
@@ -108,8 +109,7 @@ CASES: dict[str, list[tuple[Call, str]]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("integrations")
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_no_argument_is_refused_by_its_name(
@@ -126,8 +126,7 @@ def test_what_is_no_argument_is_refused_by_its_name(
     assert [ref.name for ref in repo.refs()] == [], "nothing was captured"
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("integrations")
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["transformers", "lightning"])
 def test_an_option_that_there_is_not_is_refused_by_its_name(name: str, repo: Repository) -> None:
     if name == "lightning":
@@ -137,8 +136,7 @@ def test_an_option_that_there_is_not_is_refused_by_its_name(name: str, repo: Rep
         found.DatastatesCallback(repo, durable_evry=1)
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("integrations")
+@pytest.mark.long
 def test_which_run_of_wandb_goes_on_is_not_asked(repo: Repository) -> None:
     found = importlib.import_module("datastates.integrations.wandb")
     with (

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 import datastates
-from datastates import Config, Conflict, Corrupt, InvalidInput, NotFound, Unsupported
+from datastates import Config, Conflict, NotFound
+from datastates.errors import Corrupt, InvalidInput, Unsupported
 from datastates.integrations import saved
 from tests.support import warm
 

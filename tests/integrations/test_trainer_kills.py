@@ -43,7 +43,7 @@ def by_step(lines: Sequence[str]) -> dict[tuple[str, int], list[str]]:
     return dict(found)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [
@@ -61,24 +61,18 @@ def by_step(lines: Sequence[str]) -> dict[tuple[str, int], list[str]]:
         ),
         pytest.param(
             "evaluated",
-            marks=[
-                pytest.mark.in_turn("integrations"),
-                pytest.mark.exact("transformers", "workers-0", "validation"),
-            ],
+            marks=pytest.mark.exact("transformers", "workers-0", "validation"),
         ),
         pytest.param("qlora", marks=pytest.mark.exact("transformers", "peft")),
         "8-bit optimizer",
-        *(
-            pytest.param(case, marks=pytest.mark.in_turn("integrations"))
-            for case in ("plain", "workers", "accumulation", "by length")
-        ),
+        "plain",
+        "workers",
+        "accumulation",
+        "by length",
         *(
             pytest.param(
                 case,
-                marks=[
-                    pytest.mark.in_turn("integrations"),
-                    pytest.mark.exact("transformers", "mixed-precision"),
-                ],
+                marks=pytest.mark.exact("transformers", "mixed-precision"),
             )
             for case in ("bf16", "bf16 in workers")
         ),

@@ -18,8 +18,6 @@ from tests.engine.build import Gate, held_back
 
 from .trainers import Net, Noisy, StopAt, Stream, Told, losses
 
-in_turn = pytest.mark.in_turn("integrations")
-
 
 class Held(TrainerCallback):  # type: ignore[misc]  # mypy is told to skip transformers
     """Holds the copy that is begun after a step until somebody waits for it; ``waited`` says
@@ -83,7 +81,6 @@ def test_train_goes_on_where_the_branch_stands_and_ends_where_the_other_did(
     assert repo.state("main").step == 22
 
 
-@in_turn
 @pytest.mark.parametrize("stop", [11, 22])
 def test_a_state_of_an_epochs_last_step_has_the_evaluation_that_follows_it(
     stop: int, repo: datastates.Repository, make: Callable[..., Told]
@@ -124,7 +121,6 @@ def test_a_fork_goes_on_as_its_parent_did_and_a_variant_by_its_own_arguments(
     ]
 
 
-@in_turn
 def test_a_fork_with_another_seed_draws_other_numbers_and_another_order(
     repo: datastates.Repository, make: Callable[..., Told]
 ) -> None:
@@ -152,7 +148,6 @@ def test_a_fork_with_another_seed_draws_other_numbers_and_another_order(
     assert sorted(read[-42:]) == list(range(42))
 
 
-@in_turn
 def test_a_fork_may_take_the_weights_alone(
     repo: datastates.Repository, make: Callable[..., Told]
 ) -> None:
@@ -163,7 +158,6 @@ def test_a_fork_may_take_the_weights_alone(
     assert said[0] != losses(make())[0], "by those weights"
 
 
-@in_turn
 def test_a_state_that_no_trainer_captured_gives_its_model(
     repo: datastates.Repository, make: Callable[..., Told]
 ) -> None:
@@ -191,7 +185,6 @@ def test_resume_from_checkpoint_takes_a_revision(
         make(DatastatesCallback(repo)).train(resume_from_checkpoint="nowhere")
 
 
-@in_turn
 def test_a_folder_of_the_trainer_is_the_root_of_a_branch(
     repo: datastates.Repository, make: Callable[..., Told], tmp_path: Path
 ) -> None:
@@ -228,7 +221,6 @@ def test_a_callback_that_comes_late_never_begins_anew_in_silence(
     assert losses(late)[0] == losses(make())[len(expected)]
 
 
-@in_turn
 def test_a_callback_that_comes_late_to_a_new_branch_captures_it(
     repo: datastates.Repository, make: Callable[..., Told]
 ) -> None:
@@ -255,7 +247,6 @@ def test_a_trainer_that_its_callback_was_taken_from_trains_as_without_it(
     assert [step for _, step, _ in losses(made)] == [2]
 
 
-@in_turn
 def test_a_callback_belongs_to_one_trainer(
     repo: datastates.Repository, make: Callable[..., Told]
 ) -> None:
@@ -272,7 +263,6 @@ def test_two_callbacks_of_one_trainer_are_refused(
         make(DatastatesCallback(repo), DatastatesCallback(repo, "second"))
 
 
-@in_turn
 def test_a_cell_that_is_run_again_goes_on(
     repo: datastates.Repository, make: Callable[..., Told]
 ) -> None:
@@ -292,7 +282,6 @@ def test_a_cell_that_is_run_again_goes_on(
     assert losses(make(DatastatesCallback(repo), model=model)) == []
 
 
-@in_turn
 def test_another_optimizer_is_refused_and_nothing_is_lost(
     repo: datastates.Repository, make: Callable[..., Told]
 ) -> None:
@@ -306,7 +295,6 @@ def test_another_optimizer_is_refused_and_nothing_is_lost(
     )
 
 
-@in_turn
 def test_another_number_of_workers_is_said(
     repo: datastates.Repository, make: Callable[..., Told], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -318,7 +306,6 @@ def test_another_number_of_workers_is_said(
     assert len(expected) == 5
 
 
-@in_turn
 def test_other_data_begin_where_the_trainer_says(
     repo: datastates.Repository, make: Callable[..., Told], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -329,7 +316,6 @@ def test_other_data_begin_where_the_trainer_says(
     assert "loader of 11 (batches of 4), and" in caplog.text
 
 
-@in_turn
 def test_a_branch_that_is_not_to_be_resumed_is_refused(
     repo: datastates.Repository, make: Callable[..., Told]
 ) -> None:
@@ -338,7 +324,6 @@ def test_a_branch_that_is_not_to_be_resumed_is_refused(
         make(DatastatesCallback(repo, resume=False)).train()
 
 
-@in_turn
 def test_a_model_that_the_trainer_makes_itself_goes_on(
     repo: datastates.Repository, make: Callable[..., Told]
 ) -> None:
@@ -350,7 +335,6 @@ def test_a_model_that_the_trainer_makes_itself_goes_on(
 # --- the end --------------------------------------------------------------------------------------
 
 
-@in_turn
 def test_more_epochs_go_on_from_the_end(
     repo: datastates.Repository, make: Callable[..., Told]
 ) -> None:
@@ -359,7 +343,6 @@ def test_more_epochs_go_on_from_the_end(
     assert [step for _, step, _ in losses(made)] == list(range(11, 22))
 
 
-@in_turn
 def test_max_steps_within_an_epoch_are_not_exceeded(
     repo: datastates.Repository, make: Callable[..., Told]
 ) -> None:
@@ -369,7 +352,6 @@ def test_max_steps_within_an_epoch_are_not_exceeded(
     assert repo.state("main").step == 15
 
 
-@in_turn
 def test_a_training_that_was_stopped_within_an_epoch_goes_on_there(
     repo: datastates.Repository, make: Callable[..., Told]
 ) -> None:
@@ -381,7 +363,6 @@ def test_a_training_that_was_stopped_within_an_epoch_goes_on_there(
     assert losses(make(DatastatesCallback(repo), **steady)) == expected[11:]
 
 
-@in_turn
 def test_early_stopping_goes_on_counting_and_stays_stopped(
     repo: datastates.Repository, make: Callable[..., Told]
 ) -> None:
@@ -405,7 +386,6 @@ def test_early_stopping_goes_on_counting_and_stays_stopped(
 # --- what states hold -----------------------------------------------------------------------------
 
 
-@in_turn
 def test_what_is_tracked_besides_comes_back(
     repo: datastates.Repository, make: Callable[..., Told]
 ) -> None:
@@ -426,7 +406,6 @@ def test_what_is_tracked_besides_comes_back(
     assert torch.equal(whole.average, again.average)
 
 
-@in_turn
 def test_a_log_that_outgrows_its_room_comes_back_whole(
     repo: datastates.Repository, make: Callable[..., Told]
 ) -> None:
@@ -449,7 +428,6 @@ def test_a_log_that_outgrows_its_room_comes_back_whole(
 # --- what it is told ------------------------------------------------------------------------------
 
 
-@in_turn
 @pytest.mark.exact("transformers", "iterable")
 @pytest.mark.inexact(
     "transformers",
@@ -480,15 +458,13 @@ def test_a_stream_is_read_again_and_that_is_said(
             {"ignore_data_skip": True},
             "ignore_data_skip begins a resumed epoch with its first batch again",
         ),
-        pytest.param(
+        (
             {"dataloader_num_workers": 1, "dataloader_persistent_workers": True},
             "dataloader_persistent_workers=False",
-            marks=in_turn,
         ),
-        pytest.param(
+        (
             {"dataloader_num_workers": 1, "dataloader_in_order": False},
             "dataloader_in_order=False hands batches out",
-            marks=in_turn,
         ),
         ({"auto_find_batch_size": True}, "set per_device_train_batch_size"),
     ],
@@ -505,7 +481,6 @@ def test_what_cannot_be_exact_is_said_when_training_begins(
     assert sum(said in record.getMessage() for record in caplog.records) == 1
 
 
-@in_turn
 @pytest.mark.parametrize(
     ("trl", "said"),
     [
@@ -529,7 +504,6 @@ def test_what_trls_trainers_do_not_keep_is_said(
     assert caplog.text == "" if said is None else said in caplog.text
 
 
-@in_turn
 def test_a_reference_model_that_is_tracked_is_not_said_to_be_lost(
     repo: datastates.Repository, make: Callable[..., Told], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -541,7 +515,6 @@ def test_a_reference_model_that_is_tracked_is_not_said_to_be_lost(
     assert caplog.text == ""
 
 
-@in_turn
 def test_nothing_is_said_of_what_is_exact(
     repo: datastates.Repository, make: Callable[..., Told], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -550,7 +523,6 @@ def test_nothing_is_said_of_what_is_exact(
     assert caplog.text == ""
 
 
-@in_turn
 def test_batches_of_another_size_begin_where_the_trainer_says(
     repo: datastates.Repository, make: Callable[..., Told], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -561,7 +533,6 @@ def test_batches_of_another_size_begin_where_the_trainer_says(
     assert "per_device_train_batch_size" in caplog.text
 
 
-@in_turn
 def test_batches_that_do_not_fit_into_memory_are_made_smaller(
     repo: datastates.Repository, make: Callable[..., Told]
 ) -> None:
@@ -582,7 +553,6 @@ def test_batches_that_do_not_fit_into_memory_are_made_smaller(
         losses(make(DatastatesCallback(repo, "other"), Full(3), **found))
 
 
-@in_turn
 def test_frozen_parameters_stay_frozen(
     repo: datastates.Repository, make: Callable[..., Told]
 ) -> None:
@@ -598,7 +568,6 @@ def test_frozen_parameters_stay_frozen(
     assert first + losses(frozen(DatastatesCallback(repo))) == expected
 
 
-@in_turn
 def test_reading_again_may_be_left_out(
     repo: datastates.Repository, make: Callable[..., Told]
 ) -> None:
@@ -619,7 +588,6 @@ def test_reading_again_may_be_left_out(
     assert len(read) == 2 * 42 - 9 * 4
 
 
-@in_turn
 def test_what_one_branch_cannot_follow_is_refused(
     repo: datastates.Repository, make: Callable[..., Told]
 ) -> None:
@@ -631,7 +599,6 @@ def test_what_one_branch_cannot_follow_is_refused(
         several.train()
 
 
-@in_turn
 def test_a_branch_that_moves_while_a_training_begins_is_said(
     repo: datastates.Repository, make: Callable[..., Told]
 ) -> None:

@@ -16,8 +16,6 @@ from datastates.integrations.transformers import DatastatesCallback
 
 from .trainers import StopAt, Stream, Told, losses
 
-in_turn = pytest.mark.in_turn("integrations")
-
 JUDGED = {
     **{
         "load_best_model_at_end": True,
@@ -40,9 +38,7 @@ def repo(tmp_path: Path) -> Iterator[datastates.Repository]:
 
 
 @pytest.mark.exact("transformers", "best")
-@pytest.mark.parametrize(
-    "stop", [7, pytest.param(None, marks=in_turn), pytest.param(16, marks=in_turn)]
-)
+@pytest.mark.parametrize("stop", [7, None, 16])
 def test_the_best_model_comes_from_memory(
     stop: int | None, repo: datastates.Repository, make: Callable[..., Told], tmp_path: Path
 ) -> None:
@@ -89,7 +85,6 @@ def test_a_training_that_goes_on_from_the_best_state_loads_it_if_nothing_is_bett
         )
 
 
-@in_turn
 def test_a_folder_of_an_earlier_best_does_not_win_over_the_best_state(
     repo: datastates.Repository, make: Callable[..., Told]
 ) -> None:
@@ -105,7 +100,6 @@ def test_a_folder_of_an_earlier_best_does_not_win_over_the_best_state(
     assert all(torch.equal(value, weights[name]) for name, value in made.model.state_dict().items())
 
 
-@in_turn
 def test_the_best_of_a_stream_may_be_found_at_the_end_of_an_epoch(
     repo: datastates.Repository, make: Callable[..., Told]
 ) -> None:
@@ -122,7 +116,6 @@ def test_the_best_of_a_stream_may_be_found_at_the_end_of_an_epoch(
     assert callback.best.step == made.state.best_global_step == 11
 
 
-@in_turn
 def test_a_best_model_that_has_no_state_is_said_to_be_not_loaded(
     repo: datastates.Repository, make: Callable[..., Told], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -140,7 +133,6 @@ def test_a_best_model_that_has_no_state_is_said_to_be_not_loaded(
 # --- metrics --------------------------------------------------------------------------------------
 
 
-@in_turn
 def test_states_have_the_metrics_of_their_step_and_the_arguments(
     repo: datastates.Repository, make: Callable[..., Told]
 ) -> None:
@@ -207,7 +199,6 @@ def test_every_step_that_is_evaluated_is_captured_with_its_own_evaluation(
     }
 
 
-@in_turn
 def test_every_few_steps_are_captured_and_the_last(
     repo: datastates.Repository, make: Callable[..., Told]
 ) -> None:

@@ -26,8 +26,7 @@ def run(script: Path, folder: Path, *words: str) -> str:
     return str(done.stdout)
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("integrations")
+@pytest.mark.long
 def test_the_page_of_the_trainer_runs_as_it_stands(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "frameworks" / "transformers.md").read_text()
     script = tmp_path / "page.py"
@@ -41,8 +40,7 @@ def test_the_page_of_the_trainer_runs_as_it_stands(tmp_path: Path) -> None:
     assert again[:1] == ["64 5e-05"], "nothing is left to do"
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("integrations")
+@pytest.mark.long
 @pytest.mark.exact("transformers", "peft")
 def test_a_base_is_stored_once_over_five_forks_of_its_adapters(tmp_path: Path) -> None:
     pytest.importorskip(
@@ -120,7 +118,7 @@ print("the same")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not IS_THOROUGH, reason="TRL takes long to import: part of make test-all")
 def test_trls_trainer_goes_on_with_adapters_and_with_what_it_sums_up(tmp_path: Path) -> None:
     for name in ("trl", "peft", "datasets"):

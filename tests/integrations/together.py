@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from tests.support.jobs import rendezvous
 
-__all__ = ["RANKS", "train"]
-
 Say = Callable[..., object]
 RANKS = 2
 

@@ -119,7 +119,6 @@ def config_of(lineage: Lineage, state: State | None) -> dict[str, Any]:
     return {} if state is None or state.run is None else lineage.runs[state.run].config
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("seed", seeds(5))
 @pytest.mark.parametrize("sort", [*SORTS, *(f"-{sort}" for sort in SORTS)])
 def test_pages_put_together_are_the_whole_in_order(

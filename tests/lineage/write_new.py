@@ -9,8 +9,6 @@ from sqlalchemy import create_engine
 
 from datastates.lineage.migrations import new, upgrade
 
-__all__ = ["statements"]
-
 _END = ("BEGIN TRANSACTION;", "COMMIT;")
 
 

@@ -13,8 +13,8 @@ import torch
 from sqlalchemy import select, update
 
 import datastates
-from datastates import Config, Conflict, Corrupt, InvalidInput, Repository
-from datastates.errors import Unavailable
+from datastates import Config, Conflict, Repository
+from datastates.errors import Corrupt, InvalidInput, Unavailable
 from datastates.lineage.schema import SealRow
 from datastates.maintenance.verify import Limits, check_all
 from datastates.state.digest import wrap

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import datastates
-from datastates import Config, Corrupt, Dirty, InvalidInput, Repository
+from datastates import Config, Repository
+from datastates.errors import Corrupt, Dirty, InvalidInput
 from datastates.maintenance import loading
 from datastates.state.manifest import CHUNK_BYTES
 from datastates.storage import copying, pack_reader

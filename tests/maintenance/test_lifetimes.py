@@ -23,9 +23,10 @@ import torch
 from torch import nn
 
 import datastates
-from datastates import Closed, Config, Conflict, Repository, Status
+from datastates import Config, Conflict, Repository, Status
 from datastates.engine import outbox
 from datastates.engine.outbox import end_later, settle
+from datastates.errors import Closed
 from datastates.storage.arena import _arenas
 
 QUIET = Config(memory_bytes=64 << 20, durable_interval_s=None)
@@ -142,7 +143,6 @@ SCRIPT = """
 """
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("how", ["main()", "gc.disable(); kept = main()", "main(); 1 / 0"])
 def test_a_script_without_with_in_a_function_loses_no_head(tmp_path: Path, how: str) -> None:
     script = textwrap.dedent(SCRIPT).format(how=how)

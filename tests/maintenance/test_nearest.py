@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import datastates
-from datastates import Config, Conflict, InvalidInput, Repository, Unavailable
+from datastates import Config, Conflict, Repository, Unavailable
+from datastates.errors import InvalidInput
 from datastates.lineage.query import walk
 from datastates.lineage.states import Status
 from datastates.lineage.views import branches

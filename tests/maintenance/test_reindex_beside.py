@@ -23,7 +23,6 @@ from tests.support.at_once import errors_of, let_go
 
 QUIET = Config(memory_bytes=16 << 20, durable_interval_s=None)
 ROOT = Path(__file__).parents[2]
-in_turn = pytest.mark.in_turn("beside each other")
 DEEDS = """
 import sys
 import torch
@@ -196,7 +195,6 @@ PAIRS = [
 ]
 
 
-@in_turn
 @pytest.mark.parametrize("is_killed", [False, True], ids=["both end", "the first is killed"])
 @pytest.mark.parametrize("deeds", PAIRS, ids=["beside ".join(pair) for pair in PAIRS])
 def test_two_at_once_lose_nothing(folder: Path, deeds: tuple[str, str], is_killed: bool) -> None:

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import datastates
-from datastates import InvalidInput, Repository
+from datastates import Repository
+from datastates.errors import InvalidInput
 from datastates.lineage.write import clones
 from datastates.transport.peer import Peer
 from tests.maintenance.test_repair import COUNT, QUIET, train

@@ -174,7 +174,6 @@ def cases(source: str, was: int, targets: Sequence[str]) -> str:
     return json.dumps([(source, was, target) for target in chosen])
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("source", LAYOUTS)
 def test_what_any_job_captured_any_other_goes_on_with(tmp_path: Path, source: str) -> None:
     for size in (4, 3, 2) if IS_THOROUGH else (4,):

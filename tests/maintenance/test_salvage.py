@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import datastates
-from datastates import Config, Conflict, Corrupt, InvalidInput, NotFound, Repository, Unavailable
+from datastates import Config, Conflict, NotFound, Repository, Unavailable
+from datastates.errors import Corrupt, InvalidInput
 
 QUIET = Config(memory_bytes=64 << 20, durable_interval_s=None)
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 import datastates
-from datastates import Unsupported
+from datastates.errors import Unsupported
 from datastates.notebook import States, frame
 from tests.notebook.test_html import capture, chain, state
 

@@ -18,8 +18,6 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["Place"]
-
 ROOT = Path(__file__).resolve().parents[2]
 _NEW_MOUNTS, _NEW_HOST = 0x00020000, 0x04000000
 

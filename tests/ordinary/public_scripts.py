@@ -7,8 +7,6 @@ step.
 
 from __future__ import annotations
 
-__all__ = ["INEXACT", "PUBLIC"]
-
 MNIST = """
 import torch, torch.nn as nn, torch.nn.functional as F
 from torch.optim.lr_scheduler import StepLR

@@ -4,8 +4,6 @@ Each is written to a file and run as it stands."""
 
 from __future__ import annotations
 
-__all__ = ["ENDINGS", "MODEL", "SCRIPTS"]
-
 MODEL = """
 import os, signal, sys
 import torch, datastates

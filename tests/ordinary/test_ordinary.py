@@ -28,7 +28,7 @@ from tests.ordinary.elsewhere import Place
 from tests.ordinary.scripts import ENDINGS, MODEL, SCRIPTS
 from tests.support import warm
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 ELSEWHERE = Path(__file__).with_name("elsewhere.py")
 ALONE = "11111111-2222-3333-4444-555555555555"
@@ -149,7 +149,6 @@ def promised(folder: Path, wanted: Losses) -> int:
         return head.step
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_script_that_ends_goes_on_where_it_stopped(
     folder: Path, unbroken: Losses, ending: str
@@ -167,7 +166,6 @@ def test_a_script_that_ends_goes_on_where_it_stopped(
     assert {**first, **second}.items() <= unbroken.items()
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "script", ["in a function", "a cell that is run again", "forks", "spawns a reader"]
 )
@@ -197,7 +195,6 @@ def test_a_killed_script_goes_on_from_what_was_durable(folder: Path, unbroken: L
     assert promised(folder, unbroken) == 14
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("change", ["host name", "machine", "mount", "moved"])
 @pytest.mark.parametrize("first", ["plain", "killed"])
 def test_a_script_goes_on_elsewhere(
@@ -225,7 +222,6 @@ def test_a_script_goes_on_elsewhere(
     assert promised(there, unbroken) == 14
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("change", ["mount", "host name", "machine"])
 def test_a_living_training_is_not_declared_dead_from_elsewhere(
     folder: Path, unbroken: Losses, change: str
@@ -283,7 +279,6 @@ def test_users_share_a_folder(folder: Path, unbroken: Losses) -> None:
     assert promised(folder, unbroken) == 10
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("by", ["a read-only mount", "another user"])
 def test_what_cannot_be_written_can_be_read(folder: Path, unbroken: Losses, by: str) -> None:
     run(folder, SCRIPTS["plain"], 10)
@@ -314,7 +309,6 @@ except datastates.DatastatesError as error:
     assert promised(folder, unbroken) == 10
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize(("memory", "every"), [(36, 1), (36, None), (256, 1)])
 def test_a_full_disk_ends_no_training_and_what_was_durable_goes_on_when_there_is_room(
     folder: Path, memory: int, every: int | None

@@ -11,10 +11,9 @@ from tests.ordinary.public_scripts import INEXACT, PUBLIC
 from tests.support.effort import SEED
 from tests.support.killed import drawn, run, warnings
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_public_script_that_is_killed_twice_repeats_every_loss(name: str, tmp_path: Path) -> None:
     whole, err = run(tmp_path / "whole", PUBLIC[name], "1")
@@ -32,7 +31,6 @@ def test_a_public_script_that_is_killed_twice_repeats_every_loss(name: str, tmp_
     assert set(said) == set(whole)
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("name", INEXACT)
 def test_a_public_script_that_tracks_what_it_binds_again_is_told_which(
     name: str, tmp_path: Path

@@ -45,8 +45,7 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn
+@pytest.mark.long
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_of_the_guide_that_is_killed_twice_repeats_every_loss_and_return(
     name: str, tmp_path: Path

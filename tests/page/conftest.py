@@ -18,34 +18,16 @@ import datastates
 from datastates import Repository
 from datastates.api.app import create_app
 from tests.page.forest import Forest, plant
-from tests.page.site import (
-    ROOT,
-    administered,
-    browser,
-    grown,
-    grown_folder,
-    page,
-    shared,
-    site,
-    training,
-    writable,
-)
-
-__all__ = [
-    "Wood",
-    "administered",
-    "browser",
-    "grown",
-    "grown_folder",
-    "open_page",
-    "page",
-    "shared",
-    "site",
-    "training",
-    "wood",
-    "woods",
-    "writable",
-]
+from tests.page.site import ROOT
+from tests.page.site import administered as administered
+from tests.page.site import browser as browser
+from tests.page.site import grown as grown
+from tests.page.site import grown_folder as grown_folder
+from tests.page.site import page as page
+from tests.page.site import shared as shared
+from tests.page.site import site as site
+from tests.page.site import training as training
+from tests.page.site import writable as writable
 
 
 @dataclass

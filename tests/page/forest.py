@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from datastates.repository import Repository
 
-__all__ = ["Forest", "plant"]
-
 
 class Forest:
     """Records states one upon the other, in ``session``; the same seed makes the same lineage."""

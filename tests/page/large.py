@@ -24,8 +24,6 @@ from tests.support.lineages import told
 if TYPE_CHECKING:
     from datastates.repository import Repository
 
-__all__ = ["BRANCHES", "METRICS", "RUNS", "STATES", "populate"]
-
 STATES, BRANCHES, RUNS = 10_000, 40, 200
 METRICS = (
     "loss",

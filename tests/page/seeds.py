@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from datastates.repository import Repository
 
-__all__ = ["RATES", "sow"]
-
 RATES = (0.01, 0.03, 0.1, 0.3)
 _FURTHER = ("acc", "val/acc", "grad/norm", "lr", "time/step", "val_loss")
 

@@ -24,24 +24,6 @@ from tests.support.effort import IS_THOROUGH
 if TYPE_CHECKING:
     from datastates import State
 
-__all__ = [
-    "READER",
-    "TOKEN",
-    "Grown",
-    "Site",
-    "Training",
-    "administered",
-    "browser",
-    "grown",
-    "grown_folder",
-    "new_page",
-    "page",
-    "serving",
-    "site",
-    "training",
-    "writable",
-]
-
 ROOT = Path(__file__).parents[2]
 TOKEN = "may-write-" + "w" * 22
 READER = "may-only-read-" + "r" * 18

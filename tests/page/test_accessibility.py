@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from tests.page.site import Grown, Site
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 UI = ROOT / "api" / "ui" / "src"
 AXE = ROOT / "api" / "ui" / "node_modules" / "axe-core" / "axe.min.js"
@@ -53,7 +53,6 @@ OPENED: dict[str, tuple[str, str]] = {
 """What is opened in one of these, and what is there then."""
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("look", LOOKS)
 def test_axe_finds_nothing_serious(shared: Site, grown: Grown, browser: Browser, look: str) -> None:
     with new_page(browser, **LOOKS[look], reduced_motion="reduce") as page:

@@ -15,7 +15,7 @@ from tests.page.site import new_page
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn("page/branches")]
+pytestmark = pytest.mark.long
 
 FORK = "round-3/lr-0.1"
 ENDS_SEEN = """button => {

@@ -19,7 +19,7 @@ from datastates.maintenance.retention_pass import evict
 from tests.page.site import Site
 from tests.page.study import STUDY, study
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn("page/compare")]
+pytestmark = pytest.mark.long
 
 BEST = "lr=0.1,weight_decay=0.0,dropout=0.0,activation=relu"
 

@@ -16,7 +16,7 @@ from tests.page.conftest import serving
 from tests.page.seeds import RATES, sow
 from tests.page.site import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn("page/curves")]
+pytestmark = pytest.mark.long
 
 SEEDS, STEPS = 3, 30
 BRANCHES = 1 + len(RATES) * SEEDS

@@ -14,7 +14,7 @@ from datastates.maintenance.retention_pass import evict
 if TYPE_CHECKING:
     from tests.page.site import Grown, Site
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn("page/diff")]
+pytestmark = pytest.mark.long
 
 
 def test_a_marked_state_is_compared_with_the_selected_one(

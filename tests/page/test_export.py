@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tests.page.conftest import Wood
     from tests.page.site import Grown, Site
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn("page/export")]
+pytestmark = pytest.mark.long
 
 SVG = "{http://www.w3.org/2000/svg}"
 

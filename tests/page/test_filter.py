@@ -10,7 +10,7 @@ from playwright.sync_api import Locator, Page, Route, expect
 
 from tests.page.conftest import Wood
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn("page/filter")]
+pytestmark = pytest.mark.long
 
 Open = Callable[[str], Page]
 

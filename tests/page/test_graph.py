@@ -12,7 +12,7 @@ from playwright.sync_api import Locator, Page, expect
 
 from tests.page.conftest import Wood
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn("page/graph")]
+pytestmark = pytest.mark.long
 
 ROW, HEAD = 28, 31
 Open = Callable[[str], Page]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tests.page.conftest import Wood
     from tests.page.site import Site
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn("page/links")]
+pytestmark = pytest.mark.long
 
 
 def test_a_repository_that_is_not_there_is_said_with_those_that_are(

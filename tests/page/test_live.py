@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tests.page.conftest import Wood
     from tests.page.site import Grown, Site, Training
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 SOON_MS = 60_000  # the page waits up to 15 s before it tries again
 
@@ -96,7 +96,6 @@ CHIPS = """() => {
 }"""
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("view", ["graph", "states"])
 def test_a_branch_s_name_never_leaves_the_newest_row_of_a_live_training(
     wood: Wood, open_page: Callable[[str], Page], view: str

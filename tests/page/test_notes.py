@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from tests.page.site import Grown, Site
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn("page/notes")]
+pytestmark = pytest.mark.long
 
 ATTACKS = (
     "<script>window.hacked = 1</script>",

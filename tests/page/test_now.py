@@ -16,7 +16,7 @@ from tests.page.site import READER, TOKEN
 if TYPE_CHECKING:
     from tests.page.site import Grown, Site, Training
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def test_two_trainings_are_seen_while_they_run(

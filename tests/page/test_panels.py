@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from tests.page.site import Grown, Site
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn("page/panels")]
+pytestmark = pytest.mark.long
 
 
 def panel(page: Page, name: str) -> Locator:

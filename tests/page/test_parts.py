@@ -13,7 +13,7 @@ from tests.page.conftest import serving
 from tests.page.site import ROOT
 from tests.support.parts import Job, run_job
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn("page/parts")]
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from datastates import Repository, State
     from datastates.lineage.views.branch_rows import Branch
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 PRESSES = 3
 TABS = 700
@@ -311,7 +311,6 @@ VIEWS: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_axe_finds_nothing_serious_in_any_view(asked: Asked, browser: Browser, theme: str) -> None:
     with new_page(browser, color_scheme=theme, reduced_motion="reduce") as page:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from datastates.lineage.views.study_trees import StudyDetail
     from tests.page.site import Site
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn("page/studies")]
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

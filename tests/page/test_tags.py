@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from tests.page.site import Grown, Site
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn("page/tags")]
+pytestmark = pytest.mark.long
 
 
 def begin(page: Page, name: str, kind: str = "Tag…") -> Locator:

@@ -11,7 +11,7 @@ from playwright.sync_api import Page, expect
 if TYPE_CHECKING:
     from tests.page.site import Grown, Site
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn("page/typing")]
+pytestmark = pytest.mark.long
 
 SOON_MS = 20_000  # the page waits up to 15 s before it tries again
 

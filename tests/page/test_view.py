@@ -14,7 +14,7 @@ import datastates
 from tests.page.conftest import Wood, serving
 from tests.page.site import new_page
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn("page/view")]
+pytestmark = pytest.mark.long
 
 Open = Callable[[str], Page]
 

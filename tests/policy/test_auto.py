@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datastates import Auto, Cadence, InvalidInput, OnImprovement
+from datastates import Auto, Cadence, OnImprovement
 from datastates.engine.cadence_stats import Pacing, Taken
+from datastates.errors import InvalidInput
 from datastates.policy.contract import CadenceChoice, Costs, Moment
 from datastates.policy.text import parse
 from tests.support.effort import examples

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datastates import Cadence, CheckFreq, Daly, InvalidInput, OnImprovement, TwoLevel, Young
+from datastates import Cadence, CheckFreq, Daly, OnImprovement, TwoLevel, Young
 from datastates.engine.cadence_stats import Pacing, Taken
+from datastates.errors import InvalidInput
 from datastates.policy.auto import Auto
 from datastates.policy.contract import AnyOf, CadenceChoice, Moment, Policy
 from datastates.policy.text import parse, policy

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datastates import Daly, InvalidInput, TwoLevel, Young
+from datastates import Daly, TwoLevel, Young
+from datastates.errors import InvalidInput
 from datastates.policy.computed import (
     Level,
     daly,

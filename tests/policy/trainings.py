@@ -19,8 +19,6 @@ from datastates.engine.scheduler import (
 )
 from datastates.policy.contract import CadenceChoice, Costs, Policy
 
-__all__ = ["Training"]
-
 
 @dataclass
 class Training:

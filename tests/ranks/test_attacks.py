@@ -31,7 +31,6 @@ HERE = "tests.ranks.test_attacks"
 ROWS, STEPS, AT = 40, 6, 3
 """Of ``STEPS`` captures something is wrong with that of step ``AT``."""
 PATIENCE_S = 1.5
-in_turn = pytest.mark.in_turn("attacks on groups")
 
 
 def config(**more: object) -> Config:
@@ -329,7 +328,6 @@ def see_sound(folder: Path, states: dict[int, str], *, but: tuple[int, ...] = ()
                 assert torch.equal(repo.load(state)["rows"], rows(state.step))
 
 
-@in_turn
 @pytest.mark.parametrize("how", sorted(LIES))
 def test_a_rank_that_lies_makes_no_state_that_nobody_can_restore_go_for_the_newest(
     tmp_path: Path, how: str
@@ -358,7 +356,6 @@ def test_a_rank_that_lies_makes_no_state_that_nobody_can_restore_go_for_the_newe
         }[how] in words
 
 
-@in_turn
 def test_what_a_rank_missed_while_it_stood_still_is_given_up_and_both_go_on(tmp_path: Path) -> None:
     with job(2, f"{HERE}:stop", folder=str(tmp_path)) as ranks:
         assert float(ranks.heard(0, "gave up").split()[2]) < PATIENCE_S + 5
@@ -368,7 +365,6 @@ def test_what_a_rank_missed_while_it_stood_still_is_given_up_and_both_go_on(tmp_
     see_sound(tmp_path, states)
 
 
-@in_turn
 def test_a_rank_may_have_children(tmp_path: Path) -> None:
     said = run(2, f"{HERE}:fork", folder=str(tmp_path))
     assert "children 0 0" in said[1]
@@ -376,7 +372,6 @@ def test_a_rank_may_have_children(tmp_path: Path) -> None:
     assert set(whole(said)) == set(range(1, STEPS + 1))
 
 
-@in_turn
 @pytest.mark.parametrize("how", ["block", "finally", "signal"])
 def test_a_close_after_an_error_waits_for_other_ranks_for_seconds_only(
     tmp_path: Path, how: str
@@ -390,7 +385,6 @@ def test_a_close_after_an_error_waits_for_other_ranks_for_seconds_only(
         assert repo.incomplete().waiting == ()
 
 
-@in_turn
 @pytest.mark.parametrize("interrupted", [(0,), (1,), (0, 1)])
 def test_ctrl_c_on_any_rank_ends_the_job_and_loses_nothing_durable(
     tmp_path: Path, interrupted: tuple[int, ...]
@@ -414,7 +408,6 @@ def test_ctrl_c_on_any_rank_ends_the_job_and_loses_nothing_durable(
     assert set(states) == set(range(1, max(states) + 1))
 
 
-@in_turn
 @pytest.mark.parametrize("is_mended", [True, False])
 def test_a_full_disk_on_one_rank_is_named_on_the_others_and_what_is_durable_stays(
     tmp_path: Path, is_mended: bool
@@ -431,7 +424,6 @@ def test_a_full_disk_on_one_rank_is_named_on_the_others_and_what_is_durable_stay
     )
 
 
-@in_turn
 def test_two_jobs_on_one_branch_make_one_path_and_the_later_one_hears_of_it(tmp_path: Path) -> None:
     with (
         job(2, f"{HERE}:meet", folder=str(tmp_path)) as one,

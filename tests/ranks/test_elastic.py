@@ -116,7 +116,6 @@ def words(said: list[list[str]], start: str) -> list[str]:
     ]
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("sizes", [(2, 3), (4, 1), (1, 2), (2, 3, 1)], ids=str)
 def test_an_epoch_goes_on_with_another_number_of_ranks(
     tmp_path: Path, sizes: tuple[int, ...]

@@ -110,7 +110,6 @@ def track(folder: str, say: Say) -> None:
             say(type(exc).__name__, exc)
 
 
-@pytest.mark.in_turn
 def test_a_shared_tier_gets_the_parts_of_all_ranks_and_gives_them_back_alone(
     tmp_path: Path,
 ) -> None:
@@ -132,7 +131,6 @@ def test_a_shared_tier_gets_the_parts_of_all_ranks_and_gives_them_back_alone(
         assert all(torch.equal(live[name], tensor) for name, tensor in tensors(7).items())
 
 
-@pytest.mark.in_turn
 def test_a_tier_that_holds_no_parts_is_refused_where_there_are_ranks(tmp_path: Path) -> None:
     for lines in run(2, f"{HERE}:track", folder=str(tmp_path)):
         assert lines[0].startswith("Unsupported")

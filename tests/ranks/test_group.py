@@ -44,7 +44,6 @@ def shared(request: pytest.FixtureRequest) -> Iterator[tuple[Path, int]]:
     shutil.rmtree(folder)
 
 
-@pytest.mark.in_turn
 def test_users_of_a_group_train_tag_and_drop_in_one_folder(
     smith: Forge, shared: tuple[Path, int]
 ) -> None:

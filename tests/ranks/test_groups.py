@@ -86,7 +86,7 @@ def failing_rank(group: MPIGroup | TorchGroup, say: Say) -> None:
             group.broadcast(repo, "main", into=wrong)
         except Unavailable as exc:
             say("others", "rank 2" in str(exc))
-        except datastates.InvalidInput:
+        except InvalidInput:
             say("itself")
 
 
@@ -114,7 +114,6 @@ def everything(over: Kind, say: Say) -> None:
         group.barrier()
 
 
-@pytest.mark.in_turn("many processes")
 @pytest.mark.parametrize("kind", ["torch", pytest.param("mpi", marks=need_mpi)])
 def test_ranks_clone_a_state_in_a_chain_and_go_on_alike_and_all_learn_of_failures(
     kind: Kind,

@@ -8,7 +8,6 @@ import threading
 from collections import defaultdict
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -24,7 +23,6 @@ from tests.support.jobs import Say, job, run
 HERE = "tests.ranks.test_near"
 COSTS = Costs(0.1, 0.1, 0.01, 0.001, 100, 10, further_s=1.0)
 STATES = 7
-in_turn = pytest.mark.in_turn("further tiers of ranks")
 
 
 class EveryFourthFurther(datastates.Cadence):
@@ -109,7 +107,6 @@ def go_on(folder: str, nodes: list[str], say: Say) -> None:
             say(found.step, torch.equal(tensor, values(found.step)))
 
 
-@in_turn
 def test_each_rank_keeps_its_part_near_and_a_lost_node_costs_what_was_near(tmp_path: Path) -> None:
     with job(2, f"{HERE}:capture", folder=str(tmp_path)) as ranks:
         said = ranks.said()

@@ -50,7 +50,6 @@ def damage(folder: Path, uid: str, rank: int) -> None:
     pack.write_bytes(data)
 
 
-@pytest.mark.in_turn("jobs of several ranks")
 def test_ranks_pass_over_states_of_which_a_part_is_damaged_or_gone_together(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

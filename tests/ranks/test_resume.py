@@ -100,7 +100,6 @@ def train(folder: str, way: str, say: Say, stop_after: int) -> None:
         run.close()
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("way", WAYS)
 def test_a_job_whose_ranks_were_all_killed_goes_on_bit_for_bit(tmp_path: Path, way: str) -> None:
     whole = run(2, f"{HERE}:train", folder=str(tmp_path / "whole"), way=way, stop_after=0)
@@ -154,7 +153,6 @@ def unfreeze(folder: str, say: Say, until: int) -> None:
         run.close()
 
 
-@pytest.mark.in_turn
 def test_a_sharded_training_goes_on_with_what_it_had_unfrozen(tmp_path: Path) -> None:
     whole = run(2, f"{HERE}:unfreeze", folder=str(tmp_path / "whole"), until=9)
     stopped = run(2, f"{HERE}:unfreeze", folder=str(tmp_path / "stopped"), until=6)

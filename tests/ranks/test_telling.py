@@ -69,14 +69,12 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     )
 
 
-@pytest.mark.in_turn("telling")
 def test_every_rank_hears_of_every_state(url: str, tmp_path: Path) -> None:
     said = run(SIZE, f"{HERE}:train", url=url, packs=str(tmp_path / "packs"), steps=5)
     assert said[0] == said[1] == said[2]
     assert len(set(said[0])) == 6
 
 
-@pytest.mark.in_turn("telling")
 @pytest.mark.parametrize("is_stopping", [False, True], ids=["killed", "stopped"])
 def test_without_one_rank_the_others_give_up_what_it_has_not_told(
     url: str, tmp_path: Path, is_stopping: bool

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import datastates
-from datastates import Corrupt
+from datastates.errors import Corrupt
 from datastates.state.digest import check
 from datastates.state.manifest import Manifest
 

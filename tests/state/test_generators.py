@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import datastates
-from datastates import Config, InvalidInput
+from datastates import Config
+from datastates.errors import InvalidInput
 from datastates.state.adapters import Adapted
 from datastates.state.encoding import decode_values, encode_values
 from datastates.state.restore import restore_into

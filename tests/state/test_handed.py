@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 import datastates
-from datastates import Config, InvalidInput, Repository, register_encoder
+from datastates import Config, Repository, register_encoder
+from datastates.errors import InvalidInput
 from datastates.state.restore import restore_into
 
 QUIET = Config(memory_bytes=64 << 20, durable_interval_s=None)

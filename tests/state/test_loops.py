@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 import datastates
-from datastates import Config, InvalidInput, PermutationSampler, Repository, Tracker
+from datastates import Config, PermutationSampler, Repository, Tracker
+from datastates.errors import InvalidInput
 
 CONFIG = Config(memory_bytes=64 << 20, durable_interval_s=None)
 Seen = list[tuple[int, Any]]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import datastates
-from datastates import InvalidInput
+from datastates.errors import InvalidInput
 
 
 def nested(kind: type[Any], levels: int) -> Any:

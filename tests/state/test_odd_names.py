@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import datastates
-from datastates import Config, InvalidInput, Repository
+from datastates import Config, Repository
+from datastates.errors import InvalidInput
 
 NAMES = [
     ("a/b",),

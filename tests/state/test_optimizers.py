@@ -18,7 +18,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 import datastates
-from datastates import Config, InvalidInput, Repository
+from datastates import Config, Repository
+from datastates.errors import InvalidInput
 from datastates.state.adapters import Adapted
 from datastates.state.optimizer import class_of
 from datastates.state.restore import restore_into

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import datastates
-from datastates import Config, InvalidInput, Repository, Tracker
+from datastates import Config, Repository, Tracker
+from datastates.errors import InvalidInput
 from datastates.training.script_checks import Oversights
 from tests.state.test_sharing import Wrapping
 

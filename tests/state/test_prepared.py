@@ -20,8 +20,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 import datastates
-from datastates import Config, InvalidInput, PermutationSampler, Repository
+from datastates import Config, PermutationSampler, Repository
 from datastates.engine.fence import Fence
+from datastates.errors import InvalidInput
 from datastates.state.adapters import Adapted
 from datastates.state.restore import restore_into
 from datastates.state.tree import flatten
@@ -176,7 +177,6 @@ STOPS = {
         f"{kind}-{workers}-{'epochs' if counts else 'by hand'}" for kind, workers, counts in CASES
     ],
 )
-@pytest.mark.in_turn
 @pytest.mark.exact("accelerate", "iterable", "stateful")
 def test_a_prepared_loader_goes_on_where_it_was_stopped(
     kind: str, workers: int, by_epochs: bool, repo: Repository

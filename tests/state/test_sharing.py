@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import datastates
-from datastates import Config, InvalidInput, Repository
+from datastates import Config, Repository
+from datastates.errors import InvalidInput
 from datastates.state import in_place
 from datastates.state.adapters import Adapted
 from datastates.state.geometry import memory_key

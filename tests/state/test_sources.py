@@ -17,7 +17,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 import datastates
-from datastates import Config, InvalidInput, PermutationSampler, Repository
+from datastates import Config, PermutationSampler, Repository
+from datastates.errors import InvalidInput
 from datastates.state.loaders import parts_of
 
 # torchdata 0.11 on torch 2.13

@@ -15,7 +15,8 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 import datastates
-from datastates import Config, InvalidInput, Repository
+from datastates import Config, Repository
+from datastates.errors import InvalidInput
 
 datasets = pytest.importorskip("datasets")
 

@@ -16,8 +16,8 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import datastates
-from datastates import Config, InvalidInput, Repository, Unsupported
-from datastates.errors import Corrupt
+from datastates import Config, Repository
+from datastates.errors import Corrupt, InvalidInput, Unsupported
 from datastates.state.geometry import plain_tensors
 from datastates.state.skeleton import Skeleton, decode_skeleton
 from datastates.state.tree import flatten, unflatten

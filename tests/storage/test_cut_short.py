@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import datastates
-from datastates import Config, Corrupt, Unavailable
-from datastates.errors import InvalidInput
+from datastates import Config, Unavailable
+from datastates.errors import Corrupt, InvalidInput
 from datastates.files.checkpoints import export, plan_export
 from datastates.storage.copying import Room
 from datastates.storage.durable_files import locked

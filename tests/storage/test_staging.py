@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import datastates
-from datastates import Config, Corrupt
+from datastates import Config
+from datastates.errors import Corrupt
 from datastates.state.manifest import CHUNK_BYTES
 from datastates.storage.copying import Stage
 from datastates.storage.local import LocalTier

@@ -100,8 +100,7 @@ def share_out(folder: str, say: Say) -> None:
         say("again", ",".join(each.variant for each in again if each.is_reused))
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("executors")
+@pytest.mark.long
 @need_mpi
 def test_two_groups_of_a_job_share_out_the_variants(tmp_path: Path) -> None:
     said = run(4, f"{HERE}:share_out", kind="mpi", folder=str(tmp_path), timeout_s=170)
@@ -154,7 +153,6 @@ def end_apart(say: Say) -> None:
     say(ranks.first("meet", lambda: "again", str), ranks.ended("meet", None))
 
 
-@pytest.mark.in_turn("jobs of several ranks")
 def test_a_rank_that_fails_before_the_others_is_heard_where_they_meet_next() -> None:
     said = run(2, f"{HERE}:end_apart")
     both = "{0: 'rank 1 of 2 could not go on: early', 1: 'early'}"

@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 
 import datastates
-from datastates import InvalidInput, Repository
+from datastates import Repository
+from datastates.errors import InvalidInput
 from datastates.studies import Plan, Processes, RayExecutor, SerialExecutor, executors, explore
 from tests.studies.studies import (
     EVERY_STATE,
@@ -138,8 +139,7 @@ def test_a_shutdown_that_does_not_wait_fails_the_calls_that_have_not_begun(
     assert isinstance(second.exception(10), RuntimeError)
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("executors")
+@pytest.mark.long
 @need_mpi
 def test_mpi(tmp_path: Path, expected: dict[str, Any]) -> None:
     prefix(tmp_path / "runs", config=EVERY_STATE).close()
@@ -167,8 +167,7 @@ def dask(folder: Path, *, workers: int, threads: int) -> Iterator[Executor]:
         yield client.get_executor()
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("executors")
+@pytest.mark.long
 @need("distributed", "distributed")
 def test_dask(tmp_path: Path, reference: Path) -> None:
     """Threads of Dask's own draw from Python's generator meanwhile."""
@@ -176,8 +175,7 @@ def test_dask(tmp_path: Path, reference: Path) -> None:
         assert explored(tmp_path, executor, contents) == contents(repo, "s", PLAN)
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("executors")
+@pytest.mark.long
 @need("distributed", "distributed")
 def test_workers_of_several_threads_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -193,8 +191,7 @@ def test_workers_of_several_threads_are_refused(
         explored(tmp_path, executor)
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("executors")
+@pytest.mark.long
 @need("parsl", "parsl")
 def test_parsl(tmp_path: Path, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     # its interchange is a program there
@@ -215,8 +212,7 @@ def test_parsl(tmp_path: Path, expected: dict[str, Any], monkeypatch: pytest.Mon
         assert explored(tmp_path, executor) == expected
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("executors")
+@pytest.mark.long
 @need("ray", "ray")
 def test_ray(tmp_path: Path, expected: dict[str, Any]) -> None:
     with warnings.catch_warnings():

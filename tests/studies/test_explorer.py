@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import datastates
-from datastates import Conflict, InvalidInput, NotFound, Repository, State, Status
+from datastates import Conflict, NotFound, Repository, State, Status
+from datastates.errors import InvalidInput
 from datastates.studies import (
     Exploration,
     Job,

@@ -29,7 +29,7 @@ from tests.studies.exploring import pool
 from tests.studies.studies import EVERY_STATE, all_end, counts, essence, faults, prefix, train, tree
 from tests.support import warm
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
 PLAN = tree()
 
@@ -189,7 +189,6 @@ def test_a_pool_that_breaks_without_a_recipe_is_reported_and_the_rest_goes_on_wi
     assert essence(repo, "s", PLAN) == expected
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", ["own", "pool"])
 def test_after_the_explorer_was_killed_nothing_finished_is_repeated(
     repo: Repository,

@@ -165,7 +165,7 @@ def begin(folder: Path, epochs: int) -> Repository:
     return repo
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", ["flat", "log"])
 def test_work_in_the_lineage_is_the_formula(tmp_path: Path, schedule: str) -> None:
     # one of them

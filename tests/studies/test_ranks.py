@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import datastates
-from datastates import Cancelled, InvalidInput, Repository
+from datastates import Repository
+from datastates.errors import Cancelled, InvalidInput
 from datastates.lineage.views.study_trees import study
 from datastates.lineage.write import clones
 from datastates.studies import Plan, Progress, SerialExecutor, Variant, explore
@@ -27,7 +28,7 @@ from tests.studies.studies import EVERY_STATE, all_end, faults
 from tests.support import warm
 from tests.support.jobs import run
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 HERE = "tests.studies.parallel"
 ROOT = Path(__file__).parents[2]
 PLAN = Plan((Variant("low", None, 2, {"lr": 1e-3}), Variant("high", None, 2, {"lr": 3e-2})))
@@ -64,7 +65,6 @@ def attempts(repo: Repository) -> dict[str, int]:
         return {each.name: each.attempts for each in study(session, "s").variants}
 
 
-@pytest.mark.in_turn("variants of ranks")
 def test_variants_of_two_ranks_fork_from_a_state_of_two_parts_and_are_recorded_once(
     repo: Repository, tmp_path: Path
 ) -> None:
@@ -95,7 +95,6 @@ def test_variants_of_two_ranks_fork_from_a_state_of_two_parts_and_are_recorded_o
     assert not torch.equal(ours["0.weight"], model_of(repo, "done/s/high")["0.weight"])
 
 
-@pytest.mark.in_turn("variants of ranks")
 def test_the_first_rank_takes_the_start_from_the_explorer_s_memory_and_passes_it_on(
     repo: Repository,
 ) -> None:
@@ -110,7 +109,6 @@ def test_the_first_rank_takes_the_start_from_the_explorer_s_memory_and_passes_it
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.in_turn("variants of ranks")
 @pytest.mark.parametrize("ranks", [3, 1])
 def test_variants_of_another_number_of_ranks_fork_from_it_too(repo: Repository, ranks: int) -> None:
     plan = Plan((Variant("low", None, 1, {"lr": 1e-3}), Variant("low-a", "low", 1, {"seed": 4})))
@@ -123,7 +121,6 @@ def test_variants_of_another_number_of_ranks_fork_from_it_too(repo: Repository, 
         assert len(draws) == ranks, "a seed of its own is another one on each rank"
 
 
-@pytest.mark.in_turn("variants of ranks")
 def test_a_rank_that_is_killed_costs_its_variant_an_attempt_and_the_others_nothing(
     repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,7 +139,6 @@ def test_a_rank_that_is_killed_costs_its_variant_an_attempt_and_the_others_nothi
     assert all_end(pids(tmp_path / "ranks"))
 
 
-@pytest.mark.in_turn("variants of ranks")
 def test_a_rank_that_raises_is_named_and_its_variant_tried_again(
     repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +152,6 @@ def test_a_rank_that_raises_is_named_and_its_variant_tried_again(
     assert all_end(pids(tmp_path / "ranks"))
 
 
-@pytest.mark.in_turn("variants of ranks")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
 def test_with_the_explorer_all_ranks_end_and_the_next_call_goes_on(
     repo: Repository, tmp_path: Path, number: signal.Signals
@@ -194,7 +189,6 @@ def test_with_the_explorer_all_ranks_end_and_the_next_call_goes_on(
     assert len(repo.log("s/low")) == len(repo.log("main")) + 2
 
 
-@pytest.mark.in_turn("variants of ranks")
 def test_ranks_end_when_whoever_waits_for_them_gives_up(tmp_path: Path) -> None:
     def look() -> None:
         if len([*tmp_path.iterdir()]) == 2:

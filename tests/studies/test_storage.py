@@ -26,7 +26,7 @@ def used(folder: Path) -> int:
     return sum(os.stat(path).st_blocks * 512 for path in (folder / "packs").glob("*.*"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sixteen_variants_of_a_model_frozen_to_four_fifths_take_a_quarter_of_full_copies(
     tmp_path: Path,
 ) -> None:

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 import datastates
-from datastates import Config, Conflict, InvalidInput, Module, Repository
+from datastates import Config, Conflict, Processor, Repository
+from datastates.errors import InvalidInput
 from datastates.maintenance.environment import node_id
 from datastates.studies import Job, Plan, Variant, processes, worker
 from datastates.studies.processes import close_repositories
@@ -252,8 +253,8 @@ def test_a_claim_is_on_the_file_that_others_see(
         assert (tmp_path / "thing").read_text() == "ours"
 
 
-class Picky(Module):
-    """A module of the user's, of which each task brings a copy."""
+class Picky(Processor):
+    """A processor of the user's, of which each task brings a copy."""
 
     name = "picky"
     priority = 50
@@ -265,7 +266,7 @@ class Picky(Module):
 def test_a_process_opens_the_repository_anew_for_another_configuration_only(
     repo: Repository,
 ) -> None:
-    config = replace(CONFIG, modules=[Picky()])
+    config = replace(CONFIG, processors=[Picky()])
 
     def opened(asked: Config) -> Repository:
         return processes.repository_at(repo.location, pickle.loads(pickle.dumps(asked)), 1)

@@ -23,8 +23,6 @@ from datastates.transport.receive_objects import ObjectsSink
 from datastates.transport.untrusted import CheckedManifest, read_manifest
 from tests.support.late import LateDevices, Lateness
 
-__all__ = ["Sent", "check_landing", "feed", "fill", "sent"]
-
 
 @dataclass(frozen=True, slots=True)
 class Sent:

@@ -13,8 +13,6 @@ from random import Random
 
 import numpy as np
 
-__all__ = ["BLOCK", "collide", "collide_somewhere"]
-
 BLOCK = 1024
 _STRIPE = 64
 _STRIPES = BLOCK // _STRIPE

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pytest
 
-__all__ = ["counted"]
-
 
 def counted(
     monkeypatch: pytest.MonkeyPatch,

@@ -1,100 +1,64 @@
-"""How many cases run: the gate runs a fixed twelfth of the costly ones, and
-``DATASTATES_THOROUGH=1`` runs all of them.
+"""How much a run tries. ``make test`` runs the same tests every time. ``make test-all`` sets
+``DATASTATES_THOROUGH=1`` and runs all of them.
+
+``tests/slow.txt`` lists the tests that only a thorough run runs, one a line. After ``1/12`` in a
+line, the gate runs a twelfth of the test's cases.
 
 ``SEED`` decides what is drawn at random. In the gate it is 0, and in a thorough run it is random.
-Every run prints it, and ``DATASTATES_SEED`` sets it. ``DATASTATES_PART`` (1 to 12) selects another
-twelfth.
+Every run prints it, and ``DATASTATES_SEED`` sets it.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import secrets
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
-
-import pytest
-
-__all__ = [
-    "GROUPS",
-    "IS_THOROUGH",
-    "PARTS",
-    "SEED",
-    "TURN",
-    "effort",
-    "examples",
-    "in_turn",
-    "is_in_turn",
-    "part",
-    "said",
-    "seeds",
-]
 
 T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]
 IS_THOROUGH = os.environ.get("DATASTATES_THOROUGH") == "1"
-PARTS = 12
+SHARE = 12
+"""The gate tries one in so many generated cases."""
+
 FIRST_RANDOM_SEED = 1_000_000
-GROUPS = pytest.StashKey[list[str | None]]()
-"""Of every test of this run, the group within which it takes turns; of those too that wait for
-theirs."""
 
 
 def _seed() -> int:
-    """The processes of a run ask in turn: the first decides for all of them."""
+    """The seed of this run. The first process of a run chooses it for all others."""
     if "DATASTATES_SEED" not in os.environ:
         os.environ["DATASTATES_SEED"] = str(secrets.randbelow(1 << 31) if IS_THOROUGH else 0)
     return int(os.environ["DATASTATES_SEED"])
 
 
 SEED = _seed()
-TURN = int(os.environ.get("DATASTATES_PART", "2")) - 1
 
 
 def effort(thorough: int, gate: int) -> int:
-    """So many processes, captures or steps."""
+    """A number of processes, captures or steps."""
     return thorough if IS_THOROUGH else gate
 
 
 def examples(count: int) -> int:
-    """So many examples of Hypothesis, of ``count`` in a thorough run."""
-    return count if IS_THOROUGH else -(-count // PARTS)
-
-
-def is_in_turn(index: int, count: int, turn: int = TURN) -> bool:
-    """Whether the gate tries this one of so many cases: one in twelve, and one of fewer."""
-    parts = max(1, min(PARTS, count))
-    return index % parts == turn % parts
+    """A number of Hypothesis's examples: ``count`` in a thorough run, else a twelfth."""
+    return count if IS_THOROUGH else -(-count // SHARE)
 
 
 def part(cases: Iterable[T]) -> list[T]:
-    """Of these cases those that this run tries."""
+    """The cases that this run tries: all in a thorough run, else a fixed twelfth and at least
+    one."""
     listed = list(cases)
-    return (
-        listed
-        if IS_THOROUGH
-        else [case for index, case in enumerate(listed) if is_in_turn(index, len(listed))]
-    )
-
-
-def in_turn(groups: Sequence[str | None], turn: int = TURN) -> list[bool]:
-    """Which tests the gate runs, by the groups within which they take turns; None for a test
-    that runs always."""
-    counts, seen = Counter(groups), Counter[str | None]()
-    chosen = []
-    for group in groups:
-        chosen.append(group is None or is_in_turn(seen[group], counts[group], turn))
-        seen[group] += 1
-    return chosen
+    share = min(SHARE, len(listed))
+    return listed if IS_THOROUGH else listed[1 % share :: share] if listed else []
 
 
 def seeds(count: int, more: int | None = None) -> Sequence[int]:
-    """Of ``range(count)`` those that this run tries; in a thorough run all, and so many that
-    nobody has tried (a twelfth of them)."""
+    """The part of ``range(count)`` that this run tries. A thorough run tries all, and ``more``
+    random ones, by default a twelfth as many."""
     if not IS_THOROUGH:
         return part(range(count))
     choose = random.Random(SEED)
@@ -102,20 +66,39 @@ def seeds(count: int, more: int | None = None) -> Sequence[int]:
         *range(count),
         *(
             choose.randrange(FIRST_RANDOM_SEED, 1 << 31)
-            for _ in range(-(-count // PARTS) if more is None else more)
+            for _ in range(-(-count // SHARE) if more is None else more)
         ),
     ]
 
 
+@functools.cache
+def slow() -> frozenset[str]:
+    """The lines of ``tests/slow.txt``, such as
+    ``tests/storage/test_arena.py::test_memory_is_shared``."""
+    return frozenset((ROOT / "tests" / "slow.txt").read_text().splitlines())
+
+
+def in_gate(names: Sequence[str]) -> set[str]:
+    """Which of these cases of tests the gate runs."""
+    cases: dict[str, list[str]] = {}
+    for name in names:
+        cases.setdefault(name.partition("[")[0], []).append(name)
+    return {
+        name
+        for test, all_of_it in cases.items()
+        if test not in slow()
+        for name in (part(all_of_it) if f"{test} 1/{SHARE}" in slow() else all_of_it)
+    }
+
+
 def said() -> str:
-    """What whoever reads the report needs in order to repeat the run."""
+    """What a reader of the report needs in order to repeat the run."""
     if IS_THOROUGH:
         return (
-            "all cases, and random ones besides; again with DATASTATES_THOROUGH=1"
+            "all tests, and random cases too; again with DATASTATES_THOROUGH=1"
             f" DATASTATES_SEED={SEED}"
         )
-    again = f"DATASTATES_SEED={SEED} DATASTATES_PART={TURN + 1}"
     return (
-        f"part {TURN + 1} of {PARTS} of the cases; again with {again}, all of them with"
+        f"the tests of the gate; again with DATASTATES_SEED={SEED}, all of them with"
         " DATASTATES_THOROUGH=1"
     )

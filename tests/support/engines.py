@@ -14,8 +14,6 @@ from datastates.engine.scheduler import (
 )
 from datastates.policy.contract import Cadence
 
-__all__ = ["DROP", "NEVER", "SKIP", "WAIT", "after", "engine", "refs", "room"]
-
 NEVER = Cadence(every=None, interval_s=None)
 WAIT, DROP, SKIP = BackPressure.WAIT, BackPressure.DROP_OLDEST, BackPressure.SKIP
 

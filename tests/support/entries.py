@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["own_members"]
-
 
 def own_members(kind: type) -> dict[str, Any]:
     """The members that a class has of its own, and those of the parts that it is put together

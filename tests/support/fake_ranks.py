@@ -10,8 +10,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-__all__ = ["as_rank"]
-
 
 @contextmanager
 def as_rank(rank: int, mesh: tuple[int, ...]) -> Iterator[DeviceMesh]:

@@ -23,8 +23,6 @@ import pytest
 
 from . import warm
 
-__all__ = ["Host", "hosts", "need_hosts", "why_no_hosts"]
-
 INTERFACE = "eth0"
 BRIDGE = "br0"
 

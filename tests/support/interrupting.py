@@ -18,8 +18,6 @@ from functools import cache
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
-__all__ = ["Interruption", "codes_of"]
-
 NEVER = -1
 MOST_TIMES = 3
 _UNCOVERED = {

@@ -39,8 +39,6 @@ import pytest
 
 from . import warm
 
-__all__ = ["Kind", "Ranks", "Say", "job", "mpiexec", "need_mpi", "run", "script", "torchrun"]
-
 ROOT = Path(__file__).parents[2]
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
 _ALLOWED = {

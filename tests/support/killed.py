@@ -13,8 +13,6 @@ from pathlib import Path
 
 from tests.support import warm
 
-__all__ = ["drawn", "run", "warnings"]
-
 
 def run(
     folder: Path, script: str, *arguments: str, kill_at: str | None = None

@@ -6,8 +6,6 @@ from typing import Any
 
 from datastates.lineage import NewState, StateFacts, Status
 
-__all__ = ["told"]
-
 
 def told(
     uid: str,

@@ -19,8 +19,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from datastates.state.geometry import Holding, dense_strides
 from datastates.state.per_rank import boxes_of_mesh
 
-__all__ = ["Job", "Spread", "jobs"]
-
 
 @dataclass(frozen=True)
 class Spread:

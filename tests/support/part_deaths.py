@@ -20,8 +20,6 @@ from datastates.errors import Unavailable
 from datastates.lineage.write.parts import record_parts
 from tests.support.ranks import Rank
 
-__all__ = ["STAGES", "rank_of"]
-
 STAGES = (
     "copied",
     "entered",

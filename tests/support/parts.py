@@ -14,8 +14,6 @@ from datastates.lineage.write import runs
 from datastates.lineage.write.parts import record_part, skip_part
 from tests.support.lineages import told
 
-__all__ = ["BRANCH", "Job", "run_job"]
-
 BRANCH = "ddp"
 BEGAN = datetime(2026, 1, 3, tzinfo=UTC)
 

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pytest
 
-__all__ = ["without"]
-
 
 def without(
     monkeypatch: pytest.MonkeyPatch, owner: type, name: str, line: str, instead: str = "pass"

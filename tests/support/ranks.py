@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from datastates.repository import Repository
     from datastates.training.tracker import Tracker
 
-__all__ = ["Rank", "as_rank", "problems_of", "ranks_of"]
-
 
 class Rank:
     """One rank: its repository, its copy of a tensor that all ranks hold and of which each

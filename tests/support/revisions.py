@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from alembic.config import Config
     from sqlalchemy import Connection
 
-__all__ = ["NEXT", "add"]
-
 NEXT = "datastates_next"
 
 _SCRIPT = f"""

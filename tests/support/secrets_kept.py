@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["keep"]
-
 
 def keep(path: Path, text: str) -> Path:
     """The file, with this text."""

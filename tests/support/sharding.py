@@ -44,8 +44,6 @@ from datastates.storage.tier import Payload, Reader
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Box", "Opened", "boxes", "columns", "deposit", "opened", "rows", "sharded", "shares_of"]
-
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and shape."""
 

@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-__all__ = ["DTYPES", "assert_same", "keys", "leaves", "scalars", "tensors", "tree_dicts", "trees"]
-
 _DTYPE_NAMES = (
     *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
     *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),

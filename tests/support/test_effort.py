@@ -1,17 +1,19 @@
-"""The gate runs the same twelfth of the costly cases every time; twelve parts together cover all
-of them."""
+"""The gate runs the same part of the tests and cases every time."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
-
-import pytest
+from typing import TYPE_CHECKING
 
 from tests.support import effort
-from tests.support.effort import PARTS, ROOT, in_turn
+from tests.support.effort import ROOT, SHARE, in_gate
+
+if TYPE_CHECKING:
+    import pytest
 
 TELL = """
 import json
@@ -25,7 +27,7 @@ def told(**environ: str) -> tuple[int, list[int], list[str], int]:
     inherited = {
         key: value
         for key, value in os.environ.items()
-        if key not in ("DATASTATES_SEED", "DATASTATES_PART", "DATASTATES_THOROUGH")
+        if key not in ("DATASTATES_SEED", "DATASTATES_THOROUGH")
     }
     command = [sys.executable, "-c", TELL]
     done = subprocess.run(
@@ -36,20 +38,8 @@ def told(**environ: str) -> tuple[int, list[int], list[str], int]:
 
 
 def test_the_gate_runs_the_same_part_whatever_the_seed() -> None:
-    assert (
-        told(DATASTATES_SEED="713")[1:]
-        == told(DATASTATES_SEED="714")[1:]
-        == told(DATASTATES_PART="2")[1:]
-    )
-
-
-def test_twelve_parts_cover_every_seed() -> None:
-    runs = [told(DATASTATES_PART=str(part)) for part in range(1, 1 + PARTS)]
-    tried = [seed for _, seeds, _, _ in runs for seed in seeds]
-    assert sorted(tried) == list(range(60))
-    assert {len(seeds) for _, seeds, _, _ in runs} == {5}
-    assert {case for _, _, part, _ in runs for case in part} == set("abc")
-    assert {examples for _, _, _, examples in runs} == {9}
+    assert told(DATASTATES_SEED="713")[1:] == told(DATASTATES_SEED="714")[1:]
+    assert told() == (0, [1, 13, 25, 37, 49], ["b"], 9)
 
 
 def test_a_thorough_run_tries_every_seed_and_random_ones_which_its_own_seed_repeats() -> None:
@@ -68,24 +58,19 @@ def test_a_thorough_run_tries_every_seed_and_random_ones_which_its_own_seed_repe
     )
 
 
-@pytest.mark.parametrize("first", [0, 3, 712])
-def test_twelve_parts_cover_every_test_that_takes_turns(first: int) -> None:
-    groups = (
-        ["executors"] * 6 + [None] * 2 + ["examples", "of a file"] * 3 + ["kills"] * 23 + ["alone"]
-    )
-    runs = [in_turn(groups, turn) for turn in range(first, first + PARTS)]
-    assert all(any(run[index] for run in runs) for index in range(len(groups)))
-    assert all(run[6] and run[7] for run in runs)
-    for run in runs:
-        counts = {
-            group: sum(kept for kept, each in zip(run, groups, strict=True) if each == group)
-            for group in ("executors", "examples", "kills")
-        }
-        assert counts["executors"] == counts["examples"] == 1
-        assert 1 <= counts["kills"] <= 2
+def test_slow_tests_are_left_out_of_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(effort, "IS_THOROUGH", False)
+    monkeypatch.setattr(effort, "slow", lambda: {"a.py::slow", "a.py::many 1/12"})
+    many = [f"a.py::many[{case}]" for case in range(24)]
+    names = ["a.py::quick[0]", "a.py::quick[1]", "a.py::slow", "a.py::slow[0]", *many]
+    assert in_gate(names) == {*names[:2], many[1], many[13]}
 
 
-def test_every_test_of_this_run_has_its_turn(request: pytest.FixtureRequest) -> None:
-    groups = request.config.stash[effort.GROUPS]
-    runs = [in_turn(groups, turn) for turn in range(PARTS)]
-    assert all(any(run[index] for run in runs) for index in range(len(groups)))
+def test_every_slow_test_that_is_listed_exists() -> None:
+    stale = []
+    for line in effort.slow():
+        path, name = line.removesuffix(f" 1/{SHARE}").split("::")[:2]  # a function or a class
+        source = (ROOT / path).read_text() if (ROOT / path).exists() else ""
+        if not re.search(rf"^(async )?(def|class) {name}\b|^{name}\b.* = ", source, re.MULTILINE):
+            stale.append(line)
+    assert stale == [], "remove them from tests/slow.txt"

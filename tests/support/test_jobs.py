@@ -48,12 +48,10 @@ def test_ranks_find_each_other_and_what_they_say_is_heard_by_rank() -> None:
 
 
 @need_mpi
-@pytest.mark.in_turn("jobs")
 def test_ranks_of_mpiexec_too() -> None:
     assert run(2, f"{HERE}:name_itself", kind="mpi") == [["0 2"], ["1 2"]]
 
 
-@pytest.mark.in_turn("jobs")
 @pytest.mark.parametrize("kind", ["env", pytest.param("mpi", marks=need_mpi)])
 def test_a_job_that_does_not_end_is_killed_at_its_limit_and_nothing_of_it_is_left(
     kind: Kind,

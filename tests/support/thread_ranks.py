@@ -15,8 +15,6 @@ from datastates.errors import Unavailable
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ThreadGroup", "on_threads"]
-
 T = TypeVar("T")
 PATIENCE_S = 60
 

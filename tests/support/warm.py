@@ -33,8 +33,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Popen", "run"]
-
 ROOT = Path(__file__).parents[2]
 READ_AT_START = ("PYTHON", "OMP_", "MKL_", "LD_", "MALLOC_", "GLIBC_", "TORCH", "CUDA_")
 MODULES = (

@@ -14,6 +14,7 @@ from torch import nn
 
 import datastates
 from datastates import Cadence, CheckFreq, Config, Daly, OnImprovement, Tracker
+from datastates.errors import InvalidInput
 from datastates.lineage.views.detail import failures
 from datastates.lineage.write import runs
 from datastates.policy.contract import read_choice, read_costs
@@ -98,7 +99,7 @@ def test_the_environment_says_a_cadence() -> None:
         {"DATASTATES_CADENCE": "checkfreq:5%|best:loss"}
     ).cadence == CheckFreq(0.05) | OnImprovement("loss")
     with pytest.raises(
-        datastates.InvalidInput,
+        InvalidInput,
         match="DATASTATES_CADENCE='hourly' does not parse: the cadence 'hourly' means nothing",
     ):
         Config.from_environment({"DATASTATES_CADENCE": "hourly"})

@@ -14,7 +14,8 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import datastates
-from datastates import InvalidInput, Repository
+from datastates import Repository
+from datastates.errors import InvalidInput
 from datastates.state.adapters import Adapted
 from datastates.state.restore import restore_into
 

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from datastates import InvalidInput
+from datastates.errors import InvalidInput
 from datastates.training.configuration import configuration
 
 _names = st.text(

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 import datastates
-from datastates import Config, InvalidInput, PermutationSampler
+from datastates import Config, PermutationSampler
+from datastates.errors import InvalidInput
 
 ROOT = Path(__file__).parents[2]
 CONFIG = Config(memory_bytes=64 << 20, durable_interval_s=None)
@@ -101,7 +102,6 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
     assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
 
 
-@pytest.mark.in_turn
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
 @pytest.mark.parametrize(
     ("code", "workers"),

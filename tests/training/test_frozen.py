@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import datastates
-from datastates import InvalidInput, Repository, Unsupported
+from datastates import Repository
+from datastates.errors import InvalidInput, Unsupported
 
 NO: dict[str, Any] = {"frozen": "no"}
 BASE = {"0.weight", "0.bias"}

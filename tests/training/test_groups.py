@@ -205,7 +205,6 @@ def one_dies(folder: str, say: Say) -> None:
             say("unavailable")
 
 
-@pytest.mark.in_turn("jobs of several ranks")
 def test_a_rank_that_dies_before_it_comes_to_track_makes_the_others_raise(tmp_path: Path) -> None:
     with job(3, f"{HERE}:one_dies", folder=str(tmp_path)) as ranks:
         assert ranks.lines() == [
@@ -240,7 +239,6 @@ def of_mpi(folder: str, say: Say) -> None:
         say(type(run.group).__name__, run.capture().wait().world_size)
 
 
-@pytest.mark.in_turn("jobs of several ranks")
 def test_a_process_of_a_job_is_refused_until_the_ranks_have_met() -> None:
     assert (
         run(2, f"{HERE}:which_group", kind="env")
@@ -249,7 +247,6 @@ def test_a_process_of_a_job_is_refused_until_the_ranks_have_met() -> None:
 
 
 @need_mpi
-@pytest.mark.in_turn("jobs of several ranks")
 def test_ranks_of_mpi_find_each_other(tmp_path: Path) -> None:
     kind: Kind = "mpi"
     assert run(2, f"{HERE}:of_mpi", kind=kind, folder=str(tmp_path)) == [["MPIGroup 2"]] * 2

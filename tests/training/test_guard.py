@@ -20,15 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 import datastates
-from datastates import (
-    Config,
-    Guard,
-    InvalidInput,
-    PermutationSampler,
-    Repository,
-    Tracker,
-    Unavailable,
-)
+from datastates import Config, Guard, PermutationSampler, Repository, Tracker, Unavailable
+from datastates.errors import InvalidInput
 from datastates.lineage.states import RefKind
 from datastates.training import guard as guard_module
 from datastates.training.guard import Spikes

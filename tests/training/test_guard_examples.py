@@ -29,8 +29,7 @@ def test_rewind_goes_on_to_a_normal_loss_and_shows_what_it_abandoned(tmp_path: P
         assert all(repo.verify(ref.name).status == "durable" for ref in repo.refs())
 
 
-@pytest.mark.slow
-@pytest.mark.in_turn("examples")
+@pytest.mark.long
 def test_pbt_shows_who_came_from_whom_and_is_not_trained_twice(tmp_path: Path) -> None:
     first, again = (run("pbt.py", "evolved", 400, 3, 2, 1, cwd=tmp_path) for _ in range(2))
 

@@ -15,8 +15,9 @@ import torch
 from sqlalchemy.exc import OperationalError
 
 import datastates
-from datastates import Config, InvalidInput, Repository, Status, Unavailable
+from datastates import Config, Repository, Status, Unavailable
 from datastates.engine.runner import Runner
+from datastates.errors import InvalidInput
 from datastates.lineage.session import Session
 from datastates.maintenance.retention_pass import evict
 from tests.transport.clones.peers.pairs import Made, Training, train

@@ -24,7 +24,8 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 import datastates
-from datastates import InvalidInput, Repository, State
+from datastates import Repository, State
+from datastates.errors import InvalidInput
 
 TABLE = Path(__file__).parents[2] / "docs" / "guide" / "hyperparameters.md"
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"

@@ -370,7 +370,7 @@ def test_two_lines_of_other_sizes_hold_100_mib_together(tmp_path: Path) -> None:
         assert held(repo)[1] >= 100 << 20
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ten_thousand_small_states_stay_in_memory_and_any_of_them_is_restored(
     tmp_path: Path,
 ) -> None:

@@ -32,8 +32,7 @@ def smith(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
         yield opened
 
 
-@pytest.mark.in_turn("many processes")
-@pytest.mark.slow
+@pytest.mark.long
 def test_nothing_is_lost_when_many_trainings_capture_into_one_folder(
     smith: Forge, tmp_path: Path, record_property: Tell
 ) -> None:
@@ -42,8 +41,7 @@ def test_nothing_is_lost_when_many_trainings_capture_into_one_folder(
         check(repo, reports)
 
 
-@pytest.mark.in_turn("many processes")
-@pytest.mark.slow
+@pytest.mark.long
 def test_nothing_is_lost_when_many_trainings_capture_into_one_server(
     smith: Forge, tmp_path: Path, postgresql_url: str, record_property: Tell
 ) -> None:

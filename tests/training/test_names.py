@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import datastates
-from datastates import Config, InvalidInput, Repository
+from datastates import Config, Repository
+from datastates.errors import InvalidInput
 
 
 @pytest.fixture

@@ -39,7 +39,6 @@ def smith(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
         yield opened
 
 
-@pytest.mark.in_turn
 @pytest.mark.exact(
     "loop",
     "moved",

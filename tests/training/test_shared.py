@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import datastates
-from datastates import Repository, Tracker, Unsupported
+from datastates import Repository, Tracker
 from datastates.engine.handle import Part
+from datastates.errors import Unsupported
 from datastates.state.tree import flatten
 from datastates.training.training import Training
 

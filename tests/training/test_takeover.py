@@ -15,7 +15,8 @@ from typing import IO
 import pytest
 
 import datastates
-from datastates import Conflict, InvalidInput
+from datastates import Conflict
+from datastates.errors import InvalidInput
 from tests.support import jobs
 from tests.support.forge import Forge, Job, forge
 from tests.support.holding import CONFIG, DURABLE, STEPS, begin

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import datastates
-from datastates import Closed, Config, Conflict, InvalidInput, NotFound, Repository, Status, Tracker
+from datastates import Config, Conflict, NotFound, Repository, Status, Tracker
+from datastates.errors import Closed, InvalidInput
 from datastates.training import start
 
 QUIET = Config(memory_bytes=256 << 20, durable_interval_s=None)

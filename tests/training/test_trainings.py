@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import datastates
-from datastates import Config, InvalidInput, Repository, Status
+from datastates import Config, Repository, Status
+from datastates.errors import InvalidInput
 from datastates.lineage.states import Run
 from datastates.lineage.views import detail
 from datastates.lineage.write import runs

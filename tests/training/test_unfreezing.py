@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import datastates
-from datastates import InvalidInput, PermutationSampler, Repository
+from datastates import PermutationSampler, Repository
+from datastates.errors import InvalidInput
 
 THAWS_AT = 4
 """The step before which the script unfreezes its first layer."""

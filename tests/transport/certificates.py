@@ -11,8 +11,6 @@ import pytest
 
 from datastates.transport.contract import Tls
 
-__all__ = ["certificate"]
-
 
 def certificate(folder: Path, names: str = "IP:127.0.0.1,DNS:localhost") -> Tls:
     """One for these names, and its key, in the folder; it is the one that is trusted, too."""

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from blake3 import blake3
 
-__all__ = ["children", "listening", "mangled", "remote_write"]
-
 _MAGIC = 0xCAFEBABE12345678
 _PUT = 33
 _LISTENING = "0A"

@@ -392,7 +392,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", seeds(5, more=20))
 def test_no_mutated_message_hangs_crashes_or_bloats_the_server(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, seed: int

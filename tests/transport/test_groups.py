@@ -16,7 +16,6 @@ from tests.transport.group_cases import CASES as CONFORMING
 CASES = "tests.transport.group_cases"
 
 
-@pytest.mark.in_turn("conformance of groups")
 @pytest.mark.parametrize(
     ("kind", "count"),
     [
@@ -38,7 +37,6 @@ def test_one_process_is_a_group_too(case: Callable[[Group], None]) -> None:
     case(SoloGroup())
 
 
-@pytest.mark.in_turn("conformance of groups")
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_the_others_learn_that_a_rank_is_gone(how: str) -> None:
     with job(4, f"{CASES}:one_dies", over="torch", how=how) as ranks:
@@ -51,7 +49,6 @@ def test_the_others_learn_that_a_rank_is_gone(how: str) -> None:
 
 
 @need_mpi
-@pytest.mark.in_turn("conformance of groups")
 def test_the_others_learn_that_a_rank_of_mpi_hangs() -> None:
     with job(2, f"{CASES}:one_dies", kind="mpi", over="mpi", how="hangs") as ranks:
         ranks.heard(0, "soon")
@@ -59,7 +56,6 @@ def test_the_others_learn_that_a_rank_of_mpi_hangs() -> None:
 
 
 @need_mpi
-@pytest.mark.in_turn("conformance of groups")
 def test_mpiexec_ends_the_job_of_a_rank_that_died() -> None:
     with job(2, f"{CASES}:one_dies", kind="mpi", over="mpi", how="dies") as ranks:
         assert ranks.wait(0) != 0

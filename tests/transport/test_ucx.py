@@ -264,7 +264,6 @@ def test_a_program_that_uses_ucxx_itself_is_left_alone() -> None:
     assert (done.returncode, done.stdout) == (0, "both work\n"), done.stderr
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("before", "after"), [("", ""), ("import torch", ""), ("", "import torch")]
 )

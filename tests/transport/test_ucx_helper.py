@@ -436,7 +436,6 @@ def test_neither_side_can_change_what_the_other_one_reads() -> None:
 # --- life and death -------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("how", ["end", "os._exit(1)", "os.kill(os.getpid(), 9)"])
 def test_the_helper_ends_with_its_training_however_that_ends(how: str) -> None:
     script = f"""
@@ -557,8 +556,7 @@ def test_clones_go_on_when_a_helper_is_killed_in_the_middle() -> None:
     kill_in_the_middle(5, seed=0)
 
 
-@pytest.mark.in_turn
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("share", range(5))
 def test_two_hundred_helpers_are_killed_in_the_middle(share: int) -> None:
     kill_in_the_middle(effort(40, 12), seed=share)

@@ -18,8 +18,6 @@ from datastates.state.adapters import has_state
 from datastates.state.generators import RngState
 from datastates.state.passes import Pass, keeping_generators
 
-__all__ = ["Data", "KeptLoader"]
-
 _PASSED_ON = frozenset({"worker_init_fn", "_iterator"})
 """The attributes that Lightning sets on a loader."""
 

@@ -19,8 +19,6 @@ from .dispatch import Hazard, Home, Operators, poison
 from .shared import Shared, make_shared, open_shared
 from .streams import Event, Lateness, Op, Schedule, Stream
 
-__all__ = ["Graph", "LateDevices", "Lateness"]
-
 Placed = TypeVar("Placed", bound=torch.Tensor | nn.Module)
 
 

@@ -24,8 +24,6 @@ from datastates.state.xxh3 import (
     stripes_of_last,
 )
 
-__all__ = ["digesting_at_once"]
-
 _PRIME = np.uint64(0x9E3779B1)
 _HALF, _LOW, _SHIFT = np.uint64(32), np.uint64((1 << 32) - 1), np.uint64(47)
 

@@ -22,8 +22,6 @@ from .streams import Op, Stream
 if TYPE_CHECKING:
     from .device import LateDevices
 
-__all__ = ["Hazard", "Home", "Operators", "poison"]
-
 _COPIES = ("aten::copy_", "aten::_foreach_copy_")
 _METADATA = {
     f"aten::{name}"

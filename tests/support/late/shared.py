@@ -10,8 +10,6 @@ import re
 
 import torch
 
-__all__ = ["Shared", "make_shared", "open_shared"]
-
 _HANDLE = re.compile(rb"late:(\d+):(\d+):(\d+)")
 
 

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Event", "Lateness", "Op", "Schedule", "Stream"]
-
 
 class Lateness(Enum):
     """What the adversary puts off until a host thread insists on it.

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 import datastates
-from datastates import Config, DatastatesError, Disconnected, Peer, Transfer
+from datastates import Config, DatastatesError, Peer, Transfer
+from datastates.errors import Disconnected
 from datastates.transport import same_host
 from tests.support.hosts import Host, hosts, need_hosts
 from tests.transport.test_hosts import IN_TIME_S, RATE, TIMEOUT_S, Job, say
@@ -140,7 +141,6 @@ def source(host: Host, rate: str = RATE) -> tuple[Job, str, list[str]]:
     return job, job.hear("serves")[0], job.hear("losses")
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("order", ["live", "repo"])
 def test_a_training_on_another_host_goes_on_from_a_clone_bit_for_bit(
     three: list[Host], order: str
@@ -176,7 +176,6 @@ def test_two_receivers_in_a_chain_take_one_copy_from_the_source(three: list[Host
         job.end()
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("order", ["live", "atomic"])
 def test_a_clone_whose_link_was_cut_is_resumed_once_it_is_mended(
     three: list[Host], order: str

@@ -18,8 +18,16 @@ import pytest
 import torch
 
 import datastates
-from datastates import Cancelled, Disconnected, Peer, Repository, Transfer
-from datastates.errors import Dirty, InvalidInput, NotFound, Unauthorized, Unavailable
+from datastates import Peer, Repository, Transfer
+from datastates.errors import (
+    Cancelled,
+    Dirty,
+    Disconnected,
+    InvalidInput,
+    NotFound,
+    Unauthorized,
+    Unavailable,
+)
 from datastates.transport.data_connection import TcpTransport
 from datastates.transport.protocol import FIRST_FRAME_BYTES, MAGIC, PROTOCOL_VERSION, Hello, encode
 from datastates.transport.receive_objects import ObjectsSink
@@ -103,7 +111,6 @@ def test_a_killed_source_is_found_at_once(start: Start, is_atomic: bool) -> None
         )
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("is_atomic", [True, False])
 def test_a_stopped_source_is_found_in_time_and_writes_nothing_when_it_goes_on(
     start: Start, is_atomic: bool
@@ -243,7 +250,6 @@ def framed(body: bytes) -> bytes:
     return struct.pack(">I", len(body)) + body
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("sent", "gate"),
     [

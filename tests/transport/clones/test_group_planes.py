@@ -26,7 +26,6 @@ TOKEN = "a token that is long enough for a job"
 CHUNKS = 6
 WIRE = {same_host.SWITCH: "0", "DATASTATES_TOKEN": TOKEN}
 BUDGET = 3 * (CHUNKS + 4) * 4 * MIB
-in_turn = pytest.mark.in_turn("clones of several ranks")
 
 
 def tls_of(folder: str | None) -> Tls | None:
@@ -65,7 +64,6 @@ def take(url: str, tls: str | None, data: str | None, say: Say) -> None:
         say("cloned", same(tensors, make(1, CHUNKS)), cloned.bytes_moved)
 
 
-@in_turn
 @pytest.mark.parametrize("how", ["tls", "ucx", pytest.param("mpi", marks=need_mpi)])
 def test_parts_of_ranks_go_to_ranks_and_to_one_process(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
@@ -157,7 +155,6 @@ def broadcast(folder: str, say: Say) -> None:
         group.barrier()
 
 
-@in_turn
 def test_a_state_of_several_parts_is_broadcast_and_is_not_pushed(tmp_path: Path) -> None:
     run(2, f"{HERE}:capture", folder=str(tmp_path / "job"))
     assert run(3, f"{HERE}:broadcast", folder=str(tmp_path / "job")) == [["True 2"]] * 3

@@ -43,7 +43,6 @@ TOKEN = "a token that is long enough for a job"
 CHUNKS = 8
 WIRE = {same_host.SWITCH: "0", "DATASTATES_TOKEN": TOKEN}
 BUDGET = 3 * (CHUNKS + 4) * 4 * MIB
-in_turn = pytest.mark.in_turn("clones of several ranks")
 
 
 def config() -> Config:
@@ -187,7 +186,6 @@ def assert_nothing_is_left(repo: datastates.Repository, uid: str) -> None:
         repo.state(uid)
 
 
-@in_turn
 @pytest.mark.parametrize("size", [2, 3])
 def test_one_process_takes_each_part_from_the_rank_that_has_it(
     tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
@@ -234,7 +232,6 @@ def test_one_process_takes_each_part_from_the_rank_that_has_it(
         repo.verify("kept")
 
 
-@in_turn
 @pytest.mark.parametrize("wrong", ["killed", "chunk"])
 def test_part_whose_rank_is_gone_or_lies_comes_from_another_one_that_reaches_it(
     tmp_path: Path, wrong: str
@@ -257,7 +254,6 @@ def test_part_whose_rank_is_gone_or_lies_comes_from_another_one_that_reaches_it(
     )
 
 
-@in_turn
 @pytest.mark.parametrize("how", ["killed", "chunk", "part"])
 def test_clone_of_which_a_part_cannot_be_had_is_refused_by_name_and_leaves_nothing(
     tmp_path: Path, how: str
@@ -297,7 +293,6 @@ def test_clone_of_which_a_part_cannot_be_had_is_refused_by_name_and_leaves_nothi
                 assert_nothing_is_left(repo, uid)
 
 
-@in_turn
 def test_rank_keeps_its_own_part_and_nobody_learns_of_others_without_the_token(
     tmp_path: Path,
 ) -> None:
@@ -318,7 +313,6 @@ def test_rank_keeps_its_own_part_and_nobody_learns_of_others_without_the_token(
 # --- into several ---------------------------------------------------------------------------------
 
 
-@in_turn
 def test_parts_of_two_ranks_go_to_the_ranks_of_another_job_each_byte_once(tmp_path: Path) -> None:
     with job(2, f"{HERE}:serve", folder=str(tmp_path), environ=WIRE) as ranks:
         urls, uid = served(ranks)
@@ -340,7 +334,6 @@ def test_parts_of_two_ranks_go_to_the_ranks_of_another_job_each_byte_once(tmp_pa
         assert uid
 
 
-@in_turn
 def test_state_of_one_process_goes_to_the_ranks_of_a_job_in_equal_shares(tmp_path: Path) -> None:
     with (
         datastates.open(tmp_path, config=config()) as repo,

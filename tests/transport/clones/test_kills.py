@@ -93,7 +93,7 @@ async def clone_bytes(
         await session.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("batch", seeds(9))
 def test_a_source_may_die_at_any_moment(smith: Forge, batch: int) -> None:
     """Of every chunk that was accepted each byte is right, and an error comes at once."""
@@ -119,7 +119,7 @@ def test_a_source_may_die_at_any_moment(smith: Forge, batch: int) -> None:
     assert "failed" in outcomes
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("batch", seeds(5))
 def test_a_repository_that_serves_may_die_at_any_moment(start: Start, batch: int) -> None:
     """The destination is as it was, or what was cloned, or says that it is neither."""
@@ -159,7 +159,7 @@ def test_a_repository_that_serves_may_die_at_any_moment(start: Start, batch: int
     assert {"dirty", "failed"} <= set(outcomes)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_receivers_may_die_at_any_moment(smith: Forge, start: Start) -> None:
     """The source lets go of each, whatever it was doing, and serves the next."""
     source = start(chunks=CHUNKS)

@@ -349,7 +349,6 @@ def test_as_many_scratch_buffers_as_were_asked_for_are_used_again_and_again() ->
     assert digest(here) == state.manifest.digest
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 def test_ten_thousand_tiny_tensors_arrive(options: Any) -> None:
     there = {"box": {str(i): torch.full((10,), float(i)) for i in range(10_000)}}

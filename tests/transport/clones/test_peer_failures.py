@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import datastates
-from datastates import Config, Corrupt, Repository, Status
+from datastates import Config, Repository, Status
+from datastates.errors import Corrupt
 from tests.support import warm
 
 QUIET = Config(memory_bytes=256 << 20, durable_interval_s=None)

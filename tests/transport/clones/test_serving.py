@@ -20,21 +20,18 @@ import pytest
 import torch
 
 import datastates
-from datastates import (
-    Closed,
-    Config,
-    Conflict,
-    Corrupt,
-    InvalidInput,
-    NotFound,
-    OverBudget,
-    Repository,
-    Status,
-    Unauthorized,
-    Unavailable,
-)
+from datastates import Config, Conflict, NotFound, Repository, Status, Unavailable
 from datastates.config import BackPressure
-from datastates.errors import Cancelled, PeerFault
+from datastates.errors import (
+    Cancelled,
+    Closed,
+    Corrupt,
+    Disconnected,
+    InvalidInput,
+    OverBudget,
+    PeerFault,
+    Unauthorized,
+)
 from datastates.lineage.query.names import replicas_of
 from datastates.lineage.write import clones
 from datastates.state import digest
@@ -137,7 +134,7 @@ def test_a_server_ends_with_its_repository_and_only_once(tmp_path: Path) -> None
         peer = datastates.connect(server.url)
     assert "(closed)" in repr(server)
     server.close()
-    with pytest.raises(datastates.Disconnected):
+    with pytest.raises(Disconnected):
         peer.refs()
     peer.close()
     with pytest.raises(Closed):

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-import datastates
-from datastates import InvalidInput, Repository, State
+from datastates import Repository, State
+from datastates.errors import Corrupt, InvalidInput
 from datastates.files.bundle import export_bundle, import_bundle
 from datastates.lineage.states import Life, Run
 from datastates.lineage.views.detail import count
@@ -219,13 +219,13 @@ def test_what_cannot_be_a_run_is_refused_and_leaves_nothing(
         rewrite(tmp_path / "bundle", lambda plain: plain["runs"][0].update(changed))
 
     broken(started_at_us=1 << 62)
-    with pytest.raises(datastates.Corrupt):
+    with pytest.raises(Corrupt):
         import_bundle(other, tmp_path / "bundle")
     broken(started_at_us=0, config={"": 1})
     with pytest.raises(InvalidInput):
         import_bundle(other, tmp_path / "bundle")
     broken(config=7)
-    with pytest.raises(datastates.Corrupt):
+    with pytest.raises(Corrupt):
         import_bundle(other, tmp_path / "bundle")
     with other.core.reading() as session:
         assert count(session).states == 0

@@ -50,7 +50,6 @@ def listed(kind: str, peer: Peer, made: Made) -> None:
         peer.log("main") if kind == "log" else peer.find("step > 0")
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", ["log", "find", "clone"])
 def test_a_list_without_end_is_given_up_in_time(
     made: Made, kind: str, monkeypatch: pytest.MonkeyPatch

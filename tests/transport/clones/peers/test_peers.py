@@ -11,16 +11,8 @@ import pytest
 import torch
 
 import datastates
-from datastates import (
-    InvalidInput,
-    NotFound,
-    OverBudget,
-    State,
-    Status,
-    SyntaxProblem,
-    Unavailable,
-    values,
-)
+from datastates import NotFound, State, Status, Unavailable, values
+from datastates.errors import InvalidInput, OverBudget, SyntaxProblem
 from datastates.lineage.states import EdgeKind
 from datastates.lineage.write import clones
 from tests.test_repository import memory_held

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import datastates
-from datastates import InvalidInput, Peer, Repository, Server, Unauthorized
-from datastates.errors import Closed, DatastatesError, Disconnected
+from datastates import Peer, Repository, Server
+from datastates.errors import Closed, DatastatesError, Disconnected, InvalidInput, Unauthorized
 from datastates.maintenance.location import DATABASE
 from datastates.storage.memory import MemoryTier
 from tests.support import warm

@@ -1,4 +1,4 @@
-"""A user's own modules: which states they see, when, and what becomes of a training when they
+"""A user's own processors: which states they see, when, and what becomes of a training when they
 are slow, raise, or are interrupted."""
 
 from __future__ import annotations
@@ -16,29 +16,28 @@ import torch
 import datastates
 from datastates import (
     BackPressure,
+    CapturedState,
     Config,
-    InvalidInput,
-    Item,
-    Module,
-    ModuleFailed,
+    Processor,
     Repository,
     Status,
     Tracker,
     Unavailable,
 )
-from datastates.engine.processors import Own
+from datastates.engine.processors import Processors
+from datastates.errors import Closed, InvalidInput, ProcessorFailed
 from datastates.state.manifest import CHUNK_BYTES
 from datastates.storage.arena import Arena
 from datastates.storage.memory import MemoryTier
-from datastates.testing import ModuleSuite
+from datastates.testing import ProcessorSuite
 
-WIDTH = 300
+WIDTH = 1000
 """A float32 matrix of it is copied in the background, and takes one slot."""
 
 
 @dataclass
 class Seen:
-    """What a module was given of one state."""
+    """What a processor was given of one state."""
 
     uid: str
     step: int
@@ -49,7 +48,7 @@ class Seen:
 
 
 @dataclass
-class Noting(Module):
+class Noting(Processor):
     """Keeps what it is given; waits before each state where a test says so; raises for the steps
     of ``bad``."""
 
@@ -61,10 +60,10 @@ class Noting(Module):
     is_waiting: threading.Event = field(default_factory=threading.Event)
     go_on: threading.Event = field(default_factory=threading.Event)
 
-    def process(self, item: Item) -> None:
+    def process(self, captured: CapturedState) -> None:
         self.is_waiting.set()
         assert self.go_on.wait(60)
-        state = item.state
+        state = captured.state
         self.log.append(f"{self.name} {state.step}")
         if state.step in self.bad:
             raise ArithmeticError(f"step {state.step} is bad")
@@ -72,9 +71,9 @@ class Noting(Module):
             Seen(
                 state.uid,
                 state.step,
-                item.branch,
+                captured.branch,
                 state.metrics,
-                item.tree(),
+                captured.tree(),
                 threading.current_thread().name,
             )
         )
@@ -89,9 +88,9 @@ class Noting(Module):
         return made
 
 
-class TestNoting(ModuleSuite):
+class TestNoting(ProcessorSuite):
     @pytest.fixture
-    def module(self) -> Module:
+    def processor(self) -> Processor:
         return Noting.running()
 
 
@@ -102,9 +101,12 @@ Opening = Callable[..., Repository]
 def opened(tmp_path: Path) -> Iterator[Opening]:
     made: list[Repository] = []
 
-    def open_repository(*modules: Module, slots: int = 16, **options: Any) -> Repository:
+    def open_repository(*processors: Processor, slots: int = 16, **options: Any) -> Repository:
         config = Config(
-            memory_bytes=slots * CHUNK_BYTES, durable_interval_s=None, modules=modules, **options
+            memory_bytes=slots * CHUNK_BYTES,
+            durable_interval_s=None,
+            processors=processors,
+            **options,
         )
         made.append(datastates.open(tmp_path / "runs", config=config))
         return made[-1]
@@ -128,66 +130,66 @@ def capture(run: Tracker, weight: torch.Tensor) -> datastates.Capture:
 # --- which states ---------------------------------------------------------------------------------
 
 
-def test_a_module_sees_every_capture_in_order_with_its_facts_and_its_tensors(
+def test_a_processor_sees_every_capture_in_order_with_its_facts_and_its_tensors(
     opened: Opening,
 ) -> None:
-    module = Noting.running()
-    with opened(module) as repo:
+    processor = Noting.running()
+    with opened(processor) as repo:
         run, weight = begin(repo)
         captures = [capture(run, weight) for _ in range(40)]  # finished in rounds
         run.close()
-    assert [(seen.uid, seen.step, seen.branch) for seen in module.seen] == [
+    assert [(seen.uid, seen.step, seen.branch) for seen in processor.seen] == [
         (each.uid, each.step, "main") for each in captures
     ]
-    assert [seen.metrics for seen in module.seen] == [
+    assert [seen.metrics for seen in processor.seen] == [
         {"mean": float(step)} for step in range(1, 41)
     ]
     assert all(
         torch.equal(seen.tree["weight"], torch.full((WIDTH, WIDTH), float(seen.step)))
-        for seen in module.seen
+        for seen in processor.seen
     )
-    assert {seen.thread for seen in module.seen} == {"datastates-modules"}
+    assert {seen.thread for seen in processor.seen} == {"datastates-processors"}
 
 
-def test_a_module_sees_a_merge(opened: Opening) -> None:
-    module = Noting.running()
-    with opened(module) as repo:
+def test_a_processor_sees_a_merge(opened: Opening) -> None:
+    processor = Noting.running()
+    with opened(processor) as repo:
         run, weight = begin(repo)
         first, second = capture(run, weight).wait(), capture(run, weight).wait()
         merged, branched = (
             repo.merge([first, second], only="weight"),
             repo.merge([first, second], only="weight", into="merged"),
         )
-    assert [(seen.uid, seen.branch) for seen in module.seen[2:]] == [
+    assert [(seen.uid, seen.branch) for seen in processor.seen[2:]] == [
         (merged.uid, None),
         (branched.uid, "merged"),
     ]
-    assert torch.equal(module.seen[2].tree["weight"], torch.full((WIDTH, WIDTH), 1.5))
+    assert torch.equal(processor.seen[2].tree["weight"], torch.full((WIDTH, WIDTH), 1.5))
 
 
-def test_a_module_does_not_see_a_clone(opened: Opening, tmp_path: Path) -> None:
-    module = Noting.running()
+def test_a_processor_does_not_see_a_clone(opened: Opening, tmp_path: Path) -> None:
+    processor = Noting.running()
     with (
         datastates.open(tmp_path / "source", memory_bytes=8 * CHUNK_BYTES) as source,
-        opened(module) as repo,
+        opened(processor) as repo,
     ):
         run, weight = begin(source)
         state = capture(run, weight).wait()
-        with source.serve("memory://modules") as server, datastates.connect(server.url) as peer:
+        with source.serve("memory://processors") as server, datastates.connect(server.url) as peer:
             peer.clone(state.uid, repo=repo)
         assert repo.state(state.uid).digest == state.digest
-    assert module.seen == []
+    assert processor.seen == []
 
 
-def test_a_module_may_ask_the_repository_for_what_was_recorded(opened: Opening) -> None:
+def test_a_processor_may_ask_the_repository_for_what_was_recorded(opened: Opening) -> None:
     found: list[tuple[str, int]] = []
 
-    class Asking(Module):
+    class Asking(Processor):
         name = "asking"
 
-        def process(self, item: Item) -> None:
+        def process(self, captured: CapturedState) -> None:
             found.append((repo.state("main").uid, len(repo.log("main"))))
-            repo.tag(f"seen-{item.state.step}", item.state)
+            repo.tag(f"seen-{captured.state.step}", captured.state)
 
     with opened(Asking()) as repo:
         run, weight = begin(repo)
@@ -199,7 +201,7 @@ def test_a_module_may_ask_the_repository_for_what_was_recorded(opened: Opening) 
 # --- when -----------------------------------------------------------------------------------------
 
 
-def test_modules_are_called_by_priority_and_closed_with_the_repository(opened: Opening) -> None:
+def test_processors_are_called_by_priority_and_closed_with_the_repository(opened: Opening) -> None:
     late, early = Noting.running(name="late"), Noting.running(name="early", priority=5)
     late.log = early.log
     repo = opened(late, early)
@@ -218,60 +220,60 @@ def test_modules_are_called_by_priority_and_closed_with_the_repository(opened: O
     assert early.log[4:] == ["early closed", "late closed"]
 
 
-def test_a_repository_that_captures_nothing_starts_no_module(opened: Opening) -> None:
-    module = Noting.running()
-    opened(module).close()
-    assert module.log == []
-    assert "datastates-modules" not in {thread.name for thread in threading.enumerate()}
+def test_a_repository_that_captures_nothing_starts_no_processor(opened: Opening) -> None:
+    processor = Noting.running()
+    opened(processor).close()
+    assert processor.log == []
+    assert "datastates-processors" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_captures_go_on_while_a_module_is_slow(opened: Opening) -> None:
-    module = Noting()
-    with opened(module) as repo:
+def test_captures_go_on_while_a_processor_is_slow(opened: Opening) -> None:
+    processor = Noting()
+    with opened(processor) as repo:
         run, weight = begin(repo)
         captures = [capture(run, weight).wait("durable") for _ in range(8)]
-        assert module.is_waiting.wait(60)
-        assert module.seen == []
-        assert run.head == captures[-1], "what asks for the lineage does not wait for modules"
-        module.go_on.set()
+        assert processor.is_waiting.wait(60)
+        assert processor.seen == []
+        assert run.head == captures[-1], "what asks for the lineage does not wait for processors"
+        processor.go_on.set()
         run.close()
-    assert [seen.step for seen in module.seen] == [*range(1, 9)]
+    assert [seen.step for seen in processor.seen] == [*range(1, 9)]
 
 
-def test_what_waits_for_a_slow_module_keeps_its_memory_and_back_pressure_skips_captures(
+def test_what_waits_for_a_slow_processor_keeps_its_memory_and_back_pressure_skips_captures(
     opened: Opening,
 ) -> None:
-    module = Noting()
-    with opened(module, slots=3, back_pressure=BackPressure.SKIP) as repo:
+    processor = Noting()
+    with opened(processor, slots=3, back_pressure=BackPressure.SKIP) as repo:
         run, weight = begin(repo)
         captures = [capture(run, weight) for _ in range(30)]
         taken = [each for each in captures if not each.is_skipped]
         assert 1 <= len(taken) <= 3
-        module.go_on.set()
+        processor.go_on.set()
         run.close()
-    assert [seen.uid for seen in module.seen] == [each.uid for each in taken]
-    assert all(float(seen.tree["weight"][0, 0]) == seen.step for seen in module.seen)
+    assert [seen.uid for seen in processor.seen] == [each.uid for each in taken]
+    assert all(float(seen.tree["weight"][0, 0]) == seen.step for seen in processor.seen)
 
 
-def test_a_capture_waits_for_a_slow_module_when_memory_is_full(opened: Opening) -> None:
-    module = Noting()
-    with opened(module, slots=2) as repo:
+def test_a_capture_waits_for_a_slow_processor_when_memory_is_full(opened: Opening) -> None:
+    processor = Noting()
+    with opened(processor, slots=2) as repo:
         run, weight = begin(repo)
         capture(run, weight).wait()
-        assert module.is_waiting.wait(60)
-        letting_go = threading.Timer(0.5, module.go_on.set)
+        assert processor.is_waiting.wait(60)
+        letting_go = threading.Timer(0.5, processor.go_on.set)
         letting_go.start()
         for _ in range(6):
             capture(run, weight)
         run.close()
         letting_go.join()
-    assert [seen.step for seen in module.seen] == [*range(1, 8)]
+    assert [seen.step for seen in processor.seen] == [*range(1, 8)]
 
 
 # --- what goes wrong ------------------------------------------------------------------------------
 
 
-def test_a_module_that_raises_loses_no_state_and_its_error_is_said_once_and_kept_by_the_handle(
+def test_a_processor_that_raises_loses_no_state_and_its_error_is_said_once_and_kept_by_the_handle(
     opened: Opening, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad, good = Noting.running(name="bad", priority=1, bad=(1, 2)), Noting.running(name="good")
@@ -283,18 +285,20 @@ def test_a_module_that_raises_loses_no_state_and_its_error_is_said_once_and_kept
             run.close()
         assert [repo.state(state.uid).status for state in states] == [Status.DURABLE] * 3
     for number, each in enumerate(captures[:2], 1):
-        assert isinstance(each.error, ModuleFailed)
+        assert isinstance(each.error, ProcessorFailed)
         assert (
             str(each.error)
-            == f"module 'bad' failed on state {each.uid} (step {number}): ArithmeticError('step"
+            == f"processor 'bad' failed on state {each.uid} (step {number}): ArithmeticError('step"
             f" {number} is bad'); the state is kept"
         )
         assert isinstance(each.error.__cause__, ArithmeticError)
         assert each.wait().uid == each.uid
     assert captures[2].error is None
     assert [seen.step for seen in good.seen] == [1, 2, 3]
-    (said,) = [record.getMessage() for record in caplog.records if "module" in record.getMessage()]
-    assert said.startswith("module 'bad' failed on state")
+    (said,) = [
+        record.getMessage() for record in caplog.records if "processor" in record.getMessage()
+    ]
+    assert said.startswith("processor 'bad' failed on state")
 
 
 class Mute(Exception):
@@ -307,14 +311,14 @@ class Mute(Exception):
 @pytest.mark.parametrize(
     "error", [SystemExit(3), KeyboardInterrupt(), Mute()], ids=lambda error: type(error).__name__
 )
-def test_a_module_that_ends_its_thread_does_not(opened: Opening, error: BaseException) -> None:
+def test_a_processor_that_ends_its_thread_does_not(opened: Opening, error: BaseException) -> None:
     seen: list[int] = []
 
-    class Leaving(Module):
+    class Leaving(Processor):
         name = "leaving"
 
-        def process(self, item: Item) -> None:
-            seen.append(item.state.step)
+        def process(self, captured: CapturedState) -> None:
+            seen.append(captured.state.step)
             raise error
 
         def close(self) -> None:
@@ -325,14 +329,14 @@ def test_a_module_that_ends_its_thread_does_not(opened: Opening, error: BaseExce
         captures = [capture(run, weight) for _ in range(2)]
         run.close()
     assert seen == [1, 2]
-    assert all(isinstance(each.error, ModuleFailed) for each in captures)
+    assert all(isinstance(each.error, ProcessorFailed) for each in captures)
 
 
-def test_an_interrupt_while_a_module_is_slow_loses_no_state_and_gives_up_what_the_module_has_not_seen(
+def test_an_interrupt_while_a_processor_is_slow_loses_no_state_and_gives_up_what_the_processor_has_not_seen(
     opened: Opening, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    module = Noting()
-    repo = opened(module)
+    processor = Noting()
+    repo = opened(processor)
     run, weight = begin(repo)
     captures = [capture(run, weight) for _ in range(3)]
     state = captures[-1].wait("durable")
@@ -351,37 +355,37 @@ def test_an_interrupt_while_a_module_is_slow_loses_no_state_and_gives_up_what_th
         run.close()
     monkeypatch.undo()
     repo.close()
-    module.go_on.set()
-    threads = [thread for thread in threading.enumerate() if thread.name == "datastates-modules"]
+    processor.go_on.set()
+    threads = [thread for thread in threading.enumerate() if thread.name == "datastates-processors"]
     for thread in threads:
         thread.join(60)
-    assert module.log == ["noting 1", "noting closed"]
-    assert "3 states were given up before every module had seen them" in caplog.text
+    assert processor.log == ["noting 1", "noting closed"]
+    assert "3 states were given up before every processor had seen them" in caplog.text
     with opened() as again:
         assert again.state("main") == state
 
 
-def test_an_item_can_not_be_read_after_its_turn(opened: Opening) -> None:
-    kept: list[Item] = []
+def test_a_captured_state_can_not_be_read_after_its_turn(opened: Opening) -> None:
+    kept: list[CapturedState] = []
 
-    class Keeping(Module):
+    class Keeping(Processor):
         name = "keeping"
 
-        def process(self, item: Item) -> None:
-            kept.append(item)
+        def process(self, captured: CapturedState) -> None:
+            kept.append(captured)
 
     with opened(Keeping()) as repo:
         run, weight = begin(repo)
         state = capture(run, weight).wait()
         run.close()
-        with pytest.raises(datastates.Closed, match="before process returns"):
+        with pytest.raises(Closed, match="before process returns"):
             kept[0].tree()
     assert kept[0].state.uid == state.uid
 
 
 def test_of_a_state_that_left_memory_before_it_was_recorded_the_facts_are_left() -> None:
-    module, failed = Noting.running(), list[ModuleFailed]()
-    own = Own([module], MemoryTier(Arena(CHUNK_BYTES)), lambda: None)
+    processor, failed = Noting.running(), list[ProcessorFailed]()
+    own = Processors([processor], MemoryTier(Arena(CHUNK_BYTES)), lambda: None)
     # no time
     state = datastates.State(
         "a" * 24,
@@ -403,25 +407,25 @@ def test_of_a_state_that_left_memory_before_it_was_recorded_the_facts_are_left()
     own.put(lambda: state, "main", failed.append)
     own.close()
     own.join()
-    assert module.log == ["noting 7", "noting closed"]
+    assert processor.log == ["noting 7", "noting closed"]
     assert isinstance(failed[0].__cause__, Unavailable)
 
 
 @pytest.mark.parametrize(
-    ("modules", "said"),
+    ("processors", "said"),
     [
-        (Noting(), "modules is .*give a list"),
+        (Noting(), "processors is .*give a list"),
         (
             [Noting],
-            r"modules has the class Noting: give an object of it, as modules=\[Noting\(\)\]",
+            r"processors has the class Noting: give an object of it, as processors=\[Noting\(\)\]",
         ),
         ([object()], "give an object with a method process"),
-        ([Noting(name="")], "the name of the module"),
+        ([Noting(name="")], "the name of the processor"),
         # what is tested
-        ([Noting(priority="first")], "the priority of the module 'noting'"),  # type: ignore[arg-type]
+        ([Noting(priority="first")], "the priority of the processor 'noting'"),  # type: ignore[arg-type]
         ([Noting(), Noting()], "noting, noting: give each a name of its own"),
     ],
 )
-def test_what_is_no_module_is_refused(modules: Any, said: str) -> None:
+def test_what_is_no_processor_is_refused(processors: Any, said: str) -> None:
     with pytest.raises(InvalidInput, match=said):
-        Config(modules=modules)
+        Config(processors=processors)

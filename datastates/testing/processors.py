@@ -1,6 +1,6 @@
-"""The suite that every module must pass, whatever it is for.
+"""The suite that every processor must pass, whatever it is for.
 
-A test class inherits the suite and gives it a ``module``."""
+A test class inherits the suite and gives it a ``processor``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from datastates.config import Config
-from datastates.engine.processors import Module, Own
-from datastates.errors import ModuleFailed
+from datastates.engine.processors import Processor, Processors
+from datastates.errors import ProcessorFailed
 from datastates.lineage.states import State, Status
 from datastates.state.digest import chunk_digest, state_digest
 from datastates.state.encoding import encode_values
@@ -25,8 +25,6 @@ from datastates.storage.tier import Payload
 from datastates.storage.tiers import captures_in
 
 from .states import payload
-
-__all__ = ["ModuleSuite"]
 
 _ARENA_BYTES = 64 << 20
 
@@ -46,29 +44,29 @@ def of(uid: str, tree: dict[str, object]) -> Payload:
     return Payload(manifest, made.chunks)
 
 
-class ModuleSuite(ABC):
-    """The suite for modules. Inherit it as ``class TestMyModule(ModuleSuite)`` with a fixture
-    ``module``: a new one that has seen no state.
+class ProcessorSuite(ABC):
+    """The suite for processors. Inherit it as ``class TestMyProcessor(ProcessorSuite)`` with a
+    fixture ``processor``: a new one that has seen no state.
     """
 
     @pytest.fixture
     @abstractmethod
-    def module(self) -> Module:
-        """A new module."""
+    def processor(self) -> Processor:
+        """A new processor."""
 
     @pytest.fixture
     def memory(self) -> CaptureTier:
         """The memory that holds the states."""
         return captures_in(Arena(_ARENA_BYTES))
 
-    def test_a_configuration_takes_it(self, module: Module) -> None:
-        assert Config(modules=[module]).modules == (module,)
-        module.close()  # there is no repository to close it
+    def test_a_configuration_takes_it(self, processor: Processor) -> None:
+        assert Config(processors=[processor]).processors == (processor,)
+        processor.close()  # there is no repository to close it
 
     def test_it_may_be_closed_before_it_has_seen_anything(
-        self, module: Module, memory: CaptureTier
+        self, processor: Processor, memory: CaptureTier
     ) -> None:
-        assert _run(module, memory, []) == []
+        assert _run(processor, memory, []) == []
 
     @pytest.mark.parametrize(
         "state",
@@ -97,12 +95,12 @@ class ModuleSuite(ABC):
         ids=lambda state: state.manifest.origin.uid,
     )
     def test_it_takes_states_of_any_content(
-        self, module: Module, memory: CaptureTier, state: Payload
+        self, processor: Processor, memory: CaptureTier, state: Payload
     ) -> None:
-        assert _run(module, memory, [state]) == []
+        assert _run(processor, memory, [state]) == []
 
     def test_it_takes_a_state_of_no_branch_without_metrics_and_one_with_both(
-        self, module: Module, memory: CaptureTier
+        self, processor: Processor, memory: CaptureTier
     ) -> None:
         states = [
             of("one", {"model": {"w": torch.zeros(2)}}),
@@ -110,7 +108,7 @@ class ModuleSuite(ABC):
         ]
         assert (
             _run(
-                module,
+                processor,
                 memory,
                 states,
                 branches=[None, "main"],
@@ -119,17 +117,17 @@ class ModuleSuite(ABC):
             == []
         )
 
-    def test_it_changes_no_byte_of_a_state(self, module: Module, memory: CaptureTier) -> None:
+    def test_it_changes_no_byte_of_a_state(self, processor: Processor, memory: CaptureTier) -> None:
         state = of("kept", {"model": {"w": torch.arange(1000.0)}})
-        _run(module, memory, [state])
+        _run(processor, memory, [state])
         with memory.open("kept") as reader:
             assert [chunk_digest(reader.chunk(0))] == [
                 chunk.digest for chunk in state.manifest.content.chunks
             ]
 
-    def test_it_keeps_no_state_in_memory(self, module: Module, memory: CaptureTier) -> None:
+    def test_it_keeps_no_state_in_memory(self, processor: Processor, memory: CaptureTier) -> None:
         _run(
-            module,
+            processor,
             memory,
             [
                 of(f"state{index}", {"model": {"w": torch.full((100,), float(index))}})
@@ -141,30 +139,30 @@ class ModuleSuite(ABC):
         assert memory.slots_held == 0
 
     def test_a_state_whose_bytes_are_gone_does_not_end_it(
-        self, module: Module, memory: CaptureTier
+        self, processor: Processor, memory: CaptureTier
     ) -> None:
         gone, here = (
             of("gone", {"model": {"w": torch.zeros(3)}}),
             of("here", {"model": {"w": torch.ones(3)}}),
         )
-        failed = _run(module, memory, [gone, here], without=("gone",))
+        failed = _run(processor, memory, [gone, here], without=("gone",))
         assert [error for error in failed if "on state here " in str(error)] == []
 
 
 def _run(
-    module: Module,
+    processor: Processor,
     memory: CaptureTier,
     states: list[Payload],
     *,
     branches: list[str | None] | None = None,
     metrics: list[dict[str, float]] | None = None,
     without: tuple[str, ...] = (),
-) -> list[ModuleFailed]:
-    """Hand states to the module as the engine does, then close it; returns the errors that it
+) -> list[ProcessorFailed]:
+    """Hand states to the processor as the engine does, then close it; returns the errors that it
     raised. States in ``without`` are not in memory.
     """
-    failed: list[ModuleFailed] = []
-    own = Own([module], memory, lambda: None)
+    failed: list[ProcessorFailed] = []
+    own = Processors([processor], memory, lambda: None)
     for index, state in enumerate(states):
         if state.manifest.origin.uid not in without:
             memory.put(state)

@@ -1,7 +1,7 @@
-"""A module of one's own: it looks for numbers that are not finite in every state, in the
+"""A processor of one's own: it looks for numbers that are not finite in every state, in the
 background.
 
-python examples/own_module.py [FOLDER]
+python examples/own_processor.py [FOLDER]
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 import datastates
 
 
-class FiniteCheck(datastates.Module):
+class FiniteCheck(datastates.Processor):
     """Raises for a state whose model holds NaN or infinity: its handle then says so, and the
     training goes on."""
 
     name = "finite-check"
 
-    def process(self, item: datastates.Item) -> None:
-        """Runs on the thread of the modules, with copies of the tensors."""
-        for key, tensor in item.tree("model").get("model", {}).items():
+    def process(self, captured: datastates.CapturedState) -> None:
+        """Runs on the thread of the processors, with copies of the tensors."""
+        for key, tensor in captured.tree("model").get("model", {}).items():
             # a training may track no model
             if not tensor.isfinite().all():
                 raise ValueError(f"{key} is not finite")
@@ -29,7 +29,7 @@ class FiniteCheck(datastates.Module):
 
 if __name__ == "__main__":
     model = torch.nn.Linear(4, 1)
-    config = datastates.Config(modules=[FiniteCheck()])
+    config = datastates.Config(processors=[FiniteCheck()])
     with (
         datastates.open(sys.argv[1] if len(sys.argv) > 1 else "runs", config=config) as repo,
         repo.track(model=model) as run,
