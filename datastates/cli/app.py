@@ -174,8 +174,8 @@ EXIT_CODES = {
     "module-failed": 1,
     "cancelled": 130,
 }
-"""Exit codes by the kind of error. 2 is a wrong command line; an error that is not listed is a
-defect: 1."""
+"""Exit codes by the kind of error. 2 is a wrong command line. An error that is not listed is a
+defect and gives 1."""
 
 
 class Command(TyperCommand):

@@ -21,8 +21,7 @@ from .contract import INTERVAL_S, CadenceChoice, Costs, Moment, Policy, percent
 from .retention import size_text
 
 BYTES_PER_S = 32_000_000
-"""The rate at which states are written for long, unless the user says otherwise, for the sake of
-the endurance of an SSD."""
+"""The default rate at which states are written for long. It protects the endurance of an SSD."""
 
 KEPT = "is kept on disk"  # what ``why`` of its choices contains: they are whole sentences
 _BURST_S = 60.0  # the bytes of so many seconds may be written at once

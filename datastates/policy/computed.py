@@ -18,7 +18,7 @@ from datastates.errors import InvalidInput
 from .contract import INTERVAL_S, CadenceChoice, Costs, Moment, Policy, duration, percent, span
 
 APART = 8
-"""How many captures without a write lie between two of these writes, for comparison."""
+"""The number of captures without a write between two of these writes, for comparison."""
 
 _AFTER = 8
 """How many writes must follow a choice before it changes, unless the new interval would be more
@@ -28,20 +28,18 @@ _SUDDEN = 2.0
 
 LONGER = 1.15
 _SHORTER = 0.7
-"""A chosen interval stays while the best one lies between these multiples of it. The share of the
-time that writing takes is then at most 15 % above what was asked for.
-"""
+"""A chosen interval stays while the best one is between these multiples of it. The share of the
+time that writing takes is then at most 15 % above the requested share."""
 OVERHEAD = 0.035
-"""The share of the time that writing may take, unless the user says otherwise; the value is the
-paper's."""
+"""The default share of the time that writing may take. The value is the paper's."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
 PRIOR_S = 86400.0
 """One failure in this time is assumed in addition to those that were seen, so that a repository
 without any gives an estimate, too."""
 NODE_MTBF_S = 30 * 86400.0
-"""The time between losses of a node with its disk, unless the user says otherwise."""
+"""The default time between losses of a node with its disk."""
 _LEAST_S = 1e-9
-"""Stands for a delay of a write that is too small to measure."""
+"""Replaces a delay of a write that is too small to measure."""
 
 
 def is_probe_due(moment: Moment) -> bool:

@@ -23,7 +23,7 @@ _PARTING = re.compile("[%:|]|^\\s+|\\s+\\Z")
 _ESCAPED = re.compile("%([0-9a-f]{1,6});")
 _DURATION = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?|inf)\s*(d|h|min|m|s|)")
 INTERVAL_S = 30.0
-"""The seconds between two writes of the newest state, unless the user says otherwise."""
+"""The default seconds between two writes of the newest state."""
 SMALL_BYTES = 128 << 20
 """As many small states are kept as fit into this.
 
@@ -37,8 +37,7 @@ FEW = 4
 """The least number of states that have memory in the end, however large: one more, to go back
 to."""
 UNCOUNTED_BYTES = 4 << 20
-"""What states may take besides their slots before it counts toward the memory that they may
-take."""
+"""Bytes that states may take outside their slots before they count toward the limit."""
 _RESERVE_BYTES = 64 << 20
 """The memory that is left to the training and to other processes in any case."""
 _CADENCE = f"{OURS}cadence"
@@ -155,10 +154,10 @@ class Policy(ABC):
     is_computed = False
     """Whether ``choose`` ever chooses anything."""
     asks_mtbf = False
-    """Whether ``informed`` should tell it how often processes fail."""
+    """Whether ``informed`` should get the rate at which processes fail."""
     bytes_per_s: float | None = None
-    """The rate, in bytes a second, that ``Moment.debt`` is paid off with; None: the policy does
-    not ask for it."""
+    """The rate, in bytes a second, at which ``Moment.debt`` is paid off. None if the policy does
+    not limit it."""
 
     @abstractmethod
     def is_due(self, moment: Moment, /) -> bool:

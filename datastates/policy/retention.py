@@ -48,7 +48,7 @@ _PART = re.compile(r'"(?:[^"\\]|\\.)*"|[^:"]+')
 _UNITS = (("T", 1 << 40), ("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10))
 _AN_EXAMPLE = "such as 'latest:5 best:3:val_loss every:1000 at-most:50G'"
 _NEVER = 2
-"""From this rank on, a state is not dropped to make room."""
+"""From this rank on, a state is not dropped to free space."""
 _HELD = 3
 
 
@@ -547,7 +547,7 @@ class Retention:
 
 
 DEFAULT = Retention((All(), Best(EACH)), "auto")
-"""Keeps everything until states take 20 GiB (see ``at-most:auto``); then the older ones are
+"""Keeps everything until states take 20 GiB (see ``at-most:auto``). Then the older ones are
 thinned, and the best stay."""
 
 

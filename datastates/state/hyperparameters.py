@@ -52,7 +52,8 @@ _COUNTERS = frozenset(
         "mode_worse",
     }
 )
-"""What torch's schedulers have besides constants. Rates are in the groups of the optimizer."""
+"""Attributes of torch's schedulers that are not constants. Rates are in the groups of the
+optimizer."""
 
 SCHEDULED = (
     "lr",
@@ -69,10 +70,10 @@ SCHEDULED = (
 
 _NEEDS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
 """The state that torch's optimizers begin with zeros at their first step, by the option that
-asks for it."""
+enables it."""
 
 _MOST = 8
-"""The most elements of a list that become values of their own; a longer list becomes one text."""
+"""The most elements of a list that become separate values. A longer list becomes one text."""
 
 _UNSEEDED = 67280421310721
 """``torch.initial_seed()`` of a process that did not seed torch.

@@ -28,8 +28,8 @@ from datastates.errors import InvalidInput
 from .sampler import Batches, PermutationSampler
 
 _HOME = "accelerate.data_loader"
-"""Looked up among what is already imported: importing it takes seconds, and an object of a class
-that nobody imported cannot exist."""
+"""Looked up among imported modules: importing it takes seconds, and an object of a class that was
+never imported cannot exist."""
 
 _FINISHED = "_iterator_finished"
 _FEW = 32

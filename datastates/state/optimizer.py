@@ -29,14 +29,15 @@ CLASS = "optimizer_class"
 """The name under which an optimizer's tree records the class that made it."""
 
 INNER = "inner"
-"""The name under which an optimizer's tree has those of the optimizers that it uses and leaves
-out of its own state, by attribute."""
+"""The name under which an optimizer's tree has the states of inner optimizers that its own state
+leaves out, by attribute."""
 Names = list[list[str]]
 Tree = Mapping[str, Any]
 HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Options that say how this process computes a step, not what it computes.
+"""Options that change how this process computes a step, but not its result.
 
-A restore leaves them, so a state of a GPU fits a CPU."""
+A restore leaves them, so a state of a GPU fits a CPU.
+"""
 _SHAPED = frozenset(
     {
         "exp_avg",

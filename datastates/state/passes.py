@@ -56,7 +56,7 @@ _MOST_PARTS = 32
 """The most objects in a batch that its fingerprint depends on."""
 
 _MOST_BYTES = 65536
-"""The size of a tensor from which some 4096 of its elements stand for all."""
+"""The size of a tensor from which some 4096 of its elements are used instead of all."""
 
 _PLAIN = (str, bytes, int, float, complex)
 

@@ -50,7 +50,7 @@ _ALL = (1 << 64) - 1
 _ALIGNED = 16
 """The alignment, in bytes, that a device's memory needs for the widest read."""
 _WORD = 8
-"""What a device reads at a time must begin at a multiple of this many bytes."""
+"""The begin of each read by a device must be a multiple of this many bytes."""
 LANES = BLOCK_BYTES // STRIPE_BYTES, STRIPE_BYTES // 8
 """The shape of a block in words: its stripes, and the lanes to which they are added."""
 Part = tuple[int, torch.Tensor]
@@ -71,7 +71,7 @@ INNER = np.stack([_row(8 * stripe) for stripe in range(16)])
 """The secret for the stripes of a block."""
 
 LAST = np.stack([*INNER[:15], _row(192 - 64 - 7)])
-"""The same for the last block of a chunk: its last 64 bytes are a stripe of their own."""
+"""The same for the last block of a chunk: its last 64 bytes are a separate stripe."""
 
 SCRAMBLE = _row(128)
 """The secret that is mixed in after each block."""

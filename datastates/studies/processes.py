@@ -72,7 +72,7 @@ class _Kept:
 
 
 busy = threading.Lock()
-"""Held while a variant is trained here."""
+"""Held during the training of a variant in this process."""
 
 _watching: int | None = None
 _repositories: dict[tuple[int, Location], _Kept] = {}

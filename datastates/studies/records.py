@@ -38,7 +38,8 @@ SAMPLES_ALL = "samples_all"
 SET = "variant_set"
 """The attributes of every state that a job reports.
 
-The last one says what the variant set in restored optimizers, if anything."""
+The last one has what the variant set in restored optimizers, if anything.
+"""
 
 _DURABLE_S = 60.0
 _ASK_AGAIN_S = 0.05
