@@ -1,17 +1,19 @@
-"""What the engine needs of a module: a name, a priority, ``process(item)`` and ``close()``.
+"""The user's processors, here named ``Module``: their contract, the items that they get, and the
+thread that calls them.
 
 The engine's own steps and the user's modules have the same shape. Each step has its own kind of
 item, and a thread that calls it:
 
-    priority  step       item     thread
-    100       digest     Work     datastates-engine     the digest of each chunk, of the content, of
-    the state 200       dedup      Work     datastates-engine     into memory; chunks that memory
-    holds give their slots back 300       record     Work     datastates-engine     into the
-    lineage, a round of captures in one transaction 400       write      Writing  datastates-writer
-    to disk; only states that become durable 1000      the user's Item     datastates-modules
-    once the state is recorded
+    priority  step        item     thread
+    100       digest      Work     datastates-engine   digests of chunks, content and state
+    200       dedup       Work     datastates-engine   into memory; chunks that memory holds give
+                                                       their slots back
+    300       record      Work     datastates-engine   into the lineage, a round of captures in one
+                                                       transaction
+    400       write       Writing  datastates-writer   to disk; only states that become durable
+    1000      the user's  Item     datastates-modules  once the state is recorded
 
-Durable states are also put onto the user's tiers, on a separate thread (``copies``).
+Durable states are also put onto the user's tiers, on a separate thread (``steps.Copies``).
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ class Item(Protocol):
 
     @property
     def state(self) -> State:
-        """What the lineage knows of the state, with its ``status`` so far. You may keep it."""
+        """The state as the lineage has it, with its ``status`` so far. You may keep it."""
 
     @property
     def branch(self) -> str | None:
@@ -76,7 +78,7 @@ class Item(Protocol):
 
     @property
     def manifest(self) -> Manifest:
-        """What the state consists of. You may keep it.
+        """The state's manifest. You may keep it.
 
         :raises Unavailable: the state left memory before it was recorded, because the lineage was
             away for long.
@@ -86,28 +88,28 @@ class Item(Protocol):
         """Nested containers of tensors, as ``Repository.load`` returns them: copies that you may
         keep and change.
 
-        ``only`` takes names or patterns of paths (``"model"``); parts that are not asked for are
-        ``None`` in the tree.
+        ``only`` takes names or patterns of paths (``"model"``). Other parts are ``None`` in the
+        tree.
 
         :raises Unavailable: as ``manifest``.
         """
 
     def chunks(self) -> Iterator[memoryview]:
-        """The bytes of the tensors where they lie, chunk by chunk in the manifest's order: read
-        them only, and do not keep them.
+        """The bytes of the tensors in place, chunk by chunk in the manifest's order. Read them
+        only, and do not keep them.
 
         :raises Unavailable: as ``manifest``.
         """
 
 
 class Module(Protocol):
-    """A step of your own that is called with every state that this process captures or merges. Give
-    it to ``Config(modules=[…])``.
+    """A custom step that is called with every state that this process captures or merges. Give it
+    to ``Config(modules=[…])``.
 
     Subclass this for the defaults, or provide the four names. One thread, ``datastates-modules``,
-    makes all calls, one at a time, so a module needs no lock of its own. Each module sees the
-    states in the order in which they were recorded. For each state, modules with smaller
-    ``priority`` are called first.
+    makes all calls, one at a time, so a module needs no lock. Each module sees the states in the
+    order in which they were recorded. For each state, modules with smaller ``priority`` are called
+    first.
     """
 
     name: str
@@ -121,10 +123,11 @@ class Module(Protocol):
     def process(self, item: Item, /) -> None:
         """Do something with a recorded state.
 
-        Captures go on meanwhile, and states that wait for the module stay in memory: a module that
-        is slower than the captures eventually causes ``back_pressure``. An error that it raises is
-        kept as ``Capture.error`` (a ``ModuleFailed``), and logged once; it does not affect the
-        state, the other modules or the training. Do not capture or close the repository here.
+        Captures continue meanwhile, and states that wait for the module stay in memory. A module
+        that is slower than the captures eventually causes ``back_pressure``. An error that it
+        raises is kept as ``Capture.error`` (a ``ModuleFailed``), and logged once. It does not
+        affect the state, the other modules or the training. Do not capture or close the repository
+        here.
         """
 
     def close(self) -> None:
@@ -133,8 +136,7 @@ class Module(Protocol):
         return  # a subclass may do without it
 
 
-# A recorded state as a user's module gets it: its facts, and its bytes as long as the module
-# holds it.
+# --- The item that a user's module gets: its facts, and its bytes as long as it is held ---
 
 
 class HeldItem:
@@ -154,7 +156,7 @@ class HeldItem:
 
     @property
     def state(self) -> State:
-        """What the lineage knows of the state."""
+        """The state as the lineage has it."""
         return self._current()
 
     @property
@@ -169,16 +171,16 @@ class HeldItem:
 
     @values.takes(only=values.patterns)
     def tree(self, only: str | Sequence[str] | None = None) -> Any:
-        """Copies of the state's tensors, in its containers; None for tensors that were not asked
-        for.
+        """Copies of the state's tensors, in its containers. None for tensors that ``only``
+        excludes.
 
-        A pattern that selects nothing is no error here: a module sees the states of whatever is
-        trained.
+        A pattern that selects nothing is no error here, because a module sees the states of all
+        trainings.
         """
         return read_tree(self._open(), wants=Selection(only).wants)
 
     def chunks(self) -> Iterator[memoryview]:
-        """The state's bytes where they lie."""
+        """The state's bytes in place."""
         reader = self._open()
         return (reader.chunk(index) for index in range(len(reader.manifest.content.chunks)))
 
@@ -202,7 +204,7 @@ class HeldItem:
         return self._reader
 
 
-# The user's modules, and the thread that calls them.
+# --- The user's modules, and the thread that calls them ---
 
 
 _logger = logging.getLogger(__name__)
@@ -210,7 +212,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A state, and the callback that is told which module failed on it."""
+    """A state, and the callback that gets the module that failed on it."""
 
     item: HeldItem
     on_failed: Callable[[ModuleFailed], None]
@@ -242,7 +244,7 @@ class Own:
 
     @property
     def backlog(self) -> int:
-        """The number of states that some module has not seen; 0 if a module asks, because it
+        """The number of states that some module has not seen. 0 if a module calls this, because it
         would wait for itself."""
         return 0 if threading.current_thread() is self._thread else self._put - self._done
 
@@ -287,7 +289,8 @@ class Own:
             try:
                 module.close()
             except BaseException:
-                # a module of the user's may raise anything, and the others have to be closed too
+                # a module of the user's may raise anything, and the other modules have to be closed
+                # too
                 _logger.warning("closing module %r failed", module.name, exc_info=True)
 
     def _take(self, turn: _Turn) -> None:
@@ -295,7 +298,7 @@ class Own:
             try:
                 module.process(turn.item)
             except BaseException as exc:
-                # likewise: the handle has the error, and the training goes on
+                # the same: the handle has the error, and the training continues
                 self._note(module, turn, exc)
         turn.item.let_go()
 
