@@ -126,6 +126,7 @@ COMMANDS = {
 }
 """The heading of each command, and the function that adds it to a ``typer.Typer``, by its
 module."""
+
 Repo = Annotated[
     str | None,
     typer.Option(
@@ -144,11 +145,13 @@ AsJson = Annotated[
 ]
 MOST = 10**9
 """The largest number that an option which counts takes: databases count to 2**63 at most."""
+
 Limit = Annotated[
     int, typer.Option("--limit", "-n", min=0, max=MOST, help="Show at most this many; 0 shows all.")
 ]
 PIPED_WIDTH = 10_000
 """The width for output that a program reads, so that nothing is folded or cut."""
+
 EPILOG = (
     "Exit codes: 0 done; 1 unexpected; 2 wrong command line; 3 not found; 4 conflict; 5 invalid"
     " input; 6 corrupt; 7 unavailable; 8 refused, or a peer broke the protocol; 130 interrupted."

@@ -62,8 +62,10 @@ AsCsv = Annotated[
 ]
 FOUND = 100
 """How many states ``find`` shows to people who set no limit."""
+
 GONE = "o"
 """The node of a state that cannot be restored. The node of any other state is ``*``."""
+
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _LOOK_MS = 250
 _AGAIN = 256

@@ -112,9 +112,11 @@ _MARKS = {
 _ENDS = {How.FAILED: ("✗", "red"), How.KILLED: ("✗", "red"), How.INTERRUPTED: ("◌", "yellow")}
 LISTED = 16
 """The most ranks with a line each; with more ranks there is a line for each place."""
+
 LATE_S = 5.0
 """How many seconds a state may wait for parts before ``log`` reports it: ranks are never quite
 at once."""
+
 _WHAT_TO_DO = {
     Life.RUNNING: (
         "which runs: its log says why it is late, or 'py-spy dump --pid {pid}' there; what waits is"

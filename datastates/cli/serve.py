@@ -49,6 +49,7 @@ _OF_CLONES = {
     "timeout": _PEERS,
 }
 """The options that concern only addresses for peers, by parameter, and what to do instead."""
+
 _OF_PAGE = {
     "web_tokens": "the token of peers is in the file of --token-file",
     "write": "--writable lets peers push states",
@@ -57,6 +58,7 @@ _OF_PAGE = {
     ),
 }
 """Those that concern only addresses of the page."""
+
 _Seen = Callable[["ServerStats"], None]
 
 

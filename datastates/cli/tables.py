@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 _GAP = 2
 _LEAST = 8
 """The least width of a column that may be shortened, even if its header is shorter."""
+
 _STATUS_STYLES = {
     Status.CAPTURED: "cyan",
     Status.DURABLE: "green",

@@ -44,10 +44,12 @@ _INTEGERS = {1: "uint8", 2: "int16"}  # by their size
 _EXACT = 2.0**62  # a smaller difference of two integers is a difference of their bits too
 Pair = tuple[object, object]
 """The old and the new value; None where a value does not exist."""
+
 BINS = 64
 MOST_BINS = 512
 MOST_STATES = 4
 """The most states that may be counted over the same bins."""
+
 _LISTED = 5
 _EPSILON = float(np.finfo(np.float64).eps)
 _POWERS = (-323.0, 308.0)  # powers of ten that are numbers

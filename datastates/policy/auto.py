@@ -43,15 +43,20 @@ _LONG_S = 0.05
 WARM_UP = 4
 """The number of first intervals of a training that are left out: those compile, fill caches and
 touch memory."""
+
 LEAST_CAPTURES = 16
 """The least number of intervals from which costs are computed."""
+
 LEAST_WRITES = 3
 """The least number of writes from which costs are computed."""
+
 EACH = 4
 """Costs are computed again after this many more writes, which takes a millisecond."""
+
 _AGAIN_S = 2.0  # costs are computed at most this often
 _KEPT = 256
 """How many intervals of each kind are used, the newest ones."""
+
 # adjacent differences overlap, which makes the standard error larger by this factor
 _OVERLAPPING = 1.4
 _FAR = 10.0

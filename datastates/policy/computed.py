@@ -30,14 +30,18 @@ LONGER = 1.15
 _SHORTER = 0.7
 """A chosen interval stays while the best one is between these multiples of it. The share of the
 time that writing takes is then at most 15 % above the requested share."""
+
 OVERHEAD = 0.035
 """The default share of the time that writing may take. The value is the paper's."""
+
 _GOLDEN = (math.sqrt(5) - 1) / 2
 PRIOR_S = 86400.0
 """One failure in this time is assumed in addition to those that were seen, so that a repository
 without any gives an estimate, too."""
+
 NODE_MTBF_S = 30 * 86400.0
 """The default time between losses of a node with its disk."""
+
 _LEAST_S = 1e-9
 """Replaces a delay of a write that is too small to measure."""
 

@@ -24,22 +24,29 @@ _ESCAPED = re.compile("%([0-9a-f]{1,6});")
 _DURATION = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?|inf)\s*(d|h|min|m|s|)")
 INTERVAL_S = 30.0
 """The default seconds between two writes of the newest state."""
+
 SMALL_BYTES = 128 << 20
 """As many small states are kept as fit into this.
 
 A small training then takes less than 200 MiB more, including imports."""
+
 AT_ONCE_BYTES = 256 << 20
 """If the user chose the capacity, small states may take this much memory at once."""
+
 FEWEST = 3
 """The least number of states that get memory at once, however large: one is being written, one
 is the head, one is being captured."""
+
 FEW = 4
 """The least number of states that have memory in the end, however large: one more, to go back
 to."""
+
 UNCOUNTED_BYTES = 4 << 20
 """Bytes that states may take outside their slots before they count toward the limit."""
+
 _RESERVE_BYTES = 64 << 20
 """The memory that is left to the training and to other processes in any case."""
+
 _CADENCE = f"{OURS}cadence"
 _COSTS = ("interval_s", "write_s", "overhead_s", "held_s", "captures", "writes")
 _OPTIONAL = ("further_s", "cpu_s", "size")

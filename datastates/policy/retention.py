@@ -49,6 +49,7 @@ _UNITS = (("T", 1 << 40), ("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10))
 _AN_EXAMPLE = "such as 'latest:5 best:3:val_loss every:1000 at-most:50G'"
 _NEVER = 2
 """From this rank on, a state is not dropped to free space."""
+
 _HELD = 3
 
 

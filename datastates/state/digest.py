@@ -61,6 +61,7 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 _specs_decoder = msgspec.msgpack.Decoder(tuple[TensorSpec, ...])
 MAX_MANIFEST = 256 << 20
 """The size of the largest manifest that is read, in bytes."""
+
 _MAGIC = b"DSMANIF\0"
 _HEAD = struct.Struct("<8sIIQ")
 _ENVELOPE_DIGEST_BYTES = 32

@@ -31,6 +31,7 @@ MAX_DEPTH = 100
 _BUFFER_KINDS = frozenset("biufcSUVmM")
 Packed = Any
 """What ``pack`` returns; see the module's docstring."""
+
 SCALARS = frozenset({int, float, str, bool, type(None)})
 """Types that pack to themselves, as long as an int fits into 64 bits and a str is valid Unicode."""
 

@@ -37,11 +37,14 @@ MemoryKey = tuple[int, torch.device, torch.dtype, tuple[int, ...], tuple[int, ..
 MAX_CUT = 4
 """The most dimensions along which the shards of one tensor may be cut: a mesh cuts as many as it
 has itself."""
+
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """The dtypes as which elements are copied, by their size: bit by bit, whatever they mean."""
+
 _FINEST = 256
 """A stretch differs from its intended length by at most about one part in this many, if rows can
 be cut at all."""
+
 _HOME = "torch.distributed.tensor"
 _PLAIN: frozenset[type[Any]] = frozenset({torch.Tensor, torch.nn.Parameter})
 _owners = WeakIdKeyDictionary()

@@ -34,6 +34,7 @@ from .tree import split_wrappers
 
 Extent = tuple[str, int, int, int]
 """A device, by kind and number, and the addresses there at which memory begins and ends."""
+
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 
 

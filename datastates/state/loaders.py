@@ -35,6 +35,7 @@ _FINISHED = "_iterator_finished"
 _FEW = 32
 """The most items of a list or dict that are looked at: loaders side by side are few, and a list
 of samples is long."""
+
 _SOURCES = (DataLoader, Dataset, Sampler, Batches)
 _NO_DATA = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
 _MOST = 4096

@@ -38,6 +38,7 @@ STORED = 0
 
 Attribute = str | int | float | bool | None
 """The types that an attribute may have."""
+
 _PARTS = b"datastates parts 1\0"
 
 

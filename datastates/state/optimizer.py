@@ -31,6 +31,7 @@ CLASS = "optimizer_class"
 INNER = "inner"
 """The name under which an optimizer's tree has the states of inner optimizers that its own state
 leaves out, by attribute."""
+
 Names = list[list[str]]
 Tree = Mapping[str, Any]
 HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -38,6 +39,7 @@ HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 A restore leaves them, so a state of a GPU fits a CPU.
 """
+
 _SHAPED = frozenset(
     {
         "exp_avg",

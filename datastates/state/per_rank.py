@@ -43,12 +43,15 @@ Cut = tuple[int, int]
 _Pieces = tuple[tuple[int, int], ...]
 """Intervals (start, length) along a dimension of the whole tensor, in the order in which they are
 in the local one."""
+
 OWN_BUFFERS = "own_buffers"
 """The top-level name. ``bytes`` has each rank's bytes. ``places`` has for each of them the rank and
 the begin."""
+
 MOST_BYTES = 64 << 10
 """A larger buffer is not a statistic but a mask or a table: those are equal on all ranks, and
 stored once."""
+
 _ALIGNED = 16
 
 

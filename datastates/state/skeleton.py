@@ -44,6 +44,7 @@ VALUE = 1
 
 Node = Any
 """``TENSOR``, ``VALUE`` or a tuple that begins with a tag."""
+
 _KEPT_CHARACTERS = 256
 _CONTAINERS = frozenset("dDoltq")
 

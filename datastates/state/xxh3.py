@@ -49,10 +49,13 @@ _PRIMES_64 = (
 _ALL = (1 << 64) - 1
 _ALIGNED = 16
 """The alignment, in bytes, that a device's memory needs for the widest read."""
+
 _WORD = 8
 """The begin of each read by a device must be a multiple of this many bytes."""
+
 LANES = BLOCK_BYTES // STRIPE_BYTES, STRIPE_BYTES // 8
 """The shape of a block in words: its stripes, and the lanes to which they are added."""
+
 Part = tuple[int, torch.Tensor]
 """The place in a chunk where some of its bytes begin, and these bytes: flat, ``uint8``."""
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 TOP = 15
 LEAST = 12
 """The fewest letters of a description that are shown, if they fit."""
+
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 STYLE = """
 :root {

@@ -31,6 +31,7 @@ Flags = NDArray[np.bool_]
 FORWARD = 1 / 3
 """The cost of a forward pass, in epochs: a step also goes backward, which costs about twice as
 much as going forward."""
+
 LossOf = Callable[[nn.Module, Tensor], Tensor]
 """A function that takes the model and int64 indices ``[n]`` on the CPU, and returns the loss of
 each sample, ``[n]``."""

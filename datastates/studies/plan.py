@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 MOST_VARIANTS = 1_000_000
 """The most variants that a plan made here may have, and the most subsets that its data may have."""
+
 MOST_DEPTH = 20
 MOST_SAMPLES = 100_000_000
 _BITS = 2**63

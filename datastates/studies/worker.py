@@ -52,6 +52,7 @@ _logger = logging.getLogger(__name__)
 Stop = Callable[[Sequence[State]], bool]
 """A study's stop rule. It takes the states that a variant has reported so far, first epoch first,
 and returns whether the variant ends here."""
+
 _PATIENCE_S = 60.0
 _LOOK_S = 0.5
 
