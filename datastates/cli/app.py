@@ -1,5 +1,8 @@
-"""All commands together, and what surrounds each of them: global options, errors, the end of a
-pipe."""
+"""All commands together: their list, ``Shell``, which gives a command its repository and output,
+and the handling of errors and of closed pipes.
+
+Also the import of ``MODULE:FUNCTION`` arguments and the completion of names.
+"""
 
 from __future__ import annotations
 
@@ -79,8 +82,7 @@ EXAMPLES = {
 """The examples by the name of the command."""
 
 
-# The commands, in the order in which help lists them: the module that defines each, and its
-# heading.
+# --- The commands in the order of the help, each with its module and heading ---
 
 
 COMMANDS = {
@@ -125,6 +127,59 @@ COMMANDS = {
 """The heading of each command, and the function that adds it to a ``typer.Typer``, by its
 module."""
 
+Repo = Annotated[
+    str | None,
+    typer.Option(
+        "--repo",
+        "-r",
+        metavar="URL",
+        help=(
+            "The repository's folder or postgresql://… (default: DATASTATES_REPO, else found from"
+            " here upwards, else ./runs)."
+        ),
+        show_default=False,
+    ),
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Write JSON; lists as one object a line.", show_default=False)
+]
+MOST = 10**9
+"""The largest number that an option which counts takes: databases count to 2**63 at most."""
+
+Limit = Annotated[
+    int, typer.Option("--limit", "-n", min=0, max=MOST, help="Show at most this many; 0 shows all.")
+]
+PIPED_WIDTH = 10_000
+"""The width for output that a program reads, so that nothing is folded or cut."""
+
+EPILOG = (
+    "Exit codes: 0 done; 1 unexpected; 2 wrong command line; 3 not found; 4 conflict; 5 invalid"
+    " input; 6 corrupt; 7 unavailable; 8 refused, or a peer broke the protocol; 130 interrupted."
+    " DATASTATES_TRACEBACK=1 shows tracebacks, NO_COLOR=1 turns colours off."
+)
+EXIT_CODES = {
+    "error": 1,
+    "torn": 1,
+    "closed": 1,
+    "not-found": 3,
+    "ambiguous": 3,
+    "conflict": 4,
+    "invalid-input": 5,
+    "syntax": 5,
+    "unsupported": 5,
+    "corrupt": 6,
+    "unavailable": 7,
+    "over-budget": 7,
+    "disconnected": 7,
+    "unauthorized": 8,
+    "peer-fault": 8,
+    "dirty": 1,
+    "processor-failed": 1,
+    "cancelled": 130,
+}
+"""Exit codes by the kind of error. 2 is a wrong command line. An error that is not listed is a
+defect and gives 1."""
+
 
 class Command(TyperCommand):
     """A command whose parameters cost no more than necessary."""
@@ -134,7 +189,7 @@ class Command(TyperCommand):
 
 
 class LazyCommands(MutableMapping[str, Any]):
-    """The commands by name; each is made when it is asked for."""
+    """The commands by name. Each is made when it is looked up."""
 
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}
@@ -212,35 +267,7 @@ class _Unconverted:
         return value if of.callback is None else of.callback(context, of, value)
 
 
-# What every command needs: its repository, and where and how to write.
-
-
-Repo = Annotated[
-    str | None,
-    typer.Option(
-        "--repo",
-        "-r",
-        metavar="URL",
-        help=(
-            "The repository's folder or postgresql://… (default: DATASTATES_REPO, else found from"
-            " here upwards, else ./runs)."
-        ),
-        show_default=False,
-    ),
-]
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Write JSON; lists as one object a line.", show_default=False)
-]
-
-MOST = 10**9
-"""The largest number that an option which counts takes: databases count to 2**63 at most."""
-
-Limit = Annotated[
-    int, typer.Option("--limit", "-n", min=0, max=MOST, help="Show at most this many; 0 shows all.")
-]
-
-PIPED_WIDTH = 10_000
-"""The width for output that a program reads, so that nothing is folded or cut."""
+# --- The repository and the output of a command ---
 
 
 @dataclass(slots=True)
@@ -389,8 +416,7 @@ class Shell:
         sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
     def hint(self, text: str) -> None:
-        """Write a remark of one line for people beside the output: on standard error, and not
-        with JSON."""
+        """Write a remark of one line on standard error, except with JSON."""
         if self.as_json:
             return
         sys.stdout.flush()  # the output that it refers to comes first
@@ -399,7 +425,7 @@ class Shell:
         sys.stderr.write((typer.style(text, dim=True) if is_dim else text) + "\n")
 
     def write_json(self, value: object) -> None:
-        """Write one object, on a line of its own."""
+        """Write one object, on a separate line."""
         import msgspec
 
         sys.stdout.write(msgspec.json.encode(value, enc_hook=str).decode() + "\n")
@@ -410,7 +436,7 @@ class Shell:
             self.write_json(value)
 
     def write_states(self, states: Iterable[State]) -> None:
-        """Write one state a line; ``restorable`` tells whether some tier holds its bytes."""
+        """Write one state a line. ``restorable`` is whether some tier holds its bytes."""
         import msgspec
 
         self.write_lines(
@@ -425,15 +451,7 @@ def is_terminal() -> bool:
     return sys.stdout.isatty() if forced is None else forced != ""
 
 
-# All commands together, and what surrounds each of them: global options, errors, the end of a
-# pipe.
-
-
-EPILOG = (
-    "Exit codes: 0 done; 1 unexpected; 2 wrong command line; 3 not found; 4 conflict; 5 invalid"
-    " input; 6 corrupt; 7 unavailable; 8 refused, or a peer broke the protocol; 130 interrupted."
-    " DATASTATES_TRACEBACK=1 shows tracebacks, NO_COLOR=1 turns colours off."
-)
+# --- Main program: global options, errors, the end of a pipe ---
 
 
 class Group(TyperGroup):
@@ -542,31 +560,7 @@ def _leave_pipe() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-# How a command ends: the exit code of each error, and how the error is reported.
-
-
-EXIT_CODES = {
-    "error": 1,
-    "torn": 1,
-    "closed": 1,
-    "not-found": 3,
-    "ambiguous": 3,
-    "conflict": 4,
-    "invalid-input": 5,
-    "syntax": 5,
-    "unsupported": 5,
-    "corrupt": 6,
-    "unavailable": 7,
-    "over-budget": 7,
-    "disconnected": 7,
-    "unauthorized": 8,
-    "peer-fault": 8,
-    "dirty": 1,
-    "processor-failed": 1,
-    "cancelled": 130,
-}
-"""Exit codes by the kind of error. 2 is a wrong command line; an error that is not listed is a
-defect: 1."""
+# --- Exit codes and reports of errors ---
 
 
 def code_of(error: BaseException) -> int:
@@ -575,8 +569,8 @@ def code_of(error: BaseException) -> int:
 
 
 def complain(error: BaseException, *, as_json: bool) -> None:
-    """Report an error on standard error: one red message, or a JSON object; with a traceback
-    only if it is asked for."""
+    """Report an error on standard error: one red message, or a JSON object. The traceback is
+    optional."""
     if os.environ.get("DATASTATES_TRACEBACK"):
         traceback.print_exception(error)
     if as_json:
@@ -609,12 +603,12 @@ def _describe(error: BaseException) -> dict[str, object]:
     return described
 
 
-# The user's function that ``MODULE:FUNCTION`` names.
+# --- The user's function that ``MODULE:FUNCTION`` names ---
 
 
 def function_of(said: str, purpose: str) -> Callable[..., Any]:
-    """The function; modules of the current folder are found too. ``purpose`` says what it must do:
-    ``gives a picture``.
+    """The function. Modules of the current folder are found too. ``purpose`` describes its result,
+    such as ``gives a picture``.
 
     :raises InvalidInput: there is no such function.
     """
@@ -638,7 +632,7 @@ def function_of(said: str, purpose: str) -> Callable[..., Any]:
     return function
 
 
-# Completion of names: reads the lineage, needs no torch, and never reports errors.
+# --- Completion of names: reads the lineage, needs no torch, and never reports errors ---
 
 
 def ref_names(context: typer.Context, incomplete: str) -> list[str]:

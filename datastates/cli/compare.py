@@ -1,4 +1,4 @@
-"""``compare``: states side by side."""
+"""The commands ``compare``, ``diff``, ``blame``, ``bisect``, ``cadence`` and ``config``."""
 
 from __future__ import annotations
 
@@ -35,6 +35,42 @@ if TYPE_CHECKING:
     from datastates.values import Value
 
 _KINDS = (("config", "config."), ("metrics", "metrics."), ("attributes", "attr."), ("code", ""))
+STAT = (
+    "no payload was read: 'unread' tensors lie in chunks that differ, and may have changed; without"
+    " --stat they are compared"
+)
+_SKIP = 125
+_NOT_RUN = (126, 127)
+Branch = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="BRANCH",
+        help="Its trainings (default: whatever was trained last).",
+        autocompletion=branch_names,
+    ),
+]
+Mtbf = Annotated[
+    str | None,
+    typer.Option(
+        "--mtbf",
+        metavar="TIME",
+        help="The time between failures of a process: 90m, 6h, 2d (default: as observed here).",
+    ),
+]
+NodeMtbf = Annotated[
+    str,
+    typer.Option(
+        "--node-mtbf",
+        metavar="TIME",
+        help="The time between losses of a node with its disk, for two levels.",
+    ),
+]
+Overhead = Annotated[
+    str,
+    typer.Option(
+        "--overhead", metavar="SHARE", help="The share of the time that CheckFreq may take."
+    ),
+]
 
 
 def register_compare(app: typer.Typer) -> None:
@@ -58,8 +94,8 @@ def compare(
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Put states beside each other: configuration, metrics, attributes, and where each can be
-    restored. No payload is read."""
+    """Compare states: configuration, metrics, attributes, and where each can be restored. No
+    payload is read."""
     from datastates.lineage.query import revision
     from datastates.lineage.views import comparison
 
@@ -135,13 +171,7 @@ def _value_compare(value: Value) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# ``diff``: what changed from one state to another.
-
-
-STAT = (
-    "no payload was read: 'unread' tensors lie in chunks that differ, and may have changed; without"
-    " --stat they are compared"
-)
+# --- ``diff``: the changes from one state to another ---
 
 
 class Order(StrEnum):
@@ -335,7 +365,7 @@ def _value_diff(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# ``blame``: which state last changed each tensor.
+# --- ``blame``: the state that last changed each tensor ---
 
 
 def register_blame(app: typer.Typer) -> None:
@@ -415,11 +445,7 @@ def _how(found: Blame) -> str:
     return f"{found.change}{', by a merge or from its other parents' * found.is_merged}"
 
 
-# ``bisect``: the first state at which something turned bad.
-
-
-_SKIP = 125
-_NOT_RUN = (126, 127)
+# --- ``bisect``: the first bad state ---
 
 
 def register_bisect(app: typer.Typer) -> None:
@@ -489,8 +515,8 @@ def bisect(
 ) -> None:
     """Find the first bad state between two, by restoring about log2 of their number.
 
-    A bisection that was broken off goes on when the same command is given again. States whose bytes
-    are gone are not tried: the answer may then be a range.
+    Give the same command again to resume an interrupted bisection. States whose bytes are gone are
+    not tried: the answer may then be a range.
     """
     shell = Shell(context, repo, as_json)
     asked = [
@@ -619,39 +645,7 @@ def _say_bisect(shell: Shell, found: Bisection, question: str) -> None:
     shell.hint(f"states tried: {found.restores}")
 
 
-# ``cadence``: how often states of a branch should become durable, by the measured costs.
-
-
-Branch = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="BRANCH",
-        help="Its trainings (default: whatever was trained last).",
-        autocompletion=branch_names,
-    ),
-]
-Mtbf = Annotated[
-    str | None,
-    typer.Option(
-        "--mtbf",
-        metavar="TIME",
-        help="The time between failures of a process: 90m, 6h, 2d (default: as observed here).",
-    ),
-]
-NodeMtbf = Annotated[
-    str,
-    typer.Option(
-        "--node-mtbf",
-        metavar="TIME",
-        help="The time between losses of a node with its disk, for two levels.",
-    ),
-]
-Overhead = Annotated[
-    str,
-    typer.Option(
-        "--overhead", metavar="SHARE", help="The share of the time that CheckFreq may take."
-    ),
-]
+# --- ``cadence``: how often states of a branch should become durable, by the measured costs ---
 
 
 def register_cadence(app: typer.Typer) -> None:
@@ -668,8 +662,8 @@ def cadence(
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say how often states became durable and why, what that cost, and what each computed
-    cadence would choose."""
+    """Show how often states became durable and why, what that cost, and what each computed cadence
+    would choose."""
     from datastates.policy.computed import CheckFreq, TwoLevel
     from datastates.policy.contract import read_duration, read_percent
     from datastates.policy.text import advise
@@ -740,7 +734,7 @@ def _table_cadence(found: Advice) -> TextTable:
     return table
 
 
-# ``config``: the configuration of a state.
+# --- ``config``: the configuration of a state ---
 
 
 def register_configured(app: typer.Typer) -> None:

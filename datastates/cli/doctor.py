@@ -1,4 +1,7 @@
-"""``doctor``: what works on this machine, and what would make the rest work."""
+"""The commands ``doctor``, ``init`` and ``demo``.
+
+``doctor`` checks what works on this machine, and suggests what would make more features work.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,15 @@ if TYPE_CHECKING:
 
 _STYLES = {"ok": "green", "warn": "yellow", "missing": "bright_black", "failed": "bold red"}
 _UNAVAILABLE = 7
+TRIED_BYTES = 64 << 20
+_AT_ONCE = 8
+_PATIENCE_S = 60.0
+_SAMPLE_BYTES = 64 << 20
+_PIECE_BYTES = 16 << 20
+_SLOW_BYTES_PER_S = 100e6
+_FEW_CONNECTIONS = 128
+_LITTLE_MEMORY_BYTES = 2 << 30
+_LITTLE_DISK_BYTES = 5 << 30
 
 
 def register_doctor(app: typer.Typer) -> None:
@@ -80,12 +92,7 @@ def doctor(context: typer.Context, repo: Repo = None, as_json: AsJson = False) -
         raise typer.Exit(_UNAVAILABLE)
 
 
-# A trial of UCX on this machine: 64 MiB are moved between two workers, as in a clone.
-
-
-TRIED_BYTES = 64 << 20
-_AT_ONCE = 8
-_PATIENCE_S = 60.0
+# --- Trial of UCX: 64 MiB between two workers, as in a clone ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,20 +166,11 @@ async def _moved(sender: UcxTransport, receiver: UcxTransport) -> float:
     return TRIED_BYTES / seconds
 
 
-# What works on this machine: one function for each subject, which returns findings and never
-# raises.
-
-
-_SAMPLE_BYTES = 64 << 20
-_PIECE_BYTES = 16 << 20
-_SLOW_BYTES_PER_S = 100e6
-_FEW_CONNECTIONS = 128
-_LITTLE_MEMORY_BYTES = 2 << 30
-_LITTLE_DISK_BYTES = 5 << 30
+# --- Checks: one function a subject, which returns findings and never raises ---
 
 
 class Verdict(StrEnum):
-    """The meaning of a finding. Only ``failed`` keeps datastates from working."""
+    """The meaning of a finding. datastates does not work if one is ``failed``."""
 
     OK = "ok"
     WARN = "warn"
@@ -182,7 +180,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding; ``next`` says what would improve it."""
+    """One finding. ``next`` is what would improve it."""
 
     name: str
     status: Verdict
@@ -531,7 +529,7 @@ def _time_write(folder: Path, flags: int) -> float:
         _scratch(folder, flags) as fd,
         mmap.mmap(-1, _PIECE_BYTES) as memory,
     ):
-        # anonymous maps lie on page boundaries
+        # anonymous maps begin at page boundaries
         memory.write(os.urandom(1 << 20) * (_PIECE_BYTES >> 20))
         began = time.perf_counter()
         for _ in range(_SAMPLE_BYTES // _PIECE_BYTES):
@@ -580,7 +578,7 @@ def _run(*command: str) -> tuple[bool, str]:
     return True, (done.stdout.strip().splitlines() or [""])[0]
 
 
-# ``init`` and ``demo``: the first commands to run.
+# --- ``init`` and ``demo``: the first commands to run ---
 
 
 def register_setup(app: typer.Typer) -> None:

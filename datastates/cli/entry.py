@@ -1,4 +1,4 @@
-"""The entry point of the terminal: Ctrl-C is handled before anything else is imported."""
+"""The entry point of the terminal. It handles Ctrl-C before all other imports."""
 
 from __future__ import annotations
 

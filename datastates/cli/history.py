@@ -1,4 +1,4 @@
-"""``log``, ``show`` and ``find``: which states there are, and what is known of them."""
+"""The commands ``log``, ``show`` and ``find``: the states of a repository, and their data."""
 
 from __future__ import annotations
 
@@ -60,12 +60,23 @@ Since = Annotated[
 AsCsv = Annotated[
     bool, typer.Option("--csv", help="Write CSV, with whole uids.", show_default=False)
 ]
+FOUND = 100
+"""How many states ``find`` shows to people who set no limit."""
+
+GONE = "o"
+"""The node of a state that cannot be restored. The node of any other state is ``*``."""
+
+_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+_LOOK_MS = 250
+_AGAIN = 256
+"""PostgreSQL may commit a lower row id after a higher one, so this many of the last ids are
+looked at again."""
 
 
 def refine(session: Session, query: Query, *, sort: str | None, since: str | None) -> Query:
-    """The query, ordered and bounded as the options say.
+    """The query, ordered and bounded by the options.
 
-    :raises SyntaxProblem: ``sort`` names nothing that is known.
+    :raises SyntaxProblem: ``sort`` is no known field.
     :raises InvalidInput: ``since`` is neither an age nor a date.
     """
     from datastates.lineage.query.grammar import AllOf
@@ -83,7 +94,7 @@ def refine(session: Session, query: Query, *, sort: str | None, since: str | Non
 def columns_of(session: Session, text: str) -> list[Field]:
     """The fields that ``--columns`` names.
 
-    :raises SyntaxProblem: one is not known; names the closest.
+    :raises SyntaxProblem: one is not known. The text names the most similar one.
     """
     from datastates.lineage.query.fields import field_of
 
@@ -124,11 +135,7 @@ def _later(since: str) -> Node:
     raise InvalidInput(f"--since {since!r} is no age and no date: give 2h, 30m, 7d or 2026-11-21")
 
 
-# ``log``, ``show`` and ``find``: which states there are, and what is known of them.
-
-
-FOUND = 100
-"""How many states ``find`` shows to people who set no limit."""
+# --- ``log``, ``show`` and ``find`` ---
 
 
 def register(app: typer.Typer) -> None:
@@ -330,7 +337,7 @@ def _search(
     text: str | None = None,
 ) -> tuple[list[State], Query]:
     """At most ``most`` of the states that match a query with the options, and the query that was
-    finally asked."""
+    finally used."""
     from datastates.lineage.query.fields import check_names
     from datastates.lineage.query.pages import find_each
 
@@ -403,8 +410,8 @@ def _say_empty(shell: Shell) -> None:
 
 
 def _late(session: Session, shown: Sequence[State]) -> str | None:
-    """What waits for parts of ranks: in the training of the newest state shown, or in all if
-    there is none yet."""
+    """A line about states that wait for parts of ranks: in the training of the newest state shown,
+    or in all if there is none yet."""
     if shown and shown[0].world_size == 1:
         return None
     from datastates.lineage.query.incomplete import late, waiting
@@ -435,7 +442,7 @@ def _merge(session: Session, heads: list[str], limit: int | None) -> list[State]
     """The histories of several heads in one, each state once. Row ids fall along every path, so a
     child comes before its parents.
 
-    So the newest ``limit`` states lie on the paths of the newest ``limit`` heads.
+    The newest ``limit`` states are therefore on the paths of the newest ``limit`` heads.
     """
     from datastates.lineage.lookup import ids_of
     from datastates.lineage.query import walk
@@ -551,13 +558,7 @@ def _run_facts(run: Run, name: str) -> list[tuple[str, object]]:
     ]
 
 
-# The log for people: states from new to old, with the lanes of their branches beside them.
-
-
-GONE = "o"
-"""The node of a state that cannot be restored. That of a state that can be is ``*``."""
-
-_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+# --- The log for people: states from new to old, with the lanes of their branches ---
 
 
 def log_lines(
@@ -579,7 +580,7 @@ def log_lines(
         lines += map(_coloured, drawn.before)
         node = drawn.node if state.status.is_restorable else drawn.node.replace("*", GONE)
         lines.append(_coloured(node.ljust(width)).append(paragraph[0]))
-        # The lines after a node come at once: what follows a merge stands beside the lanes that it
+        # The lines after a node come at once: the line after a merge is next to the lanes that it
         # opened.
         lines += map(_coloured, drawn.after)
         lines += [_coloured(drawn.rest.ljust(width)).append(line) for line in paragraph[1:]]
@@ -619,19 +620,12 @@ def _paragraph(state: State, refs: Sequence[Ref]) -> list[Text]:
     return [head, *facts, Text()]
 
 
-# ``log --follow``: new states, one a line, as they are recorded; until Ctrl-C, or until nobody
-# reads any more.
-
-
-_LOOK_MS = 250
-_AGAIN = 256
-"""PostgreSQL may commit a lower row id after a higher one, so this many of the last ids are
-looked at again."""
+# --- ``log --follow``: new states, one a line, until Ctrl-C or until the reader is gone ---
 
 
 def follow_log(shell: Shell, rev: str | None, limit: int, *, all_refs: bool) -> None:
-    """Show the newest ``limit`` states (0: all), oldest first, then each new one: those of a
-    branch, or of all branches.
+    """Show the newest ``limit`` states (0: all), oldest first, then each new one. They are from one
+    branch, or from all branches.
 
     :raises InvalidInput: ``rev`` is not a branch.
     :raises BrokenPipeError: the reader of the output has gone.
@@ -646,7 +640,7 @@ def follow_log(shell: Shell, rev: str | None, limit: int, *, all_refs: bool) -> 
 
 
 def _branch(session: Session, rev: str | None, *, all_refs: bool) -> str | None:
-    """The branch to follow; None: all."""
+    """The branch to follow, or None for all."""
     from datastates.lineage.query import names as refs
     from datastates.lineage.states import RefKind
 

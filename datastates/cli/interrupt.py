@@ -1,5 +1,5 @@
-"""Ctrl-C ends a command quietly while it begins; later it raises, so that half-done work is put
-in order."""
+"""Ctrl-C ends a command quietly while it begins. Later it raises, so that unfinished work is
+cleaned up."""
 
 from __future__ import annotations
 

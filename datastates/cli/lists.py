@@ -1,5 +1,4 @@
-"""``branches``, ``best``, ``runs``, ``stats`` and ``watch``: the answers to what a person asks
-first."""
+"""The commands ``branches``, ``best``, ``runs``, ``stats``, ``watch`` and ``incomplete``."""
 
 from __future__ import annotations
 
@@ -102,6 +101,33 @@ Grouped = Annotated[
 AsCsv = Annotated[
     bool, typer.Option("--csv", help="Write a table for a spreadsheet.", show_default=False)
 ]
+_BARS = "▁▂▃▄▅▆▇█"
+_GAP = 2  # blanks between columns
+_NAME = 24  # of a branch, if not everything fits
+_MARKS = {
+    Life.RUNNING: ("●", "green"),
+    Life.ENDED: ("○", "bright_black"),
+    Life.UNKNOWN: ("?", "yellow"),
+}
+_ENDS = {How.FAILED: ("✗", "red"), How.KILLED: ("✗", "red"), How.INTERRUPTED: ("◌", "yellow")}
+LISTED = 16
+"""The most ranks with a line each; with more ranks there is a line for each place."""
+
+LATE_S = 5.0
+"""How many seconds a state may wait for parts before ``log`` reports it: ranks are never quite
+at once."""
+
+_WHAT_TO_DO = {
+    Life.RUNNING: (
+        "which runs: its log says why it is late, or 'py-spy dump --pid {pid}' there; what waits is"
+        " given up after the job's group_patience_s"
+    ),
+    Life.ENDED: (
+        "which has ended: start the job again, which goes on from its newest whole state;"
+        " 'datastates gc' removes what waits"
+    ),
+    Life.UNKNOWN: "of which nothing is to be seen from here: look on {host}",
+}
 
 
 def register_overview(app: typer.Typer) -> None:
@@ -186,7 +212,7 @@ def runs(
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the trainings, the newest first, and say which of them still run."""
+    """List the trainings, the newest first, and whether they still run."""
     from datastates.api.live import infos
     from datastates.lineage.write import runs as lineage_runs
 
@@ -349,24 +375,12 @@ def _ask(
     return overview.branches(session, query, **choice)
 
 
-# Branches, runs and the whole repository as a person sees them in a terminal: pure functions that
-# return rich renderables.
-
-
-_BARS = "▁▂▃▄▅▆▇█"
-_GAP = 2  # blanks between columns
-_NAME = 24  # of a branch, if not everything fits
-_MARKS = {
-    Life.RUNNING: ("●", "green"),
-    Life.ENDED: ("○", "bright_black"),
-    Life.UNKNOWN: ("?", "yellow"),
-}
-_ENDS = {How.FAILED: ("✗", "red"), How.KILLED: ("✗", "red"), How.INTERRUPTED: ("◌", "yellow")}
+# --- Branches, runs and the repository as rich renderables: pure functions ---
 
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A column; ``weight`` says which columns give way first if not all fit: the heaviest."""
+    """A column. If not all fit, the column with the highest ``weight`` shrinks first."""
 
     head: str
     cells: tuple[Text, ...]
@@ -648,7 +662,7 @@ def _mark(life: Life, ending: Ending | None) -> Text:
 
 
 def _unwell(ending: Ending) -> str:
-    """How it ended, unless it ended normally: ``failed at step 7: RuntimeError``."""
+    """How a run ended, unless it ended normally, such as ``failed at step 7: RuntimeError``."""
     if ending.how is How.ENDED:
         return ""
     said = ending.how.value + ("" if ending.step is None else f" at step {ending.step}")
@@ -675,29 +689,7 @@ def _range(least: float | None, most: float | None) -> str:
     return "no numbers" if least is None or most is None else f"{least:.6g} to {most:.6g}"
 
 
-# ``incomplete``: states of several ranks that are not whole; and for ``show``, the parts of those
-# that are.
-
-
-LISTED = 16
-"""The most ranks with a line each; with more ranks there is a line for each place."""
-
-
-LATE_S = 5.0
-"""How many seconds a state may wait for parts before ``log`` reports it: ranks are never quite
-at once."""
-
-_WHAT_TO_DO = {
-    Life.RUNNING: (
-        "which runs: its log says why it is late, or 'py-spy dump --pid {pid}' there; what waits is"
-        " given up after the job's group_patience_s"
-    ),
-    Life.ENDED: (
-        "which has ended: start the job again, which goes on from its newest whole state;"
-        " 'datastates gc' removes what waits"
-    ),
-    Life.UNKNOWN: "of which nothing is to be seen from here: look on {host}",
-}
+# --- ``incomplete``: states that lack parts of ranks; for ``show``, the parts of a state ---
 
 
 def register_incomplete(app: typer.Typer) -> None:

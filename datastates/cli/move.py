@@ -1,4 +1,5 @@
-"""``restore``: writes the bytes of a state to files."""
+"""The commands ``restore``, ``export``, ``import`` and ``clone``: states to and from other
+places."""
 
 from __future__ import annotations
 
@@ -39,6 +40,31 @@ Rev = Annotated[
         autocompletion=ref_names,
     ),
 ]
+_SHOWN = 20
+Revs = Annotated[
+    list[str],
+    typer.Argument(metavar="REV", help="States: uids, names, main~3, …", autocompletion=ref_names),
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--token-file",
+        metavar="FILE",
+        help="The file with the server's token (default: DATASTATES_TOKEN).",
+        show_default=False,
+    ),
+]
+TlsCa = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-ca",
+        metavar="FILE",
+        help="Use TLS, and trust the certificates in this file.",
+        show_default=False,
+    ),
+]
+_FORM = "tcp://HOST:PORT/REV"
+_SPARE_BYTES = 64 << 20
 
 
 def register_payload(app: typer.Typer) -> None:
@@ -150,16 +176,7 @@ def progress_of(shell: Shell) -> Progress:
     )
 
 
-# ``export`` and ``import``: states as a folder that can be carried elsewhere, and checkpoint
-# files of other tools.
-
-
-_SHOWN = 20
-
-Revs = Annotated[
-    list[str],
-    typer.Argument(metavar="REV", help="States: uids, names, main~3, …", autocompletion=ref_names),
-]
+# --- ``export`` and ``import``: states as a folder, and checkpoint files of other tools ---
 
 
 def register_bundle(app: typer.Typer) -> None:
@@ -317,16 +334,15 @@ def import_states(
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Bring the states of a folder that `export` wrote into a repository, durable; those that no
-    tag names get the tag import/UID.
+    """Import the states of a folder that `export` wrote, and make them durable. States that no tag
+    names get the tag import/UID.
 
     A repository that does not exist is made.
 
     With --pattern, a folder of checkpoints of torch.save, safetensors, Hugging Face or
     torch.distributed.checkpoint becomes a branch.
 
-    Nothing in them is executed. An import that was broken off goes on when the same command is
-    given again.
+    No code in them is executed. Give the same command again to resume an interrupted import.
     """
     shell = Shell(context, repo, as_json)
     if pattern is not None:
@@ -408,42 +424,17 @@ def _say(shell: Shell, done: Bundle, where: str, what: str) -> None:
     shell.write(f"its digest is {done.digest}")
 
 
-# What commands that connect to other processes share: how each side proves who it is.
-
-
-TokenFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--token-file",
-        metavar="FILE",
-        help="The file with the server's token (default: DATASTATES_TOKEN).",
-        show_default=False,
-    ),
-]
-TlsCa = Annotated[
-    Path | None,
-    typer.Option(
-        "--tls-ca",
-        metavar="FILE",
-        help="Use TLS, and trust the certificates in this file.",
-        show_default=False,
-    ),
-]
+# --- TLS for commands that connect to other processes ---
 
 
 def trusting(ca: Path | None) -> Tls | None:
-    """TLS with servers whose certificates are signed by those in a file; None: without TLS."""
+    """TLS with servers whose certificates are signed by those in a file. Without a file, None."""
     from datastates.transport.contract import Tls  # the transport takes a while to import
 
     return None if ca is None else Tls(trusted=ca)
 
 
-# ``clone``: clones a state that another process serves into a repository of one's own, where it
-# outlives this command.
-
-
-_FORM = "tcp://HOST:PORT/REV"
-_SPARE_BYTES = 64 << 20
+# --- ``clone``: a state that another process serves becomes a state of a local repository ---
 
 
 def register_clone(app: typer.Typer) -> None:
@@ -521,7 +512,8 @@ def clone(
 ) -> None:
     """Clone a state that another process serves, with its ancestry, and make it durable here.
 
-    Only what is not here yet is moved."""
+    Bytes that are already here are not moved.
+    """
     shell = Shell(context, repo, as_json)
     url, rev = split_source(source)
     if branch is not None:
@@ -554,7 +546,7 @@ def clone(
 
 def split_source(source: str) -> tuple[str, str]:
     """The url of a server, and the revision: everything after the first slash behind host and port,
-    whatever it contains.
+    with any content.
 
     :raises InvalidInput: one of them is missing.
     """
@@ -582,7 +574,7 @@ class _Name:
 
     @classmethod
     def of(cls, repository: Repository, state: State, branch: str | None) -> _Name:
-        """A branch if one is asked for, else a tag; a name that already names this state is used
+        """A branch if one is requested, else a tag. A name that already names this state is used
         again.
 
         :raises Conflict: the name is taken.
@@ -614,8 +606,8 @@ def _check_name(branch: str) -> None:
 
 @contextmanager
 def _made(location: Location) -> Iterator[None]:
-    """Remove what this command makes of the repository if it fails, unless somebody uses it by
-    then."""
+    """Remove what this command makes of the repository if it fails, unless another process uses it
+    by then."""
     root, packs = location.root, location.packs
     if root is None or location.is_present:
         yield
@@ -630,8 +622,8 @@ def _made(location: Location) -> Iterator[None]:
 
 
 def _unmake(root: Path, packs: Path, folders: Sequence[Path]) -> None:
-    """Remove a repository, with the ``folders`` that were made for it, unless it has a state or
-    somebody has it open."""
+    """Remove a repository, with the ``folders`` that were made for it. It is kept if it has a state
+    or a process has it open."""
     from datastates.lineage import sqlite_files
     from datastates.maintenance.lease import held_in
 
@@ -653,9 +645,10 @@ def _unmake(root: Path, packs: Path, folders: Sequence[Path]) -> None:
 
 
 def _is_empty(path: Path) -> bool:
-    """Whether a lineage that nobody has open has no state.
+    """Whether a lineage that no process has open has no state.
 
-    What a killed process left in its log counts as one."""
+    A state in the log of a killed process counts.
+    """
     if not path.exists():
         return True
     log = path.with_name(f"{path.name}-wal")
@@ -721,7 +714,7 @@ def _fetch(shell: Shell, peer: Peer, repository: Repository, state: State, *, ta
         except BaseException:
             # including SIGTERM: nothing may be written any more when the repository is closed
             transfer.cancel()
-            with suppress(Exception):  # that it was cancelled, or what the error below says already
+            with suppress(Exception):  # that it was cancelled, or the error that is reported below
                 transfer.wait()
             raise
 

@@ -1,4 +1,4 @@
-"""``tag``, ``branch``, ``rm``, ``refs`` and ``reflog``: the names of states."""
+"""The commands ``tag``, ``branch``, ``rm``, ``refs``, ``reflog``, ``note`` and ``annotate``."""
 
 from __future__ import annotations
 
@@ -55,6 +55,56 @@ Expected = Annotated[
 RefMessage = Annotated[
     str | None,
     typer.Option("--message", "-m", help="Why this state has a name.", show_default=False),
+]
+NoteRev = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="REV",
+        help="The state: uid, name, main~3, …; without it, all notes are listed.",
+        autocompletion=ref_names,
+    ),
+]
+Branch = Annotated[
+    str | None,
+    typer.Option(
+        "--branch",
+        "-b",
+        metavar="NAME",
+        help="A branch instead of a state.",
+        show_default=False,
+        autocompletion=branch_names,
+    ),
+]
+NoteMessage = Annotated[
+    str | None,
+    typer.Option(
+        "--message", "-m", metavar="TEXT", help="The note, in Markdown.", show_default=False
+    ),
+]
+Edit = Annotated[
+    str | None,
+    typer.Option(
+        "--edit",
+        metavar="NOTE",
+        help="Give the note of this uid the TEXT of -m.",
+        show_default=False,
+    ),
+]
+DeleteNote = Annotated[
+    str | None,
+    typer.Option(
+        "--delete",
+        "-d",
+        metavar="NOTE",
+        help="Delete the note of this uid for good.",
+        show_default=False,
+    ),
+]
+Author = Annotated[
+    str | None,
+    typer.Option(
+        "--author", metavar="WHO", help="Who wrote it (default: you).", show_default=False
+    ),
 ]
 
 
@@ -314,60 +364,7 @@ def _say_refs(shell: Shell, ref: Ref, text: str, *, is_gone: bool = False) -> No
         raise typer.Exit(EXIT_CODES["unavailable"])
 
 
-# ``note`` and ``annotate``: what people write about states and branches, and metrics that they
-# add to states.
-
-
-NoteRev = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="REV",
-        help="The state: uid, name, main~3, …; without it, all notes are listed.",
-        autocompletion=ref_names,
-    ),
-]
-Branch = Annotated[
-    str | None,
-    typer.Option(
-        "--branch",
-        "-b",
-        metavar="NAME",
-        help="A branch instead of a state.",
-        show_default=False,
-        autocompletion=branch_names,
-    ),
-]
-NoteMessage = Annotated[
-    str | None,
-    typer.Option(
-        "--message", "-m", metavar="TEXT", help="The note, in Markdown.", show_default=False
-    ),
-]
-Edit = Annotated[
-    str | None,
-    typer.Option(
-        "--edit",
-        metavar="NOTE",
-        help="Give the note of this uid the TEXT of -m.",
-        show_default=False,
-    ),
-]
-DeleteNote = Annotated[
-    str | None,
-    typer.Option(
-        "--delete",
-        "-d",
-        metavar="NOTE",
-        help="Delete the note of this uid for good.",
-        show_default=False,
-    ),
-]
-Author = Annotated[
-    str | None,
-    typer.Option(
-        "--author", metavar="WHO", help="Who wrote it (default: you).", show_default=False
-    ),
-]
+# --- ``note`` and ``annotate``: notes on states and branches, and metrics that people add ---
 
 
 def register_notes(app: typer.Typer) -> None:
@@ -400,7 +397,7 @@ def annotate(
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Add metrics to a state that was captured before; `show` says who added them."""
+    """Add metrics to a state that was captured before; `show` lists who added them."""
     shell = Shell(context, repo, as_json)
     metrics = dict(map(_metric, metric))
     with shell.repository() as repository:

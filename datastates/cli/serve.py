@@ -1,5 +1,8 @@
-"""``serve``: repositories on disk, for people and programs to browse (see ``web``), and for
-other processes to clone from."""
+"""The commands ``serve`` and ``token``.
+
+``serve`` opens repositories on disk for browsers and programs, and for clones by other processes.
+``token`` writes a secret to a private file.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,30 @@ if TYPE_CHECKING:
     from datastates.transport.serving import Server, ServerStats
 
 _NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)=(.+)")
+_LOOK_S = 1.0
+_TLS = "for TLS put a proxy before the page (docs/deployment.md, 'Behind a proxy')"
+_PEERS = "leave out what is for peers, or add a tcp:// address"
+_PAGE = "leave out what is for the page, or add an http:// address"
+_OF_CLONES = {
+    "token_file": "the tokens of the page are in the file of --web-tokens",
+    "tls_certificate": _TLS,
+    "tls_key": _TLS,
+    "writable": "--write lets the page write",
+    "data": _PEERS,
+    "timeout": _PEERS,
+}
+"""The options that concern only addresses for peers, by parameter, and what to do instead."""
+
+_OF_PAGE = {
+    "web_tokens": "the token of peers is in the file of --token-file",
+    "write": "--writable lets peers push states",
+    **dict.fromkeys(
+        ("allowed_host", "prefix", "cors", "trusted_proxy", "access_log", "pictures"), _PAGE
+    ),
+}
+"""Those that concern only addresses of the page."""
+
+_Seen = Callable[["ServerStats"], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +78,7 @@ class WebOptions:
 
 @contextmanager
 def opened(shell: Shell, options: Globals, named: Sequence[str]) -> Iterator[dict[str, Repository]]:
-    """The repositories that were named (``NAME=URL`` or URL), or the command's own; by name.
+    """The repositories that were named (``NAME=URL`` or URL), or the command's own, by name.
 
     :raises InvalidInput: two have the same name.
     :raises NotFound: one does not exist.
@@ -161,32 +188,7 @@ def _log_access() -> None:
     logger.propagate = False
 
 
-# ``serve``: repositories on disk, for people and programs to browse (see ``web``), and for other
-# processes to clone from.
-
-
-_LOOK_S = 1.0
-_TLS = "for TLS put a proxy before the page (docs/deployment.md, 'Behind a proxy')"
-_PEERS = "leave out what is for peers, or add a tcp:// address"
-_PAGE = "leave out what is for the page, or add an http:// address"
-_OF_CLONES = {
-    "token_file": "the tokens of the page are in the file of --web-tokens",
-    "tls_certificate": _TLS,
-    "tls_key": _TLS,
-    "writable": "--write lets the page write",
-    "data": _PEERS,
-    "timeout": _PEERS,
-}
-"""The options that concern only addresses for peers, by parameter, and what to do instead."""
-_OF_PAGE = {
-    "web_tokens": "the token of peers is in the file of --token-file",
-    "write": "--writable lets peers push states",
-    **dict.fromkeys(
-        ("allowed_host", "prefix", "cors", "trusted_proxy", "access_log", "pictures"), _PAGE
-    ),
-}
-"""Those that concern only addresses of the page."""
-_Seen = Callable[["ServerStats"], None]
+# --- ``serve`` ---
 
 
 def register_serve(app: typer.Typer) -> None:
@@ -428,9 +430,9 @@ def _where(urls: Sequence[str], host: str | None, port: int | None) -> tuple[lis
 def _check_options(
     context: typer.Context, web_urls: Sequence[str], clone_urls: Sequence[str]
 ) -> None:
-    """Refuse options that none of the addresses would obey, so that nobody relies on them.
+    """Refuse options that none of the addresses would use.
 
-    :raises InvalidInput: there is one; names the next step.
+    :raises InvalidInput: there is one. The text names the next step.
     """
     for of, urls, steps in (
         ("tcp:// and ucx://", clone_urls, _OF_CLONES),
@@ -589,7 +591,7 @@ def _status(shell: Shell) -> Iterator[_Seen]:
         yield show
 
 
-# ``token``: makes a secret in a file that nobody else ever reads.
+# --- ``token``: a secret in a file that only its owner can read ---
 
 
 class Scope(StrEnum):

@@ -1,5 +1,8 @@
-"""Tables that fit the terminal: narrow ones shorten long texts, then leave out what matters
-least, and say so."""
+"""Tables and texts for the terminal: states, refs, CSV, and safe output of texts from others.
+
+A table that is too wide shortens long texts first. Then it leaves out the least important columns
+and reports that.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,18 @@ _GAP = 2
 _LEAST = 8
 """The least width of a column that may be shortened, even if its header is shorter."""
 
+_STATUS_STYLES = {
+    Status.CAPTURED: "cyan",
+    Status.DURABLE: "green",
+    Status.REPLICATED: "green",
+    Status.EXTERNAL: "green",
+    Status.EVICTED: "bright_black",
+    Status.LOST: "red",
+}
+_REF_STYLES = {RefKind.BRANCH: "bold green", RefKind.TAG: "bold yellow"}
+_METRICS = 6
+_NUMBERS = {"step", "micro_step", "metrics"}
+
 
 def cut(text: Text, width: int) -> Text:
     """A copy of a text, at most this wide; an ellipsis shows that something is missing."""
@@ -51,8 +66,9 @@ def cut(text: Text, width: int) -> Text:
 class Column:
     """A column.
 
-    ``is_flexible``: its texts may be shortened. Of columns that may be left out, those with the
-    highest ``rank`` go first."""
+    ``is_flexible``: its texts may be shortened. Columns with the highest ``rank`` are left out
+    first.
+    """
 
     name: str
     is_number: bool = False
@@ -83,7 +99,7 @@ class TextTable:
             column.cells.append(Text(cell) if isinstance(cell, str) else cell)
 
     def lines(self, width: int | None) -> list[Text]:
-        """The header and the rows, at most this wide; None: as wide as they are."""
+        """The header and the rows, at most this wide. None means no limit."""
         columns = self._kept(width)
         widths = _widths(columns, width)
         rows = [
@@ -93,7 +109,7 @@ class TextTable:
         return [_line(row, columns, widths) for row in rows]
 
     def left_out(self, width: int | None) -> list[str]:
-        """The names of the columns for which there is no room."""
+        """The names of the columns that do not fit."""
         kept = self._kept(width)
         return [
             column.name for column in self.columns if column not in kept and not _is_blank(column)
@@ -118,8 +134,8 @@ def _is_blank(column: Column) -> bool:
 
 
 def _widths(columns: Sequence[Column], width: int | None) -> list[int]:
-    """The width of each column: flexible ones shrink first, beginning with the widest; if that
-    is not enough, the last columns are cut."""
+    """The width of each column. Flexible ones shrink first, beginning with the widest. If that is
+    not enough, the last columns are cut."""
     widths = [column.width for column in columns]
     over = 0 if width is None else sum(widths) + _GAP * (len(widths) - 1) - width
     while over > 0:
@@ -143,18 +159,7 @@ def _line(row: Sequence[Text], columns: Sequence[Column], widths: Sequence[int])
     return Text(" " * _GAP).join(cells)
 
 
-# How states, refs and their parts look to a person: pure functions that return texts and tables.
-
-
-_STATUS_STYLES = {
-    Status.CAPTURED: "cyan",
-    Status.DURABLE: "green",
-    Status.REPLICATED: "green",
-    Status.EXTERNAL: "green",
-    Status.EVICTED: "bright_black",
-    Status.LOST: "red",
-}
-_REF_STYLES = {RefKind.BRANCH: "bold green", RefKind.TAG: "bold yellow"}
+# --- States, refs and parts as texts and tables: pure functions ---
 
 
 def status_text(status: Status) -> Text:
@@ -163,8 +168,8 @@ def status_text(status: Status) -> Text:
 
 
 def stored_text(state: State) -> Text:
-    """Where the state is stored, such as ``durable, 11.9 MiB``; if its bytes are gone, how much
-    it was."""
+    """The tier and size of the state, such as ``durable, 11.9 MiB``. If its bytes are gone, their
+    former size."""
     size = size_text(state.bytes_total)
     return Text.assemble(
         status_text(state.status), f", {size}" if state.status.is_restorable else f" (was {size})"
@@ -180,7 +185,7 @@ def by_state(refs: Iterable[Ref]) -> dict[str, list[Ref]]:
 
 
 def refs_text(refs: Sequence[Ref]) -> Text:
-    """The refs as text such as `` (main, tag: warm)`` in colours; empty if there are none."""
+    """The refs as text such as `` (main, tag: warm)`` in colours. Empty without refs."""
     if not refs:
         return Text()
     names = [
@@ -284,17 +289,12 @@ def facts_table(facts: Iterable[tuple[str, object]]) -> rich.table.Table:
     return made
 
 
-# States as a table or as CSV: the columns, and their contents.
-
-
-_METRICS = 6
-_NUMBERS = {"step", "micro_step", "metrics"}
+# --- States as a table or as CSV: the columns, and their contents ---
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known of states besides themselves: their branches by uid, the refs, and the runs
-    by uid."""
+    """Data next to the states: their branches by uid, the refs, and the runs by uid."""
 
     branches: Mapping[str, str]
     refs: Sequence[Ref]
@@ -320,8 +320,10 @@ class Known:
 def states_table(
     states: Sequence[State], known: Known, *, chosen: Sequence[Field] | None, asked: Sequence[Field]
 ) -> TextTable:
-    """A table with one row for each state. The columns are the ``chosen`` ones; else those
-    ``asked`` for, the metrics that matter, and the rest.
+    """A table with one row for each state.
+
+    The columns are the ``chosen`` ones. Without these, they are those in ``asked``, the metrics
+    that matter, and all other columns.
     """
     names = by_state(known.refs)
     fields = (
@@ -346,8 +348,8 @@ def states_table(
 def csv_lines(
     states: Sequence[State], known: Known, *, chosen: Sequence[Field] | None
 ) -> Iterator[str]:
-    """A header, and a line for each state: the chosen columns, else all that exist; names as in
-    a query, values as they are."""
+    """A header, and a line for each state: the chosen columns, else all that exist. Names are as in
+    a query, and values are exact."""
     fields = (
         [("uid", ""), *((one.name, one.key) for one in chosen)]
         if chosen is not None
@@ -386,7 +388,7 @@ def _usual(states: Sequence[State], asked: Sequence[Field]) -> list[tuple[str, s
 
 
 def _whole(state: State, asked: Sequence[str]) -> dict[str, float]:
-    """The state's metrics, without those of single ranks that nobody asked for."""
+    """The state's metrics, without single ranks' metrics that are not in ``asked``."""
     return by_rank(state.metrics, state.world_size)[0] | {
         key: state.metrics[key] for key in asked if key in state.metrics
     }
@@ -422,7 +424,8 @@ _FLEXIBLE = {"message": 20, "branch": 0, "refs": 0, "attr": 0, "config": 0, "tag
 def _column(name: str, key: str, place: int, *, is_chosen: bool) -> Column:
     """The column of a field.
 
-    Fields that were asked for stay longest; a state and its step stay always."""
+    Requested fields stay longest. A state and its step stay always.
+    """
     rank = 0 if name in ("uid", "step") or is_chosen else _RANKS.get(name, 200 + place)
     return Column(key or _HEADERS.get(name, name), name in _NUMBERS, name in _FLEXIBLE, rank)
 
@@ -484,8 +487,7 @@ def _csv(values: Sequence[object]) -> str:
     return line.getvalue()
 
 
-# What others wrote, on its way to a terminal: without anything that the terminal would obey, but
-# in its own colours.
+# --- Texts from others, without the control sequences that a terminal would execute ---
 
 
 def clean_line(line: Text) -> Text:

@@ -1,4 +1,4 @@
-"""``verify``, ``repair``, ``gc`` and ``reindex``: the commands that keep a repository sound."""
+"""The commands ``verify``, ``repair``, ``gc``, ``reindex``, ``du`` and ``prune``."""
 
 from __future__ import annotations
 
@@ -25,6 +25,21 @@ if TYPE_CHECKING:
 
     from .tables import TextTable
 
+_LISTED = 20
+Keep = Annotated[
+    str | None,
+    typer.Option(
+        "--keep",
+        "-k",
+        metavar="POLICY",
+        help=(
+            "What stays of each branch, such as 'latest:5 best:3:val_loss every:1000 at-most:50G'"
+            " (default: as its training asked)."
+        ),
+        show_default=False,
+    ),
+]
+
 
 def register_upkeep(app: typer.Typer) -> None:
     """Add the commands."""
@@ -50,8 +65,8 @@ def gc(
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make room: delete what crashes and evictions left, rewrite packs most of whose bytes no
-    state needs. Trainings may go on."""
+    """Free disk space: delete what crashes and evictions left, rewrite packs most of whose bytes no
+    state needs. Trainings may continue."""
     from .move import progress_of
 
     shell = Shell(context, repo, as_json)
@@ -130,7 +145,8 @@ def verify(
 def _verify_all(shell: Shell, since: str | None, limit: float | None) -> None:
     """Read everything, and end with the exit code of damage if there is any.
 
-    If Ctrl-C ends it, it says how to continue."""
+    If Ctrl-C ends it, the output explains how to continue.
+    """
     from datastates import values
     from datastates.maintenance.verify import Limits, check_all
 
@@ -296,8 +312,8 @@ def repair(
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check everything, and bring back what is damaged from other places; for the rest, name
-    what can be restored instead."""
+    """Check everything, and restore damaged files from other places. For damage that stays, name
+    states that can be restored instead."""
     from .move import progress_of
 
     shell = Shell(context, repo, as_json)
@@ -334,24 +350,7 @@ def repair(
         raise typer.Exit(EXIT_CODES["corrupt" if done.hurt else "unavailable"])
 
 
-# ``du`` and ``prune``: what each branch takes on disk, and what may be dropped.
-
-
-_LISTED = 20
-
-Keep = Annotated[
-    str | None,
-    typer.Option(
-        "--keep",
-        "-k",
-        metavar="POLICY",
-        help=(
-            "What stays of each branch, such as 'latest:5 best:3:val_loss every:1000 at-most:50G'"
-            " (default: as its training asked)."
-        ),
-        show_default=False,
-    ),
-]
+# --- ``du`` and ``prune``: disk use of each branch, and dropping bytes ---
 
 
 def register_room(app: typer.Typer) -> None:
@@ -408,10 +407,10 @@ def prune(
     as_json: AsJson = False,
 ) -> None:
     """Drop the bytes of states that a policy does not keep; they stay in the lineage. Trainings may
-    go on.
+    continue.
 
-    Whatever the policy says, these stay: what names lead to, the newest durable state of each
-    branch, and where branches forked.
+    Every policy keeps these: states that names lead to, the newest durable state of each branch,
+    and where branches forked.
     """
     shell = Shell(context, repo, as_json)
     with shell.repository() as repository, counting(shell, "pruning") as count:

@@ -1,9 +1,8 @@
-"""Which state last changed each tensor of a state, along first parents.
+"""``blame`` finds the state that last changed each tensor, and ``bisect`` the first bad state.
 
-Manifests say most of it: a tensor whose chunks have the same digests in a state and in its parent
-is the same, and a tensor that alone fills a chunk with another digest has changed. Bytes are read
-only where a changed chunk is shared by several tensors, and of a tensor only the bytes in that
-chunk.
+Both follow first parents. Blame compares digests in manifests: a tensor whose chunks have the same
+digests in a state and in its parent is the same. Bytes are read only if several tensors share a
+changed chunk, and only the bytes in that chunk.
 """
 
 from __future__ import annotations
@@ -45,6 +44,18 @@ if TYPE_CHECKING:
     from datastates.storage.tier import Reader
 
 _PAGE = 256  # states of the path that are looked up at once
+_CONDITION = re.compile(
+    r"\s*(?:metrics\.)?(?P<key>.+?)\s*(?P<sign><=|>=|==|!=|=|<|>)\s*(?P<bound>[^\s<>=!]+)\s*"
+)
+_SIGNS: Mapping[str, Callable[[float, float], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "=": operator.eq,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +63,10 @@ class Blame:
     """A tensor, and the state that last changed a bit of it.
 
     ``change`` is ``changed``, ``recast`` (its dtype or shape) or ``added``: the tensor did not
-    exist before, or the path begins there. If the bytes of states in between are gone, it changed
-    at ``earliest`` or later, and at ``state`` or before; otherwise ``earliest`` is None. ``before``
-    is the uid of the state in which it was different; ``distance`` and ``old_norm`` are relative to
-    that state, if asked for.
+    exist before, or the path begins there. If the bytes of states in between are gone, the tensor
+    changed at ``earliest`` or later, and at ``state`` or before. Otherwise ``earliest`` is None.
+    ``before`` is the uid of the state in which it was different. ``distance`` and ``old_norm`` are
+    relative to that state, if they were requested.
     """
 
     path: str
@@ -70,7 +81,7 @@ class Blame:
 
     @property
     def relative(self) -> float | None:
-        """The distance in units of the old norm; None if that is 0, or was not asked for."""
+        """The distance in units of the old norm. None if that is 0, or was not requested."""
         return (
             self.distance / self.old_norm if self.distance is not None and self.old_norm else None
         )
@@ -160,13 +171,13 @@ def _told(
     return replace(said, old_norm=numbers.old_norm, distance=numbers.distance)
 
 
-# The states
+# --- States ---
 
 
 @dataclass(slots=True)
 class _Opened:
-    """A state whose payload is open, and its tensors by path; those of a state of the same
-    layout are reused."""
+    """A state whose payload is open, and its tensors by path. States of the same layout share the
+    tensors."""
 
     state: State
     reader: Reader
@@ -208,7 +219,7 @@ def _open(core: Core, state: State, like: _Opened) -> _Opened | None:
 
 
 def _line(core: Core, head: State) -> Iterator[State]:
-    """The state and its first parents; each page is read in a transaction of its own."""
+    """The state and its first parents. Each page is read in a separate transaction."""
     following: str | None = head.uid
     while following is not None:
         with core.database.read() as session:
@@ -223,11 +234,11 @@ def _line(core: Core, head: State) -> Iterator[State]:
         following = page[-1].facts.parent if len(page) == _PAGE else None
 
 
-# One tensor of two states
+# --- One tensor of two states ---
 
 
 def _change(older: _Opened, newer: _Opened, path: str) -> Change | None:
-    """How a tensor of ``newer`` differs from that of ``older``; None if it does not differ."""
+    """How a tensor of ``newer`` differs from the one of ``older``. None if it does not differ."""
     old, new = older.specs.get(path), newer.specs[path]
     if old is None:
         return Change.ADDED
@@ -255,8 +266,8 @@ def _lies_alike(here: Shard, there: Shard) -> bool:
 
 
 def _is_same(before: Reader, here: Shard, after: Reader, there: Shard) -> bool:
-    """Whether two shards that lie alike in their chunks hold the same bytes; chunks that others
-    share are read."""
+    """Whether two shards at the same places of their chunks hold the same bytes. Chunks that other
+    tensors share are read."""
     lefts, rights = before.manifest.content.chunks, after.manifest.content.chunks
     shift = here.start // CHUNK_BYTES - there.start // CHUNK_BYTES
     shared: list[tuple[int, int]] = []
@@ -292,21 +303,7 @@ def _bits(reader: Reader, spec: TensorSpec) -> torch.Tensor:
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
 
-# The first state on a path at which something turned bad, in as few restores as halving allows.
-
-
-_CONDITION = re.compile(
-    r"\s*(?:metrics\.)?(?P<key>.+?)\s*(?P<sign><=|>=|==|!=|=|<|>)\s*(?P<bound>[^\s<>=!]+)\s*"
-)
-_SIGNS: Mapping[str, Callable[[float, float], bool]] = {
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-    "=": operator.eq,
-    "==": operator.eq,
-    "!=": operator.ne,
-}
+# --- Bisection ---
 
 
 class Verdict(StrEnum):
@@ -395,13 +392,13 @@ def bisect_by(
     verdicts: Path | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Bisection:
-    """Halve the path from ``good`` to ``bad``: of n states at most ceil(log2(n)) + 1 are tried,
-    unless some are skipped.
+    """Halve the path from ``good`` to ``bad``.
 
-    An end on which the answer rests and that was not tried is tried last. ``by`` names the question
-    in the file of verdicts.
+    At most ceil(log2(n)) + 1 of n states are tried, unless some are skipped. An end that was not
+    tried is tried last if the answer depends on it. ``by`` names the question in the file of
+    verdicts.
 
-    :raises InvalidInput: the ends are not what the caller said.
+    :raises InvalidInput: ``good`` is bad, or ``bad`` is good.
     """
     one, other = core.state(good), core.state(bad)
     with core.reading() as session:
@@ -465,9 +462,9 @@ class _Search:
         )
 
     def next(self) -> int | None:
-        """The place to try next: the middle one, then ends that were not tried; None at the end.
+        """The place to try next: the middle one, then ends that were not tried. None at the end.
 
-        :raises InvalidInput: an end is not what the caller said.
+        :raises InvalidInput: ``good`` is bad, or ``bad`` is good.
         """
         last = len(self._path) - 1
         for place, wanted, word in ((0, Verdict.GOOD, "good"), (last, Verdict.BAD, "bad")):
@@ -584,7 +581,7 @@ def _path(session: Session, good: State, bad: State) -> list[int]:
     return path
 
 
-# By a metric, which the lineage knows of every state
+# --- Bisection by a metric, which the lineage has for every state ---
 
 
 def _by_metric(core: Core, good: State, bad: State, text: str) -> Bisection:

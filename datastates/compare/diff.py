@@ -1,9 +1,9 @@
-"""What changed from one state to another: tensor by tensor, and in values, metrics, configuration
-and code.
+"""The changes from one state to another: tensors, values, metrics, configuration and code. Also
+histograms of one tensor.
 
-Tensors are read piece by piece: memory for a few of them is enough, however large the states are.
-What both states hold in the same chunks is not read at all. If the bytes of a state are gone, or
-not here, everything else is told, and which state can be had instead.
+Tensors are read piece by piece, so a few tensors' memory is enough. Chunks that both states share
+are not read. If the bytes of a state are missing, all other changes are returned, with the nearest
+state that has its bytes.
 """
 
 from __future__ import annotations
@@ -38,10 +38,26 @@ from datastates.system import logs
 if TYPE_CHECKING:
     from datastates.storage.tier import Reader
 
+_PIECE = 1 << 20  # elements that are compared at once, as float64
+_LONG = (torch.int64, torch.uint64)
+_INTEGERS = {1: "uint8", 2: "int16"}  # by their size
+_EXACT = 2.0**62  # a smaller difference of two integers is a difference of their bits too
+Pair = tuple[object, object]
+"""The old and the new value; None where a value does not exist."""
+
+BINS = 64
+MOST_BINS = 512
+MOST_STATES = 4
+"""The most states that may be counted over the same bins."""
+
+_LISTED = 5
+_EPSILON = float(np.finfo(np.float64).eps)
+_POWERS = (-323.0, 308.0)  # powers of ten that are numbers
+
 
 @cache
 def is_numeric(dtype: str) -> bool:
-    """Whether torch can turn the elements of a dtype into those of another."""
+    """Whether torch can convert between elements of a dtype and numbers."""
     kind = dtype_of(dtype)
     if kind.is_complex:
         return True
@@ -53,7 +69,7 @@ def is_numeric(dtype: str) -> bool:
 
 
 def check_numeric(spec: TensorSpec, advice: str) -> None:
-    """Raise unless torch computes with the tensor; the message ends with the advice.
+    """Raise unless torch computes with the tensor. The message ends with the advice.
 
     :raises Unsupported: it does not.
     """
@@ -63,24 +79,14 @@ def check_numeric(spec: TensorSpec, advice: str) -> None:
         )
 
 
-# What changed from one state to another: tensor by tensor, and in values, metrics, configuration
-# and code.
-
-
-_PIECE = 1 << 20  # elements that are compared at once, as float64
-_LONG = (torch.int64, torch.uint64)
-_INTEGERS = {1: "uint8", 2: "int16"}  # by their size
-_EXACT = 2.0**62  # a smaller difference of two integers is a difference of their bits too
-
-Pair = tuple[object, object]
-"""The old and the new value; None where a value does not exist."""
+# --- Diff of two states ---
 
 
 class Change(StrEnum):
     """How a tensor changed. ``RECAST``: its dtype or its shape differs.
 
-    ``UNREAD``, if no payload is read: the tensor lies in chunks that differ, and may or may not
-    have changed.
+    ``UNREAD``, if no payload is read: the tensor is in chunks that differ, and may or may not have
+    changed.
     """
 
     SAME = "same"
@@ -136,11 +142,10 @@ class Lacking:
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """The changes from ``old`` to ``new``; ``base`` is their nearest common ancestor. Only metrics,
-    config and versions that differ are listed.
+    """The changes from ``old`` to ``new``. ``base`` is their nearest common ancestor.
 
-    If the bytes of one of them are not available, ``tensors`` and ``values`` are empty and
-    ``lacking`` says which state lacks them, and why.
+    Metrics, config and versions that are equal are left out. If the bytes of one state are not
+    available, ``tensors`` and ``values`` are empty, and ``lacking`` names the state and the reason.
     """
 
     old: State
@@ -170,12 +175,12 @@ def diff(
     stat: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Diff:
-    """Compare two states; see ``Repository.diff``. ``on_progress`` gets the bytes of ``new`` that
-    were compared, and their total.
+    """Compare two states; see ``Repository.diff``.
 
-    Without ``with_tensors`` no payload is opened: no tensors, and no values, which are stored
-    beside them. With ``stat`` only manifests are read, and no payload. An error that
-    ``on_progress`` raises ends the comparison.
+    ``on_progress`` gets the bytes of ``new`` that were compared, and their total. An error that it
+    raises ends the comparison. Without ``with_tensors`` no payload is opened. The result then has
+    no tensors, and no values, which are stored with them. With ``stat``, manifests are read and
+    payloads are not.
     """
     one, other = core.state(old), core.state(new)
     tensors: tuple[TensorChange, ...] = ()
@@ -246,7 +251,7 @@ def _opened(
     return readers, tuple(lacking)
 
 
-# Tensors
+# --- Tensors ---
 
 
 def _tensors(
@@ -329,8 +334,8 @@ def compare(
 
 
 def _is_same_bytes(before: Manifest, old: TensorSpec, after: Manifest, new: TensorSpec) -> bool:
-    """Whether all shards of both lie at the same places of chunks that have the same digests:
-    then nothing has to be read."""
+    """Whether all shards of both are at the same places of chunks that have the same digests. They
+    are then equal without reading."""
     if (old.dtype, old.strides, len(old.shards)) != (new.dtype, new.strides, len(new.shards)):
         return False
     return all(
@@ -441,7 +446,7 @@ def _indices(at: int, spec: TensorSpec) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-# Everything else
+# --- Values, metrics, configuration and code ---
 
 
 def _values(manifest: Manifest) -> dict[str, object]:
@@ -486,17 +491,7 @@ def _code(run: Run | None) -> str | None:
     return run.git_commit + (" with changes" if run.git_dirty else "")
 
 
-# The distribution of the values of one tensor, in one state or in several over the same bins.
-
-
-BINS = 64
-MOST_BINS = 512
-MOST_STATES = 4
-"""The most states that may be counted over the same bins."""
-
-_LISTED = 5
-_EPSILON = float(np.finfo(np.float64).eps)
-_POWERS = (-323.0, 308.0)  # powers of ten that are numbers
+# --- Histogram of one tensor, in one or several states over the same bins ---
 
 
 class Scale(StrEnum):
@@ -509,12 +504,13 @@ class Scale(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The values of the tensor in one state. ``counts`` is the number of values in each bin; the
+    """The values of the tensor in one state. ``counts`` is the number of values in each bin. The
     last bin includes its upper edge.
 
-    Of ``elements``, ``nan`` are NaN and ``infinite`` are infinite, and lie in no bin; on the scale
-    ``log`` neither do the ``zeros``. All other numbers are over the finite values, ``deviation`` is
-    the standard deviation; they are None if there are no such values, or if these are too large.
+    ``elements`` is the number of all values, including ``nan`` NaNs and ``infinite`` infinities.
+    These are in no bin. On the scale ``log``, the ``zeros`` are in no bin either. All other numbers
+    are over the finite values, and ``deviation`` is the standard deviation. They are None if there
+    are no such values, or if these are too large.
     """
 
     state: str
@@ -557,9 +553,9 @@ def histogram(
     :param path: the path of the tensor, as ``diff`` gives it.
     :param bins: the number of bins.
     :param scale: the quantity in which bins are equally wide.
-    :param on_progress: gets the bytes that were read, and their total; an error that it raises ends
+    :param on_progress: gets the bytes that were read, and their total. An error that it raises ends
         the counting.
-    :raises NotFound: a state has no such tensor; names close ones.
+    :raises NotFound: a state has no such tensor. The text names similar ones.
     :raises Unavailable: the bytes of a state are gone.
     :raises InvalidInput: there are too many states or bins.
     :raises Unsupported: torch does not compute with the tensor.
@@ -603,8 +599,8 @@ class _Progress:
 
 @dataclass(slots=True)
 class _Known:
-    """What the first reading finds of the finite values; ``low`` and ``high`` are the ends of
-    the range that is counted, on its scale."""
+    """Results of the first reading over the finite values. ``low`` and ``high`` are the ends of the
+    range that is counted, on its scale."""
 
     least: float = math.inf
     most: float = -math.inf

@@ -44,11 +44,11 @@ class Ensemble:
     turn. Made by ``Repository.ensemble``.
 
     The module's own weights are not touched, and no second module is made. Each member was loaded
-    once; tensors that are the same in several members, such as a frozen backbone, are held once:
-    ``bytes_held`` says what all take together. Predictions are made in evaluation mode and without
-    gradients; afterwards each part of the module is in its earlier mode again.
+    once. Tensors that are the same in several members, such as a frozen backbone, are held once.
+    ``bytes_held`` is the memory of all members together. Predictions are made in evaluation mode
+    and without gradients. Afterwards each part of the module returns to its earlier mode.
 
-    Only one thread at a time may use it, because it uses the module while it makes a prediction.
+    One thread at a time may use it, because it uses the module while it makes a prediction.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class Ensemble:
         return len(self.members)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Prediction:
-        """Every member's output for one input, which the module gets as it is.
+        """Every member's output for one input, which the module gets unchanged.
 
-        :raises InvalidInput: the module's output is not a tensor: say with ``pick=`` which part of
-            it is the prediction.
+        :raises InvalidInput: the module's output is not a tensor. ``pick=`` must name the part of
+            it that is the prediction.
         """
         return Prediction(torch.stack(list(self.each(*args, **kwargs))))
 

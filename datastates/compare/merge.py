@@ -1,9 +1,8 @@
-"""``repo.merge`` and ``repo.verify_merge``: a state made of others, tensor by tensor, that can be
-made again from them.
+"""``merge`` makes a state from others, tensor by tensor. ``verify_merge`` makes it again and
+compares.
 
-The parents stay where they are, mapped from disk or pinned in memory; the result is written
-straight into slots of the arena. So a merge takes the memory of one state and, for a while, of a
-few tensors.
+The parents stay mapped from disk or pinned in memory. The result is written straight into slots of
+the arena. A merge therefore takes the memory of one state and of a few tensors.
 """
 
 from __future__ import annotations
@@ -60,6 +59,11 @@ _PIECE = 1 << 20
 """The number of elements that are computed at a time."""
 
 _SUM_ERROR = 1e-6
+_SHOWN = 6
+_OPAQUE = frozenset("ax")
+"""Arrays and encoded objects: their bytes are not ours to average.
+
+Sparse and quantized tensors are refused."""
 
 
 class Method(StrEnum):
@@ -71,8 +75,8 @@ class Method(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A method with all its arguments, stored as attributes. ``weights`` are those of the parents,
-    the first parent's first.
+    """A method with all its arguments, stored as attributes. ``weights`` has one number for each
+    parent, in their order.
 
     ``decay`` belongs to ``ema``.
     """
@@ -103,10 +107,11 @@ def plan_recipe(
     rest: str,
     decay: float | None,
 ) -> Recipe:
-    """The recipe for ``count`` states as the user named them, checked; ``ema`` takes them from the
+    """The checked recipe for ``count`` states in the user's order. ``ema`` takes them from the
     oldest to the newest.
 
-    :raises InvalidInput: an argument belongs to another method, or makes no sense; says what would.
+    :raises InvalidInput: an argument belongs to another method, or makes no sense. The text names a
+        valid value.
     """
     chosen = _method(method)
     if rest not in ("keep", "drop"):
@@ -164,7 +169,7 @@ def combine(recipe: Recipe, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return result
 
 
-# What is refused
+# --- Arguments that are refused ---
 
 
 def _method(method: str) -> Method:
@@ -210,7 +215,7 @@ def _ages(count: int, decay: float) -> tuple[float, ...]:
     return (*((1 - decay) * decay**age for age in range(count - 1)), decay ** (count - 1))
 
 
-# The arithmetic
+# --- Arithmetic ---
 
 
 def _pieces(count: int) -> Iterator[slice]:
@@ -232,15 +237,7 @@ def _sum(parts: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tenso
     return total
 
 
-# The parents of a merge, opened side by side, and the tensors that a recipe makes of them, one at
-# a time.
-
-
-_SHOWN = 6
-_OPAQUE = frozenset("ax")
-"""Arrays and encoded objects: their bytes are not ours to average.
-
-Sparse and quantized tensors are refused."""
+# --- Parents opened side by side, and their tensors combined one at a time ---
 
 
 class _Parent:
@@ -252,7 +249,7 @@ class _Parent:
         self.index = {spec.path: index for index, spec in enumerate(self.specs)}
 
     def stored(self, path: str) -> int:
-        """The index of the tensor whose bytes are those of ``path``."""
+        """The index of the tensor that has the bytes of ``path``."""
         alias = self.specs[self.index[path]].alias
         return self.index[path] if alias is None else alias
 
@@ -268,12 +265,13 @@ class _Parent:
 
 
 class Blend:
-    """The parents and their result; a context manager. ``carved`` is the result without its chunks.
-    Parts that are not combined come from the first parent.
+    """The parents and their result. It is a context manager. ``carved`` is the result without its
+    chunks. Parts that are not combined come from the first parent.
 
-    :raises InvalidInput: the parents do not fit together; lists names, shapes and dtypes.
-    :raises Unsupported: a tensor that is asked for cannot be combined.
-    :raises Unavailable: the bytes of a parent are gone; names the nearest ancestor that has them.
+    :raises InvalidInput: the parents do not fit together. The text lists names, shapes and dtypes.
+    :raises Unsupported: a selected tensor cannot be combined.
+    :raises Unavailable: the bytes of a parent are gone. The text names the nearest ancestor that
+        has them.
     """
 
     def __init__(self, core: Core, recipe: Recipe, states: Sequence[State]) -> None:
@@ -295,9 +293,8 @@ class Blend:
             raise
 
     def tensors(self) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-        """Each tensor that is stored, in the order of its bytes, as flat ``uint8``: read-only, and
-        valid until the next one is asked for.
-        """
+        """Each tensor that is stored, in the order of its bytes, as flat ``uint8``. It is
+        read-only, and valid until the next iteration."""
         stored = [
             (min((shard.start for shard in spec.shards), default=0), index)
             for index, spec in enumerate(self.carved.specs)
@@ -307,9 +304,9 @@ class Blend:
             yield self.carved.specs[index], self._flat(index)
 
     def compare(self, reader: Reader, state: State) -> None:
-        """Raise unless an open state is what the parents make.
+        """Raise unless an open state equals the merge of the parents.
 
-        :raises Corrupt: it is not; names the tensor.
+        :raises Corrupt: it does not. The text names the tensor.
         """
         manifest, carved = reader.manifest, self.carved
         content = manifest.content
@@ -369,11 +366,11 @@ class Blend:
         ]
         return combine(self.recipe, parts).view(torch.uint8)
 
-    # What is combined, and whether it can be
+    # Which tensors are combined, and whether they can be
 
     def _choose(self, selection: Selection) -> frozenset[int]:
-        """The tensors with bytes of their own that are combined: floating-point ones of which
-        any name is asked for."""
+        """The tensors that are combined: floating-point tensors with separate bytes, if any of
+        their names is selected."""
         chosen: set[int] = set()
         carved = self.carved
         for index, (spec, holder) in enumerate(zip(carved.specs, carved.holders, strict=True)):
@@ -442,8 +439,8 @@ def _aligned(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _geometry(spec: TensorSpec) -> tuple[object, ...]:
-    """What parents must have in common: everything that is stored once for all of them, but not
-    the order in memory."""
+    """The properties that all parents must share, because they are stored once. The order in memory
+    may differ."""
     return (
         spec.dtype,
         spec.shape,
@@ -463,8 +460,7 @@ def _is_counter(spec: TensorSpec) -> bool:
     return spec.shape == () and spec.path.endswith("/step")
 
 
-# ``repo.merge`` and ``repo.verify_merge``: a state made of others, tensor by tensor, that can be
-# made again from them.
+# --- Merging and verifying ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -538,7 +534,7 @@ def _parents(core: Core, manifest: Manifest) -> list[State]:
         ) from exc
 
 
-# What goes in
+# --- Parents and their attributes ---
 
 
 def _members(core: Core, revs: Sequence[str | State]) -> list[State]:
@@ -582,7 +578,7 @@ def _check_names(
         )
 
 
-# What comes out
+# --- Slots and chunks of the result ---
 
 
 def _make(
@@ -620,8 +616,8 @@ def _make(
 def _acquire(host: Runner, lengths: Sequence[int]) -> list[int]:
     """Slots for the result.
 
-    The parents are pinned meanwhile, so waiting must end if nothing is left that could make
-    room."""
+    The parents are pinned during the wait. The wait must therefore end if no state can be evicted.
+    """
     while True:
         slots = host.acquire(lengths, BackPressure.SKIP) if lengths else []
         if slots is not None:

@@ -1,5 +1,5 @@
-"""The facts with which the engine asks a line's policy: its captures, its writes, and what they
-cost."""
+"""The facts that a line's policy gets from the engine: its captures, its writes, and their
+costs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _NOTHING: Mapping[str, float] = {}
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A capture, as its training saw it. ``at`` is when it began, ``held_s`` is for how long the
-    one before it held the training up. ``size`` is the number of its bytes; None: it is not known.
+    """A capture, as its training saw it. ``at`` is when it began. ``held_s`` is for how long the
+    previous capture blocked the training. ``size`` is the number of its bytes, or None if unknown.
     """
 
     at: float | None = None
@@ -88,8 +88,8 @@ class Pacing:
         self.last_write, self._last_index, self._last_step = now, self.count - 1, self._step
 
     def next_due(self, *, waiting: int) -> float | None:
-        """The time at which the newest capture becomes due without another event; None: never,
-        or not before the next capture."""
+        """The time at which the newest capture becomes due without another event. None: never, or
+        not before the next capture."""
         return self.policy.next_due(self._moment(0.0, waiting=waiting))
 
     def wrote(

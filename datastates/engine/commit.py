@@ -2,22 +2,23 @@
 go through it.
 
     enter      its slots become the memory tier's
-    record     the lineage takes it, in one transaction; a round of captures in one
-    announce   the engine knows that it is there
+    record     the lineage records it, in one transaction; a round of captures in one
+    announce   the engine is informed
 
-Whatever is raised on the way, between any two instructions, in the end either all three have the
-state or none has.
+After any error or interrupt, either all three have the state or none has. The file also reads which
+states refs name (``Named``).
 
 Rules:
+
 - The lineage decides. A state that it has is announced, and then the error is raised (for a
   capture, by the next call that uses its line). Any other state leaves memory again, and a
-  capture's handle is told why.
-- If a transaction did not return, the lineage is asked whether it was committed. If the lineage
-  does not answer, a capture waits in the journal, which finds out later. Any other state leaves
-  memory, and the lineage is told that it left, as for any eviction.
+  capture's handle gets the reason.
+- If a transaction did not return, the lineage is queried whether it was committed. If the lineage
+  does not respond, a capture waits in the journal, which queries it later. Any other state leaves
+  memory. The lineage records that it left, as for any eviction.
 - Slots that the memory tier did not take stay with the caller that acquired them: the tier removes
   those that it takes from the list.
-- Each step of the way back may be done twice: if the way back is interrupted too, it starts again.
+- Each step of the rollback may be done twice: if the rollback is interrupted too, it starts again.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ class Pipeline:
         self._write = Write(memory, local, register.journal, recorder)
 
     def enter(self, staged: Staged) -> None:
-        """Take a capture into memory, each step in turn; its line goes on from it. If this raises,
-        ``leave`` undoes it.
+        """Take a capture into memory, each step in turn. Its line continues from it. If this
+        raises, ``leave`` undoes it.
 
         :raises Torn: or any other error of the copy.
         """
@@ -104,8 +105,8 @@ class Pipeline:
             staged.line.tip = (uid, work.digested().digest)
 
     def leave(self, staged: Staged) -> None:
-        """Undo ``enter``, as far as it got: memory gives the capture back, and its line goes on
-        from the state before it."""
+        """Undo ``enter``, as far as it got. The capture leaves memory, and its line continues from
+        the state before it."""
         line, work, uid = staged.line, staged.work, staged.progress.uid
         if work is not None:
             self._memory.remove(uid)
@@ -116,8 +117,8 @@ class Pipeline:
             line.tip = work.before
 
     def write(self, uids: Sequence[str]) -> int:
-        """Make states of the memory tier durable: all of them, or none; returns how many bytes
-        that added to the disk."""
+        """Make states of the memory tier durable: all of them, or none. Returns how many bytes that
+        added to the disk."""
         lines = {uid: self._register.line_of(uid) for uid in uids}
         group = [
             (
@@ -172,8 +173,7 @@ class Pipeline:
         return work
 
 
-# The only place where a state becomes part of memory and lineage. Captures, merges and clones all
-# go through it.
+# --- Commits ---
 
 
 _logger = logging.getLogger(__name__)
@@ -208,8 +208,8 @@ class Coming:
 
 
 class Commits:
-    """Takes states in. ``adopt`` tells the engine of a merge or a clone, or raises Closed; ``post``
-    tells it of captures.
+    """Commits states. ``adopt`` passes a merge or a clone to the engine, or raises Closed. ``post``
+    passes captures.
 
     Either may be called any number of times for one state.
     """
@@ -243,10 +243,10 @@ class Commits:
     # --- merges and clones: any thread ------------------------------------------------------------
 
     def take_in(self, coming: Coming, record: Callable[[Session, NewState], State]) -> State:
-        """Take in a merge or a clone: ``record`` tells the lineage of it, and its result is
+        """Commit a merge or a clone. ``record`` writes it to the lineage, and its result is
         returned. An interrupt is raised at the end.
 
-        :raises Conflict: another state of this uid is here, or the branch has moved on.
+        :raises Conflict: another state of this uid is here, or the branch was moved.
         """
         uid = coming.facts.uid
         with self._turn:
@@ -254,10 +254,10 @@ class Commits:
             try:
                 placed = coming.enter()
                 if self._journal.is_leaving(uid):
-                    # it left and comes back: the lineage must be told in this order
+                    # it left and comes back: the lineage must be updated in this order
                     self._journal.tell_evictions()
                 with self._database.write(durable=True) as session:
-                    # durable, because nothing would tell it again
+                    # durable, because it would not be recorded again
                     state = record(session, coming.told(placed, self._memory, self.holder))
                 self._adopt(uid, coming.base)
             except BaseException:
@@ -311,9 +311,10 @@ class Commits:
     ) -> list[Staged]:
         """The captures that are in memory and in the lineage, or will be.
 
-        The others are in neither from now on; their handles are told."""
+        All other captures are in neither from now on, and their handles get the reason.
+        """
         wrong = [staged for staged in captures if staged.progress.uid in errors]
-        # parents first, as the journal tells them
+        # parents first, as the journal records them
         has_come = {staged.progress.uid: self._has_come(staged) for staged in wrong}
         for staged in reversed(wrong):  # the newest first: each restores its line's tip before it
             error = errors[staged.progress.uid]
@@ -369,8 +370,7 @@ class Commits:
         return False
 
 
-# Reads, for the engine, which states refs name: again whenever the reflog has grown, no matter
-# which process moved a ref.
+# --- States that refs name, read again whenever the reflog has grown ---
 
 
 PER_S = 100.0
@@ -399,8 +399,8 @@ class Named:
         self._every_s = min(size / PER_S, MOST_S) if rank else 0.0
 
     def look(self, *, is_forced: bool = False) -> RefsChanged | None:
-        """What refs name now; None if nothing changed, if the database is away, or if it is not
-        yet time. ``is_forced`` reads them in any case."""
+        """The states that refs name now. None if nothing changed, if the database is away, or if it
+        is not yet time. ``is_forced`` reads them in any case."""
         if time.monotonic() < self._looks_at and not is_forced:
             return None
         self._looks_at = time.monotonic() + self._every_s

@@ -1,5 +1,9 @@
-"""One state on its way into the slots of an arena, as the copying threads hand it on to each
-other."""
+"""Copies of states into slots of an arena: from devices (``Crossings``), and from the host
+(``Stager``).
+
+``CopyJob`` is one state, as the copying threads pass it to each other. Memory that may change next
+is copied at once. Memory that only the optimizer changes is copied behind the fence.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +49,9 @@ class Crossing:
     see. ``aside`` has what was put aside, with its places in the state's stream of bytes.
 
     ``held`` has the tensors that copies read, until they are done. ``arrived`` is the mark behind
-    the last copy, once ``is_queued``. ``look`` is what is known of still chunks, if there may be
-    any; its ``lanes`` arrive with the rest, unless something waits for them sooner. ``digested``
-    and its ``lanes`` are of chunks that the device digests as they cross. ``is_apart``: everything
+    the last copy, once ``is_queued``. ``look`` has the digests of chunks that may be still. Its
+    ``lanes`` arrive with the other copies, unless a caller waits for them sooner. ``digested`` and
+    its ``lanes`` are of chunks that the device digests as they cross. With ``is_apart``, everything
     is put aside, and the copies read nothing that the training changes.
     """
 
@@ -72,11 +76,12 @@ class CopyJob:
     ``error`` is written before ``is_copied`` is set. ``on_done`` runs on the stage thread after
     that. ``versions`` are the tripwire's, as of the first fence or of the end of the copy,
     whichever is earlier. ``began`` is when the stage thread took the job. ``is_host_read`` is set
-    once no host memory is read any more. ``numbers`` belong to the job; they lie on devices until
+    once no host memory is read any more. ``numbers`` belong to the job. They are on devices until
     it is copied, then on the host. ``digests`` has the digests of chunks that their device
-    digested. ``here`` has still ones that were not copied because memory has them, which it does as
-    long as they are ``held``; ``late`` are those that were copied after all. ``snapshots`` are the
-    copies of the state ``uid`` that stay on devices, until memory has the state.
+    digested. ``here`` has still chunks that were not copied because memory has them, which it does
+    as long as they are ``held``. ``late`` are still chunks that were copied after all.
+    ``snapshots`` are the copies of the state ``uid`` that stay on devices, until memory has the
+    state.
     """
 
     plan: CopyPlan
@@ -100,8 +105,8 @@ class CopyJob:
     snapshots: list[Snapshot] = field(default_factory=list)
 
 
-# Copies from devices to the host. What may change next is put aside on the device at once, and
-# everything crosses on separate streams.
+# --- Copies from devices to the host ---
+# What may change next is put aside on the device at once. Everything crosses on separate streams.
 
 
 _KEPT = 8
@@ -115,8 +120,8 @@ class Crossings:
     """The streams of an arena's captures, and the thread that queues on them. ``then`` takes each
     job once it is queued, in order.
 
-    ``hold`` finds still chunks in memory, so that they need no copy; without it everything is
-    copied. What a snapshot has is copied from the snapshot.
+    ``hold`` finds still chunks in memory, so that they need no copy. Without it everything is
+    copied. Tensors in a snapshot are copied from the snapshot.
     """
 
     def __init__(
@@ -163,8 +168,8 @@ class Crossings:
         self._jobs.put(job)
 
     def fence(self, job: CopyJob) -> None:
-        """Make the current streams wait for the copies, and the host until these are queued.
-        Where everything was put aside on the device, the streams wait for that alone."""
+        """Make the current streams wait for the copies, and the host until these are queued. If
+        everything was put aside on the device, the streams wait for that alone."""
         for crossing in job.crossings:
             behind: Mark | None = crossing.begun
             if not crossing.is_apart:
@@ -176,7 +181,7 @@ class Crossings:
                 devices().wait(devices().current(crossing.device), behind)
 
     def finish(self, job: CopyJob) -> None:
-        """Make the host wait until those of a job's copies that were queued are done."""
+        """Make the host wait until the queued copies of a job are done."""
         for crossing in job.crossings:
             if crossing.arrived is not None:
                 crossing.arrived.synchronize()  # a device wait
@@ -239,7 +244,7 @@ class Crossings:
                 with torch.no_grad():
                     aside = aside_of(small, () if skipped else route.runs)
             except torch.OutOfMemoryError:
-                # copy to the host at once, which takes no room there; the training waits for it
+                # copy to the host at once, which takes no memory there; the training waits for it
                 large += [(source.start, source.flat) for source in small]
         if skipped:
             large = [*beside(large, skipped)]
@@ -271,7 +276,7 @@ class Crossings:
                 if job.error is None:
                     self._cross(crossing, job)
             except BaseException as exc:
-                # the handle raises it, whatever it is, and the thread goes on
+                # the handle raises any error, and the thread continues
                 job.error = exc
             finally:
                 crossing.aside = []
@@ -319,8 +324,8 @@ class Crossings:
         return [*first[0], *later[0]], [*first[1], *later[1]]
 
     def _digest(self, crossing: Crossing, job: CopyJob) -> None:
-        """Have chunks digested beside the copies, on another stream; ``side`` goes on when both
-        are done."""
+        """Have chunks digested in parallel with the copies, on another stream. ``side`` continues
+        when both are done."""
         device, plan = crossing.device, job.plan
         deferred = plan.routes.get(device, NOTHING).deferred
         if crossing.is_apart or not deferred:
@@ -412,8 +417,7 @@ def _bring(found: list[torch.Tensor], device: torch.device) -> list[torch.Tensor
     return brought
 
 
-# Copies a state's bytes into slots: at once what may change next, and behind the fence what only
-# the optimizer changes.
+# --- Copies on the host, and the order of all copies ---
 
 
 _logger = logging.getLogger(__name__)
@@ -427,11 +431,11 @@ while the caller waits."""
 
 
 class Stager:
-    """Copies states into an arena. ``begin`` and ``fence`` run on the training thread, the rest on
-    the stage thread.
+    """Copies states into an arena. ``begin`` and ``fence`` run on the training thread, all other
+    methods on the stage thread.
 
     ``hold`` finds chunks in memory, so that chunks that stay the same on a device are not copied
-    from it. ``snapshots`` takes snapshots of what lies on devices, if it is given.
+    from it. ``snapshots``, if given, takes snapshots of tensors on devices.
     """
 
     def __init__(
@@ -503,7 +507,7 @@ class Stager:
             self._thread.join()
 
     def _finish_here(self, job: CopyJob) -> None:
-        """Copy a whole state on the caller's thread. Nothing can change meanwhile."""
+        """Copy a whole state on the caller's thread, while no other code can change it."""
         job.began = time.monotonic()
         try:
             for pieces in (job.plan.eager, job.plan.deferred):
@@ -539,8 +543,8 @@ class Stager:
                 try:
                     self._finish(job)
                 except BaseException as exc:
-                    # a training waits for this thread at its next fence: whatever it is, the thread
-                    # goes on
+                    # a training waits for this thread at its next fence: after any error, the
+                    # thread continues
                     _logger.exception("the end of a copy failed; the thread that copies goes on")
                     self._give_up(job, exc)
                 with self._turn:

@@ -1,5 +1,9 @@
-"""Finds where the bytes of a state lie, on each device and on the host, and the stretches of the
-arena to which they go."""
+"""Tensors on devices: their routes into the arena, snapshots that stay there, and digests of chunks
+that they compute.
+
+Chunks that stay the same from capture to capture (``Stills``) are found by digests, and not copied
+to the host.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Targets, and a source for each."""
 
 _SMALL_BYTES = 1 << 20
-"""Tensors up to this size that are copied at once are first put aside on their device: it takes
+"""Tensors up to this size that are copied at once are first put aside on their device. This takes
 one launch for all of them, and the training waits for no copy to the host."""
 
 _ASIDE_BYTES = 64 << 20
@@ -62,7 +66,7 @@ NOTHING = Route()
 
 
 def routes_of(sources: Iterable[CopySource]) -> dict[torch.device, Route]:
-    """The route of each place where something lies; the whole host is one place."""
+    """The route of each place that has tensors. The whole host is one place."""
     at: dict[torch.device, list[CopySource]] = {}
     for source in sorted(sources, key=_start):
         at.setdefault(
@@ -143,7 +147,7 @@ def _start(source: CopySource) -> int:
     return source.start
 
 
-# Copies of the newest states on the devices from which they come.
+# --- Snapshots: copies of the newest states on the devices from which they come ---
 
 
 _logger = logging.getLogger(__name__)
@@ -151,7 +155,7 @@ _logger = logging.getLogger(__name__)
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 _SPARED = 8
-"""An eighth of a device stays free, besides the most that the training has taken of it so far."""
+"""An eighth of a device stays free, in addition to the most that the training has taken of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +163,8 @@ class Packing:
     """The layout of a snapshot of a plan's tensors on one device. Each stretch of the stream is
     whole, and has the same offset from a whole KiB as in the stream.
 
-    ``parts`` are in order, as words of one kind; a number stands for that many words of zeros. Each
-    of ``stretches`` is its start in the stream, its first byte here and the byte after its last.
+    ``parts`` are in order, as words of one kind. A number means that many words of zeros. Each of
+    ``stretches`` is its start in the stream, its first byte here and the byte after its last.
     """
 
     parts: tuple[torch.Tensor | int, ...]
@@ -170,7 +174,7 @@ class Packing:
 
 
 class Plan(Protocol):
-    """What is needed of a copy plan here: what lies where, the zeros between tensors, and the
+    """The needed facts of a copy plan: the places of its tensors, the zeros between them, and the
     packings of devices so far."""
 
     routes: dict[torch.device, Route]
@@ -202,7 +206,7 @@ class Snapshot:
         return [(start, self.memory[first:last]) for start, first, last in self.packing.stretches]
 
     def piece(self, start: int, length: int) -> torch.Tensor | None:
-        """``length`` bytes of the stream from ``start`` on; None if they do not lie here."""
+        """``length`` bytes of the stream from ``start``. None if they are not here."""
         index = bisect_right(self.packing.stretches, start, key=operator.itemgetter(0)) - 1
         if index < 0:
             return None
@@ -213,7 +217,7 @@ class Snapshot:
 
 @dataclass(slots=True)
 class _Usage:
-    """What is known of a device: the most memory that the training has taken of it besides
+    """The usage of a device: the most memory that the training has taken of it in addition to
     snapshots, and its allocator's failures."""
 
     failures: int
@@ -222,10 +226,10 @@ class _Usage:
 
 
 class Snapshots:
-    """The snapshots of one repository: at most ``budget`` bytes on each device; the oldest makes
-    room for the next.
+    """The snapshots of one repository: at most ``budget`` bytes on each device. The oldest is
+    dropped for the next.
 
-    ``take`` belongs to training threads; any thread may call the rest.
+    ``take`` belongs to training threads. Any thread may call the other methods.
     """
 
     def __init__(self, budget: int) -> None:
@@ -294,8 +298,8 @@ class Snapshots:
                         each.readers -= 1
 
     def keep(self, branch: str, uid: str) -> None:
-        """Keep the snapshots of the state to which a training would go back: of those of its
-        branch that are not the newest, they make room last."""
+        """Keep the snapshots of the state to which a training would go back. Among its branch's
+        snapshots that are not the newest, they are dropped last."""
         with self._lock:
             self._kept[branch] = uid
 
@@ -308,7 +312,7 @@ class Snapshots:
     # All below runs under the lock
 
     def _memory_for(self, packing: Packing, stream: Stream, room: int) -> torch.Tensor | None:
-        """New memory within ``room``, or that of the oldest snapshot that may be dropped."""
+        """New memory within ``room``, or the memory of the oldest snapshot that may be dropped."""
         device, size, kept = stream.device, packing.size, frozenset(self._kept.values())
         free = [
             each
@@ -379,7 +383,7 @@ class Snapshots:
 
 
 def packing_of(route: Route, gaps: Collection[tuple[int, int, int]]) -> Packing:
-    """How everything that lies on a device is packed; ``gaps`` are those of the plan."""
+    """The packing of all tensors on a device. ``gaps`` are the plan's."""
     holes = {chunk * CHUNK_BYTES + first: last - first for chunk, first, last in gaps}
     parts = list[CopySource | int]()
     stretches = list[tuple[int, int, int]]()
@@ -417,8 +421,7 @@ def _widest(parts: Sequence[CopySource | int]) -> torch.dtype:
 
 
 def piece_of(near: Sequence[Snapshot], spec: TensorSpec) -> torch.Tensor | None:
-    """The stored bytes of a tensor that lies whole in one of these snapshots; None if it does
-    not."""
+    """The stored bytes of a tensor that is whole in one of these snapshots. None if it is not."""
     if spec.alias is not None or not is_whole(spec) or not spec.shards or not spec.shards[0].length:
         return None
     found = (each.piece(spec.shards[0].start, spec.shards[0].length) for each in near)
@@ -426,16 +429,14 @@ def piece_of(near: Sequence[Snapshot], spec: TensorSpec) -> torch.Tensor | None:
 
 
 def tensors_of(near: Sequence[Snapshot], specs: Sequence[TensorSpec]) -> Mapping[int, torch.Tensor]:
-    """The tensors of a state that lie in these snapshots, by index; callers must not write to
-    them."""
+    """The tensors of a state in these snapshots, by index. Callers must not write to them."""
     pieces = {index: piece_of(near, spec) for index, spec in enumerate(specs)} if near else {}
     return {
         index: rebuild(piece, specs[index]) for index, piece in pieces.items() if piece is not None
     }
 
 
-# Finds, by digests on the device, chunks that stay the same from capture to capture, which are
-# then not copied to the host.
+# --- Still chunks, found by digests on the device and not copied to the host ---
 
 
 _MOST_LAUNCHES = 1000
@@ -484,8 +485,8 @@ class Look:
 
 
 class Stills:
-    """The chunks of one plan on one device that may be still. ``parts`` says where their tensors
-    lie.
+    """The chunks of one plan on one device that may be still. ``parts`` has the places of their
+    tensors.
 
     ``is_tried``: the host has compared the digests of one capture.
     """
@@ -573,7 +574,7 @@ def stills_of(
 def beside(
     stretches: Iterable[tuple[int, torch.Tensor]], chunks: frozenset[int]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """The parts of these stretches that lie outside ``chunks``, in as few pieces as possible."""
+    """The parts of these stretches outside ``chunks``, in as few pieces as possible."""
     for start, flat in stretches:
         first, end = start, start + flat.numel()
         for chunk in sorted(
@@ -587,21 +588,20 @@ def beside(
 
 
 def is_within(source: FrozenSource, chunks: frozenset[int]) -> bool:
-    """Whether all of a source lies in these chunks."""
+    """Whether all of a source is in these chunks."""
     return chunks.issuperset(
         range(source.start // CHUNK_BYTES, -(-(source.start + source.flat.numel()) // CHUNK_BYTES))
     )
 
 
-# Digests of chunks that cross, computed by the device that has them, beside the copies: the host
-# need not read what arrives.
+# --- Digests by the device of chunks that cross, so that the host need not read them ---
 
 
 class Digested:
-    """The chunks of one plan that one device digests: those that consist of these stretches alone,
-    without those of ``left_out``.
+    """The chunks of one plan that one device digests: the chunks that consist of these stretches
+    alone, without ``left_out``.
 
-    ``lanes`` belongs to the crossing thread, the rest to the stage thread.
+    ``lanes`` belongs to the crossing thread, all other methods to the stage thread.
     """
 
     def __init__(

@@ -38,9 +38,10 @@ _fences: weakref.WeakSet[Fence] = weakref.WeakSet()
 
 
 class Pending:
-    """The copies that a fence waits for: those of captures that may still be reading, oldest first.
+    """The copies of captures that may still be reading, oldest first. A fence waits for them.
 
-    It keeps no tracker alive."""
+    It keeps no tracker alive.
+    """
 
     def __init__(self, fence: Callable[[CopyJob], None]) -> None:
         self._jobs: list[CopyJob] = []
@@ -82,9 +83,8 @@ class Fence:
         self._counts: dict[int, int] = {}
 
     def steps_of(self, optimizer: torch.optim.Optimizer) -> int:
-        """How many steps an optimizer has begun since it was hooked, or since ``count_anew``; those
-        of an optimizer inside it are not among them.
-        """
+        """How many steps an optimizer has begun since it was hooked, or since ``count_anew``. Steps
+        of an optimizer inside it are not counted."""
         return self._counts.get(id(optimizer), 0)
 
     def count_anew(self) -> None:

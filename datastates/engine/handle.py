@@ -1,5 +1,8 @@
-"""The handle that ``run.capture`` returns at once, with which a caller waits for a status of its
-state, and how the engine advances it."""
+"""The handle that ``run.capture`` returns at once, and the states of a capture behind it.
+
+``Capture`` waits for a status. ``Work`` and ``Writing`` are what the engine's steps process,
+``Line`` is one tracker on one branch, and ``Arriving`` has numbers that are still on devices.
+"""
 
 from __future__ import annotations
 
@@ -80,15 +83,16 @@ class Progress:
         self.processor_error = self.processor_error or error
 
     def hold_up(self, why: Unavailable) -> None:
-        """Note that the capture cannot go on for now: waiting callers get this error, and may
+        """Note that the capture cannot continue for now. Waiting callers get this error, and may
         wait again."""
         self.held_up = why
         self.changed.ring()
 
     def skip(self, why: str | None = None) -> None:
-        """Note that there was no room, so the capture will have no state.
+        """Note that there was no memory, so the capture will have no state.
 
-        ``why`` says why, unless the back-pressure was ``skip``."""
+        ``why`` is the reason, unless the back-pressure was ``skip``.
+        """
         self.is_skipped, self.why_skipped = True, why
         self.changed.ring()
 
@@ -101,11 +105,11 @@ class Progress:
 
 
 class Capture:
-    """A capture under way. Any thread may read it and wait on it; the engine advances it.
+    """A capture in progress. Any thread may read it and wait on it. The engine advances it.
 
     ``uid`` names the state from the start, and ``step`` is the step of the training. ``is_skipped``
-    is true when there was no room and the back-pressure was ``skip``, or nothing could be written
-    to make room: such a capture has no state.
+    is true when there was no memory and the back-pressure was ``skip``, or nothing could be written
+    to free memory. Such a capture has no state.
     """
 
     def __init__(
@@ -131,7 +135,7 @@ class Capture:
 
     @property
     def is_skipped(self) -> bool:
-        """Whether the capture was skipped: there was no room (by ``skip``, or because nothing
+        """Whether the capture was skipped: there was no memory (by ``skip``, or because nothing
         could be written), or a rank has no part."""
         return self._progress.is_skipped
 
@@ -169,8 +173,8 @@ class Capture:
         :raises Unavailable: the capture was skipped, or its bytes were given up before they reached
             the status; or the lineage has been away for a minute (the state is in memory: wait
             again when the lineage is back).
-        :raises TimeoutError: ``timeout_s`` seconds have passed; says why, if nothing can be written
-            or parts of other ranks are missing.
+        :raises TimeoutError: ``timeout_s`` seconds have passed. The text has the reason, if nothing
+            can be written or parts of other ranks are missing.
         :raises InvalidInput: there is no such status, or no tier of the repository that gives it.
         :raises Closed: this is a forked child, where nothing is captured.
         """
@@ -242,8 +246,8 @@ def _goal(status: str) -> Status:
     return goal
 
 
-# The uid of the next state: a single tracker draws it at random, and several ranks that capture
-# the same state derive it.
+# --- The uid of the next state ---
+# A single tracker draws it at random. Several ranks that capture the same state derive it.
 
 
 _DIGITS = 24
@@ -287,8 +291,7 @@ class Agreed:
         return hashlib.sha256(said.encode()).hexdigest()[:_DIGITS]
 
 
-# Numbers that lie on a device when a state is captured. They are copied with its bytes, and
-# nothing waits for them before that.
+# --- Numbers on devices, copied with the state's bytes without a wait before that ---
 
 
 def is_late(value: object) -> bool:
@@ -303,9 +306,10 @@ def is_late(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Arriving:
-    """The numbers of one capture that lie on devices.
+    """The numbers of one capture that are on devices.
 
-    ``tensors`` has copies of those in the metrics, by name, then those in the values."""
+    ``tensors`` has copies of the metrics' tensors, by name, then of the values' tensors.
+    """
 
     names: Sequence[str]
     flat: Flat
@@ -341,21 +345,21 @@ class Arriving:
         return msgspec.Raw(encode_values(whole))
 
 
-# A state on its way through the engine's own steps: what each step reads, and what it adds.
+# --- Items of the engine's own steps: what each step reads, and what it adds ---
 
 
 @dataclass(slots=True)
 class Work:
     """A state whose bytes are in ``slots``, one for each of ``lengths``.
 
-    ``parent_digests`` are those of ``facts.parents``. ``content`` lacks the chunks, which
-    ``digest`` adds (``manifest``); ``before`` is the tip of its line, on which the state depends.
-    The maker of this object owns the slots until ``dedup`` takes them out of the list;
-    ``bytes_new`` of them were then new in memory. There is an ``entry`` once the lineage may have
-    heard of the state. ``rank`` says whose part of several it is, ``reduce`` how the metrics of all
-    of them are combined, ``form`` what they have in common. ``known`` are chunks that were digested
-    before: those that the memory tier holds need not be in their slots. ``is_from_device``: a
-    device computes, and cores of the host are free.
+    ``parent_digests`` belong to ``facts.parents``. ``content`` lacks the chunks, which ``digest``
+    adds (``manifest``). ``before`` is the tip of its line, on which the state depends. The maker of
+    this object owns the slots until ``dedup`` takes them out of the list. ``bytes_new`` of them
+    were then new in memory. There is an ``entry`` once the lineage may have received the state.
+    ``rank`` is the part of several that it is, ``reduce`` how the metrics of all parts are
+    combined, ``form`` what they have in common. ``known`` are chunks that were digested before:
+    those that the memory tier holds need not be in their slots. ``is_from_device``: a device
+    computes, and cores of the host are free.
     """
 
     facts: StateFacts
@@ -399,9 +403,10 @@ class Work:
 class Writing:
     """A state of the memory tier that has to be written.
 
-    ``base`` is a manifest on disk that shares as much as is known; ``is_of_base``: both are
-    captures of one line of this process. ``manifest`` is what was written, with its places, once it
-    was, and ``size`` is how many bytes that added to the disk.
+    ``base`` is a manifest on disk that shares as many chunks as are known to be shared. With
+    ``is_of_base``, both are captures of one line of this process. ``manifest`` is what was written,
+    with its places, and ``size`` is how many bytes that added to the disk. Both are set after the
+    write.
     """
 
     uid: str
@@ -411,8 +416,7 @@ class Writing:
     size: int = 0
 
 
-# A line, which is one tracker on one branch, and what is known of its captures before they are
-# digested.
+# --- Lines: one tracker on one branch, and its captures before they are digested ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,23 +432,23 @@ class Part:
 
 @dataclass(slots=True)
 class Line:
-    """One tracker on one branch. ``tip`` is the parent of the next capture; ``base`` is the last
+    """One tracker on one branch. ``tip`` is the parent of the next capture. ``base`` is the last
     manifest on disk.
 
-    ``has_placed`` says whether ``base`` is a capture of this line; any other state may hold other
+    ``has_placed`` is whether ``base`` is a capture of this line. Any other state may hold other
     bytes under the same digests. ``kin`` is the line from which this one started, if it started
-    from a state that was in memory only: whichever writes first, the other's first write refers to
-    it. ``run`` is the training in the lineage. ``is_patient``: the training goes on when its states
-    cannot be written for now. ``uids`` gives its captures their uids. ``costs`` are the costs of
-    its captures and writes as far as they were measured, and ``choice`` is what its policy chose by
-    them. ``keeps_bests``: the best by each metric whose name has a direction becomes durable.
-    ``bound`` is the bound on the disk, as the end of a sentence. ``listeners`` are told of each
-    state once it is recorded, on any thread; they return at once and raise nothing. The engine
-    thread owns the line while captures are in flight.
+    from a state that was in memory only. The line that writes second refers to the bytes of the
+    other one. ``run`` is the training in the lineage. ``is_patient``: the training continues when
+    its states cannot be written for now. ``uids`` gives its captures their uids. ``costs`` are the
+    measured costs of its captures and writes, and ``choice`` is what its policy chose by them.
+    ``keeps_bests``: the best by each metric whose name has a direction becomes durable. ``bound``
+    is the bound on the disk, as the end of a sentence. ``listeners`` are called for each state once
+    it is recorded, on any thread. They return at once and raise nothing. The engine thread owns the
+    line while captures are in flight.
 
-    With ``part`` it captures one rank's part of each state, and ``reduce`` says how the metrics of
-    all ranks are combined. Its ``tip`` is then the newest whole state, and ``named`` is the state
-    that it captured, or skipped, last, which the next part names as its parent. ``arrived`` are the
+    With ``part`` it captures one rank's part of each state, and ``reduce`` defines how the metrics
+    of all ranks are combined. Its ``tip`` is then the newest whole state. ``named`` is the state
+    that it captured, or skipped, last. The next part names it as its parent. ``arrived`` are the
     ranks whose parts came with a state that no line captured.
     """
 
@@ -543,14 +547,15 @@ class Staged:
             self.values = self.arriving.values_with(self.values, found)
 
     def taken(self) -> Taken:
-        """The facts of this capture with which its training's policy is asked."""
+        """The facts of this capture for its training's policy."""
         return Taken(
             self.taken_at, self.held_s, self.facts.step, self.facts.metrics, self.layout.bytes_total
         )
 
     @property
     def form(self) -> str:
-        """What all parts of its state must have alike; see ``lineage.change.parts.Telling``."""
+        """The properties that all parts of its state must share; see
+        ``lineage.write.parts.Telling``."""
         return (
             self.layout.form if self.updates is None else form_after(self.layout.form, self.updates)
         )

@@ -1,5 +1,5 @@
-"""Keeps which states of this process are on their way or in memory, on which lines, and which
-handles report on them."""
+"""``Register``: the states of this process that are in flight or in memory, their lines, and the
+handles that report on them."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class Books:
 
 @dataclass(frozen=True, slots=True)
 class Locked:
-    """The engine, and the lock that guards it and the register; no I/O happens under the lock.
-    ``changed`` rings after a change.
+    """The engine, and the lock that guards it and the register. No I/O happens under the lock.
+    ``changed`` is signalled after a change.
 
-    ``post`` tells the engine of an event, under the lock.
+    ``post`` passes an event to the engine, under the lock.
     """
 
     engine: Engine
@@ -84,8 +84,7 @@ class Register:
         self._copies, self._on_marked = copies, on_marked
         self._post = locked.post
         self._taken: dict[str, Taken] = {}
-        """For each part whose state is not whole yet, the facts with which its training's policy
-        will be asked."""
+        """For each part whose state is not whole yet, the facts for its training's policy."""
         self._progress: dict[str, Progress] = {}
         self._lines: dict[str, Line] = {}
         self._failed: dict[str, Line] = {}
@@ -114,7 +113,7 @@ class Register:
 
     @property
     def awaited(self) -> int:
-        """How many states of this process wait for parts of other ranks, or to be told of them."""
+        """How many states of this process wait for parts of other ranks, or to be recorded."""
         return len(self._taken)
 
     # --- entering ---------------------------------------------------------------------------------
@@ -134,9 +133,11 @@ class Register:
             self._lines[uid] = line
 
     def await_others(self, staged: Staged) -> None:
-        """Note that a part is in memory; its state is whole only once other ranks have told theirs.
+        """Note that a part is in memory. Its state is whole once other ranks have recorded their
+        parts.
 
-        Does nothing for a whole state."""
+        Does nothing for a whole state.
+        """
         if staged.line.part is not None:
             with self._lock:
                 self._taken[staged.progress.uid] = staged.taken()
@@ -184,7 +185,8 @@ class Register:
     def break_off(self, staged: Staged, error: BaseException) -> None:
         """Note that the engine failed after it took a capture.
 
-        Nothing else would tell its handle, unless it is recorded or waits to be."""
+        The handle gets the error here, unless the capture is recorded or waits for that.
+        """
         self.note(staged.line, error)
         if staged.progress.state is None and not self.journal.is_pending(staged.progress.uid):
             staged.progress.fail(staged.progress.error or error)
@@ -204,7 +206,7 @@ class Register:
             )
 
     def is_patient(self, uid: str) -> bool:
-        """Whether the training of a state goes on when it cannot be written for now."""
+        """Whether the training of a state continues when it cannot be written for now."""
         with self._lock:
             line = self._lines.get(uid)
             return line is None or line.is_patient
@@ -234,7 +236,8 @@ class Register:
     def errors(self) -> list[Exception]:
         """The errors on lines of trackers that no tracker has raised.
 
-        Failures of clones were logged, as no caller asks for them."""
+        Failures of clones were logged, because no caller waits for them.
+        """
         with self._lock:
             return [
                 line.error
@@ -255,9 +258,10 @@ class Register:
     # --- leaving ----------------------------------------------------------------------------------
 
     def leave(self, uid: str, why: str) -> int:
-        """Drop a state from memory and have the lineage told; returns the bytes freed.
+        """Drop a state from memory and have the lineage record that. Returns the bytes freed.
 
-        Runs under the lock."""
+        Runs under the lock.
+        """
         freed = self._memory.remove(uid)
         self.journal.evict([uid])
         self._forget(uid, why)
@@ -279,7 +283,7 @@ class Register:
             uids = [uid for uid in self._progress if not self._copies.is_pending(uid)]
         self.give_up(uids, why)
 
-    # --- what the lineage reports: on the thread that told it, which may be any -------------------
+    # --- callbacks of the journal, on any thread ---
 
     def hand_on(self, state: State, branch: str | None, progress: Progress | None = None) -> None:
         """Show the user's processors a state that was made here."""
@@ -292,7 +296,7 @@ class Register:
             self._processors.put(current, branch, on_failed)
 
     def _on_recorded(self, entry: Entry, state: State, moved: Conflict | None) -> None:
-        """Note that the lineage knows of a state."""
+        """Note that the lineage has a state."""
         with self._lock:
             progress, line = self._progress.get(state.uid), self._lines.get(state.uid)
             if line is not None and moved is not None:
@@ -309,8 +313,8 @@ class Register:
             self._forget_left(state.uid)
 
     def _on_whole(self, entry: Entry, outcome: Outcome) -> None:
-        """Note that a state is whole of which this process told a part: from now on it is in
-        memory like any other."""
+        """Note that a state with a part of this process is whole. From now on it is in memory like
+        any other."""
         uid, state = entry.new.uid, outcome.state
         assert state is not None, "it is whole"
         with self._lock:
@@ -346,8 +350,8 @@ class Register:
         self._post(Wanted(uid, is_near))
 
     def _on_given_up(self, entry: Entry, given_up: GivenUp) -> None:
-        """Drop this process's part of a state that will never be whole; its line goes on from
-        the state before it."""
+        """Drop this process's part of a state that will never be whole. Its line continues from the
+        state before it."""
         uid, facts = entry.new.uid, entry.new.facts
         said = (
             f"state {uid} (branch {facts.branch}, step {facts.step}) was given up because of"
@@ -381,7 +385,7 @@ class Register:
         self._changed.ring()
 
     def _on_durable(self, uid: str, added: int) -> None:
-        """Note that the lineage knows that a state is on this node's disk."""
+        """Note that the lineage records a state as being on this node's disk."""
         self._on_marked(added)
         with self._lock:
             progress = self._progress.get(uid)
@@ -415,8 +419,8 @@ class Register:
             )
 
     def _on_untold(self, uid: str, error: Exception, entry: Entry | None) -> None:
-        """Note that the lineage refused, late, a state (which then leaves memory, and its line
-        goes on from the one before) or its replica on disk."""
+        """Note that the lineage refused a state late, or its replica on disk. A refused state
+        leaves memory, and its line continues from the one before."""
         with self._lock:
             line, progress = self._lines.get(uid), self._progress.get(uid)
             if line is not None:

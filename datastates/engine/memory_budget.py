@@ -1,5 +1,4 @@
-"""Room in the arena for the next state: found, made by dropping what may leave, waited for, or
-refused."""
+"""Memory in the arena for the next state: found, made by evictions, waited for, or refused."""
 
 from __future__ import annotations
 
@@ -57,12 +56,12 @@ written to disk, in seconds."""
 
 
 class Warmer:
-    """Knows how many bytes one state of each line takes, and warms the arena for as many states as
-    are kept. Safe from any thread.
+    """Warms the arena for as many states as are kept, by the bytes that one state of each line
+    takes. Safe from any thread.
 
     ``is_given``: the user chose the size of the arena, so all of it is used. ``latest`` is how many
-      states each line should keep (None: as
-    many as fit). ``available`` returns how much memory may still be taken.
+    states each line should keep (None: as many as fit). ``available`` returns how much memory may
+    still be taken.
     """
 
     def __init__(
@@ -100,8 +99,8 @@ class Warmer:
 
     @property
     def within(self) -> int | None:
-        """How many bytes may be warm, even to hold states that may not leave memory; None: all
-        of them."""
+        """How many bytes may be warm, even to hold states that may not leave memory. None means no
+        limit."""
         with self._lock:
             return self._most() if self._is_tight else None
 
@@ -129,8 +128,8 @@ class Warmer:
 
     @property
     def ahead(self) -> int:
-        """How many bytes will be warm in the end; what states take besides their slots is
-        elsewhere."""
+        """How many bytes will be warm in the end. Bytes of states outside their slots are not
+        counted."""
         with self._lock:
             size = sum(self._sizes.values())
             return self._kept() * size // max(1, size + STATE_BYTES * len(self._sizes))
@@ -154,7 +153,7 @@ class Warmer:
         fewer."""
         with self._lock:
             each = sum(self._sizes.values()) + len(self._sizes) * STATE_BYTES
-            # besides the one that is being captured
+            # in addition to the one that is being captured
             fit = max(1, (self._kept() + UNCOUNTED_BYTES) // max(1, each) - 1)
             kept = fit if self._latest is None else min(fit, self._latest)
             if self._said is not None and kept >= self._said:
@@ -234,29 +233,29 @@ class Warmer:
         self._changed.wait_for(lambda: self._is_closed, seconds)
 
 
-# Room in the arena for the next state: found, made by dropping what may leave, waited for, or
-# refused.
+# --- Acquiring memory ---
 
 
 _ASK_AGAIN_S = 0.1
-"""How often a caller that waits for room asks for it again, in seconds."""
+"""The seconds between two attempts of a caller that waits for memory."""
 
 _RECALL_S = 5.0
-"""For how long, in seconds, a caller that waits for room counts on readers that were told to
-release theirs."""
+"""How many seconds a caller that waits for memory relies on readers that were requested to release
+theirs."""
 
 _MOST_IN_FLIGHT = 64
-"""The most captures whose second half is not done: captures without tensors take no slots, so
-nothing else would limit them."""
+"""The most captures whose second half is not done. Captures without tensors take no slots, so this
+is their only limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """What the runner answers when room is needed. ``post`` asks the engine. ``check_open`` raises
-    when nothing more is captured. ``backlog`` counts recorded states that users' processors have
-    not seen; they keep their memory as captures in flight do. ``watch`` knows whether the lineage
-    and the disk make progress. ``skipped`` is called for each capture that was not taken because
-    they do not.
+    """The runner's callbacks when memory is needed.
+
+    ``post`` passes an event to the engine. ``check_open`` raises when no more captures are
+    accepted. ``backlog`` counts recorded states that users' processors have not seen. They keep their
+    memory as captures in flight do. ``watch`` checks whether the lineage and the disk make
+    progress. ``skipped`` is called for each capture that was skipped because they do not.
     """
 
     post: Callable[[RoomNeeded], list[Action]]
@@ -292,7 +291,7 @@ class Room:
 
     @property
     def needed_bytes(self) -> int:
-        """The memory that captures need to go on: for a state that is kept, one that is written
+        """The memory that captures need to continue: for a state that is kept, one that is written
         and one that is captured."""
         return min(3 * _size(self._next), self._arena.capacity)
 
@@ -371,14 +370,13 @@ class Room:
         self._changed.ring()
 
     def has(self, lengths: tuple[int, ...]) -> bool:
-        """Whether chunks of these lengths find room now, within the memory that is meant for
-        states."""
+        """Whether chunks of these lengths fit now, within the memory that is meant for states."""
         allowed = self._warmer.allowed(_size(lengths))
         limit = self._arena.capacity if self._warmer.is_given else allowed
         return not self._is_overfull(limit) and self._arena.fits(lengths, within=allowed)
 
     def make_ahead(self, back_pressure: BackPressure) -> None:
-        """Make room for the next capture, of the size of the last, before the training waits for
+        """Free memory for the next capture, of the size of the last, before the training waits for
         it."""
         if not self.has(self._next):
             self._post(RoomNeeded(self._next, is_blocked=False, back_pressure=back_pressure))
@@ -389,8 +387,8 @@ class Room:
         return in_flight > self._rounds.in_flight + self._backlog() or self.has(lengths)
 
     def _is_overfull(self, limit: int) -> bool:
-        """Whether states take more than ``limit`` bytes, counting what they take besides their
-        slots beyond the first 4 MiB."""
+        """Whether states take more than ``limit`` bytes. Their bytes outside slots are counted
+        beyond the first 4 MiB."""
         beside = self._memory.bytes_beside - UNCOUNTED_BYTES
         return beside > 0 and self._arena.capacity - self._arena.available + beside > limit
 
@@ -409,8 +407,8 @@ class Room:
         self._rounds.room_bytes = self._warmer.allowed(size)
 
     def _use_again(self, lengths: tuple[int, ...], back_pressure: BackPressure) -> list[int] | None:
-        """Slots that are warm, or that may become warm next; else those of states that leave
-        memory because they may."""
+        """Slots that are warm, or that may become warm next. If there are none, slots of states
+        that may leave memory."""
         slots = self._arena.acquire(lengths, within=self._warmer.allowed(_size(lengths)))
         if slots is None:
             self._post(RoomNeeded(lengths, is_blocked=False, back_pressure=back_pressure))
@@ -438,7 +436,7 @@ class Room:
         )
 
     def _refusal(self, size: int, refused: Refuse, line: Line | None) -> OverBudget:
-        """The error for a caller that waits for room that cannot be made, because writing
+        """The error for a caller that waits for memory that cannot be freed, because writing
         failed."""
         why = self._register.take_write_error(line) or "the disk is in trouble"
         error = OverBudget(

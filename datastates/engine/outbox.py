@@ -1,24 +1,25 @@
-"""What this process tells the lineage: in order, late if the database is away, and again if the
-database has forgotten.
+"""The journal of what this process records in the lineage: in order, late if the database is away,
+and again if the database has lost it. Also a clean end at exit and on signals.
 
-Captures do not wait for the disk of a PostgreSQL server, so a server that is killed loses the
-commits of its last moments; a server that is restarted, or cut off, does not answer for a while.
-Neither must harm the training: states are in memory, and so is what has to be told of them.
+Captures do not wait for the disk of a PostgreSQL server. A server that is killed therefore loses
+the commits of its last moments. A server that is restarted, or cut off, does not respond for a
+while. Neither affects the training: states are in memory, and so are their records.
 
 Rules:
-- States are told in the order in which they were captured, so a parent is known before its child.
-  News of a state's disk, and of its leaving memory, comes after the state itself.
-- While the database is away (it is asked once a second), news waits. One line of the log says so,
-  and another when the database is back.
-- News that was told is kept as long as the state is in memory, and until a later commit survives
-  the server; and that of the last 10,000 states besides, as the database may be replaced by an
-  older copy. If something turns out to be unknown, everything that is kept and unknown is told
-  again, in order. Ancestors that this process never told, or no longer keeps, are told as their
-  manifests describe them.
-- A state whose branch another process moved meanwhile is told without its branch: it exists, under
-  its uid.
-- A part of a state of several is told in the same way. This process hears the fate of that state
-  with whatever it tells next, or when it asks (``parts``); until then the part waits.
+
+- States are recorded in the order in which they were captured, a parent before its child. Records
+  about a state's disk, and of its leaving memory, come after the state itself.
+- While the database is away, records wait. The database is tried once a second. A line of the log
+  reports this, and another one when the database is back.
+- Committed records are kept as long as the state is in memory, and until a later commit survives
+  the server. The last 10,000 states are kept longer, because the database may be replaced by an
+  older copy.
+- If the database lacks something, all kept records that it lacks are recorded again, in order.
+  Ancestors that this process does not keep are recorded from their manifests.
+- A state whose branch another process moved meanwhile is recorded without its branch. It exists
+  under its uid.
+- Parts of states are recorded in the same way. The result of the whole state comes back with the
+  next transaction, or with a query (``rank_reports``). Until then the part waits.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ the next commit is made durable."""
 class Leaving:
     """The uids of states that left memory.
 
-    ``add`` and ``in`` are safe from any thread and never wait; the rest runs in turn."""
+    ``add`` and ``in`` are safe from any thread and never wait. The other methods need the journal's
+    turn.
+    """
 
     def __init__(self) -> None:
         self._untold: list[str] = []
@@ -80,7 +83,7 @@ class Leaving:
         self._changing = Mutex()
 
     def __contains__(self, uid: str) -> bool:
-        """Whether a state left memory, and that was not told yet."""
+        """Whether a state left memory, and that was not recorded yet."""
         return uid in self._untold
 
     def add(self, uids: Iterable[str]) -> None:
@@ -89,19 +92,19 @@ class Leaving:
             self._untold += uids
 
     def untold(self, is_due: Callable[[str], bool] = lambda uid: True) -> list[str]:
-        """The states that have to be told, in the order in which they left."""
+        """The states that left memory and are not recorded as such, in order."""
         with self._changing:
             return [uid for uid in self._untold if is_due(uid)]
 
     def note(self, told: Collection[str]) -> None:
-        """Note that these were told; a server that is killed may forget it."""
+        """Note that these were recorded. A server that is killed may lose it."""
         if told:
             done = frozenset(told)
             self.keep(lambda uid: uid not in done)
             self._gone += told
 
     def keep(self, is_kept: Callable[[str], bool]) -> bool:
-        """Keep only these of the states that have to be told; returns whether others were
+        """Keep only these of the states that have to be recorded. Returns whether others were
         dropped."""
         with self._changing:
             kept = [uid for uid in self._untold if is_kept(uid)]
@@ -110,7 +113,7 @@ class Leaving:
 
     @property
     def gone(self) -> list[str]:
-        """The states that were told, and may still be forgotten."""
+        """The states that were recorded, and may still be lost."""
         return list(self._gone)
 
     @property
@@ -119,15 +122,13 @@ class Leaving:
         return len(self._gone) >= _MOST_GONE
 
     def settle(self) -> list[str]:
-        """Note that a commit survives the server, and with it everything told before; returns the
-        uids that need not be remembered any more.
-        """
+        """Note that a commit survives the server, and with it all earlier records. Returns the uids
+        that need not be kept any more."""
         gone, self._gone = self._gone, []
         return gone
 
 
-# What this process tells the lineage: in order, late if the database is away, and again if the
-# database has forgotten.
+# --- Journal ---
 
 
 _logger = logging.getLogger(__name__)
@@ -137,19 +138,21 @@ PATIENCE_S = 60.0
 """How long, in seconds, the database may be away before waiting callers get an error."""
 
 _MOST_WAITING = 10_000
-"""The most states that wait to be told, and that are remembered after they were told and left
+"""The most states that wait to be recorded, and that are kept after they were recorded and left
 memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """The callbacks of a journal, on the thread that told the lineage, which may be any.
+    """The callbacks of a journal. They run on the thread that wrote to the lineage, which may be
+    any.
 
-    Called when the lineage knows of a state (with the reason why its branch did not move, if it was
-    told late), when it knows of its replica on disk and the bytes added there, and when it refuses
-    either. For a part that was told, called when its state is whole or given up, and when another
-    rank makes the state durable (and whether that rank keeps it off further tiers), or has lost its
-    part before.
+    They are called when the lineage has a state (with the reason why its branch did not move, if it
+    was recorded late), when it has its replica on disk (with the bytes added there), and when it
+    refuses either.
+
+    For a part, they are called when its state is whole or given up, and when another rank makes the
+    state durable (and whether that rank keeps it off further tiers), or has lost its part before.
     """
 
     recorded: Callable[[Entry, State, Conflict | None], None]
@@ -162,9 +165,10 @@ class Listener:
 
 
 class Journal:
-    """Tells the lineage of states; one for each process and repository.
+    """Records states in the lineage. There is one for each process and repository.
 
-    Every method is safe from any thread, and ``evict`` never waits."""
+    Every method is safe from any thread, and ``evict`` never waits.
+    """
 
     def __init__(
         self,
@@ -185,7 +189,7 @@ class Journal:
         )
         self._listener = listener
         self._turn = Mutex()
-        """Held during a transaction, so that news stays in order; never taken under another
+        """Held during a transaction, so that records stay in order. Never taken under another
         lock."""
         self._waiting: dict[str, Entry] = {}
         self._marks: dict[str, Sequence[Placed]] = {}
@@ -196,17 +200,17 @@ class Journal:
         self._away_since: float | None = None
         self._why = ""
         self.on_half: Callable[[], None] = lambda: None
-        """Called when a part of this process is on its disk, and those of other ranks are not on
-        theirs yet; on any thread."""
+        """Called when a part of this process is on its disk, and other ranks' parts are not on
+        their disks yet. It runs on any thread."""
 
     @property
     def pending(self) -> int:
-        """States and replicas that wait to be told, and states that wait for parts of other
+        """States and replicas that wait to be recorded, and states that wait for parts of other
         ranks."""
         return len(self._waiting) + len(self._marks) + len(self._parts)
 
     def is_pending(self, uid: str) -> bool:
-        """Whether news of this state waits to be told, or the state waits for parts of other
+        """Whether a record of this state waits to be written, or the state waits for parts of other
         ranks."""
         return (
             uid in self._waiting
@@ -236,10 +240,10 @@ class Journal:
             trouble="lineage",
         )
 
-    # --- what is told -----------------------------------------------------------------------------
+    # --- recording ---
 
     def record(self, entries: Sequence[Entry]) -> dict[str, Exception]:
-        """Record states in one go, now or when the database answers; returns, by uid, why some of
+        """Record states in one go, now or when the database is back. Returns, by uid, why some of
         them were refused.
 
         States that depend on a refused one are refused with it. An absent database is no reason to
@@ -253,7 +257,7 @@ class Journal:
         return refused
 
     def find(self, uid: str) -> State | None:
-        """A state that is in this process's memory, as far as the lineage knows.
+        """A state in this process's memory, as the lineage has it.
 
         :raises Unavailable: the database is away.
         """
@@ -262,11 +266,11 @@ class Journal:
             return lookup.state(session, uid) if is_held else None
 
     def conclude(self, entry: Entry) -> bool:
-        """After an error while a state was recorded: whether the lineage has the state (then the
-        listener hears of it), or it waits.
+        """After an error while a state was recorded: whether the lineage has the state (the
+        listener is then called), or it waits.
 
-        :raises DatastatesError: the lineage does not say, for another reason than that the database
-            is away.
+        :raises DatastatesError: the lineage gives no result, for another reason than that the
+            database is away.
         """
         uid = entry.new.uid
         if entry.rank is not None:
@@ -288,7 +292,7 @@ class Journal:
         return True
 
     def _conclude_part(self, entry: Entry, rank: int) -> bool:
-        """``conclude`` for a part: returns whether it was told."""
+        """``conclude`` for a part: whether it was recorded."""
         uid = entry.new.uid
         with self._turn:
             if uid in self._parts or uid in self._told or uid in self._waiting:
@@ -306,10 +310,10 @@ class Journal:
             return True
 
     def mark(self, placed: Mapping[str, Sequence[Placed]]) -> None:
-        """Note that states are on this node's disk: of each, the parts that this process had. They
-        are told in one transaction.
+        """Note that states are on this node's disk, with the parts that this process had. They are
+        recorded in one transaction.
 
-        :raises NotFound: neither the lineage nor this process knows one of the states. Any other
+        :raises NotFound: neither the lineage nor this process has one of the states. Any other
             error of the lineage is raised too, except that the database is away.
         """
         with self._turn:
@@ -331,30 +335,30 @@ class Journal:
     # --- states of several parts ------------------------------------------------------------------
 
     def skip(self, skip: Skip) -> None:
-        """Note that this rank has no part of a state; told with whatever is told next, or by
-        ``ask``. Never waits."""
+        """Note that this rank has no part of a state. It is recorded with the next transaction, or
+        by ``ask``. This call does not wait."""
         self._parts.skip(skip)
 
     @property
     def is_waiting_for_others(self) -> bool:
-        """Whether a part that was told waits for those of other ranks, or a missing part of this
-        rank is still to be told."""
+        """Whether a recorded part waits for other ranks' parts, or a missing part of this rank is
+        still to be recorded."""
         return not self._parts.is_idle
 
     @property
     def is_awaiting(self) -> bool:
-        """Whether a part waits for those of other ranks: to be told, or to be on their disks."""
+        """Whether a part waits for other ranks' parts to be recorded, or to be on their disks."""
         return self._parts.is_awaiting
 
     @property
     def has_news(self) -> bool:
-        """Whether other ranks have to be told of states of which this rank has no part, or of
+        """Whether other ranks have to be informed of states of which this rank has no part, or of
         which it writes its part."""
         return self._parts.is_to_tell
 
     def missing(self, uid: str) -> str | None:
-        """What a state still waits for from other ranks, in words; None if it does not wait, or
-        nothing is known."""
+        """The parts of other ranks for which a state still waits, in words. None if it does not
+        wait, or nothing is known."""
         if self._away_since is not None or not (uid in self._parts or self._parts.is_half(uid)):
             return None
         try:
@@ -369,22 +373,21 @@ class Journal:
         return self._parts.may_be_wanted
 
     def want(self, uid: str, *, is_near: bool = False) -> None:
-        """Make a state durable: if it has several parts, the other ranks are told and write theirs.
-        Never waits.
+        """Make a state durable. If it has several parts, the other ranks get a request to write
+        theirs. This call does not wait.
 
         ``is_near``: keep it off further tiers, on the other ranks too.
         """
         self._parts.want(uid, is_near=is_near)
 
     def pass_on(self, uid: str) -> None:
-        """Let a state that was kept off further tiers go on; if it has several parts, the other
-        ranks are told. Never waits."""
+        """Let a state that was kept off further tiers go there. If it has several parts, the other
+        ranks get the request too. This call does not wait."""
         self._parts.pass_on(uid)
 
     def ask(self, patience_s: float | None = None) -> None:
-        """Hear the fate of the parts that wait, and tell of parts that this rank lacks. Parts that
-        have waited longer than ``patience_s`` are given up.
-        """
+        """Query the results of parts that wait, and record the parts that this rank lacks. Parts
+        that have waited longer than ``patience_s`` are given up."""
         if (self._parts.is_idle and not self._parts.may_be_wanted) or self._away_since is not None:
             return
         with self._turn:
@@ -403,19 +406,19 @@ class Journal:
         self._runs.append(run)
 
     def evict(self, uids: Iterable[str]) -> None:
-        """Note that states left this process's memory; told with the next state, or by
+        """Note that states left this process's memory. It is recorded with the next state, or by
         ``tell_evictions``."""
         left = list(uids)
         self._evicted.add(left)
         self._parts.leave(left)
 
     def is_leaving(self, uid: str) -> bool:
-        """Whether a state left this process's memory, and that was not told yet."""
+        """Whether a state left this process's memory, and that was not recorded yet."""
         return uid in self._evicted
 
     @undeterred
     def tell_evictions(self) -> None:
-        """Tell now which states left memory.
+        """Record now which states left memory.
 
         :raises Unavailable: the database is away.
         """
@@ -426,7 +429,7 @@ class Journal:
     # --- the database is away, or has forgotten ---------------------------------------------------
 
     def settle(self) -> None:
-        """Tell what waits, if the database answers again; does nothing if it was not away."""
+        """Write the waiting records, if the database is back. Does nothing if it was not away."""
         if self._away_since is None:
             return
         with self._turn:
@@ -458,13 +461,13 @@ class Journal:
             self._note_away(error)
 
     def check(self, session: Session) -> bool:
-        """Whether the newest state told of each branch is known: if commits are lost, those are
-        among them."""
+        """Whether the newest recorded state of each branch is in the database. Lost commits include
+        it."""
         newest = {entry.new.facts.branch: uid for uid, entry in list(self._told.items())}
         return len(clones.known(session, newest.values())) == len(newest)
 
     def recall(self) -> None:
-        """Tell again what the database has forgotten."""
+        """Record again what the database has lost."""
         with self._turn:
             self._recall()
 
@@ -511,7 +514,8 @@ class Journal:
             except Unavailable:
                 raise
             except Exception as error:
-                # whatever refuses this state: its handle raises it, and the others are recorded
+                # any error that refuses this state: its handle raises it, and other states are
+                # recorded
                 refused[entry.new.uid] = error
 
     def _wait(self, entry: Entry) -> None:
@@ -543,8 +547,7 @@ class Journal:
             return do()
 
     def _tell(self, entries: Sequence[Entry]) -> dict[str, State | None]:
-        """The recorded states; None for a part that was told, whose state may or may not be
-        whole now."""
+        """The recorded states. None for a part, whose state may or may not be whole now."""
         whole, told = (
             [entry for entry in entries if entry.rank is None],
             [entry for entry in entries if entry.rank is not None],
@@ -581,9 +584,10 @@ class Journal:
         return states, heard
 
     def _heed(self, said: Said, heard: Heard) -> None:
-        """Act on what was heard of parts; each part waits until its listener knows.
+        """Process the results about parts. Each part waits until its listener has returned.
 
-        Parts that the lineage does not know are told again."""
+        Parts that the lineage lacks are recorded again.
+        """
         if heard.forgotten:
             again = replace(
                 said,
@@ -688,7 +692,8 @@ class Journal:
         return evicted
 
     def _leaving(self) -> list[str]:
-        """The states that left memory and have to be told; none is told before the state itself."""
+        """The states that left memory and have to be recorded. None is recorded before the state
+        itself."""
         return self._evicted.untold(lambda uid: uid not in self._waiting and uid not in self._parts)
 
     def _forget_gone(self) -> None:
@@ -697,9 +702,8 @@ class Journal:
 
     @undeterred
     def _recall(self, coming: Iterable[Entry] = ()) -> bool:
-        """Tell again what the database has forgotten, runs and ancestors included; returns whether
-        there was anything. ``coming`` is told next.
-        """
+        """Record again what the database has lost, runs and ancestors included. Returns whether
+        there was anything. ``coming`` is recorded next."""
         told = {**{entry.new.uid: entry for entry in self._past}, **self._told}
         with self._database.read() as session:
             unknown = [run for run in list(self._runs) if not _has_run(session, run.uid)]
@@ -711,7 +715,7 @@ class Journal:
                 ahead,
                 [parent for entry in coming for parent in entry.new.facts.parents],
             )
-        # evicted states that nobody knows any more would block all later news
+        # evicted states that the database does not have would block all later records
         was_in_the_way = self._evicted.keep(
             lambda uid: uid in known or uid in told or uid in self._waiting or uid in self._parts
         )
@@ -741,11 +745,11 @@ class Journal:
                 },
             )
             replicas.evict(session, gone, tier=CAPTURED, node=self._holder)
-        # others tell theirs again, too
+        # other ranks record theirs again, too
         self._parts.begin(
             entry for entry in lost if entry.rank is not None and entry.new.uid in self._told
         )
-        # parts of memory that is gone are told once: their states may never be whole
+        # parts whose memory is gone are recorded once: their states may never be whole
         self._past = deque(
             (entry for entry in self._past if entry.rank is None), maxlen=_MOST_WAITING
         )
@@ -761,16 +765,15 @@ class Journal:
     def _lost(
         self, session: Session, told: dict[str, Entry], ahead: set[str], further: Iterable[str]
     ) -> list[Entry]:
-        """What the database lacks of these states, of ``further`` ones and of their ancestors,
-        parents first; what is ``ahead`` is told later.
-        """
+        """The entries that the database lacks: these states, ``further`` ones and their ancestors,
+        parents first. ``ahead`` ones are recorded later."""
         lost: dict[str, Entry] = {}
         found: dict[str, Entry | None] = dict.fromkeys([*clones.known(session, told), *ahead])
         stack = [*further, *reversed(told)]
         while stack:
             uid = stack[-1]
             if uid not in found:
-                # of a part, other ranks have the rest, unless all are in the folder
+                # other ranks have the other parts, unless all are in the folder
                 own = told.get(uid)
                 found[uid] = (
                     own
@@ -890,8 +893,8 @@ def _added(placed: Sequence[Placed]) -> int:
     return sum(part.manifest.bytes_new for part in placed)
 
 
-# Ends cleanly at exit, on Ctrl-C, SIGTERM and SIGHUP, and after a drop without a close: what must
-# become durable still does.
+# --- Clean ends: at exit, on Ctrl-C, SIGTERM and SIGHUP, and after a drop without a close ---
+# States that must become durable are still written.
 
 
 _SIGNALS = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
@@ -930,7 +933,7 @@ class _Ender:
                 end()
                 closed(end)
             except BaseException:
-                # no caller is left to be told, and the next one must be ended too
+                # no caller is left for the error, and the next object must be ended too
                 _logger.exception("ending what was dropped without a close failed")
             del end
 
@@ -947,7 +950,7 @@ def close_at_exit(closable: Closable, end: Callable[[], None]) -> None:
     ``end``. A forked child does neither for its parent.
 
     ``end`` must not be the object's own ``close``, which would keep it alive. Call ``closed`` once
-    it was closed. What a finalizer could not hand over is ended at exit.
+    it was closed. Objects that a finalizer could not pass to the thread are ended at exit.
     """
     global _owner, _ender
     if _owner != os.getpid():
@@ -1010,8 +1013,8 @@ def _uncaught() -> BaseException | None:
 
 
 def take_signals() -> None:
-    """Turn SIGTERM and SIGHUP into ``SystemExit`` from now on, if this is the main thread and
-    nothing else handles them."""
+    """Turn SIGTERM and SIGHUP into ``SystemExit`` from now on, if this is the main thread and they
+    have no other handler."""
     if threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:
             if signal.getsignal(number) is signal.SIG_DFL:

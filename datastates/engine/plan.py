@@ -1,9 +1,10 @@
 """The copy plan: where each byte of a state goes, compiled once and reused until the layout
 changes.
 
-A plan knows, for each chunk, which pieces of which tensors make it up. To copy a state takes one
-slot for each chunk, one look-up of each slot's destination views, and one ``_foreach_copy_`` for
-all pieces. Everything is copied as bytes, so that pieces of all dtypes go through the same call.
+A plan has, for each chunk, the pieces of tensors in it. To copy a state takes one slot for each
+chunk, one look-up of each slot's destination views, and one ``_foreach_copy_`` for all pieces.
+Everything is copied as bytes, so that pieces of all dtypes go through the same call.
+``differences`` compares the copies of a tensor on several ranks.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ class Shares:
         self.digest = digest_of(divided)
 
     def are_still(self, leaves: Sequence[Leaf]) -> bool:
-        """Whether the leaves lie as before, including those of which this rank copies nothing."""
+        """Whether the leaves are in the same memory as before, including those of which this rank
+        copies nothing."""
         for index, leaf in enumerate(leaves):
             tensor = leaf.tensor
             if _sign(tensor) != self._signs[index]:
@@ -117,19 +119,19 @@ def shares_of(
     apart: Collection[int] = (),
     members: Sequence[int] | None = None,
 ) -> Shares | None:
-    """What ``rank`` of ``size`` copies; None if that is every whole tensor. ``apart`` is as for
-    ``Shares``, ``members`` as for ``holdings_of``.
+    """The shares that ``rank`` of ``size`` copies. None if they are all whole tensors. ``apart`` is
+    as for ``Shares``, ``members`` as for ``holdings_of``.
 
     :raises Unsupported: a rank outside the group holds something of a tensor, or a tensor has no
-        value; names it.
+        value. The text names it.
     """
     is_divided = size > 1 or any(is_spread(leaf.tensor) or leaf.tensor.is_meta for leaf in leaves)
     return Shares(leaves, rank, size, apart, members) if is_divided else None
 
 
 def bytes_at(tensor: torch.Tensor, box: Box, strides: Sequence[int]) -> tuple[torch.Tensor, bool]:
-    """The stored bytes of a share, flat, and whether they are a view of the tensor and not a
-    copy. ``strides`` are those of the whole tensor."""
+    """The stored bytes of a share, flat, and whether they are a view of the tensor and not a copy.
+    ``strides`` describe the whole tensor."""
     found = local_of(tensor)
     assert found is not None
     local = found.detach()
@@ -192,8 +194,7 @@ def _spec(leaf: Leaf, held: Holding) -> TensorSpec:
     )
 
 
-# The copy plan: where each byte of a state goes, compiled once and reused until the layout
-# changes.
+# --- Compiling and using a plan ---
 
 
 DEFER_BYTES = LARGE_BYTES
@@ -202,10 +203,10 @@ DEFER_BYTES = LARGE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What all captures of a plan have in common, encoded for the manifest once.
+    """The properties that all captures of a plan share, encoded for the manifest once.
 
-    ``form`` is equal on all ranks whose parts make one state together; empty where one process has
-    all of it.
+    ``form`` is equal on all ranks whose parts make one state together. It is empty if one process
+    has all of it.
     """
 
     skeleton: msgspec.Raw
@@ -229,8 +230,8 @@ class _Source:
     """One leaf that is stored, or a share of one: its tensor as last seen, and its bytes as a flat
     view.
 
-    The facts about its memory are those of this rank's local tensor, ``local``; for most tensors
-    that is the tensor itself.
+    The facts about its memory describe this rank's local tensor, ``local``. For most tensors that
+    is the tensor itself.
     """
 
     leaf: int
@@ -273,16 +274,20 @@ _Alias = tuple[int, torch.Tensor, Hashable]
 
 @dataclass(slots=True)
 class CopyPlan:
-    """A compiled plan. Belongs to one tracker; built and refreshed on the training thread only.
+    """A compiled plan. Belongs to one tracker. It is built and refreshed on the training thread
+    only.
 
-    ``sizes[c]`` are the lengths of the pieces of chunk ``c``; ``eager[c]`` and ``deferred[c]`` say
-    which of them are copied when. ``gaps`` are zeros that belong to no tensor: the chunk, the first
-    byte, and the byte after the last. ``shares`` are this rank's if several hold the state.
-    ``routes`` says what lies where, ``stills`` which chunks may stay the same on a device, and
-    ``packings`` how a device's tensors are packed in a snapshot, once a capture was taken;
-    ``digested`` are the chunks that a device digests as they cross, likewise, and ``placed`` the
-    copies of what is deferred, by the device and the slots. ``is_taught``: some tensors are copied
-    at once because they tore before.
+    ``sizes[c]`` are the lengths of the pieces of chunk ``c``. ``eager[c]`` and ``deferred[c]`` are
+    the pieces that are copied before and after ``capture`` returns. ``gaps`` are zeros that belong
+    to no tensor: the chunk, the first byte, and the byte after the last. ``shares`` are this rank's
+    if several hold the state.
+
+    These are set once a capture was taken. ``routes`` has the place of each tensor, and ``stills``
+    the chunks that may stay the same on a device. ``packings`` has the layout of a device's tensors
+    in a snapshot. ``digested`` are the chunks that a device digests as they cross. ``placed`` are
+    the copies of deferred pieces, by the device and the slots.
+
+    ``is_taught``: some tensors are copied at once because they tore before.
     """
 
     layout: Layout
@@ -307,15 +312,15 @@ class CopyPlan:
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """The devices on which something lies."""
+        """The devices that have tensors of the state."""
         return tuple(device for device in self.routes if device != HOST)
 
     def refresh(self, flat: Flat) -> bool:
-        """Point the plan at this capture's tensors; False when the layout changed and the plan must
-        be compiled anew.
+        """Point the plan at this capture's tensors. False when the layout changed and the plan must
+        be compiled again.
 
-        A tensor that is a new object of the same geometry (an RNG state, say) is taken over if it
-        is copied eagerly.
+        A tensor that is a new object of the same geometry (an RNG state, for example) is accepted
+        if it is copied eagerly.
         """
         leaves = flat.tensors
         if flat.skeleton is not self.flat.skeleton:
@@ -352,8 +357,8 @@ class CopyPlan:
     def _is_tied_still(
         self, leaves: Sequence[Leaf], index: int, tensor: torch.Tensor, key: Hashable
     ) -> bool:
-        """Whether a tensor is still the one that was left out, and lies where that lies which is
-        stored for both."""
+        """Whether a tensor is still the one that was left out, and still shares the memory of the
+        stored one."""
         first = self.specs[index].alias
         return (
             leaves[index].tensor is tensor
@@ -363,7 +368,8 @@ class CopyPlan:
         )
 
     def refuse_recording(self) -> None:
-        """Raise if a graph is being recorded, since nothing that it copies happens now.
+        """Raise if a graph is being recorded, because the copies would be recorded instead of
+        executed.
 
         :raises InvalidInput: this thread records a graph on a device of the state.
         """
@@ -417,14 +423,14 @@ def compile_plan(
     """A plan that lays a state's tensors out over chunks: all of them, or what ``rank`` stores if
     ``size`` ranks hold them.
 
-    ``fenced`` and ``frozen`` are ids of tensors: those that only a tracked optimizer changes
-    (deferred if they are large enough), and those that stay the same (grouped apart, so that their
-    chunks keep their digests). ``eager_paths`` are never deferred, because the tripwire saw them
-    change outside the fence. ``apart`` are ids of tensors that may differ between ranks.
-    ``members`` are the numbers of all ranks in torch.distributed, if these are different.
+    ``fenced`` and ``frozen`` are ids of tensors. Fenced ones are changed by a tracked optimizer
+    alone, and deferred if they are large enough. Frozen ones stay the same, and are grouped apart,
+    so that their chunks keep their digests. ``eager_paths`` are never deferred, because the
+    tripwire saw them change outside the fence. ``apart`` are ids of tensors that may differ between
+    ranks. ``members`` are the numbers of all ranks in torch.distributed, if these are different.
 
     :raises Unsupported: a rank outside the group holds something of a tensor, or a tensor has no
-        value; names it.
+        value. The text names it.
     """
     shares = shares_of(flat.tensors, rank, size, apart, members)
     specs: list[TensorSpec] = []
@@ -514,13 +520,13 @@ def _lay_out(
 ) -> CopyPlan:
     skeleton = encode_skeleton(flat.skeleton)
     form = "" if shares is None else _form_of(skeleton, specs, shares)
-    # Large tensors stay in the order of the leaves, whether still or not. So tensors that a prefix
-    # trained and a variant freezes fill the same chunks, up to the first tensor that the variant
-    # trains.
+    # Large tensors stay in the order of the leaves, whether still or not. If a variant freezes what
+    # a prefix trained, these tensors then fill the same chunks, up to the first tensor that the
+    # variant trains.
     still_small, still_large = _by_size(
         [source for source in sources if id(source.tensor) in frozen]
     )
-    # Small tensors lie together, so that what is copied before ``capture`` returns takes one
+    # Small tensors are adjacent, so that what is copied before ``capture`` returns takes one
     # ``split`` of one or two chunks.
     small, large = _by_size([source for source in sources if id(source.tensor) not in frozen])
     sizes: list[list[int]] = []
@@ -594,8 +600,8 @@ def _by_size(sources: list[_Source]) -> tuple[list[_Source], list[_Source]]:
 
 
 def _align(position: int, sizes: list[list[int]], gaps: list[tuple[int, int, int]]) -> int:
-    """Where the next large tensor begins after ``position``: less than one block further, so in
-    the same chunk."""
+    """The begin of the next large tensor after ``position``. It is less than one block further, so
+    in the same chunk."""
     chunk, offset = divmod(position, CHUNK_BYTES)
     gap = -offset % ALIGNED_BYTES
     if gap:
@@ -691,8 +697,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return flat
 
 
-# Finds whether the copies of a tensor on several ranks are equal, by a digest of each, and which
-# of them differ.
+# --- Differences between ranks, found by a digest of each copy ---
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True):
@@ -704,8 +709,8 @@ class Copy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """A tensor whose copies are not equal: ``ranks`` are those that differ from the most common
-    copy; of equally common ones, the first."""
+    """A tensor whose copies are not equal. ``ranks`` are those that differ from the most common
+    copy. If several are equally common, the first of them counts."""
 
     path: str
     ranks: tuple[int, ...]
@@ -738,8 +743,8 @@ def copies_of(
 
 
 def differences(copies: Sequence[Sequence[Copy]]) -> list[Difference]:
-    """The differences between the copies of all ranks, which are given by rank; in order of
-    path. What a rank does not have is not compared."""
+    """The differences between the copies of all ranks, which are given by rank, in order of path.
+    Tensors that a rank does not have are not compared."""
     by_box: dict[tuple[str, tuple[int, ...]], dict[int, bytes]] = {}
     for rank, of_rank in enumerate(copies):
         for copy in of_rank:

@@ -14,7 +14,7 @@ The engine's own steps and the user's processors have the same shape: a name, a 
     1000      processors  CapturedState  datastates-processors  calls the user's processors once
                                                                 the state is recorded
 
-Durable states are also put onto the user's tiers, on a separate thread (``copies``).
+Durable states are also put onto the user's tiers, on a separate thread (``steps.Copies``).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class CapturedState(Protocol):
 
     @property
     def state(self) -> State:
-        """What the lineage knows of the state, with its ``status`` so far. You may keep it."""
+        """The state as the lineage has it, with its ``status`` so far. You may keep it."""
 
     @property
     def branch(self) -> str | None:
@@ -79,7 +79,7 @@ class CapturedState(Protocol):
 
     @property
     def manifest(self) -> Manifest:
-        """What the state consists of. You may keep it.
+        """The state's manifest. You may keep it.
 
         :raises Unavailable: the state left memory before it was recorded, because the lineage was
             away for long.
@@ -89,15 +89,15 @@ class CapturedState(Protocol):
         """Nested containers of tensors, as ``Repository.load`` returns them: copies that you may
         keep and change.
 
-        ``only`` takes names or patterns of paths (``"model"``); parts that are not asked for are
-        ``None`` in the tree.
+        ``only`` takes names or patterns of paths (``"model"``). Other parts are ``None`` in the
+        tree.
 
         :raises Unavailable: as ``manifest``.
         """
 
     def chunks(self) -> Iterator[memoryview]:
-        """The bytes of the tensors where they lie, chunk by chunk in the manifest's order: read
-        them only, and do not keep them.
+        """The bytes of the tensors in place, chunk by chunk in the manifest's order. Read them
+        only, and do not keep them.
 
         :raises Unavailable: as ``manifest``.
         """
@@ -158,7 +158,7 @@ class HeldState:
 
     @property
     def state(self) -> State:
-        """What the lineage knows of the state."""
+        """The state as the lineage has it."""
         return self._current()
 
     @property
@@ -173,8 +173,8 @@ class HeldState:
 
     @values.takes(only=values.patterns)
     def tree(self, only: str | Sequence[str] | None = None) -> Any:
-        """Copies of the state's tensors, in its containers; None for tensors that were not asked
-        for.
+        """Copies of the state's tensors, in its containers. None for tensors that ``only``
+        excludes.
 
         A pattern that selects nothing is no error here: a processor sees the states of whatever is
         trained.
@@ -182,7 +182,7 @@ class HeldState:
         return read_tree(self._open(), wants=Selection(only).wants)
 
     def chunks(self) -> Iterator[memoryview]:
-        """The state's bytes where they lie."""
+        """The state's bytes in place."""
         reader = self._open()
         return (reader.chunk(index) for index in range(len(reader.manifest.content.chunks)))
 

@@ -1,5 +1,8 @@
-"""What this process has told of states of several parts: the states of which it waits to hear,
-and those of which it has no part."""
+"""Reports of this process about states of several parts: its parts, the states that it waits for,
+and the states of which it has no part.
+
+``Said`` is what one transaction sends, and ``Heard`` its result. ``Parts`` keeps what waits.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +46,15 @@ class Skip:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What one process has to tell and to ask.
+    """What one process sends to the lineage and queries in one transaction.
 
-    It tells its parts, the parts that it lacks, what waited longer than ``patience_s``, which
-    states it makes durable (by uid, as which rank; those that are ``near`` stay off further tiers),
-    what a tier holds, and what left the memory of ``holder`` in ``tier``. It asks for the fate of
-    states (by uid, of its part of that rank), which of them others make ``wanted``, and how safe
-    others are. ``is_durable``: it has to survive the database's own end.
+    It sends its parts, the parts that it lacks, what waited longer than ``patience_s``, which
+    states it makes durable, what a tier holds, and what left the memory of ``holder`` in ``tier``.
+    Durable states are given by uid, as which rank. Those that are ``near`` stay off further tiers.
+
+    It queries the results of states (by uid, of its part of that rank), which of them other ranks
+    make ``wanted``, and how safe other ranks' parts are. ``is_durable``: it has to survive the
+    database's own end.
     """
 
     parts: tuple[Telling, ...] = ()
@@ -69,7 +74,7 @@ class Said:
 
     @property
     def is_question(self) -> bool:
-        """Whether it only asks, and tells nothing."""
+        """Whether it only queries, and sends nothing."""
         return not (
             self.parts or self.skips or self.late or self.wishes or self.marks or self.evicted
         )
@@ -77,9 +82,11 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What a transaction said to one process: the fate of states, which of its parts the lineage
-    does not know, which states others make durable (and whether they keep them off further tiers),
-    how safe states are, and those that were marked. Acted on once it is committed.
+    """The result of a transaction for one process, used once it is committed.
+
+    It has the results of states, which of its parts the lineage does not have, how safe states are,
+    and those that were marked. It also has which states other ranks make durable, and whether they
+    keep them off further tiers.
     """
 
     outcomes: dict[str, Outcome] = field(default_factory=dict)
@@ -90,7 +97,7 @@ class Heard:
 
 
 def tell(session: Session, said: Said) -> Heard:
-    """Tell what this process has to tell, and answer it, in this transaction."""
+    """Record what this process sends, and return the results, in this transaction."""
     if said.parts:
         record_parts(session, said.parts)
     for skip in said.skips:
@@ -123,10 +130,10 @@ def tell(session: Session, said: Said) -> Heard:
 
 @undeterred
 def report(database: Database, said: Said) -> Heard:
-    """Tell this now, in a transaction of its own, and hear what is known then.
+    """Record this now, in a separate transaction, and return the results.
 
     :raises Unavailable: the database is away, or other transactions are in the way again and again.
-    :raises DatastatesError: (another) the lineage refuses it; nothing was told.
+    :raises DatastatesError: (another) the lineage refuses it, and nothing was recorded.
     """
     if said.is_question:
         with database.read() as session:
@@ -135,7 +142,7 @@ def report(database: Database, said: Said) -> Heard:
         return tell(session, said)
 
 
-# A state to be recorded, as the journal keeps it.
+# --- Entry: a state to be recorded ---
 
 
 _UID = re.compile("[0-9a-f]{24}")
@@ -145,8 +152,8 @@ _UID = re.compile("[0-9a-f]{24}")
 class Entry:
     """A state to be recorded, and the tip of its line before it: its uid and digest.
 
-    ``rank`` says whose part of several it is, ``reduce`` how the metrics of all parts are combined,
-    ``form`` what all parts have in common; None: it is the whole state.
+    ``rank`` is the part of several that it is, ``reduce`` how the metrics of all parts are
+    combined, ``form`` what all parts have in common. If ``rank`` is None, it is the whole state.
     """
 
     new: NewState
@@ -191,12 +198,11 @@ def states_of(manifests: Mapping[tuple[str, int], Manifest]) -> Iterable[NewStat
         yield NewState(facts, digest, Status.EVICTED, bytes_total=total)
 
 
-# What this process has told of states of several parts: the states of which it waits to hear, and
-# those of which it has no part.
+# --- Parts that wait ---
 
 
 _MOST_ASKED = 100
-"""How many of the newest states are asked about, whether other ranks make them durable."""
+"""The number of newest states that are queried for whether other ranks make them durable."""
 
 
 class Parts:
@@ -209,25 +215,25 @@ class Parts:
         self._unwritten: dict[str, int] = {}
         self._wishes: dict[str, int] = {}
         self._near: dict[str, int] = {}
-        """The states that stay off further tiers, here and on all other ranks, until a rank has
-        them go on."""
+        """The states that stay off further tiers, here and on all other ranks, until a rank passes
+        them on."""
         self._half: dict[str, int] = {}
-        """The states of which this rank's part is on disk, and those of others are not yet; with
+        """The states of which this rank's part is on disk, and other ranks' parts are not yet, with
         the bytes that this part added."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing has to be told, and nothing waits."""
+        """Whether nothing has to be recorded, and nothing waits."""
         return not self._waiting and not self.is_to_tell
 
     @property
     def is_to_tell(self) -> bool:
-        """Whether something has to be told."""
+        """Whether something has to be recorded."""
         return bool(self._skips or self._wishes)
 
     @property
     def is_awaiting(self) -> bool:
-        """Whether a part waits for those of other ranks: to be told, or to be on their disks."""
+        """Whether a part waits for other ranks' parts to be recorded, or to be on their disks."""
         return bool(self._waiting or self._half)
 
     @property
@@ -237,7 +243,7 @@ class Parts:
         return bool(self._unwritten or self._half or self._near)
 
     def is_half(self, uid: str) -> bool:
-        """Whether this rank's part of a state is on disk, and that of another is not, as far as
+        """Whether this rank's part of a state is on disk, and another rank's part is not, as far as
         is known."""
         return uid in self._half
 
@@ -246,20 +252,20 @@ class Parts:
         self._half[uid] = added
 
     def __len__(self) -> int:
-        """How many states wait for parts of others, or to be told."""
+        """How many states wait for parts of others, or to be recorded."""
         return len(self._waiting) + len(self._skips)
 
     def __contains__(self, uid: str) -> bool:
-        """Whether a part was told, and waits."""
+        """Whether a part was recorded, and waits."""
         return uid in self._waiting
 
     def skip(self, skip: Skip) -> None:
-        """Note that this rank has no part of a state; told with the next transaction."""
+        """Note that this rank has no part of a state. It is recorded with the next transaction."""
         self._skips[skip.facts.uid] = skip
 
     def want(self, uid: str, *, is_near: bool = False) -> None:
-        """Note that this rank makes its part of a state durable. The other ranks must do the same,
-        and are told with the next transaction.
+        """Note that this rank makes its part of a state durable. The next transaction requests the
+        same from all other ranks.
 
         ``is_near``: it also keeps the part off further tiers.
         """
@@ -270,8 +276,8 @@ class Parts:
                 self._near[uid] = rank
 
     def pass_on(self, uid: str) -> None:
-        """Note that a state that was kept near goes on to further tiers; so must the parts of
-        the others."""
+        """Note that a state that was kept near is put onto further tiers, with the parts of all
+        other ranks."""
         rank = self._near.pop(uid, None)
         if rank is not None:
             self._wishes[uid] = rank
@@ -282,7 +288,7 @@ class Parts:
             self._unwritten.pop(uid, None)
 
     def entry(self, uid: str) -> Entry:
-        """What was told of a part that waits."""
+        """The recorded entry of a part that waits."""
         return self._waiting[uid][0]
 
     def missing(self, session: Session, uid: str, tier: str) -> str | None:
@@ -304,7 +310,7 @@ class Parts:
             else None
         )
 
-    # --- what is said -----------------------------------------------------------------------------
+    # --- what is sent ---
 
     def said(
         self,
@@ -313,7 +319,7 @@ class Parts:
         late: Sequence[str] = (),
         patience_s: float | None = None,
     ) -> Said:
-        """What has to be told besides these parts, and what is asked."""
+        """The records to send in addition to these parts, and the queries."""
         told = {entry.new.uid: entry for entry, _ in self._waiting.values()} | {
             entry.new.uid: entry for entry in entries
         }
@@ -339,7 +345,7 @@ class Parts:
     # --- once it is committed ---------------------------------------------------------------------
 
     def begin(self, entries: Iterable[Entry]) -> None:
-        """Note that these parts were told: they wait now."""
+        """Note that these parts were recorded: they wait now."""
         now = time.monotonic()
         for entry in entries:
             self._waiting.setdefault(entry.new.uid, (entry, now))
@@ -353,14 +359,13 @@ class Parts:
         self._waiting.pop(uid, None)
 
     def heed(self, said: Said, heard: Heard) -> dict[str, bool]:
-        """Act on what was told and what was heard. Returns the states that others make durable, or
-        have go on, and this rank does not yet; and whether they must stay near.
-        """
+        """Process the results of a transaction. Returns the states that others make durable, or put
+        onto further tiers, and this rank does not yet, and whether they must stay near."""
         for skip in said.skips:
             self._skips.pop(skip.facts.uid, None)
         for uid in said.wishes:
             if (uid in said.near) == (uid in self._near):
-                # else it was passed on meanwhile, which has to be told
+                # else it was passed on meanwhile, which has to be recorded
                 self._wishes.pop(uid, None)
         wanted: dict[str, bool] = {}
         for uid, is_near in heard.wanted.items():

@@ -1,16 +1,16 @@
-"""The threads behind captures: they carry out what ``engine`` decides.
+"""``Runner``: the threads behind captures. They carry out what ``scheduler`` decides.
 
-    crossing thread    (copy.py)           queues copies from devices, if there are any
-    stage thread       (copy.py)           copies; hands each capture on, in order
-    engine thread      (threads.py)        puts each round of captures into memory and into the
-                                           lineage (commit.py); then makes room ahead
-    writer thread      (threads.py)        writes to disk, and marks states as durable
-    arena thread       (memory_budget.py)  makes memory warm ahead of need
-    processors thread  (processors.py)     calls the user's processors, if there are any
-    copies thread      (steps.py)          puts states onto the user's tiers, if there are any
+    crossing thread   copy.py           queues copies from devices, if there are any
+    stage thread      copy.py           copies; passes each capture on, in order
+    engine thread     commit.py         each round of captures into memory and into the lineage;
+                                        then frees memory ahead
+    writer thread     threads.py        to disk; marked as durable
+    arena thread      memory_budget.py  touches memory ahead of need
+    processor thread  processors.py     the user's processors, if there are any
+    copies thread     steps.py          onto the user's tiers, if there are any
 
 One ``Runner`` belongs to a repository that tracks. Its lock guards the ``Engine`` and the
-``Register``; no I/O happens under it.
+``Register``. No I/O happens under it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 _SAY_AGAIN_S = 0.2
-"""How often a caller that waits for writes is told how many are left, in seconds."""
+"""The seconds between two reports of how many writes are left, to a caller that waits for them."""
 
 _FAILING_S = 3.0
 """How long a close after an error waits for parts of other ranks, in seconds."""
@@ -236,12 +236,12 @@ class Runner:
         line: Line | None = None,
         within_s: float | None = None,
     ) -> list[int] | None:
-        """Slots for the chunks of a state; None if there is no room and the back-pressure is
+        """Slots for the chunks of a state. None if there is no memory and the back-pressure is
         ``skip``.
 
         Blocks under ``wait`` and ``drop-oldest`` until memory is freed, but not longer than
-        ``within_s``: then the result is None. After a capture, which names its ``line``, room for
-        the next one of its size is made ahead.
+        ``within_s``: then the result is None. After a capture, which names its ``line``, memory for
+        the next one of its size is freed ahead.
 
         :raises OverBudget: the state could never fit, or nothing that is in its way can be written.
         """
@@ -252,7 +252,7 @@ class Runner:
         self._room.release(slots)
 
     def submit(self, staged: Staged, *, is_deferring: bool) -> CopyJob:
-        """Begin the copy of a capture; the engine goes on from there."""
+        """Begin the copy of a capture. The engine continues from there."""
         job = staged.job
         assert job is not None
         job.on_done = lambda done: self._copied(staged, done)
@@ -313,7 +313,7 @@ class Runner:
         self._copies.check_goal(goal)
 
     def asked(self) -> Collection[str]:
-        """The states that a caller asked to become durable, and whose handle it still has."""
+        """The states that a caller wants to become durable, and whose handle it still has."""
         return frozenset(uid for uid, progress in self._asked.items() if progress.is_asked)
 
     def withdrawn(self, uids: Iterable[str]) -> None:
@@ -333,7 +333,7 @@ class Runner:
         self._writer.on_full = listener
 
     def _adopt(self, uid: str, base: Manifest | None = None) -> None:
-        """Tell the engine of a state that no line captured, which is in the memory tier and in the
+        """Pass a state that no line captured to the engine. It is in the memory tier and in the
         lineage. ``base`` is the manifest of a related state on disk.
 
         The state stays in memory until it is durable. It becomes durable when memory runs short, or
@@ -357,7 +357,7 @@ class Runner:
     def check_withdrawal(self, uid: str) -> None:
         """Raise unless a state in memory may be dropped.
 
-        :raises Conflict: a training stands there, or it is on its way into the lineage or to disk.
+        :raises Conflict: it is the tip of a training, or on its way into the lineage or to disk.
         """
         with self._lock:
             reason = self._engine.hold_of(uid, is_captured=self._register.has_begun(uid))
@@ -421,15 +421,14 @@ class Runner:
             )
 
     def skip(self, line: Line, facts: StateFacts, why: Why, reason: str) -> None:
-        """Tell the other ranks that this rank has no part of a state; does nothing for a line
-        that captures no parts.
-        """
+        """Record for the other ranks that this rank has no part of a state. Does nothing for a line
+        that captures no parts."""
         if line.part is not None:
             self._register.journal.skip(Skip(facts, line.part.rank, why, reason))
             self._rounds.wake()
 
     def missing(self, uid: str) -> str | None:
-        """A text for people that says for which ranks a state waits; None if it waits for none."""
+        """The ranks for which a state waits, as a text for people. None if it waits for none."""
         return self._register.journal.missing(uid)
 
     def refs_changed(self) -> None:
@@ -439,7 +438,7 @@ class Runner:
 
     @property
     def needed_bytes(self) -> int:
-        """The memory that captures need to go on: for a state that is kept, one that is written
+        """The memory that captures need to continue: for a state that is kept, one that is written
         and one that is captured."""
         return self._room.needed_bytes
 
@@ -463,11 +462,11 @@ class Runner:
     def drain(self, on_wait: Callable[[int], None] | None = None) -> None:
         """Wait until all captures are recorded and every wanted state is durable (or has failed).
 
-        Ctrl-C while waiting gives up what is not durable yet: no later call waits for it, until
-        something else is captured or named.
+        Ctrl-C during the wait gives up what is not durable yet. No later call waits for it, until
+        another state is captured or named.
 
-        :raises Unavailable: the database has been away for a minute, or the disk for some seconds;
-            says what is not durable.
+        :raises Unavailable: the database has been away for a minute, or the disk for some seconds.
+            The text lists what is not durable.
         """
         failures = self._trouble.failures
         try:
@@ -492,15 +491,16 @@ class Runner:
     def errors(self) -> list[Exception]:
         """The errors on lines of trackers that no tracker has raised.
 
-        Failures of clones were logged, as no caller asks for them."""
+        Failures of clones were logged, because no caller waits for them.
+        """
         return self._register.errors()
 
     def close(self) -> None:
-        """Make the heads durable, wait, and end the threads; idempotent, and a call after an
-        interrupt goes on where it was. These threads must not call it.
+        """Make the heads durable, wait, and end the threads. It is idempotent, and a call after an
+        interrupt resumes. These threads must not call it.
 
-        :raises Unavailable: the database has been away for a minute, or the disk for some seconds;
-            says what is lost.
+        :raises Unavailable: the database has been away for a minute, or the disk for some seconds.
+            The text lists what is lost.
         """
         try:
             if not self._is_closed:
@@ -553,9 +553,8 @@ class Runner:
 
     @property
     def trouble(self) -> str | None:
-        """What keeps states from being written, since when, and what it has cost; None while
-        writing works.
-        """
+        """Why states cannot be written, since when, and the costs so far. None while writing
+        works."""
         self._watch.look()
         with self._lock:
             return self._trouble.describe(self._engine.pending_writes)
@@ -576,7 +575,7 @@ class Runner:
                     self._tick()
                 self._polling.look(has_told=bool(captures))
             except BaseException as exc:
-                # the log shows it and the lines raise it, whatever it is, and the thread goes on
+                # the log shows any error and the lines raise it, and the thread continues
                 _logger.exception("the engine failed; it goes on")
                 for staged in captures:
                     self._register.break_off(staged, exc)

@@ -1,50 +1,52 @@
-"""The engine decides which state is written next, and which states leave memory. It takes events
-and returns actions (``events``).
+"""``Engine`` decides which state is written next, and which states leave memory. It takes events
+and returns actions.
 
 It touches no thread, clock, file or database, so every rule is tested by calling ``handle``.
 ``runner`` carries the actions out.
 
 Rules:
+
 - A line is one tracker on one branch. Its newest recorded state is its head.
-- ``pacing`` has the facts with which a line's policy is asked. It is asked at each capture, when
-  time has passed, and when a write ended.
-- A state is *wanted* when it must become durable: its cadence says so, a tag names it, a caller
+- ``cadence_stats`` has the facts for a line's policy. The policy decides at each capture, when time
+  has passed, and when a write ended.
+- A state is *wanted* when it must become durable: its cadence picks it, a tag names it, a caller
   waits for it, or it is a head when the line closes. Wanted states are written in the order in
-  which they were wanted. Small ones are written in groups: as many as are wanted when the writer is
-  free, up to ``GROUP_BYTES`` and ``MOST_TOGETHER``. A state whose write failed is written alone.
-- A policy may keep what it picks near: such a state stays off the user's further tiers, until
-  something else wants it.
+  which they became wanted.
+- Small states are written in groups: as many as are wanted when the writer is free, up to
+  ``GROUP_BYTES`` and ``MOST_TOGETHER``. A state whose write failed is written alone.
+- A policy may keep its states near. A near state stays off the user's further tiers, until it is
+  wanted for another reason.
 - The best so far stays in memory until it is durable, and is written before any other state of its
-  line: by each metric that a training is told to keep, or whose name has a direction. So wherever a
-  crash puts the branch back to, its best is on disk. A state that is no longer the best is not
-  written for this reason.
-- A state that was cloned from a peer counts as the head of a line of its own, until it leaves
-  memory. At closing it is written only if a ref names it.
+  line. This holds for each metric that a training is configured to keep, or whose name has a
+  direction. After a crash, a branch therefore has its best so far on disk. A state that is no
+  longer the best is not written for this reason.
+- A state that was cloned from a peer counts as the head of a separate line, until it leaves memory.
+  At closing it is written only if a ref names it.
 - A state may leave memory when it is durable, or when it is neither wanted, nor a head, nor named
   by a ref.
-- A capture that waits for room waits for captures in flight (the heads that they follow may leave
-  then) and for writes under way. When neither is left, memory holds less than two states for each
-  line. Then clones are written, whose room is free for good afterwards. After that the head of the
-  capturing line gives way unwritten, if its cadence would not write it now and what the line wrote
-  last is durable. Otherwise what is not durable is written, oldest first.
+- A capture that needs memory waits for captures in flight (the heads before them may leave then)
+  and for writes in progress. When neither is left, memory holds less than two states for each line.
+  Then clones are written, whose memory stays free afterwards. After that the head of the capturing
+  line is dropped unwritten, if its cadence would not write it now and the line's last written state
+  is durable. Otherwise states that are not durable are written, oldest first.
 - At most ``AT_A_TIME`` states are named to leave memory at a time, so that the work for a capture
-  does not grow with the states held. If these make too little room, the same event is handled
+  does not grow with the states held. If these free too little memory, the same event is handled
   again.
 - With ``memory_latest`` a state that may leave memory does so once that many newer ones of its line
-  are recorded. When room is needed, the newest of each line leave after all others that may.
+  are recorded. When memory is needed, the newest of each line leave last.
 - Waiting always ends: when writing has failed for everything that is held, the waiting capture is
-  refused. A failed state is tried again for the sake of room ``RETRY_S`` later.
+  refused. A failed state is tried again ``RETRY_S`` later to free its memory.
 
 A disk that is full, away or stalled is a *trouble* that passes, unless the training wants its
 errors (``on_failure="raise"``):
-- A state whose write failed stays wanted. Nothing is tried until the time that ``next_tick`` gives,
-  which is twice as far away after each failure. Then heads come first, next what tags name, then
-  what callers wait for, and then the rest in the order in which they were wanted. While every write
-  fails, they take turns.
-- A capture that finds memory full meanwhile makes unwritten states give way: the oldest first, then
-  those that callers wait for, then its own head, which it follows, then the best so far, and last
-  of all what tags name. The heads of other branches stay. If nothing else is left, the capture is
-  refused.
+
+- A state whose write failed stays wanted. The next try is at the time that ``next_tick`` gives,
+  which is twice as far away after each failure. Then heads come first, next tagged states, then
+  states with waiting callers, and then all others in the order in which they became wanted. While
+  every write fails, they take turns.
+- A capture that finds memory full meanwhile drops unwritten states: the oldest first, then those
+  that callers wait for, then its own head, which it follows, then the best so far, and last tagged
+  states. The heads of other branches stay. If no other states are left, the capture is refused.
 """
 
 from __future__ import annotations
@@ -70,8 +72,8 @@ _UNTOLD = Taken()
 class LineOpened:
     """A tracker begins on a branch. Its states have about ``size`` bytes.
 
-    ``keeps_bests``: the best so far by each metric whose name has a direction becomes durable like
-      those of ``BestKnown``.
+    ``keeps_bests``: the best so far by each metric whose name has a direction becomes durable, as
+    for ``BestKnown``.
     """
 
     line: str
@@ -96,8 +98,8 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class BestKnown:
-    """The best state by each of these rules up to where a line stands now: its value and uid; None
-    if there is none.
+    """The best state by each of these rules up to the tip of a line: its value and uid. None if
+    there is none.
 
     The best so far by a rule stays in memory until it is durable, and becomes durable before any
     other state of its line does.
@@ -116,8 +118,7 @@ class Adopted:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A state must become durable because it was asked for; ``is_near``: and stay off further
-    tiers."""
+    """A state must become durable on request. ``is_near``: and stay off further tiers."""
 
     uid: str
     is_near: bool = False
@@ -177,10 +178,10 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class RoomNeeded:
-    """Room is needed for chunks of these ``lengths``. ``is_blocked``: a caller has waited for it
+    """Memory is needed for chunks of these ``lengths``. ``is_blocked``: a caller has waited for it
     ``since`` then, for a capture of ``line`` if that is given.
 
-    ``in_flight`` captures are not recorded yet. ``is_patient``: the training goes on when nothing
+    ``in_flight`` captures are not recorded yet. ``is_patient``: the training continues when nothing
     can be written.
     """
 
@@ -239,8 +240,8 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Drop these states from memory, in this order, until chunks of the lengths ``until`` fit;
-    None: all of them."""
+    """Drop these states from memory, in this order, until chunks of the lengths ``until`` fit. If
+    ``until`` is None, drop all of them."""
 
     uids: tuple[str, ...]
     until: tuple[int, ...] | None
@@ -248,15 +249,15 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """These wanted states will not become durable, and may be dropped for room."""
+    """These wanted states will not become durable, and may be dropped to free memory."""
 
     uids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GiveWay:
-    """Drop these states unwritten, in this order, until chunks of the lengths ``until`` fit:
-    they cannot be written, and the training must go on."""
+    """Drop these states unwritten, in this order, until chunks of the lengths ``until`` fit. They
+    cannot be written, and the training must continue."""
 
     uids: tuple[str, ...]
     until: tuple[int, ...]
@@ -264,7 +265,7 @@ class GiveWay:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Refuse the capture that waits for room: these states must be kept, and none of them could
+    """Refuse the capture that waits for memory: these states must be kept, and none of them could
     be written."""
 
     uids: tuple[str, ...]
@@ -272,8 +273,8 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Paced:
-    """The costs so far of a line's captures and writes, and what its policy chose;
-    ``has_changed``: the choice is new."""
+    """The costs so far of a line's captures and writes, and what its policy chose. ``has_changed``:
+    the choice is new."""
 
     line: str
     costs: Costs
@@ -292,16 +293,14 @@ class PassOn:
 Action = Write | Evict | GiveUp | GiveWay | Refuse | Paced | PassOn
 
 
-# The engine decides which state is written next, and which states leave memory. It takes events
-# and returns actions (``events``).
+# --- The engine ---
 
 
 AT_A_TIME = 8
-"""The most states that one action names to leave memory for room."""
+"""The most states that one action names to leave memory."""
 
 RETRY_S = 5.0
-"""For how long, in seconds, a state that could not be written is not tried again only because
-room is needed."""
+"""The seconds before a state that could not be written is tried again to free memory."""
 
 GROUP_BYTES = 16 << 20
 """The most bytes that states have that are written together."""
@@ -337,9 +336,8 @@ def _bests_of(line: _Line) -> list[str]:
 
 @dataclass(slots=True)
 class _Entry:
-    """A state in memory. ``number`` tells which came first. ``size`` None: it is written alone.
-    ``is_near``: only a policy wants it, and that policy keeps it near.
-    """
+    """A state in memory. ``number`` gives the order of arrival. If ``size`` is None, it is written
+    alone. ``is_near``: only a policy wants it, and that policy keeps it near."""
 
     line: str
     number: int
@@ -509,7 +507,7 @@ class Engine:
         return self._retry_at is not None or self._is_stalled
 
     def next_tick(self) -> float | None:
-        """The time at which a ``Tick`` would do something; None: never, unless another event
+        """The time at which a ``Tick`` would do something. None: never, unless another event
         comes."""
         due = [
             at
@@ -611,8 +609,8 @@ class Engine:
         return {*(line.head for line in self._lines.values()), *self._adopted}
 
     def _learn(self, write: Written, began: float, ended: float) -> list[Action]:
-        """Tell the lines what a write cost the trainings meanwhile, and want the states that are
-        due now that it has ended."""
+        """Pass the costs of a write to the lines, and want the states that are due now that it has
+        ended."""
         own = Counter(
             entry.line for uid in write.uids if (entry := self._entries.get(uid)) is not None
         )
@@ -690,7 +688,7 @@ class Engine:
         if self._writing or not self._queue or self._is_resting:
             return []
         urgency = self._urgency()
-        # One state that cannot be written must not block the others.
+        # A state that cannot be written must not block other states.
         ready = (
             sorted(self._queue, key=lambda uid: (self._tries.get(uid, 0), urgency(uid)))
             if self._is_behind
@@ -753,8 +751,8 @@ class Engine:
                 self._loosen(oldest)
 
     def _rank(self, uid: str) -> tuple[bool, int, str] | None:
-        """The order in which states should leave memory: oldest first, and last of all those
-        that lines keep; None: it has left."""
+        """The order in which states should leave memory: oldest first, and last those that lines
+        keep. None: it has left."""
         entry = self._entries.get(uid)
         return (
             None if entry is None else (uid in self._newest.get(entry.line, ()), entry.number, uid)
@@ -836,8 +834,8 @@ class Engine:
         return failed_at is not None and failed_at >= since - RETRY_S
 
     def _squeeze(self, event: RoomNeeded) -> list[Action]:
-        """Make room when no state may leave: write a clone, or else drop a head, or write what
-        is not durable."""
+        """Free memory when no state may leave: write a clone, or else drop a head, or write a state
+        that is not durable."""
         clone = next(
             (
                 uid
@@ -909,7 +907,7 @@ class Engine:
         )
 
     def _may_give_way(self, line: _Line, head: str, now: float) -> bool:
-        """Whether the capture that replaces a head may take its room, because no more is lost
+        """Whether the capture that replaces a head may take its memory, because no more is lost
         than a crash would cost."""
         if (
             not self._is_in_memory_only(head)

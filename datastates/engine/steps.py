@@ -1,4 +1,7 @@
-"""The first step: computes the digests of the chunks, and of the whole."""
+"""The engine's own steps for a state, in order: digests, into memory, into the lineage, to disk.
+
+``Copies`` puts durable states onto the further tiers, on a separate thread.
+"""
 
 from __future__ import annotations
 
@@ -74,10 +77,10 @@ class Digest:
 def manifest_of(
     facts: StateFacts, content: Content, parent_digests: tuple[str, ...], *, rank: int = 0
 ) -> Manifest:
-    """The manifest that is kept beside the bytes of a state made here; ``parent_digests`` are those
-    of ``facts.parents``, in order.
+    """The manifest that is kept with the bytes of a state made here. ``parent_digests`` belong to
+    ``facts.parents``, in order.
 
-    A part of several names no parents yet, because it cannot know them: see ``finished``.
+    A part of several names no parents yet, because they are unknown: see ``finished``.
     """
     is_part = facts.world_size > 1
     origin = Origin(
@@ -99,8 +102,8 @@ def manifest_of(
 
 
 def finished(part: Manifest, state: State, parent_digests: tuple[str, ...]) -> Manifest:
-    """The manifest of a part once its state is whole: it has the lineage's facts of the state,
-    so that any part can tell them."""
+    """The manifest of a part once its state is whole. It has the lineage's facts of the state, so
+    that they can be read from any part."""
     origin = msgspec.structs.replace(
         part.origin,
         parents=state.parents,
@@ -113,7 +116,7 @@ def finished(part: Manifest, state: State, parent_digests: tuple[str, ...]) -> M
     return msgspec.structs.replace(part, origin=origin)
 
 
-# The second step: moves the state into memory, each distinct chunk once.
+# --- Step 2: into memory, each distinct chunk once ---
 
 
 class Dedup:
@@ -131,13 +134,14 @@ class Dedup:
         work.bytes_new = self._memory.adopt(work.digested(), work.slots).bytes_new
 
 
-# The third step: records states in the lineage.
+# --- Step 3: into the lineage ---
 
 
 class Record:
-    """Records states in the lineage, now or when it answers again.
+    """Records states in the lineage, now or when the database is back.
 
-    A transaction costs about as much for ten states as for one."""
+    A transaction costs about as much for ten states as for one.
+    """
 
     name, priority = "record", int(Priority.RECORD)
 
@@ -156,15 +160,15 @@ class Record:
         return self._journal.record(entries) if entries else {}
 
 
-# The last step, for states that become durable: writes them to disk.
+# --- Step 4, for states that become durable: to disk ---
 
 
 _logger = logging.getLogger(__name__)
 
 
 class Write:
-    """Copies states from memory to this node's disk, and tells the lineage that they are there;
-    those of one group together."""
+    """Copies states from memory to this node's disk, and records this in the lineage. States of one
+    group are written together."""
 
     name, priority = "write", int(Priority.WRITE)
 
@@ -228,8 +232,8 @@ class Write:
             )
 
 
-# Copies of durable states on the further tiers, made on a separate thread: a slow bucket holds up
-# neither captures nor the disk.
+# --- Copies onto further tiers ---
+# A separate thread makes them, because a slow bucket must delay neither captures nor the disk.
 
 
 _FIRST_LOOK_S = 0.25
@@ -309,8 +313,8 @@ class Copies:
 
     @property
     def took_s(self) -> float | None:
-        """How long it took to put the newest state onto all further tiers together, in seconds;
-        None: none was put onto any."""
+        """How long it took to put the newest state onto all further tiers together, in seconds.
+        None if no state was put onto any."""
         return sum(self._took_s.copy().values()) if self._took_s else None
 
     def check_goal(self, goal: Status) -> None:
@@ -325,8 +329,8 @@ class Copies:
             )
 
     def is_pending(self, uid: str) -> bool:
-        """Whether a state is still to be put onto a tier, so that this object will tell callers
-        that wait for it."""
+        """Whether a state is still to be put onto a tier. This object then informs callers that
+        wait for it."""
         with self._lock:
             return uid in self._waiting
 
@@ -487,7 +491,7 @@ class Copies:
             self._forget(turn)
 
     def _statuses(self, uids: Iterable[str]) -> dict[str, Status]:
-        """The status of each state, as far as the lineage answers."""
+        """The status of each state that the lineage returns."""
         found = dict[str, Status]()
         with suppress(DatastatesError), self._database.read() as session:
             for uid in uids:

@@ -2,13 +2,13 @@
 deferred copy.
 
 It checks two signs. ``Tensor._version`` counts ordinary in-place changes. Edits through ``.data``,
-and fused kernels, do not change it; so a spread sample of each tensor's elements is taken when
-``capture`` is called and compared with the same elements of the copy. Because the copy is compared,
-not the source as it is afterwards, a swap there and back is seen.
+and fused kernels, do not change it. Therefore a spread sample of each tensor's elements is taken
+when ``capture`` is called, and compared with the same elements of the copy. This also finds a swap
+there and back, because the copy is compared instead of the source.
 
-Neither sign shows an edit through ``.data`` (or by foreign code) of so few elements that the sample
-misses them, after ``capture`` and before the copy of that tensor. Call ``run.fence()`` before such
-edits, or ``repo.track(..., defer=False)``.
+Edits through ``.data`` (or by foreign code) are missed if the sample has none of the edited
+elements, and they come after ``capture`` and before the copy of that tensor. Call ``run.fence()``
+before such edits, or ``repo.track(..., defer=False)``.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ class _Group:
     """The watched tensors of one item size on one device: one call samples them, and one more looks
     the samples up in the arena.
 
-    ``members`` says for each sampled element to which tensor it belongs. NumPy joins strided pieces
-    of host memory in half the time that ``torch.cat`` takes. It also keeps the interpreter's lock
-    for short pieces, where torch would hand it to the training and then wait to get it back.
-    ``arrays`` are valid as long as the ``tensors`` lie at the same ``pointers``; ``views`` follow a
-    storage that was resized. ``copies`` says where the samples lie once they are copied: the chunk,
-    and the words in it.
+    ``members`` has for each sampled element the tensor to which it belongs. NumPy joins strided
+    pieces of host memory in half the time that ``torch.cat`` takes. It also keeps the interpreter's
+    lock for short pieces, whereas torch releases it to the training and then waits to get it back.
+    ``arrays`` are valid as long as the ``tensors`` are at the same ``pointers``. ``views`` follow a
+    storage that was resized. ``copies`` has the places of the samples once they are copied: the
+    chunk, and the words in it.
     """
 
     members: npt.NDArray[np.int64]
@@ -177,8 +177,7 @@ def _word_size(item: Watched) -> int:
     return min(8, item.tensor.element_size())
 
 
-# Learns from torn captures which tensors a training edits by hand; from then on these are copied
-# before ``capture`` returns.
+# --- Tensors that a training edits by hand, learnt from torn captures ---
 
 
 _logger = logging.getLogger(__name__)
@@ -192,12 +191,12 @@ class _Tear:
 
 
 class Edits:
-    """The torn captures of one tracker: the stage thread notes them, the training thread learns
+    """The torn captures of one tracker. The stage thread notes them, and the training thread learns
     from them.
 
-    ``paths`` are the tensors that tore. From then on they are copied before ``capture`` returns; if
-    others tear after that, everything is (``are_anywhere``). So at most two edits cost a state,
-    whatever a training does by hand.
+    ``paths`` are the tensors that tore. From then on they are copied before ``capture`` returns. If
+    other tensors tear after that, everything is copied then (``are_anywhere``). At most two states
+    are therefore lost to edits by hand.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,9 @@
-"""The thread that writes states to disk, a group after the other, as the engine chooses them."""
+"""The helper threads and timers of the engine: the writer, the rounds and checks of the engine
+thread, the lease's heartbeat, and the watch over stuck threads.
+
+Also the times at which the lineage is queried for parts of other ranks (``Polling``), and reports
+of what policies chose (``Paces``).
+"""
 
 from __future__ import annotations
 
@@ -41,7 +46,7 @@ _SAY_AGAIN_S = 600.0
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether a write failed because there was no room."""
+    """Whether a write failed because the disk is full."""
     cause = error.__cause__
     return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
 
@@ -118,7 +123,7 @@ class Trouble:
         self._given_way = self._skipped = 0
 
     def describe(self, waiting: int) -> str | None:
-        """What the trouble is; None while there is none."""
+        """A text about the trouble. None while there is none."""
         if self.why is None:
             return None
         states = "1 state waits" if waiting == 1 else f"{waiting} states wait"
@@ -143,7 +148,7 @@ class Trouble:
         return left + (f", {plural(self._skipped, 'capture')} skipped" if self._skipped else "")
 
 
-# The thread that writes states to disk, a group after the other, as the engine chooses them.
+# --- Writer: writes states to disk, a group after the other, as the engine chooses them ---
 
 
 class Writer:
@@ -240,12 +245,12 @@ class Writer:
         )
 
 
-# Decides when the engine thread works: at once if a caller waits, otherwise on several captures
-# in one go.
+# --- Rounds: when the engine thread works ---
+# It works at once if a caller waits, and otherwise on several captures in one go.
 
 
 ROUND_S = 0.1
-"""The time from the beginning of one round to that of the next, in seconds."""
+"""The seconds from the beginning of one round to the beginning of the next."""
 
 MOST_READY = 32
 """The most captures that wait for a round, even if they take hardly any memory."""
@@ -360,8 +365,7 @@ class Rounds:
         )
 
 
-# The engine's checks about once a second: signs of life, stalled writes, memory, the lineage, and
-# refs that other processes made.
+# --- Checks about once a second: writes, memory, the lineage, and refs of other processes ---
 
 
 EVERY_S = 1.0
@@ -400,8 +404,7 @@ class Lookout:
         return True
 
 
-# Shows that a process is at work, on a separate thread, because a folder that does not answer
-# must not stop the engine.
+# --- Heartbeat, on a separate thread, because a folder may block ---
 
 
 class Pulse:
@@ -434,8 +437,7 @@ class Pulse:
                 _logger.debug("the process could not say that it is at work", exc_info=True)
 
 
-# Checks whether the threads of a runner make progress, by the system calls that they are in, and
-# limits how long callers wait for them.
+# --- Watch: whether threads make progress, by their system calls, and how long callers wait ---
 
 
 STALL_S = 30.0
@@ -536,21 +538,21 @@ def _stalled(thread: threading.Thread, limit_s: float) -> Deed | None:
     return one if one is not None and one.is_stalled(time.monotonic(), limit_s) else None
 
 
-# Decides when a process asks what became of the states that wait for parts of other ranks.
+# --- Times to query states that wait for parts of other ranks ---
 
 
 SOON_S = 0.025
 HURRIED_S = 0.005
 SELDOM_S = 0.25
-"""The time to the first question: after something that the others do too; while a caller waits
-for it; and if others may only want something."""
+"""The time to the first query: after something that all ranks do, while a caller waits for it, and
+if other ranks may only have a request."""
 
 MOST_HURRIED_S = 0.5
 MOST_S = 1.0
 LAST_S = 4.0
-"""The longest pause between two questions; each is twice as long as the one before. The first
-while a caller waits; the second, for few processes, if others may only want something; the last
-in all other cases."""
+"""The longest pause between two queries. Each is twice as long as the one before. The first applies
+while a caller waits. The second applies to few processes, if others may only have a request. The
+last applies in all other cases."""
 
 PER_S = 500
 SELDOM_PER_S = 100
@@ -558,17 +560,17 @@ SELDOM_PER_S = 100
 come at the longest pauses."""
 
 _LASTS_S = 2.0
-"""For how long a caller that said so counts as waiting, in seconds; one that waits longer says
-it again."""
+"""The seconds for which a caller counts as waiting after its call. One that waits longer calls
+again."""
 
 
 @dataclass(slots=True)
 class Polls:
-    """The times of the questions of one engine thread; any thread may call ``hurry``. ``askers`` is
-    the number of processes that ask the database.
+    """The times of one engine thread's queries. Any thread may call ``hurry``. ``askers`` is the
+    number of processes that query the database.
 
-    ``is_awaiting`` says whether the others have something to deliver: a part, or the news that it
-    is on their disk.
+    ``is_awaiting`` is whether other ranks still have to deliver a part, or to write it to their
+    disk.
     """
 
     askers: int = 1
@@ -583,7 +585,7 @@ class Polls:
             self._pause_s, self._at = 0.0, now
 
     def begin(self, now: float, *, is_awaiting: bool) -> None:
-        """Start asking: something was told, and an answer is expected."""
+        """Start querying: something was recorded, and a result is expected."""
         self._pause_s = self._pause(now, is_awaiting=is_awaiting)
         self._at = now + self._pause_s
 
@@ -597,7 +599,7 @@ class Polls:
         return self._at == math.inf
 
     def asked(self, now: float, *, is_awaiting: bool) -> None:
-        """Note that the question was asked, and something still waits."""
+        """Note that a query was made, and something still waits."""
         self._pause_s = self._pause(now, 2 * self._pause_s, is_awaiting=is_awaiting)
         self._at = now + self._pause_s
 
@@ -617,10 +619,9 @@ class Polls:
 
 
 class Polling:
-    """Asks the lineage when it is time. ``look`` and ``delay`` belong to the engine thread. Parts
-    that wait for those of other ranks for longer than ``patience_s`` are given up; it may be set at
-    any time.
-    """
+    """Queries the lineage when it is time. ``look`` and ``delay`` belong to the engine thread.
+    Parts that wait longer than ``patience_s`` for other ranks' parts are given up. It may be set at
+    any time."""
 
     def __init__(self, journal: Journal, rounds: Rounds, patience_s: float) -> None:
         self._journal, self._rounds, self.patience_s = journal, rounds, patience_s
@@ -638,8 +639,8 @@ class Polling:
         return self._polls.delay(time.monotonic())
 
     def look(self, *, has_told: bool) -> None:
-        """Ask, if it is time, what became of the parts that wait for those of other ranks;
-        ``has_told``: a round was told just now."""
+        """If it is time, query the results of the parts that wait for other ranks' parts.
+        ``has_told``: a round was recorded just now."""
         has_told, self._has_half = has_told or self._has_half, False
         now, journal = time.monotonic(), self._journal
         if not self._is_wanted:
@@ -664,15 +665,15 @@ class Polling:
         return self._journal.is_waiting_for_others or self._journal.may_be_wanted
 
 
-# Reports what the policies of lines chose: to the training, the log and the lineage.
+# --- Choices of policies, reported to the training, the log and the lineage ---
 
 
 _LASTING_S = 30.0  # a choice that is not the first is logged once it has lasted so long
 
 
 class Paces:
-    """``take`` runs under the runner's lock, ``say`` and ``note`` without it; ``begin`` and
-    ``end`` belong to the training thread."""
+    """``take`` runs under the runner's lock, ``say`` and ``note`` without it. ``begin`` and ``end``
+    belong to the training thread."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -719,10 +720,10 @@ class Paces:
                 _logger.info("branch %s: %s", line.branch, what, extra=chosen)
 
     def note(self) -> None:
-        """Tell the lineage what was chosen since the last call, and at what costs. What it does not
-        take now is told later.
+        """Record in the lineage what was chosen since the last call, and at what costs. Records
+        that it does not accept now are made later.
 
-        :raises Unavailable: the database does not answer.
+        :raises Unavailable: the database does not respond.
         """
         while self._unnoted:
             name, line = next(iter(self._unnoted.items()))

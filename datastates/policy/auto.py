@@ -1,5 +1,8 @@
-"""The cadence that is used unless the user gives another: every state is kept while that costs
-little, and else every n-th one."""
+"""``Auto``, the default cadence, and the measurement of costs that all computed cadences use.
+
+``Auto`` writes every state while that is cheap, and otherwise every n-th state. ``Measures``
+computes costs from times that the engine reads.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,14 @@ from .contract import INTERVAL_S, CadenceChoice, Costs, Moment, Policy, percent
 from .retention import size_text
 
 BYTES_PER_S = 32_000_000
-"""The rate at which states are written for long, unless the user says otherwise, for the sake of
-the endurance of an SSD."""
+"""The default rate at which states are written for long. It protects the endurance of an SSD."""
 
 KEPT = "is kept on disk"  # what ``why`` of its choices contains: they are whole sentences
 _BURST_S = 60.0  # the bytes of so many seconds may be written at once
 _SMALL_BYTES_PER_S = 4_000_000  # what is written so slowly is not limited by what it costs
 
-# So many states, and bytes of them, may wait for the disk. If half of that waits, the disk is slow,
-# full or away.
+# Limits for states, and their bytes, that wait for the disk. If half of that waits, the disk is
+# slow, full or unavailable.
 _WAITING = 512
 _WAITING_BYTES = 64 << 20
 
@@ -35,9 +37,31 @@ _WAITING_BYTES = 64 << 20
 _LEARNT = 256
 _LEARNT_S = 30.0
 
-# If the delay is still unknown then, and captures are so far apart, every second state is left out
-# for a while, for comparison. Of captures that come more often, a group is written now and then.
+# If the delay is still unknown then, and captures are this far apart, every second state is left
+# out for a while, for comparison. More frequent captures are written in groups.
 _LONG_S = 0.05
+WARM_UP = 4
+"""The number of first intervals of a training that are left out: those compile, fill caches and
+touch memory."""
+
+LEAST_CAPTURES = 16
+"""The least number of intervals from which costs are computed."""
+
+LEAST_WRITES = 3
+"""The least number of writes from which costs are computed."""
+
+EACH = 4
+"""Costs are computed again after this many more writes, which takes a millisecond."""
+
+_AGAIN_S = 2.0  # costs are computed at most this often
+_KEPT = 256
+"""How many intervals of each kind are used, the newest ones."""
+
+# adjacent differences overlap, which makes the standard error larger by this factor
+_OVERLAPPING = 1.4
+_FAR = 10.0
+_NORMAL = 1.4826
+"""The deviation of a normal distribution, in median absolute deviations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +69,9 @@ class Auto(Policy):
     """Writes every state while that delays the training by at most ``overhead`` of its time, and
     stays within ``bytes_per_s``.
 
-    The rate is that of a token bucket. It holds one minute's bytes and starts full. A training that
-    writes less than 4 MB/s is not limited by ``overhead``. Above the limits every n-th state is
-    written, and at least one each 30 s.
+    The rate is limited by a token bucket, which holds one minute's bytes and starts full. A
+    training that writes less than 4 MB/s is not limited by ``overhead``. Above the limits every
+    n-th state is written, and at least one each 30 s.
 
         repo.track(model=model, cadence=datastates.Auto(bytes_per_s=100_000_000))
 
@@ -152,35 +176,7 @@ def room_for(size: float) -> float:
     return min(_WAITING, max(1.0, _WAITING_BYTES / max(1.0, size)))
 
 
-# What captures and writes of a training cost, learnt from when they happened: arithmetic on times
-# that others read.
-
-
-WARM_UP = 4
-"""The number of first intervals of a training that are left out: those compile, fill caches and
-touch memory."""
-
-LEAST_CAPTURES = 16
-"""The least number of intervals from which costs are computed."""
-
-LEAST_WRITES = 3
-"""The least number of writes from which costs are computed."""
-
-EACH = 4
-"""Costs are computed anew after this many more writes, which takes a millisecond."""
-
-_AGAIN_S = 2.0  # costs are computed at most this often
-
-_KEPT = 256
-"""How many intervals of each kind are used, the newest ones."""
-
-# differences of neighbours overlap, and so the standard error of what they show is larger by this
-# factor
-_OVERLAPPING = 1.4
-
-_FAR = 10.0
-_NORMAL = 1.4826
-"""The deviation of a normal distribution, in median absolute deviations."""
+# --- Measured costs of captures and writes ---
 
 
 class Measures:
@@ -216,7 +212,7 @@ class Measures:
 
     @property
     def size(self) -> float | None:
-        """The bytes that a state lately added to the disk; None: nothing was written yet."""
+        """The bytes that a state lately added to the disk. None before the first write."""
         return median(self._sizes) if self._sizes else None
 
     def wrote(
@@ -229,8 +225,8 @@ class Measures:
         size: int = 0,
         cpu_s: float | None = None,
     ) -> None:
-        """Note that some states were written together; ``is_own``: they are of this training, not
-        of another one in this process.
+        """Note that some states were written together. ``is_own`` is False for a write of another
+        training in this process.
 
         ``size`` is how many bytes they added to the disk, and ``cpu_s`` how long the writing thread
         kept a processor busy.
@@ -256,14 +252,14 @@ class Measures:
             self._captures += 1
 
     def _usual(self) -> float:
-        """The usual length of an interval beside a write."""
+        """The usual length of an interval with a write."""
         known = [duration for duration, *_ in self._beside or self._quiet] or [
             end - begin for begin, end in self._waiting
         ]
         return median(known) if known else 0.0
 
     def costs(self) -> Costs | None:
-        """The costs that are known so far; None: too little is known."""
+        """The costs, or None if too little was measured."""
         if (
             self._captures >= LEAST_CAPTURES
             and self._writes >= self._next

@@ -1,17 +1,8 @@
-"""CheckFreq: the shortest interval between writes that keeps their cost below a share of the time.
+"""Cadences that compute their interval from measured costs: ``CheckFreq``, ``Young``, ``Daly`` and
+``TwoLevel``.
 
-After J. Mohan, A. Phanishayee, V. Chidambaram, "CheckFreq: Frequent, Fine-Grained DNN
-Checkpointing", FAST 2021. The costs are profiled at the start of the training. The interval k (in
-iterations there, in captures here) is the smallest one with which
-
-- a write has ended before the next begins (their second phase, ``persist``, is never in flight
-  twice):  k >= write / interval
-- the delay that a write causes is at most a share p of k intervals:
-  k >= delay / (p * interval)
-
-The interval is tuned again while the training runs. In the paper a checkpoint is a snapshot and its
-write. Here every capture is a snapshot, whatever the cadence; the interval chooses which of them
-are written, so p bounds what writing adds.
+The docstring of each class names its paper. The file also has the expected waste of checkpoints and
+failures that the last three minimize.
 """
 
 from __future__ import annotations
@@ -27,7 +18,7 @@ from datastates.errors import InvalidInput
 from .contract import INTERVAL_S, CadenceChoice, Costs, Moment, Policy, duration, percent, span
 
 APART = 8
-"""How many captures without a write lie between two of these writes, for comparison."""
+"""The number of captures without a write between two of these writes, for comparison."""
 
 _AFTER = 8
 """How many writes must follow a choice before it changes, unless the new interval would be more
@@ -37,15 +28,27 @@ _SUDDEN = 2.0
 
 LONGER = 1.15
 _SHORTER = 0.7
-"""A chosen interval stays while the best one lies between these multiples of it. The share of the
-time that writing takes is then at most 15 % above what was asked for.
-"""
+"""A chosen interval stays while the best one is between these multiples of it. The share of the
+time that writing takes is then at most 15 % above the requested share."""
+
+OVERHEAD = 0.035
+"""The default share of the time that writing may take. The value is the paper's."""
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
+PRIOR_S = 86400.0
+"""One failure in this time is assumed in addition to those that were seen, so that a repository
+without any gives an estimate, too."""
+
+NODE_MTBF_S = 30 * 86400.0
+"""The default time between losses of a node with its disk."""
+
+_LEAST_S = 1e-9
+"""Replaces a delay of a write that is too small to measure."""
 
 
 def is_probe_due(moment: Moment) -> bool:
-    """Whether to write a state in order to measure: the first one, then one at a time; none waits
-    longer than without a computed cadence.
-    """
+    """Whether to write a state in order to measure. This is the first state, then one at a time. No
+    state waits longer than without a computed cadence."""
     if moment.is_writing or not moment.is_newest:
         return False
     if moment.last_write is None:
@@ -61,12 +64,7 @@ def stays(current: float, best: float, before: Costs | None, now: Costs) -> bool
     return _SHORTER * current < best <= LONGER * current
 
 
-# CheckFreq: the shortest interval between writes that keeps their cost below a share of the time.
-
-
-OVERHEAD = 0.035
-"""The share of the time that writing may take, unless the user says otherwise; the value is the
-paper's."""
+# --- CheckFreq ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +72,19 @@ class CheckFreq(Policy):
     """The shortest interval with which writing states delays the training by at most ``overhead``
     of its time.
 
-    The cost is measured while the training runs: first a few states are written far apart, then
-    states are written as often as allowed.
+    The cost is measured during the training. A few states are written far apart at first. After
+    that, states are written as often as allowed.
 
         repo.track(model=model, cadence=datastates.CheckFreq(0.02))
+
+    The method is from J. Mohan, A. Phanishayee, V. Chidambaram, "CheckFreq: Frequent, Fine-Grained
+    DNN Checkpointing", FAST 2021. The interval k, in captures, is the smallest one with which
+
+    - a write has ended before the next begins: k >= write / interval
+    - the delay that a write causes is at most a share p of k intervals: k >= delay / (p * interval)
+
+    In the paper a checkpoint is a snapshot and its write. Here every capture is a snapshot, and the
+    interval chooses which captures are written. So p bounds what writing adds.
 
     :raises InvalidInput: ``overhead`` is not a share above 0 and at most 1.
     """
@@ -151,11 +158,7 @@ class CheckFreq(Policy):
         return f"checkfreq:{percent(self.overhead)}"
 
 
-# How much of a training's time checkpoints and failures waste, and the intervals that waste
-# least.
-
-
-_GOLDEN = (math.sqrt(5) - 1) / 2
+# --- Waste by checkpoints and failures, and the intervals that waste least ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,19 +283,7 @@ def _least(of: Callable[[float], float], low: float, high: float) -> float:
     return (low + high) / 2
 
 
-# Writing as often as minimizes the expected waste of failures and writes together: Young's and
-# Daly's intervals, and two levels.
-
-
-PRIOR_S = 86400.0
-"""One failure in this time is assumed in addition to those that were seen, so that a repository
-without any gives an estimate, too."""
-
-NODE_MTBF_S = 30 * 86400.0
-"""The time between losses of a node with its disk, unless the user says otherwise."""
-
-_LEAST_S = 1e-9
-"""Stands for a delay of a write that is too small to measure."""
+# --- Young's and Daly's intervals, and two levels ---
 
 
 def mtbf_of(ran_s: float, failures: int) -> float:
@@ -303,8 +294,8 @@ def mtbf_of(ran_s: float, failures: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _ByFailures(Policy):
-    """Writes by time, computed from the delay that a write causes and ``mtbf_s``; None: as often
-    as processes of the repository died."""
+    """Writes by time, computed from the delay that a write causes and from ``mtbf_s``. If that is
+    None, failures of the repository's processes are counted."""
 
     mtbf_s: float | None = None
     is_computed = True
@@ -402,7 +393,7 @@ class _ByFailures(Policy):
 @dataclass(frozen=True, slots=True)
 class Young(_ByFailures):
     """Writes every ``sqrt(2 * delay * mtbf_s)`` (Young 1974). ``mtbf_s`` is the time between
-    failures; None: as observed here.
+    failures, by default as observed in the repository.
 
         repo.track(model=model, cadence=datastates.Young(mtbf_s=6 * 3600))
 
@@ -421,8 +412,8 @@ class Young(_ByFailures):
 
 @dataclass(frozen=True, slots=True)
 class Daly(_ByFailures):
-    """Like ``Young``, with Daly's estimates of 2006: the higher order, which holds however
-    expensive writing is, or the first order.
+    """Like ``Young``, with Daly's estimates of 2006. The higher order holds for any cost of
+    writing. The first order is available too.
 
         repo.track(model=model, cadence=datastates.Daly(mtbf_s=6 * 3600))
 
@@ -452,15 +443,15 @@ class Daly(_ByFailures):
 
 @dataclass(frozen=True, slots=True)
 class TwoLevel(_ByFailures):
-    """Writes to this node's disk often, and sends every n-th of those states on to the further
-    tiers, so that the expected waste is least.
+    """Writes to this node's disk often, and every n-th of those states to the further tiers, so
+    that the expected waste is least.
 
     A process dies every ``mtbf_s`` (None: as observed here), and states on the disk survive. The
     node is lost with its disk every ``node_mtbf_s``, and only states on the further tiers survive.
-    Tagged states go on in any case.
+    Tagged states are always written to the further tiers.
 
-        repo.track(model=model, cadence=datastates.TwoLevel(mtbf_s=6 * 3600, node_mtbf_s=14 *
-        86400))
+        cadence = datastates.TwoLevel(mtbf_s=6 * 3600, node_mtbf_s=14 * 86400)
+        repo.track(model=model, cadence=cadence)
 
     :raises InvalidInput: one of them is not a time span above 0.
     """

@@ -1,8 +1,8 @@
-"""The contract of policies, which decide when a state is written to disk: the facts that they get,
-and the answer that they give.
+"""The contract of cadences, ``Policy``, and the cadences that need no measured costs.
 
-The engine knows a line (one training on one branch) and asks its ``Policy``; a policy knows neither
-clock nor thread. ``|`` joins policies.
+A policy decides when a state is written to disk. Its methods are pure functions: they get facts
+from the engine and return decisions. ``|`` joins policies. The file also reads and formats the
+texts of policies, and decides how much memory states get.
 """
 
 from __future__ import annotations
@@ -18,24 +18,58 @@ from datastates.lineage.states import OURS
 from datastates.lineage.views.text import Direction, direction_of
 from datastates.values import Value
 
+_UNITS = {"d": 86400.0, "h": 3600.0, "min": 60.0, "m": 60.0, "s": 1.0, "": 1.0}
+_PARTING = re.compile("[%:|]|^\\s+|\\s+\\Z")
+_ESCAPED = re.compile("%([0-9a-f]{1,6});")
+_DURATION = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?|inf)\s*(d|h|min|m|s|)")
+INTERVAL_S = 30.0
+"""The default seconds between two writes of the newest state."""
+
+SMALL_BYTES = 128 << 20
+"""As many small states are kept as fit into this.
+
+A small training then takes less than 200 MiB more, including imports."""
+
+AT_ONCE_BYTES = 256 << 20
+"""If the user chose the capacity, small states may take this much memory at once."""
+
+FEWEST = 3
+"""The least number of states that get memory at once, however large: one is being written, one
+is the head, one is being captured."""
+
+FEW = 4
+"""The least number of states that have memory in the end, however large: one more, to go back
+to."""
+
+UNCOUNTED_BYTES = 4 << 20
+"""Bytes that states may take outside their slots before they count toward the limit."""
+
+_RESERVE_BYTES = 64 << 20
+"""The memory that is left to the training and to other processes in any case."""
+
+_CADENCE = f"{OURS}cadence"
+_COSTS = ("interval_s", "write_s", "overhead_s", "held_s", "captures", "writes")
+_OPTIONAL = ("further_s", "cpu_s", "size")
+_CHOICE = ("why", "every", "interval_s", "further_every")
+
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What captures and writes of a training cost, in seconds, as measured; see
-    ``policy.measures``.
+    """What captures and writes of a training cost, in seconds, as ``policy.auto.Measures`` computes
+    them.
 
-    ``interval_s`` passes from one capture to the next while nothing is written. A write takes
-    ``write_s``, and delays the training by ``overhead_s`` in all; the time that merely overlaps
-    with training is not lost. A capture holds the training for ``held_s``, written or not.
-    ``captures`` and ``writes`` say from how many this was learnt. ``further_s`` is how long it
-    takes to put a state onto the further tiers; None: no such tier took one.
+    ``interval_s`` is the time from one capture to the next while no write runs. A write takes
+    ``write_s``, and delays the training by ``overhead_s`` in all. Time that merely overlaps with
+    training is not lost. A capture blocks the training for ``held_s``, written or not. ``captures``
+    and ``writes`` are how many were measured. ``further_s`` is how long it takes to put a state
+    onto the further tiers. It is None if no such tier took one.
 
-    ``pace_s`` passes between two captures, written or not. ``sure_s`` is a delay that a write
-    causes almost certainly, and ``error_s`` is the standard error of that. Writing a state takes
-    ``cpu_s`` of the processor's time (None: not measured), and adds ``size`` bytes to the disk.
-    ``debt`` is how many bytes of what was written the policy's ``bytes_per_s`` has not paid for
-    yet. Lately up to ``waiting`` states waited for the disk at once; inf: a capture had to wait,
-    since memory was full.
+    ``pace_s`` is the time between two captures, written or not. ``sure_s`` is a delay that a write
+    causes almost certainly, and ``error_s`` is its standard error. Writing a state takes ``cpu_s``
+    of the processor's time (None: not measured), and adds ``size`` bytes to the disk. ``debt`` is
+    the number of written bytes that exceed the policy's ``bytes_per_s`` so far. Lately up to
+    ``waiting`` states waited for the disk at once. It is inf if a capture had to wait because
+    memory was full.
     """
 
     interval_s: float
@@ -56,13 +90,13 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class CadenceChoice:
-    """How often states of a training become durable by themselves, and ``why``; ``run.cadence``
+    """How often states of a training become durable automatically, and ``why``. ``run.cadence``
     returns it.
 
     ``cadence`` is the policy as text. ``every`` (captures) and ``interval_s`` are its values, as
-    they were given or computed; None if it does not use them. ``further_every`` is the number of
-    durable states for each one that goes on to further tiers. ``costs`` are those used in the
-    computation; None if nothing was computed.
+    given or as computed. They are None if it does not use them. ``further_every`` is the number of
+    durable states for each one that is written to further tiers. ``costs`` are those used in the
+    computation, and None if there was no computation.
     """
 
     cadence: str
@@ -75,15 +109,15 @@ class CadenceChoice:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What is known of a line when its policy is asked about one of its states.
+    """The facts about a line when its policy decides about one of its states.
 
-    ``index`` is the number of the capture in its line, from 0; None if there was no new capture,
-    and only time passed or a write ended. ``step`` and ``metrics`` are the state's. ``last_write``,
-    ``last_index`` and ``last_step`` are those of the newest state that the policy picked; None
-    before the first. ``extremes`` are the least and the greatest value of each metric so far.
-    ``count`` captures were made so far, ``idle`` of them since the last write ended. ``waiting``
-    states are being written, or wait for that. ``choice`` is the policy's last choice. ``size`` and
-    ``debt`` are in bytes, as in ``Costs``.
+    ``index`` is the number of the capture in its line, from 0. It is None if there was no new
+    capture, and only time passed or a write ended. ``step`` and ``metrics`` are the state's.
+    ``last_write``, ``last_index`` and ``last_step`` describe the newest state that the policy
+    picked. They are None before the first. ``extremes`` are the least and the greatest value of
+    each metric so far. ``count`` captures were made so far, ``idle`` of them since the last write
+    ended. ``waiting`` states are being written, or wait for that. ``choice`` is the policy's last
+    choice. ``size`` and ``debt`` are in bytes, as in ``Costs``.
     """
 
     now: float
@@ -114,10 +148,10 @@ class Moment:
 
 
 class Policy(ABC):
-    """Decides which captures become durable by themselves; tagged states and branch heads at exit
+    """Decides which captures become durable automatically. Tagged states and branch heads at exit
     always do.
 
-    Give one, or several joined by ``|``, to ``Config`` or ``Repository.track`` as ``cadence``;
+    Give one, or several joined by ``|``, to ``Config`` or ``Repository.track`` as ``cadence``.
     ``str`` gives the text that ``DATASTATES_CADENCE`` takes. Every method is a pure function: it
     takes facts and returns a decision.
     """
@@ -127,10 +161,10 @@ class Policy(ABC):
     is_computed = False
     """Whether ``choose`` ever chooses anything."""
     asks_mtbf = False
-    """Whether ``informed`` should tell it how often processes fail."""
+    """Whether ``informed`` should get the rate at which processes fail."""
     bytes_per_s: float | None = None
-    """The rate, in bytes a second, that ``Moment.debt`` is paid off with; None: the policy does
-    not ask for it."""
+    """The rate, in bytes a second, at which ``Moment.debt`` is paid off. None if the policy does
+    not limit it."""
 
     @abstractmethod
     def is_due(self, moment: Moment, /) -> bool:
@@ -138,28 +172,28 @@ class Policy(ABC):
 
     @abstractmethod
     def next_due(self, moment: Moment, /) -> float | None:
-        """The time at which the newest state is due by itself; None: never, or at the next
-        capture."""
+        """The time at which the newest state is due without a new capture. None: never, or at the
+        next capture."""
 
     @abstractmethod
     def told(self) -> CadenceChoice:
-        """What is known of the policy before anything is measured."""
+        """The choice before anything is measured."""
 
     def choose(self, costs: Costs, current: CadenceChoice | None, /) -> CadenceChoice | None:
-        """The choice at these costs, or ``current`` itself if that still holds; None: the policy
+        """The choice at these costs, or ``current`` itself if that still holds. None if the policy
         does not depend on costs."""
         return None
 
     def informed(self, mtbf_s: float, /) -> Policy:
-        """The same policy, told that processes of this repository fail every ``mtbf_s`` seconds;
-        what the user gave stays."""
+        """The same policy with an observed failure of this repository's processes every ``mtbf_s``
+        seconds. Values that the user gave stay."""
         return self
 
     def counted(self) -> Policy | None:
-        """The part of the policy that depends only on a capture's number and metrics, which every
-        rank of a group can decide by itself.
+        """The part of the policy that depends only on a capture's number and metrics. Every rank of
+        a group can decide it alone.
 
-        None: there is no such part, because the policy depends on clocks, costs or earlier picks.
+        None if there is no such part, because the policy depends on clocks, costs or earlier picks.
         """
         return None
 
@@ -243,8 +277,8 @@ class AnyOf(Policy):
         return AnyOf(tuple(one.informed(mtbf_s) for one in self.members))
 
     def counted(self) -> Policy | None:
-        """See ``Policy``; None if a part is computed, because that part also decides what goes
-        on to further tiers."""
+        """See ``Policy``. None if a part is computed, because that part also decides what is
+        written to further tiers."""
         found = (
             []
             if self.is_computed
@@ -255,8 +289,7 @@ class AnyOf(Policy):
     def _together(
         self, said: Sequence[CadenceChoice], chosen: CadenceChoice | None = None
     ) -> CadenceChoice:
-        """One choice that describes them all, of what each member said; a computed one comes
-        first."""
+        """One choice that describes all members' choices. A computed one comes first."""
         first = chosen or next(
             (each for one, each in zip(self.members, said, strict=True) if one.is_computed), said[0]
         )
@@ -284,13 +317,7 @@ def span(seconds: float) -> str:
     return f"{seconds / 86400:.3g} d"
 
 
-# How the parts of a policy are spelled and read back: numbers, shares, time spans, names.
-
-
-_UNITS = {"d": 86400.0, "h": 3600.0, "min": 60.0, "m": 60.0, "s": 1.0, "": 1.0}
-_PARTING = re.compile("[%:|]|^\\s+|\\s+\\Z")
-_ESCAPED = re.compile("%([0-9a-f]{1,6});")
-_DURATION = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?|inf)\s*(d|h|min|m|s|)")
+# --- Texts: numbers, shares, time spans, names ---
 
 
 def plain(value: float) -> str:
@@ -349,23 +376,19 @@ def read_name(text: str) -> str:
     return _ESCAPED.sub(lambda found: chr(int(found[1], 16)), text)
 
 
-# Deciding when a recorded state is written to disk, by counts and times that the user gave.
-
-
-INTERVAL_S = 30.0
-"""The seconds between two writes of the newest state, unless the user says otherwise."""
+# --- Cadence by counts and times ---
 
 
 @dataclass(frozen=True, slots=True)
 class Cadence(Policy):
-    """Decides which captures become durable by themselves; tagged states and branch heads at exit
+    """Decides which captures become durable automatically. Tagged states and branch heads at exit
     always do.
 
     ``every`` counts the captures of this tracker: 5 picks captures 5, 10, 15 and so on.
     ``interval_s`` is the least time between two writes of the newest state. ``steps`` picks the
-    first capture at or after each multiple of so many steps of the optimizers. All may be None;
-    then only tags, the exit and ``capture.wait("durable")`` make states durable. Give it to
-    ``Config`` or ``Repository.track`` as ``cadence``, alone or joined by ``|`` with others.
+    first capture at or after each multiple of so many steps of the optimizers. If all are None,
+    tags, the exit and ``capture.wait("durable")`` alone make states durable. Give it to ``Config``
+    or ``Repository.track`` as ``cadence``, alone or joined by ``|`` with others.
 
         repo.track(model=model, cadence=datastates.Cadence(every=10, interval_s=None))
 
@@ -463,20 +486,20 @@ class Cadence(Policy):
         )
 
 
-# Writing a state because one of its metrics is better than ever before.
+# --- Cadence by improvement of a metric ---
 
 
 @dataclass(frozen=True, slots=True)
 class OnImprovement(Policy):
-    """Writes each state whose ``metric`` is better than that of every earlier capture of its
-    training; NaN is never better.
+    """Writes each state whose ``metric`` is better than in every earlier capture of its training.
+    NaN is never better.
 
-    ``is_rising`` says whether larger values are better; None: the metric's name decides, as
+    ``is_rising`` is whether larger values are better. If it is None, the metric's name decides, as
     everywhere (accuracies rise, losses fall). Earlier captures of a resumed training do not count:
     its first value after the resume counts as an improvement.
 
-        repo.track(model=model, cadence=datastates.Cadence(every=100) |
-        datastates.OnImprovement("val_loss"))
+        cadence = datastates.Cadence(every=100) | datastates.OnImprovement("val_loss")
+        repo.track(model=model, cadence=cadence)
 
     :raises InvalidInput: ``metric`` cannot be a metric's name, or ``is_rising`` is neither True,
         False nor None.
@@ -526,32 +549,7 @@ class OnImprovement(Policy):
         return f"best:{name(self.metric)}{direction}"
 
 
-# How much memory states get, at once and in the end: pure functions of their sizes.
-
-
-SMALL_BYTES = 128 << 20
-"""As many small states are kept as fit into this.
-
-A small training then takes less than 200 MiB more, including imports."""
-
-AT_ONCE_BYTES = 256 << 20
-"""If the user chose the capacity, small states may take this much memory at once."""
-
-FEWEST = 3
-"""The least number of states that get memory at once, however large: one is being written, one
-is the head, one is being captured."""
-
-FEW = 4
-"""The least number of states that have memory in the end, however large: one more, to go back
-to."""
-
-
-UNCOUNTED_BYTES = 4 << 20
-"""What states may take besides their slots before it counts toward the memory that they may
-take."""
-
-_RESERVE_BYTES = 64 << 20
-"""The memory that is left to the training and to other processes in any case."""
+# --- Memory of states: pure functions of their sizes ---
 
 
 def bytes_at_once(sizes: Iterable[int], capacity: int, *, is_given: bool) -> int:
@@ -565,19 +563,18 @@ def bytes_at_once(sizes: Iterable[int], capacity: int, *, is_given: bool) -> int
 
 
 def bytes_allowed(size: int, *, warm: int, at_once: int, kept: int) -> int:
-    """The bytes that may be warm after a capture of ``size`` bytes, before states leave memory to
-    make room for it.
+    """The bytes that may be warm after a capture of ``size`` bytes, before states are evicted.
 
-    Warming up to a quarter of the state's bytes more costs no more than its copy does. So versions
-    that share most of their chunks, and need few new ones each, all stay, whereas one that shares
-    no chunks reuses the memory of an older one.
+    Touching up to a quarter of the state's bytes more costs no more than its copy does. Versions
+    that share most of their chunks need few new ones, so all of them stay. A version that shares no
+    chunks reuses the memory of an older one.
     """
     return min(kept, max(at_once, warm + size // 4))
 
 
 def is_tight(available_bytes: int, held_bytes: int) -> bool:
-    """Whether states should take no more memory: less is left than an eighth of all that they could
-    have.
+    """Whether states should take no more memory, because less than an eighth of their possible
+    memory is left.
 
     :param available_bytes: what the process may still take, within its control groups.
     :param held_bytes: what states hold already.
@@ -596,15 +593,7 @@ def bytes_kept(
     return capacity if is_given else min(capacity, max(SMALL_BYTES, count * sum(sizes)))
 
 
-# What a run's record says of its cadence: costs and choice as plain values. Only this module
-# writes and reads them.
-
-
-_CADENCE = f"{OURS}cadence"
-
-_COSTS = ("interval_s", "write_s", "overhead_s", "held_s", "captures", "writes")
-_OPTIONAL = ("further_s", "cpu_s", "size")
-_CHOICE = ("why", "every", "interval_s", "further_every")
+# --- Costs and choice as plain values in the record of a run ---
 
 
 def noted(costs: Costs, choice: CadenceChoice | None) -> dict[str, Value]:

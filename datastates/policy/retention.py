@@ -3,22 +3,25 @@ text for terminals.
 
     latest:5 best:3:val_loss every:1000 at-most:50G
 
-Words may stand in any order, separated by blanks or commas. A state stays if any of the rules keeps
-it; without a rule all stay.
+The order of words does not matter. They are separated by blanks or commas. A state stays if any of
+the rules keeps it. Without a rule all stay.
 
-    all                     every state
-    latest:N                the newest N of each branch
-    best:N:METRIC[:max]     the N best by a metric, of each branch; without ``:min`` or ``:max`` as
-    the metric's name says best:N:*                the N best by each metric whose name has a
-    direction: losses fall, accuracies rise every:K                 the first at or after every K-th
-    step interval:T              the first of every time span, such as 30m or 2h within:T
-    the states of the last time span, such as 7d thin:N                  about N for each doubling
-    of the distance from the newest tagged                  nothing but the states that always stay
-    at-most:SIZE            at most this many bytes: older states are thinned until they fit
-    at-most:auto            20 GiB or eight states, whichever is more, and no more than half of what
-    the disk has room for
+    all                   every state
+    latest:N              the newest N of each branch
+    best:N:METRIC[:max]   the N best by a metric, of each branch; without ``:min`` or ``:max``, the
+                          metric's name decides
+    best:N:*              the N best by each metric whose name has a direction: losses fall,
+                          accuracies rise
+    every:K               the first at or after every K-th step
+    interval:T            the first of every time span, such as 30m or 2h
+    within:T              the states of the last time span, such as 7d
+    thin:N                about N for each doubling of the distance from the newest
+    tagged                nothing but the states that always stay
+    at-most:SIZE          at most this many bytes: older states are thinned until they fit
+    at-most:auto          20 GiB or eight states, whichever is more, and no more than half of the
+                          free space
 
-A metric whose name has characters that words do not have goes in double quotes.
+Metrics whose names contain other characters are written in double quotes.
 """
 
 from __future__ import annotations
@@ -40,17 +43,25 @@ EACH = "*"  # as the metric of ``Best``: each metric whose name has a direction
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_./@%+*-]+")
 _UNITS_S = (("d", 86_400), ("h", 3600), ("m", 60), ("s", 1))
 _NO_METRICS: Mapping[str, float] = {}
+_WORD = re.compile(r'(?:[^\s,"]|"(?:[^"\\]|\\.)*")+')
+_PART = re.compile(r'"(?:[^"\\]|\\.)*"|[^:"]+')
+_UNITS = (("T", 1 << 40), ("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10))
+_AN_EXAMPLE = "such as 'latest:5 best:3:val_loss every:1000 at-most:50G'"
+_NEVER = 2
+"""From this rank on, a state is not dropped to free space."""
+
+_HELD = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What a rule may know of a state whose bytes lie in a folder of packs.
+    """The facts about a state in a folder of packs that rules use.
 
-    ``line`` says which states belong together; ``branch`` is the name of that line for people.
-    ``index`` counts first parents from the root, so it rises along a branch, and a state's index
-    never changes. ``created_at`` is in seconds. ``files`` are all the files that the state needs
-    there, by name and size, including those that others need too. ``held`` is why the state stays
-    whatever a policy says; None if a policy may decide.
+    States with the same ``line`` belong together. ``branch`` is the name of that line for people.
+    ``index`` counts first parents from the root. It rises along a branch, and a state's index never
+    changes. ``created_at`` is in seconds. ``files`` are all the files that the state needs there,
+    by name and size, including shared ones. ``held`` is why the state stays under any policy. It is
+    None if a policy may decide.
     """
 
     uid: str
@@ -67,8 +78,8 @@ class Fact:
 class Rule(Protocol):
     """Keeps some states of a branch.
 
-    ``rank`` says how valuable they are when a bound on bytes needs room: 0 is dropped first, 2
-    never."""
+    ``rank`` is how valuable they are under a bound on bytes: 0 is dropped first, 2 never.
+    """
 
     rank: ClassVar[int]
 
@@ -141,8 +152,8 @@ class Latest:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """Keeps the ``count`` states with the best values of a metric, the newest of equals. ``goal``
-    None: as the metric's name says.
+    """Keeps the ``count`` states with the best values of a metric, the newest of equals. If
+    ``goal`` is None, the metric's name decides.
 
     With ``EACH`` as ``key`` these are the best by each metric whose name has a direction.
     """
@@ -236,8 +247,8 @@ class Every:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Keeps the first state of each time span of ``seconds``; the spans lie on the calendar in
-    UTC."""
+    """Keeps the first state of each time span of ``seconds``. The spans are aligned to the calendar
+    in UTC."""
 
     seconds: float
     rank: ClassVar[int] = 0
@@ -308,15 +319,15 @@ class Thin:
 
 
 def densities(states: Sequence[Fact]) -> list[float]:
-    """How dense a logarithmic thinning of a branch must be to keep each state: oldest first, one
-    number for each state.
+    """The density that a logarithmic thinning of a branch needs to keep each state. There is one
+    number for each state, oldest first.
 
     A thinning of density ``n`` puts the states at distances from ``n * 2**k`` to ``n * 2**(k+1)``
-    from the newest into buckets of ``2**k`` indexes, and keeps the oldest of each. Buckets lie at
-    multiples of their size, so a bucket of a later time consists of whole buckets of an earlier
-    one, and states that are kept later were kept earlier. A state is the oldest of its bucket as
-    long as the bucket does not reach back to the state before it: ``2**k`` must be less than the
-    highest bit in which their indexes differ.
+    from the newest into buckets of ``2**k`` indexes, and keeps the oldest of each. Buckets begin at
+    multiples of their size. A bucket of a later time therefore consists of whole buckets of an
+    earlier one, and states that are kept later were kept earlier. A state is the oldest of its
+    bucket as long as the bucket does not reach back to the state before it. For that, ``2**k`` must
+    be less than the highest bit in which their indexes differ.
     """
     if not states:
         return []
@@ -378,26 +389,22 @@ def _of(fact: Fact) -> str:
     return f"branch {fact.branch}" if fact.branch else "what no branch has"
 
 
-# Which states keep their bytes on disk: combined rules and a bound on bytes, as a value and as a
-# text for terminals.
+# --- Retention ---
 
 
 _RULES = (All, Best, Every, Interval, Latest, Tagged, Thin, Within)
-_WORD = re.compile(r'(?:[^\s,"]|"(?:[^"\\]|\\.)*")+')
-_PART = re.compile(r'"(?:[^"\\]|\\.)*"|[^:"]+')
-_UNITS = (("T", 1 << 40), ("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10))
-_AN_EXAMPLE = "such as 'latest:5 best:3:val_loss every:1000 at-most:50G'"
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Decides which durable states keep their bytes. Rules apply to each branch; the bound is on
+    """Decides which durable states keep their bytes. Rules apply to each branch. The bound is on
     all branches together.
 
     Give it, or its text, to ``Config`` or ``Repository.track`` as ``retention``, or to
     ``Repository.prune``.
 
-        keep = datastates.Retention.latest(5) | datastates.Retention.at_most("50G")
+        best = datastates.Retention.latest(5) | datastates.Retention.best("val_loss", 3)
+        keep = best | datastates.Retention.at_most("50G")
         print(keep.text)
 
     Whatever the policy, these stay: states that a ref names, the newest durable state of each
@@ -439,9 +446,8 @@ class Retention:
 
     @classmethod
     def best(cls, metric: str, count: int = 1, *, goal: Goal | None = None) -> Self:
-        """Keeps the states of each branch with the best values of a metric; ``goal`` is ``min`` or
-        ``max``; None: as the metric's name says.
-        """
+        """Keeps the states of each branch with the best values of a metric. ``goal`` is ``min`` or
+        ``max``. By default the metric's name decides."""
         return cls((Best(metric, count, goal),))
 
     @classmethod
@@ -471,10 +477,10 @@ class Retention:
 
     @classmethod
     def at_most(cls, size: int | str) -> Self:
-        """Bounds the bytes of all states, also as ``"50G"``; ``"auto"`` is 20 GiB or eight states,
+        """Bounds the bytes of all states, also as ``"50G"``. ``"auto"`` is 20 GiB or eight states,
         whichever is more.
 
-        It is never more than half of what the disk has room for when a training begins.
+        It is never more than half of the free space when a training begins.
         """
         return cls((), size)  # type: ignore[arg-type]  # a text becomes bytes there
 
@@ -482,7 +488,7 @@ class Retention:
     def parse(cls, text: str) -> Self:
         """The policy for a text, as the terminal and the environment give it.
 
-        :raises InvalidInput: a word has no meaning; names it.
+        :raises InvalidInput: a word has no meaning. The text names it.
         """
         words = _words(values.string(text, "a retention"))
         if not words:
@@ -542,7 +548,7 @@ class Retention:
 
 
 DEFAULT = Retention((All(), Best(EACH)), "auto")
-"""Keeps everything until states take 20 GiB (see ``at-most:auto``); then the older ones are
+"""Keeps everything until states take 20 GiB (see ``at-most:auto``). Then the older ones are
 thinned, and the best stay."""
 
 
@@ -561,7 +567,7 @@ def retention_of(value: object, what: str = "retention") -> Retention:
 
 
 def asked_for(configured: Retention, retention: object, keep_best: object) -> Retention | None:
-    """The policy that a training asks for, for its branch; None if it asks for none, and the
+    """The policy that a training requests for its branch. None if it requests no policy, and the
     configured one holds.
 
     :raises InvalidInput: one of them cannot be understood.
@@ -672,13 +678,7 @@ _FORMS = (
 )
 
 
-# Deciding which states lose their bytes: a pure function of facts, policies and a bound.
-
-
-_NEVER = 2
-"""From this rank on, a state is not dropped to make room."""
-
-_HELD = 3
+# --- The decision: a pure function of facts, policies and a bound ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -842,8 +842,10 @@ def _within(kept: list[_Kept], bound: object, what: str, dropped: dict[str, str]
 
 
 def _in_order(kept: Sequence[_Kept]) -> list[_Kept]:
-    """The states that may be dropped for room, in the order of dropping: by rank, then by the
-    density that a thinning of the whole branch needs to keep them, then by age.
+    """The states that may be dropped to free space, in the order of dropping.
+
+    They are ordered by rank, then by density, then by age. The density is what a thinning of the
+    whole branch needs to keep the state.
     """
     lines: defaultdict[int, list[_Kept]] = defaultdict(list)
     for each in kept:

@@ -1,4 +1,8 @@
-"""A cadence as text, as the environment and the terminal give it."""
+"""Cadences as text, for the environment and the terminal, and the advice of ``datastates cadence``.
+
+The advice is what each computed cadence would choose for a branch. It uses costs and failures that
+earlier trainings recorded.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +54,8 @@ FORMS = (
     "every:10, steps:100, seconds:30, best:val_loss, auto:3.5%:32M, checkfreq:3.5%, young, daly:6h,"
     " two-level:6h:7d or never, joined by |"
 )
+_LOOKED_AT = 200
+"""How many of the newest trainings are searched for costs."""
 
 
 def policy(given: object, what: str = "cadence") -> Policy:
@@ -68,9 +74,9 @@ def policy(given: object, what: str = "cadence") -> Policy:
 
 
 def parse(text: str) -> Policy:
-    """The policy that a text means; ``str`` of a policy gives such a text.
+    """The policy that a text means. ``str`` of a policy gives such a text.
 
-    :raises InvalidInput: it means none; names the part, and the forms.
+    :raises InvalidInput: it means none. The text names the part, and the forms.
     """
     return reduce(or_, [_one(part.strip()) for part in text.split("|")])
 
@@ -153,12 +159,7 @@ _MAKERS: dict[str, Callable[..., Policy]] = {
 }
 
 
-# What the computed policies would choose for a branch, given what its trainings measured and how
-# often processes died here.
-
-
-_LOOKED_AT = 200
-"""How many of the newest trainings are searched for costs."""
+# --- Advice for a branch ---
 
 
 @dataclass(frozen=True, slots=True)

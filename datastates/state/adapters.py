@@ -1,5 +1,8 @@
-"""Everything that the user tracks as one plain tree of live tensors: modules, optimizers,
-anything with a state_dict, and containers."""
+"""The objects that the user tracks, as one plain tree of live tensors.
+
+Modules, optimizers, anything with a ``state_dict``, and containers can be tracked. The file also
+finds which objects are values, and compares trained parameters and modes with a state.
+"""
 
 from __future__ import annotations
 
@@ -63,6 +66,11 @@ _CODE = (
     types.CoroutineType,
     type,
 )
+_VALUES = (
+    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis)),
+    *(frozenset, range, slice, np.generic, np.dtype, torch.Size),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.qscheme),
+)
 
 
 class Adapted:
@@ -71,7 +79,7 @@ class Adapted:
     Optimizers that torch runs inside backward are found on the parameters and tracked with their
     module.
 
-    :raises InvalidInput: an object cannot be tracked; names it and says what can.
+    :raises InvalidInput: an object cannot be tracked. The text names it and what can be tracked.
     :raises Unsupported: a module or an optimizer keeps its state in a form that is not stored.
     """
 
@@ -107,17 +115,15 @@ class Adapted:
         return [found for _, found in parts(self.objects) if isinstance(found, Optimizer)]
 
     def tree(self, *, is_shared: bool = False, is_waiting: bool = True) -> dict[str, object]:
-        """Nested plain containers of everything tracked, as it is now; tensors are the live ones,
-        not copies.
+        """Nested plain containers of everything tracked. The tensors are the live ones, not copies.
 
         ``is_waiting=False`` waits for no device: a number that an object would have to fetch from
         one is a ``Number`` instead.
 
-        Random number generators are read last, because a loader that is asked for its state may
-        draw from them. ``lasting`` then lists the parts of the tree that are the very same objects
-        as long as they hold the same tensors under the same names, so that they need not be walked
-        again. ``is_shared``: several ranks capture this state, and each rank's own parts are
-        ``Owned``.
+        Random number generators are read last, because reading the state of a loader may draw from
+        them. ``lasting`` then lists the parts of the tree that are the very same objects as long as
+        they hold the same tensors under the same names. These parts need no second walk. With
+        ``is_shared``, several ranks capture this state, and each rank's own parts are ``Owned``.
         """
         walk = _Walk(self, is_shared=is_shared, is_waiting=is_waiting)
         tree = {name: walk.tree_of(join("", name), child) for name, child in self.objects.items()}
@@ -146,10 +152,10 @@ class Adapted:
         return tree
 
     def outlook(self, *, is_shared: bool = False) -> dict[str, object]:
-        """The tree as far as it can be inspected before the training begins, to find what no state
+        """The tree as far as it can be inspected before the training begins. It shows what no state
         can hold.
 
-        Objects that can be iterated over are not asked: a loader that gives its position makes its
+        Objects that can be iterated over are not read: a loader that gives its position makes its
         iterator, and draws from the generators. ``is_shared`` as for ``tree``.
         """
         walk = _Walk(self, is_outlook=True, is_shared=is_shared)
@@ -249,7 +255,7 @@ class Adapted:
             for tensor in (*plain, *self.fenced())
             if (local := local_of(tensor)) is not None
         }
-        # sparse ones do not say
+        # sparse ones have no such count
         return sum(local.nbytes for local in here.values() if local.layout is torch.strided)
 
     def frozen(self) -> list[torch.Tensor]:
@@ -366,8 +372,7 @@ class _Walk:
 
 
 def _is_ready(found: object) -> bool:
-    """Whether an object has a state that can be asked for before the first step without changing
-    it."""
+    """Whether the object's state can be read before the first step without changing the object."""
     if isinstance(found, nn.Module):
         return not any(
             is_lazy(tensor) or tensor.is_meta for tensor in (*found.parameters(), *found.buffers())
@@ -383,7 +388,7 @@ def _peek(found: Any) -> object:
 
 
 def has_state(found: object) -> bool:
-    """Whether ``found`` can save and load a state by itself."""
+    """Whether ``found`` can save and load a state."""
     if is_prepared(found):
         return is_stateful(found)
     has_both = callable(getattr(found, "state_dict", None)) and callable(
@@ -468,7 +473,7 @@ def _check_trackable(path: str, found: object) -> None:
 
 
 def _with_hidden_optimizers(objects: Mapping[str, object]) -> dict[str, object]:
-    """The objects, and the optimizers that step in backward that nobody tracks."""
+    """The objects, and the optimizers that step in backward and are not tracked."""
     tracked = {id(found) for _, found in parts(objects) if isinstance(found, Optimizer)}
     hidden: dict[str, dict[str, list[Optimizer]]] = {}
     for path, module in parts(objects):
@@ -505,15 +510,7 @@ def _gradients_of(tree: Mapping[str, object]) -> dict[str, torch.Tensor]:
     return {name: leaf.grad for name, leaf in parameters if leaf.grad is not None}
 
 
-# Which tracked objects are values: they cannot be restored in place, so a restore hands new ones
-# to the caller.
-
-
-_VALUES = (
-    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis)),
-    *(frozenset, range, slice, np.generic, np.dtype, torch.Size),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.qscheme),
-)
+# --- Values among tracked objects: a restore returns new ones ---
 
 
 def is_value(found: object) -> bool:
@@ -530,15 +527,15 @@ def is_value(found: object) -> bool:
 
 
 def is_handed(found: object) -> bool:
-    """Whether a restore hands a new object to its caller, instead of changing ``found``: values,
-    and objects that an encoder makes anew."""
+    """Whether a restore returns a new object to its caller, instead of changing ``found``. This
+    holds for values and for objects that an encoder makes."""
     return is_value(found) or (encoder_of(type(found)) is not None and not holds_state(found))
 
 
 def split_values(objects: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
-    """The tracked objects that are values, and the others.
+    """The tracked objects that are values, and all other tracked objects.
 
-    :raises InvalidInput: an object would be captured but never restored: the message says how it
+    :raises InvalidInput: an object would be captured but never restored. The text explains how it
         can be tracked.
     """
     values = {name: found for name, found in objects.items() if is_value(found)}
@@ -564,19 +561,19 @@ def _is_hashed_by_value(kind: type[object]) -> bool:
     return getattr(kind, "__hash__", None) not in (None, object.__hash__)
 
 
-# The parameters that a training trains, and the modes of its modules: where a state and live
-# objects differ, and making them alike.
+# --- Trained parameters and modes: differences from a state, and making them alike ---
 
 
 def with_trained(
     report: RestoreReport, adapted: Adapted, stored: Mapping[str, bool], modes: str | None = None
 ) -> RestoreReport:
-    """The report with ``frozen`` and ``unfrozen``, ``in_eval`` and ``in_train``. ``stored`` says of
-    each tensor of the state, by path, whether it required a gradient. ``modes`` are those of the
-    state; a training whose modules were all in training mode has none.
+    """The report with ``frozen`` and ``unfrozen``, ``in_eval`` and ``in_train``.
 
-    A state in which nothing required a gradient was not captured from a training: it comes from a
-    file, and says nothing about this.
+    ``stored`` has for each tensor of the state, by path, whether it required a gradient. ``modes``
+    come from the state. They are missing if all modules were in training mode.
+
+    A state in which nothing required a gradient comes from a file, not from a training. It has no
+    information about this.
     """
     restored = set(report.restored)
     here = {
@@ -637,12 +634,11 @@ def put_back(report: RestoreReport, adapted: Adapted) -> list[str]:
 def divided(
     report: RestoreReport, adapted: Adapted, is_first: Callable[[object], bool], *, is_running: bool
 ) -> tuple[RestoreReport, RestoreReport]:
-    """The report with only those of its differing parameters and modules for which ``is_first``
-    says so, and with only the others.
+    """The report split in two by ``is_first``, which gets a differing parameter or module.
 
     Models whose mode only an evaluation changed are among the first. The state was captured during
     one if a model that is trained was in eval mode. If the script ``is_running`` and a model is in
-    eval mode now, an evaluation is going on.
+    eval mode now, an evaluation is running.
     """
     found = (
         *((path, parameter) for path, parameter, _ in _parameters(adapted)),

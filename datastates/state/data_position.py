@@ -1,4 +1,8 @@
-"""Where a training stands in its epochs, and in the passes over its data in an epoch."""
+"""The position of a training in its epochs, and in the passes over its data in an epoch.
+
+``Loops`` counts epochs and passes. ``Redivision`` adapts positions and random numbers to a job with
+another number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +37,10 @@ LOOPS = "loops"
 
 
 class Loops:
-    """How far ``Tracker.epochs`` and ``Tracker.steps`` have come, as an object with a state.
+    """The progress of ``Tracker.epochs`` and ``Tracker.steps``, as an object with a state.
 
-    A state that is captured inside a loop of ``steps`` goes on with the next batch of the same
-    epoch; a state captured after the loop goes on with the next epoch. ``version`` grows whenever a
+    A state that is captured inside a loop of ``steps`` resumes with the next batch of the same
+    epoch. A state captured after the loop resumes with the next epoch. ``version`` grows whenever a
     state is restored: a loop that sees this begins again from there.
     """
 
@@ -113,8 +117,8 @@ class Loops:
         }
 
     def _going(self) -> list[Mapping[str, Any]]:
-        """The places of this epoch's passes, in the order in which they began; last, those of
-        passes that went on from an earlier epoch."""
+        """The places of this epoch's passes, in the order in which they began. Passes that
+        continued from an earlier epoch come last."""
         found = [self._place_of(each) for each in self._passes]
         aside = [
             {**self._place_of(each), "is_aside": True}
@@ -128,9 +132,8 @@ class Loops:
         return {**place, "spans": turn.order} if turn.spans else place
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where ``state`` was taken; ``{}``: the state does not say. Must come before loaders
-        are restored, which are told the epoch.
-        """
+        """Go to where ``state`` was taken. ``{}`` means that the state has no place. Call it before
+        loaders are restored, because they get the epoch."""
         epoch = state.get("epoch")
         self._has_counted, self._is_lost = epoch is not None, not state
         self.epoch = epoch or 0
@@ -163,14 +166,13 @@ class Loops:
 
     @property
     def batch(self) -> int:
-        """How many batches of the pass that began last came before the current one; one that goes
-        on from epoch to epoch counts if there is no other.
-        """
+        """The number of batches of the newest pass before the current one. A pass that continues
+        from epoch to epoch counts if there is no other."""
         found = [each for each in self._passes if not each.spans] or self._passes
         return max(0, found[-1].batches - 1) if found else 0
 
     def begin_elsewhere(self, *, is_between: bool) -> None:
-        """Note that other code counts the epochs; ``is_between``: a new one begins."""
+        """Note that other code counts the epochs. ``is_between``: a new one begins."""
         self.is_counted_elsewhere = True
         if is_between:
             self._waiting = []
@@ -182,7 +184,7 @@ class Loops:
         )
 
     def _left_by_last(self) -> list[Mapping[str, Any]]:
-        """What the last epoch left for the passes of this one that have not begun."""
+        """The places that the last epoch left for passes of this one that have not begun."""
         return self._left or [each.left_behind for each in self._last]
 
     def send_back(self) -> None:
@@ -214,7 +216,7 @@ class Loops:
                 self._set_aside()
                 self._is_put_back = False
                 if not self._going():
-                    # Loaders and samplers are told by the pass that begins: a pass that spans
+                    # The pass that begins sets the epoch of loaders and samplers. A pass that spans
                     # epochs keeps its place.
                     for part in data_within(
                         each
@@ -245,7 +247,7 @@ class Loops:
                 self._counting = None
 
     def _set_aside(self) -> None:
-        """Begin another epoch: passes that are not over may go on in it."""
+        """Begin another epoch. Unfinished passes may continue in it."""
         if over := [each for each in self._passes if each.is_over]:
             self._note_counts(over)
             self._leaves_rest = _leave_rest(over)
@@ -254,11 +256,11 @@ class Loops:
         self._passes = []
 
     def _note_counts(self, passes: Iterable[Pass]) -> None:
-        """Note after how many batches the script left its passes, as counted from 0 in each; 0: it
-        left them at different places.
+        """Note after how many batches the script left its passes, counted from 0 in each. 0 means
+        that it left them at different places.
 
-        The script counted from 0 again in a resumed pass that has more batches than the others, or
-        in which it used as many more.
+        The script counted from 0 again in a resumed pass with more batches than the other passes,
+        or in which it used as many more.
         """
         for each in [
             each
@@ -306,11 +308,12 @@ class Loops:
         is_checked: bool = True,
         is_numbered: bool = False,
     ) -> Generator[Any]:
-        """The batches of one pass over ``source``, from where it was left; if a state is restored
-        meanwhile, from that state's place. ``is_outside``: it was asked for before the epochs
-        began, and may go on from one to the next. ``limit``: the most batches of the pass.
-        ``is_checked``: whether a replayed batch must be the one that was used. ``is_numbered``:
-        each comes with its number.
+        """The batches of one pass over ``source``, from where it was left. If a state is restored
+        during the pass, it continues from that state's place.
+
+        ``is_outside``: the pass was requested before the epochs began, and may continue from one to
+        the next. ``limit``: the most batches of the pass. ``is_checked``: whether a replayed batch
+        must be the one that was used. ``is_numbered``: each comes with its number.
         """
         tracked = list(self._tracked())
         ids = set(map(id, tracked))
@@ -322,8 +325,8 @@ class Loops:
             limit=limit,
             is_checked=is_checked,
         )
-        # Whether it follows a pass over the same source that may go on from epoch to epoch, and so
-        # took that source's place.
+        # Whether it follows a pass over the same source that may continue from epoch to epoch, and
+        # so took that source's place.
         follows = self.is_counting and any(
             each.spans and each.is_same(turn) for each in (*self._last, *self._aside, *self._passes)
         )
@@ -378,9 +381,8 @@ class Loops:
         self._add(turn)
 
     def _add(self, turn: Pass) -> None:
-        """Count a pass among those of this epoch: one that spans epochs in the place of the one
-        that it follows, as a training that goes on begins its source once.
-        """
+        """Count a pass in this epoch. A pass that spans epochs replaces the one that it follows,
+        because a resumed training begins its source once."""
         followed = (
             i
             for i, each in enumerate(self._passes)
@@ -392,7 +394,7 @@ class Loops:
         self._captured_over = None
 
     def _take_up(self, turn: Pass) -> None:
-        """Count a pass that goes on in another epoch than it began among the passes of this one."""
+        """Count a pass that continues from an earlier epoch among the passes of this one."""
         self._aside.remove(turn)
         self._add(turn)
         if self.is_counting and not turn.spans and not turn.is_outside:
@@ -405,7 +407,7 @@ class Loops:
         turn.spans |= self.is_counting
 
     def _claim(self, turn: Pass) -> Mapping[str, Any] | None:
-        """The restored place from which a pass goes on; None: it begins. The passes of an epoch
+        """The restored place from which a pass continues. None: it begins. The passes of an epoch
         begin in the same order again."""
 
         def is_fit(place: Mapping[str, Any]) -> bool:
@@ -472,7 +474,8 @@ class Loops:
 def _is_within(going: list[Mapping[str, Any]]) -> bool:
     """Whether an epoch is not over.
 
-    A pass that goes on from epoch to epoch does not hold it up, unless it began as the first."""
+    A pass that continues from epoch to epoch does not delay its end, unless it began as the first.
+    """
     first = going[:1] and "spans" not in going[0]
     return any(not place["is_over"] and not (first and "spans" in place) for place in going)
 
@@ -486,15 +489,15 @@ def _if_any(left: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _asides(going: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The places of passes that go on in the next epoch."""
+    """The places of passes that continue in the next epoch."""
     return [
         {**place, "is_aside": True} for place in going if "spans" in place and not place["is_over"]
     ]
 
 
 def divides_its_loader(state: Mapping[str, Any] | None) -> bool:
-    """Whether stored loops say how far the training has come in its data for any number of
-    processes: in one pass at most."""
+    """Whether stored loops give the position in the data for any number of processes. This holds
+    for at most one pass."""
     if not state or state.get("epoch") is None:
         return False
     passes = state.get("passes", ())
@@ -502,22 +505,21 @@ def divides_its_loader(state: Mapping[str, Any] | None) -> bool:
 
 
 def divided_again(state: Mapping[str, Any], replicas: int) -> dict[str, Any]:
-    """The state of the loops for one of ``replicas`` processes, from that of another number: passes
-    then divide what is left of the data.
-    """
+    """The state of the loops for one of ``replicas`` processes, from the state of another number.
+    Passes then divide the remaining data."""
     passes = [{**place, "replicas": replicas} for place in state.get("passes", ())]
     return {**state, "passes": passes}
 
 
-# The own things of one rank, adapted for a rank of a job of another size: random numbers drawn
-# anew, the place in the data divided again.
+# --- Objects of one rank, adapted to a job of another size ---
 
 
 @dataclass(slots=True)
 class Redivision:
     """A state of ``was`` ranks, for rank ``rank`` of ``size``.
 
-    ``notes`` say what is not as it was captured."""
+    ``notes`` list what differs from the captured state.
+    """
 
     was: int
     rank: int
@@ -531,19 +533,18 @@ class Redivision:
         return self.rank if self.was == self.size else 0
 
     def reads(self, wants: Callable[[str], bool]) -> Callable[[str], bool]:
-        """Which tensors of a state have to be read for what is wanted: of the things that each
-        rank had of its own, only this rank's."""
+        """Which tensors of a state are read for the wanted paths. If
+        each rank has separate ones, this rank's are read."""
         mine = self.rank if 1 < self.was == self.size else None
         return lambda path: wants(path) if (rank := part_of(path)) is None else rank == mine
 
     def __call__(
         self, tree: Mapping[str, Any], objects: Mapping[str, object], wants: Callable[[str], bool]
     ) -> dict[str, Any]:
-        """The stored tree of ``source``, in the form that goes into these objects; the models in it
+        """The stored tree of ``source``, in the form that goes into these objects. The models in it
         get the buffers of this rank.
 
-        :raises InvalidInput: an object that is asked for knows its place in the data for one rank
-            only.
+        :raises InvalidInput: a wanted object has its place in the data for one rank only.
         """
         self.notes = []
         found = dict(tree)
@@ -595,7 +596,7 @@ class Redivision:
                 f"{path}: what {self.was} ranks had left of the epoch is divided among {self.size},"
                 " by run.steps"
             )
-            return {}  # a loader that begins anew: the loops skip what all ranks had
+            return {}  # a loader that begins again: the loops skip what all ranks had
         elif _keeps_its_place(live):
             raise InvalidInput(
                 f"{path} ({type(live).__name__}) knows the place of one of {self.was} ranks, and"

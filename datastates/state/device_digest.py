@@ -1,9 +1,9 @@
-"""Digests of chunks in place: computed by the device that has their tensors, equal to
-``chunk_digest`` bit for bit.
+"""Digests of chunks, computed on the device that has their tensors, equal to ``chunk_digest`` bit
+for bit.
 
 Triton's kernels (``kernels``) compute them if Triton is installed and supports the device, and
-torch's operators elsewhere. Those are some thousands of operators for the longest chunk, however
-many chunks there are.
+torch's operators elsewhere. Those are some thousands of operators for the longest chunk, for any
+number of chunks.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _PRIME = 0x9E3779B1
 
 
 class Digester:
-    """Digests chunks that lie on one device; each chunk is a length and its parts in order. Safe
-    from any thread, one at a time.
+    """Digests chunks on one device. Each chunk is a length and its parts in order. Safe from any
+    thread, one at a time.
 
-    ``can_digest`` holds for each. The tensors are read in place whenever ``lanes`` is called; they
+    ``can_digest`` holds for each. The tensors are read in place whenever ``lanes`` is called. They
     are kept as long as this object.
     """
 
@@ -152,9 +152,10 @@ def is_worth(tensor: torch.Tensor) -> bool:
 
 
 def is_ready(tensor: torch.Tensor) -> bool:
-    """Whether ``lanes`` can be queued at once on the device of a tensor. The first call has the
-    kernels compiled, which takes a second or two, on a thread of its own. If they cannot be, that
-    is logged, and this device never becomes ready.
+    """Whether ``lanes`` can be queued at once on the device of a tensor.
+
+    The first call compiles the kernels on a separate thread, which takes a second or two. If that
+    fails, the error is logged, and this device never becomes ready.
     """
     if not _has_kernels(tensor):
         return True
@@ -187,7 +188,7 @@ def _prepare(device: torch.device) -> None:
             ).lanes()
         devices().mark(stream).synchronize()
     except Exception as exc:
-        # Triton may find no compiler, or no version of the driver that it knows
+        # Triton may find no compiler, or a version of the driver that it does not support
         _logger.warning(
             "nothing can be digested on %s (%r): the host digests everything", device, exc
         )

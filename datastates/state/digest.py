@@ -1,13 +1,16 @@
 """Digests of chunks and states, and manifests as bytes.
 
-A state of one part has the digest of that part. A part of several does not name the state's
-parents, which its rank does not know: its digest is that of its content. The state has the *root
-digest* over the parts' digests, and over those of its parents: BLAKE3 of
+A state of one part has the part's digest. If a state has several parts, the digest of a part covers
+its content alone, because its rank does not have the parents. The state has the *root digest* over
+the digests of its parts and its parents: BLAKE3 of
 
-    19 bytes   ``datastates parts 1\0``
+    19 bytes   ``datastates parts 1 ``
     8 bytes    how many parts, little-endian
     64 bytes   the digest of each part, by rank, as lower-case hex digits
-    64 bytes   the digest of each parent, likewise
+    64 bytes   the digest of each parent, in the same form
+
+A file of manifests has one frame for each state. ``join`` makes one manifest from all parts of a
+state.
 """
 
 from __future__ import annotations
@@ -56,6 +59,17 @@ _UID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 _HEX = re.compile(r"[0-9a-f]{64}")
 
 _specs_decoder = msgspec.msgpack.Decoder(tuple[TensorSpec, ...])
+MAX_MANIFEST = 256 << 20
+"""The size of the largest manifest that is read, in bytes."""
+
+_MAGIC = b"DSMANIF\0"
+_HEAD = struct.Struct("<8sIIQ")
+_ENVELOPE_DIGEST_BYTES = 32
+_PLAIN = 0
+_DEFLATED = 1
+_WINDOW = 15  # bits: deflate looks back 32 KiB
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Manifest)
 
 
 def tensors_of(content: Content, *, source: str = "the manifest") -> tuple[TensorSpec, ...]:
@@ -70,10 +84,10 @@ def tensors_of(content: Content, *, source: str = "the manifest") -> tuple[Tenso
 
 
 def check(manifest: Manifest, source: str) -> tuple[TensorSpec, ...]:
-    """The tensors of a manifest, once its lengths, ranges, indices and names are found to agree.
+    """The tensors of a manifest, after its lengths, ranges, indices and names were checked.
 
-    :raises Corrupt: they do not agree; names ``source`` and the contradiction.
-    :raises Unavailable: a tensor has a dtype that this torch does not know.
+    :raises Corrupt: they do not agree. The text names ``source`` and the contradiction.
+    :raises Unavailable: a tensor has a dtype that this torch does not have.
     """
     try:
         _check_origin(manifest.origin)
@@ -169,7 +183,7 @@ def _check_places(manifest: Manifest) -> None:
             )
 
 
-# Called for each tensor, so these build no message until something is wrong.
+# --- Checks of each tensor, which build no message until an error is found ---
 
 
 def _check_tensors(manifest: Manifest, specs: tuple[TensorSpec, ...]) -> None:
@@ -235,7 +249,7 @@ def _check_cover(spec: TensorSpec, dtype: torch.dtype, total: int) -> None:
 def _check_shard(
     spec: TensorSpec, dtype: torch.dtype, shard: Shard, chunks: tuple[Chunk, ...], short: list[int]
 ) -> int:
-    """The length of a shard that lies inside its tensor and inside the stream."""
+    """The length of a shard that is inside its tensor and inside the stream."""
     if not len(shard.offset) == len(shard.shape) == len(spec.shape):
         raise _Contradiction(f"a shard of {_where(spec)} has {len(shard.shape)} dimensions")
     for offset, size, whole, stride in zip(
@@ -270,19 +284,7 @@ def _where(spec: TensorSpec) -> str:
     return spec.path[:200]
 
 
-# Manifests as bytes: one frame for each state, one after the other in a file. This module needs
-# no torch.
-
-
-MAX_MANIFEST = 256 << 20
-"""The size of the largest manifest that is read, in bytes."""
-
-_MAGIC = b"DSMANIF\0"
-_HEAD = struct.Struct("<8sIIQ")
-_ENVELOPE_DIGEST_BYTES = 32
-_PLAIN = 0
-_DEFLATED = 1
-_WINDOW = 15  # bits: deflate looks back 32 KiB
+# --- Manifests as bytes: one frame a state. Needs no torch. ---
 
 
 class _Versioned(Protocol):
@@ -347,8 +349,7 @@ def frames(data: bytes | memoryview) -> Iterator[tuple[int, memoryview]]:
 
 
 def _stated_end(view: memoryview, start: int) -> int:
-    """Where the frame that begins here ends, as its head says, whether its magic is right or
-    not."""
+    """The end of the frame that begins here, as its head gives it. The magic may be wrong."""
     return (
         start + _HEAD.size + _HEAD.unpack_from(view, start)[3] + _ENVELOPE_DIGEST_BYTES
         if len(view) - start >= _HEAD.size
@@ -393,13 +394,13 @@ def unwrapped(
 def decode_places(
     data: bytes | memoryview, *, source: str, first: bytes | memoryview = b""
 ) -> Places:
-    """Whose manifest is in a frame, and where its chunks are, without the cost of the rest; the
-    bytes are checked as in ``decode``."""
+    """The origin of the manifest in a frame, and the places of its chunks. All other parts are
+    skipped, but the bytes are checked as in ``decode``."""
     return unwrapped(_places_decoder, data, source=source, first=first)
 
 
 def opened(frame: memoryview, *, source: str, first: memoryview) -> tuple[int, bytes | memoryview]:
-    """The version and the body of a frame, checked; ``first`` is the first frame of its file.
+    """The version and the body of a frame, checked. ``first`` is the first frame of its file.
 
     :raises DatastatesError: as ``unwrapped``.
     """
@@ -452,11 +453,7 @@ def _opened(view: memoryview, source: str) -> tuple[int, int, memoryview]:
     return version, form, view[_HEAD.size : end]
 
 
-# Digests of chunks and states, and manifests as bytes.
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Manifest)
+# --- Digests ---
 
 
 def chunk_digest(data: bytes | memoryview) -> bytes:
@@ -473,8 +470,8 @@ def pieces_digest(pieces: Iterable[memoryview]) -> bytes:
 
 
 def state_digest(content: Content, parent_digests: Sequence[str]) -> str:
-    """BLAKE3 of a state's content and its parents' digests, in hex; the same wherever the bytes
-    lie."""
+    """BLAKE3 of a state's content and its parents' digests, in hex. The place of the bytes has no
+    effect."""
     said: list[bytes | memoryview] = [b"datastates state 1\0"]
     for part in _parts(content, parent_digests):
         said += len(part).to_bytes(8, "little"), part
@@ -518,8 +515,8 @@ class Sound:
 
 
 def decode(data: bytes | memoryview, *, source: str) -> Manifest:
-    """The manifest in ``data``, digest and consistency checked; ``source`` says in errors where it
-    was read.
+    """The manifest in ``data``, digest and consistency checked. Errors name ``source``, the place
+    where it was read.
 
     :raises DatastatesError: as ``decode_sound``.
     """
@@ -533,8 +530,8 @@ def decode_sound(
     from which ``data`` comes.
 
     :raises Corrupt: a byte is wrong or missing, or the manifest contradicts itself.
-    :raises Unavailable: it is whole, but of a version that this code does not know, or with a dtype
-        that this torch does not know.
+    :raises Unavailable: it is whole, but of a version that this code cannot read, or with a dtype
+        that this torch does not have.
     """
     manifest = unwrapped(_decoder, data, source=source, first=first)
     try:
@@ -559,8 +556,7 @@ def _parts(content: Content, parent_digests: Sequence[str]) -> Iterator[bytes | 
         yield digest.encode()
 
 
-# A state joined from its parts, one for each rank: one content whose stream is those of the
-# parts, one after the other.
+# --- Joining parts, one for each rank: one content whose stream is all parts' streams in order ---
 
 
 def first_chunks(parts: Sequence[Manifest]) -> list[int]:
@@ -572,12 +568,11 @@ def join(parts: Sequence[Manifest], *, rank: int = 0) -> Manifest:
     """The whole state, from the checked manifests of all its parts by rank. A single part is the
     whole state.
 
-    Values that are not tensors, and the content of ``origin``, are those of ``rank``; the digest is
-    the state's. The manifest does not say where its chunks lie: each part knows that for its own
-    chunks.
+    Values that are not tensors, and the content of ``origin``, come from ``rank``. The digest is
+    the state's. The manifest has no places of chunks: they are in the parts.
 
-    :raises Corrupt: the parts are not those of one state, or a tensor is not whole; names the state
-        and the contradiction.
+    :raises Corrupt: the parts do not belong to one state, or a tensor is not whole. The text names
+        the state and the contradiction.
     :raises NotFound: the state has no such rank.
     """
     first = parts[0]
@@ -598,7 +593,7 @@ def join(parts: Sequence[Manifest], *, rank: int = 0) -> Manifest:
 
 
 def _check_same(parts: Sequence[Manifest]) -> None:
-    """Raise unless the parts are all those of one state, in order."""
+    """Raise unless these are all parts of one state, in order."""
     first = parts[0]
     for rank, part in enumerate(parts):
         origin = part.origin

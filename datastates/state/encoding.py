@@ -1,9 +1,9 @@
-"""Values that are not tensors, in a form that MessagePack holds exactly; nothing is ever loaded by
-import or pickle.
+"""Values that are not tensors, in a form that MessagePack holds exactly. Loading never imports or
+unpickles.
 
-A *packed* value is None, a bool, an int of 64 bits, a float, a str or bytes as itself, and
-everything else as a list ``[tag, …]``. Packing copies: a packed value shares no memory with its
-source. ``unpack`` trusts nothing.
+A *packed* value is None, a bool, an int of 64 bits, a float, a str or bytes. Any other value is a
+list ``[tag, …]``. Packing copies: a packed value shares no memory with its source. ``unpack``
+checks all its input.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ MAX_DEPTH = 100
 """Deeper nesting is refused, in writing and in reading: it is a cycle, or an attack."""
 
 _BUFFER_KINDS = frozenset("biufcSUVmM")
+Packed = Any
+"""What ``pack`` returns; see the module's docstring."""
+
+SCALARS = frozenset({int, float, str, bool, type(None)})
+"""Types that pack to themselves, as long as an int fits into 64 bits and a str is valid Unicode."""
 
 
 class Unencodable(TypeError):
@@ -71,7 +76,7 @@ _SIMPLE = re.compile(r"[<>|=][biufcSUVmM]\d{1,10}(\[\d*[A-Za-z]+\])?")
 
 
 def dtype_from(descr: Descr, depth: int = 0) -> np.dtype[Any]:
-    """The dtype that ``describe_dtype`` described; lists stand for tuples."""
+    """The dtype that ``describe_dtype`` described. Lists are read as tuples."""
     if isinstance(descr, str):
         if not _SIMPLE.fullmatch(descr):
             raise Corrupt(f"{descr[:40]!r} is no NumPy dtype that is stored")
@@ -121,15 +126,7 @@ def array_of(descr: Descr, shape: Any, order: Any, data: Any) -> np.ndarray[Any,
     return np.ndarray(sizes, dtype, buffer=data, order=order)
 
 
-# Values that are not tensors, in a form that MessagePack holds exactly; nothing is ever loaded by
-# import or pickle.
-
-
-Packed = Any
-"""What ``pack`` returns; see the module's docstring."""
-
-SCALARS = frozenset({int, float, str, bool, type(None)})
-"""Types that pack to themselves, as long as an int fits into 64 bits and a str is valid Unicode."""
+# --- Packing and unpacking ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,17 +161,17 @@ def register_encoder(
 ) -> None:
     """Teach states to hold objects of exactly this type.
 
-    A restore puts the decoded object into the list or dict that held the old one; an object to be
+    A restore puts the decoded object into the list or dict that held the old one. An object to be
     changed in place needs ``state_dict`` and ``load_state_dict`` instead.
 
         from decimal import Decimal
 
         datastates.register_encoder(Decimal, "decimal", encode=str, decode=Decimal)
 
-    :param type: the type; subclasses are not included.
+    :param type: the type, without subclasses.
     :param name: the name that is stored and selects the decoder, so it must stay the same.
         Registering the same type and name again replaces the functions.
-    :param encode: returns a plain tree for an object; the tree may contain tensors.
+    :param encode: returns a plain tree for an object. The tree may contain tensors.
     :param decode: returns an equal object for such a tree.
     :raises Conflict: the name belongs to another type, or the type to another name.
     :raises InvalidInput: the type is stored natively.
@@ -231,7 +228,7 @@ def decode_values(
 ) -> list[Packed]:
     """Decode what ``encode_values`` wrote, still packed.
 
-    :raises Corrupt: it is something else; names ``source``.
+    :raises Corrupt: it is something else. The text names ``source``.
     """
     try:
         return msgspec.msgpack.decode(data, type=list[Any])
@@ -242,7 +239,7 @@ def decode_values(
 def pack(value: object, depth: int = 0) -> Packed:
     """The value in a form that MessagePack can hold, sharing nothing with the original.
 
-    :raises Unencodable: there is no safe encoding; says which type and what to do.
+    :raises Unencodable: there is no safe encoding. The text names the type and what to do.
     """
     if depth > MAX_DEPTH:
         raise Unencodable(f"is nested more than {MAX_DEPTH} deep, or contains itself")
@@ -297,7 +294,7 @@ def unpack(packed: Packed, depth: int = 0) -> Any:
         raise Corrupt(f"a value does not decode ({type(exc).__name__}: {exc})") from exc
 
 
-# Scalars
+# --- Scalars ---
 
 
 def _pack_int(value: int, _depth: int) -> Packed:
@@ -320,7 +317,7 @@ def _itself(value: Any, _depth: int) -> Packed:
     return value
 
 
-# Containers
+# --- Containers ---
 
 
 def _pack_items(items: Iterable[object], depth: int) -> list[Packed]:
@@ -364,8 +361,8 @@ def _pairs(parts: list[Any], depth: int) -> Iterable[tuple[Any, Any]]:
 def check_keys(keys: list[Any]) -> list[Any]:
     """The keys of a dict, or the items of a set, that were read.
 
-    :raises Corrupt: so many share a hash (which somebody must have arranged) that putting them into
-        one would take for ever.
+    :raises Corrupt: too many share a hash, which must be an attack. Adding them to one dict would
+        never end.
     """
     if len(keys) > _MOST_ALIKE and max(Counter(map(hash, keys)).values()) > _MOST_ALIKE:
         raise Corrupt(
@@ -385,7 +382,7 @@ def _unpack_deque(parts: list[Any], depth: int) -> deque[Any]:
     return deque(_unpack_items(items, depth), maxlen)
 
 
-# NumPy
+# --- NumPy ---
 
 
 def _pack_array(value: np.ndarray[Any, Any], _depth: int) -> Packed:
@@ -403,7 +400,7 @@ def _unpack_scalar(parts: list[Any], _depth: int) -> Any:
     return array_of(descr, (), "C", bytearray(_is(bytes, data)))[()]
 
 
-# Tables
+# --- Tables ---
 
 
 def _is(kind: type[Any], value: Any) -> Any:
@@ -470,7 +467,7 @@ _PACKERS: dict[type[Any], Callable[[Any, int], Packed]] = {
     torch.Size: lambda value, _: ["size", list(value)],
     torch.device: lambda value, _: ["device", str(value)],
     np.ndarray: _pack_array,
-    # Neither by str() and bytes() nor by the buffer: NumPy strips trailing zeros there.
+    # str(), bytes() and the buffer do not work here: NumPy strips trailing zeros.
     np.str_: lambda value, _: ["nstr", value.encode("utf-8", "surrogatepass")],
     np.bytes_: lambda value, _: ["nbytes", value[:]],
     **{kind: _pack_torch(tag) for tag, (kind, _) in _TORCH_NAMES.items()},

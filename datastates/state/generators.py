@@ -1,4 +1,7 @@
-"""The state of every random number generator from which training draws."""
+"""Random number generators: the global ones, and those that a script made itself.
+
+``RngState`` has the global ones. Generators of torch, Python and NumPy are stored as plain values.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,15 @@ _WORDS = 624  # of a Mersenne Twister
 # seed, words left, whether it was seeded, the next word, the words; then a few numbers held back
 _TORCH = struct.Struct(f"<Qiiq{_WORDS}Q")
 _TORCH_BYTES = 5056
+_logger = logging.getLogger(__name__)
+_KINDS = ("cuda", "xpu")
+"""The accelerators whose generators a state may have, by torch's names; ROCm's are ``cuda``."""
 
 
 def check_torch(data: object) -> None:
     """Raise unless ``data`` is the bytes of a state of torch's generator for CPUs.
 
-    :raises InvalidInput: it is not. The other functions here raise the same.
+    :raises InvalidInput: it is not. All functions here raise it.
     """
     if not isinstance(data, bytes | bytearray) or len(data) != _TORCH_BYTES:
         raise InvalidInput(
@@ -115,13 +121,12 @@ def _is_alike(found: object, like: object) -> bool:
     return type(found) is type(like)
 
 
-# Random number generators that a script made for itself, as plain values and back: torch's,
-# Python's and NumPy's.
+# --- Generators that a script made itself, as plain values and back ---
 
 
 def is_generator(found: object) -> bool:
-    """Whether ``found`` is a generator whose draws can be repeated; those of the operating
-    system's generator cannot."""
+    """Whether ``found`` is a generator whose draws can be repeated. The operating system's
+    generator cannot."""
     if isinstance(found, torch.Generator):
         return True
     if isinstance(found, random.Random):
@@ -130,8 +135,8 @@ def is_generator(found: object) -> bool:
 
 
 def kind_of(generator: object) -> str:
-    """The kind of generators that its state fits: those of the same library and algorithm, and
-    torch's on a device of the same type."""
+    """The kind of generators that its state fits: the same library and algorithm, and for torch the
+    same type of device."""
     if isinstance(generator, torch.Generator):
         return f"torch.Generator on {generator.device.type}"
     if isinstance(generator, random.Random):
@@ -140,8 +145,7 @@ def kind_of(generator: object) -> str:
 
 
 def state_of(generator: Any) -> dict[str, object]:
-    """Plain values that share no memory with the generator and say where its next number comes
-    from."""
+    """Plain values that share no memory with the generator and determine its next number."""
     if isinstance(generator, torch.Generator):
         state: object = generator.get_state().numpy().tobytes()
     elif isinstance(generator, random.Random):
@@ -152,7 +156,7 @@ def state_of(generator: Any) -> dict[str, object]:
 
 
 def load_generator(generator: Any, stored: Mapping[str, Any]) -> None:
-    """Go to where ``stored`` was taken; ``stored`` must be of the same kind.
+    """Go to where ``stored`` was taken. ``stored`` must be of the same kind.
 
     :raises InvalidInput: it is not a state of such a generator.
     """
@@ -195,7 +199,7 @@ def tensor_of(data: bytes) -> torch.Tensor:
 
 
 def _is_numpy(found: object) -> bool:
-    # a generator of a library that nobody imported cannot exist
+    # a generator of a library that was never imported cannot exist
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is None:
         return False
@@ -211,13 +215,7 @@ def _numpy_state(generator: Any) -> dict[str, Any]:
     return dict(getattr(generator, "bit_generator", generator).state)
 
 
-# The state of every random number generator from which training draws.
-
-
-_logger = logging.getLogger(__name__)
-
-_KINDS = ("cuda", "xpu")
-"""The accelerators whose generators a state may have, by torch's names; ROCm's are ``cuda``."""
+# --- Global generators ---
 
 
 class RngState:
@@ -225,9 +223,9 @@ class RngState:
     NumPy, as one object to track.
 
     A device counts once work was done on it, NumPy once ``numpy.random`` is imported.
-    ``load_state_dict`` leaves a generator as it is if the state does not have it. A state of more
-    devices than this process has restores those that exist; ``note`` and the log then say so,
-    because draws on the others cannot be repeated.
+    ``load_state_dict`` leaves a generator unchanged if the state does not have it. A state of more
+    devices than this process has restores those that exist. ``note`` and the log then report it,
+    because draws on the missing devices cannot be repeated.
     """
 
     def __init__(self) -> None:

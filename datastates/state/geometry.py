@@ -1,9 +1,8 @@
-"""How a tensor lies in memory: names of dtypes, dense order, strides, and the way back from flat
-bytes.
+"""The geometry of tensors in memory: dtypes, strides, shards, and the parts of unusual tensors.
 
 A tensor is *dense* when its elements fill one stretch of memory without holes or overlap, in any
 order of dimensions (channels_last, transposes). Dimensions with stride 0 (``expand``) are stored
-once and expanded again.
+once and expanded again. The file also decides which rank stores which part of a tensor.
 """
 
 from __future__ import annotations
@@ -35,6 +34,28 @@ _DTYPES: dict[str, torch.dtype] = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 MemoryKey = tuple[int, torch.device, torch.dtype, tuple[int, ...], tuple[int, ...], bool, bool]
+MAX_CUT = 4
+"""The most dimensions along which the shards of one tensor may be cut: a mesh cuts as many as it
+has itself."""
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""The dtypes as which elements are copied, by their size: bit by bit, whatever they mean."""
+
+_FINEST = 256
+"""A stretch differs from its intended length by at most about one part in this many, if rows can
+be cut at all."""
+
+_HOME = "torch.distributed.tensor"
+_PLAIN: frozenset[type[Any]] = frozenset({torch.Tensor, torch.nn.Parameter})
+_owners = WeakIdKeyDictionary()
+_COMPRESSED: dict[torch.layout, str] = {
+    torch.sparse_csr: "csr",
+    torch.sparse_csc: "csc",
+    torch.sparse_bsr: "bsr",
+    torch.sparse_bsc: "bsc",
+}
+Parts = tuple[tuple[Any, ...], tuple[object, ...]]
+"""A skeleton's node, and the children that follow it."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -130,11 +151,11 @@ def spec_of(
 
 
 def rebuild(data: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """The tensor that ``spec`` describes; ``data`` is its stored bytes as flat ``uint8``, whose
+    """The tensor that ``spec`` describes. ``data`` is its stored bytes as flat ``uint8``, whose
     memory it shares.
 
-    Copies only if ``data`` is not aligned to the item size. Values, shape and strides are those of
-    the original; ``requires_grad`` is False.
+    Copies only if ``data`` is not aligned to the item size. Values, shape and strides are the
+    original's. ``requires_grad`` is False.
 
     :raises Corrupt: the bytes do not fit the description.
     """
@@ -152,8 +173,8 @@ def rebuild(data: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 def memory_key(tensor: torch.Tensor) -> MemoryKey | None:
-    """Equal for two tensors that are the same memory with the same geometry (tied weights); None
-    for one that has no memory of its own."""
+    """Equal for two tensors that are the same memory with the same geometry (tied weights). None
+    for a tensor without memory."""
     if not tensor.numel() or not (pointer := tensor.data_ptr()):
         return None
     return (
@@ -203,20 +224,11 @@ def _product_geometry(shape: Sequence[int]) -> int:
     return count
 
 
-# A tensor's shards: whether they make up all of it, its bytes joined from theirs and cut into
-# theirs again, and the gaps between those of a state.
-
-
-MAX_CUT = 4
-"""The most dimensions along which the shards of one tensor may be cut: a mesh cuts as many as it
-has itself."""
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""The dtypes as which elements are copied, by their size: bit by bit, whatever they mean."""
+# --- Shards of a tensor: are they complete, join them, cut them ---
 
 
 def is_whole(spec: TensorSpec) -> bool:
-    """Whether the tensor lies in one stretch: a single shard that is all of it."""
+    """Whether the tensor is in one stretch: a single shard that is all of it."""
     return (
         len(spec.shards) == 1
         and spec.shards[0].shape == spec.shape
@@ -230,11 +242,11 @@ def bytes_of(spec: TensorSpec) -> int:
 
 
 def covers(spec: TensorSpec) -> bool:
-    """Whether the shards, each of which lies inside the tensor, hold every element exactly once.
+    """Whether the shards, which are inside the tensor, hold every element exactly once.
 
-    Every box adds one to some of its corners and subtracts one from the others, alternately. Boxes
-    tile the whole exactly if all of these add up to what the whole alone gives. This takes time in
-    proportion to the number of shards, however they lie.
+    Every box adds one to some of its corners and subtracts one from the other corners, alternately.
+    Boxes tile the whole exactly if the sum is what the whole alone gives. This takes time in
+    proportion to the number of shards.
     """
     if 0 in spec.shape or is_whole(spec):
         return True
@@ -264,10 +276,10 @@ def empty(spec: TensorSpec) -> torch.Tensor:
 
 
 def assemble(spec: TensorSpec, read: Callable[[Shard], torch.Tensor]) -> torch.Tensor:
-    """The tensor's stored bytes, flat: those that ``read`` returns for a single shard, as they are,
-    else memory of their own.
+    """The tensor's stored bytes, flat. The result is what ``read`` returns for a single shard, and
+    new memory for several shards.
 
-    ``read`` returns the stored bytes of a shard as flat ``uint8``; the shards cover the tensor.
+    ``read`` returns the stored bytes of a shard as flat ``uint8``. The shards cover the tensor.
     """
     if is_whole(spec):
         return read(spec.shards[0])
@@ -279,7 +291,7 @@ def assemble(spec: TensorSpec, read: Callable[[Shard], torch.Tensor]) -> torch.T
 
 
 def cut(spec: TensorSpec, flat: torch.Tensor) -> Iterator[tuple[Shard, torch.Tensor]]:
-    """Each shard and its stored bytes, cut out of those of the whole tensor: the reverse of
+    """Each shard and its stored bytes, cut from the bytes of the whole tensor: the reverse of
     ``assemble``."""
     for shard in spec.shards:
         if is_whole(spec):
@@ -322,7 +334,7 @@ def _add_corners(
 
 
 def _spec_of(spec: TensorSpec, shard: Shard) -> TensorSpec:
-    """The shard as a tensor by itself."""
+    """The shard as a separate tensor."""
     return msgspec.structs.replace(
         spec, shape=shard.shape, strides=dense_strides(shard.shape, spec.strides)
     )
@@ -351,22 +363,16 @@ def _box(flat: torch.Tensor, spec: TensorSpec, shard: Shard) -> torch.Tensor:
     ]
 
 
-# Which rank stores which part of a state that several ranks hold: from the boxes in the memory of
-# each rank, its shares.
-
-
-_FINEST = 256
-"""A stretch differs from its intended length by at most about one part in this many, if rows can
-be cut at all."""
+# --- Assignment of a state's parts to ranks, from the boxes in each rank's memory ---
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A box of a tensor that lies in the memory of each of ``owners``, in ascending order.
+    """A box of a tensor in the memory of each of ``owners``, in ascending order.
 
-    ``shape`` and ``strides`` are those of the whole tensor, dense. ``offset`` and ``local_shape``
-    are the box in it, which is not cut along dimensions of stride 0. ``place`` is where the box
-    begins in the owners' local tensor; empty: at its beginning.
+    ``shape`` and ``strides`` describe the whole tensor, dense. ``offset`` and ``local_shape`` are
+    the box in it, which is not cut along dimensions of stride 0. ``place`` is where the box begins
+    in the owners' local tensor, and empty if it begins at the start.
     """
 
     shape: tuple[int, ...]
@@ -404,7 +410,7 @@ class Box:
 
 
 def held_by(held: Sequence[Holding], rank: int) -> list[Holding]:
-    """The boxes of a tensor that lie in a rank's memory."""
+    """The boxes of a tensor in a rank's memory."""
     return [holding for holding in held if rank in holding.owners]
 
 
@@ -477,8 +483,8 @@ def _stretches(
 
 
 def _ends(loads: list[int], total: int) -> list[int]:
-    """Where the stretches of a line of ``total`` bytes end, so that all ranks with a stretch
-    reach the same load, given what they had."""
+    """The ends of the stretches in a line of ``total`` bytes. With them, all ranks with a stretch
+    reach the same load, given their earlier loads."""
     level, rest, below = 0, total, sorted(loads)
     for number, load in enumerate(below, 1):
         above = below[number] if number < len(below) else None
@@ -546,7 +552,7 @@ def _inside(
     dim, *inner = dims
     row = count // sizes[dim]
     first, last = -(-begin // row), end // row
-    if first > last:  # all of it lies in one row
+    if first > last:  # all of it is in one row
         yield from _inside(
             holding,
             sizes,
@@ -606,14 +612,7 @@ def _product_division(sizes: Sequence[int]) -> int:
     return count
 
 
-# Tensors that do not lie whole in one process's memory: DTensors, and tensors that only some
-# ranks were given.
-
-
-_HOME = "torch.distributed.tensor"
-_PLAIN: frozenset[type[Any]] = frozenset({torch.Tensor, torch.nn.Parameter})
-
-_owners = WeakIdKeyDictionary()
+# --- Tensors in part of one process's memory: DTensors, and tensors that some ranks got ---
 
 
 def kinds() -> frozenset[type[Any]]:
@@ -647,14 +646,14 @@ def give(tensor: torch.Tensor, owners: Sequence[int]) -> torch.Tensor:
 
 
 def owners_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The ranks to which a plain tensor was given, ascending; None: nothing was noted, and every
+    """The ranks to which a plain tensor was given, ascending. None: nothing was noted, and every
     rank has it."""
     found: tuple[int, ...] | None = _owners.get(tensor)
     return found
 
 
 def stand_in(like: torch.Tensor, owners: Sequence[int]) -> torch.Tensor:
-    """A tensor without bytes, of the geometry of ``like``, that stands for one that other ranks
+    """A tensor without bytes, of the geometry of ``like``. It represents one that other ranks
     hold."""
     return give(
         torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta"), owners
@@ -665,20 +664,10 @@ def _dtensor() -> type[Any] | None:
     return getattr(sys.modules.get(_HOME), "DTensor", None)
 
 
-# Tensors that are not a plain stretch of memory: sparse, quantized and wrapping ones as dense
-# parts, and back.
+# --- Sparse, quantized and wrapping tensors as dense parts, and back ---
 
 
-_COMPRESSED: dict[torch.layout, str] = {
-    torch.sparse_csr: "csr",
-    torch.sparse_csc: "csc",
-    torch.sparse_bsr: "bsr",
-    torch.sparse_bsc: "bsc",
-}
 _LAYOUTS = {tag: layout for layout, tag in _COMPRESSED.items()}
-
-Parts = tuple[tuple[Any, ...], tuple[object, ...]]
-"""A skeleton's node, and the children that follow it."""
 
 
 def decompose(tensor: torch.Tensor) -> torch.Tensor | Parts:
@@ -759,7 +748,7 @@ def compose(node: tuple[Any, ...], parts: Sequence[Any]) -> Any:
         if tag == "qt":
             tensor = torch._make_per_tensor_quantized_tensor(parts[0], parts[1], parts[2])
         else:
-            # A copy of such a tensor shares its scales, which may lie in memory that is only lent.
+            # A copy of such a tensor shares its scales, which may be in memory that is only lent.
             tensor = torch._make_per_channel_quantized_tensor(
                 parts[0], parts[1].clone(), parts[2].clone(), node[2]
             )
@@ -858,7 +847,7 @@ _HERE = torch.device("meta")
 
 def _plain(value: Any) -> Any:
     # Enums, named tuples and dataclasses become a dict with the name of their class. Every device
-    # is that of the inner tensors.
+    # is the inner tensors' device.
     kind = type(value)
     if kind is list or kind is tuple:
         return kind(map(_plain, value))
@@ -878,8 +867,8 @@ def _plain(value: Any) -> Any:
 
 
 def _rich(plain: Any, device: torch.device, owner: str) -> Any:
-    # The reverse. No code of a class runs, and dataclasses are only those of the package of
-    # ``owner``, the tensor's class.
+    # The reverse. No code of a class runs. Dataclasses are accepted from the package of ``owner``,
+    # the tensor's class.
     kind = type(plain)
     if kind is list or kind is tuple:
         return kind(_rich(child, device, owner) for child in plain)

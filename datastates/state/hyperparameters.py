@@ -1,13 +1,13 @@
-"""The hyperparameters of optimizers and learning-rate schedulers: read, compared with those of a
-state, and chosen from either.
+"""The hyperparameters of optimizers and learning-rate schedulers: read, compared with a state's,
+and chosen from either.
 
 They are plain values by flat names: ``optimizer.lr``, ``optimizer.betas.0``, ``scheduler.T_max``.
 The learning rate is the one from which a schedule begins, if there is one. The first parameter
-group gives ``optimizer.lr``; ``optimizer.1.lr`` is that of another group that differs from it.
+group gives ``optimizer.lr``. Another group that differs from it gives ``optimizer.1.lr``.
 
 The script's choice is made exact by a replay: before a state is restored, the script's new
 scheduler takes as many steps as the state's scheduler had taken. The learning rates, and momenta
-that a schedule changes, are then those of a training that had this schedule from the start.
+that a schedule changes, are then as if the training had this schedule from the start.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ _COUNTERS = frozenset(
         "mode_worse",
     }
 )
-"""What torch's schedulers have besides constants. Rates are in the groups of the optimizer."""
+"""Attributes of torch's schedulers that are not constants. Rates are in the groups of the
+optimizer."""
 
 SCHEDULED = (
     "lr",
@@ -67,10 +68,10 @@ SCHEDULED = (
 
 _NEEDS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
 """The state that torch's optimizers begin with zeros at their first step, by the option that
-asks for it."""
+enables it."""
 
 _MOST = 8
-"""The most elements of a list that become values of their own; a longer list becomes one text."""
+"""The most elements of a list that become separate values. A longer list becomes one text."""
 
 _UNSEEDED = 67280421310721
 """``torch.initial_seed()`` of a process that did not seed torch.
@@ -80,8 +81,8 @@ _UNSEEDED = 67280421310721
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A hyperparameter for which the script and the state have different values; None: it has
-    none."""
+    """A hyperparameter for which the script and the state have different values. None means that a
+    side has no value."""
 
     key: str
     script: Value
@@ -148,12 +149,12 @@ class Built:
     def compare(
         self, tree: object, recorded: Mapping[str, Value], is_wanted: Callable[[str], bool]
     ) -> list[Difference]:
-        """What the script has changed since the state: it differs from the state, and from what was
-        recorded when its training began.
+        """The script's changes since the state: values that differ from the state, and from the
+        record of the begin of its training.
 
-        A schedule or the script itself may have changed an option since its training began, which
-        is no difference. ``tree`` is the state's, ``recorded`` its configuration. ``is_wanted``
-        says of a path whether the restore takes it from the state.
+        A schedule or the script itself may have changed an option since its training began. Such a
+        change is no difference. ``tree`` is the state's, ``recorded`` its configuration.
+        ``is_wanted`` returns for a path whether the restore takes it from the state.
         """
         self._forget()
         self._tree, self._recorded, self._is_wanted = tree, recorded, is_wanted
@@ -171,7 +172,7 @@ class Built:
 
     def check_classes(self) -> None:
         """Check that the state of each scheduler is of the same class, as far as its constants
-        tell.
+        show.
 
         :raises InvalidInput: it is not.
         """
@@ -197,7 +198,7 @@ class Built:
                 )
 
     def in_use(self, *, is_chosen: bool) -> Facts:
-        """The hyperparameters after the restore; ``is_chosen``: the script's were put where they
+        """The hyperparameters after the restore. ``is_chosen``: the script's were put where they
         differ."""
         found = dict(self.values)
         for path, live in (*self._optimizers.items(), *self._schedulers.items()):
@@ -340,8 +341,8 @@ class Built:
                 set_option(live, option, value)
 
     def _functions(self) -> Iterator[Difference]:
-        """The differences of schedules by functions, which no state has: the rate at the state's
-        step tells."""
+        """The differences of schedules by functions, which no state has. The rate at the state's
+        step shows them."""
         for path, live in self._schedulers.items():
             stored = _at(self._tree, path)
             if (
@@ -437,7 +438,7 @@ def _steered(scheduler: Any) -> Optimizer | None:
 
 
 def _option(key: str) -> str:
-    """The option of ``betas.0``, or of ``1.betas.0``, which is that of another group."""
+    """The option of ``betas.0``, or of ``1.betas.0`` for another group."""
     first, _, rest = key.partition(".")
     return rest.partition(".")[0] if first.isdigit() else first
 
@@ -502,7 +503,7 @@ def _constants(state: Mapping[str, Any]) -> Iterator[tuple[str, Value]]:
             )
             yield from (pair for key, part in members for pair in _plain(key, part))
         elif name == "_schedule_phases" and "total_steps" in state:
-            # of OneCycleLR; those of a longer one end later
+            # of OneCycleLR; the phases of a longer one end later
             yield from _plain(
                 "pct_start",
                 [round((phase["end_step"] + 1) / state["total_steps"], 9) for phase in value[:-1]],
@@ -548,7 +549,7 @@ def _own(value: Any) -> Any:
 
 
 def _members_of(scheduler: Any) -> dict[str, Any]:
-    """The attributes of a scheduler, and of those of which it is made, by where they are."""
+    """The attributes of a scheduler and of the schedulers in it, by their paths."""
     found = {"": {name: _own(value) for name, value in vars(scheduler).items()}}
     for index, each in enumerate(getattr(scheduler, "_schedulers", ())):
         found |= {f"{index}/{key}": members for key, members in _members_of(each).items()}

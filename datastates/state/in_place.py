@@ -1,8 +1,8 @@
-"""Live tensors that lie in one memory and are to become different stored ones: which of them get
-memory of their own, and which cannot.
+"""Live tensors that a restore or a clone writes in place.
 
-An average of weights that began as their alias is one tensor with them when a script starts, and
-another once it was updated.
+The file finds tensors that share memory and are to become different stored ones, for example an
+average of weights that began as their alias. It marks tensors as dirty while a write is unfinished.
+It also finds the tensors that can receive bytes directly as they arrive.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ from .tree import split_wrappers
 Extent = tuple[str, int, int, int]
 """A device, by kind and number, and the addresses there at which memory begins and ends."""
 
+_PLAIN = frozenset({torch.Tensor, nn.Parameter})
+
 
 @dataclass(slots=True)
 class Sharing:
-    """The targets that cannot become what the state has in the memory that they share with others.
+    """The targets that cannot become what the state has, because of the memory that they share.
 
-    ``apart`` can have another tensor in their place. ``misfits`` cannot; ``hints`` say what to do
-    about them.
+    ``apart`` can have another tensor in their place. ``misfits`` cannot, and ``hints`` are
+    remedies.
     """
 
     apart: list[Target] = field(default_factory=list)
@@ -52,9 +54,9 @@ class Sharing:
 def shared(targets: Sequence[Target]) -> Sharing:
     """The targets that share memory and are to become different stored tensors.
 
-    What cannot be replaced keeps its memory, and of the rest the first. Tensors that share only a
-    part of their memory, as a view and its base do, stay as they are if the state has the same
-    there.
+    Targets that cannot be replaced keep their memory. If all can be replaced, the first one keeps
+    it. Tensors that share only a part of their memory, as a view and its base do, stay unchanged if
+    the state has the same there.
     """
     found = Sharing()
     placed = [
@@ -82,16 +84,16 @@ def shared(targets: Sequence[Target]) -> Sharing:
 
 
 def extent_of(live: torch.Tensor) -> Extent | None:
-    """Where a tensor lies on this rank; None if it has no memory that could be told, as a
-    subclass that wraps other tensors."""
+    """The device and addresses of a tensor on this rank. None if its memory cannot be found, as for
+    a subclass that wraps other tensors."""
     local = local_of(live)
     if local is None or local.layout is not torch.strided or not local.numel():
         return None
     try:
         begin = local.data_ptr()
-    except (RuntimeError, NotImplementedError):  # some subclasses without memory of their own
+    except (RuntimeError, NotImplementedError):  # some subclasses without memory
         return None
-    if not begin:  # the others
+    if not begin:  # all other such subclasses
         return None
     where = devices().of(local)
     if local.is_contiguous():
@@ -117,7 +119,7 @@ def _touching(extents: Iterable[Extent]) -> dict[Extent, list[Extent]]:
 
 
 class _Lying:
-    """A target, and the bytes that it is to have where it lies."""
+    """A target, and the bytes that it is to have at its place."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -125,7 +127,7 @@ class _Lying:
 
     @property
     def image(self) -> _Image:
-        """The bytes; made when they are first asked for."""
+        """The bytes. They are made at the first call."""
         if self._image is None:
             self._image = _image_of(self.target)
         return self._image
@@ -139,7 +141,7 @@ class _Lying:
             each.is_as_stored or each.stored.dtype != each.live.dtype for each in (mine, its)
         )
         if not is_copied and not its.is_replaceable:
-            return False  # a part of a model loads it in a way of its own
+            return False  # a part of a model that loads its state with its own method
         if (
             its.is_replaceable
             and _are_plain(mine, its)
@@ -152,7 +154,7 @@ class _Lying:
 
 @dataclass(frozen=True, slots=True)
 class _Image:
-    """Bytes from an address on; ``is_set`` says which of them count."""
+    """Bytes from an address on. ``is_set`` marks those that count."""
 
     begin: int
     data: np.ndarray[Any, Any]
@@ -228,15 +230,14 @@ def _is_one(one: Target, other: Target) -> bool:
 
 
 def _are_plain(*targets: Target) -> bool:
-    """Whether all are tensors that lie whole in memory, live and stored."""
+    """Whether all tensors are whole in memory, live and stored."""
     found = [tensor for target in targets for tensor in (target.live, target.stored)]
     return all(target.arrays is None for target in targets) and all(
         tensor.layout is torch.strided and not is_spread(tensor) for tensor in found
     )
 
 
-# Which live tensors are half old, half new, because a clone or a restore into them began and did
-# not end.
+# --- Dirty tensors: half old, half new, because a clone or a restore into them did not end ---
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -263,8 +264,7 @@ def mark(tensors: Iterable[tuple[str, torch.Tensor]], by: object) -> None:
 
 
 def are_marked(tensors: Iterable[torch.Tensor], by: object) -> bool:
-    """Whether all these tensors are dirty by nobody but ``by``: what it wrote to them is still
-    there."""
+    """Whether these tensors are all dirty, and by ``by`` alone. Its writes are then still there."""
     with _lock:
         return all(
             (mark := _marked.get(id(tensor))) is not None and mark.by is by for tensor in tensors
@@ -302,9 +302,10 @@ def _after_fork() -> None:
 
 
 def _forget(key: int, gone: weakref.ref[torch.Tensor], marked: dict[int, _Mark] = _marked) -> None:
-    """Forget a collected tensor: nobody marks it any more.
+    """Forget a collected tensor.
 
-    Uses no globals, which a module loses as the interpreter ends."""
+    Uses no globals, because a module loses them as the interpreter ends.
+    """
     mark = marked.get(key)
     if mark is not None and mark.tensor is gone:
         marked.pop(key, None)
@@ -313,11 +314,7 @@ def _forget(key: int, gone: weakref.ref[torch.Tensor], marked: dict[int, _Mark] 
 os.register_at_fork(after_in_child=_after_fork)
 
 
-# Which live tensors can receive a state's bytes directly as they arrive: those that lie in memory
-# exactly as the stored ones do.
-
-
-_PLAIN = frozenset({torch.Tensor, nn.Parameter})
+# --- Live tensors that have the stored layout and can receive bytes as they arrive ---
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -335,7 +332,7 @@ def live_homes(
     """The live tensor into which each tensor of the state can be received in place, by index.
 
     ``index_of`` gives the index of a stored tensor by its id. If live tensors overlap in memory and
-    must become different stored ones, none of them is a home: the order in which they are written
+    must become different stored ones, none of them is used: the order in which they are written
     then matters.
     """
     found: dict[int, Home] = {}
@@ -400,7 +397,8 @@ def _lies_as(live: torch.Tensor, spec: TensorSpec) -> bool:
 
 
 def _overlapping(targets: Sequence[Target], index_of: Mapping[int, int]) -> set[int]:
-    """The stored tensors whose live ones share memory with that of another stored one."""
+    """The stored tensors whose live ones share memory with the live one of another stored
+    tensor."""
     extents = []
     for target in targets:
         extent = extent_of(target.live)

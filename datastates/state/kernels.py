@@ -1,9 +1,9 @@
 """Digests of chunks as two Triton kernels: one reads all blocks at the speed of memory, one goes
 through the blocks of each chunk.
 
-``digester`` imports this if Triton is installed; ``blocks`` says which bytes make up which chunks.
-On an H100 the first reads 2.8 TB/s; the second takes as long as its chain of dependent steps,
-however many chunks there are.
+``device_digest`` imports this if Triton is installed. ``xxh3.Blocks`` defines which bytes make up
+which chunks. On an H100 the first kernel reads 2.8 TB/s. The second takes as long as its chain of
+dependent steps, for any number of chunks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def sums(
     """What the blocks of tile ``program_id`` add to the lanes. A tile is the offset of its first
     block from ``base``, its row in ``out``, and the number of its blocks.
 
-    Each word adds a product to its own lane, and itself to the lane beside. The two are summed
+    Each word adds a product to its own lane, and itself to the adjacent lane. The two are summed
     apart, so that only sums change places.
     """
     tile = tiles + tl.program_id(0) * 3
@@ -129,8 +129,8 @@ class Launch:
         )
 
     def __call__(self, edges: torch.Tensor) -> torch.Tensor:
-        """Queue the kernels on the current stream; returns the lanes, (chunks, 8). ``edges`` are
-        the blocks that were gathered; those of ``blocks.lasts`` need not be."""
+        """Queue the kernels on the current stream. Returns the lanes, (chunks, 8). ``edges`` are
+        the gathered blocks. The blocks of ``Blocks.lasts`` may be missing."""
         words, base = edges.view(torch.uint64), edges.data_ptr()
         lanes = words.new_empty(self._count, 8)
         for group in self._groups:

@@ -1,5 +1,8 @@
-"""What a source of batches is made of: the loaders, samplers and datasets behind it, and who of
-them knows how far it has come."""
+"""Sources of batches: the loaders, samplers and datasets behind a source, and which of them stores
+the place of a pass.
+
+The file also handles loaders that Accelerate prepared.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,18 @@ from datastates.errors import InvalidInput
 from .sampler import Batches, PermutationSampler
 
 _HOME = "accelerate.data_loader"
-"""Looked up among what is already imported: importing it takes seconds, and an object of a class
-that nobody imported cannot exist."""
+"""Looked up among imported modules: importing it takes seconds, and an object of a class that was
+never imported cannot exist."""
 
 _FINISHED = "_iterator_finished"
+_FEW = 32
+"""The most items of a list or dict that are looked at: loaders side by side are few, and a list
+of samples is long."""
+
+_SOURCES = (DataLoader, Dataset, Sampler, Batches)
+_NO_DATA = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
+_MOST = 4096
+"""The most objects that are looked at inside a source."""
 
 
 def is_prepared(found: object) -> bool:
@@ -43,8 +54,8 @@ def reads_ahead(found: object) -> bool:
 
 
 def is_stateful(found: Any) -> bool:
-    """Whether a prepared loader keeps its place: only torchdata's ``StatefulDataLoader`` does,
-    which Accelerate wraps when asked to."""
+    """Whether a prepared loader keeps its place. torchdata's ``StatefulDataLoader`` does,
+    which Accelerate wraps if it is configured so."""
     return callable(getattr(found.base_dataloader, "state_dict", None))
 
 
@@ -88,13 +99,13 @@ def start_afresh(found: Any) -> None:
 
 
 def resume_afresh(found: Any) -> None:
-    """Have a pass that goes on make its iterator when it begins, at the place that was loaded."""
+    """Have a resumed pass make its iterator when it begins, at the place that was loaded."""
     found.base_dataloader.load_state_dict(found.dl_state_dict)
 
 
 def mark_of(part: Any) -> dict[str, int] | None:
-    """What no state of a loader or sampler has, but the order of the coming passes depends on;
-    None if there is no such thing."""
+    """Values that determine the order of the next passes and that no state of a loader or sampler
+    has. None if there are none."""
     if reads_ahead(part):
         return {"iteration": part.iteration}
     return (
@@ -124,40 +135,27 @@ def bare_scheduler(found: Any) -> Any:
 
 
 def passes_on(found: object) -> bool:
-    """Whether ``found`` is Accelerate's wrapper of an optimizer, whose ``eval`` and ``train``
-    call those of the wrapped one, if any."""
+    """Whether ``found`` is Accelerate's wrapper of an optimizer, whose ``eval`` and ``train`` call
+    the same methods of the wrapped one."""
     kind = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", None)
     return kind is not None and isinstance(found, kind)
 
 
 def _is(found: object, name: str) -> bool:
     kind = getattr(sys.modules.get(_HOME), name, None)
-    # `isinstance` asks a prepared loader, which claims to be another class
+    # `isinstance` uses the class that a prepared loader claims, which is another one
     return kind is not None and issubclass(type(found), kind)
 
 
-# What a source of batches is made of: the loaders, samplers and datasets behind it, and who of
-# them knows how far it has come.
-
-
-_FEW = 32
-"""The most items of a list or dict that are looked at: loaders side by side are few, and a list
-of samples is long."""
-
-_SOURCES = (DataLoader, Dataset, Sampler, Batches)
-
-_NO_DATA = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
-
-_MOST = 4096
-"""The most objects that are looked at inside a source."""
+# --- Parts of a source, and which of them stores the place ---
 
 
 class Kind(Enum):
-    """Who knows the place of a pass over a source."""
+    """Which object stores the place of a pass over a source."""
 
-    KEEPS = auto()  # something tracked knows the place
-    # a tracked sampler knows what workers, or a loader reading ahead, have fetched: it is told what
-    # was handed out
+    KEEPS = auto()  # a tracked object has the place
+    # a tracked sampler has what workers, or a loader reading ahead, fetched: it is given what was
+    # handed out
     AHEAD = auto()
     # begun again from the same random numbers, and the batches that were handed out are dropped
     REPLAYED = auto()
@@ -202,9 +200,9 @@ def data_within(objects: Iterable[object]) -> list[Any]:
 
 def loses_shuffle_buffer(found: Any) -> bool:
     """Whether the state of a loader or stream leaves out the samples that wait in a shuffle buffer,
-    as far as its classes tell.
+    as far as its classes show.
 
-    Those of ``datasets`` are restored without their buffers. Streams without a state are read
+    Streams of ``datasets`` are restored without their buffers. Streams without a state are read
     again, but the buffers of torch's data pipes and of webdataset then draw other random numbers.
     """
     data = found.dataset if isinstance(found, DataLoader) else found
@@ -224,9 +222,8 @@ def loses_shuffle_buffer(found: Any) -> bool:
 
 
 def set_epoch(part: Any, epoch: int) -> None:
-    """Tell a sampler, or any object with ``set_epoch`` like DistributedSampler, which epoch begins;
-    a PermutationSampler never goes back.
-    """
+    """Set the epoch of a sampler, or of any object with ``set_epoch`` like DistributedSampler. A
+    PermutationSampler never goes back."""
     if isinstance(part, PermutationSampler):
         part.set_epoch(max(epoch, part.epoch))
     elif callable(getattr(part, "set_epoch", None)):
@@ -242,10 +239,10 @@ def is_ordered_by_epoch(loader: object) -> bool:
 
 
 def kind_of(source: object, keepers: list[Any], loader: DataLoader[Any] | None) -> Kind:
-    """Who knows the place of a pass over ``source``, of whose parts the ``keepers`` are tracked;
-    ``loader`` is the source if it is one.
+    """Which object stores the place of a pass over ``source``. The ``keepers`` are its tracked
+    parts. ``loader`` is the source if it is one.
 
-    :raises InvalidInput: what is tracked does not know the place of the training.
+    :raises InvalidInput: a tracked object does not store the place of the training.
     """
     if not keepers:
         return (
@@ -288,8 +285,8 @@ def batch_size(loader: DataLoader[Any] | None) -> int:
 
 
 def size_of(source: object, loader: DataLoader[Any] | None) -> int:
-    """The number of samples in a batch, as the loader or its batch sampler says; 0 if neither
-    does."""
+    """The number of samples in a batch, from the loader or its batch sampler. 0 if neither
+    has it."""
     if isinstance(source, Batches):
         return source.batch_size
     if loader is None:
@@ -299,9 +296,9 @@ def size_of(source: object, loader: DataLoader[Any] | None) -> int:
 
 
 def length_of(source: Any, parts: list[Any]) -> int | None:
-    """The number of batches in a pass; None if that cannot be asked for."""
+    """The number of batches in a pass. None if the source has no length."""
     if any(isinstance(part, IterableDataset) for part in parts) or not hasattr(source, "__len__"):
-        return None  # torch counts what an iterable dataset yields once its length was asked for
+        return None  # torch counts the items of an iterable dataset after its length was read
     return len(source)
 
 
@@ -309,14 +306,16 @@ def holds_begun_iterator(source: object) -> bool:
     """Whether the source holds an iterator that was made before: a pass cannot begin it again."""
     if isinstance(source, Dataset | Sampler | Batches):
         return False
-    # a loader makes that one anew for each pass
+    # a loader makes another one for each pass
     held = (value for name, value in _attributes(source).items() if name != "_iterator")
     return any(isinstance(value, Iterator) and not isinstance(value, _SOURCES) for value in held)
 
 
 def progress_of(part: Any) -> object:
-    """How far a tracked loader or PermutationSampler has come, as a value that changes only when it
-    hands something out; None: it does not say, as a state may hold what changes by itself.
+    """The progress of a tracked loader or PermutationSampler, as a value that changes only when it
+    hands something out.
+
+    None if it has no such value, because a state may contain values that change without that.
     """
     if isinstance(part, PermutationSampler):
         return part.epoch, part.position
@@ -326,8 +325,8 @@ def progress_of(part: Any) -> object:
 
 
 def _handed_out_by(loader: DataLoader[Any]) -> int:
-    """How many batches a loader has handed out in its pass, as torch's and torchdata's count; 0
-    if it does not say."""
+    """How many batches a loader has handed out in its pass, as torch's and torchdata's loaders
+    count. 0 if there is no count."""
     count = getattr(getattr(loader, "_iterator", None), "_num_yielded", 0)
     return count if isinstance(count, int) else 0
 

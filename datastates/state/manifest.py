@@ -1,19 +1,17 @@
-"""What a state consists of: every leaf of its tree, each tensor's geometry, and the digest of every
-chunk.
+"""The description of a state: every leaf of its tree, each tensor's geometry, and the digest of
+every chunk.
 
-A state's tensor bytes are one *stream* of chunks. Each chunk holds ``CHUNK_BYTES`` except the last
-of its group (tensors that stay the same are grouped apart from those that change, so that an
-unchanged chunk keeps its digest). A tensor lies at ``start``: chunk ``start // CHUNK_BYTES``,
-offset ``start % CHUNK_BYTES``, and continues in the chunks that follow. Within a group tensors are
-ordered by falling item size, so each is aligned to its item size without padding. Tensors of
-``LARGE_BYTES`` and more begin at a multiple of ``ALIGNED_BYTES``, so that a device can digest their
-chunks in place; the gaps between them are zeros. Readers need no rule for gaps: a shard says where
-it lies.
+A state's tensor bytes are one *stream* of chunks. Tensors that stay the same are grouped apart from
+tensors that change, so that an unchanged chunk keeps its digest. Each chunk holds ``CHUNK_BYTES``
+except the last of its group. A tensor begins at ``start``: chunk ``start // CHUNK_BYTES``, offset
+``start % CHUNK_BYTES``. It continues in the next chunks. Within a group tensors are ordered by
+falling item size, so each is aligned to its item size without padding. Tensors of ``LARGE_BYTES``
+and more begin at a multiple of ``ALIGNED_BYTES``. A device can then digest their chunks in place.
+The gaps between them are zeros. Readers need no rule for gaps, because a shard has its own start.
 
-``Content`` says what a state is, and nothing about where its bytes lie, so a state has the same
-digest in memory, on disk and on another node. ``Manifest`` adds where this tier holds each chunk,
-and the state's place in the lineage, so that the lineage database can be rebuilt from the manifests
-alone.
+``Content`` describes a state without the places of its bytes. A state therefore has the same digest
+in memory, on disk and on another node. ``Manifest`` adds where this tier holds each chunk, and the
+state's place in the lineage. The lineage database can be rebuilt from the manifests alone.
 """
 
 from __future__ import annotations
@@ -41,13 +39,15 @@ STORED = 0
 Attribute = str | int | float | bool | None
 """The types that an attribute may have."""
 
+_PARTS = b"datastates parts 1\0"
+
 
 class Shard(msgspec.Struct, frozen=True, array_like=True):
-    """A hyper-rectangle of a tensor held by one rank; its bytes lie at ``start`` of that rank's
+    """A hyper-rectangle of a tensor held by one rank. Its bytes are at ``start`` of that rank's
     stream.
 
-    They are laid out as those of a dense tensor of ``shape`` whose dimensions are in the order of
-    the whole tensor's strides. A dimension of stride 0 is not cut.
+    They have the layout of a dense tensor of ``shape`` whose dimensions are in the order of the
+    whole tensor's strides. A dimension of stride 0 is not cut.
     """
 
     offset: tuple[int, ...]
@@ -59,11 +59,11 @@ class Shard(msgspec.Struct, frozen=True, array_like=True):
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     """One tensor leaf.
 
-    ``dtype`` is torch's name without the prefix (``float32``). The bytes lie in memory order:
+    ``dtype`` is torch's name without the prefix (``float32``). The bytes are in memory order:
     sorting the dimensions of ``shape`` by ``strides`` gives their order. Dimensions with stride 0
     are stored once. ``alias`` is the index of the earlier tensor whose memory this one shares
-    exactly (tied weights); its shards are then empty. ``shape`` and ``strides`` are those of the
-    whole tensor, whose elements the shards of all parts hold once each (see ``content/shards.py``).
+    exactly (tied weights). Its shards are then empty. ``shape`` and ``strides`` describe the whole
+    tensor. The shards of all parts hold each of its elements once (see ``geometry.covers``).
     """
 
     path: str
@@ -83,9 +83,10 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Content(msgspec.Struct, frozen=True, array_like=True):
-    """What a state is.
+    """The content of a state, without the places of its bytes.
 
-    ``skeleton`` and ``values`` are those that ``tree.flatten`` made, as MessagePack."""
+    ``skeleton`` and ``values`` come from ``tree.flatten``, as MessagePack.
+    """
 
     skeleton: msgspec.Raw
     values: msgspec.Raw
@@ -94,8 +95,8 @@ class Content(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
-    """Where a tier holds a chunk: index into ``Manifest.packs``, and ``length`` bytes from
-    ``offset`` of that file, in a ``form``."""
+    """The place of a chunk in a tier. ``pack`` is an index into ``Manifest.packs``. The chunk is
+    ``length`` bytes from ``offset`` of that file, in a ``form``."""
 
     pack: int
     offset: int
@@ -148,16 +149,12 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     bytes_new: int = 0
 
 
-# The digest of a state from those of its parts (see ``digest``), for the lineage, which does not
-# use torch.
-
-
-_PARTS = b"datastates parts 1\0"
+# --- Digest of a state of several parts, here because the lineage does not use torch ---
 
 
 def root_digest(digests: Sequence[str], parent_digests: Sequence[str] = ()) -> str:
-    """The digest of a state from those of its parts, by rank, and of its parents; of a single
-    part its own, which covers the parents."""
+    """The digest of a state from the digests of its parts, by rank, and of its parents. The digest
+    of a single part is returned unchanged, because it covers the parents."""
     if len(digests) == 1:
         return digests[0]
     hasher = blake3(_PARTS + len(digests).to_bytes(8, "little"))

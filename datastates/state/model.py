@@ -1,5 +1,4 @@
-"""A module's state as a plain tree under canonical names, and the way back to the names of a
-live module."""
+"""A module's state as a plain tree under canonical names, and restoring it into a live module."""
 
 from __future__ import annotations
 
@@ -33,6 +32,7 @@ MODES = "module_modes"
 them."""
 
 _PLAIN_METADATA = {"version": 1}
+_EXTRA = "_extra_state"
 
 
 class ModelState:
@@ -42,7 +42,8 @@ class ModelState:
     without calling ``state_dict``. ``whole`` is the tree that was made last.
 
     ``trained``, unless it is None, are the names of parameters that have required a gradient here
-    or were restored: ``kept`` leaves the others out, and ``left_out`` are their names.
+    or were restored. ``kept`` has only these parameters, and ``left_out`` are the names of the
+    missing ones.
     """
 
     __slots__ = (
@@ -82,7 +83,7 @@ class ModelState:
         self._kept: OrderedDict[str, object] = OrderedDict()
 
     def tree(self) -> OrderedDict[str, object]:
-        """The live tensors (and extra state) by canonical name, in the module's order; do not
+        """The live tensors (and extra state) by canonical name, in the module's order. Do not
         change it.
 
         ``_metadata`` leaves out modules of version 1, which almost all are, because it is stored
@@ -180,8 +181,7 @@ class ModelState:
             self.trained, self._kept_of = self.trained.union(names), None
 
     def _is_made_by_torch(self) -> bool:
-        """Whether nobody has put a method of their own into a part, or into a class, since the
-        last look."""
+        """Whether no method was replaced in a part, or in a class, since the last call."""
         parts = self._parts or ()
         has_own = any(any(map(operator.contains, parts, repeat(name))) for name in _METHODS)
         return not has_own and all(map(_is_plain_kind, self._kinds))
@@ -303,16 +303,15 @@ def _compact(module: nn.Module, metadata: Mapping[str, Any]) -> OrderedDict[str,
     return OrderedDict((name, value) for name, value in named.items() if value != _PLAIN_METADATA)
 
 
-# Parts of a model that load their state in a way of their own, as observers and quantized layers
-# do: what they accept, and may keep.
+# --- Parts of a model with their own loading, such as observers and quantized layers ---
 
 
 class OwnLoading:
     """The outermost parts of a module that load in their own way, by canonical name.
 
-    Such a part may accept entries that do not look like its own: other shapes, values that are not
-    tensors. To find out, the entries are loaded into a copy of the part. The part may also keep
-    what it is given, instead of copying it.
+    Such a part may accept entries of other shapes or entries that are not tensors. To find out, the
+    entries are loaded into a copy of the part. The part may also keep the given tensors, instead of
+    copying them.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -341,7 +340,8 @@ class OwnLoading:
     def takes(self, part: str, stored: Mapping[str, Any]) -> bool:
         """Whether a part accepts its own entries in the state of the whole module.
 
-        Nothing of the part is changed, and nothing is kept."""
+        The part does not change, and keeps no reference.
+        """
         start = f"{part}." if part else ""
         mine = OrderedDict(
             (name.removeprefix(start), own(value))
@@ -365,8 +365,8 @@ class OwnLoading:
 
 
 def loads_plainly(part: nn.Module) -> bool:
-    """Whether a module copies what it is given for its own parameters and buffers, and does
-    nothing else with tensors."""
+    """Whether a module copies the entries of its own parameters and buffers, and does not use other
+    tensors."""
     return (
         type(part).load_state_dict is nn.Module.load_state_dict
         and type(part)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
@@ -382,11 +382,7 @@ def only_waits(hook: object) -> bool:
     return bool(getattr(getattr(hook, "hook", hook), "only_waits", False))
 
 
-# Restoring a stored state into a live module through its own ``load_state_dict``, in place: its
-# parameters stay the same objects.
-
-
-_EXTRA = "_extra_state"
+# --- Restoring into a live module in place, through its own ``load_state_dict`` ---
 
 
 def check_module(
@@ -395,9 +391,9 @@ def check_module(
     """Find out what of ``stored`` fits, and note the write that puts it into the module.
 
     Hooks, extra state and versions work as in ``load_state_dict``. A tied tensor of the module is
-    satisfied by any of its names. Entries that a part loads in a way of its own fit if that part
-    takes them. ``frozen`` are the names that the state leaves out, each on a line: none of them is
-    missing.
+    satisfied by any of its names. Entries that a part loads with its own method fit if that part
+    takes them. ``frozen`` are the names that the state leaves out, each on a line. None of them
+    counts as missing.
     """
     if not isinstance(stored, dict):
         findings.mismatched.append(Mismatch(path, describe(stored), type(model.module).__name__))
@@ -476,8 +472,8 @@ def _taken(
     stored: Mapping[str, object],
     findings: Findings,
 ) -> set[str]:
-    """The names of entries that do not look like those of the module, but that the parts which
-    load them accept."""
+    """The names of entries that differ from the module's, but that the parts which load them
+    accept."""
     unlike: dict[str, list[str]] = {}
     for name, target in live.items() if own_loading else ():
         part = own_loading.part_of(name)
@@ -488,7 +484,7 @@ def _taken(
             and not are_alike(target, stored[name])
         ):
             unlike.setdefault(part, []).append(name)
-    # Before the bytes are there nobody can be asked: the check with the values does it.
+    # The bytes are missing here, so no part can be tried. The check with the values does it.
     return {
         name
         for part, names in unlike.items()
@@ -571,7 +567,8 @@ def _is_same(one: object, other: object, *, has_values: bool) -> bool:
         return False
     if not has_values:
         return True
-    if is_spread(one) or is_spread(other):  # ranks see what they hold themselves, and ask nobody
+    # ranks see what they hold themselves, and exchange no messages
+    if is_spread(one) or is_spread(other):
         return not lies_as(one, other) or _is_same(local_of(one), local_of(other), has_values=True)
     # As bytes: a NaN equals itself.
     return all(

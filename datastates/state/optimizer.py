@@ -1,7 +1,7 @@
-"""An optimizer's state by the names of its parameters, as a plain tree.
+"""Optimizers and gradient scalers: their state as a plain tree, and restoring it.
 
-Torch numbers parameters by their order; names survive another order, an unfrozen layer, or another
-wrapper.
+Torch numbers parameters by their order. Here they have names, which survive another order, an
+unfrozen layer, or another wrapper.
 """
 
 from __future__ import annotations
@@ -29,8 +29,30 @@ CLASS = "optimizer_class"
 """The name under which an optimizer's tree records the class that made it."""
 
 INNER = "inner"
-"""The name under which an optimizer's tree has those of the optimizers that it uses and leaves
-out of its own state, by attribute."""
+"""The name under which an optimizer's tree has the states of inner optimizers that its own state
+leaves out, by attribute."""
+
+Names = list[list[str]]
+Tree = Mapping[str, Any]
+HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Options that change how this process computes a step, but not its result.
+
+A restore leaves them, so a state of a GPU fits a CPU.
+"""
+
+_SHAPED = frozenset(
+    {
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "exp_inf",
+        "momentum_buffer",
+        "square_avg",
+        "grad_avg",
+    }
+    | {"acc_delta", "sum", "ax", "prev", "step_size", "variance"}
+)
+"""The keys of torch's own optimizers whose tensors have the shape of their parameter."""
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
@@ -57,7 +79,7 @@ def left_out(optimizer: Optimizer) -> dict[str, Optimizer]:
     """The optimizers among the attributes of a ``bare`` one whose state is not in its
     ``state_dict``, as SAM leaves out its base optimizer.
 
-    Only torch's own ``state_dict`` is known to leave them out.
+    Optimizers with torch's own ``state_dict`` are the only ones that are known to leave them out.
     """
     members = vars(optimizer)
     hooks = (members.get(f"_optimizer_state_dict_{when}_hooks") for when in ("pre", "post"))
@@ -76,9 +98,8 @@ def left_out(optimizer: Optimizer) -> dict[str, Optimizer]:
 
 
 def bare(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that owns the state: a wrapper that only passes on the state of another
-    (Accelerate's, for example) stands for that one.
-    """
+    """The optimizer that owns the state. A wrapper that only passes on another optimizer's state
+    (Accelerate's, for example) is replaced by that optimizer."""
     if not has_hooks(optimizer):
         for inner in with_inner(optimizer):
             if inner is not optimizer and _is_of(inner, optimizer):
@@ -108,9 +129,10 @@ def class_of(optimizer: Optimizer) -> str:
 def check_optimizer_form(path: str, optimizer: Optimizer) -> None:
     """Raise unless it can be read like an optimizer, and its state can be stored once it has one.
 
-    Only those are known in advance that libraries in wide use have.
+    Optimizers of widely used libraries are known in advance.
 
-    :raises InvalidInput: it has no parameter groups or no state; says what to track instead.
+    :raises InvalidInput: it has no parameter groups or no state. The text names what to track
+        instead.
     :raises Unsupported: its state will hold objects that cannot be stored, or this rank has only a
         part of its state.
     """
@@ -165,17 +187,15 @@ def _is_of(inner: Optimizer, outer: Optimizer) -> bool:
     return isinstance(stored, dict) and stored.keys() == {"state", "param_groups"}
 
 
-# An optimizer's state by the names of its parameters, as a plain tree.
-
-
-Names = list[list[str]]
-Tree = Mapping[str, Any]
+# --- State as a tree, by names of parameters ---
 
 
 class OptimizerState:
-    """One tracked optimizer. As long as its parameters and the tensors of its state are the same
-    objects, and names are found in the same places, ``tree`` returns the very same ``state`` and
-    names; the options of its groups are read every time.
+    """One tracked optimizer.
+
+    ``tree`` returns the very same ``state`` and names as long as its parameters and the tensors of
+    its state are the same objects, and names are found in the same places. The options of its
+    groups are read every time.
     """
 
     __slots__ = ("_class", "_labels", "_names", "_seen", "_state", "_trees", "optimizer")
@@ -241,8 +261,8 @@ def _look(optimizer: Optimizer) -> Seen | None:
 
 
 def _says_all(optimizer: Optimizer) -> bool:
-    """Whether the objects that ``_look`` finds say all of the state, which they do if all are
-    tensors: a list may change in place."""
+    """Whether the objects that ``_look`` finds are the whole state. This holds if all are tensors,
+    because a list may change in place."""
     return kinds().issuperset(
         map(type, chain.from_iterable(map(dict.values, optimizer.state.values())))
     )
@@ -255,9 +275,8 @@ def optimizer_tree(optimizer: Optimizer, names: Names) -> dict[str, object]:
     """``{"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}], CLASS:
     "torch.optim.Adam"}`` with the live tensors.
 
-    The state of a parameter that is in no group any more is left out. An optimizer with a
-    ``state_dict`` of its own is asked for it, and the numbers in it are replaced by names if it has
-    torch's form.
+    The state of a parameter that is in no group any more is left out. If an optimizer has its own
+    ``state_dict``, that is called. Its numbers are replaced by names if it has torch's form.
     """
     if not is_plain(optimizer):
         return {**_named(optimizer.state_dict(), names), CLASS: class_of(optimizer)}
@@ -352,28 +371,7 @@ def _numbers_by_name(state: Tree, names: Names) -> dict[str, Any] | None:
     }
 
 
-# Restoring a stored state into a live optimizer, fresh or used: matched by names, in place, and
-# never cast.
-
-
-HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Options that say how this process computes a step, not what it computes.
-
-A restore leaves them, so a state of a GPU fits a CPU."""
-
-_SHAPED = frozenset(
-    {
-        "exp_avg",
-        "exp_avg_sq",
-        "max_exp_avg_sq",
-        "exp_inf",
-        "momentum_buffer",
-        "square_avg",
-        "grad_avg",
-    }
-    | {"acc_delta", "sum", "ax", "prev", "step_size", "variance"}
-)
-"""The keys of torch's own optimizers whose tensors have the shape of their parameter."""
+# --- Restoring: matched by names, in place, and never cast ---
 
 
 def check_optimizer(
@@ -723,8 +721,8 @@ def _lies_with(key: object, stored: object, parameter: torch.Tensor) -> bool:
 
 
 def _home(optimizer: Optimizer, group: Tree, key: object, parameter: torch.Tensor) -> torch.device:
-    """Where torch's optimizers keep a state tensor: counters on the CPU, unless the whole step
-    runs on the device."""
+    """The device on which torch's optimizers keep a state tensor. Counters are on the CPU, unless
+    the whole step runs on the device."""
     if (
         key == "step"
         and not isinstance(optimizer, ASGD)
@@ -760,13 +758,12 @@ def _is_positional(rows: Names) -> bool:
     )
 
 
-# The state of a ``GradScaler``: read without waiting for its device, and restored where either
-# side may be switched off.
+# --- ``GradScaler``: read without waiting for its device; either side may be switched off ---
 
 
 def state_of_scaler(found: Any) -> dict[str, object] | None:
-    """The state in its ``state_dict``, with numbers that arrive later; None: it is not such an
-    object, and is asked like any other."""
+    """The state in its ``state_dict``, with numbers that arrive later. None if it is no such
+    object, and is read like any other."""
     if (
         not isinstance(found, torch.amp.GradScaler)
         or type(found).state_dict is not torch.amp.GradScaler.state_dict

@@ -1,5 +1,5 @@
-"""One pass over the data: which sources keep their place by themselves, and how the place in any
-other is found again."""
+"""One pass over the data: which sources keep their own place, and how the place in any other source
+is found again."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _MOST_PARTS = 32
 """The most objects in a batch that its fingerprint depends on."""
 
 _MOST_BYTES = 65536
-"""The size of a tensor from which some 4096 of its elements stand for all."""
+"""The size of a tensor from which some 4096 of its elements are used instead of all."""
 
 _PLAIN = (str, bytes, int, float, complex)
 
@@ -62,15 +62,17 @@ _BEGUN_AGAIN = (Kind.REPLAYED, Kind.AHEAD)
 
 
 class Pass:
-    """One iteration over ``source``, from ``place`` on if one is given; ``place`` then says how far
-    it has come.
+    """One iteration over ``source``, from ``place`` if one is given. ``place`` is then its
+    progress.
 
-    ``order``, ``is_outside`` and ``spans`` are for what counts epochs: how many others began before
-    it in its epoch, whether it was asked for before the epochs began, and whether it may go on from
-    one to the next. ``limit`` is the most batches of the pass. ``is_checked``: whether a replayed
-    batch must be the one that was used. A DataLoader draws the seed of its workers from torch's
-    generator when its iterator is made. A pass that goes on had done so before its state was taken:
-    the generators are put back to where they were before anything is drawn on the way to the place.
+    ``order``, ``is_outside`` and ``spans`` are for counting epochs: how many passes began before it
+    in its epoch, whether it was requested before the epochs began, and whether it may continue in
+    the next one. ``limit`` is the most batches of the pass. ``is_checked``: whether a replayed
+    batch must be the one that was used.
+
+    A DataLoader draws the seed of its workers from torch's generator when its iterator is made. A
+    resumed pass had done so before its state was taken. The generators are therefore reset to their
+    earlier states after batches were read on the way to the place.
     """
 
     def __init__(
@@ -171,7 +173,7 @@ class Pass:
     @property
     def left_behind(self) -> dict[str, object]:
         """The untracked state on which the next pass over the same source depends: its own
-        generators and samplers; usually nothing."""
+        generators and samplers. It is usually empty."""
         marks: dict[str, object] = {"marks": self._marks()} if self._marks() else {}
         if self._is_prepared_keeper:
             return {**marks, "generators": own} if (own := self._own_generators()) else marks
@@ -189,9 +191,8 @@ class Pass:
             self._put_generators(left_behind)
 
     def begin(self, epoch: int | None, *, drop: bool = False) -> Iterator[Any]:
-        """The batches of a new pass; samplers that ask for it are told ``epoch``. ``drop``: do not
-        take the rest of a pass that was left.
-        """
+        """The batches of a new pass. Samplers with ``set_epoch`` get ``epoch``. ``drop``: do not
+        take the remaining batches of a pass that was left."""
         self.batches, self.is_over, self.is_left, self.resumed_at, self._prints = (
             0,
             False,
@@ -219,10 +220,9 @@ class Pass:
     def go_on(
         self, place: Mapping[str, Any], epoch: int | None, *, is_here: bool = False
     ) -> Iterator[Any] | None:
-        """The batches after ``place``; None if there are none, as far as can be told before asking
-        for one. ``is_here``: an earlier pass of this process was left there, and nothing was
-        restored.
-        """
+        """The batches after ``place``. None if there are none, as far as can be determined without
+        fetching one. ``is_here``: an earlier pass of this process was left there, and nothing was
+        restored."""
         self.batches, self.is_over, self.is_left = int(place["batches"]), False, True
         self.resumed_at = self.batches
         self._begin = place.get("begin", {})
@@ -279,9 +279,8 @@ class Pass:
         return self._counted(iterator)
 
     def _recount(self, place: Mapping[str, Any]) -> tuple[bool, int]:
-        """Count the batches of a place in those of the present size. Returns whether the place is
-        found again, and how many samples before it come again.
-        """
+        """Convert the batches of a place to the present batch size. Returns whether the place is
+        found again, and how many samples before it come again."""
         size, length = int(place.get("size", place.get("batch_size", 0))), place.get("length")
         is_streamed = any(isinstance(part, IterableDataset) for part in self._parts)
         workers = 1 if self._loader is None else max(1, self._loader.num_workers)
@@ -299,7 +298,7 @@ class Pass:
         return is_in_order and self.is_like(place), again
 
     def is_like(self, place: Mapping[str, Any]) -> bool:
-        """Whether the place may be one in the same data, as far as their length tells."""
+        """Whether the place may be one in the same data, as far as their length shows."""
         length, size = place.get("length"), place.get("size", place.get("batch_size", self._size))
         if length is None or self._length is None or size == self._size:
             return bool(length == self._length)
@@ -377,8 +376,8 @@ class Pass:
 
     @property
     def _is_prepared_keeper(self) -> bool:
-        """Whether the source is a prepared loader that keeps its place, except for what only its
-        sampler knows."""
+        """Whether the source is a prepared loader that keeps its place, except for the part that
+        only its sampler has."""
         return (
             self._kind is Kind.KEEPS and self._prepared is not None and is_stateful(self._prepared)
         )
@@ -432,14 +431,14 @@ class Pass:
 
     @property
     def _compares(self) -> bool:
-        """Whether to look for random numbers that decide what is handed out, drawn in turns with
-        those of the training."""
+        """Whether to look for random numbers that decide what is handed out and that alternate with
+        the training's draws."""
         is_read_again = self._kind is Kind.REPLAYED or self._is_fast_forwarded
         return self._is_streamed and is_read_again and "in turns" not in self._said
 
     def _compared(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """The batches of a stream that is read in this process; says so if both it and the
-        training draw."""
+        """The batches of a stream that is read in this process. A warning is logged if both it and
+        the training draw."""
         after: object = None
         is_drawn_between = self._is_fast_forwarded
         for count in itertools.count():
@@ -508,8 +507,8 @@ class Pass:
         return iterator
 
     def _resumed(self) -> Iterator[Any]:
-        """The rest of a prepared loader's pass from its place; its sampler has to draw the order
-        that it drew when the pass began."""
+        """The remaining batches of a prepared loader's pass from its place. Its sampler has to draw
+        the order that it drew when the pass began."""
         with keeping_generators(self._tracked):
             RngState().load_state_dict(self._begin["rng"])
             self._put_generators(self._begin)
@@ -562,8 +561,8 @@ class Pass:
     def _check_replay(self, place: Mapping[str, Any], *, is_drawn: bool) -> None:
         """Compare the last of the batches that were used with the one that replaced it.
 
-        Random numbers that are drawn in this process, in turns with those of the training, decide
-        what a batch is but not the next ones.
+        Random numbers that are drawn in this process, alternating with the training's, decide what
+        a batch is but not the next ones.
         """
         loader, pairs = (
             self._loader,
@@ -589,7 +588,8 @@ class Pass:
             )
 
     def _skipped(self) -> Iterator[Any]:
-        """A tracked loader, begun anew, after the batches that were handed out."""
+        """The batches of a tracked loader, started again, after the batches that were handed
+        out."""
         with keeping_generators(self._tracked):
             # the iterator that restoring made is of no epoch
             self._loader.load_state_dict({})  # type: ignore[union-attr]
@@ -716,10 +716,9 @@ def _refuse_wrapper(source: object) -> None:
 
 
 def fingerprint(batch: object) -> int | None:
-    """A number that depends on what is in a batch; None if nothing in it can be read without
-    waiting for a device.
+    """A number that depends on the content of a batch. None if reading it would wait for a device.
 
-    Only a part of large tensors and long texts is read, so that this takes some ten microseconds.
+    Large tensors and long texts are read in part, so that this takes some ten microseconds.
     """
     found, contents = [batch], list[bytes | memoryview]()
     for part in itertools.islice(found, _MOST_PARTS):  # the list grows meanwhile
@@ -738,7 +737,7 @@ def fingerprint(batch: object) -> int | None:
 
 
 def _content_of(part: Any) -> bytes | memoryview:
-    """The bytes of a plain value, a tensor or an array; of a large one, those of a grid of its
+    """The bytes of a plain value, a tensor or an array. A large one gives a grid of its
     elements."""
     if isinstance(part, _PLAIN):
         return repr(

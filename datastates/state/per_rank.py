@@ -1,10 +1,10 @@
-"""Where the elements of a tensor lie, over all ranks of a job: each rank computes it for all of
-them, without a message.
+"""Tensors and values of a job of several ranks: which rank holds which elements, and what each rank
+has separately.
 
-Every rank holds a plain tensor whole. A DTensor has a mesh and placements, which determine the
-boxes of every rank. A mesh that is a slice of a larger one has siblings, whose ranks hold the same
-tensor if they belong to this training. A tensor that was given to some ranks only (each rank has
-its own small buffers) says to which: see ``content/spread``.
+Each rank computes the places for all ranks, without a message. Every rank holds a plain tensor
+whole. A DTensor has a mesh and placements, which determine the boxes of every rank. A mesh that is
+a slice of a larger one has siblings, whose ranks hold the same tensor if they belong to this
+training. A tensor that only some ranks got has a list of these ranks (``geometry.owners_of``).
 """
 
 from __future__ import annotations
@@ -41,14 +41,24 @@ Cut = tuple[int, int]
 (1 except for ``_StridedShard``)."""
 
 _Pieces = tuple[tuple[int, int], ...]
-"""Intervals (start, length) along a dimension of the whole tensor, in the order in which they
-lie in the local one."""
+"""Intervals (start, length) along a dimension of the whole tensor, in the order in which they are
+in the local one."""
+
+OWN_BUFFERS = "own_buffers"
+"""The top-level name. ``bytes`` has each rank's bytes. ``places`` has for each of them the rank and
+the begin."""
+
+MOST_BYTES = 64 << 10
+"""A larger buffer is not a statistic but a mask or a table: those are equal on all ranks, and
+stored once."""
+
+_ALIGNED = 16
 
 
 def holdings_of(
     tensor: torch.Tensor, size: int, members: Sequence[int] | None = None
 ) -> Sequence[Holding]:
-    """The boxes of a tensor in the memory of all ``size`` ranks; they tile it. ``members`` are the
+    """The boxes of a tensor in the memory of all ``size`` ranks. They tile it. ``members`` are the
     numbers that meshes use for these ranks.
 
     :raises Unsupported: it is a DTensor of which no rank has the values (Partial), or with an
@@ -64,7 +74,7 @@ def holdings_of(
         )
     spread: Any = tensor  # a DTensor
     strides = dense_strides(shape, tensor.stride())
-    if 0 in strides:  # the elements of an expanded tensor may lie with different ranks
+    if 0 in strides:  # the elements of an expanded tensor may be on different ranks
         strides = dense_strides(shape, torch.empty(shape, device="meta").stride())
     ranks = _ranks_of(spread.device_mesh)
     if members is not None:
@@ -84,7 +94,7 @@ def boxes_of_mesh(
     ranks: tuple[int, ...],
     cuts: tuple[Cut, ...],
 ) -> tuple[Holding, ...]:
-    """The boxes of a tensor over a mesh of that shape; ``ranks`` are those of the mesh and of
+    """The boxes of a tensor over a mesh of that shape. ``ranks`` are the ranks of the mesh and of
     its siblings, one mesh after the other."""
     count = 1
     for side in mesh:
@@ -158,8 +168,8 @@ def _merged(pieces: list[tuple[int, int]]) -> _Pieces:
 
 
 def _ranks_of(mesh: Any) -> torch.Tensor:
-    """The ranks of a mesh, and of the siblings sliced from the same mesh: the first dimension
-    counts these, the others are the mesh's."""
+    """The ranks of a mesh, and of the siblings sliced from the same mesh. The first dimension
+    counts the meshes. All other dimensions are the mesh's."""
     layout, everyone = getattr(mesh, "_layout", None), getattr(mesh, "_rank_map", None)
     ranks: torch.Tensor = (
         mesh.mesh[None] if layout is None or everyone is None else layout.remap_to_tensor(everyone)
@@ -198,8 +208,7 @@ def _cut_of(placement: Any) -> Cut:
     return dim, int(getattr(placement, "split_factor", 1))
 
 
-# What this rank holds of tensors that are spread over the ranks of a mesh: whole tensors are cut
-# for it, and nothing is sent.
+# --- This rank's boxes of tensors over a mesh: whole tensors are cut, and nothing is sent ---
 
 
 def boxes_here(live: torch.Tensor) -> list[Holding]:
@@ -305,8 +314,7 @@ def _spread(
         )
 
 
-# What each rank of a job has for itself: the state of its random numbers, and its place in the
-# data.
+# --- Separate values of each rank: random numbers, and the place in the data ---
 
 
 def is_own(found: object) -> bool:
@@ -332,19 +340,8 @@ def owned(tree: dict[str, object], names: Collection[str]) -> dict[str, object]:
     }
 
 
-# Buffers that differ from rank to rank, such as the running statistics of a batch norm: one
-# tensor for each rank holds those of all models.
-
-
-OWN_BUFFERS = "own_buffers"
-"""The top-level name: ``bytes`` are those of each rank, ``places`` say whose they are and where
-each begins."""
-
-MOST_BYTES = 64 << 10
-"""A larger buffer is not a statistic but a mask or a table: those are equal on all ranks, and
-stored once."""
-
-_ALIGNED = 16
+# --- Buffers that differ between ranks, such as running statistics of a batch norm ---
+# One tensor for each rank holds the buffers of all models.
 
 
 class OwnBuffers:
@@ -401,8 +398,8 @@ def part_of(path: str) -> int | None:
 
 
 def put_back(tree: dict[str, Any], rank: int | None) -> None:
-    """Take the buffers of all ranks out of a stored tree; those of ``rank``, if any, replace the
-    ones that its models have."""
+    """Take the buffers of all ranks out of a stored tree. The buffers of ``rank``, if any, replace
+    those in its models."""
     kept = tree.pop(OWN_BUFFERS, None)
     mine = kept["bytes"][rank] if kept and rank is not None else None
     if kept is None or mine is None:

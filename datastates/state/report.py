@@ -43,23 +43,27 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """The result of a restore, by path. ``bool(report)`` says whether everything that was asked for
-    was restored as it is.
+    """The result of a restore, by path. It is true if everything that was requested was restored
+    exactly.
 
-    ``missing``: the objects have it and the state does not; ``unexpected``: the reverse;
-      ``mismatched`` fits neither in
-    shape nor by conversion; ``converted`` was restored in the object's own dtype; ``skipped`` was
-    not asked for. ``values`` are those that no restore can change in the caller (numbers, text,
-    tuples): by name, for the caller to take over. ``notes`` say what begins anew because another
-    number of ranks captured the state: random numbers, the place in the data. ``anew`` says what
-    was left as it is because only one side has it: a gradient scaler that was or is switched off,
-    an optimizer within another.
+    - ``missing``: the objects have it and the state does not. ``unexpected``: the reverse.
+    - ``mismatched``: it fits neither in shape nor by conversion.
+    - ``converted``: it was restored in the object's own dtype.
+    - ``skipped``: it was not requested.
+    - ``values``: values that no restore can change in the caller (numbers, text, tuples), by name.
+      The caller takes them from here.
+    - ``notes``: what begins again because another number of ranks captured the state: random
+      numbers, the place in the data.
+    - ``anew``: what was left unchanged because only one side has it: a gradient scaler that was or
+      is switched off, an optimizer within another.
+    - ``frozen``: restored parameters that required no gradient in the state and required one here.
+      ``unfrozen``: the reverse.
+    - ``in_eval``: restored modules that were in eval mode in the state and are in training mode
+      here. ``in_train``: the reverse.
 
-    ``frozen`` are restored parameters that required no gradient in the state and required one here;
-    ``unfrozen`` the reverse. A tracker that goes on where its branch stands, or goes back, makes
-    them as they were in the state, unless the script that captured it is running on; every other
-    restore leaves them. ``in_eval`` are restored modules that were in eval mode in the state and
-    are in training mode here; ``in_train`` the reverse. The same restores put these back.
+    A tracker that resumes at the newest state of its branch, or goes back, sets gradients and modes
+    as they were in the state. It does not if the script that captured the state is still running.
+    Every other restore leaves them.
 
     ``state`` is the uid of the state that was restored, and ``step`` is its step.
     """
@@ -97,11 +101,10 @@ class RestoreReport:
 
 
 class Selection:
-    """The paths that are asked for: by name, by a name above them, or by a pattern over the whole
-    path.
+    """The selected paths: by name, by a name above them, or by a pattern over the whole path.
 
     An object that was tracked under a name that paths escape (``net/1`` is ``net%2F1`` there) can
-    be asked for by either.
+    be selected by either.
     """
 
     def __init__(self, only: str | Sequence[str] | None) -> None:
@@ -109,7 +112,7 @@ class Selection:
         self._used: set[str] = set()
 
     def wants(self, path: str) -> bool:
-        """Whether ``path`` is asked for."""
+        """Whether ``path`` is selected."""
         if self.patterns is None:
             return True
         hits = [
@@ -121,7 +124,7 @@ class Selection:
         return bool(hits)
 
     def wants_some(self, path: str, paths: Iterable[str]) -> bool:
-        """Whether ``path`` or one of ``paths`` below it is asked for."""
+        """Whether ``path`` or one of ``paths`` below it is selected."""
         wanted = [p for p in paths if self.wants(p)]
         return self.wants(path) or bool(wanted)
 
@@ -134,7 +137,7 @@ class Selection:
     def refuse_unused(self, known: Iterable[str]) -> None:
         """Refuse patterns that selected nothing.
 
-        :raises InvalidInput: names the pattern and what there is.
+        :raises InvalidInput: there are some. The text names the pattern and the available paths.
         """
         for pattern in self.patterns or ():
             if pattern not in self._used:
@@ -148,9 +151,10 @@ class Selection:
                 )
 
     def check(self, known: Iterable[str]) -> None:
-        """Refuse patterns that select none of the ``known`` paths, and have selected nothing else.
+        """Refuse patterns that select none of the ``known`` paths, and have not selected other
+        paths.
 
-        :raises InvalidInput: names the pattern and what there is.
+        :raises InvalidInput: there are some. The text names the pattern and the available paths.
         """
         if self.patterns is not None:
             paths = list(known)
@@ -178,17 +182,17 @@ class Target:
 
     @property
     def place(self) -> tuple[str, int]:
-        """What tells it from other targets, in every check of the same objects."""
+        """The key that distinguishes it from other targets, in every check of the same objects."""
         return self.path, id(self.live if self.arrays is None else self.arrays[0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Handed:
-    """Stands for a stored value that will be handed over once the writes are done; no value is read
-    before.
+    """A placeholder for a stored value that is returned after the writes. No value is read before.
 
-    A tensor goes to the device of ``like``, if given, is a parameter if that is one, and requires a
-    gradient if that does. It is laid out over the ranks as that is if it has its shape.
+    A tensor goes to the device of ``like``, if given. It becomes a parameter if ``like`` is one,
+    and requires a gradient if ``like`` does. It is laid out over the ranks like ``like`` if both
+    have the same shape.
     """
 
     value: object
@@ -199,10 +203,10 @@ class Findings:
     """The findings of a check so far, and the writes that follow if it succeeds. Nothing is written
     before.
 
-    Without ``has_values`` the stored tensors are known only by shape and dtype, and the check looks
-    at nothing else. ``owned`` are ids of stored tensors whose memory nobody else needs: they are
-    handed over themselves instead of a copy. ``apart`` are the places of live tensors that stay as
-    they are: new ones take their place.
+    Without ``has_values`` the stored tensors are known only by shape and dtype, and the check uses
+    nothing more. ``owned`` are ids of stored tensors whose memory is free for reuse. They are
+    returned themselves instead of a copy. ``apart`` are the places of live tensors that stay
+    unchanged: new ones take their place.
     """
 
     def __init__(
@@ -272,8 +276,8 @@ class Findings:
             )
 
     def is_apart(self, path: str, live: object) -> bool:
-        """Whether a live tensor or array must not be overwritten, because another one lies in
-        its memory."""
+        """Whether a live tensor or array must not be overwritten, because another one is in its
+        memory."""
         return (path, id(live)) in self._apart
 
     def made_like(self, stored: object, live: torch.Tensor) -> None:
@@ -307,17 +311,16 @@ class Findings:
         return frozenset(self._owned)
 
     def wants(self, path: str) -> bool:
-        """Whether ``path`` is asked for; notes it as skipped if not."""
+        """Whether ``path`` is selected. Notes it as skipped if not."""
         if self.selection.wants(path):
             return True
         self.skipped.append(path)
         return False
 
     def is_wanted_whole(self, path: str, leaves: Sequence[str]) -> bool:
-        """Whether an object that restores itself in one go is asked for; notes it as skipped if
-        not.
+        """Whether an object that restores itself in one go is selected. Notes it as skipped if not.
 
-        :raises InvalidInput: only a part of it is asked for.
+        :raises InvalidInput: only a part of it is selected.
         """
         wanted = [leaf for leaf in leaves if self.selection.wants(leaf)]
         if self.selection.wants(path) or (leaves and len(wanted) == len(leaves)):
@@ -367,7 +370,8 @@ class Findings:
     def refuse_misfits(self) -> None:
         """With ``strict``, refuse anything that does not fit.
 
-        :raises InvalidInput: lists the first few of each kind, with close names.
+        :raises InvalidInput: something does not fit. The text lists the first few of each kind,
+            with similar names.
         """
         if not self.is_strict or not (self.missing or self.unexpected or self.mismatched):
             return
@@ -428,8 +432,8 @@ def describe(value: object) -> str:
 
 
 def own(value: Any, device: torch.device | None = None, owned: set[int] | None = None) -> Any:
-    """A copy that shares no memory with ``value``, which may lie in a file; tensors go to
-    ``device`` if one is given.
+    """A copy that shares no memory with ``value``, which may be in a file. Tensors go to ``device``
+    if one is given.
 
     A tensor whose id is in ``owned`` is itself used as the copy, once: its id is taken out.
     """
@@ -477,7 +481,7 @@ def write_tensor(live: torch.Tensor, stored: torch.Tensor) -> None:
 
 
 def _trained_as(like: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-    """``made``, which nobody else has, as a parameter if ``like`` is one, with a gradient if
+    """``made``, which has no other owner, as a parameter if ``like`` is one. It gets a gradient if
     ``like`` requires one and it can have one."""
     is_trained = like.requires_grad and (made.is_floating_point() or made.is_complex())
     return (
@@ -488,7 +492,7 @@ def _trained_as(like: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
 
 
 def _memory_of(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
-    """The memory in which an array lies, as bytes; None if it has none."""
+    """The memory of an array, as bytes. None if it has none."""
     if not array.nbytes:
         return None
     reaches = [(side - 1) * stride for side, stride in zip(array.shape, array.strides, strict=True)]

@@ -48,20 +48,20 @@ def restore_into(
     only: str | Sequence[str] | None = None,
     strict: bool = True,
 ) -> RestoreReport:
-    """Put ``tree``, as ``Adapted.tree`` made it, into ``objects``; returns what was restored.
+    """Put ``tree``, which ``Adapted.tree`` made, into ``objects``. Returns what was restored.
 
-    Objects of the state that are not among ``objects`` are left out. ``only`` takes names and
-    patterns of whole paths (``"model"``, ``"model/layers.0.*"``). Modules and optimizers must fit
-    by name, shape and dtype. With ``strict`` anything else is refused before the first write;
-    without it, what fits is restored, and floating-point tensors are converted to the module's
-    dtype. Plain containers become what the state has: tensors of the same geometry are overwritten
-    in place, the rest is replaced. Nothing that is handed over shares memory with ``tree``.
+    Parts of the state that are not in ``objects`` are left out. ``only`` takes names and patterns
+    of whole paths (``"model"``, ``"model/layers.0.*"``). Modules and optimizers must fit by name,
+    shape and dtype. With ``strict`` anything else is refused before the first write. Without it,
+    what fits is restored, and floating-point tensors are converted to the module's dtype. Plain
+    containers become what the state has: tensors of the same geometry are overwritten in place, and
+    all other items are replaced. No returned object shares memory with ``tree``.
 
-    Objects that restore themselves are loaded first, one by one, because only they can fail; random
+    Objects that restore themselves are loaded first, one by one, because only they can fail. Random
     number generators are loaded last.
 
-    :raises InvalidInput: something does not fit, and nothing was changed; or an object's own
-        ``load_state_dict`` failed, and the message says which objects had been changed by then.
+    :raises InvalidInput: something does not fit, and nothing was changed. Or an object's own
+        ``load_state_dict`` failed, and the text names the objects that had been changed by then.
     """
     return write(check_into(objects, tree, only=only, strict=strict))
 
@@ -78,10 +78,10 @@ def check_into(
 ) -> Findings:
     """The first half of ``restore_into``: nothing is written.
 
-    Without ``has_values`` the elements of the tensors in ``tree`` are not looked at, so that
-    misfits are found before the bytes are there. ``owned`` are ids of tensors in ``tree`` that
-    ``write`` may hand over as they are. ``adapted`` are the objects as an earlier check saw them,
-    which makes this check cheap.
+    Without ``has_values`` the elements of the tensors in ``tree`` are not looked at. Misfits are
+    then found before the bytes are there. ``owned`` are ids of tensors in ``tree`` that ``write``
+    may return without a copy. ``adapted`` are the objects as an earlier check saw them, which makes
+    this check cheap.
 
     :raises InvalidInput: something does not fit.
     """
@@ -170,7 +170,7 @@ class _Check:
                     findings.missing.append(path)
                 continue
             if isinstance(live, torch.Tensor):
-                # No other tensor could take the place of one that is tracked by itself.
+                # No other tensor could take the place of a separately tracked one.
                 if findings.wants(path) and findings.fits(path, tree[name], live):
                     findings.restored.append(path)
                     # `fits` saw a tensor
@@ -264,8 +264,7 @@ class _Check:
         return live
 
     def _in_place(self, path: str, live: Any, stored: object) -> None:
-        """Restore in place an object that is tracked by itself and that no other object can
-        replace."""
+        """Restore in place a separately tracked object that no other object can replace."""
         findings = self.findings
         notes: tuple[list[Any], ...] = (findings.restored, findings.targets, findings.writes)
         before, misfits = [*map(len, notes)], len(findings.mismatched)
@@ -304,7 +303,7 @@ class _Check:
         self.findings.unexpected += [here for here in gone if self.findings.selection.wants(here)]
 
     def _lost(self) -> set[int]:
-        """The ids of tracked tensors that are asked for and not restored."""
+        """The ids of tracked tensors that are selected and not restored."""
         paths = {*self.findings.missing, *(misfit.path for misfit in self.findings.mismatched)}
         models = self.adapted.models() if paths else []
         return {id(found) for path, found in parts(self.adapted.objects) if path in paths} | {
@@ -424,7 +423,7 @@ class _Check:
             del live[key]
         fresh = {key: self.findings.handed(value) for key, value in placed.items()}
         if live.keys() <= fresh.keys():
-            live.clear()  # the order matters too: it says which entry of a cache is the oldest
+            live.clear()  # the order matters too: it shows which entry of a cache is the oldest
         for key, value in fresh.items():
             live[key] = value  # noqa: PERF403  # a Counter's update adds
 

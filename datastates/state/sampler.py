@@ -1,4 +1,4 @@
-"""A shuffled order of the data that is a pure function of seed and epoch, and that knows its
+"""A shuffled order of the data that is a pure function of seed and epoch, and that keeps its
 place."""
 
 from __future__ import annotations
@@ -23,22 +23,26 @@ class PermutationSampler(Sampler[int]):
     """Every index below ``length`` once an epoch, in an order that only ``seed`` and the epoch
     decide.
 
-    ``position`` counts the indices that were handed out in ``epoch``. Iterating goes on from there,
-    so a loop that was left or restored continues, and begins the next epoch if one was over. Track
-    it, and loop over ``run.steps(batches(…))`` or over ``run.steps`` of a DataLoader that uses it
-    as its sampler.
+    ``position`` counts the indices that were handed out in ``epoch``. Iterating continues from
+    there. A loop that was left or restored therefore continues, and begins the next epoch if one
+    was over. Track it, and loop over ``run.steps(batches(…))`` or over ``run.steps`` of a
+    DataLoader that uses it as its sampler.
 
-    In a loop without ``run.steps`` you must see to two things. Workers fetch ahead: if there are
-    any, track a ``StatefulDataLoader`` of this sampler instead. A DataLoader draws from torch's
-    generator whenever a loop begins: give it ``generator=torch.Generator()``.
+    A loop without ``run.steps`` has two requirements. If there are workers, track a
+    ``StatefulDataLoader`` of this sampler instead, because workers fetch ahead. Give a DataLoader
+    ``generator=torch.Generator()``, because it draws from torch's generator whenever a loop begins.
 
     If ``num_replicas`` processes train one model, each passes its ``rank`` among them and gets its
-    share of the same order: every ``num_replicas``-th index. ``position`` counts what all of them
-    were handed out, so that any number of replicas can continue an epoch that another number began,
-    and no index is left out or repeated. ``tail`` says what happens to the last ones if they do not
-    divide evenly: ``"repeat"`` gives the other replicas some of the first indices again, so that
-    all take equally many steps, as ``DistributedSampler`` does; ``"drop"`` leaves the last ones
-    out; ``"share"`` hands out each just once, and some replicas get one less.
+    share of the same order: every ``num_replicas``-th index. ``position`` counts the indices of all
+    replicas together. Any number of replicas can therefore continue an epoch that another number
+    began, and no index is left out or repeated.
+
+    ``tail`` decides about the last indices if they do not divide evenly:
+
+    - ``"repeat"`` gives the other replicas some of the first indices again. All replicas then take
+      equally many steps, as with ``DistributedSampler``.
+    - ``"drop"`` leaves the last ones out.
+    - ``"share"`` hands out each just once, and some replicas get one less.
     """
 
     def __init__(
@@ -84,7 +88,7 @@ class PermutationSampler(Sampler[int]):
         return self._share_of(self.length)
 
     def __iter__(self) -> Iterator[int]:
-        """The rest of the epoch, or the next one if this one is over."""
+        """The remaining indices of the epoch, or the next epoch if this one is over."""
         return _Indices(self)
 
     @values.takes(
@@ -93,11 +97,11 @@ class PermutationSampler(Sampler[int]):
     def batches(
         self, batch_size: int, *, drop_last: bool = False, epochs: int | None = 1
     ) -> Batches:
-        """The rest of this epoch in batches of indices, then further epochs; endless if ``epochs``
-        is None.
+        """The remaining indices of this epoch in batches, then further epochs. Endless if
+        ``epochs`` is None.
 
-        For loops that index tensors themselves: ``for rows in sampler.batches(64): inputs[rows]``.
-        ``batch_size`` is that of one replica.
+        Use it in loops that index tensors: ``for rows in sampler.batches(64): inputs[rows]``.
+        ``batch_size`` counts the indices of one replica.
         """
         if drop_last and batch_size > self.length // self.num_replicas:
             each = "" if self.num_replicas == 1 else f" for {self.num_replicas} replicas"
@@ -114,17 +118,17 @@ class PermutationSampler(Sampler[int]):
 
     @values.takes(epoch=values.count)
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch; a no-op in that epoch, so that a restored loop goes
-        on where it was."""
+        """Go to the beginning of an epoch. A no-op in that epoch, so that a restored loop continues
+        where it was."""
         if epoch != self.epoch:
             self.epoch, self.position = epoch, 0
 
     @values.takes(salt=values.integer)
     def reshuffle(self, salt: int) -> None:
-        """Hand out the rest of this epoch in another order, which ``seed``, the epoch, the position
-        and ``salt`` decide.
+        """Hand out the remaining indices of this epoch in another order. It depends on ``seed``,
+        the epoch, the position and ``salt``.
 
-        Each index still comes once an epoch. The next epoch is as it would have been.
+        Each index still comes once an epoch. The next epoch is not changed.
         """
         self._turns = (self.epoch, (*self._turns_now(), (self.position, salt)))
 
@@ -141,8 +145,7 @@ class PermutationSampler(Sampler[int]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where ``state`` was taken.
 
-        :raises InvalidInput: it is of other data (the length differs), or it is not a state of this
-            sampler.
+        :raises InvalidInput: the length of its data differs, or it is not a state of this sampler.
         """
         try:
             length, seed, shuffle = int(state["length"]), int(state["seed"]), bool(state["shuffle"])
@@ -165,8 +168,8 @@ class PermutationSampler(Sampler[int]):
         self._turns, self._handed_out = (epoch, turns), None
 
     def hold(self) -> None:
-        """Report from now on the place that ``hand_out`` counts, not the one up to which indices
-        were asked for: workers fetch ahead."""
+        """Report from now on the place that ``hand_out`` counts, not the place up to which indices
+        were fetched, because workers fetch ahead."""
         self._begin()
         self._handed_out = (self.epoch, self.position)
 
@@ -243,8 +246,8 @@ class PermutationSampler(Sampler[int]):
 
 
 class Batches(Iterator[list[int]]):
-    """The rest of the ``sampler``'s epoch, and further ones (``epochs`` in all) in batches of
-    indices; each ``iter`` begins from there."""
+    """Batches of indices from the remaining part of the ``sampler``'s epoch and further epochs
+    (``epochs`` in all). Each ``iter`` begins from the current place."""
 
     def __init__(
         self, sampler: PermutationSampler, batch_size: int, *, drop_last: bool, epochs: int | None

@@ -10,10 +10,12 @@ tensor, the next value. A container is a tuple, followed by the nodes of its chi
     ("x", name)                    an object of a registered encoder: its plain tree
     ("a", dtype, shape, order)     a large NumPy array: its bytes as a tensor
     ("coo", shape, is_coalesced)   a sparse tensor: indices, values
-    ("csr" | "csc" | "bsr" | "bsc", shape)                    compressed indices, plain indices,
-    values ("qt", dtype)                  quantized per tensor: integers, scale and zero point as
-    values ("qc", dtype, axis)            quantized per channel: integers, scales, zero points ("s",
-    class, names, shape, strides, metadata)             a tensor subclass: its inner tensors
+    ("csr" | "csc" | "bsr" | "bsc", shape)
+                                   compressed indices, plain indices, values
+    ("qt", dtype)                  quantized per tensor: integers, scale and zero point as values
+    ("qc", dtype, axis)            quantized per channel: integers, scales, zero points
+    ("s", class, names, shape, strides, metadata)
+                                   a tensor subclass: its inner tensors
 
 A key is a str, or the bytes of any other packed key. An OrderedDict's metadata is a value before
 its children.
@@ -43,9 +45,12 @@ VALUE = 1
 Node = Any
 """``TENSOR``, ``VALUE`` or a tuple that begins with a tag."""
 
+_KEPT_CHARACTERS = 256
+_CONTAINERS = frozenset("dDoltq")
+
 
 class Skeleton:
-    """An immutable skeleton; compares by content. ``paths`` are those of its tensors, in order."""
+    """An immutable skeleton. It compares by content. ``paths`` are its tensors' paths, in order."""
 
     __slots__ = ("_encoded", "_paths", "nodes")
 
@@ -98,7 +103,8 @@ def decode_skeleton(
 ) -> Skeleton:
     """Decode what ``encode_skeleton`` wrote.
 
-    :raises Corrupt: it is something else, or its nodes do not make one tree; names ``source``.
+    :raises Corrupt: it is something else, or its nodes do not make one tree. The text names
+        ``source``.
     """
     try:
         raw = msgspec.msgpack.decode(data, type=list[int | list[Any]])
@@ -136,10 +142,10 @@ def paths(nodes: Sequence[Node]) -> Iterator[str]:
 
 
 def path_lengths(nodes: Sequence[Node]) -> Iterator[int]:
-    """The length of each node's path, without making it: a long key is part of the path of
+    """The length of each node's path, without making it. A long key is part of the path of
     everything below it.
 
-    :raises Corrupt: a node lies deeper than any that is written.
+    :raises Corrupt: a node is deeper than any that is written.
     """
     pending = [(0, 0)]
     for node in nodes:
@@ -191,10 +197,7 @@ def _pack_other(key: object) -> bytes:
         raise Unencodable(f"has a key that {exc}") from exc
 
 
-# Paths
-
-
-_KEPT_CHARACTERS = 256
+# --- Paths ---
 
 
 def _escape(text: str) -> str:
@@ -213,9 +216,10 @@ def _join(path: str, part: str | None) -> str:
 
 
 def _key_parts(keys: Sequence[str | bytes]) -> list[str]:
-    """Keys as parts of paths, told apart if an int 1 meets a str "1".
+    """Keys as parts of paths. An int 1 and a str "1" get different parts.
 
-    ``%`` in a key is escaped, so that no parts collide."""
+    ``%`` in a key is escaped, so that no parts collide.
+    """
     if bytes not in set(map(type, keys)):
         return [_escape(key) for key in keys if isinstance(key, str)]
     used = {_escape(key) for key in keys if isinstance(key, str)}
@@ -271,7 +275,7 @@ def _parts(node: tuple[Any, ...]) -> Sequence[str | None]:
     return _PARTS[node[0]](node)
 
 
-# Checking what was read
+# --- Checks of a skeleton that was read ---
 
 
 def _frozen(item: Any) -> Any:
@@ -363,11 +367,7 @@ def arity(node: Node) -> int:
     return _ARITY[node[0]](node)
 
 
-# A state's content without some of its objects: the same tree without them, its tensors moved
-# together.
-
-
-_CONTAINERS = frozenset("dDoltq")
+# --- Carving: a state's content without some objects, and its tensors moved together ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,7 +376,7 @@ class Carved:
     tensor to which it is tied.
 
     ``holders[i]`` is the skeleton's tag of the sparse or quantized tensor, the array or the encoded
-    object of which tensor ``i`` is a part; None if it is a tensor by itself.
+    object of which tensor ``i`` is a part. None if it is a plain tensor.
     """
 
     skeleton: msgspec.Raw
@@ -393,11 +393,11 @@ class Carved:
 
 
 def carve(content: Content, wants: Callable[[str], bool] | None) -> Carved:
-    """The content with those objects in which ``wants`` asks for some path; None: all of them, in
+    """The content with the objects for which ``wants`` accepts some path. None: all of them, in
     their places.
 
-    Tensors that lay together still do, in the same order, so that chunks without removed tensors
-    keep their digests.
+    Tensors that were adjacent stay adjacent, in the same order, so that chunks without removed
+    tensors keep their digests.
     """
     specs = tensors_of(content)
     skeleton = decode_skeleton(content.skeleton)

@@ -1,15 +1,15 @@
 """Nested state to leaves and back.
 
 ``flatten`` separates what stays the same from capture to capture (the skeleton) from what changes
-(values, tensors). It runs on the training thread at each capture, so it builds nothing that it can
-take over from the previous capture: paths are made when the skeleton changes, and a tensor object
-that the previous capture saw is not looked at again.
+(values, tensors). It runs on the training thread at each capture, and reuses what the previous
+capture built. Paths are made when the skeleton changes, and a tensor object that the previous
+capture saw is not inspected again.
 
-What comes back: containers of the exact type, with keys of the exact type in the exact order; plain
-tensors (a ``Parameter`` comes back as a tensor), with conjugation and negation resolved. A
+``unflatten`` returns containers of the exact type, with keys of the exact type in the exact order.
+Tensors are plain (a ``Parameter`` becomes a tensor), with conjugation and negation resolved. A
 ``defaultdict`` keeps a factory of Python's own (``list``, ``dict``, ``set``, ``int``, …) and is
-refused with any other. A container that appears twice comes back twice; tensors that share memory
-are tied again if the caller hands equal tensors to ``unflatten``.
+refused with any other. A container that appears twice becomes two containers. Tensors that share
+memory are tied again if the caller passes equal tensors to ``unflatten``.
 """
 
 from __future__ import annotations
@@ -87,6 +87,25 @@ _FACTORIES: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (dict, list, set, tuple, int, float, str, bool, bytes, Counter, OrderedDict, deque)
 }
+# Looked up among imported modules: importing them takes seconds, and an object of a class that was
+# never imported cannot exist.
+_WRAPPERS = (
+    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
+    ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "ActivationWrapper",
+        "_checkpoint_wrapped_module",
+    ),
+    ("peft.peft_model", "PeftModel", "base_model"),
+    ("peft.mixed_model", "PeftMixedModel", "base_model"),
+    ("peft.tuners.tuners_utils", "BaseTuner", "model"),
+    ("peft.tuners.tuners_utils", "BaseTunerLayer", "base_layer"),
+    ("peft.utils.other", "AuxiliaryTrainingWrapper", "original_module"),
+)
+Owner = tuple[str, Mapping[int, str]]
+"""A tracked module: its path, and the canonical name of each of its parameters by ``id``."""
 
 
 class Leaf(msgspec.Struct, frozen=True, eq=False):
@@ -165,21 +184,21 @@ def flatten(
     *,
     is_checking: bool = False,
 ) -> Flat:
-    """Take ``tree`` apart. ``previous`` is the result of an earlier capture of the same training:
-    it makes this one cheap.
+    """The leaves and the skeleton of ``tree``. ``previous`` is the result of an earlier capture of
+    the same training, and makes this one cheap.
 
     ``lasting`` are parts of the tree that hold the same objects for as long as they are the same
-    objects themselves: their results in ``previous`` stay valid.
+    objects themselves. Their results in ``previous`` stay valid.
 
-    If the skeleton is unchanged, the result holds the very same ``Skeleton`` object, and the same
-    list of leaves if every tensor is the same object, so callers may cache by identity.
+    If the skeleton is unchanged, the result holds the very same ``Skeleton`` object. If every
+    tensor is the same object, it also holds the same list of leaves. Callers may cache by identity.
 
-    The first object of each registered encoder is decoded again, and encoded from that: both
+    The first object of each registered encoder is decoded again, and encoded from that. Both
     encodings have to be equal. With ``is_checking`` every such object is checked, and containers
     that are used very often are refused before the walk.
 
-    :raises Unsupported: a value has no safe encoding, or an encoder fails its check; names its
-        path, its type and what to do next.
+    :raises Unsupported: a value has no safe encoding, or an encoder fails its check. The text names
+        its path, its type and what to do next.
     """
     if is_checking and expanded(tree, lambda _: 1, {}) > MOST_OBJECTS:
         raise Unsupported(
@@ -239,14 +258,15 @@ def unflatten(
     *,
     is_sketch: bool = False,
 ) -> Any:
-    """Put a state together again; ``values`` are packed, as ``flatten`` or ``decode_values``
-    returned them.
+    """The state from its skeleton, values and tensors. ``values`` are packed, as ``flatten`` or
+    ``decode_values`` returned them.
 
     A tensor that is None leaves None in its place, and in the place of what is made of it: a sparse
-    or quantized tensor, a large array, an object of a registered encoder. For a sketch no element
-    of a tensor is read: a sparse or quantized tensor becomes one of the same shape and dtype
-    without bytes (on ``meta``), a large array without bytes becomes zeros, an object of an encoder
-    becomes the encoder's name.
+    or quantized tensor, a large array, an object of a registered encoder.
+
+    With ``is_sketch`` no element of a tensor is read. A sparse or quantized tensor becomes one of
+    the same shape and dtype without bytes (on ``meta``). A large array without bytes becomes zeros.
+    An object of an encoder becomes the encoder's name.
 
     :raises InvalidInput: an object needs an encoder that is not registered here.
     :raises Corrupt: skeleton, values and tensors do not belong together.
@@ -269,8 +289,8 @@ def expanded(
     """The number of objects in a tree, each counted as often as it is reached. Each container is
     visited once: ``seen`` is empty at first.
 
-    ``leaf`` returns as how many an object counts that is no container. What is nested deeper than a
-    state can be is not visited.
+    ``leaf`` returns the count for an object that is no container. Objects that are nested deeper
+    than a state can be are not visited.
     """
     if not isinstance(found, dict | list | tuple | deque | set | frozenset):
         return leaf(found)
@@ -288,7 +308,8 @@ def expanded(
 def pack_tree(tree: object) -> bytes:
     """A tree as bytes that share no memory with it.
 
-    :raises Unsupported: a value has no safe encoding, or is not in this process's memory; names it.
+    :raises Unsupported: a value has no safe encoding, or is not in this process's memory. The text
+        names it.
     """
     flat = flatten(tree)
     tensors = tuple([_own_tensor(leaf) for leaf in flat.tensors])
@@ -414,7 +435,7 @@ class _Walk:
         self.tensors: list[torch.Tensor] = []
 
     def whole(self) -> tuple[list[Node], list[torch.Tensor]]:
-        """The nodes and tensors of the tree, including those of lasting parts, in their places."""
+        """The nodes and tensors of the tree, with those from lasting parts in their places."""
         nodes: list[Node] = []
         tensors: list[torch.Tensor] = []
         loose = iter(self.tensors)
@@ -536,7 +557,7 @@ class _Walk:
         keys = tuple(map(pack_key, mapping))
         if type(mapping) is OrderedDict:
             metadata = getattr(mapping, "_metadata", None)
-            # Packed first: if it is refused, the path must be that of the dict.
+            # Packed first: if it is refused, the path must be the dict's.
             packed = None if metadata is None else pack(metadata)
             self.nodes.append(("o", metadata is not None, keys))
             if metadata is not None:
@@ -547,7 +568,7 @@ class _Walk:
         self._inside(mapping.values(), depth)
 
     def owned(self, owned: Owned, _depth: int) -> None:
-        """Append what this rank has of its own."""
+        """Append this rank's separate values."""
         self._derived += 1
         self.nodes += (("x", OWN), VALUE)
         self.values.append(pack_tree(owned.tree))
@@ -603,7 +624,7 @@ def _check_encoder(encoder: Encoder, found: object, plain: object) -> None:
         with torch.random.fork_rng(devices=[]):  # the training must not see what ``decode`` draws
             again = encoder.encode(encoder.decode(unpack_tree(first)))
         is_same = pack_tree(again) == first
-    except Unsupported:  # the walk goes on to it, and knows its path
+    except Unsupported:  # the walk reaches it later, with its path
         return
     except Exception as exc:
         raise Unencodable(
@@ -830,30 +851,8 @@ _BUILDERS: dict[str, _Builder] = {
 }
 
 
-# Canonical names of a module's contents: by structure, so that one state fits the compiled, the
-# wrapped and the plain model.
-
-
-# Looked up among what is already imported: importing them takes seconds, and an object of a class
-# that nobody imported cannot exist.
-_WRAPPERS = (
-    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
-    ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
-    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
-    (
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-        "ActivationWrapper",
-        "_checkpoint_wrapped_module",
-    ),
-    ("peft.peft_model", "PeftModel", "base_model"),
-    ("peft.mixed_model", "PeftMixedModel", "base_model"),
-    ("peft.tuners.tuners_utils", "BaseTuner", "model"),
-    ("peft.tuners.tuners_utils", "BaseTunerLayer", "base_layer"),
-    ("peft.utils.other", "AuxiliaryTrainingWrapper", "original_module"),
-)
-
-Owner = tuple[str, Mapping[int, str]]
-"""A tracked module: its path, and the canonical name of each of its parameters by ``id``."""
+# --- Canonical names of a module's contents ---
+# They are made by structure, so that one state fits the compiled, the wrapped and the plain model.
 
 
 def join(path: str, key: object) -> str:
@@ -902,10 +901,10 @@ def parameter_names(
 ) -> list[list[str]]:
     """A name for each parameter of each group of an optimizer.
 
-    A single tracked module that has all parameters gives its names as they are. If several modules
-    are needed, each name begins with its module's path. ``loose`` returns the tensors that are
-    tracked by themselves, by ``id``. A parameter that nothing tracked has takes its name from the
-    group's own ``param_names``, or is named by position.
+    A single tracked module that has all parameters gives its names unchanged. If several modules
+    are needed, each name begins with its module's path. ``loose`` returns the separately tracked
+    tensors by ``id``. A parameter that no tracked object has takes its name from the group's own
+    ``param_names``, or is named by position.
     """
     keys = [list(map(id, group["params"])) for group in groups]
     for _, names in owners:
@@ -942,7 +941,7 @@ def _mixed_names(
 
 
 def positional_name(group: int, position: int) -> str:
-    """The name of a parameter that no tracked object knows."""
+    """The name of a parameter that no tracked object has."""
     return f"group{group}.param{position}"
 
 

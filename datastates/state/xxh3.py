@@ -1,10 +1,10 @@
-"""XXH3-128's long form, split so that many chunks are digested at once: its constants, and its end.
+"""XXH3-128's long form, split so that a device digests many chunks at once.
 
 The hash reads stripes of 64 bytes, in blocks of 1 KiB, into eight *lanes* of 64 bits. What a block
-adds to the lanes depends only on its bytes, so that is computed for all blocks at once; then the
-lanes of a chunk go through its blocks one after the other. Only the lanes go to the host, 64 bytes
-for each chunk, where ``digests_of`` finishes the hash. Seed 0 and the default secret, as in
-``chunk_digest``. After the specification of xxHash,
+adds to the lanes depends only on its bytes. It is computed for all blocks at once. Then the lanes
+of a chunk go through its blocks one after the other. The lanes go to the host, 64 bytes for each
+chunk, where ``digests_of`` finishes the hash. Seed 0 and the default secret are used, as in
+``chunk_digest``. See the specification of xxHash,
 https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md.
 """
 
@@ -47,6 +47,17 @@ _PRIMES_64 = (
     0x27D4EB2F165667C5,
 )
 _ALL = (1 << 64) - 1
+_ALIGNED = 16
+"""The alignment, in bytes, that a device's memory needs for the widest read."""
+
+_WORD = 8
+"""The begin of each read by a device must be a multiple of this many bytes."""
+
+LANES = BLOCK_BYTES // STRIPE_BYTES, STRIPE_BYTES // 8
+"""The shape of a block in words: its stripes, and the lanes to which they are added."""
+
+Part = tuple[int, torch.Tensor]
+"""The place in a chunk where some of its bytes begin, and these bytes: flat, ``uint8``."""
 
 
 def _row(offset: int) -> _Words:
@@ -63,7 +74,7 @@ INNER = np.stack([_row(8 * stripe) for stripe in range(16)])
 """The secret for the stripes of a block."""
 
 LAST = np.stack([*INNER[:15], _row(192 - 64 - 7)])
-"""The same for the last block of a chunk: its last 64 bytes are a stripe of their own."""
+"""The same for the last block of a chunk: its last 64 bytes are a separate stripe."""
 
 SCRAMBLE = _row(128)
 """The secret that is mixed in after each block."""
@@ -118,27 +129,13 @@ def _avalanche(word: _Words) -> _Words:
     return word ^ (word >> np.uint64(32))
 
 
-# Chunks in place, cut into blocks of 1 KiB: which bytes of which tensor a device reads to digest
-# them.
-
-
-_ALIGNED = 16
-"""The alignment, in bytes, that a device's memory needs for the widest read."""
-
-_WORD = 8
-"""What a device reads at a time must begin at a multiple of this many bytes."""
-
-LANES = BLOCK_BYTES // STRIPE_BYTES, STRIPE_BYTES // 8
-"""The shape of a block in words: its stripes, and the lanes to which they are added."""
-
-Part = tuple[int, torch.Tensor]
-"""The place in a chunk where some of its bytes begin, and these bytes: flat, ``uint8``."""
+# --- Blocks of chunks: the bytes that a device reads to digest them ---
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """Whole blocks of a chunk that lie in one tensor: the chunk, the number of the first block,
-    and the bytes."""
+    """Whole blocks of a chunk in one tensor: the chunk, the number of the first block, and the
+    bytes."""
 
     chunk: int
     block: int
@@ -168,8 +165,8 @@ def can_digest(length: int, parts: Sequence[Part]) -> bool:
 
 
 def split_by_chunk(start: int, flat: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """For each chunk in which a stretch of the stream lies: the chunk, where the stretch begins
-    in it, and its bytes there."""
+    """For each chunk that overlaps a stretch of the stream: the chunk, where the stretch begins in
+    it, and its bytes there."""
     done = 0
     while done < flat.numel():
         chunk, offset = divmod(start + done, CHUNK_BYTES)
@@ -179,15 +176,15 @@ def split_by_chunk(start: int, flat: torch.Tensor) -> Iterator[tuple[int, int, t
 
 
 class Blocks:
-    """The blocks of chunks that lie on one device; each chunk is a length and its parts in order.
+    """The blocks of chunks on one device. Each chunk is a length and its parts in order.
     ``can_digest`` holds for each.
 
-    Chunks are sorted by ``order``, the longest first, so that those that are not done after n
-    blocks are always the first ones. ``counts`` are the blocks of each chunk before its last,
-    ``stripes`` the whole stripes of that last block. ``runs`` are blocks that lie in one tensor,
-    ``rests`` are those that do not, as chunk and number. ``lasts`` has, by chunk, the last block
-    and the last 64 bytes of chunks whose end may be read in place. Tensors are kept as long as this
-    object, and read when they are asked for.
+    Chunks are sorted by ``order``, the longest first. Chunks that are not done after n blocks are
+    then always the first ones. ``counts`` are the blocks of each chunk before its last, ``stripes``
+    the whole stripes of that last block. ``runs`` are blocks that are in one tensor. ``rests`` are
+    all other blocks, as chunk and number. ``lasts`` has, by chunk, the last block and the last 64
+    bytes of chunks whose end may be read in place. Tensors are kept as long as this object, and
+    read on demand.
     """
 
     def __init__(self, chunks: Sequence[tuple[int, Sequence[Part]]]) -> None:
@@ -210,8 +207,8 @@ class Blocks:
                 self._take_last(chunk, self.lengths[index], start, data)
 
     def gathered(self, *, is_all: bool = True) -> torch.Tensor:
-        """The blocks that are in no run, on the device: those of ``rests``, then the last of each
-        chunk; (blocks, 16, 8), ``int64``.
+        """The blocks that are in no run, on the device: first ``rests``, then the last of each
+        chunk. Its shape is (blocks, 16, 8), its dtype ``int64``.
 
         The last 64 bytes of a chunk are the sixteenth stripe of its last block. The space between
         parts is zeros. Unless ``is_all``, the rows of chunks in ``lasts`` are zeros, too.

@@ -1,6 +1,9 @@
-"""Executors for variants: our own processes, this process, or Ray.
+"""Executors that train the variants of a study.
 
-Any other ``concurrent.futures.Executor`` works as it is."""
+The file has our pool of processes, the calling process, and Ray. Any other
+``concurrent.futures.Executor`` works too. ``Pool`` submits tasks to an executor and replaces it
+when it breaks.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +49,9 @@ class SerialExecutor(Executor):
 class _Slot:
     """One worker process, started with the first call.
 
-    The fork server of ``multiprocessing`` forks it, a process that has imported torch and done
-    nothing else. So the worker begins after a tenth of a second rather than after seconds, and
-    workers share the memory of what was imported. The worker is sent the present environment.
+    It is forked from the fork server of ``multiprocessing``, a process that only imported torch. A
+    worker therefore starts in a tenth of a second instead of seconds, and workers share the memory
+    of the imported modules. The worker receives the present environment.
     """
 
     def __init__(self) -> None:
@@ -194,9 +197,10 @@ _held: set[ProcessPoolExecutor] = set()
 
 
 def _hold(pool: ProcessPoolExecutor) -> None:
-    """Hold a broken pool until its own thread has ended. From Python 3.12 on, that thread waits for
-    itself without end if it is the last to let go of the pool, and the process, which waits for it
-    at exit, never ends.
+    """Hold a broken pool until its own thread has ended.
+
+    From Python 3.12 on, a pool's thread deadlocks if it drops the last reference to the pool. The
+    process then never exits, because it joins that thread.
     """
 
     def end() -> None:
@@ -210,9 +214,8 @@ def _hold(pool: ProcessPoolExecutor) -> None:
 
 
 class RayExecutor(Executor):
-    """Runs calls as tasks of Ray, which has no executor of its own. The caller calls ``ray.init``;
-    ``options`` are those of ``ray.remote``.
-    """
+    """Runs calls as tasks of Ray, which has no executor itself. The caller calls ``ray.init``.
+    ``options`` are passed to ``ray.remote``."""
 
     def __init__(self, **options: Any) -> None:
         import ray
@@ -229,8 +232,7 @@ def _call(call: Callable[[], Any]) -> Any:
     return call()
 
 
-# The executor of a study: which executors are accepted, how tasks reach them, and what happens
-# when one breaks.
+# --- The executor of a study ---
 
 
 class Pool:

@@ -1,5 +1,8 @@
-"""Running a plan: each variant is a task of an executor, and its results are states of the
-lineage."""
+"""``explore`` trains the variants of a plan; their results are states of the lineage.
+
+Each variant is a task of an executor. With ``group``, the groups of a running job train the
+variants instead: each group takes the next variant that no other group has.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +53,12 @@ if TYPE_CHECKING:
     from datastates.repository import Repository
 
 _logger = logging.getLogger(__name__)
+_AMONG_LOOK_S = 0.2
+_NONE_NOW = "/"  # no variant has this name
+_SHARED = "groups since "
+_HEARD = re.compile(r"\w+: rank \d+ of \d+ could not ")
+_EXPLORER_LOOK_S = 0.5
+_GRACE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +72,10 @@ class Study:
     config: Mapping[str, Value] | None
 
     def begin(self, start: str) -> tuple[State, Exploration]:
-        """The state from which the study forks, tagged and durable, and what is known of its
-        variants, which are noted as planned.
+        """The state from which the study forks, tagged and durable, and the progress of its
+        variants.
+
+        The variants are recorded as planned.
 
         :raises Conflict: the study began from another state, or a variant was trained by another
             plan.
@@ -103,14 +114,7 @@ class Study:
         return replace(report, storage=storage(self.repo, self.name))
 
 
-# Variants handed out among the groups of a job: each group takes the next variant that no other
-# group has, and trains it where it runs.
-
-
-_AMONG_LOOK_S = 0.2
-_NONE_NOW = "/"  # no variant has this name
-_SHARED = "groups since "
-_HEARD = re.compile(r"\w+: rank \d+ of \d+ could not ")
+# --- Groups of a job that share the variants ---
 
 
 def explore_among(
@@ -132,8 +136,9 @@ def explore_among(
 
 
 def _begin(stack: ExitStack, study: Study, start: str) -> int:
-    """Begin the study, or join the groups that have begun it; returns when they did, in
-    microseconds. One group holds the study's claim.
+    """Begin the study, or join the groups that have begun it.
+
+    Returns when they began, in microseconds. One group holds the study's claim.
 
     :raises Conflict: an explorer of another kind holds the claim.
     """
@@ -168,7 +173,8 @@ def _turn(folder: Path, name: str) -> Iterator[None]:
 class _Ours:
     """The part of a study that one group trains.
 
-    Only rank 0 calls ``choose``; all ranks call the other methods."""
+    Rank 0 alone calls ``choose``. All ranks call the other methods.
+    """
 
     study: Study
     ranks: Together
@@ -199,8 +205,11 @@ class _Ours:
             return attachments.failures(session, self.study.name, self.since)
 
     def choose(self) -> str:
-        """The next variant, which is now claimed; an empty name when all are over; ``_NONE_NOW``
-        while others hold all that is left."""
+        """The next variant, which is now claimed.
+
+        Empty when all variants are over. ``_NONE_NOW`` while other groups hold all remaining
+        variants.
+        """
         self.let_go()
         done, errors = self.done(), self.errors()
         lost: set[str] = set()
@@ -282,12 +291,7 @@ def _text(variant: str, error: Exception) -> str:
     return f"{outcome.error}\n\n{outcome.traceback}".rstrip()
 
 
-# Running a plan: each variant is a task of an executor, and its results are states of the
-# lineage.
-
-
-_EXPLORER_LOOK_S = 0.5
-_GRACE_S = 3.0
+# --- One explorer and an executor ---
 
 
 class RunOptions(TypedDict, total=False):
@@ -327,8 +331,9 @@ def explore(
     group: Group | None = None,
     **options: Unpack[RunOptions],
 ) -> Exploration:
-    """Train every variant of a plan, each on its own branch ``<study>/<variant>``; the same call
-    again goes on where this one stopped.
+    """Train every variant of a plan, each on its own branch ``<study>/<variant>``.
+
+    Call it again with the same arguments to continue a study that was interrupted.
 
         def train(job):
             model, optimizer = build()
@@ -349,30 +354,30 @@ def explore(
     :param plan: the plan to train.
     :param train: a function that gets a ``Job`` and trains one variant.
     :param executor: any ``concurrent.futures.Executor`` whose calls run in processes, or a function
-        that makes one and is called again when that one breaks; None: as many processes as there is
-        room for, with ``threads`` each.
+        that makes one. The function is called again when the executor breaks. By default, as many
+        processes as the machine has cores for, with ``threads`` each.
     :param study: the name of the study.
     :param config: the configuration that the variants' configurations change.
-    :param retries: how often a variant that raises is tried again before it is reported with its
-        error and its descendants are skipped.
+    :param retries: how often a variant that raises is tried again. After that, it is reported with
+        its error, and its descendants are skipped.
     :param threads: torch's threads in each worker.
     :param ranks: how many processes train each variant together. The variant's worker starts them
         on its machine, as torchrun would, with torch.distributed initialised. If one fails or dies,
         the variant is tried again.
-    :param group: this process is already a rank of this group, which trains variants in place:
-        every rank of a job calls this, each with the group that it is in, and each group takes the
-        next variant that no other has.
-    :param stop: asked after each epoch whether a variant ends there.
-    :param share: a url such as ``ucx://127.0.0.1:0`` at which ``repo`` is served meanwhile: workers
-        then take starting states from its memory; with ``ranks`` the first rank does, and passes on
-        what the others want of it too.
+    :param group: trains variants in this process, which is a rank of this group. Every rank of a
+        job calls ``explore`` with its own group. Each group takes the next variant that no other
+        group has.
+    :param stop: called after each epoch. The variant ends there if it returns True.
+    :param share: a url such as ``ucx://127.0.0.1:0`` at which ``repo`` is served during the study.
+        Workers then take starting states from its memory. With ``ranks``, the first rank takes them
+        and passes them on.
     :param progress: whether the plan and its progress are shown.
     :raises Conflict: the study is being explored by another process, began from another state, or a
-        variant was trained by another plan; nothing was run.
-    :raises InvalidInput: the executor, the train function or a name cannot be used; says why.
-    :raises KeyboardInterrupt: the study was interrupted; its states stay, and the same call goes
-        on. After 3 s, worker processes that have not ended are killed.
-    :raises SystemExit: likewise, by SIGTERM or SIGHUP.
+        variant was trained by another plan. Nothing was run.
+    :raises InvalidInput: the executor, the train function or a name cannot be used.
+    :raises KeyboardInterrupt: the study was interrupted. Its states stay, and the same call resumes
+        it. After 3 s, worker processes that have not ended are killed.
+    :raises SystemExit: the same, by SIGTERM or SIGHUP.
     """
     config, threads, share, ranks = (
         options["config"],
@@ -558,7 +563,7 @@ class _Run:
         return len(records.reports(self.repo, self.study, name, parent))
 
     def _look(self) -> None:
-        """Tell the display what was reported since the last look."""
+        """Show on the display what was reported since the last call."""
         if not self._at_work:
             return
         refs = records.refs_of(self.repo)

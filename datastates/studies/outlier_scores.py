@@ -1,5 +1,9 @@
-"""How suspicious each sample is: losses under many states, combined into one score for each
-sample."""
+"""The score of each sample, from its losses under states of the lineage.
+
+In order of use: ``gather`` finds the states, ``measure`` computes the losses, and ``Scores``
+combines them. ``select`` chooses the suspects, and ``score_subsets`` scores subsets. ``trained``
+estimates the training cost in epochs.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,13 @@ from .plan import Plan
 Floats = NDArray[np.float64]
 Rows = NDArray[np.int64]
 Flags = NDArray[np.bool_]
+FORWARD = 1 / 3
+"""The cost of a forward pass, in epochs: a step also goes backward, which costs about twice as
+much as going forward."""
+
+LossOf = Callable[[nn.Module, Tensor], Tensor]
+"""A function that takes the model and int64 indices ``[n]`` on the CPU, and returns the loss of
+each sample, ``[n]``."""
 
 
 class Tally:
@@ -54,7 +65,7 @@ class Spread:
         self.sources = np.zeros(count, dtype=np.int64)
 
     def add(self, values: Floats) -> None:
-        """Add what one source says of each sample; NaN where it says nothing."""
+        """Add one source's value of each sample. NaN means that the source has no value."""
         shares = percentiles(values)
         known = ~np.isnan(shares)
         self._sum[known] += shares[known]
@@ -75,14 +86,14 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """One array for each column, one element for each sample; NaN where a value is not known.
+    """One array for each column, one element for each sample. Unknown values are NaN.
 
     ``score`` decides the ranking: the percentile (0 to 100) of the sample's loss, or the mean of
-    two percentiles if both losses are known. ``strength`` says how far the sample stands out: the
-    mean of the standardised losses. ``lineage`` is the mean loss under states that were, or may
-    have been, trained on the sample. ``held_out`` is the mean loss under variants that held it out.
-    ``spread`` is the standard deviation of the sample's percentile over the ``sources`` (branches,
-    variants) that know it.
+    two percentiles if both losses are known. ``strength`` is the mean of the standardised losses.
+    ``lineage`` is the mean loss under states that were, or may have been, trained on the sample.
+    ``held_out`` is the mean loss under variants that held it out. ``spread`` is the standard
+    deviation of the sample's percentile over the ``sources`` (branches, variants) with a loss for
+    it.
     """
 
     score: Floats
@@ -93,7 +104,7 @@ class Scores:
     sources: Rows
 
     def order(self) -> Rows:
-        """Indices, the most suspicious first; samples that no source knows come last."""
+        """Indices, the most suspicious first. Samples without a score come last."""
         keys = [np.nan_to_num(values, nan=-np.inf) for values in (self.strength, self.score)]
         return np.lexsort([-key for key in keys]).astype(np.int64)
 
@@ -142,8 +153,8 @@ def capped(values: Floats) -> Floats:
 
 
 def percentiles(values: Floats) -> Floats:
-    """The share (0 to 100) of the others that each value stands above, ties counted half; NaN
-    stays NaN."""
+    """The share (0 to 100) of the other values that each value exceeds. Ties count half. NaN stays
+    NaN."""
     found = np.full(len(values), np.nan)
     known = np.flatnonzero(~np.isnan(values))
     if known.size == 1:
@@ -155,12 +166,7 @@ def percentiles(values: Floats) -> Floats:
     return found
 
 
-# The cost of a report on outliers, in epochs over the whole data.
-
-
-FORWARD = 1 / 3
-"""The cost of a forward pass, in epochs: a step also goes backward, which costs about twice as
-much as going forward."""
+# --- Cost in epochs over the whole data ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,11 +205,11 @@ def trained(
     """The epochs over the whole data that one branch adds to those in ``known``; None if its own
     states record none.
 
-    ``log`` is oldest first. ``known`` maps each state that was counted before to its variant and
-    that variant's epochs at the state; the states of this log are added to it. A state records its
-    epochs as the attribute or metric ``epoch``; in a study they count from the variant's fork.
-    ``samples`` of ``samples_all`` says how much of the data an epoch was. A state without a record
-    counts its steps over ``steps_per_epoch``.
+    ``log`` is oldest first. ``known`` maps each state that was counted before to its variant and to
+    that variant's epochs at the state. The states of this log are added to it. A state records its
+    epochs as the attribute or metric ``epoch``. In a study they count from the variant's fork.
+    ``samples`` and ``samples_all`` give the part of the data that was an epoch. A state without a
+    record counts its steps over ``steps_per_epoch``.
     """
     total, variant, before = 0.0, None, 0.0
     is_new = is_recorded = False
@@ -253,15 +259,14 @@ def _share(state: State, count: int) -> float:
     return samples / of if isinstance(samples, int) and isinstance(of, int) and samples > 0 else 1.0
 
 
-# What a report on outliers reads: the states of branches, and of variants that held samples out.
+# --- States of branches and of variants that held samples out ---
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One branch: its states that are to be read, oldest first, and the samples that it held out,
-    if those are known.
+    """One branch: the states to read, oldest first, and the samples that it held out, if known.
 
-    The branch has ``of`` states of its own; ``gone`` of them have lost their bytes.
+    The branch has ``of`` own states. ``gone`` of them have lost their bytes.
     """
 
     name: str
@@ -411,8 +416,8 @@ def _members(repo: Repository, refs: Mapping[str, RefKind], study: str) -> list[
 
 
 def _held_out(plan: Plan, name: str, count: int) -> Rows | None:
-    """The samples on which neither the variant nor an ancestor was trained, ascending; None if
-    there are none, or the plan does not say."""
+    """The samples on which neither the variant nor an ancestor was trained, ascending. None if
+    there are none, or the plan does not define them."""
     path = plan.path(name)
     if any(variant.train is None for variant in path):
         return None
@@ -431,13 +436,7 @@ def _check_rows(plan: Plan, count: int) -> None:
             )
 
 
-# The loss of each sample under states of the lineage: states are restored one after another into
-# one model.
-
-
-LossOf = Callable[[nn.Module, Tensor], Tensor]
-"""A function that takes the model and int64 indices ``[n]`` on the CPU, and returns the loss of
-each sample, ``[n]``."""
+# --- Losses under states, restored one after another into one model ---
 
 
 @dataclass(slots=True)
@@ -528,8 +527,10 @@ class Meter:
 def measure(
     meter: Meter, sources: Sequence[Source], count: int, on_progress: Callable[[int, int], None]
 ) -> Losses:
-    """Read every source. Skips a state that cannot be restored, or under which most losses are not
-    finite. Any other loss that is not finite counts as infinite.
+    """The losses of every source.
+
+    A state is skipped if it cannot be restored, or if most of its losses are not finite. Any other
+    loss that is not finite counts as infinite.
 
     :raises Unavailable: not one state could be read.
     """
@@ -592,7 +593,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-# The choice of suspects: the samples with the highest scores, as many as the noise rate says.
+# --- Suspects: the samples with the highest scores ---
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -664,7 +665,7 @@ def estimate(strength: Floats) -> float:
     return min(0.5, (wrong + float(mixture.predict_proba(column)[:, high].sum())) / strength.size)
 
 
-# Which subset matters: the scores of its samples, combined.
+# --- Scores of subsets ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -724,7 +725,7 @@ def score_subsets(
     return tuple(sorted(found, key=lambda subset: -subset.score))
 
 
-# Every sample ranked by how far it stands out, with the sources of the ranking.
+# --- The ranking and its sources ---
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
-"""Finding the samples that a training could not make sense of: by losses along the lineage, and
-under variants that held them out."""
+"""``outliers`` finds samples with unusual losses, and ``OutlierReport`` is its result.
+
+The losses come from states of the lineage and from variants that held the samples out.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,7 @@ class OutlierReport(Ranking):
         :param most: how many of the highest ranked samples are shown.
         :raises Unsupported: there is something to draw, and matplotlib is not installed.
         """
-        # the page and the picture are imported only where they are asked for
+        # the page and the picture are imported only where they are used
         from .outlier_report import (
             page,
         )
@@ -158,18 +160,22 @@ class OutlierReport(Ranking):
         describe: Callable[[int], str] | None = None,
         most: int = 200,
     ) -> None:
-        """Keep the highest ranked samples in the lineage, where the page shows them. A report of
-        the same name is replaced.
+        """Store the highest ranked samples in the lineage, where the page shows them.
 
-            count = len(inputs)
-            report = outliers(repo, "main", model=model, loss=losses_of, count=count)
-            report.to_repository(repo, "labels", show=lambda index: inputs[index].reshape(2, 2))
+        A report of the same name is replaced.
+
+            report = outliers(
+                repo, "main", model=model, loss=losses_of, count=len(inputs), noise_rate=0.1
+            )
+            report.to_repository(
+                repo, "labels", show=lambda index: inputs[index].reshape(2, 2), most=24
+            )
 
         :param repo: the repository whose page shows them.
         :param name: the name of the report there.
         :param show: returns the picture of a sample, given its index: an array as for ``to_html``,
-            or bytes of a PNG, JPEG, GIF or WebP of at most 1 MiB. None: the page asks the function
-            that ``serve`` was given as ``pictures``, if it was.
+            or bytes of a PNG, JPEG, GIF or WebP of at most 1 MiB. None: the page uses the function
+            that ``serve`` got as ``pictures``, if there is one.
         :param describe: returns a line about a sample, given its index.
         :param most: how many samples are kept, at most 2000.
         :raises InvalidInput: a picture is not one, or is too large.
@@ -230,8 +236,7 @@ def _source(source: Source) -> dict[str, Any]:
     }
 
 
-# Finding the samples that a training could not make sense of: by losses along the lineage, and
-# under variants that held them out.
+# --- Finding outliers ---
 
 
 def _model(value: object, what: str) -> nn.Module:
@@ -303,12 +308,19 @@ def outliers(
             return (model(inputs[indices]) - targets[indices]).square().flatten()
 
 
-        report = outliers(repo, "main", model=model, loss=losses_of, count=len(inputs),
-        noise_rate=0.1, steps_per_epoch=4)
+        report = outliers(
+            repo,
+            "main",
+            model=model,
+            loss=losses_of,
+            count=len(inputs),
+            noise_rate=0.1,
+            steps_per_epoch=4,
+        )
 
-    States that cannot be restored are skipped; the report says which and why. The more epochs have
-    their bytes, the better: if the study's repository has ``Config(durable_every=1)``, every epoch
-    is read whatever writing costs.
+    States that cannot be restored are skipped, and the report lists them with the reason. Results
+    improve with the number of epochs whose bytes exist. With ``Config(durable_every=1)`` in the
+    study's repository, every epoch can be read.
 
     :param repo: where the states are.
     :param branches: any revisions. The mean loss along at most ``states`` of each one's own states,
@@ -321,9 +333,9 @@ def outliers(
     :param study: adds the finished variants of ``explore``.
     :param plan: the study's plan. Each variant scores the samples on which neither it nor an
         ancestor of it was trained, and the states that they forked from count as a branch.
-    :param subsets: subsets that are scored too; by default those of the plan.
+    :param subsets: subsets that are scored too, by default the plan's subsets.
     :param states: the most states of a branch that are read.
-    :param noise_rate: the share of suspects; None: scikit-learn estimates it.
+    :param noise_rate: the share of suspects. By default, scikit-learn estimates it.
     :param name: the name under which the model was tracked.
     :param batch: how many indices ``loss`` gets at a time.
     :param steps_per_epoch: needed for the cost of training if the states do not record an

@@ -1,4 +1,7 @@
-"""A plan: a tree of variants to train from a start, as plain data."""
+"""``Plan`` is a tree of variants to train from a start, as plain data.
+
+The file also has its parts (``Split``, ``Variant``) and the checks of arguments that studies share.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +26,17 @@ if TYPE_CHECKING:
 
 MOST_VARIANTS = 1_000_000
 """The most variants that a plan made here may have, and the most subsets that its data may have."""
+
 MOST_DEPTH = 20
 MOST_SAMPLES = 100_000_000
 _BITS = 2**63
+_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What the variants of a plan are trained and validated on; ``train=None`` leaves that to
-    the train function."""
+    """The subsets that the variants of a plan use for training and validation. With ``train=None``,
+    the train function chooses its data."""
 
     subsets: dict[str, tuple[int, ...]]
     train: tuple[str, ...] | None
@@ -199,10 +204,7 @@ def folds(value: object, what: str) -> int | dict[str, object]:
     return values.named(value, what) if isinstance(value, Mapping) else variants(value, what)
 
 
-# A plan: a tree of variants to train from a start, as plain data.
-
-
-_VERSION = 1
+# --- Plan ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,10 +226,11 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A tree of variants, parents before their children; the ``subsets`` of the data by name, as
-    indices; the ones that the start has ``seen``.
+    """A tree of variants, parents before their children.
 
-    The plan copies what it is given. Any integers serve as indices: ranges, arrays, tensors.
+    ``subsets`` are indices of the data by name. The start was trained on those in ``seen``.
+
+    The plan copies its arguments. Indices can be ranges, arrays or tensors of integers.
 
     :raises InvalidInput: names, parents, epochs or data do not fit together, or a variant is
         validated on data that it or an ancestor of it was trained on.
@@ -286,7 +289,7 @@ class Plan:
         return tuple(reversed(steps))
 
     def children(self, name: str | None) -> tuple[Variant, ...]:
-        """The variants that fork from a variant; None: from the plan's start."""
+        """The variants that fork from a variant, or from the plan's start if ``name`` is None."""
         return tuple(variant for variant in self.variants if variant.parent == name)
 
     def config(self, name: str, base: Mapping[str, Value] | None = None) -> dict[str, Value]:
@@ -304,8 +307,10 @@ class Plan:
         return tuple(sorted(self._row_set(names)))
 
     def leaks(self) -> dict[str, tuple[str, ...]]:
-        """The variants that are validated on subsets that the start has seen, with those
-        subsets: their validation tells less."""
+        """The variants that are validated on subsets that the start has seen, with those subsets.
+
+        The validation of these variants is less meaningful.
+        """
         known = self._row_set(self.seen)
         leaking = {name for name, rows in self.subsets.items() if not known.isdisjoint(rows)}
         found = {
@@ -318,9 +323,9 @@ class Plan:
         """A hash of everything that decides a variant's outcome: the configuration, data and epochs
         of its path. 32 hex digits.
 
-        The names of variants and subsets do not matter; nor does a change of the configuration that
-        changes none of its values. A variant with a ``seed`` of its own is seeded where it forks,
-        so repeating the inherited seed does change the digest.
+        Names of variants and subsets have no effect. A change of the configuration has an effect
+        only if it changes a value. A variant with its own ``seed`` is seeded at its fork, so a
+        repeated seed changes the digest.
         """
         config, path = dict(base or {}), []
         for step in self.path(name):
@@ -351,7 +356,7 @@ class Plan:
     def from_dict(cls, plain: Mapping[str, Any]) -> Self:
         """The plan that ``to_dict`` made.
 
-        :raises InvalidInput: it is not a plan; says where.
+        :raises InvalidInput: it is not a plan. The text names the place.
         """
         try:
             form = msgspec.convert(plain, _Form)

@@ -1,5 +1,5 @@
-"""Builders for the plans of usual studies: grids and samples of configurations, ensembles,
-folds, leave-out trees."""
+"""Builders for the usual plans: grids and samples of configurations, ensembles, folds, and
+leave-out trees."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ ScheduleName = Literal["flat", "linear", "log", "sqrt"]
 
 @take.takes(config=arguments.tried, epochs=arguments.positive)
 def grid(config: Mapping[str, Sequence[Value]], *, epochs: int, **data: Unpack[Data]) -> Plan:
-    """A plan with a variant for each combination of the values of ``config``; the last key changes
+    """A plan with a variant for each combination of the values of ``config``. The last key changes
     fastest.
 
         plan = grid({"lr": [1e-2, 1e-3], "dropout": [0.0, 0.1]}, epochs=3)
@@ -177,13 +177,13 @@ def sample(
     epochs: int,
     **data: Unpack[Data],
 ) -> Plan:
-    """A plan of ``count`` variants with values drawn at random; the same for the same seed.
+    """A plan of ``count`` variants with values drawn at random. The same seed gives the same plan.
 
-    Each value depends only on the seed, its key and the variant's number: a larger count, or
-    another key, changes no value that was there.
+    Each value depends only on the seed, its key and the variant's number. A larger count or another
+    key changes no earlier value.
 
-        plan = sample({"lr": LogUniform(1e-4, 1e-1), "layers": Choice(range(2, 5))}, count=8,
-        seed=0, epochs=3)
+        drawn = {"lr": LogUniform(1e-4, 1e-1), "layers": Choice(range(2, 5))}
+        plan = sample(drawn, count=8, seed=0, epochs=3)
 
     :param distributions: what is drawn, by its name in the configuration.
     :param count: how many variants.
@@ -225,7 +225,7 @@ def kfold(
     seed: int = 0,
     seen: Sequence[str] = (),
 ) -> Plan:
-    """A plan with a variant for each fold, validated on that fold and trained on the others.
+    """A plan with a variant for each fold, validated on that fold and trained on the other folds.
 
         plan = kfold(5, samples=1000, epochs=3)
 
@@ -234,8 +234,8 @@ def kfold(
     :param samples: indices, or how many there are.
     :param seed: the seed of the cut.
     :param seen: subsets that the start was trained on.
-    :raises InvalidInput: there are fewer than 2 folds, or samples are missing, or are given beside
-        subsets.
+    :raises InvalidInput: there are fewer than 2 folds, or samples are missing, or are given
+        together with subsets.
     """
     if isinstance(folds, Mapping):
         if samples is not None:
@@ -279,20 +279,20 @@ def leave_out(
     seen: Sequence[str] = (),
     always: Sequence[str] = (),
 ) -> Plan:
-    """The tree of variants that each leave out, and are validated on, a part of what their parent
-    left out.
+    """A tree of variants. Each leaves out a part of what its parent left out, and is validated on
+    it.
 
     Variant ``2`` leaves out the second of ``fan_out`` groups of subsets, and its child ``2.1`` the
-    first ``fan_out``-th of that group. The child is trained on everything else, including what
-    ``2`` left out and it does not. So no variant is validated on data that an ancestor was trained
-    on (the leave-out tree of CANDLE's challenge problem). Groups that cannot be cut evenly differ
-    by one subset.
+    first ``fan_out``-th of that group. The child is trained on all other subsets, including the
+    part that ``2`` left out and the child does not. No variant is validated on data that an
+    ancestor was trained on. This is the leave-out tree of CANDLE's challenge problem. Groups that
+    cannot be cut evenly differ by one subset.
 
         plan = leave_out(cut(range(1000), 8), depth=3, epochs=6, schedule="sqrt")
 
     :param subsets: indices by name.
     :param depth: how many stages the tree has.
-    :param epochs: the epochs of the first stage; ``epochs_at`` says how they fall.
+    :param epochs: the epochs of the first stage. ``epochs_at`` describes the later stages.
     :param fan_out: how many children each variant has.
     :param schedule: how the epochs fall from stage to stage.
     :param seen: subsets that the start was trained on.
@@ -365,10 +365,10 @@ def epochs_at(schedule: Schedule | ScheduleName, epochs: int, stage: int, stages
 
 @take.takes(plan=plan_of, seeds=arguments.counted(arguments.MOST_VARIANTS))
 def repeat(plan: Plan, seeds: int | Sequence[int]) -> Plan:
-    """The whole plan once for each seed, with which its first variants are seeded; variant ``1.2``
-    becomes ``seed-0/1.2``.
+    """The whole plan once for each seed. The seed applies to the plan's first variants. Variant
+    ``1.2`` becomes ``seed-0/1.2``.
 
-    :raises InvalidInput: a first variant of the plan has a seed of its own.
+    :raises InvalidInput: a first variant of the plan has its own seed.
     """
     chosen = range(seeds) if isinstance(seeds, int) else seeds
     if taken := [variant.name for variant in plan.children(None) if "seed" in variant.config]:
@@ -412,7 +412,7 @@ def cut(samples: int | Sequence[int], count: int, *, seed: int = 0) -> dict[str,
 
 
 def _cut(items: Sequence[int], count: int) -> list[Sequence[int]]:
-    """``count`` stretches of ``items``, the longer ones spread among the others."""
+    """``count`` stretches of ``items``, with the longer ones spread evenly."""
     ends = [len(items) * number // count for number in range(count + 1)]
     return [items[begin:end] for begin, end in itertools.pairwise(ends)]
 

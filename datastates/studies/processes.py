@@ -1,8 +1,8 @@
-"""A process that trains variants: its beginning, the repositories that it keeps open, and its end
-with the process that made it.
+"""Processes that train variants, on this machine.
 
-It keeps the repositories that it opened, so that a variant whose parent was trained here finds the
-parent's state in memory.
+A worker keeps the repositories that it opened. A variant whose parent was trained in the same
+process then finds the parent's state in memory. ``launch`` runs several processes as the ranks of
+one torch.distributed job. All processes end with the process that started them.
 """
 
 from __future__ import annotations
@@ -48,11 +48,15 @@ PRELOADED = ["datastates.studies.worker", "torch._dynamo"]  # every optimizer im
 
 _GRACE_S = 10.0
 _FREE_SHARE = 4
+_logger = logging.getLogger(__name__)
+_LOOK_S = 0.5
+A = TypeVar("A")
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """An open repository and the configuration that was asked for, also as it pickled then."""
+    """An open repository, the requested configuration, and that configuration pickled when it was
+    opened."""
 
     repository: Repository
     config: Config
@@ -68,18 +72,18 @@ class _Kept:
 
 
 busy = threading.Lock()
-"""Held while a variant is trained here."""
+"""Held during the training of a variant in this process."""
 
 _watching: int | None = None
 _repositories: dict[tuple[int, Location], _Kept] = {}
 
 
 def begin_worker(environ: dict[str, str]) -> None:
-    """Set up a worker process. Ctrl-C is left to the explorer, which then asks us to stop; if the
-    explorer dies, we stop as well.
+    """Set up a worker process.
 
-    ``environ`` replaces the environment, and random numbers begin anew, because a fork has those of
-    the process that it was forked from.
+    The explorer handles Ctrl-C and then stops the workers. A worker also stops if the explorer
+    dies. ``environ`` replaces the environment. Random generators get new seeds, because a fork
+    copies the generators of its parent.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.clear()
@@ -89,8 +93,9 @@ def begin_worker(environ: dict[str, str]) -> None:
 
 
 def repository_at(location: Location, config: Config, threads: int) -> Repository:
-    """The process's own repository, kept open until another configuration is asked for. The free
-    memory is shared among as many workers as the machine has room for.
+    """The process's own repository, kept open until another configuration is requested.
+
+    The free memory is divided by the number of workers that fit on the machine.
     """
     key = (os.getpid(), location)
     kept = _repositories.get(key)
@@ -155,15 +160,7 @@ def _end_with(sentinel: int) -> None:
     os._exit(1)
 
 
-# Several processes of this machine that are the ranks of one job of torch.distributed; they begin
-# together and end together.
-
-
-_logger = logging.getLogger(__name__)
-
-_LOOK_S = 0.5
-
-A = TypeVar("A")
+# --- Ranks of one job of torch.distributed on this machine ---
 
 
 def launch(
@@ -175,21 +172,20 @@ def launch(
     look: Callable[[], None],
     settle: Callable[[], object],
 ) -> Outcome:
-    """The outcome of ``work(given)`` in ``count`` processes that have met: that of rank 0, or of
-    the first rank that failed.
+    """The outcome of ``work(given)`` in ``count`` connected processes, from rank 0 or from the
+    first rank that failed.
 
-    If a rank fails or dies, the others are ended; if this raises, all are. ``work`` and ``given``
-    are pickled.
+    If a rank fails or dies, all other ranks are ended. If this function raises, all ranks are
+    ended. ``work`` and ``given`` are pickled.
 
-    :param look: called twice a second meanwhile; an error that it raises ends all ranks.
-    :param settle: called when a rank has failed, before the others are waited for: what they wait
-        for may be lost with it.
+    :param look: called twice a second. An error that it raises ends all ranks.
+    :param settle: called when a rank has failed, before the other ranks are joined. They may wait
+        for something that was lost with the failed rank.
     """
     from torch import distributed
 
     with tempfile.TemporaryDirectory(prefix="datastates-ranks-") as name:
-        # on a port that nobody else has
-        # torch does not list it
+        # on a port that is free, which torch does not list
         store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         environ = {
             **os.environ,
@@ -216,7 +212,7 @@ def launch(
             settle()
             found = _failure(variant, ranks, Path(name))
             with suppress(ProcessExitedException, ProcessRaisedException):
-                # ranks that wait for the failed one notice by themselves
+                # ranks that wait for the failed one fail too
                 ranks.join(grace_period=_GRACE_S)
             return found
         finally:
@@ -226,7 +222,7 @@ def launch(
 def _begin(
     rank: int, environ: dict[str, str], folder: str, work: Callable[[A], Outcome], given: A
 ) -> None:
-    """Run in a rank: meet the others, work, and write the outcome."""
+    """Run in a rank: connect to the other ranks, work, and write the outcome."""
     from torch import distributed
 
     begin_worker({**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)})
@@ -250,7 +246,8 @@ def _is_over(ranks: ProcessContext) -> bool:
 def _failure(variant: str, ranks: ProcessContext, folder: Path) -> Outcome:
     """The report of the rank that failed first.
 
-    A rank that was killed reports nothing, and is the cause of the others' failures."""
+    A killed rank leaves no report. It is then the cause of all other failures.
+    """
     ended = [rank for rank, process in enumerate(ranks.processes) if process.exitcode]
     silent = [rank for rank in ended if not (folder / str(rank)).exists()]
     if silent:

@@ -1,6 +1,9 @@
-"""What a study leaves in the lineage, and how it is read back: names of refs, attributes of states.
+"""The refs and state attributes by which a study is recorded in the lineage, and how they are read
+back.
 
-There is no other record."""
+There is no other record. The file also has claims, which give a study one explorer and a variant
+one worker, and ``Outcome``, the report of one attempt.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,8 @@ SAMPLES_ALL = "samples_all"
 SET = "variant_set"
 """The attributes of every state that a job reports.
 
-The last one says what the variant set in restored optimizers, if anything."""
+The last one has what the variant set in restored optimizers, if anything.
+"""
 
 _DURABLE_S = 60.0
 _ASK_AGAIN_S = 0.05
@@ -68,7 +72,7 @@ def finished(
     digest: str,
     refs: Mapping[str, Ref] | None = None,
 ) -> State | None:
-    """The result of a variant; None while it has none.
+    """The result of a variant, or None.
 
     :raises Conflict: another plan finished it.
     """
@@ -122,8 +126,7 @@ def check_digest(state: State, study: str, variant: str, digest: str) -> None:
 
 
 def make_durable(core: Core, uid: str, *, timeout_s: float = _DURABLE_S) -> State:
-    """The state, once it survives the process that has it in memory, which may be this one or
-    another.
+    """The state, once it is durable. This process or another one may have it in memory.
 
     :raises Unavailable: the state's bytes are gone, or that process does not write it.
     """
@@ -149,8 +152,8 @@ def make_durable(core: Core, uid: str, *, timeout_s: float = _DURABLE_S) -> Stat
 
 
 def tag_done(repository: Repository, study: str, variant: str, digest: str, state: State) -> State:
-    """Tag a durable state as a variant's result; returns the state that has the tag now, which
-    another worker may have tagged first.
+    """Tag a durable state as a variant's result. Returns the tagged state, which another worker may
+    have tagged first.
 
     :raises Conflict: another plan finished it.
     """
@@ -182,7 +185,7 @@ def tag_start(repository: Repository, study: str, start: str) -> State:
 
 
 def claims_folder(repository: Repository) -> Path:
-    """The folder of claims: beside the packs, with the leases of runs."""
+    """The folder of claims, next to the packs. It also has the leases of runs."""
     return repository.location.packs / LEASES
 
 
@@ -201,11 +204,11 @@ def claim_name(
 
 
 def back_to_what_is_here(repository: Repository, branch: str, origin: State) -> State:
-    """The state from which a branch can go on in this process; the branch is moved back to it.
-    ``origin`` if the branch does not exist yet.
+    """The state from which a branch can resume in this process, or ``origin`` if there is no
+    branch. The branch is moved back to the state.
 
-    Call it while holding the claim: then states that only another process's memory held belonged to
-    a process that is dead.
+    Call it while holding the claim. States that existed only in another process's memory then
+    belonged to a dead process.
 
     :raises Unavailable: not even ``origin`` can be read here.
     """
@@ -237,8 +240,7 @@ def is_in_memory(repository: Repository, uid: str) -> bool:
     return captured is not None and captured.has(uid)
 
 
-# Claims: they give a study one explorer and a variant one worker, even if others were told to do
-# the same.
+# --- Claims: one explorer for a study, one worker for a variant ---
 
 
 class Claim:
@@ -280,7 +282,7 @@ class Claim:
 
 
 def holder(folder: Path, name: str) -> str | None:
-    """The note of the claim's holder; None if nobody holds the claim."""
+    """The note of the claim's holder. None if the claim is free."""
     path = folder / name
     try:
         return path.read_text() if is_held(path) else None
@@ -288,7 +290,7 @@ def holder(folder: Path, name: str) -> str | None:
         return None
 
 
-# The outcome of one attempt at a variant, as a worker tells its explorer.
+# --- Outcome of one attempt at a variant ---
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,8 @@
-"""The result of a study: one result for each variant, read back from the lineage."""
+"""Results of a study, read back from the lineage, and its display on a terminal.
+
+``Exploration`` has one result for each variant. ``display_for`` shows progress, ``Work`` is the
+cost compared with training each variant from scratch, and ``announce`` prints a plan.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +47,8 @@ from .records import (
 
 if TYPE_CHECKING:
     from datastates.repository import Repository
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +97,7 @@ def storage(repo: Repository, study: str) -> Storage:
     return Storage(count, sum(packs.values()), full)
 
 
-# Rich tables and groups that ``print`` can show too, in an interactive session and in a notebook.
+# --- Rich tables and groups that print and notebooks can show ---
 
 
 class _Printed(JupyterMixin):
@@ -120,12 +126,12 @@ class PrintedGroup(_Printed, Group):
     """Parts, one below the other."""
 
 
-# The result of a study: one result for each variant, read back from the lineage.
+# --- Results of variants ---
 
 
 class Progress(StrEnum):
-    """How far a variant has come: done; begun, and to be continued; failed; skipped because an
-    ancestor failed; not begun."""
+    """How far a variant has come. A begun variant will be continued. A skipped variant has an
+    ancestor that failed."""
 
     DONE = "done"
     BEGUN = "begun"
@@ -162,10 +168,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Exploration:
-    """A study as the lineage has it; ``results`` are in the order of the plan. It is true when all
+    """A study as the lineage has it. ``results`` are in the order of the plan. It is true when all
     variants are done.
 
-    ``storage`` says what the study's states take on disk, if ``explore`` made the result.
+    ``storage`` is what the study's states take on disk, if ``explore`` made the result.
     """
 
     study: str
@@ -211,8 +217,8 @@ class Exploration:
         return {each.variant: each.error for each in self if each.error is not None}
 
     def best(self, metric: str, *, mode: str = "min") -> Result:
-        """The finished variant with the lowest value of a metric (``mode="max"``: the highest).
-        NaN, as of a variant that diverged, is no value.
+        """The finished variant with the lowest value of a metric, or with the highest if ``mode``
+        is ``"max"``. NaN counts as no value.
 
         :raises InvalidInput: the mode is neither.
         :raises NotFound: no finished variant has a value of it.
@@ -311,7 +317,7 @@ def read_study(
     errors: Mapping[str, str] | None = None,
     reused: Collection[str] = (),
 ) -> Exploration:
-    """What the lineage knows of a study.
+    """The progress and results of a study, from the lineage.
 
     :param repository: the repository that holds the study.
     :param study: the study's name.
@@ -355,14 +361,11 @@ def read_study(
     return Exploration(study, start, plan, results, dict(config or {}))
 
 
-# The progress of a study while it runs: a table on a terminal, lines of the log elsewhere.
-
-
-_logger = logging.getLogger(__name__)
+# --- Progress: a table on a terminal, lines of the log elsewhere ---
 
 
 class Display(Protocol):
-    """A display that is told of a study's progress; called on the explorer's thread."""
+    """Shows a study's progress. All methods run on the explorer's thread."""
 
     def begun(self, variant: str, attempt: int) -> None:
         """A variant was given to the executor."""
@@ -536,14 +539,13 @@ def _metrics(state: State) -> str:
     return " ".join(f"{key}={value:.4g}" for key, value in sorted(state.metrics.items()))
 
 
-# What a study costs, in epochs over the full data, compared with training each variant from
-# scratch.
+# --- Cost in epochs over the full data ---
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Epochs over the full data: ``tree_epochs`` is W_D and ``scratch_epochs`` is W_N; the
-    prefix is in both."""
+    """Epochs over the full data. ``tree_epochs`` is W_D and ``scratch_epochs`` is W_N. Both include
+    the prefix."""
 
     tree_epochs: float
     scratch_epochs: float
@@ -557,7 +559,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The work of one variant by itself."""
+    """The work of one variant alone."""
 
     epochs: Fraction
     share: Fraction
@@ -589,10 +591,9 @@ def work(plan: Plan, *, prefix_epochs: float = 0.0) -> Work:
 
 @values.takes(repo=arguments.repository, study=values.string)
 def work_done(repo: Repository, study: str) -> Work:
-    """The work of a study so far, read from the lineage alone: from the states above each variant's
-    branch, or its ``done`` tag.
+    """The work of a study so far, from the states above each variant's branch or ``done`` tag.
 
-    Training that was lost with a process that died is on no path, and does not count.
+    Training that was lost with a dead process is on no path, and does not count.
 
     :raises NotFound: there is no such study.
     """
@@ -601,7 +602,7 @@ def work_done(repo: Repository, study: str) -> Work:
     paths: dict[str, list[str]] = {}
     for name, tip in _tips(repo, study).items():
         path = _path(repo, study, start, tip)
-        if name in path:  # else the variant stands where it forked
+        if name in path:  # else the variant is still at its fork
             paths[name] = list(path)
             parts |= {step: _part(state) for step, state in path.items()}
     return _sum(Fraction(prefix_epochs(repo, start.uid)), parts, paths)
@@ -670,7 +671,7 @@ def _part(state: State) -> _Part:
 
 
 def _share(samples: object, size: object) -> Fraction:
-    """The share of the data; all of it if nothing says how many samples there are."""
+    """The share of the data. All of it if the number of samples is unknown."""
     return (
         Fraction(samples, size)
         if isinstance(samples, int) and isinstance(size, int) and size > 0
@@ -682,7 +683,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-# How a plan looks on a terminal before any of it runs.
+# --- A plan on a terminal ---
 
 
 def _work_of(value: object, what: str) -> Work:
@@ -705,8 +706,8 @@ def announce(study: str, plan: Plan, work: Work, console: Console | None = None)
 
 @values.takes(plan=plan_of, work=_work_of, limit=values.count)
 def describe(plan: Plan, work: Work, *, limit: int = 40) -> PrintedGroup:
-    """A plan's variants as a tree with their data and cost, its saving, and what its validation
-    cannot tell.
+    """A plan's variants as a tree with their data and cost, the epochs that it saves, and the
+    limits of its validation.
 
     At most ``limit`` variants are shown.
     """

@@ -1,4 +1,8 @@
-"""What runs in the executor's process: one variant, from where it stands to its result."""
+"""Training of one variant, in a process of the executor.
+
+``run`` executes a ``Task``: it resumes the variant and tags its result. ``Job`` is what the train
+function gets. ``reconfigure`` applies options that the variant changes in a restored optimizer.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +50,11 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 Stop = Callable[[Sequence[State]], bool]
-"""A study's stop rule: takes the states that a variant has reported so far, first epoch first,
-and says whether the variant ends here."""
+"""A study's stop rule. It takes the states that a variant has reported so far, first epoch first,
+and returns whether the variant ends here."""
+
+_PATIENCE_S = 60.0
+_LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +76,7 @@ class Assignment:
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """Where a variant stands: the uid of the state from which it goes on, and the uids of its
+    """The progress of a variant: the uid of the state from which it resumes, and the uids of its
     reports."""
 
     at: str
@@ -81,9 +88,9 @@ class Job:
     over ``epochs``.
 
     If a group trains the variant, each of its ranks has a job, and all ranks call the same methods
-    in the same order: all but ``report`` are collective. Every method belongs to the training
-    thread. ``check`` is called once an epoch and raises if the variant must not go on; ``fetch``
-    brings a state near before it is restored.
+    in the same order. All methods but ``report`` are collective. Every method belongs to the
+    training thread. ``check`` is called once an epoch and raises if the variant must stop.
+    ``fetch`` brings a state near before it is restored.
     """
 
     def __init__(
@@ -139,9 +146,8 @@ class Job:
 
     @property
     def is_new(self) -> bool:
-        """Whether the variant stands where it forks. Apply then what its configuration changes in
-        restored objects, other than options of optimizers.
-        """
+        """Whether the variant has not trained yet. Apply then what its configuration changes in
+        restored objects, other than options of optimizers."""
         return self._from.uid == self._origin.uid
 
     @property
@@ -152,20 +158,20 @@ class Job:
         return self._ranks.first("ask the stop rule", partial(self._is_stopped, self._stop), bool)
 
     def track(self, **objects: Any) -> Tracker:
-        """Track on the variant's branch: restored from its newest state, or else from the state
-        where it forks.
+        """A tracker on the variant's branch, restored from its newest state or from the state where
+        it forks.
 
         A variant uses the options with which ``train`` built optimizers and schedulers, as
         ``hyperparameters="script"`` does, unless that argument is given. The variant's
         configuration is recorded. It has precedence over a ``config`` that is given here.
 
-        ``objects`` and options are those of ``Repository.track``, without branch, start, resume and
-        group. ``only`` and ``strict`` apply to the fork alone: what the variant itself captured is
+        ``objects`` and options are as in ``Repository.track``, without branch, start, resume and
+        group. ``only`` and ``strict`` apply to the fork alone. A state that the variant captured is
         restored whole. A variant with its own ``seed`` is seeded at the fork. Each rank of a group
         gets another number that follows from the seed.
 
         :raises InvalidInput: it was called before, or an object does not fit.
-        :raises Conflict: somebody else moved the branch.
+        :raises Conflict: another process moved the branch.
         """
         if self._tracker is not None:
             raise InvalidInput(
@@ -199,8 +205,8 @@ class Job:
         return self._tracker
 
     def epochs(self) -> Iterator[int]:
-        """The epochs that are left, from 0 in the variant; ends early if the study's stop rule says
-        so.
+        """The epochs that are left, counted from 0 in the variant. Ends early if the study's
+        ``stop`` returned True.
 
         :raises InvalidInput: an epoch ended without a report.
         """
@@ -278,9 +284,10 @@ class Job:
         ).uid
 
     def _stand(self) -> _Place:
-        """Where the variant stands.
+        """The progress of the variant.
 
-        One rank finds it, because the branch may have to be moved back."""
+        One rank finds it, because the branch may have to be moved back.
+        """
         assignment = self._assignment
         at = records.back_to_what_is_here(self._repository, self._branch, self._origin)
         history = records.reports(
@@ -324,20 +331,17 @@ def _seed_of(seed: int, rank: int) -> int:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's generators, including those of every CUDA device."""
+    """Seed the generators of Python, NumPy and torch, on every CUDA device too."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
-# What runs in the executor's process: one variant, from where it stands to its result.
+# --- Running a task ---
 
 
 Train = Callable[[Job], None]
 """A function that trains one variant; given to ``explore``."""
-
-_PATIENCE_S = 60.0
-_LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,10 +379,10 @@ class Task:
 
 
 def run(task: Task) -> Outcome:
-    """Train one variant, and tag its result; an error of the variant is returned as an outcome.
+    """Train one variant, and tag its result. An error of the variant is returned as an outcome.
 
-    :raises InvalidInput: this process is already training another variant: both would draw from the
-        same random number generators.
+    :raises InvalidInput: this process is already training another variant, and both would draw from
+        the same random number generators.
     """
     if not busy.acquire(blocking=False):
         raise InvalidInput(
@@ -391,10 +395,10 @@ def run(task: Task) -> Outcome:
     try:
         torch.set_num_threads(task.threads)
         with using(SoloGroup()):
-            # the processes of an executor may be ranks to MPI, but each trains a variant of its own
+            # the processes of an executor may be ranks to MPI, but each trains its own variant
             return _run(task)
     except Exception as exc:
-        # the user's function may raise anything: the variant failed, and the report says how
+        # the user's function may raise anything: the variant failed, and the report has the reason
         return failed(task.assignment.variant.name, exc)
     finally:
         torch.set_num_threads(before)
@@ -540,8 +544,9 @@ def _claimed(
     *,
     rank: int | None = None,
 ) -> Iterator[None]:
-    """Hold the claim of the variant, or of one of its ranks. Waits for a worker whose explorer
-    died: it stops at its next epoch.
+    """Hold the claim of the variant, or of one of its ranks.
+
+    Waits for a worker whose explorer died. That worker stops at its next epoch.
 
     :raises Conflict: that worker did not stop.
     """
@@ -583,7 +588,7 @@ def _watched(repository: Repository, explorer: Explorer) -> Iterator[Callable[[]
     def is_alive() -> bool:
         try:
             return holder(folder, explorer.claim) == explorer.note
-        except OSError:  # an error of the file system says nothing about the explorer
+        except OSError:  # an error of the file system does not mean that the explorer is gone
             return True
 
     if not is_alive():
@@ -609,23 +614,22 @@ def _watched(repository: Repository, explorer: Explorer) -> Iterator[Callable[[]
         thread.join()
 
 
-# Applying what a variant's configuration changes in an optimizer that was restored: the state has
-# the old values, and would keep them.
+# --- Options that a variant changes in a restored optimizer, which has the old values ---
 
 
 def reconfigure(
     job: Job, optimizer: Optimizer, scheduler: LRScheduler | None = None
 ) -> dict[str, Value]:
     """Set the options of ``optimizer`` that the variant itself changes (``lr``, ``weight_decay``,
-    ``momentum``); returns those that were set.
+    ``momentum``). Returns those that were set.
 
     Call it after ``job.track``, because the restored state holds the options of the parent. It does
-    nothing if the variant is resumed: the variant's own state has them.
+    nothing if the variant is resumed, because the variant's own state has them.
 
-    A group whose value differed from that of the first group keeps its own, so that biases stay
-    without weight decay; the learning rates of all groups are scaled alike. Where a scheduler has
-    begun, ``lr`` is the rate that it started from: the rate that it has reached is scaled, and goes
-    on along the same curve. Pass the scheduler, so that it is updated too.
+    A group whose value differed from the first group's value keeps its value. Biases, for example,
+    stay without weight decay. The learning rates of all groups are scaled alike. After a scheduler
+    has begun, ``lr`` is the rate that it started from. The current rate is scaled, and continues
+    along the same curve. Pass the scheduler, so that it is updated too.
     """
     if not job.is_new:
         return {}
