@@ -233,7 +233,7 @@ def operations(folder: Path) -> Iterator[tuple[str, Callable[[], object], bool]]
         yield "load", lambda: repo.load("main"), False
         yield (
             "restore",
-            lambda: repo.restore("main", {"model": model, "optimizer": optimizer}),
+            lambda: repo.restore("main", model=model, optimizer=optimizer),
             False,
         )
         yield "tag (main thread)", tagging(repo), True

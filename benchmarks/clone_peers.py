@@ -352,7 +352,7 @@ class Ours(Way):
         # read when a connection begins: one for each clone
         os.environ[same_host.SWITCH] = "1" if self.is_near else "0"
         peer = self.peer or self._connect()
-        peer.clone("main", into=self.objects, atomic=self.is_atomic)
+        peer.clone("main", objects=self.objects, atomic=self.is_atomic)
         if not self.is_connected:
             self.ends.close()
 

@@ -115,7 +115,7 @@ def _cpu_s() -> float:
 
 
 def _clone(peer: Peer, tensors: dict[str, torch.Tensor]) -> None:
-    peer.clone("main", into={"weights": tensors}, atomic=False)
+    peer.clone("main", weights=tensors, atomic=False)
 
 
 @contextmanager

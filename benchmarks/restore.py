@@ -114,7 +114,7 @@ class Bench:
         return lambda: self._restore(self.repos[where])
 
     def _restore(self, repo: Repository) -> None:
-        repo.restore("main", into=self.objects)
+        repo.restore("main", objects=self.objects)
 
     def torch_load(self, *, mmap: bool) -> Way:
         """torch.load, and a copy into the live tensors."""
@@ -340,7 +340,7 @@ def one_tensor(name: str, shape: Shape, rounds: int) -> dict[str, Any]:
                 seconds, read = [], 0
                 for _ in range(rounds):
                     before, start = _io("rchar"), time.perf_counter()
-                    repo.restore("main", into={"model": model}, only=f"model/{which}")
+                    repo.restore("main", model=model, only=f"model/{which}")
                     seconds.append(time.perf_counter() - start)
                     read = _io("rchar") - before
                 found[f"{which}, {where}"] = {"read": read, "seconds": seconds}

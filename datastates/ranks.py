@@ -15,6 +15,7 @@ from datastates.lineage.query import names, walk
 from datastates.lineage.states import State
 from datastates.maintenance.core import Core, Opened, core_of
 from datastates.maintenance.environment import network_id
+from datastates.state.adapters import given_objects
 from datastates.storage.parallel_read import open_shared
 from datastates.storage.reading import of_state
 from datastates.system.failures import Failure, describe, revive
@@ -69,18 +70,20 @@ class _Broadcasting(collective.Group):
         repo: Serving,
         rev: str | State,
         *,
-        into: Mapping[str, object] | None = None,
         root: int = 0,
         timeout_s: float = 10.0,
         data: str | None = None,
+        objects: Mapping[str, object] | None = None,
+        **more: object,
     ) -> Cloned | None:
         """Clone a state from the root's repository to every other rank, in a chain; collective.
-        ``data`` as for ``Repository.serve``.
+        ``data`` as for ``Repository.serve``, ``objects`` and ``more`` as for ``Peer.clone``.
 
         A state of several parts, all of which the root must be able to reach, goes to each rank
-        straight from the root. Each other rank takes it into its own ``repo``'s memory, or ``into``
-        live objects. The root serves on its own address only while this runs, with a token that the
-        group exchanges. Returns what this rank cloned (the root: None) once all ranks are done.
+        straight from the root. Each other rank takes it into the live objects that it names, or
+        into its own ``repo``'s memory. The root serves on its own address only while this runs,
+        with a token that the group exchanges. Returns what this rank cloned (the root: None) once
+        all ranks are done.
 
         :raises Unavailable: another rank failed; names it. What this rank cloned stays. Its own
             error is raised as it is.
@@ -88,6 +91,7 @@ class _Broadcasting(collective.Group):
         """
         if not 0 <= root < self.size:
             raise InvalidInput(f"rank {root} cannot be the root of a group of {self.size}")
+        into = given_objects(more, objects, _Broadcasting.broadcast)
         networks = self.exchange(network_id().encode())
         if self.rank == root:
             self._give(
@@ -136,7 +140,7 @@ class _Broadcasting(collective.Group):
     def _take(
         self,
         repo: Serving,
-        into: Mapping[str, object] | None,
+        into: Mapping[str, object],
         *,
         root: int,
         timeout_s: float,
@@ -150,8 +154,8 @@ class _Broadcasting(collective.Group):
             with connect(
                 invitation.url, token=invitation.token, timeout_s=timeout_s, data=data
             ) as peer:
-                into_repo, is_chain = repo if into is None else None, invitation.parts == 1
-                cloned = peer.clone(invitation.uid, into=into, repo=into_repo, chain=is_chain)
+                into_repo, is_chain = None if into else repo, invitation.parts == 1
+                cloned = peer.clone(invitation.uid, objects=into, repo=into_repo, chain=is_chain)
         except BaseException as exc:  # raised below, once the other ranks know
             error = exc
         self._agree(error, root)

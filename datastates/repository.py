@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from inspect import signature
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, Unpack
 
@@ -19,12 +18,11 @@ from datastates.lineage.write.record import FIRST, Reduce, check_reduce
 from datastates.maintenance.loading import device_of, load, restore
 from datastates.maintenance.location import locate
 from datastates.policy.retention import Retention, asked_for, retention_of
-from datastates.state.adapters import split_values
+from datastates.state.adapters import given_objects, split_values
 from datastates.state.report import RestoreReport
 from datastates.system.interrupts import undisturbed
 from datastates.training.collective import Together, find
 from datastates.training.configuration import configuration
-from datastates.training.script_checks import refuse_misspelt
 from datastates.training.start import Terms, follow, together
 from datastates.training.tracker import Tracker
 
@@ -277,8 +275,8 @@ class Repository(Upkeep, Names, History, Algebra):
             self.core.check_open()
             self.core.home.check_writable()
             settings = configuration(config)
-            plain, live = split_values(together(more, objects or {}, rng=rng))
-            refuse_misspelt(plain.keys() & more.keys(), signature(Repository.track).parameters)
+            tracked = together(given_objects(more, objects, Repository.track), rng=rng)
+            plain, live = split_values(tracked)
             terms = Terms(
                 branch=branch,
                 start=None if start is None else values.revision(start),
@@ -359,28 +357,28 @@ class Repository(Upkeep, Names, History, Algebra):
 
     @values.takes(
         rev=values.revision,
-        into=values.named,
         only=values.patterns,
         strict=values.flag,
         nearest=values.flag,
+        objects=values.optional(values.named),
     )
     def restore(
         self,
         rev: str | State,
-        into: Mapping[str, object],
         *,
         only: str | Sequence[str] | None = None,
         strict: bool = True,
         nearest: bool = False,
         group: Group | None = None,
+        objects: Mapping[str, object] | None = None,
+        **more: object,
     ) -> RestoreReport:
         """Restore a state into live objects, in place; with ``strict`` nothing is changed unless
         everything fits and is verified.
 
-            repo.restore("main~2", into={"model": model, "optimizer": optimizer})
+            repo.restore("main~2", model=model, optimizer=optimizer)
 
         :param rev: the state.
-        :param into: the objects, by the names under which they were tracked.
         :param only: names, or patterns of paths, of what is restored. Everything else is left alone
             and not read.
         :param strict: False restores what fits, and the report lists what does not.
@@ -390,11 +388,20 @@ class Repository(Upkeep, Names, History, Algebra):
             and all get the state that ``rev`` names for rank 0. Bytes that several ranks need are
             read once and passed on, and each rank gets back what was its own. None: this process
             restores alone, and gets what was rank 0's own.
+        :param objects: further objects, by name. Here a name may equal that of an argument, such as
+            ``only``.
+        :param more: the objects, by the names under which they were tracked.
         :raises InvalidInput: names, shapes or types do not fit; lists them. Or the ranks give
             different states.
         :raises Unavailable: its bytes are gone; names the nearest states before and after it that
             have them.
         """
+        into = given_objects(more, objects, Repository.restore)
+        if not into:
+            raise InvalidInput(
+                "there is nothing to restore into: name the objects, as in restore(rev,"
+                " model=model, optimizer=optimizer)"
+            )
         ranks = Together(SoloGroup() if group is None else group_of(group, "group"))
         return restore(
             self.core,

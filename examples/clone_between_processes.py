@@ -99,7 +99,7 @@ def clone_and_go_on(url: str) -> int:
     """Process B: its objects begin otherwise, and go on where A's stood. It opens no repository."""
     training = Training(seed=2)
     with datastates.connect(url) as peer:
-        peer.clone("main", into={**training.objects, "rng": datastates.RngState()})
+        peer.clone("main", objects={**training.objects, "rng": datastates.RngState()})
     _say("\n".join(training.further()))
     return 0
 

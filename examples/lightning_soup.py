@@ -110,7 +110,7 @@ def main(folder: Path, settings: Settings) -> None:
             )
         with repo.serve("tcp://127.0.0.1:0") as server, datastates.connect(server.url) as peer:
             torch.nn.init.zeros_(classifier.head.weight)
-            peer.clone("soup", into={"model": Tuning(classifier, lr=0.0, seed=0)})
+            peer.clone("soup", model=Tuning(classifier, lr=0.0, seed=0))
         with torch.no_grad():
             accuracy = data.accuracy(
                 classifier.eval()(*data.inputs(data.validation)), data.validation

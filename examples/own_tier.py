@@ -39,7 +39,7 @@ if __name__ == "__main__":
             state = run.capture().wait("external")
         shutil.rmtree(f"{folder}/packs")
         with datastates.open(folder, config=datastates.Config(tiers=[BucketTier(bucket)])) as repo:
-            report = repo.restore("main", {"model": model})
+            report = repo.restore("main", model=model)
     print(  # noqa: T201 # what it is for
         f"step {state.step} is {state.status}: {len(bucket)} objects, of which {report.restored}"
         " came back"

@@ -69,7 +69,7 @@ def hear(facts: Facts, job: Job, lines: int) -> None:
 def restored(repo: Repository, uid: str) -> str:
     """The digest of a state put into fresh objects."""
     model, optimizer = make()
-    report = repo.restore(uid, into={"model": model, "optimizer": optimizer})
+    report = repo.restore(uid, model=model, optimizer=optimizer)
     assert report.restored
     return digest(model, optimizer)
 

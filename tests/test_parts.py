@@ -128,7 +128,7 @@ def test_a_state_is_visible_exactly_when_whole_and_restored_equal(
         with datastates.open(folder, memory_bytes=16 << 20) as repo:
             found = repo.load("main")
             mine = {key: torch.zeros_like(tensor) for key, tensor in tree.items()}
-            repo.restore("main", into=mine)
+            repo.restore("main", objects=mine)
             repo.verify("main")
         for key, tensor in tree.items():
             assert (found[key].dtype, found[key].stride()) == (tensor.dtype, tensor.stride())
@@ -244,7 +244,7 @@ def test_a_state_of_several_parts_is_cloned_whole_and_is_not_bundled(
     into = {key: torch.zeros_like(value) for key, value in tree.items() if key != "step"}
     with datastates.open(tmp_path / "ours", memory_bytes=32 << 20) as repo:
         with repo.serve(token=TOKEN) as server, datastates.connect(server.url, token=TOKEN) as peer:
-            peer.clone("main", into=into)
+            peer.clone("main", objects=into)
         assert {key: bits(value) for key, value in into.items()} == {
             key: bits(tree[key]) for key in into
         }

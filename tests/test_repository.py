@@ -240,9 +240,7 @@ def test_ranks_restore_the_state_that_the_branch_had_for_rank_0_though_it_moves(
             if group.rank == 1:
                 assert has_looked.wait(30)
                 run.capture().wait()
-            repo.restore(
-                "main", into={"tracked": {"weight": mine}}, group=Slow(group.hall, group.rank)
-            )
+            repo.restore("main", tracked={"weight": mine}, group=Slow(group.hall, group.rank))
             # torch does not say what is in the list
             return mine.unique().tolist()  # type: ignore[no-any-return]
 
@@ -264,7 +262,7 @@ def test_ranks_that_restore_unlike_states_together_all_raise(tmp_path: Path) -> 
             made, _ = on_threads(
                 len(revs),
                 lambda group: repo.restore(
-                    revs[group.rank], into={"tracked": {"weight": into[group.rank]}}, group=group
+                    revs[group.rank], tracked={"weight": into[group.rank]}, group=group
                 ),
             )
             return [

@@ -163,7 +163,7 @@ CALLS: dict[str, Callable[[World, Any], object]] = {
     "Peer.begin_push(rev)": (
         lambda world, rev: world.far.begin_push(rev, repo=world.repo).wait().state.uid
     ),
-    "Peer.clone(rev)": lambda world, rev: world.peer.clone(rev, into={"model": Weight()}).state.uid,
+    "Peer.clone(rev)": lambda world, rev: world.peer.clone(rev, model=Weight()).state.uid,
     "Peer.log(rev)": lambda world, rev: [state.uid for state in world.peer.log(rev)],
     "Peer.push(rev)": lambda world, rev: world.far.push(rev, repo=world.repo).state.uid,
     "Peer.state(rev)": lambda world, rev: world.peer.state(rev).uid,
@@ -197,7 +197,7 @@ CALLS: dict[str, Callable[[World, Any], object]] = {
     "Repository.move(expected)": lambda world, rev: world.move(None, rev),
     "Repository.move(rev)": lambda world, rev: world.move(rev, None),
     "Repository.restore(rev)": (
-        lambda world, rev: world.repo.restore(rev, {"model": Weight()}).restored
+        lambda world, rev: world.repo.restore(rev, model=Weight()).restored
     ),
     "Repository.state(rev)": lambda world, rev: world.repo.state(rev).uid,
     "Repository.tag(rev)": lambda world, rev: world.repo.tag(world.fresh(), rev).state,

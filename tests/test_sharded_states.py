@@ -101,7 +101,7 @@ def test_it_loads_and_verifies(repo: Repository, objects: dict[str, Any]) -> Non
 
 def test_it_is_restored_and_trained_on(repo: Repository, objects: dict[str, Any]) -> None:
     mine = trained(2, steps=0)
-    repo.restore("main", into=mine)
+    repo.restore("main", objects=mine)
     assert_equal(live(mine), live(objects))
     with repo.track(branch="main", rng=False, **mine) as run:
         run.capture().wait("durable")
@@ -173,7 +173,7 @@ def test_it_is_cloned_into_live_objects(
         repo.serve("tcp://127.0.0.1:0", token=TOKEN) as server,
         datastates.connect(server.url, token=TOKEN) as peer,
     ):
-        peer.clone("main", into=mine, atomic=atomic)
+        peer.clone("main", objects=mine, atomic=atomic)
     assert_equal(live(mine), live(objects))
 
 

@@ -358,7 +358,7 @@ CASES: dict[str, Callable[[World], Case]] = {
         w.repo.load, {"rev": "main", "only": "model", "device": "cpu"}
     ),
     "Repository.restore": lambda w: Case(
-        w.repo.restore, {"rev": "start", "into": w.into(), "only": "model", "strict": True}
+        w.repo.restore, {"rev": "start", "objects": w.into(), "only": "model", "strict": True}
     ),
     "Repository.verify": lambda w: Case(
         w.repo.verify, {"rev": None, "since": None, "limit_s": 9.0, "on_progress": None}
@@ -488,7 +488,7 @@ CASES: dict[str, Callable[[World], Case]] = {
         w.peer.clone,
         {
             "rev": "start",
-            "into": w.into(),
+            "objects": w.into(),
             "repo": None,
             "only": "model",
             "strict": True,
@@ -500,7 +500,7 @@ CASES: dict[str, Callable[[World], Case]] = {
         },
     ),
     "Peer.begin_clone": lambda w: Case(
-        w.peer.begin_clone, {"rev": "start", "into": w.into(), "repo": None, "resumable": True}
+        w.peer.begin_clone, {"rev": "start", "objects": w.into(), "repo": None, "resumable": True}
     ),
     "Peer.push": lambda w: Case(
         w.peer.push, {"rev": "start", "repo": w.repo, "tags": False, "on_progress": None}
@@ -509,10 +509,10 @@ CASES: dict[str, Callable[[World], Case]] = {
         w.peer.begin_push, {"rev": "start", "repo": w.repo, "tags": False, "on_progress": None}
     ),
     "Transfer.wait": lambda w: Case(
-        w.peer.begin_clone("start", into=w.into()).wait, {"timeout_s": 10.0}
+        w.peer.begin_clone("start", objects=w.into()).wait, {"timeout_s": 10.0}
     ),
     "Transfer.resume": lambda w: Case(
-        w.peer.begin_clone("start", into=w.into(), resumable=True).resume,
+        w.peer.begin_clone("start", objects=w.into(), resumable=True).resume,
         {"peer": w.peer, "on_progress": None},
     ),
     "Server.close": lambda w: Case(w.repo.serve("memory://").close, {"grace_s": 0.0}),

@@ -12,7 +12,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, suppress
 from functools import partial
 from types import TracebackType
-from typing import ClassVar, Self, TypedDict, Unpack
+from typing import ClassVar, Self
 
 import msgspec
 
@@ -24,6 +24,7 @@ from datastates.lineage.query import names, walk
 from datastates.lineage.states import Ref, RefKind, State
 from datastates.maintenance.core import Core, Opened, core_of
 from datastates.maintenance.loading import restore_from
+from datastates.state.adapters import given_objects
 from datastates.state.data_position import Redivision
 from datastates.state.digest import chunk_digest
 from datastates.state.in_place import wait_for_copies
@@ -529,33 +530,18 @@ def connect(
     return Peer(sources)
 
 
-class CloneOptions(TypedDict, total=False):
-    """The options of ``Peer.clone`` and ``Peer.begin_clone``; see there."""
-
-    into: Mapping[str, object] | None
-    repo: Opened | None
-    only: str | Sequence[str] | None
-    strict: bool
-    atomic: bool | None
-    skip_equal: bool
-    tags: bool
-    chain: bool
-    on_progress: Progress | None
-    group: Group | None
-
-
-_CLONED = CloneOptions(
-    into=None,
-    repo=None,
-    only=None,
-    strict=True,
-    atomic=None,
-    skip_equal=False,
-    tags=False,
-    chain=False,
-    on_progress=None,
-    group=None,
-)
+_CLONE_OPTIONS: dict[str, values.Check] = {
+    "repo": values.optional(_repository),
+    "only": values.patterns,
+    "strict": values.flag,
+    "atomic": values.optional(values.flag),
+    "skip_equal": values.flag,
+    "tags": values.flag,
+    "chain": values.flag,
+    "on_progress": values.optional(values.callback),
+    "group": values.optional(group_of),
+    "objects": values.optional(values.named),
+}
 
 
 class Peer:
@@ -598,16 +584,30 @@ class Peer:
 
     # --- clones -----------------------------------------------------------------------------------
 
-    @values.unpacks(CloneOptions, **_CLONED)
-    def clone(self, rev: str | State, **options: Unpack[CloneOptions]) -> Cloned:
+    @values.takes(**_CLONE_OPTIONS)
+    def clone(
+        self,
+        rev: str | State,
+        *,
+        repo: Opened | None = None,
+        only: str | Sequence[str] | None = None,
+        strict: bool = True,
+        atomic: bool | None = None,
+        skip_equal: bool = False,
+        tags: bool = False,
+        chain: bool = False,
+        on_progress: Progress | None = None,
+        group: Group | None = None,
+        objects: Mapping[str, object] | None = None,
+        **more: object,
+    ) -> Cloned:
         """Bring a state from the peer's memory into live objects, or into a repository's memory;
         every byte is checked.
 
             with repo.serve("tcp://127.0.0.1:0") as server, datastates.connect(server.url) as peer:
-                peer.clone("main", into={"model": model, "optimizer": optimizer})
+                peer.clone("main", model=model, optimizer=optimizer)
 
         :param rev: the state, by its name at the peer.
-        :param into: live objects by name, as for ``Repository.restore``.
         :param repo: a repository that takes over the state with its ancestry; only chunks that it
             lacks are moved.
         :param only: which parts of the objects, as for ``Repository.restore``.
@@ -621,10 +621,12 @@ class Peer:
         :param chain: whether receivers of one state pass it on to each other, so that one copy
             leaves the source.
         :param on_progress: called with the bytes that are done, and their total.
-        :param group: the ranks of a job that clone the state together, each calling this with
-            ``into`` and its own objects. Each is sent what it alone wants, and its share of what
-            several want, which it passes on. All get the state that rank 0 finds; or all fail, and
-            then no object has changed.
+        :param group: the ranks of a job that clone the state together, each calling this with its
+            own objects. Each is sent what it alone wants, and its share of what several want, which
+            it passes on. All get the state that rank 0 finds; or all fail, and then no object has
+            changed.
+        :param objects: further live objects, by name. Here a name may equal that of an argument.
+        :param more: live objects by name, as for ``Repository.restore``.
         :raises NotFound: the revision does not exist there.
         :raises Unavailable: the state's bytes are nowhere any more (or Disconnected: no source is
             left).
@@ -632,20 +634,28 @@ class Peer:
         :raises Corrupt: a chunk came with a wrong digest twice.
         :raises Dirty: a clone in place failed; its cause says why.
         """
-        group = options["group"]
-        if group is None or group_of(group, "group").size == 1:
-            with self.begin_clone(rev, **options) as transfer:
+        into = given_objects(more, objects, Peer.clone)
+        if group is None or group.size == 1:
+            with self.begin_clone(
+                rev,
+                repo=repo,
+                only=only,
+                strict=strict,
+                atomic=atomic,
+                skip_equal=skip_equal,
+                tags=tags,
+                chain=chain,
+                on_progress=on_progress,
+                objects=into,
+            ) as transfer:
                 return transfer.wait()
-        into = options["into"]
-        others = [name for name in ("repo", "skip_equal", "tags", "chain") if options[name]]
-        if into is None or others or options["atomic"] is False:
+        if not into or repo is not None or skip_equal or tags or chain or atomic is False:
             raise InvalidInput(
-                "a group clones into live objects, all at once: give into={...}, and leave repo=,"
-                " atomic=False, skip_equal=, tags= and chain= out; broadcast of a datastates.ranks"
-                " group brings a state into the repository of each rank"
+                "a group clones into live objects, all at once: name them, as in clone(rev,"
+                " model=model), and leave repo=, atomic=False, skip_equal=, tags= and chain= out;"
+                " broadcast of a datastates.ranks group brings a state into the repository of each"
+                " rank"
             )
-        into, only = values.named(into, "into"), values.patterns(options["only"])
-        strict, on_progress = values.flag(options["strict"], "strict"), options["on_progress"]
         return clone_together(
             self.sources,
             _revision(rev),
@@ -656,28 +666,28 @@ class Peer:
             on_progress=on_progress,
         )
 
-    @values.takes(
-        into=values.optional(values.named),
-        repo=values.optional(_repository),
-        only=values.patterns,
-        strict=values.flag,
-        atomic=values.optional(values.flag),
-        skip_equal=values.flag,
-        tags=values.flag,
-        chain=values.flag,
-        resumable=values.flag,
-        on_progress=values.optional(values.callback),
-        group=values.optional(group_of),
-    )
-    @values.unpacks(CloneOptions, **_CLONED)
+    @values.takes(**_CLONE_OPTIONS, resumable=values.flag)
     def begin_clone(
-        self, rev: str | State, *, resumable: bool = False, **options: Unpack[CloneOptions]
+        self,
+        rev: str | State,
+        *,
+        repo: Opened | None = None,
+        only: str | Sequence[str] | None = None,
+        strict: bool = True,
+        atomic: bool | None = None,
+        skip_equal: bool = False,
+        tags: bool = False,
+        chain: bool = False,
+        resumable: bool = False,
+        on_progress: Progress | None = None,
+        group: Group | None = None,
+        objects: Mapping[str, object] | None = None,
+        **more: object,
     ) -> Transfer:
         """Start ``clone`` in the background: ``wait`` for it or ``await`` it, on the thread that
         owns the objects.
 
         :param rev: as for ``clone``.
-        :param into: as for ``clone``.
         :param repo: as for ``clone``.
         :param only: as for ``clone``.
         :param strict: as for ``clone``.
@@ -689,37 +699,38 @@ class Peer:
             ``Transfer.close`` releases it.
         :param on_progress: as for ``clone``.
         :param group: None, or a group of one: ranks that clone together must use ``clone``.
+        :param objects: as for ``clone``.
+        :param more: as for ``clone``.
         """
-        into, repo, group = options["into"], options["repo"], options["group"]
+        into = given_objects(more, objects, Peer.begin_clone)
         if group is not None and group.size > 1:
             raise InvalidInput(
                 "ranks clone together on their training threads: call clone(group=...), which"
                 " returns once all have the state"
             )
-        if (into is None) == (repo is None):
+        if bool(into) == (repo is not None):
             raise InvalidInput(
-                "a clone goes into live objects (into={...}) or into a repository (repo=...): give"
-                " one of them"
+                "a clone goes into live objects (model=model) or into a repository (repo=repo):"
+                " give one of them"
             )
-        opened = loop.run(self.sources.open(_revision(rev), chain=options["chain"]))
+        opened = loop.run(self.sources.open(_revision(rev), chain=chain))
         try:
             arrival: Arrival
-            if into is not None:
+            if repo is None:
                 arrival = IntoObjects(
                     opened,
                     into,
-                    only=options["only"],
-                    strict=options["strict"],
-                    atomic=options["atomic"],
-                    skip_equal=options["skip_equal"],
+                    only=only,
+                    strict=strict,
+                    atomic=atomic,
+                    skip_equal=skip_equal,
                     shadows=self._shadows,
                 )
             else:
-                assert repo is not None, "one of them is given"
-                arrival = IntoRepository.of(self.sources, opened, repo.core, tags=options["tags"])
+                arrival = IntoRepository.of(self.sources, opened, repo.core, tags=tags)
             return Transfer(
                 Pull(opened, arrival, timeout_s=self.sources.timeout_s, is_kept=resumable),
-                options["on_progress"],
+                on_progress,
             )
         except BaseException:
             loop.run(opened.close())

@@ -72,7 +72,7 @@ def _cloned(place: Place, data: str) -> Found:
                     tensor.zero_()
                 place.finish()
                 start = time.perf_counter()
-                peer.clone("main", into=model.objects, atomic=False)
+                peer.clone("main", objects=model.objects, atomic=False)
                 place.finish()
                 seconds = time.perf_counter() - start
                 if totals(model) != expected:

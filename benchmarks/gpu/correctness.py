@@ -171,7 +171,7 @@ def _restore(
     with training.inside():
         for number in range(steps):
             training.step(number)
-        repo.restore("main", into=training.objects)
+        repo.restore("main", objects=training.objects)
         found = training.copies()
         place.finish()
     odd = differing(newest, training.tree(found))

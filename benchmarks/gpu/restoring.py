@@ -103,7 +103,7 @@ def _measure(place: Place, status: str) -> Found:
 
 
 def _restoring(repo: datastates.Repository, model: Model) -> Callable[[], object]:
-    return lambda: repo.restore("main", into=model.objects)
+    return lambda: repo.restore("main", objects=model.objects)
 
 
 def _compare(model: Model, expected: Sequence[object]) -> None:

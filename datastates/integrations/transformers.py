@@ -442,9 +442,7 @@ class DatastatesCallback(TrainerCallback):  # type: ignore[misc]
                 )
             return
         try:
-            self.repo.restore(
-                best, into={"model": more["model"]}, only="model", group=self._run.group
-            )
+            self.repo.restore(best, model=more["model"], only="model", group=self._run.group)
         except Unavailable as exc:
             if not is_loaded:
                 _logger.warning(

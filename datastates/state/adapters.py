@@ -11,7 +11,9 @@ import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -530,6 +532,33 @@ def is_handed(found: object) -> bool:
     """Whether a restore returns a new object to its caller, instead of changing ``found``. This
     holds for values and for objects that an encoder makes."""
     return is_value(found) or (encoder_of(type(found)) is not None and not holds_state(found))
+
+
+def given_objects(
+    more: Mapping[str, object], objects: Mapping[str, object] | None, call: Callable[..., object]
+) -> dict[str, object]:
+    """The objects that a user passes to ``call`` by keyword, and in ``objects=``.
+
+    :raises InvalidInput: an object is given twice, or the name of a plain value is nearly that of
+        an option of ``call``.
+    """
+    objects = objects or {}
+    if twice := sorted(more.keys() & objects.keys()):
+        raise InvalidInput(
+            f"{', '.join(twice)}: given by keyword and in objects=; give each of them once"
+        )
+    values = [name for name, found in more.items() if is_value(found)]
+    options = signature(call).parameters if values else {}
+    for name in values:
+        close = get_close_matches(name, options, n=1, cutoff=0.82) or [
+            each for each in options if sorted(each) == sorted(name)
+        ]
+        if close:
+            raise InvalidInput(
+                f"{name} is no option and would be taken for an object: did you mean {close[0]}? If"
+                " not, rename it"
+            )
+    return {**more, **objects}
 
 
 def split_values(objects: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:

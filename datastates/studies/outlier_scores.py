@@ -496,7 +496,7 @@ class Meter:
         :raises Corrupt: the bytes are damaged.
         :raises InvalidInput: the model does not fit the state.
         """
-        self._repo.restore(state.uid, {self._name: self._model}, only=self._name)
+        self._repo.restore(state.uid, objects={self._name: self._model}, only=self._name)
 
     def losses(self, rows: Rows) -> Floats:
         """One loss for each sample, in evaluation mode and without gradients.

@@ -9,7 +9,6 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.weak import TensorWeakRef
 
-from datastates.errors import InvalidInput
 from datastates.state.adapters import has_state, parts
 from datastates.state.generators import RngState
 from datastates.state.in_place import extent_of
@@ -41,22 +39,6 @@ may be hundreds."""
 
 _KNOWN = (nn.Module, Optimizer, LRScheduler, RngState, torch.amp.GradScaler)
 """Objects that do not have the parameters of others in their state."""
-
-
-def refuse_misspelt(given: Iterable[str], options: Collection[str]) -> None:
-    """Refuse a plain value whose name is nearly that of an option.
-
-    :raises InvalidInput: names the option.
-    """
-    for name in given:
-        close = get_close_matches(name, options, n=1, cutoff=0.82) or [
-            each for each in options if sorted(each) == sorted(name)
-        ]
-        if close and name not in options:
-            raise InvalidInput(
-                f"{name} is no option and would be tracked as a value: did you mean {close[0]}? If"
-                " not, rename it"
-            )
 
 
 class Oversights:

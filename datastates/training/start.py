@@ -485,31 +485,23 @@ class _Job(msgspec.Struct, frozen=True):
     is_taken: bool
 
 
-def together(
-    more: Mapping[str, object], objects: Mapping[str, object], *, rng: object
-) -> dict[str, object]:
+def together(objects: Mapping[str, object], *, rng: object) -> dict[str, object]:
     """Everything that is tracked, by name; ``rng`` says whether the global random number generators
     are.
 
-    :raises InvalidInput: nothing is given, a name is taken, or given twice.
+    :raises InvalidInput: nothing is given, or a name is taken.
     """
     if not isinstance(rng, bool | str) or rng not in ("state", "script", False):
         raise InvalidInput(
             "the name 'rng' is taken by the random number generators, which come from 'state' or"
             " 'script' or are left out by False: rename what you track"
         )
-    twice = sorted(more.keys() & objects.keys())
-    if twice:
-        raise InvalidInput(
-            f"{', '.join(twice)}: given by keyword and in objects=; give each of them once"
-        )
     if "rng" in objects:
         raise InvalidInput(
             "the name 'rng' is taken by the random number generators: rename what you track"
         )
     tracked = {
-        values.text(name, "the name of what is tracked"): found
-        for name, found in {**more, **objects}.items()
+        values.text(name, "the name of what is tracked"): found for name, found in objects.items()
     }
     if not tracked:
         raise InvalidInput(

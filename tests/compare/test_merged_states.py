@@ -51,7 +51,7 @@ def test_a_dropped_rest_leaves_the_model_alone(repo: Repository) -> None:
     assert bits(repo.load("lone")["model"]) == bits(repo.load(whole.uid)["model"])
     assert lone.bytes_total < whole.bytes_total / 2
     model = net(9)
-    repo.restore("lone", into={"model": model})
+    repo.restore("lone", model=model)
     assert bits(model.state_dict()) == bits(repo.load("lone")["model"])
 
 

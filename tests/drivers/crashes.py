@@ -133,7 +133,7 @@ def restored(repo: Repository, uid: str) -> str:
     for each in same.values():
         each.zero_()
     assert repo.restore(
-        uid, into={"model": model, "optimizer": optimizer, "ballast": ballast, **same}
+        uid, objects={"model": model, "optimizer": optimizer, "ballast": ballast, **same}
     ).restored
     assert all(torch.equal(each, frozen()) for each in same.values()), uid
     return live_of(model, optimizer, ballast)

@@ -306,7 +306,7 @@ class Client:
                 )
                 try:
                     with datastates.connect(url, token=TOKEN, tls=tls) as peer:
-                        peer.clone("main", into={"model": model}, only="model")
+                        peer.clone("main", model=model, only="model")
                 except datastates.DatastatesError as exc:
                     self.failed.append(f"{type(exc).__name__}: {exc}")
                 self.took.append(time.monotonic() - began)

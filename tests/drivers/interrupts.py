@@ -255,10 +255,10 @@ def _check(folder: Path, said: Path) -> None:
     with datastates.open(folder) as repo:
         for uid, live in lines:
             assert repo.state(uid).status is Status.DURABLE, uid
-            assert repo.restore(uid, into={"model": model, "optimizer": optimizer})
+            assert repo.restore(uid, model=model, optimizer=optimizer)
             assert digest(model, optimizer) == live, uid
         head = repo.state("main")
-        repo.restore("main", into={"model": model, "optimizer": optimizer})
+        repo.restore("main", model=model, optimizer=optimizer)
         assert digest(model, optimizer) == head.message, head.uid
     sys.stdout.write(str(len(lines)))
 

@@ -164,7 +164,7 @@ def test_a_training_on_a_gpu_that_runs_ahead_is_captured_as_it_was(
             captures.append(run.capture())
         check(repo, captures[-8:], expected[-8:])
     twin = Net().cuda()
-    repo.restore("main", {"model": twin})
+    repo.restore("main", model=twin)
     assert all(map(torch.equal, model.state_dict().values(), twin.state_dict().values()))
 
 

@@ -87,7 +87,7 @@ def kill(jobs: Forge, folder: Path, seed: int) -> Killed:
                 continue
             model, optimizer = make_small()
             repo.verify(uid)
-            assert repo.restore(uid, into={"model": model, "optimizer": optimizer}).restored
+            assert repo.restore(uid, model=model, optimizer=optimizer).restored
             assert digest(model, optimizer) == live, uid
             restorable += 1
     return Killed(len(captured), restorable, lost_s)

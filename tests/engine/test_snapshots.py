@@ -456,7 +456,7 @@ def test_a_restore_on_another_stream_has_read_before_the_memory_is_written_anew(
             run.capture().wait(timeout_s=30)
         late.schedule.patience_s = 60
         with late.on(late.stream(torch.device("cuda", 0))):
-            repo.restore("main", into={"weight": other})
+            repo.restore("main", weight=other)
         assert copied == [1]
         weight.fill_(3)
         run.capture()
@@ -523,12 +523,12 @@ def test_what_lies_elsewhere_is_restored_from_memory(
         run.capture()
         late.schedule.catch_up()
         for into in (there, here):
-            repo.restore("main", into={"weight": into}, only=only)
+            repo.restore("main", weight=into, only=only)
         late.schedule.catch_up()
         assert bool((there == 1).all())
         assert bool((here == 1).all())
         assert copied == []
-        repo.restore("main", into={"weight": weight.zero_()}, only=only)
+        repo.restore("main", weight=weight.zero_(), only=only)
         late.schedule.catch_up()
         assert bool((weight == 1).all())
         assert copied == [1]

@@ -56,9 +56,7 @@ def test_a_state_of_an_earlier_build_is_restored_and_gone_on_from(
     model, optimizer = make()
     with datastates.open(kept / "runs") as repo:
         for rev in ("main", "main~1", "fork"):
-            assert repo.restore(
-                rev, into={"model": model, "optimizer": optimizer}, strict=False
-            ).restored
+            assert repo.restore(rev, model=model, optimizer=optimizer, strict=False).restored
             assert digest_of(dict(model.state_dict())) == digest_of(dict(repo.load(rev)["model"]))
         with repo.track(model=model, optimizer=optimizer, branch="later", start="main") as run:
             after = run.capture().wait("durable")

@@ -179,7 +179,7 @@ def test_save_is_the_next_state_of_its_branch_under_the_models_names(
         torch.equal(tensor, tree["model"][name]) for name, tensor in model.state_dict().items()
     )
     other, fresh = build(1, is_stepped=False)
-    repo.restore("main", into={"model": other, "optimizer": fresh})
+    repo.restore("main", model=other, optimizer=fresh)
     assert_same(get_optimizer_state_dict(other, fresh), moments)
     assert {each.change for each in repo.diff("main~1", "main").tensors} == {"same"}
     assert newest.bytes_new == 0, "nothing changed but a number"
@@ -206,7 +206,7 @@ def test_weights_by_themselves_are_the_model(repo: Repository) -> None:
 
     assert_same(dict(found), dict(model.state_dict()))
     assert list(repo.load("main")) == ["model"]
-    assert repo.restore("main", into={"model": build(2)[0]}).restored
+    assert repo.restore("main", model=build(2)[0]).restored
 
 
 def test_tied_weights_are_stored_once_and_stay_tied(repo: Repository) -> None:

@@ -125,7 +125,7 @@ def test_quantized_state_is_overwritten_in_place_and_takes_as_much_room_as_it_ha
     live = loop.optimizer.state[parameter]["exp_avg"]
     before = [part.clone() for part in plain_tensors(live)]
     live.codes.fill_(7)
-    assert repo.restore("main", into={"optimizer": loop.optimizer}, only="optimizer/state")
+    assert repo.restore("main", optimizer=loop.optimizer, only="optimizer/state")
     assert loop.optimizer.state[parameter]["exp_avg"] is live
     assert all(map(torch.equal, plain_tensors(live), before))
     weights = sum(each.nbytes for each in loop.optimizer.state)
@@ -215,7 +215,7 @@ def test_qlora_with_the_trainer_goes_on_and_leaves_its_base_out(
         assert len(left) >= 21
         assert not any("lora_" in name for name in left)
         model = qlora(tmp_path / "base", is_4bit=is_4bit)
-        assert repo.restore("main", into={"model": model})
+        assert repo.restore("main", model=model)
         other = make(DatastatesCallback(repo, "all", frozen=True))
         with pytest.raises(
             Unsupported, match=r"is a tensor subclass, bitsandbytes\..*frozen=False"

@@ -171,7 +171,7 @@ def test_each_save_is_the_next_state_of_its_branch(folder: Path) -> None:
             {"seed": 0},
         )
         other = nn.Linear(4, 2)
-        repo.restore("main", into={"model": other})
+        repo.restore("main", model=other)
         assert torch.equal(other.state_dict()["weight"], model.state_dict()["weight"])
 
 

@@ -125,11 +125,11 @@ def test_a_large_state_comes_back_whole_and_takes_no_memory(
         run.capture().wait("durable" if where == "disk" else "captured")
         if where == "memory":
             spoil(objects)
-            repo.restore("main", into=objects)
+            repo.restore("main", objects=objects)
     if where == "disk":
         spoil(objects)
         with datastates.open(tmp_path, config=config(verify=verify)) as repo:
-            repo.restore("main", into=objects)
+            repo.restore("main", objects=objects)
     assert poured
     for name, tensor in tensors_in(objects).items():
         assert torch.equal(tensor, wanted[name]), name
@@ -166,7 +166,7 @@ def test_a_wrong_byte_anywhere_is_found_before_anything_changes(
     with datastates.open(tmp_path) as repo:
         flip(pack, places_of(repo)[chunk] + 2)
         with pytest.raises(Corrupt, match=rf"fail their digest: chunk {chunk} "):
-            repo.restore("main", into=into)
+            repo.restore("main", objects=into)
     assert not poured
     assert not into["w"].any()
     assert not into["v"].any()
@@ -187,13 +187,13 @@ def test_a_file_that_changes_after_it_was_checked_is_told_and_what_it_spoilt_is_
 
         monkeypatch.setattr(MappedReader, "pour", changed)
         with pytest.raises(Corrupt, match=r"fail their digest: chunk 2 .*half old, half new"):
-            repo.restore("main", into=into)
+            repo.restore("main", objects=into)
         monkeypatch.undo()
         run = repo.track(branch="other", rng=False, **into)
         with pytest.raises(Dirty, match="a clone or a restore into 1 tensors"):
             run.capture()
         flip(pack, places[2] + MIB)
-        repo.restore("main", into=into)
+        repo.restore("main", objects=into)
         run.capture().wait()
     assert torch.equal(into["w"], LARGE)
 
@@ -211,7 +211,7 @@ def test_a_file_that_is_cut_short_while_it_is_checked_changes_nothing(
     monkeypatch.setattr(MappedReader, "_look_through", check_then_cut)
     into = {"w": torch.zeros_like(LARGE)}
     with datastates.open(tmp_path) as repo, pytest.raises(Corrupt, match="cut short"):
-        repo.restore("main", into=into)
+        repo.restore("main", objects=into)
     assert not into["w"].any()
 
 
@@ -226,10 +226,10 @@ def test_whoever_breaks_off_the_check_finds_nothing_changed(
     with datastates.open(tmp_path) as repo:
         monkeypatch.setattr(pack_reader, "checkpoint", ctrl_c)
         with pytest.raises(KeyboardInterrupt):
-            repo.restore("main", into=into)
+            repo.restore("main", objects=into)
         assert not into["w"].any()
         monkeypatch.undo()
-        repo.restore("main", into=into)
+        repo.restore("main", objects=into)
     assert torch.equal(into["w"], LARGE)
 
 
@@ -245,7 +245,7 @@ def test_what_restores_itself_gets_the_stored_values_of_tensors_that_live_elsewh
         model.first.weight.fill_(3)
     copied = Copied(model)
     with datastates.open(tmp_path) as repo:
-        repo.restore("main", into={"model": model, "copied": copied})
+        repo.restore("main", model=model, copied=copied)
     assert torch.equal(model.first.weight, wanted)
     assert torch.equal(copied.taken["first.weight"], wanted)
 
@@ -256,9 +256,9 @@ def test_live_tensors_over_each_other_are_written_in_their_order(tmp_path: Path)
     into = {"one": memory[5:], "two": memory[:-5]}
     with datastates.open(tmp_path) as repo:
         with pytest.raises(InvalidInput, match="two shares memory with one"):
-            repo.restore("main", into=into)
+            repo.restore("main", objects=into)
         assert not memory.any()
-        assert not repo.restore("main", into=into, strict=False)
+        assert not repo.restore("main", objects=into, strict=False)
     assert torch.equal(into["two"], LARGE + 1)
 
 
@@ -267,7 +267,7 @@ def test_a_graph_of_before_is_refused_by_autograd(tmp_path: Path) -> None:
     weight = torch.ones(LARGE.numel(), requires_grad=True)
     loss = (weight * weight).sum()
     with datastates.open(tmp_path) as repo:
-        repo.restore("main", into={"w": weight})
+        repo.restore("main", w=weight)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -286,7 +286,7 @@ def test_unverified_one_tensor_reads_only_its_own_bytes(
     monkeypatch.setattr(pack_reader, "read_at", noting)
     into = {name: torch.zeros_like(tensor) for name, tensor in parts.items()}
     with datastates.open(tmp_path, config=config(verify=False)) as repo:
-        repo.restore("main", into={"box": into}, only="box/b")
+        repo.restore("main", box=into, only="box/b")
     assert torch.equal(into["b"], parts["b"])
     assert not into["a"].any()
     assert sum(read) == parts["b"].nbytes
@@ -297,7 +297,7 @@ def test_a_small_state_is_read_and_copied(tmp_path: Path, monkeypatch: pytest.Mo
     poured = is_used(monkeypatch)
     into = {"w": torch.zeros(1000)}
     with datastates.open(tmp_path) as repo:
-        repo.restore("main", into=into)
+        repo.restore("main", objects=into)
     assert not poured
     assert torch.equal(into["w"], numbers(1000))
     assert 2 * LARGE.nbytes > loading._WORTH_BYTES

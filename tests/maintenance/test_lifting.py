@@ -58,7 +58,7 @@ def restored(late: LateDevices, repo: datastates.Repository) -> dict[str, torch.
     }
     for each in into.values():
         each += 7
-    repo.restore("main", into={"state": into})
+    repo.restore("main", state=into)
     return into
 
 
@@ -145,7 +145,7 @@ def test_without_its_waits_something_else_is_restored(
         ) as run:
             run.capture().wait(timeout_s=20)
             into = {"large": late.put(torch.zeros(WORDS))}
-            repo.restore("main", into={"state": into}, only="state/large")
+            repo.restore("main", state=into, only="state/large")
         late.schedule.catch_up()
         assert not torch.equal(into["large"], WANTED["large"])
 
@@ -172,7 +172,7 @@ def test_memory_that_has_rotted_changes_nothing(
             if name != "here"
         }
         with pytest.raises(Corrupt, match="chunk 2 fails its digest in memory"):
-            repo.restore("main", into={"state": into}, only="state/large")
+            repo.restore("main", state=into, only="state/large")
         late.schedule.catch_up()
         assert not into["large"].any()
 
@@ -199,6 +199,6 @@ def test_a_file_that_changes_after_the_check_is_told_and_what_it_spoilt_is_dirty
     with late.running(), datastates.open(tmp_path, config=CONFIG) as repo:
         into = {"large": late.put(torch.zeros(WORDS))}
         with pytest.raises(Corrupt, match="half old, half new"):
-            repo.restore("main", into={"state": into})
+            repo.restore("main", state=into)
         with repo.track(branch="other", rng=False, state=into) as run, pytest.raises(Dirty):
             run.capture()

@@ -55,7 +55,7 @@ def at(step: int) -> str:
 def asking(repo: Repository, rev: str) -> list[Callable[[], object]]:
     return [
         lambda: repo.load(rev),
-        lambda: repo.restore(rev, {"weight": torch.zeros(3)}),
+        lambda: repo.restore(rev, weight=torch.zeros(3)),
         lambda: repo.track(branch="fork", start=rev, weight=torch.zeros(3), rng=False),
     ]
 
@@ -86,7 +86,7 @@ def test_nearest_takes_the_kept_step_that_is_nearest(
     caplog.set_level(logging.INFO, "datastates")
     assert repo.load(at(step), nearest=True)["weight"].tolist() == [kept] * 3
     weight = torch.zeros(3)
-    report = repo.restore(at(step), {"weight": weight}, nearest=True)
+    report = repo.restore(at(step), weight=weight, nearest=True)
     assert (weight.tolist(), report.step, report.state) == (
         [kept] * 3,
         kept,
@@ -198,14 +198,14 @@ def test_a_tracker_goes_back_to_the_nearest_kept_step(repo: Repository) -> None:
 def test_ranks_take_the_same_kept_step(repo: Repository) -> None:
     def work(group: ThreadGroup) -> tuple[list[float], int]:
         weight = torch.zeros(3)
-        report = repo.restore(at(8), {"weight": weight}, nearest=True, group=group)
+        report = repo.restore(at(8), weight=weight, nearest=True, group=group)
         return weight.tolist(), report.step
 
     assert on_threads(2, work)[0] == [([10] * 3, 10)] * 2
     done = on_threads(
         2,
         lambda group: repo.restore(
-            at(8), {"weight": torch.zeros(3)}, nearest=group.rank == 0, group=group
+            at(8), weight=torch.zeros(3), nearest=group.rank == 0, group=group
         ),
     )[0]
     assert [type(each) for each in done] == [InvalidInput] * 2

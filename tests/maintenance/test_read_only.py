@@ -59,7 +59,7 @@ def check(folder: Path, uid: str) -> None:
         assert repo.verify("main").status is Status.DURABLE
         assert torch.equal(repo.load("main")["tracked"]["weight"], torch.ones(1000))
         weight = torch.zeros(1000)
-        assert repo.restore("main", into={"tracked": {"weight": weight}}).restored
+        assert repo.restore("main", tracked={"weight": weight}).restored
         assert torch.equal(weight, torch.ones(1000))
         with pytest.raises(
             Unavailable, match=r"this repository can only be read: .* may not be written"

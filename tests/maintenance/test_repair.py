@@ -161,7 +161,7 @@ def test_what_is_nowhere_else_stays_hurt_and_names_the_nearest_ancestor(folder: 
         assert (hurt.state, hurt.nearest) == (names[2], names[1])
         assert "no other place has chunk" in hurt.problem
         assert hurt.nearest is not None
-        repo.restore(hurt.nearest, {"weight": torch.zeros(300), "frozen": torch.zeros(1_572_864)})
+        repo.restore(hurt.nearest, weight=torch.zeros(300), frozen=torch.zeros(1_572_864))
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "manifest"])

@@ -64,7 +64,7 @@ def test_a_branch_with_a_damaged_head_goes_on_as_the_error_says(
 
 def test_a_damaged_state_that_is_asked_for_names_the_one_to_restore(repo: Repository) -> None:
     uid = damage(repo, "main~1", "safetensors")
-    for ask in (lambda: repo.load(uid), lambda: repo.restore(uid, {"weight": torch.zeros(3)})):
+    for ask in (lambda: repo.load(uid), lambda: repo.restore(uid, weight=torch.zeros(3))):
         with pytest.raises(Corrupt, match="is damaged") as caught:
             ask()
         assert caught.value.nearest == repo.state("main~2").uid

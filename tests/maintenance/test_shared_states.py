@@ -49,7 +49,7 @@ def test_one_state_is_cloned_from_the_disk_of_another_process(folder: Path, tmp_
     with datastates.open(folder) as repo, repo.serve("tcp://127.0.0.1:0", token="t" * 32) as server:
         with datastates.connect(server.url, token="t" * 32) as peer:
             weight = torch.zeros(3000)
-            peer.clone("main~10", into={"weight": weight})
+            peer.clone("main~10", weight=weight)
             assert weight.tolist() == [50.0] * 3000
         with (
             datastates.open(tmp_path / "other") as other,

@@ -291,7 +291,7 @@ def test_what_cannot_be_written_can_be_read(folder: Path, unbroken: Losses, by: 
         MODEL
         + """
 repo = datastates.open("runs")
-print(len(repo.log("main")), repo.restore("main", into={"model": model, "optimizer": optimizer}).restored, len(repo.find("step > 5")))
+print(len(repo.log("main")), repo.restore("main", model=model, optimizer=optimizer).restored, len(repo.find("step > 5")))
 try:
     repo.track(model=model, optimizer=optimizer)
 except datastates.DatastatesError as error:

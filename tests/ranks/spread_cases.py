@@ -156,7 +156,7 @@ def placements_and_meshes_change(repo: Repository) -> None:
                 after = {
                     name: distribute_tensor(torch.zeros(shape), mesh, where) for name in before
                 }
-                assert repo.restore(state, {"tensors": after}, group=tracker.group)
+                assert repo.restore(state, tensors=after, group=tracker.group)
                 assert all(torch.equal(whole(tensor), full) for tensor in after.values()), where
                 assert all(
                     tensor.placements == where and tensor.device_mesh == mesh
@@ -183,7 +183,7 @@ def models_change_the_way_they_are_spread(repo: Repository) -> None:
                 fresh = WAYS[other](mlps(seed=1))
                 fresh_optimizer = torch.optim.AdamW(fresh.parameters(), lr=0.5)
                 assert repo.restore(
-                    state, {"model": fresh, "optimizer": fresh_optimizer}, group=tracker.group
+                    state, model=fresh, optimizer=fresh_optimizer, group=tracker.group
                 )
                 assert alike(gathered(fresh, fresh_optimizer), expected), (name, other)
                 assert fresh_optimizer.param_groups[0]["lr"] == 0.1
@@ -204,7 +204,7 @@ def narrow_layers_before_and_after_a_forward_pass(repo: Repository) -> None:
             assert first.digest != second.digest  # it has a parent
             for state in (first, second):
                 fresh = sharded(mlps(width, seed=1))
-                assert repo.restore(state, {"model": fresh}, group=tracker.group)
+                assert repo.restore(state, model=fresh, group=tracker.group)
                 assert alike(gathered(fresh), expected)
 
 
@@ -235,7 +235,7 @@ def extra_state_and_buffers(repo: Repository) -> None:
         state = tracker.capture().wait("durable")
         for wrap in (lambda module: module, torch.compile):
             fresh: Any = Extra(torch.zeros(6), 10)
-            assert repo.restore(state, {"model": wrap(fresh)}, group=tracker.group)
+            assert repo.restore(state, model=wrap(fresh), group=tracker.group)
             assert alike(gathered(fresh), gathered(model))
             assert (fresh.count, fresh.told.tolist()) == (1, [1.0, 1.0])
             assert (fresh.stays.tolist(), fresh.goes.tolist()) == ([1.0] * 3, [10.0] * 3)
@@ -253,9 +253,9 @@ def keys_that_are_missing_or_too_many(repo: Repository) -> None:
         for other, name in ((sharded(more), "2.weight"), (sharded(fewer), "1.up.weight")):
             before = gathered(other)
             with pytest.raises(InvalidInput, match=name):
-                repo.restore(state, {"model": other}, group=tracker.group)
+                repo.restore(state, model=other, group=tracker.group)
             assert alike(gathered(other), before)
-            report = repo.restore(state, {"model": other}, strict=False, group=tracker.group)
+            report = repo.restore(state, model=other, strict=False, group=tracker.group)
             assert not report
             found = gathered(other)
             assert all(
@@ -290,9 +290,7 @@ def tied_weights(repo: Repository) -> None:
     with tracked(repo, "tied", model=model, optimizer=optimizer) as tracker:
         state = tracker.capture().wait("durable")
         fresh_optimizer = torch.optim.AdamW(fresh.parameters())
-        assert repo.restore(
-            state, {"model": fresh, "optimizer": fresh_optimizer}, group=tracker.group
-        )
+        assert repo.restore(state, model=fresh, optimizer=fresh_optimizer, group=tracker.group)
         assert alike(gathered(fresh, fresh_optimizer), gathered(model, optimizer))
         assert fresh.decoder.weight is fresh.embedding.weight
 
@@ -307,7 +305,7 @@ def names_without_wrappers(repo: Repository) -> None:
         state = tracker.capture().wait("durable")
         assert sorted(repo.load(state)["model"]) == sorted(mlps().state_dict())
         fresh = mlps(seed=1)
-        assert repo.restore(state, {"model": fresh}, group=tracker.group)
+        assert repo.restore(state, model=fresh, group=tracker.group)
         assert alike(gathered(fresh), gathered(mlps()))
 
 
@@ -336,7 +334,7 @@ def options_groups_and_holes_of_optimizers(repo: Repository) -> None:
     with tracked(repo, "options", model=model, **optimizers) as tracker:
         state = tracker.capture().wait("durable")
         fresh, others = made(1)
-        assert repo.restore(state, {"model": fresh, **others}, group=tracker.group)
+        assert repo.restore(state, objects={"model": fresh, **others}, group=tracker.group)
         assert alike(gathered(fresh, others["grouped"]), gathered(model, optimizers["grouped"]))
         assert [group["initial_lr"] for group in others["grouped"].param_groups] == [0.1, 0.2]
         assert model[0].up.bias not in others["grouped"].state  # type: ignore[index]  # a module
@@ -352,9 +350,9 @@ def meta_models_are_filled_once_they_have_memory(repo: Repository) -> None:
         with torch.device("meta"):
             fresh = sharded(mlps())
         with pytest.raises(InvalidInput, match="meta"):
-            repo.restore(state, {"model": fresh}, group=tracker.group)
+            repo.restore(state, model=fresh, group=tracker.group)
         fresh.to_empty(device="cpu")
-        assert repo.restore(state, {"model": fresh}, group=tracker.group)
+        assert repo.restore(state, model=fresh, group=tracker.group)
         assert alike(gathered(fresh), gathered(model))
 
 
@@ -378,7 +376,7 @@ def meshes_of_some_ranks(repo: Repository) -> None:
             f"on {number}": distribute_tensor(torch.zeros(6, 5), mesh, [Shard(1)])
             for number, mesh in enumerate(reversed(meshes))
         }
-        assert repo.restore(state, {"tensors": sides}, group=tracker.group)
+        assert repo.restore(state, tensors=sides, group=tracker.group)
         for number, mesh in enumerate(reversed(meshes)):
             local = sides[f"on {number}"].to_local()
             if mesh.get_coordinate() is not None:
@@ -451,10 +449,10 @@ def buffers_of_each_rank(repo: Repository) -> None:
         ]
         assert not torch.equal(said[0], said[1])
         fresh = made()
-        assert repo.restore(state, {"model": fresh}, group=tracker.group)
+        assert repo.restore(state, model=fresh, group=tracker.group)
         assert all(torch.equal(buffer, expected[name]) for name, buffer in fresh.named_buffers())
         alone: Any = made().module
-        assert repo.restore(state, {"model": alone})
+        assert repo.restore(state, model=alone)
         assert torch.equal(alone[1].running_mean, said[0])
         assert torch.equal(repo.load(state)["model"]["1.running_mean"], said[0])
 

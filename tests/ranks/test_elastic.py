@@ -88,7 +88,7 @@ def train(folder: str, stop: int, say: Say) -> None:
             if name == "ours":
                 fresh = nn.Linear(5, 7)
                 fully_shard(fresh)
-                report = repo.restore("ours", {"model": fresh}, only="model", group=tracker.group)
+                report = repo.restore("ours", model=fresh, only="model", group=tracker.group)
                 say("restored", bool(report), bits(fresh) == bits(model))
 
 

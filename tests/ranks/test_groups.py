@@ -51,9 +51,9 @@ def broadcast(group: MPIGroup | TorchGroup, say: Say) -> None:
         elif group.rank == 0:
             cloned = group.broadcast(repo, "main", root=1)
             assert cloned is not None
-            repo.restore(cloned.state.uid, {"model": model, "optimizer": optimizer})
+            repo.restore(cloned.state.uid, model=model, optimizer=optimizer)
         else:
-            group.broadcast(repo, "main", into={"model": model, "optimizer": optimizer}, root=1)
+            group.broadcast(repo, "main", model=model, optimizer=optimizer, root=1)
         losses = [step(model, optimizer) for _ in range(5)]
         say(*losses)
 
@@ -83,7 +83,7 @@ def failing_rank(group: MPIGroup | TorchGroup, say: Say) -> None:
             ).capture()
         wrong = {"model": torch.nn.Linear(3, 3)} if group.rank == 2 else {"model": model}
         try:
-            group.broadcast(repo, "main", into=wrong)
+            group.broadcast(repo, "main", objects=wrong)
         except Unavailable as exc:
             say("others", "rank 2" in str(exc))
         except InvalidInput:

@@ -282,7 +282,7 @@ def test_a_container_that_holds_itself_is_refused(
     with repo.track(it=[1]) as run:
         run.capture()
     with pytest.raises(InvalidInput, match="holds itself"):
-        repo.restore("main", into={"it": make()})
+        repo.restore("main", it=make())
 
 
 def test_what_is_held_twice_is_no_cycle(repo: Repository) -> None:

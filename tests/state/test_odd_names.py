@@ -92,10 +92,10 @@ def test_what_has_an_odd_name_is_asked_for_by_it(repo: Repository) -> None:
     with repo.track(**nets) as run:
         run.capture().wait()
     fresh = {"net/1": nn.Linear(2, 2), "net": nn.Linear(2, 2)}
-    report = repo.restore("main", fresh, only="net/1")
+    report = repo.restore("main", objects=fresh, only="net/1")
     assert set(report.restored) == {"net%2F1/weight", "net%2F1/bias"}
     assert repo.load("main", only="net/1")["net"]["weight"] is None
-    assert repo.restore("main", fresh, only="net%2F1/*").restored == report.restored
+    assert repo.restore("main", objects=fresh, only="net%2F1/*").restored == report.restored
     assert repo.ensemble(["main"], nn.Linear(2, 2), only="net/1")(torch.ones(2)).mean.shape == (2,)
 
 

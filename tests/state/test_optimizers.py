@@ -358,7 +358,7 @@ def test_the_state_of_another_class_is_refused_and_both_are_named(
     with pytest.raises(InvalidInput, match=message + r"(.|\n)*strict=False"):
         repo.track(model=fresh, optimizer=other)
     assert torch.equal(first_weight(fresh), before)
-    report = repo.restore("main", {"model": fresh, "optimizer": other}, strict=False)
+    report = repo.restore("main", model=fresh, optimizer=other, strict=False)
     assert [note.path for note in report.mismatched] == ["optimizer"]
     assert torch.equal(first_weight(fresh), first_weight(model))
     assert not other.state
@@ -366,7 +366,7 @@ def test_the_state_of_another_class_is_refused_and_both_are_named(
         {key: value for key, value in group.items() if key != "params"}
         for group in other.param_groups
     ] == options
-    repo.restore("main", {"model": fresh, "optimizer": other}, only="model")
+    repo.restore("main", model=fresh, optimizer=other, only="model")
     update(fresh, other)
 
 

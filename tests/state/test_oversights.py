@@ -34,7 +34,7 @@ def repo(tmp_path: Path) -> Iterator[Repository]:
 )
 def test_a_misspelt_option_is_refused(repo: Repository, name: str) -> None:
     with pytest.raises(
-        InvalidInput, match=f"^{name} is no option and would be tracked as a value: did you mean "
+        InvalidInput, match=f"^{name} is no option and would be taken for an object: did you mean "
     ):
         # that is the point
         repo.track(weight=torch.zeros(1), **{name: 5})  # type: ignore[arg-type]

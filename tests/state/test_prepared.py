@@ -358,7 +358,7 @@ def test_an_adapted_model_has_the_names_of_its_base_and_those_of_its_adapters(
     with repo.track(branch="base", model=plain) as run:
         run.capture()
     model = adapted(base(1))
-    report = repo.restore("base", {"model": model}, strict=False)
+    report = repo.restore("base", model=model, strict=False)
     assert not report.unexpected
     assert {name.partition("/")[2] for name in report.missing} == {
         *("0.lora_A.default.weight", "0.lora_B.default.weight"),
@@ -378,7 +378,7 @@ def test_an_adapted_model_has_the_names_of_its_base_and_those_of_its_adapters(
     ) as run:
         run.capture()
     again = adapted(base(2))
-    repo.restore("tuned", {"model": again})
+    repo.restore("tuned", model=again)
     assert torch.equal(again(x), model(x))
     assert "0.lora_A.default.weight" in repo.load("tuned")["optimizer"]["state"]
 

@@ -141,7 +141,7 @@ def test_a_parameter_that_wraps_tensors_comes_back_in_place(kind: str, repo: Rep
     with repo.track(model=old) as run:
         run.capture()
     weight, inner = new.weight, plain_tensors(new.weight)
-    assert repo.restore("main", into={"model": new})
+    assert repo.restore("main", model=new)
     assert new.weight is weight
     assert all(one is other for one, other in zip(plain_tensors(new.weight), inner, strict=True))
     assert equal(new.weight, old.weight)
@@ -157,7 +157,7 @@ def test_a_value_that_wraps_tensors_is_overwritten_or_made_anew(
         run.capture()
     fresh: dict[str, Any] = {"same": MADE[kind](2), "other": torch.zeros(2)}
     same = fresh["same"]
-    assert repo.restore("main", into={"box": fresh})
+    assert repo.restore("main", box=fresh)
     assert fresh["same"] is same
     assert equal(fresh["same"], box["same"])
     assert equal(fresh["other"], box["other"])
@@ -180,7 +180,7 @@ def test_another_format_does_not_fit(metadata: Any, repo: Repository) -> None:
         run.capture()
     model.weight = nn.Parameter(scaled(5, metadata=metadata), requires_grad=False)
     with pytest.raises(InvalidInput, match="model/weight: the state has Scaled of float32"):
-        repo.restore("main", into={"model": model})
+        repo.restore("main", model=model)
     assert model.weight.scale[0] == 5
 
 
@@ -189,7 +189,7 @@ def test_whether_a_gradient_is_required_is_no_part_of_the_format(repo: Repositor
     with repo.track(box=box) as run:
         run.capture()
     live = box["a"] = scaled(5)
-    assert repo.restore("main", into={"box": box})
+    assert repo.restore("main", box=box)
     assert box["a"] is live
     assert equal(live, scaled())
 
@@ -201,8 +201,8 @@ def test_neither_a_plain_tensor_nor_its_own_goes_into_the_other(repo: Repository
         with repo.track(branch=name, model=model) as run:
             run.capture()
         with pytest.raises(InvalidInput, match=r"model/weight: the state has .*Scaled of"):
-            repo.restore(name, into={"model": other})
-        assert repo.restore(name, into={"model": other}, strict=False).mismatched
+            repo.restore(name, model=other)
+        assert repo.restore(name, model=other, strict=False).mismatched
 
 
 def test_a_class_that_is_not_imported_gives_its_inner_tensors(

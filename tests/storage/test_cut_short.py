@@ -70,7 +70,7 @@ def test_a_restore_and_a_verification_of_a_pack_that_is_cut_short_are_errors(
         monkeypatch.setattr(MappedReader, "_look_through", check_then_cut)
         into = torch.zeros(3 * MIB)
         with pytest.raises(Corrupt, match=r"cut short|bytes, \d+ were written"):
-            again.restore("main", into={"box": {"w": into}})
+            again.restore("main", box={"w": into})
         assert not into.any()
         for use in (again.verify, again.load):
             with pytest.raises(Corrupt):

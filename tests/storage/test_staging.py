@@ -82,7 +82,7 @@ def test_a_restore_reads_ahead_and_gives_the_same_bytes(
     names = threads_that_read(monkeypatch)
     into = {"v": torch.zeros(3)}  # what is handed over has no place of its own yet
     with datastates.open(tmp_path) as repo:
-        repo.restore("main", into={"box": into})
+        repo.restore("main", box=into)
     assert len(names) == 6
     assert torch.equal(into["w"], STATE["w"])
     assert torch.equal(into["v"], torch.ones(3))
@@ -100,7 +100,7 @@ def test_a_wrong_byte_is_named_and_nothing_is_changed(tmp_path: Path, chunk: int
             file.write(bytes([byte[0] ^ 1]))
         into = {"v": torch.zeros(3)}
         with pytest.raises(Corrupt, match=rf"fail their digest: chunk {chunk} .*which holds box/w"):
-            repo.restore("main", into={"box": into})
+            repo.restore("main", box=into)
     assert "w" not in into
     assert not into["v"].any()
 
@@ -121,7 +121,7 @@ def test_a_pack_that_is_cut_short_while_it_is_read_ahead_is_an_error_and_nothing
         datastates.open(tmp_path) as repo,
         pytest.raises(Corrupt, match=r"cut short|bytes, \d+ were written"),
     ):
-        repo.restore("main", into={"box": into})
+        repo.restore("main", box=into)
     assert "w" not in into
 
 
@@ -139,7 +139,7 @@ def test_one_small_tensor_of_a_large_state_reads_only_its_chunk(
     monkeypatch.setattr(MappedReader, "chunk", noting)
     into = {"w": torch.zeros_like(STATE["w"]), "v": torch.zeros(3)}
     with datastates.open(tmp_path) as repo:
-        repo.restore("main", into={"box": into}, only="box/v")
+        repo.restore("main", box=into, only="box/v")
     assert torch.equal(into["v"], torch.ones(3))
     assert len(asked) == 1
     assert not names

@@ -77,7 +77,7 @@ def brute_force(repo: Repository, revs: list[str]) -> Floats:
     rows = []
     for rev in revs:
         model = build()
-        repo.restore(rev, {"model": model}, only="model")
+        repo.restore(rev, model=model, only="model")
         model.eval()
         with torch.no_grad():
             rows.append([float(loss(model, torch.tensor([at]))) for at in range(COUNT)])

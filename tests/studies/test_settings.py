@@ -103,7 +103,7 @@ def weights(repo: Repository, rev: str) -> torch.Tensor:
 def by_hand(repo: Repository, config: dict[str, float]) -> torch.Tensor:
     """Restored from the parent, given the rate by hand, and trained."""
     model, optimizer, _ = build({})
-    repo.restore("plain", into={"model": model, "optimizer": optimizer})
+    repo.restore("plain", model=model, optimizer=optimizer)
     optimizer.param_groups[0].update(lr=config["lr"], weight_decay=config["wd"])
     steps(model, optimizer, None)
     return torch.cat([each.flatten() for each in model.state_dict().values()])
@@ -148,7 +148,7 @@ def test_a_scheduler_goes_on_where_it_stood_with_the_rate_of_the_variant(repo: R
             optimizer.step()
             scheduler.step()
         there = optimizer.param_groups[0]["lr"]
-        repo.restore("scheduled", into={"model": model, "optimizer": optimizer})
+        repo.restore("scheduled", model=model, optimizer=optimizer)
         optimizer.param_groups[0].update(lr=there, initial_lr=lr)
         steps(model, optimizer, scheduler)
         expected = torch.cat([each.flatten() for each in model.state_dict().values()])
@@ -164,7 +164,7 @@ def test_a_scheduler_goes_on_where_it_stood_with_the_rate_of_the_variant(repo: R
 def gone_on(repo: Repository) -> torch.Tensor:
     """The parent itself, trained on."""
     parts = build({})
-    repo.restore("scheduled", into=tracked(parts, is_scheduled=True))
+    repo.restore("scheduled", objects=tracked(parts, is_scheduled=True))
     steps(*parts)
     return torch.cat([each.flatten() for each in parts[0].state_dict().values()])
 

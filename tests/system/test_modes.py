@@ -157,5 +157,5 @@ def test_tensors_that_were_made_for_inference_are_captured_and_restored(
         with torch.inference_mode():
             model.weight.zero_()
         with torch.inference_mode() if inside else nullcontext():
-            repo.restore("main", {"model": model})
+            repo.restore("main", model=model)
         assert model.weight.tolist()[0] == before

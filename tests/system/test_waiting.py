@@ -57,6 +57,6 @@ def test_a_transfer_is_waited_for_by_a_bell(made: Made) -> None:
     train(source, Training(0))
     peer = made.peer(source.serve("memory://"))
     there = Training(1)
-    transfer = peer.begin_clone("main", into={"model": there.model})
+    transfer = peer.begin_clone("main", model=there.model)
     assert transfer.wait(60).state.uid == source.state("main").uid
-    peer.begin_clone("main", into={"model": there.model}).close()
+    peer.begin_clone("main", model=there.model).close()

@@ -51,7 +51,7 @@ def test_every_state_of_a_short_training_is_restorable_after_its_process_ended(
             run.capture(metrics={"loss": loss.item()})
     with datastates.open(tmp_path) as repo:
         assert durable(repo) == list(range(1, 61))
-        repo.restore("main~37", into={"model": model, "optimizer": optimizer})
+        repo.restore("main~37", model=model, optimizer=optimizer)
 
 
 def test_one_line_says_what_is_kept_and_what_is_thinned(
@@ -151,7 +151,7 @@ def test_after_a_kill_the_best_of_where_the_branch_goes_back_to_is_on_disk(tmp_p
         with repo.track(model=model) as run:
             assert run.step == 4
             assert repo.state("main@best:val_loss").step == 2
-            repo.restore("main@best:val_loss", into={"model": model})
+            repo.restore("main@best:val_loss", model=model)
             train(run, model, 2, 0.7, 3)
         assert set(durable(repo)) == {2, 4, 6, 7}, "the lost state with 0.5 does not count"
 

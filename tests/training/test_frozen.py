@@ -126,14 +126,14 @@ def test_a_restore_counts_nothing_as_missing(repo: Repository) -> None:
     train(repo, 2)
     model: Any = made()
     base = model[0].weight.clone()
-    report = repo.restore("main", into={"model": model})
+    report = repo.restore("main", model=model)
     assert report
     assert not report.missing
     assert "frozen_parameters" not in report.skipped
     assert torch.equal(model[0].weight, base)
     assert torch.equal(model[2].weight, repo.load("main")["model"]["2.weight"])
     model[0].requires_grad_(True)  # for inference nobody freezes
-    assert repo.restore("main", into={"model": model}, only="model")
+    assert repo.restore("main", model=model, only="model")
 
 
 def test_a_model_with_other_frozen_parameters_is_refused(repo: Repository) -> None:
@@ -141,8 +141,8 @@ def test_a_model_with_other_frozen_parameters_is_refused(repo: Repository) -> No
     model = made()
     model.append(nn.Linear(1, 1).requires_grad_(False))
     with pytest.raises(InvalidInput, match=r"model/3\.weight"):
-        repo.restore("main", into={"model": model})
-    assert set(repo.restore("main", into={"model": model}, strict=False).missing) == {
+        repo.restore("main", model=model)
+    assert set(repo.restore("main", model=model, strict=False).missing) == {
         "model/3.weight",
         "model/3.bias",
     }
@@ -153,7 +153,7 @@ def test_another_object_that_is_missing_is_still_missing(repo: Repository) -> No
     model = made()
     model.append(nn.BatchNorm1d(1, affine=False))
     with pytest.raises(InvalidInput, match=r"model/3\.running_mean"):
-        repo.restore("main", into={"model": model})
+        repo.restore("main", model=model)
 
 
 def test_two_states_differ_only_in_what_they_have(repo: Repository) -> None:
@@ -202,7 +202,7 @@ def test_a_merged_state_leaves_out_what_its_parents_left_out(rest: str, repo: Re
     train(repo, 2, branch="one")
     train(repo, 3, branch="two")
     merged = repo.merge(["one", "two"], rest=rest)
-    assert repo.restore(merged, into={"model": made()})
+    assert repo.restore(merged, model=made())
 
 
 def test_several_models_have_a_record_each(repo: Repository) -> None:
@@ -210,7 +210,7 @@ def test_several_models_have_a_record_each(repo: Repository) -> None:
     with repo.track(models=models, frozen=False) as run:
         run.capture()
     assert set(repo.load("main")["frozen_parameters"]) == {"models/0", "models/1"}
-    assert repo.restore("main", into={"models": [made(), made(width=5)]})
+    assert repo.restore("main", models=[made(), made(width=5)])
 
 
 def test_the_names_that_records_need_are_taken(repo: Repository) -> None:
@@ -269,4 +269,4 @@ def test_what_belongs_to_a_quantized_parameter_is_left_out_with_it(repo: Reposit
     with repo.track(model=model(), frozen=False) as run:
         run.capture()
     assert set(repo.load("main")["model"]) == {"base.calls", "head.weight", "head.bias"}
-    assert repo.restore("main", into={"model": model()})
+    assert repo.restore("main", model=model())

@@ -149,8 +149,8 @@ def test_a_part_of_a_model_is_restored_without_modes(tmp_path: Path) -> None:
     with datastates.open(tmp_path) as repo:
         train(repo, 5)
         model, _ = made()
-        assert repo.restore("main", into={"model": model}, only="model/1.*").in_eval == ()
-        assert repo.restore("main", into={"model": model}).in_eval
+        assert repo.restore("main", model=model, only="model/1.*").in_eval == ()
+        assert repo.restore("main", model=model).in_eval
         assert model[1].training
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +60,42 @@ def test_a_training_of_nothing_is_refused(repo: Repository, objects: dict[str, A
     with pytest.raises(InvalidInput, match=r"nothing to capture: .*track\(model=model"):
         repo.track(objects=objects)
     assert repo.refs() == []
+
+
+@pytest.fixture(params=["restore", "clone"])
+def bring(repo: Repository, request: pytest.FixtureRequest) -> Iterator[Callable[..., object]]:
+    """``Repository.restore``, or ``Peer.clone``."""
+    if request.param == "restore":
+        yield repo.restore
+    else:
+        with repo.serve("memory://") as server, datastates.connect(server.url) as peer:
+            yield peer.clone
+
+
+def test_a_state_goes_into_objects_by_name(repo: Repository, bring: Callable[..., object]) -> None:
+    repo.track(rng=False, objects={"only": torch.ones(3)}, weight=torch.ones(2)).capture().wait()
+    weight, only = torch.zeros(2), torch.zeros(3)
+    bring("main", weight=weight)
+    bring("main", objects={"only": only})
+    assert (weight.tolist(), only.tolist()) == ([1, 1], [1, 1, 1])
+    bring("main", weight=weight.zero_(), objects={"only": only.zero_()})
+    assert (weight.tolist(), only.tolist()) == ([1, 1], [1, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "name the objects|give one of them"),
+        ({"wieght": torch.zeros(2)}, "wieght"),
+        ({"weight": torch.zeros(2), "strcit": False}, "strcit is no option .* mean strict"),
+        ({"weight": torch.zeros(2), "objects": {"weight": torch.zeros(2)}}, "weight: given by"),
+        ({"objects": [torch.zeros(2)]}, "objects is a list"),
+    ],
+    ids=str,
+)
+def test_objects_that_a_state_does_not_fit_are_refused(
+    repo: Repository, bring: Callable[..., object], given: dict[str, Any], said: str
+) -> None:
+    repo.track(rng=False, weight=torch.ones(2)).capture().wait()
+    with pytest.raises(InvalidInput, match=said):
+        bring("main", **given)

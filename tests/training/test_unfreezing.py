@@ -245,10 +245,10 @@ def test_a_fork_and_a_restore_train_what_their_script_says_and_the_fork_tells_wh
             "branch fork: 2 parameters (model/0.weight, model/0.bias) are trained where it begins,"
             " and frozen here" in caplog.text
         )
-        report = repo.restore("main", {"model": model})
+        report = repo.restore("main", model=model)
         assert (report.frozen, report.unfrozen) == ((), ("model/0.weight", "model/0.bias"))
         assert trained(model) == [False, False, True, True]
-        assert repo.restore("main", {"model": model}, only="model/2.*").unfrozen == ()
+        assert repo.restore("main", model=model, only="model/2.*").unfrozen == ()
 
 
 def test_a_state_that_no_training_captured_freezes_nothing(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_a_state_that_no_training_captured_freezes_nothing(tmp_path: Path) -> No
     with datastates.open(tmp_path) as repo:
         with repo.track(branch="main", weights=dict(model.state_dict())) as run:
             run.capture()
-        report = repo.restore("main", {"weights": model})
+        report = repo.restore("main", weights=model)
         assert (report.frozen, report.unfrozen) == ((), ())
         with repo.track(branch="main", weights=model, optimizer=optimizer, strict=False):
             assert trained(model) == [True] * 4

@@ -315,7 +315,7 @@ def receive(
     with datastates.connect(url, timeout_s=PATIENCE_S) as peer:
         say("begins")
         try:
-            peer.clone("main", into={"weights": tensors}, atomic=is_atomic, on_progress=on_progress)
+            peer.clone("main", weights=tensors, atomic=is_atomic, on_progress=on_progress)
         except DatastatesError as exc:
             say("failed", exc.kind)
         else:
@@ -381,7 +381,7 @@ def receive_until_killed(say: Say, url: str, seed: int, chunks: int) -> None:
                 tensor.zero_()
             peer.clone(
                 "main",
-                into={"weights": mine},
+                weights=mine,
                 atomic=choose.random() < 0.5,
                 on_progress=on_progress,
             )

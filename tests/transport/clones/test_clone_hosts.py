@@ -101,14 +101,14 @@ def take(
 
     if order == "repo":
         cloned = peer.clone("main", repo=repo, on_progress=on_progress)
-        repo.restore(cloned.state.uid, training.objects)
+        repo.restore(cloned.state.uid, objects=training.objects)
         return cloned.bytes_moved
     if order == "resume":
         return kept[0].resume(peer, on_progress=on_progress).wait().bytes_moved
     is_atomic, is_chain = order == "atomic", order == "chain"
     transfer = peer.begin_clone(
         "main",
-        into=training.objects,
+        objects=training.objects,
         atomic=is_atomic,
         chain=is_chain,
         resumable=not is_chain,

@@ -105,7 +105,7 @@ def test_a_killed_source_is_found_at_once(start: Start, is_atomic: bool) -> None
     ):
         peer.clone(
             "main",
-            into={"weights": mine},
+            weights=mine,
             atomic=is_atomic,
             on_progress=at(4, lambda: source.signal(signal.SIGKILL)),
         )
@@ -120,7 +120,7 @@ def test_a_stopped_source_is_found_in_time_and_writes_nothing_when_it_goes_on(
         with fails_as_it_should(is_atomic, mine, TIMEOUT_S + AT_ONCE_S) as at:
             peer.clone(
                 "main",
-                into={"weights": mine},
+                weights=mine,
                 atomic=is_atomic,
                 on_progress=at(4, lambda: source.signal(signal.SIGSTOP)),
             )
@@ -130,7 +130,7 @@ def test_a_stopped_source_is_found_in_time_and_writes_nothing_when_it_goes_on(
         source.signal(signal.SIGCONT)
         eventually(lambda: source.facts()["pins"] == "0", AT_ONCE_S, source.facts)
         assert all(torch.equal(tensor, marker) for tensor in mine.values())
-        peer.clone("main", into={"weights": mine}, atomic=is_atomic)
+        peer.clone("main", weights=mine, atomic=is_atomic)
     assert same(mine, source.tensors)
 
 
@@ -142,7 +142,7 @@ def test_a_source_that_is_closed_says_so(start: Start, is_atomic: bool) -> None:
         datastates.connect(source.url, timeout_s=PATIENCE_S) as peer,
         fails_as_it_should(is_atomic, mine, AT_ONCE_S) as at,
     ):
-        peer.clone("main", into={"weights": mine}, atomic=is_atomic, on_progress=at(2, told.start))
+        peer.clone("main", weights=mine, atomic=is_atomic, on_progress=at(2, told.start))
     told.join()
     assert source.ask("facts")[4] == "pins=0"
 
@@ -162,7 +162,7 @@ def test_a_destination_that_takes_its_time_is_waited_for(
         datastates.connect(source.url, timeout_s=TIMEOUT_S) as peer,
         bounded(1.5 * TIMEOUT_S + 2 * AT_ONCE_S),
     ):
-        peer.clone("main", into={"weights": mine}, atomic=False)
+        peer.clone("main", weights=mine, atomic=False)
     assert same(mine, source.tensors)
     let_go(source, AT_ONCE_S)
 
@@ -174,16 +174,16 @@ def test_a_process_whose_transport_is_held_up_is_given_up_like_one_that_stopped(
     pause = threading.Event()
     with datastates.connect(source.url, timeout_s=TIMEOUT_S) as peer:
         # the data plane of a new source takes a second, then sends all at once
-        peer.clone("main", into={"weights": make(7, CHUNKS)})
+        peer.clone("main", weights=make(7, CHUNKS))
         with fails_as_it_should(True, mine, 2 * TIMEOUT_S + AT_ONCE_S) as at:
             peer.clone(
                 "main",
-                into={"weights": mine},
+                weights=mine,
                 atomic=True,
                 on_progress=at(3, lambda: pause.wait(2 * TIMEOUT_S)),
             )
         let_go(source, AT_ONCE_S)
-        peer.clone("main", into={"weights": mine}, atomic=True)
+        peer.clone("main", weights=mine, atomic=True)
     assert same(mine, source.tensors)
 
 
@@ -222,7 +222,7 @@ def clone_once(source: Served, mine: dict[str, torch.Tensor]) -> None:
     for tensor in mine.values():
         tensor.zero_()
     with datastates.connect(source.url, timeout_s=PATIENCE_S) as peer:
-        peer.clone("main", into={"weights": mine}, atomic=False)
+        peer.clone("main", weights=mine, atomic=False)
     assert same(mine, source.tensors)
 
 
@@ -312,13 +312,11 @@ def test_a_state_that_is_removed_while_it_is_cloned_was_pinned_and_comes_whole(
     source, mine = start(pace_s=0.02), make(7, CHUNKS)
     told = threading.Thread(target=source.ask, args=("remove",))
     with datastates.connect(source.url, timeout_s=PATIENCE_S) as peer:
-        peer.clone(
-            "main", into={"weights": mine}, atomic=False, on_progress=at_chunk(2, told.start)
-        )
+        peer.clone("main", weights=mine, atomic=False, on_progress=at_chunk(2, told.start))
         told.join()
         assert same(mine, source.tensors)
         with bounded(AT_ONCE_S), pytest.raises(Unavailable, match=source.uid[:10]):
-            peer.clone("main", into={"weights": mine})
+            peer.clone("main", weights=mine)
     assert same(mine, source.tensors)
 
 
@@ -340,7 +338,7 @@ def test_what_is_half_new_is_not_captured_until_another_clone_heals_it(
     with datastates.connect(source.url, timeout_s=PATIENCE_S) as peer, pytest.raises(Dirty):
         peer.clone(
             "main",
-            into={"weights": mine},
+            weights=mine,
             atomic=False,
             on_progress=at_chunk(4, lambda: source.signal(signal.SIGKILL)),
         )
@@ -367,7 +365,7 @@ def test_of_two_sources_the_other_finishes_what_the_first_began(start: Start) ->
     ):
         cloned = peer.clone(
             first.uid,
-            into={"weights": mine},
+            weights=mine,
             atomic=False,
             on_progress=kill_the_first_once_it_has_brought_something,
         )
@@ -382,9 +380,7 @@ def test_a_data_connection_that_breaks_is_made_anew(start: Start, is_atomic: boo
     source, mine, broken = start(pace_s=PACE_S), make(7, CHUNKS), list[int]()
     with datastates.connect(source.url, timeout_s=PATIENCE_S) as peer, bounded(AT_ONCE_S):
         on_progress = at_chunk(4, lambda: broken.append(break_data_connections(source)))
-        cloned = peer.clone(
-            "main", into={"weights": mine}, atomic=is_atomic, on_progress=on_progress
-        )
+        cloned = peer.clone("main", weights=mine, atomic=is_atomic, on_progress=on_progress)
     assert broken[0] > 0
     assert same(mine, source.tensors)
     assert cloned.bytes_moved == CHUNKS * CHUNK
@@ -410,7 +406,7 @@ def test_what_was_verified_is_not_moved_again_by_a_resumed_clone(
     ):
         transfer = peer.begin_clone(
             first.uid,
-            into={"weights": mine},
+            weights=mine,
             atomic=is_atomic,
             resumable=True,
             on_progress=at(6, lambda: first.signal(signal.SIGKILL)),
@@ -501,7 +497,7 @@ def test_a_clone_can_be_cancelled_at_any_moment_and_begun_again(start: Start) ->
                         "dirty" if isinstance(exc.__cause__, Cancelled) else repr(exc.__cause__)
                     )
             if outcomes[-1] != "cancelled":
-                peer.clone("main", into={"weights": mine}, atomic=False)
+                peer.clone("main", weights=mine, atomic=False)
                 assert same(mine, theirs)
                 for name, tensor in old.items():
                     mine[name].copy_(tensor)
@@ -523,6 +519,6 @@ def begun(
         None if cancelled_at is None else at_chunk(cancelled_at, lambda: made.result().cancel())
     )
     made.set_result(
-        peer.begin_clone("main", into={"weights": mine}, atomic=is_atomic, on_progress=on_progress)
+        peer.begin_clone("main", weights=mine, atomic=is_atomic, on_progress=on_progress)
     )
     return made.result()

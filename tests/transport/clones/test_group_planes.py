@@ -55,12 +55,12 @@ def take(url: str, tls: str | None, data: str | None, say: Say) -> None:
         try:
             peer.clone(
                 "main",
-                into={"weights": torch.nn.Linear(2, 2) if group.rank == 1 else tensors},
+                weights=torch.nn.Linear(2, 2) if group.rank == 1 else tensors,
                 group=group,
             )
         except DatastatesError as exc:
             say("failed", exc.kind, same(tensors, make(2, CHUNKS)))
-        cloned = peer.clone("main", into={"weights": tensors}, group=group)
+        cloned = peer.clone("main", weights=tensors, group=group)
         say("cloned", same(tensors, make(1, CHUNKS)), cloned.bytes_moved)
 
 
@@ -118,7 +118,7 @@ def test_parts_of_ranks_go_to_ranks_and_to_one_process(
                 tensors = make(2, CHUNKS)
                 with pytest.raises(Unavailable, match="rank 1"):
                     # its branch has moved back: the state is lost
-                    peer.clone(state, into={"weights": tensors})
+                    peer.clone(state, weights=tensors)
                 assert same(tensors, make(2, CHUNKS))
 
 
@@ -141,7 +141,7 @@ def broadcast(folder: str, say: Say) -> None:
         datastates.open(folder if group.rank == 0 else other, memory_bytes=BUDGET) as repo,
     ):
         cloned = group.broadcast(
-            repo, "main", into={"weights": tensors} if group.rank == 2 else None
+            repo, "main", objects={"weights": tensors} if group.rank == 2 else None
         )
         found = (
             tensors

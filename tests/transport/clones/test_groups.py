@@ -138,7 +138,8 @@ def take(url: str, say: Say, *, misfit: bool = False) -> None:
         try:
             cloned = peer.clone(
                 "main",
-                into={"model": model, "weights": tensors},
+                model=model,
+                weights=tensors,
                 group=group,
                 on_progress=lambda *said: seen.append(said),
             )
@@ -196,7 +197,8 @@ def test_one_process_takes_each_part_from_the_rank_that_has_it(
         with datastates.connect(urls[-1]) as peer:
             cloned = peer.clone(
                 "main",
-                into={"model": model, "weights": tensors},
+                model=model,
+                weights=tensors,
                 on_progress=lambda *said: seen.append(said),
             )
             assert same(tensors, make(1, CHUNKS))
@@ -217,7 +219,7 @@ def test_one_process_takes_each_part_from_the_rank_that_has_it(
                 monkeypatch.setenv(same_host.SWITCH, "1")
                 with repo.serve(token=TOKEN) as again, datastates.connect(again.url) as second:
                     fresh = make(3, CHUNKS)
-                    moved = second.clone(uid, into={"weights": fresh}, atomic=False)
+                    moved = second.clone(uid, weights=fresh, atomic=False)
                     assert same(fresh, make(1, CHUNKS))
                     assert len(moved.by_source) == 1
                 repo.tag("kept", uid)
@@ -247,7 +249,7 @@ def test_part_whose_rank_is_gone_or_lies_comes_from_another_one_that_reaches_it(
 
         tensors = make(2, CHUNKS)
         with datastates.connect(urls[0], timeout_s=20) as peer:
-            cloned = peer.clone("main", into={"weights": tensors}, on_progress=on_progress)
+            cloned = peer.clone("main", weights=tensors, on_progress=on_progress)
     assert same(tensors, make(1, CHUNKS))
     assert cloned.by_source[urls[0].removeprefix("tcp://")] > CHUNKS * 4 * MIB / 2, (
         "rank 0 reached the rest in the folder of packs"
@@ -282,7 +284,7 @@ def test_clone_of_which_a_part_cannot_be_had_is_refused_by_name_and_leaves_nothi
                     peer.clone("main", repo=repo)
                 assert_nothing_is_left(repo, uid)
             with pytest.raises(kind, match=said):
-                peer.clone("main", into={"weights": tensors}, atomic=True, on_progress=on_progress)
+                peer.clone("main", weights=tensors, atomic=True, on_progress=on_progress)
             assert same(tensors, make(2, CHUNKS))
             if how == "killed":  # from the beginning
                 with pytest.raises(
@@ -307,7 +309,7 @@ def test_rank_keeps_its_own_part_and_nobody_learns_of_others_without_the_token(
             with pytest.raises(Unsupported, match="a clone as a whole takes states of one part"):
                 loop.run(peer.sources.first(lambda session: session.open(uid)))
             with pytest.raises(InvalidInput, match="leave chain=True out"):
-                peer.clone("main", into={"weights": make(2, CHUNKS)}, chain=True)
+                peer.clone("main", weights=make(2, CHUNKS), chain=True)
 
 
 # --- into several ---------------------------------------------------------------------------------
@@ -350,10 +352,10 @@ def test_state_of_one_process_goes_to_the_ranks_of_a_job_in_equal_shares(tmp_pat
             assert server.stats().bytes_sent == sum(moved)
             alone, fresh = TOKEN, make(2, CHUNKS)
             with datastates.connect(server.url, token=alone) as peer:
-                with pytest.raises(InvalidInput, match="give into="):
+                with pytest.raises(InvalidInput, match="name them, as in clone"):
                     peer.clone("main", repo=repo, group=_Two())
                 with pytest.raises(InvalidInput, match="call clone"):
-                    peer.begin_clone("main", into={"weights": fresh}, group=_Two())
+                    peer.begin_clone("main", weights=fresh, group=_Two())
 
 
 class _Two(datastates.ranks.SoloGroup):

@@ -131,7 +131,7 @@ def clone(url: str, lateness: Lateness, *, atomic: bool = False, data: str = "ip
             parameter.add_(1)
         try:
             with datastates.connect(url, token=TOKEN, data=data, timeout_s=2.0) as peer:
-                peer.clone("main", into={"model": here}, atomic=atomic)
+                peer.clone("main", model=here, atomic=atomic)
             for parameter in here.parameters():
                 parameter.mul_(2)
         finally:

@@ -135,7 +135,7 @@ def test_a_repository_that_serves_may_die_at_any_moment(start: Start, batch: int
             # the source's data plane takes a second to start, and would then have all chunks to
             # send at once
             with datastates.connect(source.url, timeout_s=PATIENCE_S) as peer:
-                peer.clone("main", into={"weights": make(1, CHUNKS)})
+                peer.clone("main", weights=make(1, CHUNKS))
         # by time alone a busy machine would kill it before anything has come
         with (
             bounded(AT_ONCE_S),
@@ -143,9 +143,7 @@ def test_a_repository_that_serves_may_die_at_any_moment(start: Start, batch: int
         ):
             try:
                 with datastates.connect(source.url, timeout_s=PATIENCE_S) as peer:
-                    peer.clone(
-                        "main", into={"weights": mine}, atomic=is_atomic, on_progress=on_progress
-                    )
+                    peer.clone("main", weights=mine, atomic=is_atomic, on_progress=on_progress)
                 outcomes.append("done")
                 assert same(mine, source.tensors)
             except Dirty:
@@ -203,5 +201,5 @@ def test_receivers_may_die_at_any_moment(smith: Forge, start: Start) -> None:
 def clone_here(source: Served) -> None:
     mine = make(0, source.chunks)
     with bounded(AT_ONCE_S), datastates.connect(source.url, timeout_s=PATIENCE_S) as peer:
-        peer.clone("main", into={"weights": mine}, atomic=False)
+        peer.clone("main", weights=mine, atomic=False)
     assert same(mine, source.tensors)

@@ -89,7 +89,7 @@ def test_an_atomic_clone_waits_for_captures_that_still_read(
         sink.commit()  # opens the gate, if it waits
         gate.open()
         found = mlp(3)
-        repo.restore(capture.wait().uid, found)
+        repo.restore(capture.wait().uid, objects=found)
         assert digest(found) == before
 
 

@@ -43,7 +43,7 @@ def test_a_fresh_adamw_gets_all_of_its_state(repo: Repository) -> None:
     optimizer.step()
     uid = repo.track(model=model, optimizer=optimizer).capture().uid
     fresh_model, fresh = make()
-    repo.restore(uid, into={"model": fresh_model, "optimizer": fresh})
+    repo.restore(uid, model=fresh_model, optimizer=fresh)
     assert len(fresh.state) == 74
     assert sum(len(state) for state in fresh.state.values()) == 3 * 74
     for ours, theirs in zip(model.parameters(), fresh_model.parameters(), strict=True):
@@ -68,7 +68,7 @@ def test_tied_weights_are_stored_once_and_tied_again(repo: Repository) -> None:
     tree = repo.load(state.uid)["model"]
     assert tree["head.weight"].data_ptr() == tree["embed.weight"].data_ptr()
     fresh = Tied()
-    repo.restore(state.uid, into={"model": fresh})
+    repo.restore(state.uid, model=fresh)
     assert fresh.head.weight is fresh.embed.weight
     assert torch.equal(fresh.head.weight, model.head.weight)
 
@@ -105,7 +105,7 @@ def test_a_flipped_byte_is_found_and_named(tmp_path: Path) -> None:
         for read in (
             repo.load,
             repo.verify,
-            lambda rev: repo.restore(rev, into={"weight": torch.zeros(50_000)}),
+            lambda rev: repo.restore(rev, weight=torch.zeros(50_000)),
         ):
             with pytest.raises(Corrupt, match=pack.name):
                 read(uid)
@@ -183,7 +183,7 @@ def test_ten_thousand_tiny_tensors_are_captured_in_time_and_come_back(repo: Repo
     assert min(took) < 0.4  # it takes about 20 ms; libraries that plan anew take 300 and more
     state = taken.wait("durable")
     fresh = {name: torch.zeros(3) for name in tensors}
-    repo.restore(state.uid, into={"tensors": fresh})
+    repo.restore(state.uid, tensors=fresh)
     assert all(torch.equal(fresh[name], value) for name, value in tensors.items())
 
 

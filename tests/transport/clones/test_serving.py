@@ -152,7 +152,7 @@ def test_a_forked_child_neither_serves_nor_ends_what_its_parent_serves(repo: Rep
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         target = torch.ones(SLOT // 4)
-        peer.clone("main~1", into={"weights": {"it": target}})
+        peer.clone("main~1", weights={"it": target})
         assert not target.any()
 
 
@@ -165,7 +165,7 @@ def test_each_peer_of_a_server_has_the_data_plane_that_it_asked_for(repo: Reposi
             datastates.connect(server.url, data=data) as peer,
         ):
             target = torch.ones(SLOT // 4)
-            peer.clone("main~1", into={"weights": {"it": target}})
+            peer.clone("main~1", weights={"it": target})
             assert not target.any(), data
 
 
@@ -303,7 +303,7 @@ def test_a_byte_that_rots_on_disk_is_found_by_who_receives_it(
         again.serve("memory://") as server,
         datastates.connect(server.url) as peer,
     ):
-        clone = partial(peer.clone, "main", into={"weights": {"it": target}}, atomic=True)
+        clone = partial(peer.clone, "main", weights={"it": target}, atomic=True)
         with pytest.raises(Corrupt, match=r"chunk \d+ is damaged at memory://"):
             clone()
     assert target.eq(5).all()

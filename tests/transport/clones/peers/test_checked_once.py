@@ -39,7 +39,7 @@ def test_a_manifest_that_comes_from_a_peer_is_checked_once(
         made.peer(ours.serve("memory://", is_writable=True)).push("main", repo=theirs)
     else:
         into: dict[str, Any] = (
-            {"repo": ours} if where == "repository" else {"into": Training(1).objects}
+            {"repo": ours} if where == "repository" else {"objects": Training(1).objects}
         )
         made.peer(theirs.serve("memory://")).clone("main", **into)
 

@@ -38,7 +38,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 def holds(repo: Repository, rev: str, expected: torch.Tensor) -> bool:
     """What is loaded, and what is restored."""
     into = torch.ones(SIZE)
-    repo.restore(rev, into={"box": {"w": into}})
+    repo.restore(rev, box={"w": into})
     return bits(repo.load(rev)["box"]["w"]) == bits(into) == bits(expected)
 
 

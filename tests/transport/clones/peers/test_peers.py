@@ -86,7 +86,7 @@ def test_errors_come_as_what_they_were(made: Made, url: str) -> None:
     with pytest.raises(NotFound, match="mian"):
         peer.state("mian")
     with pytest.raises(NotFound, match="mian"):
-        peer.clone("mian", into=Training(1).objects)
+        peer.clone("mian", objects=Training(1).objects)
     with pytest.raises(SyntaxProblem) as caught:
         peer.find("step >> 3")
     with pytest.raises(SyntaxProblem) as own:
@@ -111,7 +111,7 @@ def test_objects_are_what_the_sources_are(made: Made, url: str, atomic: bool | N
     peer = made.peer(repo.serve(url))
     assert theirs.optimizer.state == {}
 
-    cloned = peer.clone("main", into=theirs.objects, atomic=atomic)
+    cloned = peer.clone("main", objects=theirs.objects, atomic=atomic)
 
     assert theirs.bits() == ours.bits()
     assert cloned.state == repo.state("main")
@@ -129,7 +129,7 @@ def test_only_what_is_named_is_moved(made: Made, url: str) -> None:
     train(repo, ours)
     server = repo.serve(url)
 
-    made.peer(server).clone("main", into=theirs.objects, only="model")
+    made.peer(server).clone("main", objects=theirs.objects, only="model")
 
     for mine, its in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
         assert torch.equal(mine, its)
@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_refused_before_a_byte_moves(made: Made, url: str) 
     before = other.bits()
 
     with pytest.raises(InvalidInput, match=r"256"):
-        made.peer(server).clone("main", into=other.objects)
+        made.peer(server).clone("main", objects=other.objects)
 
     assert server.stats().bytes_sent == 0
     assert other.bits() == before
@@ -160,7 +160,7 @@ def test_a_clone_is_one_state_while_training_goes_on(made: Made, url: str) -> No
     bits = {run.capture().wait().uid: ours.bits()}
 
     for _ in range(6):
-        transfer = peer.begin_clone("main", into=theirs.objects)
+        transfer = peer.begin_clone("main", objects=theirs.objects)
         for _ in range(3):
             ours.step()
             bits[run.capture().wait().uid] = ours.bits()
@@ -226,8 +226,8 @@ def test_a_repository_takes_over_a_state_with_all_that_led_to_it(made: Made, url
         ("warm", repo.state("warm").uid, "half way")
     ]
     theirs, ours = Training(1), Training(2)
-    other.restore(cloned.state.uid, into={**theirs.objects, "rng": datastates.RngState()})
-    repo.restore("main", into={**ours.objects, "rng": datastates.RngState()})
+    other.restore(cloned.state.uid, objects={**theirs.objects, "rng": datastates.RngState()})
+    repo.restore("main", objects={**ours.objects, "rng": datastates.RngState()})
     assert theirs.bits() == ours.bits()
     with other.core.database.read() as session, repo.core.database.read() as there:
         assert [each.source_repository for each in clones.clones_of(session, cloned.state.uid)] == [
@@ -289,7 +289,7 @@ def test_processes_that_share_a_database_add_a_replica(
     cloned = made.peer(repo.serve(url)).clone("main", repo=other)
 
     assert list(map(facts, other.log("main"))) == before
-    other.restore(cloned.state.uid, into={**theirs.objects, "rng": datastates.RngState()})
+    other.restore(cloned.state.uid, objects={**theirs.objects, "rng": datastates.RngState()})
     assert theirs.bits() == ours.bits()
     with other.core.database.read() as session:
         arrivals = clones.clones_of(session, cloned.state.uid)
@@ -338,7 +338,7 @@ def test_an_evicted_state_names_the_nearest_that_is_there(made: Made, url: str) 
     peer = made.peer(repo.serve(url))
 
     with pytest.raises(Unavailable) as caught:
-        peer.clone(gone.uid, into={"weights": {"weight": weight}})
+        peer.clone(gone.uid, weights={"weight": weight})
 
     assert caught.value.nearest == kept.uid
 
@@ -350,7 +350,7 @@ def test_a_state_on_disk_is_cloned_too(made: Made, url: str) -> None:
     reader = made.repo(made.folder / "disk")
 
     made.peer(reader.serve(url)).clone(
-        "main", into={**theirs.objects, "rng": datastates.RngState()}
+        "main", objects={**theirs.objects, "rng": datastates.RngState()}
     )
 
     assert theirs.bits() == ours.bits()
@@ -376,7 +376,7 @@ def test_a_push_takes_a_state_and_its_ancestry_there(made: Made, url: str) -> No
 
     assert list(map(facts, other.log(pushed.state.uid))) == list(map(facts, repo.log("main")))
     assert [ref.name for ref in other.refs()] == ["warm"]
-    other.restore(pushed.state.uid, into={**theirs.objects, "rng": datastates.RngState()})
+    other.restore(pushed.state.uid, objects={**theirs.objects, "rng": datastates.RngState()})
     assert theirs.bits() == ours.bits()
 
 

@@ -48,7 +48,7 @@ def test_a_token_is_needed_where_there_is_one(
         != []
     )
     monkeypatch.setenv("DATASTATES_TOKEN", TOKEN)
-    made.peer(server).clone("main", into=Training(1).objects)
+    made.peer(server).clone("main", objects=Training(1).objects)
     made.peer(repo.serve(url)).refs()
 
 
@@ -91,7 +91,7 @@ def test_a_clone_under_way_ends_with_either_side(made: Made, url: str, who: str)
     repo.track(tensors=tensors, rng=False).capture().wait()
     server = repo.serve(url)
     peer = made.peer(server, timeout_s=2)
-    transfer = peer.begin_clone("main", into={"tensors": into}, atomic=True, on_progress=paused)
+    transfer = peer.begin_clone("main", tensors=into, atomic=True, on_progress=paused)
     assert paused.began.wait(60)
     closing = threading.Thread(
         target=peer.close if who == "peer" else lambda: server.close(grace_s=0)
@@ -138,9 +138,9 @@ def _open_file(descriptor: str) -> str:
 
 def succeed(url: str, repo: Repository, other: Repository) -> None:
     with repo.serve(url) as server, datastates.connect(server.url) as peer:
-        peer.clone("main", into=Training(1, 1024).objects)
-        peer.clone("main", into=Training(1, 1024).objects, atomic=False)
-        peer.clone("main", into=Training(1, 1024).objects, chain=True)
+        peer.clone("main", objects=Training(1, 1024).objects)
+        peer.clone("main", objects=Training(1, 1024).objects, atomic=False)
+        peer.clone("main", objects=Training(1, 1024).objects, chain=True)
 
 
 def fail(url: str, repo: Repository, other: Repository) -> None:
@@ -150,7 +150,7 @@ def fail(url: str, repo: Repository, other: Repository) -> None:
         with datastates.connect(server.url, token=TOKEN) as peer:
             for chain in (False, True):
                 with pytest.raises(InvalidInput):
-                    peer.clone("main", into=Training(1, 128).objects, chain=chain)
+                    peer.clone("main", objects=Training(1, 128).objects, chain=chain)
             with pytest.raises(InvalidInput):
                 peer.push("main", repo=repo)
             with pytest.raises(DatastatesError):
@@ -160,7 +160,7 @@ def fail(url: str, repo: Repository, other: Repository) -> None:
 def cancel(url: str, repo: Repository, other: Repository) -> None:
     with repo.serve(url) as server, datastates.connect(server.url) as peer:
         for chain in (False, True):
-            wheres: list[dict[str, Any]] = [{"into": Training(1, 1024).objects}, {"repo": other}]
+            wheres: list[dict[str, Any]] = [{"objects": Training(1, 1024).objects}, {"repo": other}]
             for where in wheres:
                 paused = Paused()
                 transfer = peer.begin_clone("main", on_progress=paused, chain=chain, **where)
@@ -169,7 +169,7 @@ def cancel(url: str, repo: Repository, other: Repository) -> None:
                 paused.go.set()
                 with pytest.raises(DatastatesError):
                     transfer.wait()
-        peer.begin_clone("main", into=Training(1, 1024).objects).cancel()  # nobody waits for it
+        peer.begin_clone("main", objects=Training(1, 1024).objects).cancel()  # nobody waits for it
 
 
 @pytest.mark.parametrize("work", [succeed, fail, cancel])
@@ -211,12 +211,12 @@ with datastates.open(sys.argv[1]) as repo:
     repo.track(weights=weights, rng=False).capture().wait("durable")
     server = repo.serve(sys.argv[2])
     peer = datastates.connect(server.url)
-    transfer = peer.begin_clone("main", into={"weights": {"weight": torch.zeros(1000)}})
+    transfer = peer.begin_clone("main", weights={"weight": torch.zeros(1000)})
     child = os.fork()
     if not child:
         signal.alarm(30)
         code = 7
-        for use in (peer.refs, transfer.wait, lambda: peer.clone("main", into={})):
+        for use in (peer.refs, transfer.wait, lambda: peer.clone("main", weights={})):
             try:
                 use()
                 code = 1
@@ -224,7 +224,7 @@ with datastates.open(sys.argv[1]) as repo:
                 assert "parent" in str(exc)
         with datastates.open(sys.argv[1]) as own, own.serve("memory://") as mine, datastates.connect(mine.url) as again:
             into = {"weight": torch.zeros(1000)}
-            again.clone("main", into={"weights": into})
+            again.clone("main", weights=into)
             code = code if torch.equal(into["weight"], weights["weight"]) else 2
         peer.close()
         server.close()
@@ -232,7 +232,7 @@ with datastates.open(sys.argv[1]) as repo:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     transfer.wait()
     into = {"weight": torch.zeros(1000)}
-    peer.clone("main", into={"weights": into})
+    peer.clone("main", weights=into)
     assert torch.equal(into["weight"], weights["weight"])
     peer.close()
 """

@@ -31,7 +31,7 @@ def test_three_sources_share_the_work(made: Made, url: str) -> None:
     sent = [server.stats().bytes_sent for server in servers]
     into = {name: torch.zeros(MIB) for name in tensors}
 
-    cloned = made.peer([server.url for server in servers]).clone("main", into={"tensors": into})
+    cloned = made.peer([server.url for server in servers]).clone("main", tensors=into)
 
     assert all(torch.equal(into[name], value) for name, value in tensors.items())
     shares = [
@@ -53,7 +53,7 @@ def test_a_source_with_another_state_of_that_name_is_left_out(
 
     with caplog.at_level(logging.WARNING, "datastates"):
         made.peer([server.url for server in servers]).clone(
-            "main", into={**theirs.objects, "rng": datastates.RngState()}
+            "main", objects={**theirs.objects, "rng": datastates.RngState()}
         )
 
     assert theirs.bits() == ours.bits()
@@ -87,7 +87,7 @@ def test_one_copy_leaves_the_source_of_a_chain(made: Made, url: str) -> None:
     errors: list[BaseException] = []
 
     transfers = [
-        peer.begin_clone("main", into={"tensors": into}, chain=True)
+        peer.begin_clone("main", tensors=into, chain=True)
         for peer, into in zip(peers, receivers, strict=True)
     ]
 
@@ -119,7 +119,7 @@ def test_progress_only_grows_and_ends_at_the_total(made: Made, url: str) -> None
     seen: list[tuple[int, int]] = []
 
     cloned = made.peer(repo.serve(url)).clone(
-        "main", into=Training(1, 1024).objects, on_progress=lambda *now: seen.append(now)
+        "main", objects=Training(1, 1024).objects, on_progress=lambda *now: seen.append(now)
     )
 
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
@@ -158,7 +158,7 @@ def test_a_clone_is_awaited_in_the_users_own_loop(made: Made, url: str) -> None:
     peer = made.peer(repo.serve(url))
 
     async def clone() -> State:
-        return (await peer.begin_clone("main", into=theirs.objects)).state
+        return (await peer.begin_clone("main", objects=theirs.objects)).state
 
     assert asyncio.run(clone()) == repo.state("main")
     assert theirs.bits() == ours.bits()
@@ -171,7 +171,7 @@ def test_a_wait_that_is_too_short_leaves_the_clone_going(made: Made, url: str) -
     train(repo, ours)
 
     transfer = made.peer(repo.serve(url)).begin_clone(
-        "main", into=theirs.objects, on_progress=paused
+        "main", objects=theirs.objects, on_progress=paused
     )
     with pytest.raises(TimeoutError, match="goes on"):
         transfer.wait(0.01)
@@ -190,7 +190,7 @@ def test_a_cancelled_clone_leaves_objects_as_they_were(made: Made, url: str) -> 
     peer = made.peer(repo.serve(url))
     before = theirs.bits()
 
-    transfer = peer.begin_clone("main", into=theirs.objects, atomic=True, on_progress=paused)
+    transfer = peer.begin_clone("main", objects=theirs.objects, atomic=True, on_progress=paused)
     assert paused.began.wait(60)
     transfer.cancel()
     paused.go.set()
@@ -199,7 +199,7 @@ def test_a_cancelled_clone_leaves_objects_as_they_were(made: Made, url: str) -> 
             transfer.wait()
 
     assert theirs.bits() == before
-    peer.clone("main", into=theirs.objects)
+    peer.clone("main", objects=theirs.objects)
     assert theirs.bits() == ours.bits()
 
 
@@ -209,7 +209,7 @@ def test_a_task_that_is_cancelled_cancels_its_clone(made: Made, url: str) -> Non
     train(repo, Training(0, 1024))
     peer = made.peer(repo.serve(url))
     before = theirs.bits()
-    transfer = peer.begin_clone("main", into=theirs.objects, atomic=True, on_progress=paused)
+    transfer = peer.begin_clone("main", objects=theirs.objects, atomic=True, on_progress=paused)
 
     async def give_up() -> None:
         async def wait() -> None:
