@@ -253,8 +253,8 @@ class Questions:
     """The runner's callbacks when memory is needed.
 
     ``post`` passes an event to the engine. ``check_open`` raises when no more captures are
-    accepted. ``backlog`` counts recorded states that users' processors have not seen. They keep their
-    memory as captures in flight do. ``watch`` checks whether the lineage and the disk make
+    accepted. ``backlog`` counts recorded states that users' processors have not seen. They keep
+    their memory as captures in flight do. ``watch`` checks whether the lineage and the disk make
     progress. ``skipped`` is called for each capture that was skipped because they do not.
     """
 

@@ -149,11 +149,6 @@ def test_commands_that_look_import_what_they_need(root: Path, arguments: tuple[s
         "msgspec",
         "datastates.repository",
     }
-    slow |= (
-        {"sqlalchemy.dialects.postgresql"}
-        if arguments[0] in ("log", "refs", "tag", "branch", "reflog")
-        else set()
-    )
     slow |= {"lark"} if arguments[0] != "find" else {"msgspec"}
     assert found & slow == ({"msgspec"} if arguments[0] == "find" else set()), (
         "each of these takes a tenth of a command's time or more"
