@@ -33,6 +33,7 @@ REVISIONS = {"rev", "revs", "start", "old", "new", "expected", "branches", "base
 OTHERS = {
     "Plan.config(base)": "the configuration that variants change",
     "Plan.digest(base)": "the same",
+    "Processor.process(captured)": "a captured state, which we give",
     "Repository.rename(new)": "a name",
 }
 """Parameters of such a name that are none, and what they are."""
