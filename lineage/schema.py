@@ -89,9 +89,6 @@ else:
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
-EXACT_INT = 2**53
-"""Floats hold all integers up to here exactly."""
-
 # SQLite autoincrements row ids only for INTEGER keys; PostgreSQL gets 64 bits.
 Id = BigInteger().with_variant(Integer, "sqlite")
 

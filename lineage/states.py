@@ -13,7 +13,8 @@ from datastates.errors import InvalidInput
 from datastates.system import logs
 from datastates.values import Value
 
-from .schema import EXACT_INT
+EXACT_INT = 2**53
+"""Floats hold all integers up to here exactly."""
 
 
 class Status(StrEnum):

@@ -151,7 +151,7 @@ def test_collections_rest_while_a_name_is_imported_and_go_on_as_before(before: s
 
 
 def test_importing_the_package_alone_is_cheap() -> None:
-    assert not modules_after("import datastates; datastates.NotFound, datastates.Config") & {
+    assert not modules_after("import datastates; datastates.NotFound") & {
         "sqlalchemy",
         "msgspec",
         "typer",

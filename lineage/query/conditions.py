@@ -39,7 +39,6 @@ from sqlalchemy import (
 from datastates.errors import SyntaxProblem
 from datastates.lineage.lookup import id_of
 from datastates.lineage.schema import (
-    EXACT_INT,
     AttributeRow,
     MetricRow,
     RefRow,
@@ -51,7 +50,7 @@ from datastates.lineage.schema import (
     table,
     to_us,
 )
-from datastates.lineage.states import RefKind
+from datastates.lineage.states import EXACT_INT, RefKind
 
 from .grammar import (
     Ago,
