@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from itertools import accumulate
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -262,6 +262,9 @@ def group_of(value: object, what: str) -> Group:
             f"{what} is {shown(value)}: give a datastates.ranks.TorchGroup, MPIGroup or SoloGroup"
         )
     return value
+
+
+AnyGroup = Annotated[Group, group_of]
 
 
 def check(value: bytes = b"", *, is_closed: bool) -> None:

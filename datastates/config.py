@@ -16,7 +16,7 @@ from datastates.policy.text import parse, policy
 from . import values
 from .errors import InvalidInput
 
-__all__ = ["BackPressure", "Config", "Data", "OnFailure", "data_plane", "parse_bytes"]
+__all__ = ["BackPressure", "Config", "Data", "OnFailure", "parse_bytes"]
 
 
 class BackPressure(StrEnum):
@@ -75,14 +75,6 @@ class FurtherTier(Protocol):
 
     def close(self) -> None:
         """Called when the repository is closed."""
-
-
-def data_plane(value: object, what: str = "data") -> Data:
-    """The member of ``Data`` that is given, itself or as text.
-
-    :raises InvalidInput: it is not one of them.
-    """
-    return values.choice(value, Data, what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +174,7 @@ class Config:
             raise InvalidInput(_TWICE)
         self._set("back_pressure", values.choice(self.back_pressure, BackPressure, "back_pressure"))
         self._set("on_failure", values.choice(self.on_failure, OnFailure, "on_failure"))
-        self._set("data", data_plane(self.data))
+        self._set("data", values.choice(self.data, Data, "data"))
         self._set("verify", values.flag(self.verify, "verify"))
         if self.direct_io is not None:
             self._set("direct_io", values.flag(self.direct_io, "direct_io"))
@@ -341,7 +333,7 @@ _VARIABLES: dict[str, Callable[[Config, str], Config]] = {
         config, device_bytes=parse_bytes(text)
     ),
     "DATASTATES_GROUP_PATIENCE": lambda config, text: replace(config, group_patience_s=float(text)),
-    "DATASTATES_DATA": lambda config, text: replace(config, data=data_plane(text)),
+    "DATASTATES_DATA": lambda config, text: replace(config, data=values.choice(text, Data, "data")),
 }
 
 

@@ -3,15 +3,14 @@ read."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsFloat, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Annotated, Any, overload
 
 from datastates.lineage.query import names, pages, walk
 from datastates.lineage.query.fields import check_names
-from datastates.lineage.states import Note, Ref, RefEvent, Run, State
+from datastates.lineage.states import Note, Ref, RefEvent, Revision, Run, State
 from datastates.lineage.write import refs
 from datastates.lineage.write import refs as lineage_refs
 from datastates.lineage.write.refs import annotate, measure
@@ -26,7 +25,7 @@ from . import values
 from .config import Config
 from .errors import InvalidInput
 from .notebook import States
-from .values import Value
+from .values import Attributes, Count, FilePath, Key, Message, Metrics, Patterns, Seconds, Text
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -66,8 +65,8 @@ class Opened:
         """The core, for the rest of this package; it is no part of the public interface."""
         return self._core
 
-    @values.takes(rev=values.revision)
-    def state(self, rev: str | State) -> State:
+    @values.checked
+    def state(self, rev: Revision) -> State:
         """The state that a revision names.
 
             print(repo.state("main@best:loss").step)
@@ -78,12 +77,12 @@ class Opened:
         return self.core.state(rev)
 
     @contextmanager
-    def _changing(self, rev: str | State | None) -> Iterator[tuple[Session, str]]:
+    def _changing(self, rev: Revision | None) -> Iterator[tuple[Session, str]]:
         uid = self._uid(rev)
         with self.core.writing() as session:
             yield session, uid
 
-    def _uid(self, rev: str | State | None) -> str:
+    def _uid(self, rev: Revision | None) -> str:
         return self.core.state(values.revision(rev)).uid
 
 
@@ -91,19 +90,11 @@ class Opened:
 # ensembles.
 
 
-class MergeNames(TypedDict, total=False):
-    """The names of a merged state, and its message; see ``Repository.merge``."""
-
-    into: str | None
-    tag: str | None
-    message: str | None
-
-
 class Algebra(Opened):
     """The methods that take several states."""
 
-    @values.takes(revs=values.several(values.revision))
-    def compare(self, revs: Sequence[str | State]) -> Comparison:
+    @values.checked
+    def compare(self, revs: Sequence[Revision]) -> Comparison:
         """Several states side by side: configuration, metrics, attributes and code, differences
         first; and where each can be restored.
 
@@ -118,19 +109,13 @@ class Algebra(Opened):
 
         return comparison(self.core, values.revisions(revs))
 
-    @values.takes(
-        old=values.revision,
-        new=values.revision,
-        only=values.patterns,
-        stat=values.flag,
-        on_progress=values.optional(values.callback),
-    )
+    @values.checked
     def diff(
         self,
-        old: str | State,
-        new: str | State,
+        old: Revision,
+        new: Revision,
         *,
-        only: str | Sequence[str] | None = None,
+        only: Patterns | None = None,
         stat: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> Diff:
@@ -155,17 +140,12 @@ class Algebra(Opened):
 
         return diff(self.core, old, new, only=only, stat=stat, on_progress=on_progress)
 
-    @values.takes(
-        rev=values.revision,
-        only=values.patterns,
-        size=values.flag,
-        on_progress=values.optional(values.callback),
-    )
+    @values.checked
     def blame(
         self,
-        rev: str | State,
+        rev: Revision,
         *,
-        only: str | Sequence[str] | None = None,
+        only: Patterns | None = None,
         size: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> list[Blame]:
@@ -190,21 +170,15 @@ class Algebra(Opened):
 
         return blame(self.core, rev, only=only, size=size, on_progress=on_progress)
 
-    @values.takes(
-        good=values.revision,
-        bad=values.revision,
-        only=values.patterns,
-        verdicts=values.optional(values.path),
-        on_progress=values.optional(values.callback),
-    )
+    @values.checked
     def bisect(
         self,
-        good: str | State,
-        bad: str | State,
+        good: Revision,
+        bad: Revision,
         predicate: Callable[[Any], object] | str,
         *,
-        only: str | Sequence[str] | None = None,
-        verdicts: str | os.PathLike[str] | None = None,
+        only: Patterns | None = None,
+        verdicts: FilePath | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> Bisection:
         """The first state on the path from ``good`` to ``bad`` for which a predicate holds; at most
@@ -235,28 +209,19 @@ class Algebra(Opened):
             self.core, good, bad, predicate, only=only, verdicts=verdicts, on_progress=on_progress
         )
 
-    @values.takes(
-        revs=values.several(values.revision),
-        method=values.string,
-        weights=values.optional(values.several(values.number)),
-        only=values.patterns,
-        rest=values.string,
-        decay=values.optional(values.number),
-        into=values.optional(values.string),
-        tag=values.optional(values.string),
-        message=values.optional(values.message),
-    )
-    @values.unpacks(MergeNames, into=None, tag=None, message=None)
+    @values.checked
     def merge(
         self,
-        revs: Sequence[str | State],
+        revs: Sequence[Revision],
         *,
         method: str = "mean",
         weights: Sequence[float] | None = None,
-        only: str | Sequence[str] | None = "model",
+        only: Patterns | None = "model",
         rest: str = "keep",
         decay: float | None = None,
-        **names: Unpack[MergeNames],
+        into: str | None = None,
+        tag: str | None = None,
+        message: Message | None = None,
     ) -> State:
         """Make a state whose floating-point tensors are combined from those of ``revs``, and whose
         parents they are.
@@ -290,7 +255,6 @@ class Algebra(Opened):
         """
         from datastates.compare.merge import Names, merge
 
-        given = Names(names["into"], names["tag"], names["message"])
         return merge(
             self.core,
             revs,
@@ -299,11 +263,11 @@ class Algebra(Opened):
             only=only,
             rest=rest,
             decay=decay,
-            names=given,
+            names=Names(into, tag, message),
         )
 
-    @values.takes(rev=values.revision)
-    def verify_merge(self, rev: str | State) -> State:
+    @values.checked
+    def verify_merge(self, rev: Revision) -> State:
         """The merged state, once it has been merged again from its parents and each tensor is the
         same. The parents' bytes must be here.
 
@@ -313,14 +277,10 @@ class Algebra(Opened):
 
         return verify_merge(self.core, rev)
 
-    @values.takes(
-        revs=values.several(values.revision),
-        only=values.string,
-        pick=values.optional(values.callback),
-    )
+    @values.checked
     def ensemble(
         self,
-        revs: Sequence[str | State],
+        revs: Sequence[Revision],
         model: torch.nn.Module,
         *,
         only: str = "model",
@@ -349,8 +309,8 @@ class Algebra(Opened):
 class History(Opened):
     """The lineage: logs, searches, walks, branches and runs."""
 
-    @values.takes(rev=values.revision, limit=values.optional(values.count))
-    def log(self, rev: str | State | None = "main", *, limit: int | None = None) -> States:
+    @values.checked
+    def log(self, rev: Revision | None = "main", *, limit: Count | None = None) -> States:
         """A state and its ancestors along all parents, newest first: a list, whose ``frame`` makes
         a pandas frame of it.
 
@@ -386,7 +346,7 @@ class History(Opened):
 
         instrument(self.core, meter)
 
-    @values.takes(query=values.string)
+    @values.checked
     def find(self, query: str) -> States:
         """All states that match a query, in the query's order and up to its ``limit``.
         ``lineage.search.query`` has the grammar.
@@ -400,31 +360,27 @@ class History(Opened):
             check_names(session, query)
             return States(pages.find_all(session, query))
 
-    @values.takes(rev=values.revision, limit=values.optional(values.count))
-    def ancestors(self, rev: str | State, *, limit: int | None = None) -> States:
+    @values.checked
+    def ancestors(self, rev: Revision, *, limit: Count | None = None) -> States:
         """All ancestors along all parents, newest generation first."""
         uid = self._uid(rev)
         with self.core.reading() as session:
             return States(walk.ancestors(session, uid, limit=limit))
 
-    @values.takes(rev=values.revision, limit=values.optional(values.count))
-    def descendants(self, rev: str | State, *, limit: int | None = None) -> States:
+    @values.checked
+    def descendants(self, rev: Revision, *, limit: Count | None = None) -> States:
         """All states that descend from this one."""
         uid = self._uid(rev)
         with self.core.reading() as session:
             return States(walk.descendants(session, uid, limit=limit))
 
-    @values.takes(
-        rev=values.optional(values.revision),
-        ancestors=values.optional(values.count),
-        descendants=values.optional(values.count),
-    )
+    @values.checked
     def graph(
         self,
-        rev: str | State | None = None,
+        rev: Revision | None = None,
         *,
-        ancestors: int | None = None,
-        descendants: int | None = 0,
+        ancestors: Count | None = None,
+        descendants: Count | None = 0,
     ) -> nx.DiGraph[str]:
         """The lineage as a networkx graph, edges from parent to child; see
         ``lineage.view.graph``."""
@@ -437,19 +393,14 @@ class History(Opened):
         with self.core.reading() as session:
             return detail.graph(session, of=of, ancestors=ancestors, descendants=descendants)
 
-    @values.takes(
-        query=values.string,
-        metric=values.optional(values.key),
-        sort=values.string,
-        group=values.optional(values.text),
-    )
+    @values.checked
     def overview(
         self,
         query: str = "",
         *,
-        metric: str | None = None,
+        metric: Key | None = None,
         sort: str = "changed",
-        group: str | None = None,
+        group: Text | None = None,
     ) -> Branches:
         """The branches at a glance: where each forked, how it went, its best state, the best that
         can be restored, and its configuration.
@@ -471,8 +422,8 @@ class History(Opened):
 
         return overview(self.core, query, metric=metric, sort=sort, group=group)
 
-    @values.takes(limit=values.optional(values.count))
-    def runs(self, *, limit: int | None = None) -> list[Run]:
+    @values.checked
+    def runs(self, *, limit: Count | None = None) -> list[Run]:
         """The trainings, the last begun first; ``finished_at`` is None for those whose end was
         never recorded.
 
@@ -484,8 +435,8 @@ class History(Opened):
 
         return runs(self.core, limit)
 
-    @values.takes(limit=values.count)
-    def incomplete(self, *, limit: int = 50) -> Incomplete:
+    @values.checked
+    def incomplete(self, *, limit: Count = 50) -> Incomplete:
         """The states of several ranks that are incomplete: those that wait for parts of some ranks,
         and those that were given up, and why.
 
@@ -515,16 +466,14 @@ class Notes:
     def __init__(self, core: Core) -> None:
         self._core = core
 
-    @values.takes(
-        text=values.text, branch=values.optional(values.text), author=values.optional(values.text)
-    )
+    @values.checked
     def write(
         self,
-        text: str,
+        text: Text,
         *,
-        state: str | State | None = None,
-        branch: str | None = None,
-        author: str | None = None,
+        state: Revision | None = None,
+        branch: Text | None = None,
+        author: Text | None = None,
     ) -> Note:
         """Write a note about a state or a branch, in Markdown.
 
@@ -534,7 +483,7 @@ class Notes:
         :param author: who wrote it; None: the user that this process runs as.
         :raises NotFound: there is no such state, or no such branch.
         """
-        uid = None if state is None else self._core.state(values.revision(state)).uid
+        uid = None if state is None else self._core.state(state).uid
         with self._core.writing() as session:
             return refs.write(
                 session,
@@ -544,16 +493,17 @@ class Notes:
                 author=user_name() if author is None else author,
             )
 
-    def of(self, state: str | State | None = None, *, branch: str | None = None) -> list[Note]:
+    @values.checked
+    def of(self, state: Revision | None = None, *, branch: Text | None = None) -> list[Note]:
         """The notes on a state or on a branch, newest first."""
         if (state is None) == (branch is None):
             raise InvalidInput("notes are of a state or of a branch: name one of the two")
-        uid = None if state is None else self._core.state(values.revision(state)).uid
+        uid = None if state is None else self._core.state(state).uid
         with self._core.reading() as session:
             return names.notes(session, state=uid, branch=branch)
 
-    @values.takes(text=values.text)
-    def edit(self, note: Note | str, text: str) -> Note:
+    @values.checked
+    def edit(self, note: Note | str, text: Text) -> Note:
         """Change the text of a note. A note that is named by its uid is changed whatever it reads.
 
         :raises NotFound: there is no such note.
@@ -592,8 +542,8 @@ def _named(note: Note | str) -> tuple[str, Note | None]:
 class Names(Opened):
     """Tags, branches and notes."""
 
-    @values.takes(rev=values.revision, message=values.optional(values.message))
-    def tag(self, name: str, rev: str | State | None, *, message: str | None = None) -> Ref:
+    @values.checked
+    def tag(self, name: str, rev: Revision | None, *, message: Message | None = None) -> Ref:
         """Name a state for good, which makes it durable. A tag that names it already stays as it
         is, so that a script may be started again.
 
@@ -609,8 +559,8 @@ class Names(Opened):
             lineage_refs.warn(session, made)
         return made
 
-    @values.takes(rev=values.revision)
-    def branch(self, name: str, rev: str | State | None) -> Ref:
+    @values.checked
+    def branch(self, name: str, rev: Revision | None) -> Ref:
         """Make a branch at a state.
 
             repo.branch("second-try", "main~2")
@@ -620,8 +570,8 @@ class Names(Opened):
         with self._changing(rev) as (session, uid):
             return lineage_refs.branch(session, name, uid)
 
-    @values.takes(rev=values.revision, expected=values.revision)
-    def move(self, name: str, rev: str | State | None, *, expected: str | State) -> Ref:
+    @values.checked
+    def move(self, name: str, rev: Revision | None, *, expected: Revision) -> Ref:
         """Move a ref by compare-and-swap.
 
             repo.branch("best-so-far", "main~2")
@@ -635,8 +585,8 @@ class Names(Opened):
             lineage_refs.warn(session, moved)
         return moved
 
-    @values.takes(name=values.text, new=values.text)
-    def rename(self, name: str, new: str) -> Ref:
+    @values.checked
+    def rename(self, name: Text, new: Text) -> Ref:
         """Give a branch or a tag another name. A branch keeps its history: its states, its notes
         and the retention of its trainings.
 
@@ -653,7 +603,7 @@ class Names(Opened):
             check_idle(session, name, self._core.home)
             return lineage_refs.rename(session, name, new)
 
-    @values.takes(bytes=values.flag, dry_run=values.flag)
+    @values.checked
     def delete_ref(self, name: str, *, bytes: bool = False, dry_run: bool = False) -> Pruned | None:
         """Delete a name; its reflog stays, and so do the states.
 
@@ -675,15 +625,15 @@ class Names(Opened):
             lineage_refs.delete_ref(session, name)
         return None
 
-    @values.takes(rev=values.revision, replace=values.flag, author=values.optional(values.text))
+    @values.checked
     def annotate(
         self,
-        rev: str | State,
+        rev: Revision,
         *,
-        metrics: Mapping[str, SupportsFloat] | None = None,
-        attributes: Mapping[str, Value] | None = None,
+        metrics: Metrics | None = None,
+        attributes: Attributes | None = None,
         replace: bool = False,
-        author: str | None = None,
+        author: Text | None = None,
     ) -> State:
         """Add metrics and attributes to a state that was captured before; returns the state as it
         is then. Its bytes and digest stay.
@@ -703,7 +653,7 @@ class Names(Opened):
         :raises NotFound: the revision names no state.
         """
         with self._changing(rev) as (session, uid):
-            annotate(session, uid, values.attributes(attributes))
+            annotate(session, uid, attributes or {})
             return measure(
                 session,
                 uid,
@@ -748,11 +698,14 @@ def _peer(value: object, what: str) -> object:
     return value
 
 
+Peers = Annotated["Sequence[Peer]", values.several(_peer)]
+
+
 class Upkeep(Opened):
     """Checking, making room, mending."""
 
     @overload
-    def verify(self, rev: str | State) -> State: ...
+    def verify(self, rev: Revision) -> State: ...
 
     @overload
     def verify(
@@ -760,22 +713,17 @@ class Upkeep(Opened):
         rev: None = None,
         *,
         since: str | None = None,
-        limit_s: float | None = None,
+        limit_s: Seconds | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> VerifyReport: ...
 
-    @values.takes(
-        rev=values.optional(values.revision),
-        since=values.optional(values.string),
-        limit_s=values.optional(values.seconds),
-        on_progress=values.optional(values.callback),
-    )
+    @values.checked
     def verify(
         self,
-        rev: str | State | None = None,
+        rev: Revision | None = None,
         *,
         since: str | None = None,
-        limit_s: float | None = None,
+        limit_s: Seconds | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> State | VerifyReport:
         """Read every byte of a state, and check that none has rotted and that all are as they were
@@ -804,9 +752,7 @@ class Upkeep(Opened):
         verify(self.core, state)
         return state
 
-    @values.takes(
-        dry_run=values.flag, unknown=values.flag, on_progress=values.optional(values.callback)
-    )
+    @values.checked
     def gc(
         self,
         *,
@@ -832,11 +778,7 @@ class Upkeep(Opened):
 
         return gc(self.core, is_dry_run=dry_run, takes_unknown=unknown, on_progress=on_progress)
 
-    @values.takes(
-        policy=values.optional(retention_of),
-        dry_run=values.flag,
-        on_progress=values.optional(values.callback),
-    )
+    @values.checked
     def prune(
         self,
         policy: Retention | str | None = None,
@@ -866,21 +808,17 @@ class Upkeep(Opened):
 
         return prune(
             self.core,
-            None if policy is None else retention_of(policy),
+            None if policy is None else retention_of(policy, "policy"),
             dry_run=dry_run,
             tell=on_progress or untold,
         )
 
-    @values.takes(
-        source=values.optional(values.path),
-        peers=values.several(_peer),
-        on_progress=values.optional(values.callback),
-    )
+    @values.checked
     def repair(
         self,
         *,
-        source: str | os.PathLike[str] | None = None,
-        peers: Sequence[Peer] = (),
+        source: FilePath | None = None,
+        peers: Peers = (),
         on_progress: Callable[[int, int], None] | None = None,
     ) -> RepairReport:
         """Check everything as ``verify`` does, and bring back what is damaged from another place

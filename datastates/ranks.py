@@ -13,7 +13,7 @@ import msgspec
 
 from datastates.lineage.query import names, walk
 from datastates.lineage.states import State
-from datastates.maintenance.core import Core, Opened, core_of
+from datastates.maintenance.core import AnyRepository, Core, Opened
 from datastates.maintenance.environment import network_id
 from datastates.state.adapters import given_objects
 from datastates.storage.parallel_read import open_shared
@@ -26,7 +26,7 @@ from datastates.transport.serving import own_address
 from datastates.transport.transfer import Cloned
 
 from . import collective, values
-from .collective import Group, Meeting, group_of
+from .collective import AnyGroup, Group, Meeting
 from .errors import Corrupt, InvalidInput, Unavailable
 
 __all__ = ["Group", "MPIGroup", "SoloGroup", "TorchGroup", "find", "latest", "using"]
@@ -209,8 +209,10 @@ class TorchGroup(_Broadcasting, collective.TorchGroup):
 _logger = logging.getLogger(__name__)
 
 
-@values.takes(branch=values.text)
-def latest(repo: Opened, branch: str = "main", *, group: Group | None = None) -> State:
+@values.checked
+def latest(
+    repo: AnyRepository, branch: values.Text = "main", *, group: AnyGroup | None = None
+) -> State:
     """The newest state of a branch of which every part verifies, read anew. Collective: each rank
     reads its share, and all get the same state.
 
@@ -226,7 +228,7 @@ def latest(repo: Opened, branch: str = "main", *, group: Group | None = None) ->
     :raises NotFound: there is no such branch.
     :raises Unavailable: none of its states verifies.
     """
-    core, ranks = core_of(repo), Together(find() if group is None else group_of(group, "group"))
+    core, ranks = repo.core, Together(find() if group is None else group)
     uid = ranks.first("find the branch", partial(_head, core, branch), str)
     while uid:
         with ranks.united("look at a state"):

@@ -5,17 +5,16 @@ Most methods of ``Repository`` are in ``door``."""
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from datastates.engine.outbox import settle
-from datastates.lineage.states import State
+from datastates.lineage.states import Revision
 from datastates.lineage.write.record import FIRST, Reduce, check_reduce
-from datastates.maintenance.loading import device_of, load, restore
+from datastates.maintenance.loading import Device, load, restore
 from datastates.maintenance.location import locate
 from datastates.policy.retention import Retention, asked_for, retention_of
 from datastates.state.adapters import given_objects, split_values
@@ -23,18 +22,17 @@ from datastates.state.report import RestoreReport
 from datastates.system.interrupts import undisturbed
 from datastates.training.collective import Together, find
 from datastates.training.configuration import configuration
-from datastates.training.start import Terms, follow, together
+from datastates.training.start import RngSource, Terms, follow, together
 from datastates.training.tracker import Tracker
 
 from . import values
-from .collective import Group, SoloGroup, group_of
-from .config import BackPressure, Config, OnFailure, data_plane
+from .collective import AnyGroup, SoloGroup
+from .config import BackPressure, Config, Data, OnFailure
 from .errors import DatastatesError, InvalidInput
 from .facade import Algebra, History, Names, Upkeep
+from .values import Count, FilePath, Patterns, Seconds, Text, Token
 
 if TYPE_CHECKING:
-    import torch
-
     from datastates.policy.contract import Policy
     from datastates.transport.contract import Tls
     from datastates.transport.serving import Server
@@ -42,10 +40,11 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
+@values.checked
 def open(
-    url: str | os.PathLike[str] = "runs",
+    url: FilePath = "runs",
     *,
-    packs: str | os.PathLike[str] | None = None,
+    packs: FilePath | None = None,
     memory_bytes: int | str | None = None,
     config: Config | None = None,
 ) -> Repository:
@@ -67,8 +66,6 @@ def open(
     :raises NotFound: the packs are there, but the lineage beside them is gone.
     :raises InvalidInput: the url has another form, or the folder holds something else.
     """
-    if not isinstance(config, Config | None):
-        raise InvalidInput(f"config is {values.shown(config)}: give a datastates.Config")
     config = Config.from_environment() if config is None else config
     if memory_bytes is not None:
         config = replace(config, memory_bytes=values.size(memory_bytes, "memory_bytes"))
@@ -76,29 +73,6 @@ def open(
     settle()  # first finish writing what this process has just dropped
     with undisturbed():
         return Repository(location, config)
-
-
-class ServeOptions(TypedDict, total=False):
-    """What ``Repository.serve`` takes; see there."""
-
-    token: str | bytes | None
-    token_file: str | os.PathLike[str] | None
-    tls: Tls | None
-    is_writable: bool
-    timeout_s: float
-    data: str | None
-    pictures: Callable[[int], object] | None
-
-
-_SERVED = ServeOptions(
-    token=None,
-    token_file=None,
-    tls=None,
-    is_writable=False,
-    timeout_s=10.0,
-    data=None,
-    pictures=None,
-)
 
 
 def _tls(value: object, what: str) -> Tls:
@@ -110,30 +84,16 @@ def _tls(value: object, what: str) -> Tls:
     return tls_of(value, what)
 
 
-def _own(given: object, names: set[str]) -> frozenset[str]:
-    own = frozenset(
-        [given] if isinstance(given, str) else values.several(values.string)(given, "own")
-    )
+AnyTls = Annotated["Tls", _tls]
+
+
+def _own(own: frozenset[str], names: set[str]) -> frozenset[str]:
     if unknown := sorted(own - names):
         raise InvalidInput(
             f"own names {', '.join(unknown)}, and nothing of that name is tracked: there are"
             f" {', '.join(sorted(names))}"
         )
     return own
-
-
-def _source(given: object) -> str | None:
-    if given is not None and given not in ("script", "state"):
-        raise InvalidInput(
-            f"hyperparameters is {values.shown(given)}: choose 'script', 'state' or None"
-        )
-    return None if given is None else str(given)
-
-
-def _is_checking(given: object) -> bool:
-    if given not in ("start", None):
-        raise InvalidInput(f"check is {values.shown(given)}: choose 'start' or None")
-    return given == "start"
 
 
 class Repository(Upkeep, Names, History, Algebra):
@@ -143,31 +103,20 @@ class Repository(Upkeep, Names, History, Algebra):
 
     # --- tracking ---------------------------------------------------------------------------------
 
-    @values.takes(
-        branch=values.text,
-        resume=values.flag,
-        takeover=values.flag,
-        nearest=values.flag,
-        gradients=values.flag,
-        frozen=values.flag,
-        only=values.patterns,
-        strict=values.flag,
-        defer=values.flag,
-        objects=values.optional(values.named),
-    )
+    @values.checked
     def track(
         self,
         *,
-        branch: str = "main",
-        start: str | State | None = None,
+        branch: Text = "main",
+        start: Revision | None = None,
         resume: bool = True,
         takeover: bool = False,
         nearest: bool = False,
         hyperparameters: Literal["script", "state"] | None = None,
-        rng: Literal["state", "script", False] = "state",
+        rng: RngSource = "state",
         gradients: bool = False,
         frozen: bool = True,
-        only: str | Sequence[str] | None = None,
+        only: Patterns | None = None,
         strict: bool = True,
         durable_every: int | None = None,
         durable_interval_s: float | None = None,
@@ -179,8 +128,8 @@ class Repository(Upkeep, Names, History, Algebra):
         defer: bool = True,
         objects: Mapping[str, object] | None = None,
         config: object = None,
-        group: Group | None = None,
-        own: str | Sequence[str] = (),
+        group: AnyGroup | None = None,
+        own: Patterns = (),
         reduce: Reduce = FIRST,
         check: Literal["start"] | None = "start",
         **more: object,
@@ -270,7 +219,7 @@ class Repository(Upkeep, Names, History, Algebra):
         :raises InvalidInput: an object cannot be tracked, or does not fit the state (with
             ``strict``).
         """
-        ranks = Together(find() if group is None else group_of(group, "group"))
+        ranks = Together(find() if group is None else group)
         with ranks.united("begin to track"):
             self.core.check_open()
             self.core.home.check_writable()
@@ -292,21 +241,19 @@ class Repository(Upkeep, Names, History, Algebra):
                 back_pressure=(
                     self.config.back_pressure
                     if back_pressure is None
-                    else values.choice(back_pressure, BackPressure, "back_pressure")
+                    else BackPressure(back_pressure)
                 ),
                 on_failure=(
-                    self.config.on_failure
-                    if on_failure is None
-                    else values.choice(on_failure, OnFailure, "on_failure")
+                    self.config.on_failure if on_failure is None else OnFailure(on_failure)
                 ),
                 config=settings,
-                hyperparameters=_source(hyperparameters),
+                hyperparameters=hyperparameters,
                 rng=rng,
                 retention=asked_for(retention_of(self.config.retention), retention, keep_best),
                 ranks=ranks,
-                own=_own(own, {*plain, *live}),
+                own=_own(frozenset(own), {*plain, *live}),
                 reduce=check_reduce(reduce),
-                is_checking=_is_checking(check),
+                is_checking=check == "start",
                 takeover=takeover,
                 nearest=nearest,
             )
@@ -314,20 +261,14 @@ class Repository(Upkeep, Names, History, Algebra):
 
     # --- states -----------------------------------------------------------------------------------
 
-    @values.takes(
-        rev=values.revision,
-        only=values.patterns,
-        device=values.optional(device_of),
-        rank=values.count,
-        nearest=values.flag,
-    )
+    @values.checked
     def load(
         self,
-        rev: str | State,
+        rev: Revision,
         *,
-        only: str | Sequence[str] | None = None,
-        device: torch.device | str | None = None,
-        rank: int = 0,
+        only: Patterns | None = None,
+        device: Device | None = None,
+        rank: Count = 0,
         nearest: bool = False,
     ) -> Any:
         """A state's tree: nested containers of tensors, with every byte checked. The caller owns
@@ -355,21 +296,15 @@ class Repository(Upkeep, Names, History, Algebra):
             self.core, self.core.state(rev, nearest=nearest), only=only, device=device, rank=rank
         )
 
-    @values.takes(
-        rev=values.revision,
-        only=values.patterns,
-        strict=values.flag,
-        nearest=values.flag,
-        objects=values.optional(values.named),
-    )
+    @values.checked
     def restore(
         self,
-        rev: str | State,
+        rev: Revision,
         *,
-        only: str | Sequence[str] | None = None,
+        only: Patterns | None = None,
         strict: bool = True,
         nearest: bool = False,
-        group: Group | None = None,
+        group: AnyGroup | None = None,
         objects: Mapping[str, object] | None = None,
         **more: object,
     ) -> RestoreReport:
@@ -402,7 +337,7 @@ class Repository(Upkeep, Names, History, Algebra):
                 "there is nothing to restore into: name the objects, as in restore(rev,"
                 " model=model, optimizer=optimizer)"
             )
-        ranks = Together(SoloGroup() if group is None else group_of(group, "group"))
+        ranks = Together(SoloGroup() if group is None else group)
         return restore(
             self.core,
             ranks.state(self.core, rev, nearest=nearest),
@@ -414,24 +349,19 @@ class Repository(Upkeep, Names, History, Algebra):
 
     # --- other processes --------------------------------------------------------------------------
 
-    @values.takes(
-        url=values.string,
-        group=values.optional(group_of),
-        token=values.optional(values.token),
-        token_file=values.optional(values.path),
-        tls=values.optional(_tls),
-        is_writable=values.flag,
-        timeout_s=values.seconds,
-        data=values.optional(data_plane),
-        pictures=values.optional(values.callback),
-    )
-    @values.unpacks(ServeOptions, **_SERVED)
+    @values.checked
     def serve(
         self,
         url: str = "tcp://127.0.0.1:0",
         *,
-        group: Group | None = None,
-        **options: Unpack[ServeOptions],
+        group: AnyGroup | None = None,
+        token: Token | None = None,
+        token_file: FilePath | None = None,
+        tls: AnyTls | None = None,
+        is_writable: bool = False,
+        timeout_s: Seconds = 10.0,
+        data: Data | str | None = None,
+        pictures: Callable[[int], object] | None = None,
     ) -> Server:
         """Let other processes browse this lineage and clone its states, from memory where possible,
         while training goes on.
@@ -472,17 +402,22 @@ class Repository(Upkeep, Names, History, Algebra):
         )
 
         if group is not None and group.size > 1:
-            return serve_together(group, partial(self.serve, url, **options))
-        tls, is_writable, data, pictures = (
-            options["tls"],
-            options["is_writable"],
-            options["data"],
-            options["pictures"],
-        )
+            alone = partial(
+                self.serve,
+                url,
+                token=token,
+                token_file=token_file,
+                tls=tls,
+                is_writable=is_writable,
+                timeout_s=timeout_s,
+                data=data,
+                pictures=pictures,
+            )
+            return serve_together(group, alone)
         from datastates.transport.handshake import check_writers, read_token
 
         self.core.check_open()
-        secret = read_token(options["token"], options["token_file"])
+        secret = read_token(token, token_file)
         if is_writable:
             check_writers(url, secret)
         if url.startswith("http:"):
@@ -499,8 +434,6 @@ class Repository(Upkeep, Names, History, Algebra):
                 f"{url} shows no pictures: give pictures= with an http:// address, or leave it out"
             )
         else:
-            data = self.config.data if data is None else data
-            timeout_s = options["timeout_s"]
             server = PeerServer(
                 self.core,
                 url,
@@ -508,7 +441,7 @@ class Repository(Upkeep, Names, History, Algebra):
                 tls=tls,
                 is_writable=is_writable,
                 timeout_s=timeout_s,
-                data=data,
+                data=self.config.data if data is None else data,
             )
         self.core.servers.append(server)
         return server

@@ -9,14 +9,28 @@ torch nor NumPy is imported for that.
 
 from __future__ import annotations
 
+import builtins
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections import ChainMap, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, date, datetime
-from enum import Enum
-from functools import wraps
-from inspect import Parameter, signature
+from enum import Enum, EnumType
+from functools import cache, partial, wraps
+from inspect import signature
 from pathlib import PurePath
-from typing import Any, ParamSpec, TypeVar, is_typeddict
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    ParamSpec,
+    SupportsFloat,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+)
 
 from .errors import InvalidInput
 
@@ -61,25 +75,25 @@ def attribute(value: object, name: str) -> object:
         return None
 
 
-def metrics(given: object) -> dict[str, float]:
+def metrics(given: object, what: str = "metrics") -> dict[str, float]:
     """Metrics by name; None means no metrics.
 
     :raises InvalidInput: a name or a value cannot be stored; names it.
     """
     return {
         name: number(value, f"metric {name!r}")
-        for name, value in _named(given, "metrics", "{'loss': 0.5}")
+        for name, value in _named(given, what, "{'loss': 0.5}")
     }
 
 
-def attributes(given: object) -> dict[str, Plain]:
+def attributes(given: object, what: str = "attributes") -> dict[str, Plain]:
     """Attributes by name; None means no attributes.
 
     :raises InvalidInput: a name or a value cannot be stored; names it.
     """
     found = {
         name: plain(value, f"attribute {name!r}")
-        for name, value in _named(given, "attributes", "{'seed': 1}")
+        for name, value in _named(given, what, "{'seed': 1}")
     }
     for name, value in found.items():
         if isinstance(value, str):
@@ -359,7 +373,7 @@ def named(value: object, what: str) -> dict[str, object]:
 def several(check: Check) -> Check:
     """A check of a list whose elements ``check`` accepts."""
 
-    def checked(value: object, what: str) -> object:
+    def check_each(value: object, what: str) -> object:
         if isinstance(value, str | bytes | bytearray | Mapping) or not isinstance(value, Iterable):
             raise InvalidInput(f"{what} is {shown(value)}: give a list")
         try:
@@ -370,7 +384,7 @@ def several(check: Check) -> Check:
             ) from exc
         return [check(item, f"an item of {what}") for item in items]
 
-    return checked
+    return check_each
 
 
 def optional(check: Check) -> Check:
@@ -378,73 +392,76 @@ def optional(check: Check) -> Check:
     return lambda value, what: None if value is None else check(value, what)
 
 
-def takes(**checks: Check) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """A decorator that passes a function's arguments, by name, to these checks before each call;
-    the function gets what they return."""
+def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A decorator that checks each argument of a function by its annotation before each call; the
+    function gets what the checks return.
 
-    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        names = tuple(signature(function).parameters)
-        assert checks.keys() <= set(names), (
-            f"{function.__qualname__} has no {sorted(checks.keys() - set(names))}"
-        )
-
-        @wraps(function)
-        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            head = [
-                checks[name](value, name) if name in checks else value
-                for name, value in zip(names, args, strict=False)
-            ]
-            rest = {
-                name: checks[name](value, name) if name in checks else value
-                for name, value in kwargs.items()
-            }
-            # what the checks return is what it takes
-            return function(*head, *args[len(head) :], **rest)  # type: ignore[arg-type]
-
-        return checked
-
-    return decorate
-
-
-def unpacks(options: type, **defaults: object) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """A decorator that takes a function's ``**options`` from a TypedDict: it gets each, with these
-    defaults, and ``help`` lists each one.
-
-    :param options: the TypedDict.
-    :param defaults: a value for each of its keys.
+    ``Annotated[…, check]`` is checked by ``check``. These are checked as they are: ``str``,
+    ``int``, ``float``, ``bool``, enums, classes, ``Literal``, ``Callable``, ``Sequence``, and
+    ``Mapping`` by name, each also with ``| None``. Arguments of any other type, or of a type that
+    is imported for type checkers only, are passed on unchecked.
     """
-    names = tuple(options.__annotations__)
-    assert is_typeddict(options), f"{options} is no TypedDict"
-    assert defaults.keys() == set(names), (
-        f"{options.__qualname__} has {names}, and there are defaults for {tuple(defaults)}"
-    )
+    names = tuple(signature(function).parameters)
 
-    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        shown = signature(function)
-        own = [each for each in shown.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
-        known = {*names, *(each.name for each in own)}
-        kinds = options.__annotations__
-        further = [
-            Parameter(
-                name, Parameter.KEYWORD_ONLY, default=defaults[name], annotation=_spelt(kinds[name])
-            )
-            for name in names
+    @cache  # at the first call: annotations may name what is defined further down
+    def checks() -> dict[str, Check]:
+        scope = ChainMap(function.__globals__, vars(builtins), defaultdict(_Unimported))
+        found = {
+            name: _check_of(eval(text, {}, scope))
+            for name, text in function.__annotations__.items()
+            if name in names
+        }
+        return {name: check for name, check in found.items() if check is not None}
+
+    @wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        known = checks()
+        head = [
+            known[name](value, name) if name in known else value
+            for name, value in zip(names, args, strict=False)
         ]
+        rest = {
+            name: known[name](value, name) if name in known else value
+            for name, value in kwargs.items()
+        }
+        # what the checks return is what it takes
+        return function(*head, *args[len(head) :], **rest)  # type: ignore[arg-type]
 
-        @wraps(function)
-        def filled(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            for name in kwargs.keys() - known:
-                raise TypeError(
-                    f"{function.__qualname__}() got an unexpected keyword argument {name!r}"
-                )
-            # every key of the TypedDict
-            return function(*args, **{**defaults, **kwargs})  # type: ignore[arg-type]
+    return call
 
-        # as inspect reads it
-        filled.__signature__ = shown.replace(parameters=[*own, *further])  # type: ignore[attr-defined]
-        return filled
 
-    return decorate
+class _Unimported:
+    """A type, or a module of types, that is imported for type checkers only."""
+
+    def __getattr__(self, name: str) -> _Unimported:
+        return self
+
+    def __or__(self, other: Any) -> Any:
+        return object | other
+
+    __ror__ = __or__
+
+
+def _check_of(kind: Any) -> Check | None:
+    """The check of an argument of this type; None if it may be anything."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return cast("Check", inner[1])
+    if origin in (Union, UnionType):
+        kinds = [each for each in inner if each is not NoneType]
+        if len(kinds) == 2 and kinds[1] is str and isinstance(kinds[0], EnumType):
+            del kinds[1]  # its text, which the check of an enum takes as well
+        check = _check_of(kinds[0]) if len(kinds) == 1 else None
+        return check if check is None or NoneType not in inner else optional(check)
+    if origin is Literal:
+        return partial(_literal, choices=inner)
+    if origin in (Sequence, Collection):
+        return several(_check_of(inner[0]) or (lambda item, _: item))
+    if origin in _CHECKS or kind in _CHECKS:
+        return _CHECKS[origin or kind]
+    if not isinstance(kind, type) or kind in (object, Any) or getattr(kind, "_is_protocol", False):
+        return None
+    return partial(_member if issubclass(kind, Enum) else _instance, kind=kind)
 
 
 def patterns(value: object, what: str = "only") -> list[str] | None:
@@ -492,6 +509,32 @@ def revisions(value: object, what: str = "the revisions") -> list[str]:
     )
 
 
+Text = Annotated[str, text]
+"""A text that both databases can store. A ``str`` may hold any characters."""
+
+Key = Annotated[str, key]
+Message = Annotated[str, message]
+Count = Annotated[int, count]
+Positive = Annotated[int, positive]
+Seconds = Annotated[float, seconds]
+Size = Annotated[int | str, size]
+FilePath = Annotated[str | os.PathLike[str], path]
+Token = Annotated[str | bytes, token]
+Patterns = Annotated[str | Sequence[str], patterns]
+Metrics = Annotated[Mapping[str, SupportsFloat], metrics]
+Attributes = Annotated[Mapping[str, Value], attributes]
+
+_CHECKS: dict[object, Check] = {
+    str: string,
+    bool: flag,
+    int: integer,
+    float: number,
+    Callable: callback,
+    Mapping: named,
+    Iterable: iterable,
+}
+
+
 def shown(value: object) -> str:
     """A short form of a value for a message, made without calling the value's own ``repr``."""
     if type(value) is int and value.bit_length() > 200:
@@ -511,9 +554,21 @@ def shown(value: object) -> str:
     return f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}"
 
 
-def _spelt(annotation: object) -> object:
-    """An annotation as it was written, if it is evaluated later."""
-    return getattr(annotation, "__forward_arg__", annotation)
+def _member(value: object, what: str, *, kind: type[Enum]) -> Enum:
+    return choice(value, kind, what)
+
+
+def _literal(value: object, what: str, *, choices: tuple[object, ...]) -> object:
+    found = str.__str__(value) if isinstance(value, str) else None
+    if found not in choices:
+        raise InvalidInput(f"{what} is {shown(value)}: choose {' or '.join(map(repr, choices))}")
+    return found
+
+
+def _instance(value: object, what: str, *, kind: type) -> object:
+    if not isinstance(value, kind):
+        raise InvalidInput(f"{what} is {shown(value)}: give a {kind.__name__}")
+    return value
 
 
 def _bytes_of(text: str) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, fields, replace
 from datetime import datetime
 from enum import StrEnum
+from typing import Annotated
 
 from datastates import values
 from datastates.errors import InvalidInput
@@ -226,6 +227,10 @@ class State:
         from datastates.lineage.views.cards import state_html  # only notebooks ask
 
         return state_html(self)
+
+
+Revision = Annotated[str | State, values.revision]
+"""What names one state."""
 
 
 @dataclass(frozen=True, slots=True)

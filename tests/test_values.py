@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date, datetime, timedelta, timezone
 from enum import Enum, IntEnum, StrEnum
 from inspect import signature
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pytest
@@ -17,6 +18,9 @@ import torch
 import datastates
 from datastates import Config, Repository, Tracker, values
 from datastates.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from fractions import Fraction as Unimported
 
 
 class Text(str):
@@ -289,29 +293,57 @@ def test_a_capture_that_raises_for_an_earlier_one_has_counted_its_step(
     assert run.step == 4
 
 
-class Told(TypedDict, total=False):
-    loud: bool
-    times: int
+@values.checked
+def tell(
+    what: str,
+    times: values.Positive = 1,
+    *,
+    word: Word | str | None = None,
+    where: Literal["here", "there"] = "here",
+    lines: Sequence[values.Count] = (),
+    at: Path | None = None,
+    then: Callable[[str], str] | None = None,
+    by: Mapping[str, object] | None = None,
+    of: Unimported | None = None,
+    size: int | str = 0,
+    **more: object,
+) -> object:
+    """What it was given."""
+    return (what, times, word, where, lines, at, then, by, of, size, more)
 
 
-@values.takes(times=values.positive)
-@values.unpacks(Told, loud=False, times=1)
-def tell(what: str, **options: Unpack[Told]) -> str:
-    """Say it."""
-    return " ".join([what.upper() if options["loud"] else what] * options["times"])
+RIGHT = ("so", 2, Word.ONE, "there", [1, 2], Path("x"), str.upper, {"a": 1}, 3, "2G", {"more": 4})
 
 
-def test_options_have_their_defaults_and_are_checked_by_name() -> None:
-    assert tell("so") == "so"
-    assert tell("so", loud=True, times=2) == "SO SO"
-    with pytest.raises(InvalidInput, match="times is 0"):
-        tell("so", times=0)
-    wrong: Any = {"volume": 3}
-    with pytest.raises(TypeError, match=r"tell\(\) got an unexpected keyword argument 'volume'"):
-        tell("so", **wrong)
+def test_arguments_are_checked_by_their_annotations() -> None:
+    names = ("word", "where", "lines", "at", "then", "by", "of", "size")
+    given = dict(zip(names, ("one", *RIGHT[3:]), strict=False))
+    assert tell(Text("so"), times=np.int64(2), more=4, **given) == RIGHT  # type: ignore[arg-type]
+    found = tell("so", 2.0, lines=range(2), by=None)  # type: ignore[arg-type]  # a whole number
+    assert found == ("so", 2, None, "here", [0, 1], None, None, None, None, 0, {})
 
 
-def test_help_shows_options_one_by_one() -> None:
-    assert (
-        str(signature(tell)) == "(what: 'str', *, loud: 'bool' = False, times: 'int' = 1) -> 'str'"
-    )
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"what": 3}, "what is 3: give a text"),
+        ({"times": 0}, "times is 0: it must be"),
+        ({"times": None}, "times is None: give a whole number"),
+        ({"word": "two"}, "word is 'two': choose 'one'"),
+        ({"where": "away"}, "where is 'away': choose 'here' or 'there'"),
+        ({"where": None}, "where is None: choose"),
+        ({"lines": [1, "x"]}, "an item of lines is 'x': give a whole number"),
+        ({"lines": "x"}, "lines is 'x': give a list"),
+        ({"at": "x"}, "at is 'x': give a Path"),
+        ({"then": 3}, "then is 3: give a function"),
+        ({"by": {1: 2}}, "by is a dict: give a dict with a name for each"),
+    ],
+    ids=str,
+)
+def test_a_wrong_argument_is_refused_by_name(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidInput, match=f"^{re.escape(said)}"):
+        tell(**{"what": "so", **given})
+
+
+def test_help_shows_the_arguments_of_a_checked_function() -> None:
+    assert str(signature(tell)).startswith("(what: 'str', times: 'values.Positive' = 1, *, word:")

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, runtime_checkable
 
 from datastates.errors import InvalidInput
 from datastates.values import shown
@@ -43,6 +43,9 @@ def tls_of(value: object, what: str) -> Tls:
     if not isinstance(value, Tls):
         raise InvalidInput(f"{what} is {shown(value)}: give a datastates.Tls")
     return value
+
+
+AnyTls = Annotated[Tls, tls_of]
 
 
 class Channel(ABC):

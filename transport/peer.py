@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import time
 from collections import Counter
@@ -12,17 +11,17 @@ from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, suppress
 from functools import partial
 from types import TracebackType
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 import msgspec
 
 from datastates import values
-from datastates.collective import Group, Meeting, group_of
-from datastates.config import Config, Data, data_plane
+from datastates.collective import AnyGroup, Group, Meeting
+from datastates.config import Config, Data
 from datastates.errors import Closed, Conflict, InvalidInput, NotFound, Unavailable
 from datastates.lineage.query import names, walk
 from datastates.lineage.states import Ref, RefKind, State
-from datastates.maintenance.core import Core, Opened, core_of
+from datastates.maintenance.core import AnyRepository, Core
 from datastates.maintenance.loading import restore_from
 from datastates.state.adapters import given_objects
 from datastates.state.data_position import Redivision
@@ -35,9 +34,10 @@ from datastates.storage.reading import of_state, refuse_parts
 from datastates.storage.tier import Reader
 from datastates.system.interrupts import undisturbed
 from datastates.system.threads import Bell, Latch
+from datastates.values import Count, FilePath, Patterns, Seconds, Text, Token
 
 from . import loop
-from .contract import Sink, Tls, tls_of
+from .contract import AnyTls, Sink
 from .fetch import Fetched
 from .handshake import read_token
 from .protocol import Offer, RunRecord, StateRecord
@@ -478,30 +478,23 @@ class _Counted:
 # ``datastates.connect``: another process's repository, to browse and to clone from.
 
 
-def _revision(value: object) -> str:
-    return values.text(values.revision(value, "rev"), "rev")  # it has to be sent
+def _sent(value: object, what: str) -> str:
+    return values.text(values.revision(value, what), what)
 
 
-def _repository(value: object, what: str) -> object:
-    core_of(value, what)
-    return value
+SentRevision = Annotated[str | State, _sent]
+"""A revision that is read at the other end."""
 
 
-@values.takes(
-    token=values.optional(values.token),
-    token_file=values.optional(values.path),
-    tls=values.optional(tls_of),
-    timeout_s=values.seconds,
-    data=values.optional(data_plane),
-)
+@values.checked
 def connect(
-    url: str | Sequence[str],
+    url: Patterns,
     *,
-    token: str | bytes | None = None,
-    token_file: str | os.PathLike[str] | None = None,
-    tls: Tls | None = None,
-    timeout_s: float = 10.0,
-    data: str | None = None,
+    token: Token | None = None,
+    token_file: FilePath | None = None,
+    tls: AnyTls | None = None,
+    timeout_s: Seconds = 10.0,
+    data: Data | str | None = None,
 ) -> Peer:
     """Connect to a repository that another process serves; or to several, which then share the work
     of a clone.
@@ -521,27 +514,13 @@ def connect(
     :raises Unauthorized: the token is missing or wrong.
     :raises Unsupported: the two sides have no data plane in common.
     """
-    urls = tuple(values.patterns(url, "url") or ())
+    urls = tuple(url or ())
     if not urls:
         raise InvalidInput("connect needs a url, such as ucx://10.0.0.2:4711")
     carries = Config.from_environment().data if data is None else Data(data)
     sources = Sources(urls, read_token(token, token_file), tls, timeout_s, carries)
     loop.run(sources.sessions())
     return Peer(sources)
-
-
-_CLONE_OPTIONS: dict[str, values.Check] = {
-    "repo": values.optional(_repository),
-    "only": values.patterns,
-    "strict": values.flag,
-    "atomic": values.optional(values.flag),
-    "skip_equal": values.flag,
-    "tags": values.flag,
-    "chain": values.flag,
-    "on_progress": values.optional(values.callback),
-    "group": values.optional(group_of),
-    "objects": values.optional(values.named),
-}
 
 
 class Peer:
@@ -564,18 +543,18 @@ class Peer:
         """Every branch and tag there, by name."""
         return [ref_of(record) for record in loop.run(self.sources.first(Session.refs))]
 
-    def state(self, rev: str | State) -> State:
+    @values.checked
+    def state(self, rev: SentRevision) -> State:
         """The state that a revision names there."""
-        return next(iter(loop.run(self.sources.resolve(_revision(rev))).values()))
+        return next(iter(loop.run(self.sources.resolve(str(rev))).values()))
 
-    @values.takes(limit=values.optional(values.count))
-    def log(self, rev: str | State = "main", *, limit: int | None = None) -> list[State]:
+    @values.checked
+    def log(self, rev: SentRevision = "main", *, limit: Count | None = None) -> list[State]:
         """A state and its ancestors there, newest first."""
-        asked = _revision(rev)
-        return self._listed(lambda session: partial(session.log, asked), limit)
+        return self._listed(lambda session: partial(session.log, str(rev)), limit)
 
-    @values.takes(query=values.text, limit=values.optional(values.count))
-    def find(self, query: str, *, limit: int | None = None) -> list[State]:
+    @values.checked
+    def find(self, query: Text, *, limit: Count | None = None) -> list[State]:
         """The states there that match a query."""
         return self._listed(lambda session: partial(session.find, query), limit)
 
@@ -584,20 +563,20 @@ class Peer:
 
     # --- clones -----------------------------------------------------------------------------------
 
-    @values.takes(**_CLONE_OPTIONS)
+    @values.checked
     def clone(
         self,
-        rev: str | State,
+        rev: SentRevision,
         *,
-        repo: Opened | None = None,
-        only: str | Sequence[str] | None = None,
+        repo: AnyRepository | None = None,
+        only: Patterns | None = None,
         strict: bool = True,
         atomic: bool | None = None,
         skip_equal: bool = False,
         tags: bool = False,
         chain: bool = False,
         on_progress: Progress | None = None,
-        group: Group | None = None,
+        group: AnyGroup | None = None,
         objects: Mapping[str, object] | None = None,
         **more: object,
     ) -> Cloned:
@@ -658,7 +637,7 @@ class Peer:
             )
         return clone_together(
             self.sources,
-            _revision(rev),
+            str(rev),
             into,
             group,
             only=only,
@@ -666,13 +645,13 @@ class Peer:
             on_progress=on_progress,
         )
 
-    @values.takes(**_CLONE_OPTIONS, resumable=values.flag)
+    @values.checked
     def begin_clone(
         self,
-        rev: str | State,
+        rev: SentRevision,
         *,
-        repo: Opened | None = None,
-        only: str | Sequence[str] | None = None,
+        repo: AnyRepository | None = None,
+        only: Patterns | None = None,
         strict: bool = True,
         atomic: bool | None = None,
         skip_equal: bool = False,
@@ -680,7 +659,7 @@ class Peer:
         chain: bool = False,
         resumable: bool = False,
         on_progress: Progress | None = None,
-        group: Group | None = None,
+        group: AnyGroup | None = None,
         objects: Mapping[str, object] | None = None,
         **more: object,
     ) -> Transfer:
@@ -713,7 +692,7 @@ class Peer:
                 "a clone goes into live objects (model=model) or into a repository (repo=repo):"
                 " give one of them"
             )
-        opened = loop.run(self.sources.open(_revision(rev), chain=chain))
+        opened = loop.run(self.sources.open(str(rev), chain=chain))
         try:
             arrival: Arrival
             if repo is None:
@@ -736,11 +715,12 @@ class Peer:
             loop.run(opened.close())
             raise
 
+    @values.checked
     def push(
         self,
-        rev: str | State,
+        rev: SentRevision,
         *,
-        repo: Opened,
+        repo: AnyRepository,
         tags: bool = False,
         on_progress: Progress | None = None,
     ) -> Cloned:
@@ -755,12 +735,12 @@ class Peer:
         """
         return self.begin_push(rev, repo=repo, tags=tags, on_progress=on_progress).wait()
 
-    @values.takes(repo=_repository, tags=values.flag, on_progress=values.optional(values.callback))
+    @values.checked
     def begin_push(
         self,
-        rev: str | State,
+        rev: SentRevision,
         *,
-        repo: Opened,
+        repo: AnyRepository,
         tags: bool = False,
         on_progress: Progress | None = None,
     ) -> Transfer:
@@ -772,7 +752,7 @@ class Peer:
         :param on_progress: called with the bytes that are done, and their total.
         """
         return Transfer(
-            Push(self.sources, repo.core, repo.core.state(_revision(rev)), tags=tags), on_progress
+            Push(self.sources, repo.core, repo.core.state(str(rev)), tags=tags), on_progress
         )
 
     # --- the end ----------------------------------------------------------------------------------

@@ -7,9 +7,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING
 
-from datastates import values
 from datastates.errors import Closed, Conflict, Corrupt, Unavailable
 from datastates.state import in_place
 from datastates.state.data_position import Redivision
@@ -63,18 +62,6 @@ class _Arriving:
     desk: Desk | None = None
 
 
-class SinkOptions(TypedDict, total=False):
-    """The other options of an ``ObjectsSink``; see there."""
-
-    only: str | Sequence[str] | None
-    strict: bool
-    atomic: bool
-    skip_equal: bool
-    keep: bool
-    scratch: int
-    shadows: Shadows | None
-
-
 class ObjectsSink:
     """Receives a state into ``objects``. Made, committed and closed on the thread that owns them;
     misfits are refused when it is made.
@@ -91,31 +78,27 @@ class ObjectsSink:
     :raises Corrupt: the manifest's tree is not one of named objects.
     """
 
-    @values.unpacks(
-        SinkOptions,
-        only=None,
-        strict=True,
-        atomic=True,
-        skip_equal=False,
-        keep=False,
-        scratch=16,
-        shadows=None,
-    )
     def __init__(
         self,
         checked: CheckedManifest,
         objects: Mapping[str, object],
-        **options: Unpack[SinkOptions],
+        *,
+        only: str | Sequence[str] | None = None,
+        strict: bool = True,
+        atomic: bool = True,
+        skip_equal: bool = False,
+        keep: bool = False,
+        scratch: int = 16,
+        shadows: Shadows | None = None,
     ) -> None:
-        only, atomic, shadows = options["only"], options["atomic"], options["shadows"]
         self.manifest = checked.manifest
         self.lengths = checked.lengths
         self._parts = checked
         self._objects, self._only, self._strict, self._keeps = (
             objects,
             only,
-            options["strict"],
-            options["keep"],
+            strict,
+            keep,
         )
         self._own, self._wants = (
             Redivision(checked.manifest.origin.world_size, 0, 1),
@@ -134,7 +117,7 @@ class ObjectsSink:
         self._homes = {} if atomic else self._find_homes(targets)
         self._routes = self._route(is_atomic=atomic)
         self._scratch = Scratch(
-            options["scratch"],
+            scratch,
             is_pinned=any(devices().is_on(home.flat) for home in self._homes.values()),
         )
         self._missing = dict.fromkeys(sorted(self._routes))
@@ -144,14 +127,14 @@ class ObjectsSink:
         self._token = object()
         self._is_touched = self._is_committed = self._is_closed = False
         self._given: list[tuple[int, int]] = []
-        if options["skip_equal"] and not atomic:
+        if skip_equal and not atomic:
             self._skip_equal()
         self._shadow.warm(list(self._fresh_extents()))
         if self._homes:
             wait_for_copies(objects)
             in_place.mark(((home.path, home.live) for home in self._homes.values()), self._token)
         self._unloading = Unloading(home.flat for home in self._homes.values())
-        self._desks = desks_of(self._homes, self._unloading, options["scratch"])
+        self._desks = desks_of(self._homes, self._unloading, scratch)
         self._there = {
             index: device
             for index, each in self._routes.items()

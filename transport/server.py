@@ -7,10 +7,8 @@ import ipaddress
 import logging
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypedDict, Unpack
 from urllib.parse import urlsplit
 
-from datastates import values
 from datastates.errors import Closed, DatastatesError, InvalidInput, Unavailable
 from datastates.system import admission
 from datastates.system.admission import Admission
@@ -32,20 +30,6 @@ _THREADS = 8
 _CONNECTIONS = 8  # for each session: its own, those for data, and as many that prove nothing
 
 
-class ServerOptions(TypedDict, total=False):
-    """The options of a ``Server`` beside the store and the url.
-
-    Without ``transport`` it uses the one for the url."""
-
-    token: bytes
-    tls: Tls | None
-    timeout_s: float
-    limits: Limits | None
-    relays: Relays | None
-    transport: Transport | None
-    data: str
-
-
 class Server:
     """Serves a store to its peers until it is closed; every coroutine belongs to the loop thread.
 
@@ -55,34 +39,30 @@ class Server:
     kind what was wrong with those that tried (no token, garbage, too many).
     """
 
-    @values.unpacks(
-        ServerOptions,
-        token=b"",
-        tls=None,
-        timeout_s=10.0,
-        limits=None,
-        relays=None,
-        transport=None,
-        data="auto",
-    )
-    def __init__(self, store: Store, url: str, **options: Unpack[ServerOptions]) -> None:
-        token, timeout_s, limits, transport = (
-            options["token"],
-            options["timeout_s"],
-            options["limits"],
-            options["transport"],
-        )
+    def __init__(
+        self,
+        store: Store,
+        url: str,
+        *,
+        token: bytes = b"",
+        tls: Tls | None = None,
+        timeout_s: float = 10.0,
+        limits: Limits | None = None,
+        relays: Relays | None = None,
+        transport: Transport | None = None,
+        data: str = "auto",
+    ) -> None:
         if not token and not is_loopback(url):
             raise InvalidInput(
                 f"{url} can be reached from other machines, and there is no token: "
                 "set DATASTATES_TOKEN, pass token_file=, or serve on 127.0.0.1"
             )
-        self._store, self._url, self._token, self._tls = store, url, token, options["tls"]
+        self._store, self._url, self._token, self._tls = store, url, token, tls
         self._transport = transport_for(url) if transport is None else transport
-        self._data = data = options["data"]
+        self._data = data
         # raises now, not for each peer, if the choice is impossible
         offer(self._transport.planes, self._transport.scheme, data)
-        self._timeout_s, self._relays = timeout_s, options["relays"]
+        self._timeout_s, self._relays = timeout_s, relays
         self.limits = Limits() if limits is None else limits
         most = _CONNECTIONS * self.limits.sessions
         self.door = Door(

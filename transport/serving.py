@@ -505,8 +505,8 @@ class PeerServer:
             pins_revoked=server.sent.recalled,
         )
 
-    @values.takes(grace_s=values.seconds)
-    def close(self, *, grace_s: float = 1.0) -> None:
+    @values.checked
+    def close(self, *, grace_s: values.Seconds = 1.0) -> None:
         """Accept no more peers, let chunks that are on their way arrive, and end every
         connection; idempotent."""
         if not self._is_closed and self._pid == os.getpid():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Annotated, Any, Protocol, Self
 
 from datastates import values
 from datastates.errors import Cancelled, Closed, Conflict, DatastatesError, Dirty, InvalidInput
@@ -144,8 +144,8 @@ class Transfer:
         """The error with which it failed; None if it has not failed."""
         return self._error
 
-    @values.takes(timeout_s=values.optional(values.seconds))
-    def wait(self, timeout_s: float | None = None) -> Cloned:
+    @values.checked
+    def wait(self, timeout_s: values.Seconds | None = None) -> Cloned:
         """Wait until every byte is here and checked, and finish. Ctrl-C gives the transfer up, and
         is raised once nothing is written any more.
 
@@ -175,8 +175,10 @@ class Transfer:
         """Stop the transfer; ``wait`` then raises Cancelled. Nothing after it is done."""
         self._future.cancel()
 
-    @values.takes(peer=_peer, on_progress=values.optional(values.callback))
-    def resume(self, peer: Connected, *, on_progress: Progress | None = None) -> Transfer:
+    @values.checked
+    def resume(
+        self, peer: Annotated[Connected, _peer], *, on_progress: Progress | None = None
+    ) -> Transfer:
         """Continue from the verified chunks, from any peer that has the state, once this has failed
         or was cancelled.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import count, groupby
-from typing import TYPE_CHECKING, Annotated, Unpack
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.style import Style
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from datastates.api.models import StateDetail
     from datastates.lineage.query.incomplete import GivenUpState, Waiting
     from datastates.lineage.query.names import Replica
-    from datastates.lineage.views.branches import Choice
     from datastates.maintenance.lease import Home
 
     from .tables import TextTable
@@ -362,9 +361,7 @@ def _looking(shell: Shell) -> Iterator[tuple[Session, Home]]:
         yield session, home
 
 
-def _ask(
-    where: tuple[Session, Home], query: str, rising: bool | None, **choice: Unpack[Choice]
-) -> Branches:
+def _ask(where: tuple[Session, Home], query: str, rising: bool | None, **choice: Any) -> Branches:
     from datastates.lineage.views import branches as overview
     from datastates.lineage.views.text import Direction
     from datastates.maintenance.lease import life_of

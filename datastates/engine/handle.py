@@ -30,7 +30,7 @@ from datastates.state.tree import Flat, Number
 from datastates.storage.tier import Tier
 from datastates.system.devices import devices
 from datastates.system.threads import Bell
-from datastates.values import optional, seconds, string, takes
+from datastates.values import Seconds, checked
 
 from .cadence_stats import Taken
 from .copy import CopyJob
@@ -157,8 +157,8 @@ class Capture:
         your processors, which ``wait`` does not raise."""
         return self._progress.error or self._progress.processor_error
 
-    @takes(status=string, timeout_s=optional(seconds))
-    def wait(self, status: str = "captured", timeout_s: float | None = None) -> State:
+    @checked
+    def wait(self, status: str = "captured", timeout_s: Seconds | None = None) -> State:
         """Block until the state has reached ``status`` (or a later one), and return it.
 
         Waiting for ``durable`` requests it: the state is written even if no policy chose it. While

@@ -171,8 +171,8 @@ class HeldState:
         """What the state consists of."""
         return self._open().manifest
 
-    @values.takes(only=values.patterns)
-    def tree(self, only: str | Sequence[str] | None = None) -> Any:
+    @values.checked
+    def tree(self, only: values.Patterns | None = None) -> Any:
         """Copies of the state's tensors, in its containers. None for tensors that ``only``
         excludes.
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 from datastates import values
 from datastates.collective import SoloGroup
 from datastates.errors import Conflict, InvalidInput, NotFound
-from datastates.lineage.states import Ref, State
+from datastates.lineage.states import Ref, Revision, State
 from datastates.maintenance.core import Opened, core_of
 
 from .checkpoints import (
@@ -167,12 +167,13 @@ def _matching(folder: str | os.PathLike[str], pattern: str) -> dict[int, tuple[s
     return found
 
 
+@values.checked
 def import_files(
     repository: _Door,
     folder: str | os.PathLike[str],
     pattern: str,
     *,
-    branch: str = "imported",
+    branch: values.Text = "imported",
     skip_bad: bool = False,
     dry_run: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
@@ -195,11 +196,9 @@ def import_files(
         passed.
     """
     core_of(repository, "repository")
-    skip_bad, dry_run = values.flag(skip_bad, "skip_bad"), values.flag(dry_run, "dry_run")
-    on_progress = values.optional(values.callback)(on_progress, "on_progress")
     refused: dict[str, str] = {}
     sources = find_files(folder, pattern, refused if skip_bad else None)
-    head, known = _known(repository, values.text(branch, "branch"))
+    head, known = _known(repository, branch)
     waiting = [source for source in sources if source.name not in known]
     if (
         late := [source.name for source in waiting if head is not None and source.step <= head]
@@ -300,12 +299,13 @@ class _Line:
 # Out
 
 
+@values.checked
 def export_files(
     repository: _Door,
-    revs: Sequence[str | State],
-    folder: str | os.PathLike[str],
+    revs: Sequence[Revision],
+    folder: values.FilePath,
     *,
-    format: str = "torch",
+    format: Format | str = Format.TORCH,
     pattern: str | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Exported]:
@@ -324,11 +324,9 @@ def export_files(
     :raises Unavailable: the bytes of a state are gone; names the nearest ancestor that has them.
     """
     core_of(repository, "repository")
-    on_progress = values.optional(values.callback)(on_progress, "on_progress")
-    kind = values.choice(format, Format, "format")
-    root = Path(values.path(folder, "folder"))
-    name = f"step_{_STEP}{_ENDINGS[kind]}" if pattern is None else values.string(pattern, "pattern")
-    states = [repository.state(rev) for rev in values.several(values.revision)(revs, "revs")]
+    kind, root = Format(format), Path(folder)
+    name = f"step_{_STEP}{_ENDINGS[kind]}" if pattern is None else pattern
+    states = [repository.state(rev) for rev in revs]
     places: dict[Path, State] = {}
     for state in states:
         path = root / name.replace(_STEP, str(state.step)).replace("{uid}", state.uid)

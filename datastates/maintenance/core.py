@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 from datastates import values
 from datastates.config import Config
@@ -796,3 +796,11 @@ def core_of(value: object, what: str = "repo") -> Core:
             f"{what} is {values.shown(value)}: give the repository that datastates.open returned"
         )
     return core
+
+
+def _with_core(value: object, what: str) -> object:
+    core_of(value, what)
+    return value
+
+
+AnyRepository = Annotated[Opened, _with_core]

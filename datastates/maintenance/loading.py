@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
@@ -381,6 +381,9 @@ def device_of(value: object, what: str) -> torch.device:
         raise InvalidInput(
             f"{what} is {values.shown(value)}: give a device that is here, such as 'cpu' ({exc})"
         ) from exc
+
+
+Device = Annotated["torch.device | str", device_of]
 
 
 def load(

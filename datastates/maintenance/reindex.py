@@ -219,16 +219,11 @@ class _Work:
     lacking: list[str] = field(default_factory=list)
 
 
-@values.takes(
-    url=values.path,
-    packs=values.optional(values.path),
-    replace=values.flag,
-    on_progress=values.optional(values.callback),
-)
+@values.checked
 def reindex(
-    url: str | os.PathLike[str] = "runs",
+    url: values.FilePath = "runs",
     *,
-    packs: str | os.PathLike[str] | None = None,
+    packs: values.FilePath | None = None,
     replace: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> ReindexReport:

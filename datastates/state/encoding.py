@@ -13,7 +13,7 @@ import re
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -152,10 +152,10 @@ _BY_TYPE: dict[type[Any], Encoder] = {}
 _BY_NAME: dict[str, Encoder] = {}
 
 
-@values.takes(type=_type, name=values.text, encode=values.callback, decode=values.callback)
+@values.checked
 def register_encoder(
-    type: type[Any],
-    name: str,
+    type: Annotated[type[Any], _type],
+    name: values.Text,
     encode: Callable[[Any], object],
     decode: Callable[[Any], object],
 ) -> None:

@@ -4,7 +4,7 @@ place."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import Sampler
@@ -45,35 +45,21 @@ class PermutationSampler(Sampler[int]):
     - ``"share"`` hands out each just once, and some replicas get one less.
     """
 
+    @values.checked
     def __init__(
         self,
-        length: int,
+        length: values.Positive,
         *,
         seed: int = 0,
         shuffle: bool = True,
-        rank: int = 0,
-        num_replicas: int = 1,
+        rank: values.Count = 0,
+        num_replicas: values.Positive = 1,
         tail: Tail = "repeat",
     ) -> None:
-        length, seed, shuffle = (
-            values.integer(length, "length", most=2**62),
-            values.integer(seed, "seed"),
-            values.flag(shuffle, "shuffle"),
-        )
-        if length < 1:
-            raise InvalidInput(f"length is {length}: a sampler needs at least one index")
-        rank, num_replicas = (
-            values.count(rank, "rank"),
-            values.positive(num_replicas, "num_replicas"),
-        )
         if rank >= num_replicas:
             raise InvalidInput(
                 f"rank is {rank}, and there are {num_replicas} replicas: give one below"
                 " num_replicas"
-            )
-        if tail not in get_args(Tail):
-            raise InvalidInput(
-                f"tail is {values.shown(tail)}: say one of {', '.join(map(repr, get_args(Tail)))}"
             )
         self.length, self.seed, self.shuffle = length, seed, shuffle
         self.rank, self.num_replicas, self.tail = rank, num_replicas, tail
@@ -91,11 +77,13 @@ class PermutationSampler(Sampler[int]):
         """The remaining indices of the epoch, or the next epoch if this one is over."""
         return _Indices(self)
 
-    @values.takes(
-        batch_size=values.positive, drop_last=values.flag, epochs=values.optional(values.count)
-    )
+    @values.checked
     def batches(
-        self, batch_size: int, *, drop_last: bool = False, epochs: int | None = 1
+        self,
+        batch_size: values.Positive,
+        *,
+        drop_last: bool = False,
+        epochs: values.Count | None = 1,
     ) -> Batches:
         """The remaining indices of this epoch in batches, then further epochs. Endless if
         ``epochs`` is None.
@@ -116,14 +104,14 @@ class PermutationSampler(Sampler[int]):
         """Whether every index of this epoch was handed out."""
         return self._is_over(self.position)
 
-    @values.takes(epoch=values.count)
-    def set_epoch(self, epoch: int) -> None:
+    @values.checked
+    def set_epoch(self, epoch: values.Count) -> None:
         """Go to the beginning of an epoch. A no-op in that epoch, so that a restored loop continues
         where it was."""
         if epoch != self.epoch:
             self.epoch, self.position = epoch, 0
 
-    @values.takes(salt=values.integer)
+    @values.checked
     def reshuffle(self, salt: int) -> None:
         """Hand out the remaining indices of this epoch in another order. It depends on ``seed``,
         the epoch, the position and ``salt``.

@@ -19,13 +19,13 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING
 
 from datastates import values
-from datastates.collective import Group
+from datastates.collective import AnyGroup, Group
 from datastates.engine.outbox import take_signals
 from datastates.errors import Conflict, InvalidInput
-from datastates.lineage.states import State
+from datastates.lineage.states import Revision, State
 from datastates.lineage.write import attachments
 from datastates.maintenance.environment import node_id
 from datastates.training.collective import Together, using
@@ -34,7 +34,7 @@ from datastates.values import Value
 from . import plan as arguments
 from . import records
 from .executors import Pool, check_executor, check_pickles
-from .plan import Plan, Variant, plan_of
+from .plan import Plan, Variant
 from .records import Claim, Outcome, failed, holder
 from .results import (
     Display,
@@ -294,42 +294,23 @@ def _text(variant: str, error: Exception) -> str:
 # --- One explorer and an executor ---
 
 
-class RunOptions(TypedDict, total=False):
-    """The other options of ``explore``; see there."""
-
-    config: Mapping[str, Value] | None
-    retries: int
-    threads: int
-    ranks: int
-    share: str | None
-    progress: bool
-
-
-@values.takes(
-    repo=arguments.repository,
-    start=values.revision,
-    plan=plan_of,
-    study=values.string,
-    config=values.optional(arguments.configuration),
-    retries=values.integer,
-    threads=values.integer,
-    ranks=values.integer,
-    stop=values.optional(values.callback),
-    share=values.optional(values.string),
-    progress=values.flag,
-)
-@values.unpacks(RunOptions, config=None, retries=1, threads=1, ranks=1, share=None, progress=True)
+@values.checked
 def explore(
-    repo: Repository,
-    start: str | State,
+    repo: arguments.AnyRepository,
+    start: Revision,
     plan: Plan,
     train: Train,
     executor: Executor | Callable[[], Executor] | None = None,
     *,
     study: str,
     stop: Stop | None = None,
-    group: Group | None = None,
-    **options: Unpack[RunOptions],
+    group: AnyGroup | None = None,
+    config: arguments.Configuration | None = None,
+    retries: values.Count = 1,
+    threads: values.Positive = 1,
+    ranks: values.Positive = 1,
+    share: str | None = None,
+    progress: bool = True,
 ) -> Exploration:
     """Train every variant of a plan, each on its own branch ``<study>/<variant>``.
 
@@ -379,18 +360,23 @@ def explore(
         it. After 3 s, worker processes that have not ended are killed.
     :raises SystemExit: the same, by SIGTERM or SIGHUP.
     """
-    config, threads, share, ranks = (
-        options["config"],
-        options["threads"],
-        options["share"],
-        options["ranks"],
-    )
-    _check(plan, study, train, executor, stop, options, group)
+    for variant in plan.variants:
+        records.branch_of(study, variant.name)
+        records.done_tag(study, variant.name)
+    records.start_tag(study)
+    if group is None:
+        _check_executor(executor, train, stop, ranks)
+    else:
+        others = {"executor": executor, "share": share, "ranks": None if ranks == 1 else ranks}
+        for name, given in others.items():
+            if given is not None:
+                raise InvalidInput(
+                    f"{name} is for variants in other processes, and group trains them in this one:"
+                    " give one of the two"
+                )
     of = Study(repo, study, plan, config)
     if group is not None:
-        return explore_among(
-            of, values.revision(start), train, group, stop=stop, retries=options["retries"]
-        )
+        return explore_among(of, values.revision(start), train, group, stop=stop, retries=retries)
     take_signals()
     with ExitStack() as stack:
         presence = stack.enter_context(closing(_Presence(repo, study)))
@@ -413,9 +399,9 @@ def explore(
                 ranks,
             )
 
-        if options["progress"]:
+        if progress:
             announce(study, plan, work(plan, prefix_epochs=prefix_epochs(repo, origin.uid)))
-        display = stack.enter_context(display_for(study, plan, progress=options["progress"]))
+        display = stack.enter_context(display_for(study, plan, progress=progress))
         run = _Run(
             repo,
             study,
@@ -425,7 +411,7 @@ def explore(
             pool,
             task,
             display,
-            options["retries"],
+            retries,
             presence.close,
         )
         run.until_done()
@@ -639,59 +625,16 @@ class _Presence:
         self._claim.close()
 
 
-def _check(
-    plan: Plan,
-    study: str,
-    train: Train,
-    executor: object,
-    stop: Stop | None,
-    options: RunOptions,
-    group: Group | None,
-) -> None:
-    for variant in plan.variants:
-        records.branch_of(study, variant.name)
-        records.done_tag(study, variant.name)
-    records.start_tag(study)
-    if options["retries"] < 0:
-        raise InvalidInput(f"retries is {options['retries']}: it counts further attempts, from 0")
-    if options["threads"] < 1:
-        raise InvalidInput(f"threads is {options['threads']}: a worker needs at least 1")
-    if options["ranks"] < 1:
-        raise InvalidInput(f"ranks is {options['ranks']}: a variant needs at least 1")
-    if not callable(train):
-        raise InvalidInput(f"train is {values.shown(train)}: pass a function that takes a Job")
-    if group is not None:
-        return _check_group(group, executor, options)
-    if executor is None or options["ranks"] > 1:
+def _check_executor(executor: object, train: Train, stop: Stop | None, ranks: int) -> None:
+    if executor is None or ranks > 1:
         check_pickles(train, stop)
-    if executor is None:
-        return None
     if isinstance(executor, Executor):
         check_executor(executor)
-    elif not callable(executor):
+    elif executor is not None and not callable(executor):
         raise InvalidInput(
             f"the executor is {values.shown(executor)}: pass a concurrent.futures.Executor, or a"
             " function that makes one"
         )
-    return None
-
-
-def _check_group(group: object, executor: object, options: RunOptions) -> None:
-    if not isinstance(group, Group):
-        raise InvalidInput(
-            f"group is {values.shown(group)}: give a datastates.ranks.MPIGroup, TorchGroup or"
-            " SoloGroup"
-        )
-    for name, given in (
-        ("executor", executor),
-        ("share", options["share"]),
-        ("ranks", None if options["ranks"] == 1 else options["ranks"]),
-    ):
-        if given is not None:
-            raise InvalidInput(
-                f"{name} is for variants in other processes, and group trains them in this one:"
-                " give one of the two"
-            )
 
 
 def _serve(repo: Repository, url: str, stack: ExitStack) -> Share:

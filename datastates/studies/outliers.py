@@ -11,13 +11,13 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Annotated, Any
 
-from torch import nn
+from torch import nn  # noqa: TC002 - values.checked reads the annotations
 
 from datastates import values
 from datastates.errors import InvalidInput
-from datastates.lineage.states import State
+from datastates.lineage.states import Revision
 from datastates.lineage.write import attachments
 from datastates.maintenance.core import core_of
 from datastates.repository import Repository
@@ -39,7 +39,7 @@ from .outlier_scores import (
     score_subsets,
     select,
 )
-from .plan import Plan, plan_of
+from .plan import Plan
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -239,63 +239,23 @@ def _source(source: Source) -> dict[str, Any]:
 # --- Finding outliers ---
 
 
-def _model(value: object, what: str) -> nn.Module:
-    if not isinstance(value, nn.Module):
-        raise InvalidInput(
-            f"{what} is {values.shown(value)}: give the torch.nn.Module that states are to be"
-            " restored into"
-        )
-    return value
-
-
-class OutlierOptions(TypedDict, total=False):
-    """The other options of ``outliers``; see there."""
-
-    subsets: Mapping[str, Sequence[int]] | None
-    states: int
-    noise_rate: float | None
-    name: str
-    batch: int
-    steps_per_epoch: int | None
-    on_progress: Callable[[int, int], None] | None
-
-
-@values.takes(
-    repo=arguments.repository,
-    branches=values.revisions,
-    model=_model,
-    loss=values.callback,
-    count=arguments.samples,
-    study=values.optional(values.string),
-    plan=values.optional(plan_of),
-    subsets=values.optional(arguments.check_subsets),
-    states=arguments.positive,
-    noise_rate=values.optional(check_rate),
-    name=values.string,
-    batch=arguments.samples,
-    steps_per_epoch=values.optional(arguments.positive),
-    on_progress=values.optional(values.callback),
-)
-@values.unpacks(
-    OutlierOptions,
-    subsets=None,
-    states=8,
-    noise_rate=None,
-    name="model",
-    batch=1024,
-    steps_per_epoch=None,
-    on_progress=None,
-)
+@values.checked
 def outliers(
-    repo: Repository,
-    branches: str | State | Sequence[str | State] = (),
+    repo: arguments.AnyRepository,
+    branches: Annotated[Revision | Sequence[Revision], values.revisions] = (),
     *,
     model: nn.Module,
     loss: LossOf,
-    count: int,
+    count: arguments.Samples,
     study: str | None = None,
     plan: Plan | None = None,
-    **options: Unpack[OutlierOptions],
+    subsets: Annotated[Mapping[str, Sequence[int]], arguments.check_subsets] | None = None,
+    states: arguments.Positive = 8,
+    noise_rate: Annotated[float, check_rate] | None = None,
+    name: str = "model",
+    batch: arguments.Samples = 1024,
+    steps_per_epoch: arguments.Positive | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> OutlierReport:
     """Score ``count`` samples by their losses under states that the lineage already holds, and rank
     them.
@@ -347,22 +307,25 @@ def outliers(
     :raises Unsupported: ``noise_rate`` is None, and scikit-learn, which estimates it, is not
         installed.
     """
-    names, subsets = values.revisions(branches), options["subsets"]
+    names = values.revisions(branches)
     check_subsets(subsets or {}, count)
     if not names and study is None:
         raise InvalidInput(
             "outliers was given neither branches nor a study: name at least one of them"
         )
-    epoch, most = options["steps_per_epoch"], options["states"]
     found = gather(
-        repo, names, study=study, plan=plan, count=count, states=most, steps_per_epoch=epoch
+        repo,
+        names,
+        study=study,
+        plan=plan,
+        count=count,
+        states=states,
+        steps_per_epoch=steps_per_epoch,
     )
-    meter = Meter(repo, model, loss, name=options["name"], batch=options["batch"])
-    losses = measure(
-        meter, found.sources, count, options["on_progress"] or (lambda done, total: None)
-    )
+    meter = Meter(repo, model, loss, name=name, batch=batch)
+    losses = measure(meter, found.sources, count, on_progress or (lambda done, total: None))
     scores = put_together(losses.lineage.mean(), losses.held_out.mean(), losses.spread)
-    selection = select(scores, options["noise_rate"])
+    selection = select(scores, noise_rate)
     if subsets is None:
         subsets = plan.subsets if plan is not None else {}
     return OutlierReport(

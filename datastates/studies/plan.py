@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import msgspec
 
@@ -66,9 +66,15 @@ def repository(value: object, what: str) -> Repository:
     return value
 
 
+AnyRepository = Annotated["Repository", repository]
+
+
 def samples(value: object, what: str) -> int:
     """A number of samples, at least 1."""
     return values.integer(value, what, least=1, most=MOST_SAMPLES)
+
+
+Samples = Annotated[int, samples]
 
 
 def check_subsets(value: object, what: str) -> dict[str, tuple[int, ...]]:
@@ -109,6 +115,9 @@ def configuration(value: object, what: str) -> dict[str, Value]:
     }
 
 
+Configuration = Annotated[Mapping[str, Value], configuration]
+
+
 def _config_value(value: object, key: str, what: str) -> Value:
     """One value of a configuration ``what``."""
     try:
@@ -130,6 +139,9 @@ def _config_value(value: object, key: str, what: str) -> Value:
 def positive(value: object, what: str) -> int:
     """A whole number, at least 1."""
     return values.integer(value, what, least=1, most=_BITS - 1)
+
+
+Positive = Annotated[int, positive]
 
 
 def whole(value: object, what: str) -> int:
@@ -388,16 +400,6 @@ class Plan:
         if names not in self._hashes:
             self._hashes[names] = hashlib.sha256(msgspec.json.encode(self.rows(names))).hexdigest()
         return self._hashes[names]
-
-
-def plan_of(value: object, what: str) -> Plan:
-    """A plan, taken as an argument.
-
-    :raises InvalidInput: it is not one.
-    """
-    if not isinstance(value, Plan):
-        raise InvalidInput(f"{what} is {values.shown(value)}: give a Plan")
-    return value
 
 
 class _Form(msgspec.Struct, forbid_unknown_fields=True):

@@ -9,15 +9,15 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Annotated, Any, Literal, TypedDict, Unpack
 
-from datastates import values as take
+from datastates import values
 from datastates.errors import InvalidInput
 from datastates.lineage.write.refs import check_name
 from datastates.values import Value
 
 from . import plan as arguments
-from .plan import Plan, Variant, plan_of
+from .plan import Plan, Variant
 
 _NAME_LENGTH = 60
 
@@ -27,21 +27,22 @@ def distributions(value: object, what: str) -> dict[str, Distribution]:
 
     :raises InvalidInput: one of them is not a distribution; names it.
     """
-    found: dict[str, Any] = take.named(value, what)
+    found: dict[str, Any] = values.named(value, what)
     for key, each in found.items():
         if not isinstance(each, Uniform | LogUniform | Choice):
             raise InvalidInput(
-                f"{key} is drawn from {take.shown(each)}: give a Uniform, a LogUniform or a Choice"
+                f"{key} is drawn from {values.shown(each)}: give a Uniform, a LogUniform or a"
+                " Choice"
             )
     return found
 
 
 def _schedule(value: object, what: str) -> Schedule:
     try:
-        return take.choice(value, Schedule, what)
+        return values.choice(value, Schedule, what)
     except InvalidInput:
         raise InvalidInput(
-            f"there is no schedule {take.shown(value)}: choose one of {', '.join(Schedule)}"
+            f"there is no schedule {values.shown(value)}: choose one of {', '.join(Schedule)}"
         ) from None
 
 
@@ -49,7 +50,7 @@ def _set_numbers(of: Uniform | LogUniform) -> None:
     for name in ("low", "high"):
         # frozen for everybody else
         object.__setattr__(
-            of, name, take.number(getattr(of, name), f"{name} of {type(of).__name__}")
+            of, name, values.number(getattr(of, name), f"{name} of {type(of).__name__}")
         )
 
 
@@ -135,10 +136,26 @@ class Schedule(StrEnum):
 
 
 ScheduleName = Literal["flat", "linear", "log", "sqrt"]
+Seed = Annotated[int, arguments.seed]
+Seeds = Annotated[int | Sequence[int], arguments.counted(arguments.MOST_VARIANTS)]
+Samples = Annotated[int | Sequence[int], arguments.counted(arguments.MOST_SAMPLES)]
+Subsets = Annotated[Sequence[str], arguments.names]
+Variants = Annotated[int, arguments.variants]
+Whole = Annotated[int, arguments.whole]
+AnySchedule = Annotated[Schedule | ScheduleName, _schedule]
 
 
-@take.takes(config=arguments.tried, epochs=arguments.positive)
-def grid(config: Mapping[str, Sequence[Value]], *, epochs: int, **data: Unpack[Data]) -> Plan:
+def _depth(value: object, what: str) -> int:
+    return values.integer(value, what, most=arguments.MOST_DEPTH)
+
+
+@values.checked
+def grid(
+    config: Annotated[Mapping[str, Sequence[Value]], arguments.tried],
+    *,
+    epochs: arguments.Positive,
+    **data: Unpack[Data],
+) -> Plan:
     """A plan with a variant for each combination of the values of ``config``. The last key changes
     fastest.
 
@@ -147,34 +164,27 @@ def grid(config: Mapping[str, Sequence[Value]], *, epochs: int, **data: Unpack[D
     :raises InvalidInput: a key has no values, or has a value twice, or the combinations are more
         than a million.
     """
-    for key, values in config.items():
-        if isinstance(values, range):
+    for key, some in config.items():
+        if isinstance(some, range):
             continue
-        if len({repr(value) for value in values}) < len(values):
-            raise InvalidInput(f"{key} has a value twice: {', '.join(map(repr, values))}")
-    if (
-        count := math.prod(_length(values) for values in config.values())
-    ) > arguments.MOST_VARIANTS:
+        if len({repr(value) for value in some}) < len(some):
+            raise InvalidInput(f"{key} has a value twice: {', '.join(map(repr, some))}")
+    if (count := math.prod(map(_length, config.values()))) > arguments.MOST_VARIANTS:
         raise InvalidInput(
             f"the grid has {count:,} variants: give values for at most {arguments.MOST_VARIANTS:,}"
         )
     combined = [
-        dict(zip(config, values, strict=True)) for values in itertools.product(*config.values())
+        dict(zip(config, some, strict=True)) for some in itertools.product(*config.values())
     ]
     return _flat(_names(combined), combined, epochs, data)
 
 
-@take.takes(
-    distributions=distributions,
-    count=arguments.variants,
-    seed=arguments.seed,
-    epochs=arguments.positive,
-)
+@values.checked
 def sample(
-    distributions: Mapping[str, Distribution],
-    count: int,
-    seed: int,
-    epochs: int,
+    distributions: Annotated[Mapping[str, Distribution], distributions],
+    count: Variants,
+    seed: Seed,
+    epochs: arguments.Positive,
     **data: Unpack[Data],
 ) -> Plan:
     """A plan of ``count`` variants with values drawn at random. The same seed gives the same plan.
@@ -200,8 +210,8 @@ def sample(
     return _flat([f"sample-{number}" for number in range(1, count + 1)], drawn, epochs, data)
 
 
-@take.takes(seeds=arguments.counted(arguments.MOST_VARIANTS), epochs=arguments.positive)
-def ensemble(seeds: int | Sequence[int], epochs: int, **data: Unpack[Data]) -> Plan:
+@values.checked
+def ensemble(seeds: Seeds, epochs: arguments.Positive, **data: Unpack[Data]) -> Plan:
     """A plan with a variant for each seed, or for the seeds from 0 on; each is seeded with
     ``config["seed"]`` where it forks."""
     chosen = range(seeds) if isinstance(seeds, int) else seeds
@@ -210,20 +220,14 @@ def ensemble(seeds: int | Sequence[int], epochs: int, **data: Unpack[Data]) -> P
     )
 
 
-@take.takes(
-    folds=arguments.folds,
-    epochs=arguments.positive,
-    samples=take.optional(arguments.counted(arguments.MOST_SAMPLES)),
-    seed=arguments.seed,
-    seen=arguments.names,
-)
+@values.checked
 def kfold(
-    folds: int | Mapping[str, Sequence[int]],
+    folds: Annotated[int | Mapping[str, Sequence[int]], arguments.folds],
     *,
-    epochs: int,
-    samples: int | Sequence[int] | None = None,
-    seed: int = 0,
-    seen: Sequence[str] = (),
+    epochs: arguments.Positive,
+    samples: Samples | None = None,
+    seed: Seed = 0,
+    seen: Subsets = (),
 ) -> Plan:
     """A plan with a variant for each fold, validated on that fold and trained on the other folds.
 
@@ -260,24 +264,16 @@ def kfold(
     return _plan(variants, subsets, seen)
 
 
-@take.takes(
-    subsets=take.named,
-    depth=lambda value, what: take.integer(value, what, most=arguments.MOST_DEPTH),
-    epochs=arguments.positive,
-    fan_out=arguments.variants,
-    schedule=_schedule,
-    seen=arguments.names,
-    always=arguments.names,
-)
+@values.checked
 def leave_out(
     subsets: Mapping[str, Sequence[int]],
     *,
-    depth: int,
-    epochs: int,
-    fan_out: int = 2,
-    schedule: Schedule | ScheduleName = "flat",
-    seen: Sequence[str] = (),
-    always: Sequence[str] = (),
+    depth: Annotated[int, _depth],
+    epochs: arguments.Positive,
+    fan_out: Variants = 2,
+    schedule: AnySchedule = "flat",
+    seen: Subsets = (),
+    always: Subsets = (),
 ) -> Plan:
     """A tree of variants. Each leaves out a part of what its parent left out, and is validated on
     it.
@@ -333,10 +329,8 @@ def leave_out(
     return _plan(variants, subsets, seen)
 
 
-@take.takes(
-    schedule=_schedule, epochs=arguments.whole, stage=arguments.whole, stages=arguments.whole
-)
-def epochs_at(schedule: Schedule | ScheduleName, epochs: int, stage: int, stages: int) -> int:
+@values.checked
+def epochs_at(schedule: AnySchedule, epochs: Whole, stage: Whole, stages: Whole) -> int:
     """The epochs of a stage of a tree; never less than 1.
 
     For E epochs of the first stage, at stage s of S: flat E, linear E (S - s + 1) // S, log E //
@@ -363,8 +357,8 @@ def epochs_at(schedule: Schedule | ScheduleName, epochs: int, stage: int, stages
     raise InvalidInput(f"there is no schedule {schedule!r}: choose one of {', '.join(Schedule)}")
 
 
-@take.takes(plan=plan_of, seeds=arguments.counted(arguments.MOST_VARIANTS))
-def repeat(plan: Plan, seeds: int | Sequence[int]) -> Plan:
+@values.checked
+def repeat(plan: Plan, seeds: Seeds) -> Plan:
     """The whole plan once for each seed. The seed applies to the plan's first variants. Variant
     ``1.2`` becomes ``seed-0/1.2``.
 
@@ -386,10 +380,8 @@ def repeat(plan: Plan, seeds: int | Sequence[int]) -> Plan:
     )
 
 
-@take.takes(
-    samples=arguments.counted(arguments.MOST_SAMPLES), count=take.integer, seed=arguments.seed
-)
-def cut(samples: int | Sequence[int], count: int, *, seed: int = 0) -> dict[str, tuple[int, ...]]:
+@values.checked
+def cut(samples: Samples, count: int, *, seed: Seed = 0) -> dict[str, tuple[int, ...]]:
     """Indices (or ``range(samples)``) in random order, cut into ``count`` subsets whose sizes
     differ by one at most.
 

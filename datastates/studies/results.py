@@ -16,7 +16,7 @@ from enum import StrEnum
 from fractions import Fraction
 from io import StringIO
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, Protocol, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.jupyter import JupyterMixin
@@ -26,12 +26,12 @@ from rich.text import Text
 
 from datastates import values
 from datastates.errors import InvalidInput, NotFound
-from datastates.lineage.states import State
+from datastates.lineage.states import Revision, State
 from datastates.values import Value
 
-from . import plan, records
 from . import plan as arguments
-from .plan import Plan, Variant, plan_of
+from . import records
+from .plan import Plan, Variant
 from .records import (
     EPOCH,
     SAMPLES,
@@ -80,8 +80,8 @@ class Storage:
         return f"{said}; full copies would take {full:,.1f} MiB ({self.ratio:.0%})"
 
 
-@values.takes(repo=plan.repository, study=values.string)
-def storage(repo: Repository, study: str) -> Storage:
+@values.checked
+def storage(repo: arguments.AnyRepository, study: str) -> Storage:
     """The bytes that a study's states and its start take on disk, read from the lineage.
 
     :raises NotFound: there is no such study.
@@ -300,21 +300,14 @@ def _errors(value: object, what: str) -> dict[str, str]:
     }
 
 
-@values.takes(
-    repository=arguments.repository,
-    study=values.string,
-    plan=plan_of,
-    config=values.optional(arguments.configuration),
-    errors=values.optional(_errors),
-    reused=values.several(values.string),
-)
+@values.checked
 def read_study(
-    repository: Repository,
+    repository: arguments.AnyRepository,
     study: str,
     plan: Plan,
     *,
-    config: Mapping[str, Value] | None = None,
-    errors: Mapping[str, str] | None = None,
+    config: arguments.Configuration | None = None,
+    errors: Annotated[Mapping[str, str], _errors] | None = None,
     reused: Collection[str] = (),
 ) -> Exploration:
     """The progress and results of a study, from the lineage.
@@ -565,7 +558,7 @@ class _Part:
     share: Fraction
 
 
-@values.takes(plan=plan_of, prefix_epochs=values.number)
+@values.checked
 def work(plan: Plan, *, prefix_epochs: float = 0.0) -> Work:
     """The cost of a plan. ``prefix_epochs`` is the cost of its start.
 
@@ -589,8 +582,8 @@ def work(plan: Plan, *, prefix_epochs: float = 0.0) -> Work:
     )
 
 
-@values.takes(repo=arguments.repository, study=values.string)
-def work_done(repo: Repository, study: str) -> Work:
+@values.checked
+def work_done(repo: arguments.AnyRepository, study: str) -> Work:
     """The work of a study so far, from the states above each variant's branch or ``done`` tag.
 
     Training that was lost with a dead process is on no path, and does not count.
@@ -608,8 +601,8 @@ def work_done(repo: Repository, study: str) -> Work:
     return _sum(Fraction(prefix_epochs(repo, start.uid)), parts, paths)
 
 
-@values.takes(repo=arguments.repository, rev=values.revision)
-def prefix_epochs(repo: Repository, rev: str | State) -> float:
+@values.checked
+def prefix_epochs(repo: arguments.AnyRepository, rev: Revision) -> float:
     """The cost of a state, in epochs over the full data, as far as it and its ancestors record it;
     0 if none does.
 
@@ -686,12 +679,6 @@ def _is_number(value: object) -> bool:
 # --- A plan on a terminal ---
 
 
-def _work_of(value: object, what: str) -> Work:
-    if not isinstance(value, Work):
-        raise InvalidInput(f"{what} is {values.shown(value)}: give what work(plan) returns")
-    return value
-
-
 def announce(study: str, plan: Plan, work: Work, console: Console | None = None) -> None:
     """Show what is about to run: all of it on a terminal, one line in the log elsewhere."""
     console = console or Console(stderr=True)
@@ -704,8 +691,8 @@ def announce(study: str, plan: Plan, work: Work, console: Console | None = None)
         _logger.warning("study %s: %s", study, _warning(plan, leaks))
 
 
-@values.takes(plan=plan_of, work=_work_of, limit=values.count)
-def describe(plan: Plan, work: Work, *, limit: int = 40) -> PrintedGroup:
+@values.checked
+def describe(plan: Plan, work: Work, *, limit: values.Count = 40) -> PrintedGroup:
     """A plan's variants as a tree with their data and cost, the epochs that it saves, and the
     limits of its validation.
 

@@ -19,12 +19,12 @@ import msgspec
 from datastates import values
 from datastates.collective import (
     EXCHANGE_BYTES,
+    AnyGroup,
     Group,
     Meeting,
     MPIGroup,
     SoloGroup,
     TorchGroup,
-    group_of,
     initialized,
 )
 from datastates.errors import InvalidInput
@@ -183,7 +183,8 @@ _SIZES: Mapping[str, tuple[str, str]] = {
 
 
 @contextmanager
-def using(group: Group) -> Iterator[Group]:
+@values.checked
+def using(group: AnyGroup) -> Iterator[Group]:
     """Make this the group of every ``track`` in the block that is given none.
 
         with datastates.ranks.using(datastates.ranks.SoloGroup()):  # each rank trains something of
@@ -192,7 +193,7 @@ def using(group: Group) -> Iterator[Group]:
 
     It applies to this thread only.
     """
-    token = _in_force.set(group_of(group, "group"))
+    token = _in_force.set(group)
     try:
         yield group
     finally:

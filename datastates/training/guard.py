@@ -273,8 +273,6 @@ class Guard:
 
     def __init__(self, run: Run, training: Training, rules: Rules) -> None:
         data = rules.data
-        if data not in ("skip", "reshuffle"):
-            raise InvalidInput(f"data is {data!r}: choose 'skip' or 'reshuffle'")
         if rules.back < 1 or rules.limit < 1:
             raise InvalidInput(f"back is {rules.back} and limit {rules.limit}: both count from 1")
         refs.check_name(_name(run.branch, 10**12, 100))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import torch
@@ -485,17 +485,24 @@ class _Job(msgspec.Struct, frozen=True):
     is_taken: bool
 
 
-def together(objects: Mapping[str, object], *, rng: object) -> dict[str, object]:
+def _rng_source(value: object, what: str) -> object:
+    if not isinstance(value, bool | str) or value not in ("state", "script", False):
+        raise InvalidInput(
+            f"the name {what!r} is taken by the random number generators, which come from 'state'"
+            " or 'script' or are left out by False: rename what you track"
+        )
+    return value
+
+
+RngSource = Annotated[Literal["state", "script", False], _rng_source]
+
+
+def together(objects: Mapping[str, object], *, rng: RngSource) -> dict[str, object]:
     """Everything that is tracked, by name; ``rng`` says whether the global random number generators
     are.
 
     :raises InvalidInput: nothing is given, or a name is taken.
     """
-    if not isinstance(rng, bool | str) or rng not in ("state", "script", False):
-        raise InvalidInput(
-            "the name 'rng' is taken by the random number generators, which come from 'state' or"
-            " 'script' or are left out by False: rename what you track"
-        )
     if "rng" in objects:
         raise InvalidInput(
             "the name 'rng' is taken by the random number generators: rename what you track"

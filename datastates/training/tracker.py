@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, SupportsFloat, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat, TypeVar
 
 import msgspec
 
@@ -19,7 +19,7 @@ from datastates.engine.copy import CopyJob
 from datastates.engine.handle import Arriving, Capture, Progress, Staged, is_late
 from datastates.engine.plan import Copy, Difference, copies_of, differences
 from datastates.errors import DatastatesError, InvalidInput, Unsupported
-from datastates.lineage.states import State, StateFacts, Why
+from datastates.lineage.states import Revision, State, StateFacts, Why
 from datastates.policy.contract import CadenceChoice
 from datastates.state import in_place
 from datastates.state.encoding import encode_values
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from datastates.collective import Group
 
-    from .guard import Data, Guard
+    from .guard import Guard
 
 _BATCH = 2_000
 """The number of digests, with their names, that go into one exchange."""
@@ -227,18 +227,13 @@ class Tracker:
             is_resumed=self._training.is_resumed,
         )
 
-    @checks.takes(
-        loader=checks.iterable,
-        accumulate=checks.positive,
-        limit=checks.optional(checks.positive),
-        verify=checks.flag,
-    )
+    @checks.checked
     def steps(
         self,
         loader: Iterable[Batch],
         *,
-        accumulate: int = 1,
-        limit: int | None = None,
+        accumulate: checks.Positive = 1,
+        limit: checks.Positive | None = None,
         verify: bool = True,
     ) -> Steps[Batch]:
         """The loader's batches; ``step`` advances with every ``accumulate``-th of them, before it
@@ -269,18 +264,13 @@ class Tracker:
         """
         return self._steps(loader, limit, accumulate, verify=verify, is_numbered=False)
 
-    @checks.takes(
-        loader=checks.iterable,
-        accumulate=checks.positive,
-        limit=checks.optional(checks.positive),
-        verify=checks.flag,
-    )
+    @checks.checked
     def enumerate(
         self,
         loader: Iterable[Batch],
         *,
-        accumulate: int = 1,
-        limit: int | None = None,
+        accumulate: checks.Positive = 1,
+        limit: checks.Positive | None = None,
         verify: bool = True,
     ) -> Steps[tuple[int, Batch]]:
         """``steps``, where each batch comes with its number in its pass, from 0, also if that pass
@@ -517,14 +507,12 @@ class Tracker:
         """
         self._training.fence()
 
-    @checks.takes(
-        rev=checks.revision, only=checks.patterns, strict=checks.flag, nearest=checks.flag
-    )
+    @checks.checked
     def restore(
         self,
-        rev: str | State,
+        rev: Revision,
         *,
-        only: str | Sequence[str] | None = None,
+        only: checks.Patterns | None = None,
         strict: bool = True,
         nearest: bool = False,
     ) -> RestoreReport:
@@ -553,24 +541,16 @@ class Tracker:
             strict=strict,
         )
 
-    @checks.takes(
-        spike=checks.optional(checks.number),
-        patience=checks.count,
-        window=checks.count,
-        back=checks.count,
-        data=checks.string,
-        limit=checks.count,
-        keep=checks.several(checks.string),
-    )
+    @checks.checked
     def guard(
         self,
         *,
         spike: float | None = 6.0,
-        patience: int = 2,
-        window: int = 64,
-        back: int = 1,
-        data: Data = "skip",
-        limit: int = 5,
+        patience: checks.Count = 2,
+        window: checks.Count = 64,
+        back: checks.Count = 1,
+        data: Literal["skip", "reshuffle"] = "skip",
+        limit: checks.Count = 5,
         keep: Sequence[str] = (),
     ) -> Guard:
         """Watch the loss: on NaN, infinity or a spike, the last good state is restored from memory.

@@ -13,11 +13,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import BigInteger, ColumnElement, bindparam, func, select
 
-from datastates import values
 from datastates.errors import InvalidInput
 from datastates.lineage import lookup
 from datastates.lineage.lookup import batches, states
@@ -141,39 +140,23 @@ _GONE = [status.value for status in Status if not status.is_restorable]
 _DONE = "done/"  # the prefix of the tags that studies put on what they have finished
 
 
-class Choice(TypedDict, total=False):
-    """Which branches are wanted, and how; see ``branches``."""
-
-    name: str
-    names: Collection[str] | None
-    metric: str | None
-    direction: Direction | None
-    sort: str
-    group: str | None
-    after: str | None
-    limit: int | None
-    living: Living | None
-    now: datetime | None
-    counts: Callable[[Session], Counts] | None
-    drawn: Lines | None
-
-
-@values.unpacks(
-    Choice,
-    name="",
-    names=None,
-    metric=None,
-    direction=None,
-    sort="changed",
-    group=None,
-    after=None,
-    limit=None,
-    living=None,
-    now=None,
-    counts=None,
-    drawn=None,
-)
-def branches(session: Session, query: str = "", **choice: Unpack[Choice]) -> Branches:
+def branches(
+    session: Session,
+    query: str = "",
+    *,
+    name: str = "",
+    names: Collection[str] | None = None,
+    metric: str | None = None,
+    direction: Direction | None = None,
+    sort: str = "changed",
+    group: str | None = None,
+    after: str | None = None,
+    limit: int | None = None,
+    living: Living | None = None,
+    now: datetime | None = None,
+    counts: Callable[[Session], Counts] | None = None,
+    drawn: Lines | None = None,
+) -> Branches:
     """The branches that match the request.
 
     :param query: a condition, as for states; it must hold of a branch's newest state.
@@ -195,37 +178,30 @@ def branches(session: Session, query: str = "", **choice: Unpack[Choice]) -> Bra
     :raises SyntaxProblem: the query does not parse; the error points at the column.
     :raises InvalidInput: one of these values is not valid.
     """
-    name, names, group, after, limit = (
-        choice["name"],
-        choice["names"],
-        choice["group"],
-        choice["after"],
-        choice["limit"],
-    )
-    sort, turned = sort_of(choice["sort"])
+    by, turned = sort_of(sort)
     if limit is not None and limit < 1:
         raise InvalidInput(f"limit is {limit}: a page has at least one branch")
     keys = by_relevance(metrics_of(session))
-    metric = choice["metric"] if choice["metric"] is not None else next(iter(keys), None)
-    direction = choice["direction"] or (Direction.MIN if metric is None else direction_of(metric))
+    metric = metric if metric is not None else next(iter(keys), None)
+    direction = direction or (Direction.MIN if metric is None else direction_of(metric))
     rows = rows_of(session, metric, direction)
     total = len(rows)
     rows = [row for row in rows if name in row.name and (names is None or row.name in names)]
     if query.strip():
-        wanted = heads_where(session, query, choice["now"])
+        wanted = heads_where(session, query, now)
         rows = [row for row in rows if row.head_id in wanted]
-    if sort in COUNTED:
-        count_states(session, rows, choice["counts"](session) if choice["counts"] else None)
+    if by in COUNTED:
+        count_states(session, rows, counts(session) if counts else None)
     if group is not None:
         _group(session, rows, group)
-    order = Order.of(sort, direction, turned=turned)
+    order = Order.of(by, direction, turned=turned)
     cursors = Cursors.of(
         query,
         name,
         None if names is None else sorted(names),
         metric,
         direction,
-        choice["sort"],
+        sort,
         group,
     )
     placed = sorted(((order.place(row), row) for row in rows), key=itemgetter(0))
@@ -234,9 +210,7 @@ def branches(session: Session, query: str = "", **choice: Unpack[Choice]) -> Bra
         placed = [pair for pair in placed if pair[0] > last]
     shown = [row for _, row in placed[:limit]]
     return Branches(
-        items=_Page(
-            session, shown, metric, direction, choice["living"], choice["drawn"]
-        ).branches(),
+        items=_Page(session, shown, metric, direction, living, drawn).branches(),
         next=(
             cursors.write(placed[limit - 1][0])
             if limit is not None and len(placed) > limit

@@ -22,7 +22,7 @@ from datastates import values
 from datastates.config import BackPressure, OnFailure
 from datastates.engine.handle import Capture
 from datastates.errors import Conflict, InvalidInput, Unsupported
-from datastates.lineage.states import State
+from datastates.lineage.states import Revision, State
 from datastates.policy.contract import Policy
 from datastates.policy.retention import Retention
 from datastates.repository import Repository
@@ -348,27 +348,6 @@ class TrackOptions(TypedDict, total=False):
     defer: bool
 
 
-_USUAL: dict[str, Any] = {
-    **{
-        "resume": True,
-        "takeover": False,
-        "gradients": False,
-        "only": None,
-        "strict": True,
-        "durable_every": None,
-        "durable_interval_s": None,
-    },
-    **{
-        "cadence": None,
-        "retention": None,
-        "keep_best": None,
-        "back_pressure": None,
-        "on_failure": None,
-        "defer": True,
-    },
-}
-
-
 class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not looked at by mypy
     """Captures every step of ``trainer.fit`` as a state of a branch; the same script started again
     goes on where it stopped.
@@ -382,15 +361,15 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
     processes of ``strategy="ddp"`` capture each state together.
     """
 
-    @values.unpacks(TrackOptions, **_USUAL)
+    @values.checked
     def __init__(
         self,
         repo: Repository | str | os.PathLike[str],
         *,
-        branch: str = "main",
-        start: str | State | None = None,
-        every: int | None = 1,
-        config: Mapping[str, object] | None = None,
+        branch: values.Text = "main",
+        start: Revision | None = None,
+        every: values.Positive | None = 1,
+        config: object = None,
         **options: Unpack[TrackOptions],
     ) -> None:
         """Make a callback for one Trainer.
@@ -410,9 +389,7 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
                 f"repo is {values.shown(repo)}: give what datastates.open returned, or the folder"
                 " of a repository"
             )
-        self._given, self.branch = repo, values.text(branch, "branch")
-        self._start: str | State | None = None if start is None else values.revision(start, "start")
-        self.every = None if every is None else values.positive(every, "every")
+        self._given, self.branch, self._start, self.every = repo, branch, start, every
         self._config, self._options = config, options
         self._repo: Repository | None = None
         self._run: Tracker | None = None
@@ -503,7 +480,7 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
             "data": self._data,
         }
         config = {**_hyperparameters(trainer, pl_module), **configuration(self._config)}
-        start, options = self._start, {**self._options}
+        start, options = self._start, self._options.copy()
         if trainer.ckpt_path is not None:
             if trainer.world_size > 1:
                 raise Unsupported(
@@ -521,7 +498,7 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
             config=config,
             objects=objects,
             own=own,
-            **options,  # type: ignore[arg-type]
+            **options,
         )
         self._stepped, self._since = trainer.global_step, self._fit.since
         self._stop_again(trainer)
@@ -694,9 +671,7 @@ class DatastatesCallback(Callback):  # type: ignore[misc]  # Lightning is not lo
                 " give a Timer more time"
             )
 
-    def _begin_at(
-        self, path: object, options: dict[str, Any]
-    ) -> tuple[State | None, dict[str, Any]]:
+    def _begin_at(self, path: object, options: TrackOptions) -> tuple[State | None, TrackOptions]:
         """Where a fit begins that Lightning restores by ``ckpt_path``: if that names a state of
         this repository, the branch forks there."""
         assert self._repo is not None, "it was opened"
