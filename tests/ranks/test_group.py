@@ -76,7 +76,11 @@ def test_users_of_a_group_train_tag_and_drop_in_one_folder(
     for path in made:
         mode = path.stat().st_mode
         assert mode & stat.S_IRGRP, path
-        assert path.name == ".identity" or path.parent.name == "leases" or mode & stat.S_IWGRP, path
+        assert (
+            path.name in (".identity", "lineage.backup")
+            or path.parent.name == "leases"
+            or mode & stat.S_IWGRP
+        ), path
 
 
 def test_others_read_nothing(shared: tuple[Path, int], smith: Forge) -> None:
