@@ -1,10 +1,12 @@
 """How two processes of one host and one user prove that they are: over an abstract Unix socket,
 whose ends the kernel identifies.
 
-    server  names a socket in its first sealed frame: random, revealed to nobody else
-    client -> the session's name, nonce          each asks the kernel for the other one's user and
-    pid (SO_PEERCRED) server -> nonce client -> HMAC(key, "near client", name, both nonces) server
-    -> HMAC(key, "near server", …), where its beacon is, the beacon
+    server     names a socket in its first sealed frame: random, revealed to nobody else
+    client ->  the session's name, nonce
+               each side reads the other's user and pid from the kernel (SO_PEERCRED)
+    server ->  nonce
+    client ->  HMAC(key, "near client", name, both nonces)
+    server ->  HMAC(key, "near server", …), where its beacon is, the beacon
 
 Only then does the server reveal where chunks are, and the client read them. The connection stays
 open as long as the session. While it does, the process that the kernel identified is alive, and no

@@ -2,10 +2,12 @@
 chunks of what it holds open.
 
     beginning  the handshake, before there is a session
-    reader     takes every frame and hands it to the object responsible (``_take``); never waits for
-    anything else pulse      signals that this side is alive, and ends the session when the other
-    side is not, or makes no progress a task for each question of the peer (``asked``) and each
-    chunk being sent (``sending``)
+    reader     takes every frame and passes it to the object responsible (``_take``); never waits
+               for anything else
+    pulse      signals that this side is alive, and ends the session if the other side is not, or
+               makes no progress
+    tasks      one for each question of the peer (``requests``) and each chunk that is sent
+               (``sending``)
 
 However a session ends, its link is aborted before any waiting caller hears of it. Then its sources
 are closed, and no task is left.

@@ -10,8 +10,8 @@ function makes them.
 A trial of Tune is a branch, and so is each worker of Train. Ray carries only a folder with a file
 of a few lines:
 
-    datastates.json      {"repository": …, "state": uid, "branch": …, "owner": whose branch that
-    is}; datastates.1.json for the worker of rank 1
+    datastates.json      {"repository": …, "state": uid, "branch": …, "owner": the branch's owner}
+    datastates.1.json    the same for the worker of rank 1
 
 A trial that is restarted goes on from the state that its newest checkpoint names. A trial that
 takes over another's checkpoint, as population based training does, goes on in a new branch that

@@ -1,10 +1,11 @@
 """Applies a retention policy to a folder of packs: survey, decide, withdraw, remove; in batches,
 each of which may be the last.
 
-    survey      what the folder holds, by the lineage and the manifests; and what depends on which
-    state decide      ``policy.decisions``, which is pure withdraw    one short transaction a batch:
-    the lineage says that the bytes are gone remove      then the files go, in one pass under the
-    folder's lock
+    survey      read from the lineage and the manifests what the folder holds, and which state
+                depends on which
+    decide      ``policy.retention``, a pure function
+    withdraw    one short transaction a batch: the lineage records that the bytes are gone
+    remove      delete the files, in one pass under the folder's lock
 
 A crash between the last two leaves files that nobody asks for. They were noted beforehand in
 ``.prune``, a file that the pruning process holds: one process at a time prunes a folder, and the

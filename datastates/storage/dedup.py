@@ -1,9 +1,10 @@
 """Hints at where the chunks of a folder are, by digest: a file that all processes of the folder
 read and extend.
 
-    <folder>/.chunks    2**n pages of 64 entries of 64 bytes; the first n bits of a digest say which
-    page, the newest entry comes first an entry            digest, length, offset (6 bytes), check
-    sum (2), name of the pack without its suffix; zeros where there is none
+    <folder>/.chunks    2**n pages of 64 entries of 64 bytes; the first n bits of a digest choose
+                        the page, the newest entry comes first
+    an entry            digest, length, offset (6 bytes), checksum (2), name of the pack without
+                        its suffix; zeros if there is none
 
 An entry of length 0 says where the manifest of a state is: its digest is that of the state's uid
 and rank, its pack is the name of the manifest file without the suffix, and its offset is that of

@@ -1,8 +1,9 @@
 """What the engine needs of the two tiers that every repository has, beyond the contract of a tier.
 
     CaptureTier    takes captures and arrivals: it takes over slots of the arena, and shares equal
-    chunks DurableTier    the repository's own folder of packs: it knows which packs a state needs,
-    and what crashes left
+                   chunks
+    DurableTier    the repository's own folder of packs: it lists the packs that a state needs, and
+                   the files that crashes left
 
 ``tiers`` makes them; code outside ``store`` knows only these roles.
 """

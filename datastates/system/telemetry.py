@@ -1,8 +1,8 @@
 """Counts and times of what this process does with its states; its spans are kept if a trace was
 asked for.
 
-    recorder.span("digest", began, ended, uid, step)     something took from here to there, on the
-    thread that says so recorder.count("evicted", 3)
+    recorder.span("digest", began, ended, uid, step)    # a piece of work of the calling thread
+    recorder.count("evicted", 3)
 
 A caller appends to a queue and goes on: no lock, no clock. The entries are added up on the engine
 thread after each round, and whenever a caller asks.

@@ -1,8 +1,8 @@
 """The meaning of a search: its text as a tree of conditions, an order and a limit.
 
-    metrics.val_loss < 0.2 and (step > 500 or tag = 'warm') order by metrics.val_loss, step desc
-    limit 5 not metrics."val/loss" >= 0.2 and config.optimizer.lr in (0.1, 0.01) and created >
-    now-2h and descendant_of(warm~3)
+    metrics.val_loss < 0.2 and (step > 500 or tag = 'warm') order by metrics.val_loss limit 5
+    not metrics."val/loss" >= 0.2 and config.optimizer.lr in (0.1, 0.01)
+    created > now-2h and descendant_of(warm~3)
 
 Values are numbers, true and false, dates, and texts. The quotes of a text may be left out if it is
 one word.

@@ -1,15 +1,17 @@
 """Revisions: short names of states, and of ranges of them.
 
     main, warm, 3f2a           a branch, a tag, the beginning of a uid (4 hex digits or more); a ref
-    goes before a uid "main"                     the same, quoted main~3, main~              the
-    third, the first of its first parents x^2, x^                    the second, the first of its
-    parents (``^1`` is the first parent; further ones by position) main@{2}                   where
-    the ref stood two moves ago, also when it is deleted by now main@{2h}, main@{2026-11-21T10:00}
-    where it stood then; s m h d w; a time without a zone is local main@step:5000
-    nearest at or before: the first state on the way along first parents whose step is <= 5000
+                               goes before a uid
+    "main"                     the same, quoted
+    main~3, main~              the third, the first of its first parents
+    x^2, x^                    the second, the first of its parents (``^1`` is the first parent)
+    main@{2}                   where the ref was two moves ago, also if it is deleted
+    main@{2h}, main@{2026-11-21T10:00}
+                               where it was then; s m h d w; a time without a zone is local
+    main@step:5000             the first state along first parents whose step is at most 5000
     main@best:val_loss         the least val_loss of the state and all its ancestors, ``:max`` the
-    greatest; the newest of equals a..b, a...b                reached from b but not from a; reached
-    from one of them but not from both
+                               greatest; the newest of equals
+    a..b, a...b                reached from b but not from a; reached from one of them but not both
 
 Suffixes chain from left to right; those on the reflog come right after the name.
 """
