@@ -238,7 +238,6 @@ CASES: dict[str, Callable[[World], Case]] = {
         {
             "url": w.packs_alone(),
             "packs": None,
-            "lineage": None,
             "replace": False,
             "on_progress": None,
         },
