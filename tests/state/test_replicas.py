@@ -220,7 +220,7 @@ def test_an_epoch_that_was_over_needs_no_division() -> None:
 def test_a_share_that_there_is_not_is_refused() -> None:
     with pytest.raises(InvalidInput, match="rank is 2, and there are 2 replicas"):
         PermutationSampler(5, rank=2, num_replicas=2)
-    with pytest.raises(InvalidInput, match="tail is 'pad': say one of 'repeat', 'drop', 'share'"):
+    with pytest.raises(InvalidInput, match="tail is 'pad': choose 'repeat' or 'drop' or 'share'"):
         PermutationSampler(5, tail=cast("Any", "pad"))
     with pytest.raises(InvalidInput, match="5 indices for 2 replicas: none is ever full"):
         PermutationSampler(5, rank=0, num_replicas=2).batches(3, drop_last=True)
