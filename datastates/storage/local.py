@@ -432,17 +432,17 @@ class LocalTier(DurableTier):
         :raises Corrupt: it is damaged.
         """
         is_thorough = hints is None
-        if hints is None:
-            hints = self._index.find([key := state_key(uid, rank)]).get(key, ())
-        places = [
-            (manifest_name(uid, rank), 0),
-            *(
-                (f"{hint.pack.removesuffix('.safetensors')}.manifest", hint.offset)
-                for hint in hints
-            ),
-        ]
+
+        def places() -> Iterator[tuple[str, int]]:
+            yield manifest_name(uid, rank), 0
+            known = hints
+            if known is None:  # only now: the first look at an index may write one
+                known = self._index.find([key := state_key(uid, rank)]).get(key, ())
+            for hint in known:
+                yield f"{hint.pack.removesuffix('.safetensors')}.manifest", hint.offset
+
         doubt: Corrupt | None = None
-        for name, offset in dict.fromkeys(places):
+        for name, offset in places():
             try:
                 sound = self._frame(name, offset)
             except Corrupt as exc:

@@ -280,7 +280,7 @@ def test_every_flipped_byte_of_a_pack_is_found_and_named(tmp_path: Path) -> None
     tier.put(payload("s", {"model/w": numbers(700)}, {"model/b": torch.ones(3, dtype=torch.uint8)}))
     path = tmp_path / "s.0.safetensors"
     size, header = path.stat().st_size, 8 + int.from_bytes(path.read_bytes()[:8], "little")
-    assert size == header + 704 + 16
+    assert size == header + 2800 + 16
     for offset in range(size):
         flip(path, offset, 1 << offset % 8)
         message = damaged(tier, "s")

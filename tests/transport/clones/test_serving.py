@@ -443,7 +443,7 @@ def test_pushes_leave_a_training_the_memory_that_it_needs_even_when_nothing_can_
             raise Unavailable("the disk is full")
 
         with monkeypatch.context() as broken:
-            broken.setattr(busy.core.tiers.durable, "put", full)
+            broken.setattr(busy.core.tiers.durable, "put_all", full)
             with (
                 busy.serve("memory://", is_writable=True, timeout_s=2.0) as server,
                 datastates.connect(server.url) as peer,
@@ -455,7 +455,7 @@ def test_pushes_leave_a_training_the_memory_that_it_needs_even_when_nothing_can_
                 pushed.fill_(100)
                 with pytest.raises(Unavailable, match="push again later"):
                     peer.push(source.capture().wait().uid, repo=repo)
-                with pytest.raises(OverBudget, match="4 of 10 are not needed"):
+                with pytest.raises(OverBudget, match=f"{4 * SLOT} of {10 * SLOT} are not needed"):
                     peer.push(
                         repo.track(
                             weights={"it": torch.rand(5 * SLOT // 4)}, rng=False, branch="big"
