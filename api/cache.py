@@ -1,5 +1,5 @@
-"""What is costly to read of a lineage, and may be some seconds old: it is kept, and renewed in
-the background."""
+"""Caches of costly reads of a lineage. An answer may be some seconds old. Threads in the
+background renew it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Background:
-    """Runs a task on a thread of its own when asked, unless it is already running.
+    """Runs a task on its own thread, unless it is already running.
 
     Any thread may use it. ``close`` ends it early."""
 
@@ -133,10 +133,10 @@ _WAIT_S = 1.0
 
 
 class Kept(Generic[Found]):
-    """What ``read`` found; for ``fresh_s`` seconds it is not read again. Safe from any thread.
+    """The result of ``read``, which is used for ``fresh_s`` seconds. Safe from any thread.
 
-    What takes long takes at most ``SHARE`` of the time: a million states are counted every quarter
-    of a minute, while somebody asks.
+    A long read takes at most ``SHARE`` of the time. A million states are counted every quarter of
+    a minute while requests come in.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ _COUNTED = tuple(field.name for field in fields(detail.Counts))
 
 
 class Statistics:
-    """The numbers of one repository, which are counted as ``Kept`` says. Safe from any thread."""
+    """The counts of one repository, renewed as in ``Kept``. Safe from any thread."""
 
     def __init__(
         self,
