@@ -327,21 +327,11 @@ def joined(bodies: Sequence[bytes]) -> list[bytes]:
 def frames(data: bytes | memoryview) -> Iterator[tuple[int, memoryview]]:
     """The frames of a file, with their offsets.
 
-    What no frame begins with belongs to the frame before."""
+    Bytes that begin no frame belong to the frame before them, which then fails its check."""
     view, start = memoryview(data).cast("B"), 0
     while start < len(view):
         end = _stated_end(view, start)
-        if not (
-            end == len(view)
-            or (
-                start < end < len(view)
-                and (
-                    _is_magic(view, end)
-                    or _is_magic(view, after := _stated_end(view, end))
-                    or after == len(view)
-                )
-            )
-        ):
+        if end != len(view) and not (start < end < len(view) and _is_frame(view, end)):
             found = bytes(view).find(_MAGIC, start + 1)
             end = found if found > 0 else len(view)
         yield start, view[start:end]
@@ -355,6 +345,13 @@ def _stated_end(view: memoryview, start: int) -> int:
         if len(view) - start >= _HEAD.size
         else 0
     )
+
+
+def _is_frame(view: memoryview, start: int) -> bool:
+    """Whether a frame begins here. If its magic is wrong, its head must give an end at which
+    another frame begins, or the file ends."""
+    end = _stated_end(view, start)
+    return _is_magic(view, start) or end == len(view) or (end > start and _is_magic(view, end))
 
 
 def _is_magic(view: memoryview, at: int) -> bool:
