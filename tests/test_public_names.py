@@ -164,14 +164,14 @@ def test_faults_do_without_pytest_and_suites_are_imported_when_they_are_used() -
         "from datastates.testing import fail_at, WrappedTier; import datastates.testing;"
         " dir(datastates.testing)"
     )
-    assert "pytest" in modules_after("from datastates.testing import TierSuite, TransportSuite")
+    assert "pytest" in modules_after("from datastates.testing import TierSuite")
 
 
 def test_names_for_tests_resolve_are_sorted_and_are_listed_by_dir() -> None:
     assert (
         set(dir(testing))
         >= set(testing.__all__)
-        >= {"TierSuite", "TransportSuite", "WrappedTier", "crash_at", "fail_at"}
+        >= {"TierSuite", "WrappedTier", "crash_at", "fail_at"}
     )
     assert testing.__all__ == sorted(testing.__all__)
     assert all(getattr(testing, name) is not None for name in testing.__all__)

@@ -1,5 +1,4 @@
-"""Help for testing your own parts: suites that a tier, a transport or a processor has to pass, and
-faults to test against.
+"""Help for tests: suites for your own tiers and processors, and faults to test against.
 
     from datastates.testing import TierSuite
 
@@ -8,7 +7,7 @@ faults to test against.
         def tier(self, tmp_path):
             return MyTier(tmp_path)
 
-The suites need pytest and are imported when they are first used; the faults need nothing besides
+The suites need pytest, and are imported when they are first used. The faults need only
 ``datastates``.
 """
 
@@ -23,9 +22,6 @@ from .faults import (
     FaultyDatabase,
     FaultyDisk,
     FaultyTier,
-    FullDiskTier,
-    SlowTier,
-    TornTier,
     WrappedTier,
     crash_at,
     fail_at,
@@ -34,31 +30,26 @@ from .faults import (
 if TYPE_CHECKING:
     from .processors import ProcessorSuite
     from .tiers import TierSuite
-    from .transports import TransportSuite
 
 __all__ = [
     "Fault",
     "FaultyDatabase",
     "FaultyDisk",
     "FaultyTier",
-    "FullDiskTier",
     "ProcessorSuite",
-    "SlowTier",
     "TierSuite",
-    "TornTier",
-    "TransportSuite",
     "WrappedTier",
     "crash_at",
     "fail_at",
 ]
 
-_SUITES = {"ProcessorSuite": "processors", "TierSuite": "tiers", "TransportSuite": "transports"}
+_SUITES = {"ProcessorSuite": "processors", "TierSuite": "tiers"}
 """The modules that need pytest, by the suite that each defines."""
 
 
 def __getattr__(name: str) -> object:
-    """Import a suite when it is first used, so that pytest explains its failed assertions as it
-    does those of a test file."""
+    """Import a suite when it is first used. Pytest then rewrites its assertions as in a test
+    file."""
     if name not in _SUITES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = f"{__name__}.{_SUITES[name]}"

@@ -1,8 +1,7 @@
-"""Faults to test against: steps that fail or end the process; disks that fail, stall or are slow;
-tiers that are torn or full.
+"""Faults to test against: steps that fail or end the process, and disks, databases and tiers that
+fail, stall or are slow.
 
-The test switches a lasting fault (``Fault``) on and off: ``fail``, ``stall`` or ``slow``, then
-``mend``.
+A test switches a ``Fault`` on with ``fail``, ``stall`` or ``slow``, and off with ``mend``.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from sqlalchemy import exc
 
 from datastates.errors import Unavailable, Unsupported
-from datastates.lineage.database import Database
+from datastates.maintenance.core import core_of
 from datastates.state.manifest import Manifest
 from datastates.storage.tier import Payload, Placed, Reader, SupportsRemoval, Tier
 from datastates.system.threads import hindered
@@ -64,9 +63,9 @@ def crash_at(step: str, *, after: int = 0, code: int = 137) -> Callable[[str], N
 
 
 class Fault:
-    """A fault in the way of an operation.
+    """A fault that a test switches on and off, from any thread.
 
-    The test switches it, from any thread; ``is_met`` is set once an operation has met it."""
+    ``is_met`` is set once an operation has met the fault."""
 
     def __init__(self) -> None:
         self.is_met = threading.Event()
@@ -77,7 +76,7 @@ class Fault:
         self._lock = threading.Lock()
 
     def fail(self, number: int = errno.ENOSPC) -> None:
-        """From now on the system refuses with this error number: ``errno.EIO``, ``errno.EROFS``,
+        """From now on operations fail with this error number: ``errno.EIO``, ``errno.EROFS``,
         ``errno.EDQUOT``, …"""
         self._begin(number=number)
 
@@ -90,13 +89,13 @@ class Fault:
         self._begin(bytes_per_s=bytes_per_s)
 
     def mend(self) -> None:
-        """Remove the fault; operations that have stalled go on."""
+        """Remove the fault. Stalled operations continue."""
         with self._lock:
             self._number, self._bytes_per_s, self._is_stalling = None, None, False
             self._mended.set()
 
     def strike(self, size: int = 0) -> None:
-        """Called on the thread that is about to do something with ``size`` bytes.
+        """Apply the fault to an operation on ``size`` bytes. Called on its thread.
 
         :raises OSError: the operation fails, with the number that was given to ``fail``.
         """
@@ -122,7 +121,7 @@ class Fault:
         is_stalling: bool = False,
     ) -> None:
         with self._lock:
-            self._mended.set()  # operations that met the previous fault go on
+            self._mended.set()  # operations that met the previous fault continue
             self._mended = threading.Event()
             self.is_met.clear()
             self._number, self._bytes_per_s, self._is_stalling = number, bytes_per_s, is_stalling
@@ -140,7 +139,7 @@ class FaultyDisk(Fault):
             disk.mend()
             capture.wait("durable", timeout_s=60)
 
-    Reads go on working.
+    Reads work as usual.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -161,37 +160,21 @@ class FaultyDisk(Fault):
             self.strike(size if call == "write" else 0)
 
 
-class Stored(Protocol):
-    """A repository, as far as its database is concerned."""
-
-    @property
-    def database(self) -> Database:
-        """Its database."""
-
-
-class Kept(Protocol):
-    """An open repository."""
-
-    @property
-    def core(self) -> Stored:
-        """The core behind it."""
-
-
 class FaultyDatabase(Fault):
-    """The database of an open repository, which answers or not. ``fail`` is a server that refuses,
+    """Faults in the database of an open repository. ``fail`` is a server that refuses connections,
     ``stall`` one that does not answer.
 
-    ``is_met`` then says that the database was asked.
+    ``is_met`` is set once a connection was requested.
     """
 
-    def __init__(self, repo: Kept) -> None:
+    def __init__(self, repo: object) -> None:
         super().__init__()
-        self._pool = repo.core.database.engine.pool
+        self._pool = core_of(repo).database.engine.pool
         self._connect = self._pool.connect
 
     def __enter__(self) -> Self:
-        # a listener that is removed breaks a thread that goes over them
-        self._pool.connect = self._asked  # type: ignore[method-assign]
+        # not an event listener: removing one breaks a thread that iterates over the listeners
+        self._pool.connect = self._faulty_connect  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -202,7 +185,7 @@ class FaultyDatabase(Fault):
         """From now on the database does not answer."""
         super().fail(number)
 
-    def _asked(self) -> PoolProxiedConnection:
+    def _faulty_connect(self) -> PoolProxiedConnection:
         try:
             self.strike()
         except OSError as error:
@@ -248,31 +231,15 @@ class WrappedTier(Tier):
         self.inner.close()
 
 
-class SlowTier(WrappedTier):
-    """A tier whose ``put`` waits: ``is_waiting`` says that it has begun, and it goes on only
-    when the test sets ``go_on``."""
-
-    def __init__(self, inner: Tier) -> None:
-        super().__init__(inner)
-        self.is_waiting, self.go_on = threading.Event(), threading.Event()
-
-    def put(self, payload: Payload, *, base: Manifest | None = None) -> Placed:
-        """Wait until the test lets it go on, then put."""
-        self.is_waiting.set()
-        self.go_on.wait()
-        return super().put(payload, base=base)
-
-
 class FaultyTier(Fault, WrappedTier):
-    """A tier of yours whose ``put`` fails, stalls or is slow, as the test says; reads go on
-    working."""
+    """A tier around yours whose ``put`` fails, stalls or is slow. Reads work as usual."""
 
     def __init__(self, inner: Tier) -> None:
         Fault.__init__(self)
         WrappedTier.__init__(self, inner)
 
     def put(self, payload: Payload, *, base: Manifest | None = None) -> Placed:
-        """Put, as far as the fault allows.
+        """Put, unless the fault prevents it.
 
         :raises Unavailable: the fault makes it fail.
         """
@@ -285,52 +252,3 @@ class FaultyTier(Fault, WrappedTier):
                 f" ({error})"
             ) from error
         return super().put(payload, base=base)
-
-
-class TornTier(WrappedTier):
-    """A tier that flips the first byte of each chunk that it hands on, which only a check after
-    the hop can find."""
-
-    def open(self, uid: str, *, verify: bool = True) -> Reader:
-        """A reader of torn chunks."""
-        return _TornReader(self.inner.open(uid, verify=verify))
-
-
-class _TornReader(Reader):
-    def __init__(self, inner: Reader) -> None:
-        self.inner, self.manifest = inner, inner.manifest
-
-    def chunk(self, index: int) -> memoryview:
-        data = bytearray(self.inner.chunk(index))
-        data[0] ^= 1
-        return memoryview(data).toreadonly()
-
-    def span(self, start: int, length: int) -> memoryview | None:
-        return None
-
-    def close(self) -> None:
-        self.inner.close()
-
-
-class FullDiskTier(WrappedTier):
-    """A tier that has room for ``bytes_free`` more bytes of chunks."""
-
-    def __init__(self, inner: Tier, bytes_free: int) -> None:
-        super().__init__(inner)
-        self.bytes_free = bytes_free
-
-    def put(self, payload: Payload, *, base: Manifest | None = None) -> Placed:
-        """Put the state if it fits.
-
-        :raises Unavailable: it does not fit.
-        """
-        needed = sum(view.nbytes for view in payload.chunks)
-        if needed > self.bytes_free:
-            uid = payload.manifest.origin.uid
-            raise Unavailable(
-                f"state {uid} was not written: it needs {needed} bytes, {self.bytes_free} are free"
-                " (no space left on device)"
-            )
-        placed = super().put(payload, base=base)
-        self.bytes_free -= placed.bytes_new
-        return placed

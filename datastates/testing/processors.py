@@ -30,7 +30,7 @@ _ARENA_BYTES = 64 << 20
 
 
 def of(uid: str, tree: dict[str, object]) -> Payload:
-    """A state of this tree, laid out as a capture does: each tensor in chunks of its own."""
+    """A state of this tree, laid out as by a capture: each tensor begins a chunk."""
     flat = flatten(tree)
     made = payload(uid, *({leaf.path: leaf.tensor} for leaf in flat.tensors))
     content = msgspec.structs.replace(

@@ -30,7 +30,7 @@ class TierSuite(ABC):
     @pytest.fixture
     @abstractmethod
     def tier(self) -> Tier:
-        """An empty tier with room for 140 chunks."""
+        """An empty tier that can take 140 chunks."""
 
     @abstractmethod
     def flip(self, tier: Tier, uid: str, chunk: int, byte: int) -> None:
@@ -369,7 +369,7 @@ class TierSuite(ABC):
 def remove(tier: Tier, uid: str) -> int:
     """Remove a state; returns the payload bytes set free.
 
-    A tier that keeps everything skips the rest of the test."""
+    A tier that keeps everything skips the remaining checks."""
     if not isinstance(tier, SupportsRemoval):
         pytest.skip("this tier removes nothing")
     return tier.remove(uid)

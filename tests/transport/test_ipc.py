@@ -13,8 +13,6 @@ import torch
 
 from datastates.errors import Disconnected, InvalidInput, PeerFault, Unavailable
 from datastates.system.devices import devices, swapped
-from datastates.testing import TransportSuite
-from datastates.testing.transports import linked
 from datastates.transport import loop
 from datastates.transport.contract import Link, OnDevice
 from datastates.transport.data_connection import TcpTransport
@@ -22,6 +20,7 @@ from datastates.transport.ipc import ADDRESS, IpcEnd
 from datastates.transport.protocol import Laid, Land, Message, Room, decode, encode
 from tests.support.counted import counted
 from tests.support.late import LateDevices, Lateness
+from tests.support.transport_suite import TransportSuite, linked
 
 DEVICE = torch.device("cuda", 0)
 

@@ -19,8 +19,6 @@ from typing import Any
 import pytest
 
 from datastates.errors import Disconnected, InvalidInput, PeerFault
-from datastates.testing import TransportSuite
-from datastates.testing.transports import linked
 from datastates.transport import data_connection, loop, tcp
 from datastates.transport.contract import Link, Terms, Tls
 from datastates.transport.data_connection import (
@@ -33,6 +31,7 @@ from datastates.transport.data_connection import (
 )
 from datastates.transport.server import Server
 from datastates.transport.session import Session
+from tests.support.transport_suite import TransportSuite, linked
 from tests.transport.certificates import certificate
 from tests.transport.stores import CHUNK, UID, MemorySource, MemoryStore
 from tests.transport.worlds import PATIENCE_S, STATE, offer, opened, receive, until

@@ -8,10 +8,10 @@ import pytest
 
 from datastates.errors import Disconnected
 from datastates.system.admission import Admission, Limits
-from datastates.testing import TransportSuite
 from datastates.transport.connections import Door
 from datastates.transport.contract import Transport
 from datastates.transport.in_process import MemoryTransport
+from tests.support.transport_suite import TransportSuite
 
 
 class TestMemory(TransportSuite):

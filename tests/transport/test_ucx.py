@@ -16,11 +16,11 @@ from contextlib import contextmanager
 import pytest
 
 from datastates.errors import Disconnected
-from datastates.testing import TransportSuite
 from datastates.transport import loop
 from datastates.transport.contract import Channel, Link, Transport
 from datastates.transport.registry import transport_for
 from tests.support import warm
+from tests.support.transport_suite import TransportSuite
 from tests.transport.worlds import PATIENCE_S
 
 AT_ONCE_S = 30.0
