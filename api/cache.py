@@ -21,7 +21,7 @@ from datastates.errors import Closed, Unavailable
 from datastates.lineage import lookup
 from datastates.lineage.query.incomplete import parts_of
 from datastates.lineage.query.names import notes, reflog, replicas_of
-from datastates.lineage.schema import StateRow, table
+from datastates.lineage.schema import STATE
 from datastates.lineage.states import State, Status
 from datastates.lineage.views import detail
 from datastates.lineage.views.branch_rows import branches_of
@@ -193,9 +193,8 @@ class Kept(Generic[Found]):
 
 _RESTORABLE_FRESH_S = 1.0
 _MOST = 200_000  # states; finding the stretches of so many takes a tenth of a second
-_state = table(StateRow)
 _STATUSES = [status.value for status in Status if status.is_restorable]
-_IDS = select(_state.c.id).where(_state.c.status.in_(_STATUSES)).limit(_MOST + 1)
+_IDS = select(STATE.c.id).where(STATE.c.status.in_(_STATUSES)).limit(_MOST + 1)
 
 
 class Restorable:

@@ -23,7 +23,7 @@ from datastates.lineage import lookup
 from datastates.lineage.lookup import uids_of
 from datastates.lineage.query import revision
 from datastates.lineage.query.walk import Topology, position
-from datastates.lineage.schema import RefRow, table
+from datastates.lineage.schema import REF
 from datastates.lineage.views.branch_rows import Names, names
 from datastates.lineage.views.graph import (
     Drawing,
@@ -213,8 +213,7 @@ def _ids(session: Session, uids: Sequence[str]) -> list[int]:
 _AT_ONCE = 20_000  # rows that a request may draw itself: some 10 ms
 _HISTORIES = 8  # sets of heads whose drawings are kept; at most 16 bytes a row each
 
-_ref = table(RefRow)
-_HEADS = select(_ref.c.state_id).distinct()
+_HEADS = select(REF.c.state_id).distinct()
 
 
 class Windows:

@@ -34,8 +34,7 @@ from sqlalchemy import delete, func, insert, select, text, update
 
 import datastates
 from datastates.lineage import Database
-from datastates.lineage.schema import MetricRow, RefRow, SegmentRow, StateRow, StretchRow
-from datastates.lineage.schema import table as table_of
+from datastates.lineage.schema import METRIC, REF, SEGMENT, STATE, STRETCH
 from datastates.lineage.views.branches import branches
 from datastates.maintenance.retention_pass import usage
 from datastates.repository import Repository
@@ -139,9 +138,6 @@ def make(url: str, packs: Path, count: int) -> None:
         random.Random(2),
         Database(url if "://" in url else f"sqlite:///{url}/lineage.db"),
     )
-    state, ref, metric, segment = (
-        table_of(row) for row in (StateRow, RefRow, MetricRow, SegmentRow)
-    )
     main, length = 2 * total // 3, total // 3 // count
     rows = list(states(total, count, main=main))
     fixed = {
@@ -169,29 +165,29 @@ def make(url: str, packs: Path, count: int) -> None:
     with database.write() as session:
         connection = session.connection()
         connection.execute(
-            insert(state), [dict(zip(columns, row, strict=True)) | fixed for row in rows[held:]]
+            insert(STATE), [dict(zip(columns, row, strict=True)) | fixed for row in rows[held:]]
         )
         connection.execute(
-            insert(metric),
+            insert(METRIC),
             [
                 {"state_id": at, "key": "loss", "value": rng.random()}
                 for at in range(held + 1, len(rows), EVERY)
             ],
         )
         connection.execute(
-            insert(ref),
+            insert(REF),
             [
                 {"name": name, "kind": kind, "state_id": at, "version": 1}
                 for name, kind, at in heads + tags
             ],
         )
-        connection.execute(update(ref).where(ref.c.name == "main").values(state_id=main))
-        for each in (table_of(StretchRow), segment):
+        connection.execute(update(REF).where(REF.c.name == "main").values(state_id=main))
+        for each in (STRETCH, SEGMENT):
             connection.execute(delete(each))
-        connection.execute(update(state).values(segment_id=None))
+        connection.execute(update(STATE).values(segment_id=None))
         summarise(connection)
         if connection.dialect.name == "postgresql":
-            last = select(func.max(state.c.id)).scalar_subquery()
+            last = select(func.max(STATE.c.id)).scalar_subquery()
             connection.execute(
                 select(func.setval(func.pg_get_serial_sequence("state", "id"), last))
             )

@@ -17,14 +17,13 @@ from datastates.system import logs
 from datastates.values import Value
 
 from .schema import (
-    AttributeRow,
-    EdgeRow,
-    MetricRow,
-    RunRow,
-    SettingRow,
-    StateRow,
+    ATTRIBUTE,
+    EDGE,
+    METRIC,
+    RUN,
+    SETTING,
+    STATE,
     from_us,
-    table,
 )
 from .states import OURS, Edge, EdgeKind, State, Status, columns_of, value_of
 
@@ -32,12 +31,6 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.orm import Session
 
-_setting = table(SettingRow)
-_state = table(StateRow)
-_edge = table(EdgeRow)
-_metric = table(MetricRow)
-_attribute = table(AttributeRow)
-_run = table(RunRow)
 
 T = TypeVar("T")
 
@@ -60,7 +53,7 @@ def keep(
 ) -> None:
     """Record the settings of a run, secrets masked. ``replaces``: in place of those that it has."""
     if replaces:
-        connection.execute(delete(_setting).where(_setting.c.run_id == run_id))
+        connection.execute(delete(SETTING).where(SETTING.c.run_id == run_id))
     rows = [
         {"run_id": run_id, **columns_of(key, value, "setting")}
         for key, value in shown(config).items()
@@ -83,11 +76,11 @@ def of_runs(connection: Connection, ids: Iterable[int]) -> dict[int, dict[str, V
     return {id_: logs.named(chosen) for id_, chosen in found.items()}
 
 
-_KEEP = insert(_setting)
+_KEEP = insert(SETTING)
 _OF_RUNS = (
-    select(_setting.c.run_id, _setting.c.key, _setting.c.type, _setting.c.number, _setting.c.text)
-    .where(_setting.c.run_id.in_(bindparam("ids", type_=BigInteger, expanding=True)))
-    .order_by(_setting.c.run_id, _setting.c.key)
+    select(SETTING.c.run_id, SETTING.c.key, SETTING.c.type, SETTING.c.number, SETTING.c.text)
+    .where(SETTING.c.run_id.in_(bindparam("ids", type_=BigInteger, expanding=True)))
+    .order_by(SETTING.c.run_id, SETTING.c.key)
 )
 
 
@@ -98,7 +91,7 @@ _OF_RUNS = (
 _PREFIX = re.compile(r"[0-9a-f]{4,24}")
 _LISTED = 5  # candidates listed in a message
 
-_parent = _state.alias("parent")
+_parent = STATE.alias("parent")
 _COLUMNS = (
     "id",
     "uid",
@@ -113,16 +106,14 @@ _COLUMNS = (
     "bytes_new",
     "world_size",
 )
-_ID_OF = select(_state.c.id).where(_state.c.uid == bindparam("uid"))
-_IDS_OF = select(_state.c.uid, _state.c.id).where(
-    _state.c.uid.in_(bindparam("uids", expanding=True))
-)
-_UIDS_OF = select(_state.c.id, _state.c.uid).where(
-    _state.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True))
+_ID_OF = select(STATE.c.id).where(STATE.c.uid == bindparam("uid"))
+_IDS_OF = select(STATE.c.uid, STATE.c.id).where(STATE.c.uid.in_(bindparam("uids", expanding=True)))
+_UIDS_OF = select(STATE.c.id, STATE.c.uid).where(
+    STATE.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True))
 )
 _BY_PREFIX = (
-    select(_state.c.id)
-    .where(_state.c.uid >= bindparam("low"), _state.c.uid < bindparam("high"))
+    select(STATE.c.id)
+    .where(STATE.c.uid >= bindparam("low"), STATE.c.uid < bindparam("high"))
     .limit(_LISTED + 1)
 )
 
@@ -141,26 +132,24 @@ class _Load:
     @classmethod
     def of(cls, is_them: Callable[[ColumnElement[int]], ColumnElement[bool]]) -> _Load:
         return cls(
-            states=select(
-                *(_state.c[name] for name in _COLUMNS), _parent.c.uid, _run.c.uid, _run.c.id
-            )
-            .outerjoin_from(_state, _parent, _parent.c.id == _state.c.parent_id)
-            .outerjoin(_run, _run.c.id == _state.c.run_id)
-            .where(is_them(_state.c.id)),
-            metrics=select(_metric.c.state_id, _metric.c.key, _metric.c.value).where(
-                is_them(_metric.c.state_id)
+            states=select(*(STATE.c[name] for name in _COLUMNS), _parent.c.uid, RUN.c.uid, RUN.c.id)
+            .outerjoin_from(STATE, _parent, _parent.c.id == STATE.c.parent_id)
+            .outerjoin(RUN, RUN.c.id == STATE.c.run_id)
+            .where(is_them(STATE.c.id)),
+            metrics=select(METRIC.c.state_id, METRIC.c.key, METRIC.c.value).where(
+                is_them(METRIC.c.state_id)
             ),
             attributes=select(
-                _attribute.c.state_id,
-                _attribute.c.key,
-                _attribute.c.type,
-                _attribute.c.number,
-                _attribute.c.text,
-            ).where(is_them(_attribute.c.state_id)),
-            edges=select(_edge.c.child_id, _state.c.uid, _edge.c.kind, _edge.c.weight)
-            .join_from(_edge, _state, _state.c.id == _edge.c.parent_id)
-            .where(is_them(_edge.c.child_id))
-            .order_by(_edge.c.child_id, _edge.c.position),
+                ATTRIBUTE.c.state_id,
+                ATTRIBUTE.c.key,
+                ATTRIBUTE.c.type,
+                ATTRIBUTE.c.number,
+                ATTRIBUTE.c.text,
+            ).where(is_them(ATTRIBUTE.c.state_id)),
+            edges=select(EDGE.c.child_id, STATE.c.uid, EDGE.c.kind, EDGE.c.weight)
+            .join_from(EDGE, STATE, STATE.c.id == EDGE.c.parent_id)
+            .where(is_them(EDGE.c.child_id))
+            .order_by(EDGE.c.child_id, EDGE.c.position),
         )
 
 

@@ -26,7 +26,7 @@ from sqlalchemy import make_url
 
 from datastates.lineage import Database
 from datastates.lineage.migrations import HEAD, new, upgrade
-from datastates.lineage.schema import Base
+from datastates.lineage.schema import metadata
 from datastates.maintenance import environment
 from datastates.values import Value
 from tests.support import effort
@@ -230,7 +230,7 @@ class Postgresql:
         price of a new one."""
         names = [
             f'"{table.name}"'
-            for table in reversed(Base.metadata.sorted_tables)
+            for table in reversed(metadata.sorted_tables)
             if table.name != "repository"
         ]
         try:

@@ -25,7 +25,7 @@ from datastates.api.payload import Streamed, reply
 from datastates.api.routing import API, Routes, Scope
 from datastates.api.served import Chosen, Served
 from datastates.lineage.query.incomplete import Incomplete, incomplete
-from datastates.lineage.schema import StateRow
+from datastates.lineage.schema import STATE
 from datastates.lineage.write import clones
 from datastates.system import logs
 from datastates.transport.serving import Server
@@ -84,7 +84,7 @@ def _repository_lines(served: list[Served]) -> Iterator[str]:
             states.append(
                 (
                     {"repository": each.name},
-                    int(session.execute(select(func.count()).select_from(StateRow)).scalar_one()),
+                    int(session.execute(select(func.count()).select_from(STATE)).scalar_one()),
                 )
             )
     yield from family("datastates_states", "gauge", "States of a repository", states)

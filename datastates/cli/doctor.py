@@ -371,13 +371,13 @@ def _lineage(location: Location) -> Check:
 
     from datastates.lineage import Database
     from datastates.lineage.query import names as names_query
-    from datastates.lineage.schema import StateRow
+    from datastates.lineage.schema import STATE
 
     try:
         database = Database(location.database_url, create=False)
         try:
             with database.read() as session:
-                count = session.execute(select(func.count()).select_from(StateRow)).scalar_one()
+                count = session.execute(select(func.count()).select_from(STATE)).scalar_one()
                 names = len(names_query.refs(session))
         finally:
             database.close()

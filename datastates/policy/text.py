@@ -17,7 +17,7 @@ from sqlalchemy import select
 
 from datastates import values
 from datastates.errors import InvalidInput, NotFound
-from datastates.lineage.schema import RunRow, table
+from datastates.lineage.schema import RUN
 from datastates.lineage.states import Run
 from datastates.lineage.views.detail import Failures, failures
 from datastates.lineage.write import runs
@@ -242,10 +242,10 @@ def _alternative(policy: Policy, costs: Costs, mtbf_s: float) -> Alternative:
 
 def _measured(session: Session, branch: str | None) -> Run | None:
     """The newest training that measured costs; of a branch, if one is named."""
-    query = select(_run.c.id).where(_run.c.process.is_not(None), _run.c.is_carried.is_(None))
+    query = select(RUN.c.id).where(RUN.c.process.is_not(None), RUN.c.is_carried.is_(None))
     if branch is not None:
-        query = query.where(_run.c.branch == branch)
-    ids = list(session.execute(query.order_by(_run.c.id.desc()).limit(_LOOKED_AT)).scalars())
+        query = query.where(RUN.c.branch == branch)
+    ids = list(session.execute(query.order_by(RUN.c.id.desc()).limit(_LOOKED_AT)).scalars())
     if branch is not None and not ids:
         raise NotFound(
             f"no training was ever on a branch {branch!r}: 'datastates runs' lists those that were"
@@ -255,6 +255,3 @@ def _measured(session: Session, branch: str | None) -> Run | None:
         (found[id_] for id_ in ids if id_ in found and read_costs(found[id_].config) is not None),
         None,
     )
-
-
-_run = table(RunRow)

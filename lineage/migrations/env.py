@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from alembic import context
 
-from datastates.lineage.schema import Base
+from datastates.lineage.schema import metadata
 
 context.configure(
     connection=context.config.attributes["connection"],
-    target_metadata=Base.metadata,
+    target_metadata=metadata,
     render_as_batch=True,
 )
 with context.begin_transaction():

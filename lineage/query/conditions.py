@@ -39,15 +39,14 @@ from sqlalchemy import (
 from datastates.errors import SyntaxProblem
 from datastates.lineage.lookup import id_of
 from datastates.lineage.schema import (
-    AttributeRow,
-    MetricRow,
-    RefRow,
-    RunRow,
-    SettingRow,
-    StateRow,
+    ATTRIBUTE,
+    METRIC,
+    REF,
+    RUN,
+    SETTING,
+    STATE,
     beginning,
     from_us,
-    table,
     to_us,
 )
 from datastates.lineage.states import EXACT_INT, RefKind
@@ -72,22 +71,16 @@ from .revision import above, below, chain, resolve
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-_state = table(StateRow)
-_metric = table(MetricRow)
-_attribute = table(AttributeRow)
-_setting = table(SettingRow)
-_ref = table(RefRow)
-_run = table(RunRow)
 
 _NUMBERS = ("int", "float")
 _EQUALITY = ("=", "!=")
 _COLUMNS = {
-    "step": _state.c.step,
-    "micro_step": _state.c.micro_step,
-    "created": _state.c.created_at,
-    "status": _state.c.status,
-    "uid": _state.c.uid,
-    "message": _state.c.message,
+    "step": STATE.c.step,
+    "micro_step": STATE.c.micro_step,
+    "created": STATE.c.created_at,
+    "status": STATE.c.status,
+    "uid": STATE.c.uid,
+    "message": STATE.c.message,
 }
 
 
@@ -138,33 +131,33 @@ def ids(node: Node, dialect: str) -> Select[Any] | None:
     gives them."""
     match node:
         case Compare(Field(kind=Kind.METRIC) as at, operator, value):
-            found = select(_metric.c.state_id).where(
-                _metric.c.key == at.key, metric_is(_metric.c.value, operator, value)
+            found = select(METRIC.c.state_id).where(
+                METRIC.c.key == at.key, metric_is(METRIC.c.value, operator, value)
             )
-            return _along(found, _metric.c.value, dialect)
+            return _along(found, METRIC.c.value, dialect)
         case Among(Field(kind=Kind.METRIC) as at, values):
-            return select(_metric.c.state_id).where(
-                _metric.c.key == at.key,
-                _any(metric_is(_metric.c.value, "=", value) for value in values),
+            return select(METRIC.c.state_id).where(
+                METRIC.c.key == at.key,
+                _any(metric_is(METRIC.c.value, "=", value) for value in values),
             )
         case Compare(Field(name="attr") as at, operator, value) if operator != "~":
-            found = select(_attribute.c.state_id).where(
-                _attribute.c.key == at.key, _typed_is(_attribute, operator, value, dialect)
+            found = select(ATTRIBUTE.c.state_id).where(
+                ATTRIBUTE.c.key == at.key, _typed_is(ATTRIBUTE, operator, value, dialect)
             )
             return _along(
                 found,
-                beginning(_attribute.c.text) if isinstance(value, str) else _attribute.c.number,
+                beginning(ATTRIBUTE.c.text) if isinstance(value, str) else ATTRIBUTE.c.number,
                 dialect,
             )
         case Compare(Field(name="config") as at, operator, value) if operator != "~":
-            return select(_state.c.id).where(
-                _of_setting(at.key, _typed_is(_setting, operator, value, dialect))
+            return select(STATE.c.id).where(
+                _of_setting(at.key, _typed_is(SETTING, operator, value, dialect))
             )
         case Compare(Field(name="uid"), "=", str(prefix)):
-            return select(_state.c.id).where(_begins(_state.c.uid, prefix))
+            return select(STATE.c.id).where(_begins(STATE.c.uid, prefix))
         case Compare(Field(name="tag"), "=", str(name)):
-            return select(_ref.c.state_id).where(
-                _ref.c.kind == RefKind.TAG.value, _ref.c.name == literal(name)
+            return select(REF.c.state_id).where(
+                REF.c.kind == RefKind.TAG.value, REF.c.name == literal(name)
             )
         case AnyOf(items):
             parts = [ids(item, dialect) for item in items]
@@ -194,7 +187,7 @@ def by_code_point(column: ColumnElement[Any], dialect: str) -> ColumnElement[Any
 
 def run_column(name: str) -> ColumnElement[Any]:
     """A column of ``run`` by the name of its field."""
-    return _run.c[name.removeprefix("run.")]
+    return RUN.c[name.removeprefix("run.")]
 
 
 # One kind of field after the other
@@ -210,32 +203,32 @@ def _compare(
     match at.name:
         case "metrics":
             return _of_state(
-                _metric,
+                METRIC,
                 at.key,
-                _any(metric_is(_metric.c.value, operator, value) for value in values),
+                _any(metric_is(METRIC.c.value, operator, value) for value in values),
             )
         case "attr":
             return _of_state(
-                _attribute,
+                ATTRIBUTE,
                 at.key,
-                _any(_typed_is(_attribute, operator, value, scope.dialect) for value in values),
+                _any(_typed_is(ATTRIBUTE, operator, value, scope.dialect) for value in values),
             )
         case "tag":
-            return _state.c.id.in_(_named(RefKind.TAG, operator, values, scope))
+            return STATE.c.id.in_(_named(RefKind.TAG, operator, values, scope))
         case "branch":
             reached = chain(_named(RefKind.BRANCH, operator, values, scope), scope.name())
-            return _state.c.id.in_(select(reached.c.id))
+            return STATE.c.id.in_(select(reached.c.id))
         case "config":
             return _of_setting(
                 at.key,
-                _any(_typed_is(_setting, operator, value, scope.dialect) for value in values),
+                _any(_typed_is(SETTING, operator, value, scope.dialect) for value in values),
             )
         case "uid":
-            found = _any(_begins(_state.c.uid, str(value)) for value in values)
+            found = _any(_begins(STATE.c.uid, str(value)) for value in values)
             return found if operator == "=" else not_(found)
         case "created":
             return _any(
-                _operate(_state.c.created_at, operator, literal(_us(value, scope), BigInteger))
+                _operate(STATE.c.created_at, operator, literal(_us(value, scope), BigInteger))
                 for value in values
             )
         case "step" | "micro_step":
@@ -256,16 +249,16 @@ def _compare(
 def _exists(at: Field, scope: Scope) -> ColumnElement[bool]:
     match at.name:
         case "metrics":
-            return _of_state(_metric, at.key)
+            return _of_state(METRIC, at.key)
         case "attr":
-            return _of_state(_attribute, at.key)
+            return _of_state(ATTRIBUTE, at.key)
         case "tag":
-            return _state.c.id.in_(select(_ref.c.state_id).where(_ref.c.kind == RefKind.TAG.value))
+            return STATE.c.id.in_(select(REF.c.state_id).where(REF.c.kind == RefKind.TAG.value))
         case "branch":
-            heads = select(_ref.c.state_id).where(_ref.c.kind == RefKind.BRANCH.value)
-            return _state.c.id.in_(select(chain(heads, scope.name()).c.id))
+            heads = select(REF.c.state_id).where(REF.c.kind == RefKind.BRANCH.value)
+            return STATE.c.id.in_(select(chain(heads, scope.name()).c.id))
         case "message":
-            return _state.c.message.is_not(None)
+            return STATE.c.message.is_not(None)
         case "config":
             return _of_setting(at.key)
         case "run.uid" | "run.host" | "run.user" | "run.git_commit":
@@ -285,9 +278,9 @@ def _related(node: Related, scope: Scope) -> ColumnElement[bool]:
             expected=problem.expected,
         ) from None
     start = id_of(scope.session, found.uid)
-    head = select(_state.c.id).where(_state.c.id == literal(start, BigInteger))
+    head = select(STATE.c.id).where(STATE.c.id == literal(start, BigInteger))
     reach = (above if node.is_ancestor else below)(head, scope.name(), scope.dialect)
-    return and_(_state.c.id != literal(start, BigInteger), _state.c.id.in_(select(reach.c.id)))
+    return and_(STATE.c.id != literal(start, BigInteger), STATE.c.id.in_(select(reach.c.id)))
 
 
 def _of_state(belongs: Any, key: str, *where: ColumnElement[bool]) -> ColumnElement[bool]:
@@ -295,26 +288,26 @@ def _of_state(belongs: Any, key: str, *where: ColumnElement[bool]) -> ColumnElem
     return exists(
         select(literal(1))
         .select_from(belongs)
-        .where(belongs.c.state_id == _state.c.id, belongs.c.key == key, *where)
+        .where(belongs.c.state_id == STATE.c.id, belongs.c.key == key, *where)
     )
 
 
 def _of_run(*where: ColumnElement[bool]) -> ColumnElement[bool]:
     """The condition that the state's run is like this."""
-    return and_(_state.c.run_id.is_not(None), _state.c.run_id.in_(select(_run.c.id).where(*where)))
+    return and_(STATE.c.run_id.is_not(None), STATE.c.run_id.in_(select(RUN.c.id).where(*where)))
 
 
 def _named(kind: RefKind, operator: str, values: tuple[Value, ...], scope: Scope) -> Select[Any]:
     """The states to which refs of these names point."""
-    names = _any(_text_is(_ref.c.name, operator, value, scope.dialect) for value in values)
-    return select(_ref.c.state_id).where(_ref.c.kind == kind.value, names)
+    names = _any(_text_is(REF.c.name, operator, value, scope.dialect) for value in values)
+    return select(REF.c.state_id).where(REF.c.kind == kind.value, names)
 
 
 def _of_setting(key: str, *where: ColumnElement[bool]) -> ColumnElement[bool]:
     """The condition that the state's run has a setting like this."""
     return and_(
-        _state.c.run_id.is_not(None),
-        _state.c.run_id.in_(select(_setting.c.run_id).where(_setting.c.key == key, *where)),
+        STATE.c.run_id.is_not(None),
+        STATE.c.run_id.in_(select(SETTING.c.run_id).where(SETTING.c.key == key, *where)),
     )
 
 

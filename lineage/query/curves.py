@@ -17,14 +17,13 @@ from sqlalchemy import BigInteger, Integer, bindparam, func, select
 
 from datastates.lineage.lookup import batches
 from datastates.lineage.schema import (
-    AttributeRow,
-    MetricRow,
-    RefEventRow,
-    RunRow,
-    SegmentRow,
-    StateRow,
-    StretchRow,
-    table,
+    ATTRIBUTE,
+    EVENT,
+    METRIC,
+    RUN,
+    SEGMENT,
+    STATE,
+    STRETCH,
 )
 from datastates.lineage.states import DIED, STATES, Status, Tally, place_of
 
@@ -33,19 +32,12 @@ from .walk import first_meeting, first_parent_at
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-_state = table(StateRow)
-_event = table(RefEventRow)
-_metric = table(MetricRow)
-_segment = table(SegmentRow)
-_run = table(RunRow)
-_stretch = table(StretchRow)
-_attribute = table(AttributeRow)
 
-_next = _state.alias("next")
+_next = STATE.alias("next")
 _above = bindparam("above", type_=BigInteger)
 _path_series = (
-    select(_state.c.id, _state.c.parent_id, _state.c.step)
-    .where(_state.c.id == bindparam("start", type_=BigInteger), _state.c.id > _above)
+    select(STATE.c.id, STATE.c.parent_id, STATE.c.step)
+    .where(STATE.c.id == bindparam("start", type_=BigInteger), STATE.c.id > _above)
     .cte("path", recursive=True)
 )
 _path_series = _path_series.union_all(
@@ -58,13 +50,13 @@ _path_series = _path_series.union_all(
 # An outer join, so that SQLite begins with the path, however short, and not with all values of the
 # metric; states without one are dropped.
 _POINTS = (
-    select(_path_series.c.id, _path_series.c.step, _metric.c.value)
+    select(_path_series.c.id, _path_series.c.step, METRIC.c.value)
     .outerjoin_from(
         _path_series,
-        _metric,
-        (_metric.c.state_id == _path_series.c.id) & (_metric.c.key == bindparam("key")),
+        METRIC,
+        (METRIC.c.state_id == _path_series.c.id) & (METRIC.c.key == bindparam("key")),
     )
-    .where(func.coalesce(_metric.c.state_id, 0) > 0)
+    .where(func.coalesce(METRIC.c.state_id, 0) > 0)
 )
 
 
@@ -93,7 +85,7 @@ def metrics_version(session: Session) -> int:
     return int(session.execute(_ANNOTATED).scalar_one())
 
 
-_ANNOTATED = select(func.count()).where(_event.c.old_id.is_(None), _event.c.new_id.is_(None))
+_ANNOTATED = select(func.count()).where(EVENT.c.old_id.is_(None), EVENT.c.new_id.is_(None))
 
 
 def lost_parts(session: Session, heads: Mapping[str, int]) -> dict[str, list[Any]]:
@@ -176,29 +168,27 @@ def _part(session: Session, heads: list[int], found: dict[int, set[int]]) -> Non
         beyond.update(groups[met])
 
 
-_process = table(RunRow).alias("process")
+_process = RUN.alias("process")
 _left = (
-    select(
-        _segment.c.name, _segment.c.fork_id.label("after"), func.max(_state.c.id).label("newest")
-    )
-    .join_from(_segment, _state, _state.c.segment_id == _segment.c.id)
+    select(SEGMENT.c.name, SEGMENT.c.fork_id.label("after"), func.max(STATE.c.id).label("newest"))
+    .join_from(SEGMENT, STATE, STATE.c.segment_id == SEGMENT.c.id)
     .where(
-        _segment.c.name.in_(bindparam("names", expanding=True)),
-        _segment.c.branch.is_(None),
-        _state.c.status == Status.LOST.value,
+        SEGMENT.c.name.in_(bindparam("names", expanding=True)),
+        SEGMENT.c.branch.is_(None),
+        STATE.c.status == Status.LOST.value,
     )
-    .group_by(_segment.c.id, _segment.c.name, _segment.c.fork_id)
+    .group_by(SEGMENT.c.id, SEGMENT.c.name, SEGMENT.c.fork_id)
     .subquery()
 )
 # The newest state of each segment that a branch left, if it is lost, and the process that captured
 # it was found dead.
 _LOST = (
-    select(_left.c.name, _state.c.id, _state.c.uid, _state.c.step, _left.c.after)
-    .join_from(_left, _state, _state.c.id == _left.c.newest)
-    .join(_run, _run.c.id == _state.c.run_id)
-    .join(_process, _process.c.uid == func.coalesce(_run.c.process, _run.c.uid))
+    select(_left.c.name, STATE.c.id, STATE.c.uid, STATE.c.step, _left.c.after)
+    .join_from(_left, STATE, STATE.c.id == _left.c.newest)
+    .join(RUN, RUN.c.id == STATE.c.run_id)
+    .join(_process, _process.c.uid == func.coalesce(RUN.c.process, RUN.c.uid))
     .where(_process.c.config[DIED].as_boolean())
-    .order_by(_state.c.id)
+    .order_by(STATE.c.id)
 )
 
 
@@ -353,18 +343,16 @@ def _number(value: float | None) -> float:
 def _spans() -> Any:
     """The segments of a path, each with the newest state that is on the path."""
     walk = (
-        select(
-            _state.c.id.label("head"), _state.c.segment_id, _state.c.generation, _segment.c.fork_id
-        )
-        .outerjoin_from(_state, _segment, _segment.c.id == _state.c.segment_id)
-        .where(_state.c.id == bindparam("head", type_=BigInteger))
+        select(STATE.c.id.label("head"), STATE.c.segment_id, STATE.c.generation, SEGMENT.c.fork_id)
+        .outerjoin_from(STATE, SEGMENT, SEGMENT.c.id == STATE.c.segment_id)
+        .where(STATE.c.id == bindparam("head", type_=BigInteger))
         .cte("spans", recursive=True)
     )
     step = select(
-        _next.c.id, _next.c.segment_id, _next.c.generation, _segment.c.fork_id
+        _next.c.id, _next.c.segment_id, _next.c.generation, SEGMENT.c.fork_id
     ).select_from(
         walk.join(_next, _next.c.id == walk.c.fork_id).outerjoin(
-            _segment, _segment.c.id == _next.c.segment_id
+            SEGMENT, SEGMENT.c.id == _next.c.segment_id
         )
     )
     walk = walk.union_all(step)
@@ -388,8 +376,8 @@ def _path_outline(name: str) -> Any:
     would first read all of that table.
     """
     low = bindparam("low", type_=Integer)
-    start = select(*_columns(_state)).where(
-        _state.c.id == bindparam("head", type_=BigInteger), _state.c.generation >= low
+    start = select(*_columns(STATE)).where(
+        STATE.c.id == bindparam("head", type_=BigInteger), STATE.c.generation >= low
     )
     walk = start.cte(name, recursive=True)
     step = select(*_columns(_next)).join_from(walk, _next, _next.c.id == walk.c.parent_id)
@@ -399,26 +387,26 @@ def _path_outline(name: str) -> Any:
 def _points_of(walk: Any) -> Any:
     # An outer join, so that SQLite begins with the path, however short, and not with all values of
     # the metric.
-    points = select(walk.c.id, _metric.c.value).outerjoin_from(
-        walk, _metric, (_metric.c.state_id == walk.c.id) & (_metric.c.key == bindparam("wanted"))
+    points = select(walk.c.id, METRIC.c.value).outerjoin_from(
+        walk, METRIC, (METRIC.c.state_id == walk.c.id) & (METRIC.c.key == bindparam("wanted"))
     )
-    return points.where(walk.c.segment == _of, func.coalesce(_metric.c.state_id, 0) > 0)
+    return points.where(walk.c.segment == _of, func.coalesce(METRIC.c.state_id, 0) > 0)
 
 
 _of = bindparam("of", type_=BigInteger)
-_GENERATION = select(_state.c.generation).where(_state.c.id == bindparam("head", type_=BigInteger))
-_NAMES = select(_state.c.id, _state.c.uid, _state.c.step).where(
-    _state.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True))
+_GENERATION = select(STATE.c.generation).where(STATE.c.id == bindparam("head", type_=BigInteger))
+_NAMES = select(STATE.c.id, STATE.c.uid, STATE.c.step).where(
+    STATE.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True))
 )
 _SPANS = _spans()
 _way = _path_outline("own_path")
 _VALUES = _points_of(_way)
 _BEYOND = select(_way.c.id).where(_way.c.segment != _of)
 _STRETCHES = (
-    select(_stretch, _stretch.c["count"].label("number"))
-    .where(_stretch.c.segment_id == _of, _stretch.c.key == bindparam("wanted"))
-    .where(_stretch.c.place >= 0, _stretch.c.place < bindparam("upto", type_=Integer))
-    .order_by(_stretch.c.place)
+    select(STRETCH, STRETCH.c["count"].label("number"))
+    .where(STRETCH.c.segment_id == _of, STRETCH.c.key == bindparam("wanted"))
+    .where(STRETCH.c.place >= 0, STRETCH.c.place < bindparam("upto", type_=Integer))
+    .order_by(STRETCH.c.place)
 )
 
 
@@ -463,18 +451,18 @@ def began(session: Session, id_: int) -> float:
     return int(session.execute(_BEGAN, {"id": id_}).scalar_one()) / 1e6
 
 
-_first = _state.alias("first")
+_first = STATE.alias("first")
 _BEGAN = (
-    select(func.coalesce(_first.c.created_at, _state.c.created_at))
-    .outerjoin_from(_state, _segment, _segment.c.id == _state.c.segment_id)
-    .outerjoin(_first, _first.c.id == _segment.c.first_id)
-    .where(_state.c.id == bindparam("id", type_=BigInteger))
+    select(func.coalesce(_first.c.created_at, STATE.c.created_at))
+    .outerjoin_from(STATE, SEGMENT, SEGMENT.c.id == STATE.c.segment_id)
+    .outerjoin(_first, _first.c.id == SEGMENT.c.first_id)
+    .where(STATE.c.id == bindparam("id", type_=BigInteger))
 )
 _ids = bindparam("ids", type_=BigInteger, expanding=True)
-_TIMES = select(_state.c.id, _state.c.created_at).where(_state.c.id.in_(_ids))
-_MEASURED = select(_metric.c.state_id, _metric.c.value).where(
-    _metric.c.state_id.in_(_ids), _metric.c.key == EPOCH
+_TIMES = select(STATE.c.id, STATE.c.created_at).where(STATE.c.id.in_(_ids))
+_MEASURED = select(METRIC.c.state_id, METRIC.c.value).where(
+    METRIC.c.state_id.in_(_ids), METRIC.c.key == EPOCH
 )
-_NOTED = select(_attribute.c.state_id, _attribute.c.number).where(
-    _attribute.c.state_id.in_(_ids), _attribute.c.key == EPOCH
+_NOTED = select(ATTRIBUTE.c.state_id, ATTRIBUTE.c.number).where(
+    ATTRIBUTE.c.state_id.in_(_ids), ATTRIBUTE.c.key == EPOCH
 )

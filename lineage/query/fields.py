@@ -16,11 +16,10 @@ from sqlalchemy import Select, String, Table, bindparam, func, select
 
 from datastates.errors import SyntaxProblem
 from datastates.lineage.schema import (
-    AttributeRow,
-    MetricRow,
-    SettingRow,
-    StateRow,
-    table,
+    ATTRIBUTE,
+    METRIC,
+    SETTING,
+    STATE,
 )
 from datastates.system.logs import is_secret
 
@@ -29,14 +28,10 @@ from .grammar import Field, Kind, Query, parse_query
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-_state = table(StateRow)
-_metric = table(MetricRow)
-_attribute = table(AttributeRow)
-_setting = table(SettingRow)
 
 _LISTED = 12
 
-_ANY_STATE = select(_state.c.id).limit(1)
+_ANY_STATE = select(STATE.c.id).limit(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,14 +163,14 @@ def _of_table(word: str, kind: Kind, belongs: Table) -> _Names:
         every=lambda session: sorted(
             key
             for key in session.execute(every).scalars()
-            if not is_secret(key) or belongs is not _setting
+            if not is_secret(key) or belongs is not SETTING
         ),
         has=lambda session, key: session.execute(one, {"key": key}).first() is not None,
     )
 
 
 _KINDS = {
-    "metrics": _of_table("metric", Kind.METRIC, _metric),
-    "attr": _of_table("attribute", Kind.ANY, _attribute),
-    "config": _of_table("setting", Kind.ANY, _setting),
+    "metrics": _of_table("metric", Kind.METRIC, METRIC),
+    "attr": _of_table("attribute", Kind.ANY, ATTRIBUTE),
+    "config": _of_table("setting", Kind.ANY, SETTING),
 }

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import BindParameter, Select, bindparam, func, select
 
 from datastates.lineage.lookup import batches, states
-from datastates.lineage.schema import FolderRow, PartRow, RunRow, StateRow, from_us, table
+from datastates.lineage.schema import FOLDER, PART, RUN, STATE, from_us
 from datastates.lineage.states import GivenUp, State, Status, Why
 
 from .names import node_of
@@ -21,10 +21,6 @@ from .names import node_of
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-_part = table(PartRow)
-_run = table(RunRow)
-_folder = table(FolderRow)
-_state = table(StateRow)
 
 WHYS = [why.value for why in Why]
 """The status of the one row that is kept of a state that was given up."""
@@ -100,12 +96,12 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 _WAITING = (
-    select(_part, _run.c.finished_at)
-    .outerjoin_from(_part, _run, _run.c.id == _part.c.run_id)
-    .where(_part.c.place.is_not(None), _part.c.status.not_in(WHYS))
-    .order_by(_part.c.state_uid, _part.c.rank)
+    select(PART, RUN.c.finished_at)
+    .outerjoin_from(PART, RUN, RUN.c.id == PART.c.run_id)
+    .where(PART.c.place.is_not(None), PART.c.status.not_in(WHYS))
+    .order_by(PART.c.state_uid, PART.c.rank)
 )
-_THESE = _WAITING.where(_part.c.state_uid.in_(bindparam("uids", expanding=True)))
+_THESE = _WAITING.where(PART.c.state_uid.in_(bindparam("uids", expanding=True)))
 
 
 # States of several ranks that are not complete: those that wait for parts and those that were
@@ -216,36 +212,36 @@ def _given_up(row: Any) -> GivenUpState:
     )
 
 
-_is_given_up = (_part.c.rank >= 0, _part.c.status.in_(WHYS))
-_ENDED = select(_part).where(*_is_given_up)
-_GIVEN_UP = _ENDED.order_by(_part.c.told_at.desc(), _part.c.state_uid).limit(bindparam("limit"))
-_THIS = _ENDED.where(_part.c.state_uid == bindparam("uid"))
-_COUNT = select(func.count()).select_from(_part).where(*_is_given_up)
+_is_given_up = (PART.c.rank >= 0, PART.c.status.in_(WHYS))
+_ENDED = select(PART).where(*_is_given_up)
+_GIVEN_UP = _ENDED.order_by(PART.c.told_at.desc(), PART.c.state_uid).limit(bindparam("limit"))
+_THIS = _ENDED.where(PART.c.state_uid == bindparam("uid"))
+_COUNT = select(func.count()).select_from(PART).where(*_is_given_up)
 _BEGINNING = (
-    select(_part.c.state_uid)
-    .where(_part.c.state_uid >= bindparam("low"), _part.c.state_uid < bindparam("high"))
+    select(PART.c.state_uid)
+    .where(PART.c.state_uid >= bindparam("low"), PART.c.state_uid < bindparam("high"))
     .distinct()
     .limit(2)
 )
-_same = _part.alias("same")
+_same = PART.alias("same")
 _first_two = select(_same.c.run_id).where(
     _same.c.state_uid == bindparam("uid"), _same.c.rank.in_((0, 1))
 )
 _LATE = (
-    select(_part.c.state_uid)
-    .where(_part.c.run_id.in_(_first_two), _part.c.place.is_not(None), _part.c.status.not_in(WHYS))
+    select(PART.c.state_uid)
+    .where(PART.c.run_id.in_(_first_two), PART.c.place.is_not(None), PART.c.status.not_in(WHYS))
     .distinct()
 )
 _PARTS = (
     select(
-        _part,
-        _run.c.uid.label("run"),
-        func.coalesce(_folder.c.host, _part.c.node).label("place_name"),
+        PART,
+        RUN.c.uid.label("run"),
+        func.coalesce(FOLDER.c.host, PART.c.node).label("place_name"),
     )
-    .outerjoin_from(_part, _run, _run.c.id == _part.c.run_id)
-    .outerjoin(_folder, _folder.c.uid == _part.c.node)
-    .where(_part.c.state_uid == bindparam("uid"), _part.c.rank >= 0, _part.c.status.not_in(WHYS))
-    .order_by(_part.c.rank)
+    .outerjoin_from(PART, RUN, RUN.c.id == PART.c.run_id)
+    .outerjoin(FOLDER, FOLDER.c.uid == PART.c.node)
+    .where(PART.c.state_uid == bindparam("uid"), PART.c.rank >= 0, PART.c.status.not_in(WHYS))
+    .order_by(PART.c.rank)
 )
 
 
@@ -338,12 +334,12 @@ def _digests(session: Session, uids: Collection[str]) -> dict[str, str]:
 
 
 _uids: BindParameter[Any] = bindparam("uids", expanding=True)
-_IDS = select(_state.c.uid, _state.c.id).where(_state.c.uid.in_(_uids))
-_STATUSES = select(_state.c.uid, _state.c.status).where(_state.c.uid.in_(_uids))
-_DIGESTS = select(_state.c.uid, _state.c.digest).where(_state.c.uid.in_(_uids))
-_rows_of = select(_part.c.state_uid, _part.c.rank, _part.c.status, _part.c.said).where(
-    _part.c.state_uid.in_(_uids)
+_IDS = select(STATE.c.uid, STATE.c.id).where(STATE.c.uid.in_(_uids))
+_STATUSES = select(STATE.c.uid, STATE.c.status).where(STATE.c.uid.in_(_uids))
+_DIGESTS = select(STATE.c.uid, STATE.c.digest).where(STATE.c.uid.in_(_uids))
+_rows_of = select(PART.c.state_uid, PART.c.rank, PART.c.status, PART.c.said).where(
+    PART.c.state_uid.in_(_uids)
 )
-_OWN = _rows_of.where(_part.c.rank.in_(bindparam("ranks", expanding=True)))
+_OWN = _rows_of.where(PART.c.rank.in_(bindparam("ranks", expanding=True)))
 # only this row is left of a state that was given up
-_ENDS = _rows_of.where(_part.c.rank >= 0, _part.c.status.in_(WHYS))
+_ENDS = _rows_of.where(PART.c.rank >= 0, PART.c.status.in_(WHYS))

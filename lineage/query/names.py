@@ -14,26 +14,19 @@ from datastates import values
 from datastates.errors import InvalidInput, NotFound
 from datastates.lineage.lookup import batches, id_of
 from datastates.lineage.schema import (
-    FolderRow,
-    NoteRow,
-    RefEventRow,
-    RefRow,
-    ReplicaRow,
-    StateRow,
+    EVENT,
+    FOLDER,
+    NOTE,
+    REF,
+    REPLICA,
+    STATE,
     from_us,
-    table,
 )
 from datastates.lineage.states import Note, Ref, RefEvent, RefKind
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-_state = table(StateRow)
-_ref = table(RefRow)
-_event = table(RefEventRow)
-_note = table(NoteRow)
-_replica = table(ReplicaRow)
-_folder = table(FolderRow)
 
 # Branches and tags as they stand, and where they stood before. ``change.refs`` changes them.
 
@@ -41,8 +34,8 @@ _folder = table(FolderRow)
 _REFS_BATCH = 1000  # names in one IN list
 _NEAR = 100
 
-_old = _state.alias("old")
-_new = _state.alias("new")
+_old = STATE.alias("old")
+_new = STATE.alias("new")
 
 
 def get(session: Session, name: str) -> Ref:
@@ -59,7 +52,7 @@ def get(session: Session, name: str) -> Ref:
 def find(session: Session, name: str) -> Ref | None:
     """The ref of this name, or None."""
     row = session.execute(
-        _REFS.where(_ref.c.name == bindparam("ref")),
+        _REFS.where(REF.c.name == bindparam("ref")),
         {"ref": values.text(name, "the name of a branch or a tag")},
     ).first()
     return None if row is None else _to_ref(row)
@@ -67,7 +60,7 @@ def find(session: Session, name: str) -> Ref | None:
 
 def refs(session: Session, kind: RefKind | None = None) -> list[Ref]:
     """All refs, or those of one kind, by name."""
-    query = _REFS if kind is None else _REFS.where(_ref.c.kind == kind.value)
+    query = _REFS if kind is None else _REFS.where(REF.c.kind == kind.value)
     return sorted((_to_ref(row) for row in session.execute(query)), key=lambda ref: ref.name)
 
 
@@ -81,7 +74,7 @@ def moved(session: Session, after: int) -> dict[str, Ref | None]:
     )
     for some in batches(list(found), _REFS_BATCH):
         found.update(
-            (row.name, _to_ref(row)) for row in session.execute(_REFS.where(_ref.c.name.in_(some)))
+            (row.name, _to_ref(row)) for row in session.execute(_REFS.where(REF.c.name.in_(some)))
         )
     return found
 
@@ -95,7 +88,7 @@ def reflog(
     :raises NotFound: there never was such a ref; the error names the nearest that exists.
     """
     name = values.text(name, "the name of a branch or a tag")
-    query = _EVENTS if before is None else _EVENTS.where(_event.c.id < before)
+    query = _EVENTS if before is None else _EVENTS.where(EVENT.c.id < before)
     rows = session.execute(query.limit(limit), {"ref": name}).all()
     if not rows and limit != 0 and before is None:
         raise NotFound(f"there never was a branch or tag {name!r}{nearest(session, name)}")
@@ -137,15 +130,13 @@ def near(session: Session, name: str, kind: RefKind | None = None) -> list[str]:
     second.
     """
     query = (
-        select(_ref.c.name)
-        if kind is None
-        else select(_ref.c.name).where(_ref.c.kind == kind.value)
+        select(REF.c.name) if kind is None else select(REF.c.name).where(REF.c.kind == kind.value)
     )
     before, behind = (
-        query.where(_ref.c.name < name).order_by(_ref.c.name.desc()),
-        query.where(_ref.c.name > name).order_by(_ref.c.name),
+        query.where(REF.c.name < name).order_by(REF.c.name.desc()),
+        query.where(REF.c.name > name).order_by(REF.c.name),
     )
-    newest = query.order_by(_ref.c.state_id.desc())
+    newest = query.order_by(REF.c.state_id.desc())
     return sorted(
         {
             each
@@ -156,18 +147,24 @@ def near(session: Session, name: str, kind: RefKind | None = None) -> list[str]:
 
 
 _REFS: Select[Any] = select(
-    _ref.c.name, _ref.c.kind, _ref.c.version, _ref.c.message, _state.c.uid
-).join_from(_ref, _state, _state.c.id == _ref.c.state_id)
+    REF.c.name, REF.c.kind, REF.c.version, REF.c.message, STATE.c.uid
+).join_from(REF, STATE, STATE.c.id == REF.c.state_id)
 _EVENTS: Select[Any] = (
-    select(_event.c.id, _event.c.name, _event.c.kind, _event.c.reason, _event.c.created_at)
+    select(
+        EVENT.c.id,
+        EVENT.c.name,
+        EVENT.c.kind,
+        EVENT.c.reason,
+        EVENT.c.created_at,
+    )
     .add_columns(_old.c.uid.label("old"), _new.c.uid.label("new"))
-    .outerjoin_from(_event, _old, _old.c.id == _event.c.old_id)
-    .outerjoin(_new, _new.c.id == _event.c.new_id)
-    .where(_event.c.name == bindparam("ref"))
-    .order_by(_event.c.id.desc())
+    .outerjoin_from(EVENT, _old, _old.c.id == EVENT.c.old_id)
+    .outerjoin(_new, _new.c.id == EVENT.c.new_id)
+    .where(EVENT.c.name == bindparam("ref"))
+    .order_by(EVENT.c.id.desc())
 )
-_MOVED = select(_event.c.name).where(_event.c.id > bindparam("after", type_=BigInteger)).distinct()
-_LAST_EVENT = select(func.max(_event.c.id))
+_MOVED = select(EVENT.c.name).where(EVENT.c.id > bindparam("after", type_=BigInteger)).distinct()
+_LAST_EVENT = select(func.max(EVENT.c.id))
 
 
 # The notes on states and branches. ``change.notes`` writes them.
@@ -175,8 +172,8 @@ _LAST_EVENT = select(func.max(_event.c.id))
 
 _NOTES_BATCH = 500  # uids in one IN list
 
-_NOTES = select(_note, _state.c.uid.label("state")).outerjoin_from(
-    _note, _state, _state.c.id == _note.c.state_id
+_NOTES = select(NOTE, STATE.c.uid.label("state")).outerjoin_from(
+    NOTE, STATE, STATE.c.id == NOTE.c.state_id
 )
 
 
@@ -185,7 +182,7 @@ def get_note(session: Session, uid: str) -> Note:
 
     :raises NotFound: there is none.
     """
-    row = session.execute(_NOTES.where(_note.c.uid == bindparam("note")), {"note": uid}).first()
+    row = session.execute(_NOTES.where(NOTE.c.uid == bindparam("note")), {"note": uid}).first()
     if row is None:
         raise NotFound(
             f"there is no note {uid!r}: it may have been deleted, the list of notes has those that"
@@ -209,18 +206,18 @@ def notes(
     """
     if state is not None and branch is not None:
         raise InvalidInput("notes are of a state or of a branch: name one of the two")
-    query = _NOTES.order_by(_note.c.id.desc()).limit(limit)
+    query = _NOTES.order_by(NOTE.c.id.desc()).limit(limit)
     if state is not None:
-        query = query.where(_state.c.uid == state)
+        query = query.where(STATE.c.uid == state)
     if branch is not None:
-        query = query.where(_note.c.branch == branch)
+        query = query.where(NOTE.c.branch == branch)
     if after is not None:
-        last = session.execute(select(_note.c.id).where(_note.c.uid == after)).scalar()
+        last = session.execute(select(NOTE.c.id).where(NOTE.c.uid == after)).scalar()
         if last is None:
             raise NotFound(
                 f"there is no note {after!r} to go on after: begin again at the first page"
             )
-        query = query.where(_note.c.id < last)
+        query = query.where(NOTE.c.id < last)
     return [_to_note(row) for row in session.execute(query)]
 
 
@@ -228,7 +225,7 @@ def of_states(session: Session, uids: Iterable[str]) -> list[Note]:
     """The notes on some states, oldest first."""
     wanted, found = sorted(set(uids)), list[Any]()
     for some in batches(wanted, _NOTES_BATCH):
-        found += session.execute(_NOTES.where(_state.c.uid.in_(some))).all()
+        found += session.execute(_NOTES.where(STATE.c.uid.in_(some))).all()
     return [_to_note(row) for row in sorted(found, key=lambda row: row.id)]
 
 
@@ -247,15 +244,15 @@ _MARK = "#"
 _REPLICAS = (
     select(
         *(
-            _replica.c.rank,
-            _replica.c.tier,
-            func.coalesce(_folder.c.host, _replica.c.node).label("node"),
+            REPLICA.c.rank,
+            REPLICA.c.tier,
+            func.coalesce(FOLDER.c.host, REPLICA.c.node).label("node"),
         ),
-        *(_replica.c.status, _replica.c.bytes),
+        *(REPLICA.c.status, REPLICA.c.bytes),
     )
-    .outerjoin_from(_replica, _folder, _folder.c.uid == _replica.c.node)
-    .where(_replica.c.state_id == bindparam("state"))
-    .order_by(_replica.c.rank, _replica.c.tier, _replica.c.node)
+    .outerjoin_from(REPLICA, FOLDER, FOLDER.c.uid == REPLICA.c.node)
+    .where(REPLICA.c.state_id == bindparam("state"))
+    .order_by(REPLICA.c.rank, REPLICA.c.tier, REPLICA.c.node)
 )
 
 

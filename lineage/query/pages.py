@@ -45,12 +45,11 @@ from sqlalchemy import (
 from datastates.errors import InvalidInput
 from datastates.lineage.lookup import states
 from datastates.lineage.schema import (
-    AttributeRow,
-    MetricRow,
-    RunRow,
-    SettingRow,
-    StateRow,
-    table,
+    ATTRIBUTE,
+    METRIC,
+    RUN,
+    SETTING,
+    STATE,
     to_us,
 )
 from datastates.lineage.states import State
@@ -61,11 +60,6 @@ from .grammar import Among, Compare, Field, Kind, Node, Order, Query, parse_quer
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-_state = table(StateRow)
-_metric = table(MetricRow)
-_attribute = table(AttributeRow)
-_setting = table(SettingRow)
-_run = table(RunRow)
 
 SELECTIVE = 5_000
 _PAGE = 100
@@ -267,24 +261,22 @@ def _keys(order: Iterable[Order], dialect: str) -> list[_Key]:
 def _keys_of(at: Field, falls: bool, dialect: str) -> list[_Key]:
     match at.name:
         case "metrics":
-            return [_Key(_value_of(_metric, at.key, _metric.c.value), falls, True, Double)]
+            return [_Key(_value_of(METRIC, at.key, METRIC.c.value), falls, True, Double)]
         case "attr":  # numbers before texts, here and below
             return _typed_keys(
-                _attribute, at.key, falls, dialect, _attribute.c.state_id == _state.c.id
+                ATTRIBUTE, at.key, falls, dialect, ATTRIBUTE.c.state_id == STATE.c.id
             )
         case "config":
-            return _typed_keys(
-                _setting, at.key, falls, dialect, _setting.c.run_id == _state.c.run_id
-            )
+            return _typed_keys(SETTING, at.key, falls, dialect, SETTING.c.run_id == STATE.c.run_id)
         case "step" | "micro_step":
-            return [_Key(_state.c[at.name], falls, False, BigInteger)]
+            return [_Key(STATE.c[at.name], falls, False, BigInteger)]
         case "created":
-            return [_Key(_state.c.created_at, falls, False, BigInteger)]
+            return [_Key(STATE.c.created_at, falls, False, BigInteger)]
         case "uid" | "status" | "message":
             return [
-                _Key(by_code_point(_state.c[at.name], dialect), falls, at.name == "message", String)
+                _Key(by_code_point(STATE.c[at.name], dialect), falls, at.name == "message", String)
             ]
-    column = select(run_column(at.name)).where(_run.c.id == _state.c.run_id).scalar_subquery()
+    column = select(run_column(at.name)).where(RUN.c.id == STATE.c.run_id).scalar_subquery()
     return [_Key(by_code_point(column, dialect), falls, True, String)]
 
 
@@ -304,7 +296,7 @@ def _typed_keys(
 def _value_of(belongs: Any, key: str, column: ColumnElement[Any]) -> ColumnElement[Any]:
     return (
         select(column)
-        .where(belongs.c.state_id == _state.c.id, belongs.c.key == literal(key, String))
+        .where(belongs.c.state_id == STATE.c.id, belongs.c.key == literal(key, String))
         .scalar_subquery()
     )
 
@@ -351,8 +343,8 @@ def _rows_by_state(
 ) -> list[tuple[_Scalar, ...]]:
     """Read rows from the table of states; the database sorts, or reads the index of the first
     key."""
-    keys = [*keys, _Key(_state.c.id, _tie(query), False, BigInteger)]
-    statement = select(_state.c.id, *(key.column for key in keys[:-1])).where(where)
+    keys = [*keys, _Key(STATE.c.id, _tie(query), False, BigInteger)]
+    statement = select(STATE.c.id, *(key.column for key in keys[:-1])).where(where)
     return _run_page(scope, statement, keys, last, count)
 
 
@@ -366,7 +358,7 @@ def _rows_by_metric(
 ) -> list[tuple[_Scalar, ...]]:
     """Read along the index of the metric that is the first sort key; then the states that lack
     it."""
-    metric = _metric.alias("sorted")
+    metric = METRIC.alias("sorted")
     key, falls = query.order[0].field.key, query.order[0].is_descending
     rows: list[tuple[_Scalar, ...]] = []
     if last is None or last[1] is not None:
@@ -378,7 +370,7 @@ def _rows_by_metric(
         statement = select(metric.c.state_id, *(each.column for each in along[:-1])).select_from(
             metric
         )
-        statement = statement.join(_state, _state.c.id == metric.c.state_id)
+        statement = statement.join(STATE, STATE.c.id == metric.c.state_id)
         statement = statement.where(
             metric.c.key == literal(key, String), metric.c.value.is_not(None), *bounds, where
         )
@@ -388,7 +380,7 @@ def _rows_by_metric(
         return rows
     lacking = ~exists(
         select(literal(1)).where(
-            _metric.c.state_id == _state.c.id, _metric.c.key == key, _metric.c.value.is_not(None)
+            METRIC.c.state_id == STATE.c.id, METRIC.c.key == key, METRIC.c.value.is_not(None)
         )
     )
     rest = None if last is None else (last[0], *last[2:])
@@ -423,9 +415,9 @@ def _few(scope: Scope, conjuncts: Iterable[Node]) -> ColumnElement[bool] | None:
         if found is not None and (rows := _count(scope, found, best)) < best:
             best, few = rows, found
     if few is None or scope.dialect != "postgresql":
-        return None if few is None else _state.c.id.in_(few)
+        return None if few is None else STATE.c.id.in_(few)
     # its planner would take them for many, and look for them among all states
-    return _state.c.id == any_(
+    return STATE.c.id == any_(
         literal(list(scope.session.execute(few).scalars()), ARRAY(BigInteger))
     )
 

@@ -29,16 +29,15 @@ from sqlalchemy import (
 
 from datastates.lineage.lookup import batches
 from datastates.lineage.schema import (
-    EdgeRow,
-    MetricRow,
-    PartRow,
-    RefRow,
-    ReplicaRow,
-    RunRow,
-    SegmentRow,
-    StateRow,
-    StretchRow,
-    table,
+    EDGE,
+    METRIC,
+    PART,
+    REF,
+    REPLICA,
+    RUN,
+    SEGMENT,
+    STATE,
+    STRETCH,
 )
 from datastates.lineage.states import WHOLE, Status
 
@@ -50,15 +49,6 @@ if TYPE_CHECKING:
 
     from datastates.lineage.database import Database
 
-_state = table(StateRow)
-_replica = table(ReplicaRow)
-_metric = table(MetricRow)
-_ref = table(RefRow)
-_segment = table(SegmentRow)
-_run = table(RunRow)
-_edge = table(EdgeRow)
-_stretch = table(StretchRow)
-_part = table(PartRow)
 
 _PAGE_MIN = 32
 _PAGE = 5000
@@ -178,9 +168,9 @@ def elsewhere(
 def only_of(session: Session, name: str) -> frozenset[int]:
     """The states on a name's path of first parents that no other branch or tag leads to through
     any parents, by row id."""
-    own = select(_ref.c.state_id).where(_ref.c.name == name)
+    own = select(REF.c.state_id).where(REF.c.name == name)
     others = above(
-        select(_ref.c.state_id).where(_ref.c.name != name),
+        select(REF.c.state_id).where(REF.c.name != name),
         "others",
         session.get_bind().dialect.name,
     )
@@ -223,93 +213,91 @@ def told(session: Session, key: str) -> dict[str, str]:
 
 _NONE: Mapping[str, float] = {}
 _here = (
-    _replica.c.tier == bindparam("on_tier"),
-    _replica.c.node == bindparam("on_node"),
-    _replica.c.status == "ok",
-    _replica.c.rank == 0,
+    REPLICA.c.tier == bindparam("on_tier"),
+    REPLICA.c.node == bindparam("on_node"),
+    REPLICA.c.status == "ok",
+    REPLICA.c.rank == 0,
 )
 _PAGES = (
     select(
         *(
-            _state.c.id,
-            _state.c.uid,
-            func.coalesce(_state.c.segment_id, 0),
-            _state.c.generation,
-            _state.c.step,
+            STATE.c.id,
+            STATE.c.uid,
+            func.coalesce(STATE.c.segment_id, 0),
+            STATE.c.generation,
+            STATE.c.step,
         ),
-        *(_state.c.created_at, _state.c.world_size),
+        *(STATE.c.created_at, STATE.c.world_size),
     )
-    .join_from(_replica, _state, _state.c.id == _replica.c.state_id)
-    .where(*_here, _replica.c.state_id > bindparam("after", type_=BigInteger))
-    .order_by(_replica.c.state_id)
+    .join_from(REPLICA, STATE, STATE.c.id == REPLICA.c.state_id)
+    .where(*_here, REPLICA.c.state_id > bindparam("after", type_=BigInteger))
+    .order_by(REPLICA.c.state_id)
     .limit(_PAGE)
 )
 _METRICS = select(
-    _metric.c.state_id, _metric.c.key, _metric.c.value
+    METRIC.c.state_id, METRIC.c.key, METRIC.c.value
 ).where(  # with a condition on values SQLite may walk all of a metric
-    _metric.c.state_id.in_(bindparam("ids", type_=BigInteger, expanding=True)),
-    _metric.c.key.in_(bindparam("keys", expanding=True)),
+    METRIC.c.state_id.in_(bindparam("ids", type_=BigInteger, expanding=True)),
+    METRIC.c.key.in_(bindparam("keys", expanding=True)),
 )
-_FORKS = select(_segment.c.branch, _segment.c.fork_id).where(
-    _segment.c.branch.is_not(None), _segment.c.fork_id.is_not(None)
+_FORKS = select(SEGMENT.c.branch, SEGMENT.c.fork_id).where(
+    SEGMENT.c.branch.is_not(None), SEGMENT.c.fork_id.is_not(None)
 )
-_NAMED = select(_ref.c.name, _ref.c.kind, _ref.c.state_id).order_by(_ref.c.kind.desc(), _ref.c.name)
+_NAMED = select(REF.c.name, REF.c.kind, REF.c.state_id).order_by(REF.c.kind.desc(), REF.c.name)
 _FORKED = (  # a branch that has no state yet is at its fork
-    select(_state.c.parent_id.label("start"))
-    .join_from(_state, _segment, _segment.c.id == _state.c.segment_id)
-    .where(_state.c.parent_id.in_(bindparam("ids", type_=BigInteger, expanding=True)))
-    .where(_segment.c.fork_id == _state.c.parent_id, _segment.c.branch.is_not(None))
+    select(STATE.c.parent_id.label("start"))
+    .join_from(STATE, SEGMENT, SEGMENT.c.id == STATE.c.segment_id)
+    .where(STATE.c.parent_id.in_(bindparam("ids", type_=BigInteger, expanding=True)))
+    .where(SEGMENT.c.fork_id == STATE.c.parent_id, SEGMENT.c.branch.is_not(None))
 )
 _FALLING = (
-    select(_state.c.id, _state.c.parent_id)
+    select(STATE.c.id, STATE.c.parent_id)
     .where(
-        _state.c.id <= bindparam("top", type_=BigInteger),
-        _state.c.id > bindparam("oldest", type_=BigInteger),
+        STATE.c.id <= bindparam("top", type_=BigInteger),
+        STATE.c.id > bindparam("oldest", type_=BigInteger),
     )
-    .order_by(_state.c.id.desc())
+    .order_by(STATE.c.id.desc())
     .limit(bindparam("count", type_=Integer))
 )
-_NEWEST_AT = select(func.max(_state.c.created_at))
+_NEWEST_AT = select(func.max(STATE.c.created_at))
 _VALUES = (
-    select(_state.c.id, _state.c.parent_id, _edge.c.parent_id, _metric.c.value)
-    .outerjoin_from(_state, _edge, _edge.c.child_id == _state.c.id)
-    .outerjoin(
-        _metric, (_metric.c.state_id == _state.c.id) & (_metric.c.key == bindparam("metric"))
-    )
+    select(STATE.c.id, STATE.c.parent_id, EDGE.c.parent_id, METRIC.c.value)
+    .outerjoin_from(STATE, EDGE, EDGE.c.child_id == STATE.c.id)
+    .outerjoin(METRIC, (METRIC.c.state_id == STATE.c.id) & (METRIC.c.key == bindparam("metric")))
     .where(
-        _state.c.id > bindparam("after", type_=BigInteger),
-        _state.c.id <= bindparam("last", type_=BigInteger),
+        STATE.c.id > bindparam("after", type_=BigInteger),
+        STATE.c.id <= bindparam("last", type_=BigInteger),
     )
-    .order_by(_state.c.id)
+    .order_by(STATE.c.id)
 )
-_low = _state.alias()
-_high = _state.alias()
+_low = STATE.alias()
+_high = STATE.alias()
 _EXTREMES = (
-    select(_stretch.c.key, _stretch.c.least, _low.c.uid, _stretch.c.most, _high.c.uid)
+    select(STRETCH.c.key, STRETCH.c.least, _low.c.uid, STRETCH.c.most, _high.c.uid)
     .join_from(
-        _segment, _stretch, (_stretch.c.segment_id == _segment.c.id) & (_stretch.c.place == WHOLE)
+        SEGMENT, STRETCH, (STRETCH.c.segment_id == SEGMENT.c.id) & (STRETCH.c.place == WHOLE)
     )
-    .outerjoin(_low, _low.c.id == _stretch.c.least_id)
-    .outerjoin(_high, _high.c.id == _stretch.c.most_id)
-    .where(_segment.c.branch == bindparam("of"))
+    .outerjoin(_low, _low.c.id == STRETCH.c.least_id)
+    .outerjoin(_high, _high.c.id == STRETCH.c.most_id)
+    .where(SEGMENT.c.branch == bindparam("of"))
 )
-_SEGMENTS = select(_segment.c.id, _segment.c.branch, _segment.c.fork_id).where(
-    _segment.c.branch.is_not(None)
+_SEGMENTS = select(SEGMENT.c.id, SEGMENT.c.branch, SEGMENT.c.fork_id).where(
+    SEGMENT.c.branch.is_not(None)
 )
 _ELSEWHERE = (
-    select(_replica.c.state_id)
-    .where(_replica.c.state_id.in_(bindparam("ids", type_=BigInteger, expanding=True)))
+    select(REPLICA.c.state_id)
+    .where(REPLICA.c.state_id.in_(bindparam("ids", type_=BigInteger, expanding=True)))
     .where(
-        _replica.c.tier.in_(bindparam("volatile", expanding=True)),
-        _replica.c.node != bindparam("own"),
+        REPLICA.c.tier.in_(bindparam("volatile", expanding=True)),
+        REPLICA.c.node != bindparam("own"),
     )
 )
 _newest = (
-    select(func.max(_run.c.id).label("id"))
-    .where(_run.c.branch.is_not(None), _run.c.is_carried.is_(None))
-    .group_by(_run.c.branch)
+    select(func.max(RUN.c.id).label("id"))
+    .where(RUN.c.branch.is_not(None), RUN.c.is_carried.is_(None))
+    .group_by(RUN.c.branch)
 )
-_NEWEST_RUNS = select(_run.c.branch, _run.c.config).where(_run.c.id.in_(_newest))
+_NEWEST_RUNS = select(RUN.c.branch, RUN.c.config).where(RUN.c.id.in_(_newest))
 
 
 def _nearest(database: Database, starts: Set[int], held: Set[int]) -> dict[int, int]:
@@ -351,10 +339,10 @@ def led_here(is_passed: Callable[[Any], ColumnElement[bool]]) -> Select[Any]:
 
     The walk goes down from the states, so its cost does not depend on the number of names.
     """
-    next_, ids = _state.alias("next"), bindparam("ids", type_=BigInteger, expanding=True)
+    next_, ids = STATE.alias("next"), bindparam("ids", type_=BigInteger, expanding=True)
     walk = (
-        select(_state.c.id.label("start"), _state.c.id)
-        .where(_state.c.id.in_(ids))
+        select(STATE.c.id.label("start"), STATE.c.id)
+        .where(STATE.c.id.in_(ids))
         .cte("led_here", recursive=True)
     )
     step = (
@@ -363,12 +351,12 @@ def led_here(is_passed: Callable[[Any], ColumnElement[bool]]) -> Select[Any]:
         .where(is_passed(next_))
     )
     walk = walk.union_all(step)
-    return select(_ref.c.name, _ref.c.kind, walk.c.start).join_from(
-        walk, _ref, _ref.c.state_id == walk.c.id
+    return select(REF.c.name, REF.c.kind, walk.c.start).join_from(
+        walk, REF, REF.c.state_id == walk.c.id
     )
 
 
-_LEADING = led_here(lambda passed: ~exists().where(*_here, _replica.c.state_id == passed.c.id))
+_LEADING = led_here(lambda passed: ~exists().where(*_here, REPLICA.c.state_id == passed.c.id))
 
 
 # What the lineage knows of states whose files are in a folder: that they may be deleted, or
@@ -409,20 +397,18 @@ def held_on(session: Session, *, tier: str, node: str) -> list[tuple[str, int]]:
 _uids: BindParameter[Any] = bindparam("uids", expanding=True)
 _GONE = [status.value for status in Status if not status.is_restorable]
 _held = exists().where(
-    _replica.c.state_id == _state.c.id,
-    _replica.c.tier == bindparam("on_tier"),
-    _replica.c.node == bindparam("on_node"),
+    REPLICA.c.state_id == STATE.c.id,
+    REPLICA.c.tier == bindparam("on_tier"),
+    REPLICA.c.node == bindparam("on_node"),
 )
-_GIVEN_UP = select(_state.c.uid).where(_state.c.uid.in_(_uids), _state.c.status.in_(_GONE), ~_held)
-_NEVER_WHOLE = select(_part.c.state_uid).where(
-    _part.c.state_uid.in_(_uids), _part.c.status.in_(WHYS)
-)
+_GIVEN_UP = select(STATE.c.uid).where(STATE.c.uid.in_(_uids), STATE.c.status.in_(_GONE), ~_held)
+_NEVER_WHOLE = select(PART.c.state_uid).where(PART.c.state_uid.in_(_uids), PART.c.status.in_(WHYS))
 _KNOWN = union(
-    select(_state.c.uid).where(_state.c.uid.in_(_uids)),
-    select(_part.c.state_uid).where(_part.c.state_uid.in_(_uids)),
+    select(STATE.c.uid).where(STATE.c.uid.in_(_uids)),
+    select(PART.c.state_uid).where(PART.c.state_uid.in_(_uids)),
 )
 _HELD_ON = (
-    select(_state.c.uid, _replica.c.rank)
-    .join_from(_replica, _state, _state.c.id == _replica.c.state_id)
-    .where(_replica.c.tier == bindparam("on_tier"), _replica.c.node == bindparam("on_node"))
+    select(STATE.c.uid, REPLICA.c.rank)
+    .join_from(REPLICA, STATE, STATE.c.id == REPLICA.c.state_id)
+    .where(REPLICA.c.tier == bindparam("on_tier"), REPLICA.c.node == bindparam("on_node"))
 )

@@ -33,13 +33,12 @@ from datastates.errors import Ambiguous, NotFound, SyntaxProblem
 from datastates.lineage import lookup
 from datastates.lineage.lookup import id_by_prefix, id_of, uids_of
 from datastates.lineage.schema import (
-    EdgeRow,
-    MetricRow,
-    RefEventRow,
-    RefRow,
-    StateRow,
+    EDGE,
+    EVENT,
+    METRIC,
+    REF,
+    STATE,
     from_us,
-    table,
     to_us,
 )
 from datastates.lineage.states import State
@@ -53,11 +52,6 @@ from .walk import first_parents
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-_state = table(StateRow)
-_edge = table(EdgeRow)
-_metric = table(MetricRow)
-_ref = table(RefRow)
-_event = table(RefEventRow)
 
 _LEFT = 1
 _RIGHT = 2
@@ -65,11 +59,11 @@ _RIGHT = 2
 
 def chain(heads: Select[Any], name: str) -> CTE:
     """The states with the ids that ``heads`` selects, and their first parents up to the root."""
-    next_ = _state.alias()
+    next_ = STATE.alias()
     start = heads.subquery()
     walk = (
-        select(_state.c.id, _state.c.parent_id)
-        .join_from(start, _state, _state.c.id == start.c[0])
+        select(STATE.c.id, STATE.c.parent_id)
+        .join_from(start, STATE, STATE.c.id == start.c[0])
         .cte(name, recursive=True)
     )
     return walk.union(
@@ -80,7 +74,7 @@ def chain(heads: Select[Any], name: str) -> CTE:
 def above(heads: Select[Any], name: str, dialect: str) -> CTE:
     """The states with the ids that ``heads`` selects, and all their ancestors through every
     parent."""
-    next_, edge = _state.alias(), _edge.alias()
+    next_, edge = STATE.alias(), EDGE.alias()
     start = heads.subquery()
     walk = select(start.c[0].label("id")).cte(name, recursive=True)
     first = select(next_.c.parent_id.label("id"))
@@ -104,7 +98,7 @@ def above(heads: Select[Any], name: str, dialect: str) -> CTE:
 def below(heads: Select[Any], name: str, dialect: str) -> CTE:
     """The states with the ids that ``heads`` selects, and all their descendants through any
     parent."""
-    next_, edge = _state.alias(), _edge.alias()
+    next_, edge = STATE.alias(), EDGE.alias()
     start = heads.subquery()
     walk = select(start.c[0].label("id")).cte(name, recursive=True)
     first = select(next_.c.id)
@@ -495,28 +489,26 @@ def _is_uid_like(name: str) -> bool:
     return 4 <= len(name) <= 24 and all(letter in "0123456789abcdefABCDEF" for letter in name)
 
 
-_REF = select(_ref.c.state_id).where(_ref.c.name == bindparam("ref"))
-_EVENTS = select(_event.c.new_id, _event.c.created_at).where(_event.c.name == bindparam("ref"))
-_MOVED = _EVENTS.order_by(_event.c.id.desc()).limit(1).offset(bindparam("skip", type_=BigInteger))
+_REF = select(REF.c.state_id).where(REF.c.name == bindparam("ref"))
+_EVENTS = select(EVENT.c.new_id, EVENT.c.created_at).where(EVENT.c.name == bindparam("ref"))
+_MOVED = _EVENTS.order_by(EVENT.c.id.desc()).limit(1).offset(bindparam("skip", type_=BigInteger))
 _STOOD = (
-    _EVENTS.where(_event.c.created_at <= bindparam("us", type_=BigInteger))
-    .order_by(_event.c.id.desc())
+    _EVENTS.where(EVENT.c.created_at <= bindparam("us", type_=BigInteger))
+    .order_by(EVENT.c.id.desc())
     .limit(1)
 )
-_FIRST_EVENT = _EVENTS.order_by(_event.c.id).limit(1)
-_KEYS = (
-    select(_metric.c.key).where(_metric.c.state_id == bindparam("state")).order_by(_metric.c.key)
-)
+_FIRST_EVENT = _EVENTS.order_by(EVENT.c.id).limit(1)
+_KEYS = select(METRIC.c.key).where(METRIC.c.state_id == bindparam("state")).order_by(METRIC.c.key)
 
 
 def _at_step_query() -> Select[Any]:
     """Walk up from ``start`` to the first state whose step is at most ``step``; jump where every
     state jumped over is later."""
-    step, next_ = bindparam("step", type_=BigInteger), _state.alias()
+    step, next_ = bindparam("step", type_=BigInteger), STATE.alias()
     columns = ("id", "parent_id", "jump_id", "jump_step", "step")
     walk = (
-        select(*(_state.c[name] for name in columns))
-        .where(_state.c.id == bindparam("start"))
+        select(*(STATE.c[name] for name in columns))
+        .where(STATE.c.id == bindparam("start"))
         .cte("seek", recursive=True)
     )
     up = case((walk.c.jump_step > step, walk.c.jump_id), else_=walk.c.parent_id)
@@ -530,28 +522,26 @@ def _at_step_query() -> Select[Any]:
 
 @lru_cache(maxsize=8)
 def _best_query(dialect: str, is_max: bool) -> Select[Any]:
-    value = _metric.c.value.desc() if is_max else _metric.c.value.asc()
+    value = METRIC.c.value.desc() if is_max else METRIC.c.value.asc()
     return (
         _measured(dialect)
-        .where(_metric.c.value.is_not(None))
-        .order_by(value, _metric.c.state_id.desc())
+        .where(METRIC.c.value.is_not(None))
+        .order_by(value, METRIC.c.state_id.desc())
         .limit(1)
     )
 
 
 @lru_cache(maxsize=8)
 def _nan_query(dialect: str) -> Select[Any]:
-    return _measured(dialect).where(_metric.c.value.is_(None)).limit(1)
+    return _measured(dialect).where(METRIC.c.value.is_(None)).limit(1)
 
 
 def _measured(dialect: str) -> Select[Any]:
     """Those of ``start`` and all its ancestors that have a ``metric``."""
-    start = select(_state.c.id).where(_state.c.id == bindparam("start"))
+    start = select(STATE.c.id).where(STATE.c.id == bindparam("start"))
     reached = above(start, "reached", dialect)
-    query = select(_metric.c.state_id).join_from(
-        reached, _metric, _metric.c.state_id == reached.c.id
-    )
-    return query.where(_metric.c.key == bindparam("metric"))
+    query = select(METRIC.c.state_id).join_from(reached, METRIC, METRIC.c.state_id == reached.c.id)
+    return query.where(METRIC.c.key == bindparam("metric"))
 
 
 _AT_STEP = _at_step_query()

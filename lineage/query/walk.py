@@ -41,32 +41,29 @@ from sqlalchemy import (
 
 from datastates.errors import InvalidInput, NotFound
 from datastates.lineage.lookup import id_of, states, unknown
-from datastates.lineage.schema import EdgeRow, MetricRow, StateRow, table
+from datastates.lineage.schema import EDGE, METRIC, STATE
 from datastates.lineage.states import State, Status
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-_state = table(StateRow)
-_edge = table(EdgeRow)
-_metric = table(MetricRow)
 
 _PAGE_MIN = 32
 _PAGE_MAX = 4096
 _GONE = [status.value for status in Status if not status.is_restorable]
 
-_jump = _state.alias("jump")
-_next = _state.alias("next")
-_other = _state.alias("other")
+_jump = STATE.alias("jump")
+_next = STATE.alias("next")
+_other = STATE.alias("other")
 
-_PLACE = select(_state.c.id, _state.c.generation).where(_state.c.uid == bindparam("uid"))
-_GENERATIONS = select(_state.c.id, _state.c.generation).where(
-    _state.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True))
+_PLACE = select(STATE.c.id, STATE.c.generation).where(STATE.c.uid == bindparam("uid"))
+_GENERATIONS = select(STATE.c.id, STATE.c.generation).where(
+    STATE.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True))
 )
-_ANY_EDGE = select(_edge.c.child_id).limit(1)
+_ANY_EDGE = select(EDGE.c.child_id).limit(1)
 _CHILDREN = union_all(
-    select(_state.c.id).where(_state.c.parent_id == bindparam("start")),
-    select(_edge.c.child_id).where(_edge.c.parent_id == bindparam("start")),
+    select(STATE.c.id).where(STATE.c.parent_id == bindparam("start")),
+    select(EDGE.c.child_id).where(EDGE.c.parent_id == bindparam("start")),
 )
 
 
@@ -74,8 +71,8 @@ def _climb() -> Select[Any]:
     """The first-parent ancestor of ``start`` at generation ``target``: jump while that does not
     overshoot, else go one up."""
     target = bindparam("target", type_=Integer)
-    at = select(_state.c.id, _state.c.parent_id, _state.c.jump_id, _state.c.generation).where(
-        _state.c.id == bindparam("start")
+    at = select(STATE.c.id, STATE.c.parent_id, STATE.c.jump_id, STATE.c.generation).where(
+        STATE.c.id == bindparam("start")
     )
     walk = at.cte("climb", recursive=True)
     up = case((_jump.c.generation >= target, _jump.c.id), else_=walk.c.parent_id)
@@ -91,10 +88,10 @@ def _climb() -> Select[Any]:
 def _climb_back() -> Select[Any]:
     """The first-parent ancestor ``count`` generations above ``start``; nothing if the chain is
     shorter."""
-    target = (_state.c.generation - bindparam("count", type_=BigInteger)).label("target")
-    at = select(
-        _state.c.id, _state.c.parent_id, _state.c.jump_id, _state.c.generation, target
-    ).where(_state.c.id == bindparam("start"))
+    target = (STATE.c.generation - bindparam("count", type_=BigInteger)).label("target")
+    at = select(STATE.c.id, STATE.c.parent_id, STATE.c.jump_id, STATE.c.generation, target).where(
+        STATE.c.id == bindparam("start")
+    )
     walk = at.cte("climb", recursive=True)
     up = case((_jump.c.generation >= walk.c.target, _jump.c.id), else_=walk.c.parent_id)
     step = (
@@ -113,14 +110,14 @@ def _meet() -> Select[Any]:
         bindparam("one", type_=BigInteger).label("one"),
         bindparam("other", type_=BigInteger).label("other"),
     ).cte("meet", recursive=True)
-    apart = _state.c.jump_id != _other.c.jump_id
+    apart = STATE.c.jump_id != _other.c.jump_id
     step = (
         select(
-            case((apart, _state.c.jump_id), else_=_state.c.parent_id).label("one"),
+            case((apart, STATE.c.jump_id), else_=STATE.c.parent_id).label("one"),
             case((apart, _other.c.jump_id), else_=_other.c.parent_id).label("other"),
         )
         .select_from(
-            walk.join(_state, _state.c.id == walk.c.one).join(_other, _other.c.id == walk.c.other)
+            walk.join(STATE, STATE.c.id == walk.c.one).join(_other, _other.c.id == walk.c.other)
         )
         .where(walk.c.one != walk.c.other)
     )
@@ -131,8 +128,8 @@ def _meet() -> Select[Any]:
 def _restorable(gone: list[str]) -> Select[Any]:
     """Walk up the first parents of ``start`` as long as their status is one of these."""
     walk = (
-        select(_state.c.id, _state.c.parent_id, _state.c.status)
-        .where(_state.c.id == bindparam("start"))
+        select(STATE.c.id, STATE.c.parent_id, STATE.c.status)
+        .where(STATE.c.id == bindparam("start"))
         .cte("restorable", recursive=True)
     )
     step = (
@@ -148,8 +145,8 @@ def _chain_page() -> Select[Any]:
     """``count`` first parents from ``start`` on, and a row for each of their further parents."""
     start, bottom = bindparam("start", type_=BigInteger), bindparam("bottom", type_=BigInteger)
     walk = (
-        select(_state.c.id, _state.c.parent_id, literal(1).label("place"))
-        .where(_state.c.id == start, _state.c.id >= bottom)
+        select(STATE.c.id, STATE.c.parent_id, literal(1).label("place"))
+        .where(STATE.c.id == start, STATE.c.id >= bottom)
         .cte("chain", recursive=True)
     )
     step = (
@@ -158,17 +155,17 @@ def _chain_page() -> Select[Any]:
         .where(walk.c.place < bindparam("count", type_=Integer), _next.c.id >= bottom)
     )
     walk = walk.union_all(step)
-    return select(walk.c.id, walk.c.parent_id, _edge.c.parent_id).outerjoin_from(
-        walk, _edge, _edge.c.child_id == walk.c.id
+    return select(walk.c.id, walk.c.parent_id, EDGE.c.parent_id).outerjoin_from(
+        walk, EDGE, EDGE.c.child_id == walk.c.id
     )
 
 
 _LATER = (
     select(_next.c.uid)
     .join_from(
-        _state, _next, and_(_next.c.segment_id == _state.c.segment_id, _next.c.id > _state.c.id)
+        STATE, _next, and_(_next.c.segment_id == STATE.c.segment_id, _next.c.id > STATE.c.id)
     )
-    .where(_state.c.uid == bindparam("uid"), _next.c.status.not_in(_GONE))
+    .where(STATE.c.uid == bindparam("uid"), _next.c.status.not_in(_GONE))
     .order_by(_next.c.id)
 )
 _CLIMB = _climb()
@@ -186,16 +183,16 @@ def _descendants(dialect: str) -> CTE:
     SQLite searches the index of each table only if both have their own place in the recursion;
     PostgreSQL allows the recursion in only one place.
     """
-    walk = select(_state.c.id).where(_state.c.id == bindparam("start")).cte("below", recursive=True)
+    walk = select(STATE.c.id).where(STATE.c.id == bindparam("start")).cte("below", recursive=True)
     if dialect == "sqlite":
         return walk.union(
             select(_next.c.id).join_from(walk, _next, _next.c.parent_id == walk.c.id),
-            select(_edge.c.child_id).join_from(walk, _edge, _edge.c.parent_id == walk.c.id),
+            select(EDGE.c.child_id).join_from(walk, EDGE, EDGE.c.parent_id == walk.c.id),
         )
     below = lateral(
         union_all(
             select(_next.c.id).where(_next.c.parent_id == walk.c.id),
-            select(_edge.c.child_id).where(_edge.c.parent_id == walk.c.id),
+            select(EDGE.c.child_id).where(EDGE.c.parent_id == walk.c.id),
         )
     )
     return walk.union(select(below.c.id).select_from(walk.join(below, true())))
@@ -450,13 +447,13 @@ def _has_edges(session: Session) -> bool:
 
 _LOW = bindparam("low", type_=BigInteger)
 _HIGH = bindparam("high", type_=BigInteger)
-_PATH_RESTORABLE = select(_state.c.id).where(
-    _state.c.id >= _LOW,
-    _state.c.id <= _HIGH,
-    _state.c.status.in_([status.value for status in Status if status.is_restorable]),
+_PATH_RESTORABLE = select(STATE.c.id).where(
+    STATE.c.id >= _LOW,
+    STATE.c.id <= _HIGH,
+    STATE.c.status.in_([status.value for status in Status if status.is_restorable]),
 )
-_VALUES = select(_metric.c.state_id, _metric.c.value).where(
-    _metric.c.key == bindparam("key"), _metric.c.state_id >= _LOW, _metric.c.state_id <= _HIGH
+_VALUES = select(METRIC.c.state_id, METRIC.c.value).where(
+    METRIC.c.key == bindparam("key"), METRIC.c.state_id >= _LOW, METRIC.c.state_id <= _HIGH
 )
 
 
@@ -509,11 +506,11 @@ _OFTEN = 4096  # states between two calls of ``pause``
 FEW = 20_000
 SHORT = 4  # states that follow one another; for shorter runs it is faster to look at each state
 _ids = bindparam("ids", type_=BigInteger, expanding=True)
-_parent = func.coalesce(_state.c.parent_id, 0)
+_parent = func.coalesce(STATE.c.parent_id, 0)
 _NEXT = (
-    select(_state.c.id, _parent)
-    .where(_state.c.id > bindparam("last", type_=BigInteger))
-    .order_by(_state.c.id)
+    select(STATE.c.id, _parent)
+    .where(STATE.c.id > bindparam("last", type_=BigInteger))
+    .order_by(STATE.c.id)
     .limit(_PAGE)
 )
 _AGGREGATES = {
@@ -528,13 +525,13 @@ _PAGES = {  # one row for a whole page: one row for each state takes four times 
     )
     for dialect, aggregate in _AGGREGATES.items()
 }
-_SOME = select(_state.c.id, _parent).where(_state.c.id.in_(_ids))
-_EDGES = select(_edge.c.child_id, _edge.c.parent_id).order_by(_edge.c.child_id, _edge.c.position)
+_SOME = select(STATE.c.id, _parent).where(STATE.c.id.in_(_ids))
+_EDGES = select(EDGE.c.child_id, EDGE.c.parent_id).order_by(EDGE.c.child_id, EDGE.c.position)
 _NEXT_EDGES = _EDGES.where(
-    _edge.c.child_id > bindparam("last", type_=BigInteger),
-    _edge.c.child_id <= bindparam("upto", type_=BigInteger),
+    EDGE.c.child_id > bindparam("last", type_=BigInteger),
+    EDGE.c.child_id <= bindparam("upto", type_=BigInteger),
 )
-_SOME_EDGES = _EDGES.where(_edge.c.child_id.in_(_ids))
+_SOME_EDGES = _EDGES.where(EDGE.c.child_id.in_(_ids))
 
 
 class Firsts(Protocol):

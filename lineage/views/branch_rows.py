@@ -28,14 +28,13 @@ from datastates.errors import InvalidInput
 from datastates.lineage.lookup import batches, states
 from datastates.lineage.query.curves import outline, own_points
 from datastates.lineage.schema import (
-    MetricRow,
-    RefEventRow,
-    RefRow,
-    RunRow,
-    SegmentRow,
-    StateRow,
-    StretchRow,
-    table,
+    EVENT,
+    METRIC,
+    REF,
+    RUN,
+    SEGMENT,
+    STATE,
+    STRETCH,
 )
 from datastates.lineage.states import WHOLE, Ending, Life, Ref, RefKind, Run, State, Status, Tally
 from datastates.values import Value
@@ -44,14 +43,6 @@ from .text import Direction, keys_of
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
-
-_state = table(StateRow)
-_ref = table(RefRow)
-_segment = table(SegmentRow)
-_stretch = table(StretchRow)
-_metric = table(MetricRow)
-_run = table(RunRow)
-_event = table(RefEventRow)
 
 
 Living = Callable[[Run], Life]
@@ -340,29 +331,27 @@ def _counted(session: Session, ids: Sequence[int]) -> Counts:
 
 
 _OF_RUN = (
-    select(
-        _state.c.status, func.count().label("states"), func.sum(_state.c.bytes_new).label("size")
-    )
+    select(STATE.c.status, func.count().label("states"), func.sum(STATE.c.bytes_new).label("size"))
     .where(
-        _state.c.run_id == select(_run.c.id).where(_run.c.uid == bindparam("run")).scalar_subquery()
+        STATE.c.run_id == select(RUN.c.id).where(RUN.c.uid == bindparam("run")).scalar_subquery()
     )
-    .group_by(_state.c.status)
+    .group_by(STATE.c.status)
 )
-_fork = _state.alias("fork")
-_first = _state.alias("first")
-_parent = _segment.alias("parent")
-_is_branch = _ref.c.kind == RefKind.BRANCH.value
+_fork = STATE.alias("fork")
+_first = STATE.alias("first")
+_parent = SEGMENT.alias("parent")
+_is_branch = REF.c.kind == RefKind.BRANCH.value
 _ALL = (
     select(
-        _ref.c.name,
-        _state.c.id,
-        _state.c.uid,
-        _state.c.step,
-        _state.c.generation,
-        _state.c.status,
-        _state.c.created_at,
+        REF.c.name,
+        STATE.c.id,
+        STATE.c.uid,
+        STATE.c.step,
+        STATE.c.generation,
+        STATE.c.status,
+        STATE.c.created_at,
     )
-    .add_columns(_state.c.run_id, _segment.c.id, _segment.c.fork_id)
+    .add_columns(STATE.c.run_id, SEGMENT.c.id, SEGMENT.c.fork_id)
     .add_columns(
         _fork.c.uid,
         _fork.c.step,
@@ -371,39 +360,39 @@ _ALL = (
         _parent.c.branch,
         _parent.c.name,
     )
-    .add_columns(_segment.c.first_id, _first.c.created_at)
-    .join_from(_ref, _state, _state.c.id == _ref.c.state_id)
-    .outerjoin(_segment, _segment.c.branch == _ref.c.name)
-    .outerjoin(_fork, _fork.c.id == _segment.c.fork_id)
+    .add_columns(SEGMENT.c.first_id, _first.c.created_at)
+    .join_from(REF, STATE, STATE.c.id == REF.c.state_id)
+    .outerjoin(SEGMENT, SEGMENT.c.branch == REF.c.name)
+    .outerjoin(_fork, _fork.c.id == SEGMENT.c.fork_id)
     .outerjoin(_parent, _parent.c.id == _fork.c.segment_id)
-    .outerjoin(_first, _first.c.id == _segment.c.first_id)
+    .outerjoin(_first, _first.c.id == SEGMENT.c.first_id)
     .where(_is_branch)
 )
-_BRANCHES = select(_segment.c.id).where(_segment.c.branch.is_not(None))
+_BRANCHES = select(SEGMENT.c.id).where(SEGMENT.c.branch.is_not(None))
 # By segments, so that SQLite looks each up: in a join it would read all stretches.
-_TALLIES = select(_stretch).where(
-    _stretch.c.segment_id.in_(_BRANCHES),
-    _stretch.c.key == bindparam("of"),
-    _stretch.c.place == WHOLE,
+_TALLIES = select(STRETCH).where(
+    STRETCH.c.segment_id.in_(_BRANCHES),
+    STRETCH.c.key == bindparam("of"),
+    STRETCH.c.place == WHOLE,
 )
 
 
 def _metrics() -> Any:
     """Those metrics of states of which a branch has a stretch."""
-    keys = keys_of(_metric)
-    own = select(_stretch.c.key).where(
-        _stretch.c.segment_id.in_(_BRANCHES),
-        _stretch.c.key == keys.c.key,
-        _stretch.c.place == WHOLE,
+    keys = keys_of(METRIC)
+    own = select(STRETCH.c.key).where(
+        STRETCH.c.segment_id.in_(_BRANCHES),
+        STRETCH.c.key == keys.c.key,
+        STRETCH.c.place == WHOLE,
     )
     return select(keys.c.key).where(own.correlate(keys).exists())
 
 
 _METRICS = _metrics()
 _COUNTS_OF = (
-    select(_state.c.segment_id, _state.c.status, func.count(), func.sum(_state.c.bytes_new))
-    .where(_state.c.segment_id.in_(bindparam("ids", type_=BigInteger, expanding=True)))
-    .group_by(_state.c.segment_id, _state.c.status)
+    select(STATE.c.segment_id, STATE.c.status, func.count(), func.sum(STATE.c.bytes_new))
+    .where(STATE.c.segment_id.in_(bindparam("ids", type_=BigInteger, expanding=True)))
+    .group_by(STATE.c.segment_id, STATE.c.status)
 )
 
 
@@ -544,16 +533,14 @@ class Cursors:
 
 
 _ORIGINS_BATCH = 1000
-_NEWEST = select(func.max(_state.c.id))
+_NEWEST = select(func.max(STATE.c.id))
 _AFTER = (
-    select(_state.c.id)
-    .where(_state.c.id > bindparam("last", type_=BigInteger))
-    .order_by(_state.c.id)
+    select(STATE.c.id).where(STATE.c.id > bindparam("last", type_=BigInteger)).order_by(STATE.c.id)
 )
 _SEGMENTS = (
-    select(_state.c.uid, func.coalesce(_segment.c.branch, _segment.c.name).label("name"))
-    .join_from(_state, _segment, _segment.c.id == _state.c.segment_id)
-    .where(_state.c.uid.in_(bindparam("uids", expanding=True)))
+    select(STATE.c.uid, func.coalesce(SEGMENT.c.branch, SEGMENT.c.name).label("name"))
+    .join_from(STATE, SEGMENT, SEGMENT.c.id == STATE.c.segment_id)
+    .where(STATE.c.uid.in_(bindparam("uids", expanding=True)))
 )
 
 
@@ -585,25 +572,25 @@ TRUNKS = ("main", "master")
 """The names that make a branch the trunk of a history; the first of them that exists is it."""
 
 _STAMP = select(
-    select(func.coalesce(func.max(_event.c.id), 0)).scalar_subquery(),
-    select(func.count()).select_from(_ref).scalar_subquery(),
-    select(func.coalesce(func.sum(_ref.c.version), 0)).scalar_subquery(),
+    select(func.coalesce(func.max(EVENT.c.id), 0)).scalar_subquery(),
+    select(func.count()).select_from(REF).scalar_subquery(),
+    select(func.coalesce(func.sum(REF.c.version), 0)).scalar_subquery(),
 )
 _REFS = select(
-    _ref.c.name, _ref.c.kind, _ref.c.version, _ref.c.message, _ref.c.state_id, _state.c.uid
-).join_from(_ref, _state, _state.c.id == _ref.c.state_id)
-_SOME_REFS = _REFS.where(_ref.c.name.in_(bindparam("names", expanding=True)))
+    REF.c.name, REF.c.kind, REF.c.version, REF.c.message, REF.c.state_id, STATE.c.uid
+).join_from(REF, STATE, STATE.c.id == REF.c.state_id)
+_SOME_REFS = _REFS.where(REF.c.name.in_(bindparam("names", expanding=True)))
 _FEW = 100
 _CHANGED = (
-    select(_event.c.name)
+    select(EVENT.c.name)
     .distinct()
-    .where(_event.c.id > bindparam("last", type_=BigInteger))
+    .where(EVENT.c.id > bindparam("last", type_=BigInteger))
     .limit(_FEW + 1)
 )
 _BIRTHS = (
-    select(_event.c.name, func.min(_event.c.id))
-    .where(_event.c.name.in_(bindparam("names", expanding=True)))
-    .group_by(_event.c.name)
+    select(EVENT.c.name, func.min(EVENT.c.id))
+    .where(EVENT.c.name.in_(bindparam("names", expanding=True)))
+    .group_by(EVENT.c.name)
 )
 
 
@@ -702,8 +689,8 @@ def _births(
 
 _SPARKLINE_BATCH = 500
 
-_STEPS = select(_state.c.id, _state.c.step).where(
-    _state.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True))
+_STEPS = select(STATE.c.id, STATE.c.step).where(
+    STATE.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True))
 )
 
 

@@ -24,15 +24,12 @@ from datastates.lineage.query.conditions import Scope, condition
 from datastates.lineage.query.curves import lost_parts
 from datastates.lineage.query.grammar import parse_query
 from datastates.lineage.schema import (
-    AttributeRow,
-    MetricRow,
-    RefRow,
-    RunRow,
-    SegmentRow,
-    StateRow,
-    StretchRow,
+    ATTRIBUTE,
+    METRIC,
+    REF,
+    RUN,
+    STATE,
     from_us,
-    table,
     to_us,
 )
 from datastates.lineage.states import Ending, How, Life, Ref, RefKind, Run, State, Status, ending_of
@@ -65,13 +62,6 @@ from .text import Direction, by_relevance, direction_of
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-_attribute = table(AttributeRow)
-_state = table(StateRow)
-_run = table(RunRow)
-_ref = table(RefRow)
-_segment = table(SegmentRow)
-_stretch = table(StretchRow)
-_metric = table(MetricRow)
 
 _BATCH = 500
 
@@ -124,9 +114,9 @@ def runs_of(session: Session, ids: Sequence[int]) -> dict[int, int | None]:
 
 _ids = bindparam("ids", type_=BigInteger, expanding=True)
 _ATTRIBUTES = select(
-    _attribute.c.state_id, _attribute.c.type, _attribute.c.number, _attribute.c.text
-).where(_attribute.c.state_id.in_(_ids), _attribute.c.key == bindparam("of"))
-_RUNS = select(_state.c.id, _state.c.run_id).where(_state.c.id.in_(_ids))
+    ATTRIBUTE.c.state_id, ATTRIBUTE.c.type, ATTRIBUTE.c.number, ATTRIBUTE.c.text
+).where(ATTRIBUTE.c.state_id.in_(_ids), ATTRIBUTE.c.key == bindparam("of"))
+_RUNS = select(STATE.c.id, STATE.c.run_id).where(STATE.c.id.in_(_ids))
 
 
 # ``branches``: every branch of a lineage, chosen, sorted and grouped. ``show/branches`` describes
@@ -245,7 +235,7 @@ def heads_where(session: Session, query: str, now: datetime | None = None) -> se
     scope = Scope(session, to_us(now), query)
     return set(
         session.execute(
-            select(_state.c.id).where(_state.c.id.in_(_HEADS), condition(parsed.condition, scope))
+            select(STATE.c.id).where(STATE.c.id.in_(_HEADS), condition(parsed.condition, scope))
         ).scalars()
     )
 
@@ -474,24 +464,22 @@ def _rate(row: Row, back: Sequence[Any]) -> float | None:
     return None
 
 
-_is_branch = _ref.c.kind == RefKind.BRANCH.value
-_HEADS = select(_ref.c.state_id).where(_is_branch)
-_SOME = select(_state.c.id, _state.c.uid, _state.c.step, _state.c.status).where(
-    _state.c.id.in_(_ids)
-)
-_FINISHED = select(_ref.c.name, _ref.c.state_id).where(
-    _ref.c.kind == RefKind.TAG.value, _ref.c.name.like(_DONE + "%")
+_is_branch = REF.c.kind == RefKind.BRANCH.value
+_HEADS = select(REF.c.state_id).where(_is_branch)
+_SOME = select(STATE.c.id, STATE.c.uid, STATE.c.step, STATE.c.status).where(STATE.c.id.in_(_ids))
+_FINISHED = select(REF.c.name, REF.c.state_id).where(
+    REF.c.kind == RefKind.TAG.value, REF.c.name.like(_DONE + "%")
 )
 
 
 def _best(direction: Direction) -> Any:
     """The query reads the states of the segment, each with its value: in a join, SQLite may walk
     all values of the metric, of every branch."""
-    of_state = (_metric.c.state_id == _state.c.id) & (_metric.c.key == bindparam("of"))
+    of_state = (METRIC.c.state_id == STATE.c.id) & (METRIC.c.key == bindparam("of"))
     found = select(
-        _state.c.id, select(_metric.c.value).where(of_state).scalar_subquery().label("value")
+        STATE.c.id, select(METRIC.c.value).where(of_state).scalar_subquery().label("value")
     ).where(
-        _state.c.segment_id == bindparam("segment", type_=BigInteger), _state.c.status.not_in(_GONE)
+        STATE.c.segment_id == bindparam("segment", type_=BigInteger), STATE.c.status.not_in(_GONE)
     )
     held = found.subquery()
     value = held.c.value
@@ -507,16 +495,16 @@ def _best(direction: Direction) -> Any:
 def _back() -> Any:
     """Each state with the target of its jump, the target of that state's jump, and so on, the
     farthest first; its parent comes last."""
-    steps = [_state.alias(f"back_{number}") for number in range(5)]
-    before: Any = _state
-    joined: Any = _state
+    steps = [STATE.alias(f"back_{number}") for number in range(5)]
+    before: Any = STATE
+    joined: Any = STATE
     for number, step in enumerate(steps[:-1]):
         joined = joined.outerjoin(step, step.c.id == before.c.jump_id)
         before = steps[number]
-    joined = joined.outerjoin(steps[-1], steps[-1].c.id == _state.c.parent_id)
+    joined = joined.outerjoin(steps[-1], steps[-1].c.id == STATE.c.parent_id)
     farthest = [*reversed(steps[:-1]), steps[-1]]
     columns = [step.c[name] for step in farthest for name in ("id", "run_id", "step", "created_at")]
-    return select(_state.c.id, *columns).select_from(joined).where(_state.c.id.in_(_ids))
+    return select(STATE.c.id, *columns).select_from(joined).where(STATE.c.id.in_(_ids))
 
 
 _BEST = {direction: _best(direction) for direction in Direction}
@@ -526,7 +514,7 @@ _BACK = _back()
 # A summary of a lineage: how much there is, which branches were active, and what came last.
 
 
-_KINDS = select(_ref.c.kind, func.count().label("number")).group_by(_ref.c.kind)
+_KINDS = select(REF.c.kind, func.count().label("number")).group_by(REF.c.kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -548,33 +536,33 @@ class Summary:
 def summary(session: Session, *, heads: int, newest: int) -> Summary:
     """The ``heads`` branches that moved last, and the ``newest`` states; a handful of queries,
     however much there is."""
-    count = session.execute(select(func.count()).select_from(_state)).scalar_one()
+    count = session.execute(select(func.count()).select_from(STATE)).scalar_one()
     kinds = {row.kind: int(row.number) for row in session.execute(_KINDS)}
     ids = list(
-        session.execute(select(_state.c.id).order_by(_state.c.id.desc()).limit(newest)).scalars()
+        session.execute(select(STATE.c.id).order_by(STATE.c.id.desc()).limit(newest)).scalars()
     )
-    branches = _refs(session, _ref.c.kind == RefKind.BRANCH.value, heads)
+    branches = _refs(session, REF.c.kind == RefKind.BRANCH.value, heads)
     return Summary(
         states=int(count),
         branches=kinds.get(RefKind.BRANCH.value, 0),
         tags=kinds.get(RefKind.TAG.value, 0),
         heads=tuple(zip(branches, states(session, [ref.state for ref in branches]), strict=True)),
         newest=tuple(states(session, ids)),
-        named=tuple(_refs(session, _ref.c.state_id.in_(ids), None)),
+        named=tuple(_refs(session, REF.c.state_id.in_(ids), None)),
     )
 
 
 def _refs(session: Session, where: ColumnElement[bool], limit: int | None) -> list[Ref]:
     """Refs, those that name the newest states first."""
     columns: tuple[ColumnElement[Any], ...] = (
-        _ref.c.name,
-        _ref.c.kind,
-        _state.c.uid,
-        _ref.c.version,
-        _ref.c.message,
+        REF.c.name,
+        REF.c.kind,
+        STATE.c.uid,
+        REF.c.version,
+        REF.c.message,
     )
-    query = select(*columns).join(_state, _state.c.id == _ref.c.state_id).where(where)
-    rows = session.execute(query.order_by(_ref.c.state_id.desc(), _ref.c.name).limit(limit))
+    query = select(*columns).join(STATE, STATE.c.id == REF.c.state_id).where(where)
+    rows = session.execute(query.order_by(REF.c.state_id.desc(), REF.c.name).limit(limit))
     return [
         Ref(name, RefKind(kind), uid, version, message)
         for name, kind, uid, version, message in rows
@@ -637,6 +625,6 @@ def _trainings(session: Session, uids: Sequence[str]) -> dict[str, list[Run]]:
     return found
 
 
-_TRAININGS = select(_run.c.id).where(
-    _run.c.process.in_(bindparam("uids", expanding=True)), _run.c.finished_at.is_(None)
+_TRAININGS = select(RUN.c.id).where(
+    RUN.c.process.in_(bindparam("uids", expanding=True)), RUN.c.finished_at.is_(None)
 )

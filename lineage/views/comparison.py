@@ -24,7 +24,7 @@ from datastates.lineage.lookup import batches, id_of, states
 from datastates.lineage.query import walk
 from datastates.lineage.query.names import replicas_of
 from datastates.lineage.query.walk import first_parents
-from datastates.lineage.schema import RefRow, SegmentRow, StateRow, StretchRow, table
+from datastates.lineage.schema import REF, SEGMENT, STATE, STRETCH
 from datastates.lineage.states import WHOLE, Ref, RefKind, State, Status
 from datastates.lineage.write import runs
 from datastates.values import Value
@@ -40,10 +40,6 @@ if TYPE_CHECKING:
 
     from datastates.lineage.states import Run
 
-_state = table(StateRow)
-_ref = table(RefRow)
-_segment = table(SegmentRow)
-_stretch = table(StretchRow)
 
 MOST_COMPARED = 32
 """The most states that can be compared at once."""
@@ -379,23 +375,23 @@ def _axis(
 _BATCH = 500
 _HEADS = (
     select(
-        _ref.c.name,
-        _state.c.id,
-        _state.c.uid,
-        _state.c.step,
-        _state.c.status,
-        _state.c.run_id,
-        _segment.c.id.label("segment_id"),
+        REF.c.name,
+        STATE.c.id,
+        STATE.c.uid,
+        STATE.c.step,
+        STATE.c.status,
+        STATE.c.run_id,
+        SEGMENT.c.id.label("segment_id"),
     )
-    .join_from(_ref, _state, _state.c.id == _ref.c.state_id)
-    .outerjoin(_segment, _segment.c.branch == _ref.c.name)
-    .where(_ref.c.kind == RefKind.BRANCH.value)
+    .join_from(REF, STATE, STATE.c.id == REF.c.state_id)
+    .outerjoin(SEGMENT, SEGMENT.c.branch == REF.c.name)
+    .where(REF.c.kind == RefKind.BRANCH.value)
 )
 _TALLIES = select(
-    _stretch.c.segment_id, _stretch.c.key, _stretch.c.last, _stretch.c.least, _stretch.c.most
+    STRETCH.c.segment_id, STRETCH.c.key, STRETCH.c.last, STRETCH.c.least, STRETCH.c.most
 ).where(
-    _stretch.c.segment_id.in_(bindparam("ids", type_=BigInteger, expanding=True)),
-    _stretch.c.place == WHOLE,
+    STRETCH.c.segment_id.in_(bindparam("ids", type_=BigInteger, expanding=True)),
+    STRETCH.c.place == WHOLE,
 )
 
 
@@ -404,8 +400,8 @@ _TALLIES = select(
 
 
 _PAGE = 1000
-_RUNS = select(_state.c.id, _state.c.run_id).where(
-    _state.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True))
+_RUNS = select(STATE.c.id, STATE.c.run_id).where(
+    STATE.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True))
 )
 
 Pair = tuple[Value, Value]

@@ -29,18 +29,17 @@ from datastates.lineage.query import walk
 from datastates.lineage.query.names import last_event, node_of
 from datastates.lineage.query.walk import first_parent_at
 from datastates.lineage.schema import (
-    AttributeRow,
-    EdgeRow,
-    FolderRow,
-    MetricRow,
-    RefEventRow,
-    RefRow,
-    ReplicaRow,
-    RunRow,
-    SettingRow,
-    StateRow,
+    ATTRIBUTE,
+    EDGE,
+    EVENT,
+    FOLDER,
+    METRIC,
+    REF,
+    REPLICA,
+    RUN,
+    SETTING,
+    STATE,
     from_us,
-    table,
 )
 from datastates.lineage.states import DIED, Ref, RefEvent, RefKind, Run, State, Status
 from datastates.lineage.write import runs
@@ -51,32 +50,22 @@ from .text import keys_of
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-_state = table(StateRow)
-_edge = table(EdgeRow)
-_ref = table(RefRow)
-_replica = table(ReplicaRow)
-_folder = table(FolderRow)
-_event = table(RefEventRow)
-_run = table(RunRow)
-_metric = table(MetricRow)
-_attribute = table(AttributeRow)
-_setting = table(SettingRow)
 
-_next = _state.alias("next")
+_next = STATE.alias("next")
 _REFS_AT = (
-    select(_ref.c.name, _ref.c.kind, _ref.c.version, _ref.c.message, _state.c.uid)
-    .join_from(_ref, _state, _state.c.id == _ref.c.state_id)
-    .where(_ref.c.state_id == bindparam("state", type_=BigInteger))
+    select(REF.c.name, REF.c.kind, REF.c.version, REF.c.message, STATE.c.uid)
+    .join_from(REF, STATE, STATE.c.id == REF.c.state_id)
+    .where(REF.c.state_id == bindparam("state", type_=BigInteger))
 )
 _below = union(
-    select(_state.c.id).where(_state.c.parent_id == bindparam("state", type_=BigInteger)),
-    select(_edge.c.child_id).where(_edge.c.parent_id == bindparam("state", type_=BigInteger)),
+    select(STATE.c.id).where(STATE.c.parent_id == bindparam("state", type_=BigInteger)),
+    select(EDGE.c.child_id).where(EDGE.c.parent_id == bindparam("state", type_=BigInteger)),
 ).subquery()
 _CHILDREN = (
-    select(_state.c.uid).join_from(_below, _state, _state.c.id == _below.c.id).order_by(_state.c.id)
+    select(STATE.c.uid).join_from(_below, STATE, STATE.c.id == _below.c.id).order_by(STATE.c.id)
 )
-_walk = select(_state.c.id, _state.c.parent_id, literal(1).label("place")).where(
-    _state.c.id == bindparam("start", type_=BigInteger)
+_walk = select(STATE.c.id, STATE.c.parent_id, literal(1).label("place")).where(
+    STATE.c.id == bindparam("start", type_=BigInteger)
 )
 _chain = _walk.cte("chain", recursive=True)
 _chain = _chain.union_all(
@@ -194,15 +183,15 @@ def _add_edges(result: nx.DiGraph[str], uid: str, state: State) -> None:
 
 _HELD = (
     select(
-        _replica.c.tier,
-        _replica.c.node,
-        func.max(_folder.c.host),
+        REPLICA.c.tier,
+        REPLICA.c.node,
+        func.max(FOLDER.c.host),
         func.count(),
-        func.sum(_replica.c.bytes),
+        func.sum(REPLICA.c.bytes),
     )
-    .outerjoin_from(_replica, _folder, _folder.c.uid == _replica.c.node)
-    .where(_replica.c.status == "ok")
-    .group_by(_replica.c.tier, _replica.c.node)
+    .outerjoin_from(REPLICA, FOLDER, FOLDER.c.uid == REPLICA.c.node)
+    .where(REPLICA.c.status == "ok")
+    .group_by(REPLICA.c.tier, REPLICA.c.node)
 )
 
 
@@ -334,15 +323,21 @@ _WRITERS = text(
 )
 
 
-_old = _state.alias("old")
-_new = _state.alias("new")
+_old = STATE.alias("old")
+_new = STATE.alias("new")
 _AFTER: Select[Any] = (
-    select(_event.c.id, _event.c.name, _event.c.kind, _event.c.reason, _event.c.created_at)
+    select(
+        EVENT.c.id,
+        EVENT.c.name,
+        EVENT.c.kind,
+        EVENT.c.reason,
+        EVENT.c.created_at,
+    )
     .add_columns(_old.c.uid.label("old"), _new.c.uid.label("new"))
-    .outerjoin_from(_event, _old, _old.c.id == _event.c.old_id)
-    .outerjoin(_new, _new.c.id == _event.c.new_id)
-    .where(_event.c.id > bindparam("after"))
-    .order_by(_event.c.id)
+    .outerjoin_from(EVENT, _old, _old.c.id == EVENT.c.old_id)
+    .outerjoin(_new, _new.c.id == EVENT.c.new_id)
+    .where(EVENT.c.id > bindparam("after"))
+    .order_by(EVENT.c.id)
     .limit(bindparam("limit"))
 )
 
@@ -387,18 +382,16 @@ def _newest(session: Session, uid: str) -> datetime | None:
     return None if at is None else from_us(at)
 
 
-_training = _run.alias("training")
+_training = RUN.alias("training")
 _PROCESSES = (
-    select(_run.c.id)
-    .where(_run.c.process.is_(None), _run.c.is_carried.is_(None))
-    .order_by(_run.c.id)
+    select(RUN.c.id).where(RUN.c.process.is_(None), RUN.c.is_carried.is_(None)).order_by(RUN.c.id)
 )
 _OF_PROCESS = select(_training.c.id).where(
     or_(_training.c.uid == bindparam("uid"), _training.c.process == bindparam("uid"))
 )
-_FAILURES_NEWEST = select(_state.c.created_at).where(
-    _state.c.id
-    == select(func.max(_state.c.id)).where(_state.c.run_id.in_(_OF_PROCESS)).scalar_subquery()
+_FAILURES_NEWEST = select(STATE.c.created_at).where(
+    STATE.c.id
+    == select(func.max(STATE.c.id)).where(STATE.c.run_id.in_(_OF_PROCESS)).scalar_subquery()
 )
 
 
@@ -408,10 +401,10 @@ _FAILURES_NEWEST = select(_state.c.created_at).where(
 
 # One scan of the table, without sorting.
 _STATUSES = select(
-    *(func.count().filter(_state.c.status == status.value).label(status.value) for status in Status)
-).select_from(_state)
-_REFS = select(_ref.c.kind, func.count()).group_by(_ref.c.kind)
-_STATS_NEWEST = select(_state.c.id).order_by(_state.c.id.desc()).limit(1)
+    *(func.count().filter(STATE.c.status == status.value).label(status.value) for status in Status)
+).select_from(STATE)
+_REFS = select(REF.c.kind, func.count()).group_by(REF.c.kind)
+_STATS_NEWEST = select(STATE.c.id).order_by(STATE.c.id.desc()).limit(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,21 +450,21 @@ def count(session: Session) -> Counts:
         statuses=dict(sorted(statuses.items())),
         branches=refs.get(RefKind.BRANCH.value, 0),
         tags=refs.get(RefKind.TAG.value, 0),
-        runs=session.execute(select(func.count()).select_from(_run).where(counted())).scalar_one(),
+        runs=session.execute(select(func.count()).select_from(RUN).where(counted())).scalar_one(),
         metrics=tuple(
             sorted((KeyStats(*row) for row in session.execute(_ranges())), key=lambda one: one.key)
         ),
         attributes=tuple(
             sorted(
                 key
-                for key in session.execute(select(keys_of(_attribute).c.key)).scalars()
+                for key in session.execute(select(keys_of(ATTRIBUTE).c.key)).scalars()
                 if key is not None
             )
         ),
         config=tuple(
             sorted(
                 key
-                for key in session.execute(select(keys_of(_setting).c.key)).scalars()
+                for key in session.execute(select(keys_of(SETTING).c.key)).scalars()
                 if key is not None
             )
         ),
@@ -488,10 +481,10 @@ def newest_stats(session: Session) -> State | None:
 def _ranges() -> Select[Any]:
     """The range and count of each key, along the index of keys and values: least and most cost a
     look-up each, the count reads the key's part."""
-    keys = keys_of(_metric)
+    keys = keys_of(METRIC)
 
     def of(number: ColumnElement[Any]) -> ColumnElement[Any]:
-        return select(number).where(_metric.c.key == keys.c.key).correlate(keys).scalar_subquery()
+        return select(number).where(METRIC.c.key == keys.c.key).correlate(keys).scalar_subquery()
 
-    wanted = of(func.count()), of(func.min(_metric.c.value)), of(func.max(_metric.c.value))
+    wanted = of(func.count()), of(func.min(METRIC.c.value)), of(func.max(METRIC.c.value))
     return select(keys.c.key, *wanted).where(keys.c.key.is_not(None))

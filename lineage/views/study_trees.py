@@ -22,18 +22,17 @@ from sqlalchemy import BigInteger, Integer, bindparam, func, select
 from datastates.errors import InvalidInput, NotFound
 from datastates.lineage.lookup import batches, id_of, states
 from datastates.lineage.schema import (
-    AttributeRow,
-    EdgeRow,
-    MetricRow,
-    RefRow,
-    ReportRow,
-    ReportSampleRow,
-    RunRow,
-    SegmentRow,
-    StateRow,
-    VariantRow,
+    ATTRIBUTE,
+    EDGE,
+    METRIC,
+    REF,
+    REPORT,
+    REPORT_SAMPLE,
+    RUN,
+    SEGMENT,
+    STATE,
+    VARIANT,
     from_us,
-    table,
 )
 from datastates.lineage.states import EdgeKind, Life, RefKind, State, Status
 from datastates.lineage.write import runs
@@ -45,16 +44,6 @@ from .text import Direction, by_relevance, direction_of
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-_variant = table(VariantRow)
-_ref = table(RefRow)
-_state = table(StateRow)
-_segment = table(SegmentRow)
-_run = table(RunRow)
-_attribute = table(AttributeRow)
-_metric = table(MetricRow)
-_edge = table(EdgeRow)
-_report = table(ReportRow)
-_sample = table(ReportSampleRow)
 
 _START = "start/"
 _DONE = "done/"
@@ -289,7 +278,7 @@ def _read(session: Session, study: str) -> dict[str, _Row]:
 def _heads(session: Session, prefix: str, kind: RefKind) -> list[Any]:
     """The refs whose names begin with a prefix, with the states that they name."""
     found = session.execute(
-        _HEADS.where(_ref.c.kind == kind.value, _ref.c.name.startswith(prefix, autoescape=True))
+        _HEADS.where(REF.c.kind == kind.value, REF.c.name.startswith(prefix, autoescape=True))
     )
     return [row for row in found if row.name.startswith(prefix)]  # SQLite's LIKE ignores case
 
@@ -501,58 +490,58 @@ def _summary(
 # The statements
 
 _NEVER = from_us(0)
-_fork = _state.alias("fork")
-_parent = _segment.alias("parent")
+_fork = STATE.alias("fork")
+_parent = SEGMENT.alias("parent")
 _ids = bindparam("ids", type_=BigInteger, expanding=True)
-_of = _variant.c.study == bindparam("of")
-_STUDIES = select(_variant.c.study).distinct()
-_PLANNED = select(_variant).where(_of).order_by(_variant.c.place)
+_of = VARIANT.c.study == bindparam("of")
+_STUDIES = select(VARIANT.c.study).distinct()
+_PLANNED = select(VARIANT).where(_of).order_by(VARIANT.c.place)
 _PLANS = select(
-    _variant.c.study, _variant.c.name, _variant.c.took_s, _variant.c.planned_at, _variant.c.error
+    VARIANT.c.study, VARIANT.c.name, VARIANT.c.took_s, VARIANT.c.planned_at, VARIANT.c.error
 )
-_STUDIES_REFS = select(_ref.c.name, _ref.c.kind, _state.c.uid, _state.c.created_at).join_from(
-    _ref, _state, _state.c.id == _ref.c.state_id
+_STUDIES_REFS = select(REF.c.name, REF.c.kind, STATE.c.uid, STATE.c.created_at).join_from(
+    REF, STATE, STATE.c.id == REF.c.state_id
 )
 _VALUES = select(
-    _attribute.c.state_id,
-    _attribute.c.key,
-    _attribute.c.type,
-    _attribute.c.number,
-    _attribute.c.text,
-).where(_attribute.c.state_id.in_(_ids), _attribute.c.key.in_(bindparam("keys", expanding=True)))
-_METRICS = select(_metric.c.state_id, _metric.c.key, _metric.c.value).where(
-    _metric.c.state_id.in_(_ids)
+    ATTRIBUTE.c.state_id,
+    ATTRIBUTE.c.key,
+    ATTRIBUTE.c.type,
+    ATTRIBUTE.c.number,
+    ATTRIBUTE.c.text,
+).where(ATTRIBUTE.c.state_id.in_(_ids), ATTRIBUTE.c.key.in_(bindparam("keys", expanding=True)))
+_METRICS = select(METRIC.c.state_id, METRIC.c.key, METRIC.c.value).where(
+    METRIC.c.state_id.in_(_ids)
 )
 _HELD = (
     select(
-        _segment.c.branch,
-        func.count(_state.c.id),
-        func.sum(_state.c.bytes_new).label("size"),
+        SEGMENT.c.branch,
+        func.count(STATE.c.id),
+        func.sum(STATE.c.bytes_new).label("size"),
         func.max(_parent.c.branch),
     )
-    .outerjoin_from(_segment, _state, _state.c.segment_id == _segment.c.id)
-    .outerjoin(_fork, _fork.c.id == _segment.c.fork_id)
+    .outerjoin_from(SEGMENT, STATE, STATE.c.segment_id == SEGMENT.c.id)
+    .outerjoin(_fork, _fork.c.id == SEGMENT.c.fork_id)
     .outerjoin(_parent, _parent.c.id == _fork.c.segment_id)
-    .where(_segment.c.branch.in_(bindparam("names", expanding=True)))
-    .group_by(_segment.c.branch)
+    .where(SEGMENT.c.branch.in_(bindparam("names", expanding=True)))
+    .group_by(SEGMENT.c.branch)
 )
-_AT_WORK = select(_run.c.id).where(
-    _run.c.branch.in_(bindparam("names", expanding=True)),
-    _run.c.finished_at.is_(None),
-    _run.c.process.is_not(None),
+_AT_WORK = select(RUN.c.id).where(
+    RUN.c.branch.in_(bindparam("names", expanding=True)),
+    RUN.c.finished_at.is_(None),
+    RUN.c.process.is_not(None),
 )
 _HEADS = (
     select(
-        _ref.c.name,
-        _state.c.id,
-        _state.c.uid,
-        _state.c.step,
-        _state.c.status,
-        _state.c.created_at,
-        _state.c.digest,
+        REF.c.name,
+        STATE.c.id,
+        STATE.c.uid,
+        STATE.c.step,
+        STATE.c.status,
+        STATE.c.created_at,
+        STATE.c.digest,
     )
-    .join_from(_ref, _state, _state.c.id == _ref.c.state_id)
-    .order_by(_ref.c.name)
+    .join_from(REF, STATE, STATE.c.id == REF.c.state_id)
+    .order_by(REF.c.name)
 )
 
 
@@ -614,7 +603,7 @@ def merges(
     if limit < 1:
         raise InvalidInput(f"limit is {limit}: a page has at least one merge")
     before = None if after is None else id_of(session, after)
-    wanted = _NEWEST if before is None else _NEWEST.where(_edge.c.child_id < before)
+    wanted = _NEWEST if before is None else _NEWEST.where(EDGE.c.child_id < before)
     ids = list(session.execute(wanted.limit(limit + 1)).scalars())
     made = states(session, ids[:limit])
     parents = {
@@ -700,17 +689,17 @@ def _names_merges(session: Session, uids: Sequence[str]) -> dict[str, list[str]]
 
 
 _NEWEST = (
-    select(_edge.c.child_id)
-    .where(_edge.c.kind.in_(_KINDS))
-    .group_by(_edge.c.child_id)
-    .order_by(_edge.c.child_id.desc())
+    select(EDGE.c.child_id)
+    .where(EDGE.c.kind.in_(_KINDS))
+    .group_by(EDGE.c.child_id)
+    .order_by(EDGE.c.child_id.desc())
 )
-_IDS = select(_state.c.id).where(_state.c.uid.in_(bindparam("uids", expanding=True)))
+_IDS = select(STATE.c.id).where(STATE.c.uid.in_(bindparam("uids", expanding=True)))
 _MERGES_REFS = (
-    select(_state.c.uid, _ref.c.name)
-    .join_from(_ref, _state, _state.c.id == _ref.c.state_id)
-    .where(_state.c.uid.in_(bindparam("uids", expanding=True)))
-    .order_by(_ref.c.name)
+    select(STATE.c.uid, REF.c.name)
+    .join_from(REF, STATE, STATE.c.id == REF.c.state_id)
+    .where(STATE.c.uid.in_(bindparam("uids", expanding=True)))
+    .order_by(REF.c.name)
 )
 
 
@@ -779,7 +768,7 @@ def report(session: Session, id_: int, *, after: int = 0, limit: int = 100) -> R
 
     :raises NotFound: there is no report of this id.
     """
-    row = session.execute(_REPORTS.where(_report.c.id == id_)).first()
+    row = session.execute(_REPORTS.where(REPORT.c.id == id_)).first()
     if row is None:
         raise NotFound(f"there is no report {id_}: outliers says which there are")
     found = session.execute(_SAMPLES, {"id": id_, "after": after, "limit": limit + 1}).all()
@@ -828,25 +817,25 @@ def _sample_of(row: Any) -> ReportSample:
 
 _kept = (
     select(func.count())
-    .where(_sample.c.report_id == _report.c.id)
-    .correlate(_report)
+    .where(REPORT_SAMPLE.c.report_id == REPORT.c.id)
+    .correlate(REPORT)
     .scalar_subquery()
 )
 _REPORTS = select(
-    _report.c.id, _report.c.name, _report.c.created_at, _report.c.body, _kept.label("kept")
-).order_by(_report.c.created_at.desc(), _report.c.id.desc())
-_id = _sample.c.report_id == bindparam("id", type_=BigInteger)
+    REPORT.c.id, REPORT.c.name, REPORT.c.created_at, REPORT.c.body, _kept.label("kept")
+).order_by(REPORT.c.created_at.desc(), REPORT.c.id.desc())
+_id = REPORT_SAMPLE.c.report_id == bindparam("id", type_=BigInteger)
 _SAMPLES = (
     select(
-        _sample.c.rank,
-        _sample.c.sample,
-        _sample.c.body,
-        _sample.c.picture.is_not(None).label("has"),
+        REPORT_SAMPLE.c.rank,
+        REPORT_SAMPLE.c.sample,
+        REPORT_SAMPLE.c.body,
+        REPORT_SAMPLE.c.picture.is_not(None).label("has"),
     )
-    .where(_id, _sample.c.rank > bindparam("after", type_=Integer))
-    .order_by(_sample.c.rank)
+    .where(_id, REPORT_SAMPLE.c.rank > bindparam("after", type_=Integer))
+    .order_by(REPORT_SAMPLE.c.rank)
     .limit(bindparam("limit", type_=Integer))
 )
-_PICTURE = select(_sample.c.picture).where(
-    _id, _sample.c.sample == bindparam("index", type_=BigInteger)
+_PICTURE = select(REPORT_SAMPLE.c.picture).where(
+    _id, REPORT_SAMPLE.c.sample == bindparam("index", type_=BigInteger)
 )

@@ -15,14 +15,13 @@ from datastates import values
 from datastates.errors import Corrupt
 from datastates.lineage.lookup import batches, id_of
 from datastates.lineage.schema import (
-    FolderRow,
-    ReplicaRow,
-    ReportRow,
-    ReportSampleRow,
-    SealRow,
-    StateRow,
-    VariantRow,
-    table,
+    FOLDER,
+    REPLICA,
+    REPORT,
+    REPORT_SAMPLE,
+    SEAL,
+    STATE,
+    VARIANT,
     to_us,
 )
 from datastates.system import logs
@@ -31,13 +30,6 @@ from datastates.values import Value
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-_variant = table(VariantRow)
-_report = table(ReportRow)
-_sample = table(ReportSampleRow)
-_folder = table(FolderRow)
-_replica = table(ReplicaRow)
-_seal = table(SealRow)
-_state = table(StateRow)
 
 ERROR_CHARACTERS = 20_000
 """How many characters of an error are kept: its first line, and its end, which says where it was
@@ -121,30 +113,30 @@ def _row(study: str, place: int, variant: Planned) -> dict[str, object]:
     }
 
 
-_is_it = (_variant.c.study == bindparam("of")) & (_variant.c.name == bindparam("variant"))
-_planned = [_variant.c[name] for name in ("study", "name", "place", "parent", "epochs", "config")]
-_KNOWN = select(*_planned).where(_variant.c.study == bindparam("of"))
-_PLAN = insert(_variant)
+_is_it = (VARIANT.c.study == bindparam("of")) & (VARIANT.c.name == bindparam("variant"))
+_planned = [VARIANT.c[name] for name in ("study", "name", "place", "parent", "epochs", "config")]
+_KNOWN = select(*_planned).where(VARIANT.c.study == bindparam("of"))
+_PLAN = insert(VARIANT)
 _PLAN_AGAIN = (
-    update(_variant)
-    .where(_variant.c.study == bindparam("new_study"), _variant.c.name == bindparam("new_name"))
+    update(VARIANT)
+    .where(VARIANT.c.study == bindparam("new_study"), VARIANT.c.name == bindparam("new_name"))
     .values({name: bindparam(f"new_{name}") for name in ("place", "parent", "epochs", "config")})
 )
 _BEGIN = (
-    update(_variant)
+    update(VARIANT)
     .where(_is_it)
-    .values(began_at=bindparam("now"), ended_at=None, error=None, attempts=_variant.c.attempts + 1)
+    .values(began_at=bindparam("now"), ended_at=None, error=None, attempts=VARIANT.c.attempts + 1)
 )
 _END = (
-    update(_variant)
+    update(VARIANT)
     .where(_is_it)
-    .values(ended_at=bindparam("now"), took_s=_variant.c.took_s + bindparam("more_s"))
+    .values(ended_at=bindparam("now"), took_s=VARIANT.c.took_s + bindparam("more_s"))
 )
-_FAIL = update(_variant).where(_is_it).values(ended_at=bindparam("now"), error=bindparam("why"))
-_FAILURES = select(_variant.c.name, _variant.c.error).where(
-    _variant.c.study == bindparam("of"),
-    _variant.c.error.is_not(None),
-    _variant.c.ended_at >= bindparam("since"),
+_FAIL = update(VARIANT).where(_is_it).values(ended_at=bindparam("now"), error=bindparam("why"))
+_FAILURES = select(VARIANT.c.name, VARIANT.c.error).where(
+    VARIANT.c.study == bindparam("of"),
+    VARIANT.c.error.is_not(None),
+    VARIANT.c.ended_at >= bindparam("since"),
 )
 
 
@@ -182,7 +174,7 @@ def keep(
         id_ = int(made.inserted_primary_key[0])
     else:
         session.execute(_DROP_SAMPLES, {"id": id_})
-        session.execute(_report.update().where(_report.c.id == id_).values(columns))
+        session.execute(REPORT.update().where(REPORT.c.id == id_).values(columns))
     rows = [
         {
             "report_id": id_,
@@ -202,10 +194,10 @@ def _json(facts: Mapping[str, Any]) -> str:
     return msgspec.json.encode(facts).decode()
 
 
-_FIND = select(_report.c.id).where(_report.c.name == bindparam("of"))
-_KEEP = insert(_report)
-_KEEP_SAMPLES = insert(_sample)
-_DROP_SAMPLES = delete(_sample).where(_sample.c.report_id == bindparam("id"))
+_FIND = select(REPORT.c.id).where(REPORT.c.name == bindparam("of"))
+_KEEP = insert(REPORT)
+_KEEP_SAMPLES = insert(REPORT_SAMPLE)
+_DROP_SAMPLES = delete(REPORT_SAMPLE).where(REPORT_SAMPLE.c.report_id == bindparam("id"))
 
 
 # The folders of packs that a lineage knows, each by the uid stored in it, with where it was last
@@ -248,16 +240,16 @@ def of_state(session: Session, uid: str) -> list[Folder]:
     return [Folder(row.uid, row.path, row.host) for row in rows]
 
 
-_GET = select(_folder).where(_folder.c.uid == bindparam("wanted"))
-_AT = select(_folder.c.uid).where(_folder.c.path == bindparam("seen"))
+_GET = select(FOLDER).where(FOLDER.c.uid == bindparam("wanted"))
+_AT = select(FOLDER.c.uid).where(FOLDER.c.path == bindparam("seen"))
 _OF_STATE = (
-    select(_folder)
-    .join_from(_folder, _replica, _replica.c.node == _folder.c.uid)
-    .where(_replica.c.state_id == bindparam("state"))
-    .order_by(_folder.c.uid)
+    select(FOLDER)
+    .join_from(FOLDER, REPLICA, REPLICA.c.node == FOLDER.c.uid)
+    .where(REPLICA.c.state_id == bindparam("state"))
+    .order_by(FOLDER.c.uid)
 )
-_sqlite = sqlite.insert(_folder)
-_postgresql = postgresql.insert(_folder)
+_sqlite = sqlite.insert(FOLDER)
+_postgresql = postgresql.insert(FOLDER)
 _SEEN = ("path", "host", "seen_at")
 _UPSERT = {
     "sqlite": _sqlite.on_conflict_do_update(
@@ -307,14 +299,14 @@ def seal(session: Session, uid: str, digest: str) -> None:
 
 
 _SEALS = (
-    select(_state.c.uid, _seal.c.digest)
-    .join_from(_seal, _state, _state.c.id == _seal.c.state_id)
-    .where(_state.c.uid.in_(bindparam("uids", expanding=True)))
+    select(STATE.c.uid, SEAL.c.digest)
+    .join_from(SEAL, STATE, STATE.c.id == SEAL.c.state_id)
+    .where(STATE.c.uid.in_(bindparam("uids", expanding=True)))
 )
-_HELD = select(_state.c.id, bindparam("digest", type_=_seal.c.digest.type)).where(
-    _state.c.uid == bindparam("held")
+_HELD = select(STATE.c.id, bindparam("digest", type_=SEAL.c.digest.type)).where(
+    STATE.c.uid == bindparam("held")
 )
 _INSERT = {
-    name: make(_seal).from_select(["state_id", "digest"], _HELD).on_conflict_do_nothing()
+    name: make(SEAL).from_select(["state_id", "digest"], _HELD).on_conflict_do_nothing()
     for name, make in (("sqlite", sqlite.insert), ("postgresql", postgresql.insert))
 }

@@ -17,20 +17,17 @@ from datastates.lineage.lookup import batches, id_of
 from datastates.lineage.lookup import states as load
 from datastates.lineage.query.names import holder
 from datastates.lineage.schema import (
-    CloneRow,
-    NoteRow,
-    PartRow,
-    RefEventRow,
-    RefRow,
-    ReportRow,
-    ReportSampleRow,
-    RepositoryRow,
-    RunRow,
-    SealRow,
-    StateRow,
-    VariantRow,
+    CLONE,
+    EVENT,
+    NOTE,
+    PART,
+    REF,
+    REPOSITORY,
+    RUN,
+    SEAL,
+    STATE,
+    VARIANT,
     from_us,
-    table,
     to_us,
 )
 from datastates.lineage.states import (
@@ -52,18 +49,6 @@ from .replicas import mark
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-_state = table(StateRow)
-_run = table(RunRow)
-_clone = table(CloneRow)
-_repository = table(RepositoryRow)
-_event = table(RefEventRow)
-_ref = table(RefRow)
-_note = table(NoteRow)
-_part = table(PartRow)
-_seal = table(SealRow)
-_variant = table(VariantRow)
-_report = table(ReportRow)
-_sample = table(ReportSampleRow)
 
 _BATCH = 500  # uids in one IN list, states recorded at once
 
@@ -286,7 +271,7 @@ def listing(
 ) -> list[tuple[int, int, Clone]]:
     """Arrivals of states here, newest first, those before the one with the id ``after``: ids,
     steps of the states, and the records."""
-    found = _ARRIVALS if after is None else _ARRIVALS.where(_clone.c.id < after)
+    found = _ARRIVALS if after is None else _ARRIVALS.where(CLONE.c.id < after)
     rows = session.execute(found.limit(limit))
     return [
         (
@@ -329,38 +314,36 @@ def _new(state: State, here: dict[str, str], *, status: Status, run: str | None 
     return NewState(facts, state.digest, status, bytes_total=state.bytes_total)
 
 
-_REPOSITORY = select(_repository.c.uid)
-_DIGESTS = select(_state.c.uid, _state.c.digest).where(
-    _state.c.uid.in_(bindparam("uids", expanding=True))
+_REPOSITORY = select(REPOSITORY.c.uid)
+_DIGESTS = select(STATE.c.uid, STATE.c.digest).where(
+    STATE.c.uid.in_(bindparam("uids", expanding=True))
 )
-_own_run = case((_run.c.is_carried.is_(None), _run.c.id))
+_own_run = case((RUN.c.is_carried.is_(None), RUN.c.id))
 _PARTIES = (
-    select(_state.c.uid, _own_run.label("run_id"), _clone.c.source)
+    select(STATE.c.uid, _own_run.label("run_id"), CLONE.c.source)
     .select_from(
-        _state.outerjoin(_clone, _clone.c.state_id == _state.c.id).outerjoin(
-            _run, _run.c.id == _state.c.run_id
+        STATE.outerjoin(CLONE, CLONE.c.state_id == STATE.c.id).outerjoin(
+            RUN, RUN.c.id == STATE.c.run_id
         )
     )
-    .where(_state.c.uid.in_(bindparam("uids", expanding=True)))
+    .where(STATE.c.uid.in_(bindparam("uids", expanding=True)))
 )
-_INSERT = insert(_clone).values(
-    state_id=select(_state.c.id).where(_state.c.uid == bindparam("held")).scalar_subquery(),
-    run_id=select(_run.c.id).where(_run.c.uid == bindparam("run")).scalar_subquery(),
+_INSERT = insert(CLONE).values(
+    state_id=select(STATE.c.id).where(STATE.c.uid == bindparam("held")).scalar_subquery(),
+    run_id=select(RUN.c.id).where(RUN.c.uid == bindparam("run")).scalar_subquery(),
 )
 _CLONES = (
-    select(_clone, _run.c.uid.label("run"))
-    .select_from(_clone.outerjoin(_run, _run.c.id == _clone.c.run_id))
-    .where(_clone.c.state_id == bindparam("state"))
-    .order_by(_clone.c.id.desc())
+    select(CLONE, RUN.c.uid.label("run"))
+    .select_from(CLONE.outerjoin(RUN, RUN.c.id == CLONE.c.run_id))
+    .where(CLONE.c.state_id == bindparam("state"))
+    .order_by(CLONE.c.id.desc())
 )
 _ARRIVALS = (
-    select(_clone, _run.c.uid.label("run"), _state.c.uid.label("state"), _state.c.step)
+    select(CLONE, RUN.c.uid.label("run"), STATE.c.uid.label("state"), STATE.c.step)
     .select_from(
-        _clone.join(_state, _state.c.id == _clone.c.state_id).outerjoin(
-            _run, _run.c.id == _clone.c.run_id
-        )
+        CLONE.join(STATE, STATE.c.id == CLONE.c.state_id).outerjoin(RUN, RUN.c.id == CLONE.c.run_id)
     )
-    .order_by(_clone.c.id.desc())
+    .order_by(CLONE.c.id.desc())
 )
 
 
@@ -371,13 +354,13 @@ _ARRIVALS = (
 def is_empty(session: Session) -> bool:
     """Whether nothing was ever recorded here."""
     return not any(
-        session.execute(select(each.c.id).limit(1)).first() for each in (_state, _run, _event)
+        session.execute(select(each.c.id).limit(1)).first() for each in (STATE, RUN, EVENT)
     )
 
 
 def put_uid(session: Session, uid: str) -> None:
     """Give the lineage the uid that it had; two databases of one uid are never used at once."""
-    session.execute(update(_repository).values(uid=uid))
+    session.execute(update(REPOSITORY).values(uid=uid))
 
 
 def put_runs(session: Session, news: Iterable[NewState]) -> int:
@@ -387,7 +370,7 @@ def put_runs(session: Session, news: Iterable[NewState]) -> int:
     for new in news:
         if new.facts.run is not None:
             times.setdefault(new.facts.run, []).append(to_us(new.facts.created_at))
-    here = set(session.execute(select(_run.c.uid)).scalars()) if times else set()
+    here = set(session.execute(select(RUN.c.uid)).scalars()) if times else set()
     empty = {"host": "", "user": "", "pid": 0, "argv": [], "config": {}, "versions": {}}
     rows = [
         {"uid": uid, **empty, "started_at": min(at), "finished_at": max(at)}
@@ -395,7 +378,7 @@ def put_runs(session: Session, news: Iterable[NewState]) -> int:
         if uid not in here
     ]
     if rows:
-        session.execute(insert(_run), rows)
+        session.execute(insert(RUN), rows)
     return len(rows)
 
 
@@ -404,7 +387,7 @@ def put_states(session: Session, news: Sequence[NewState], tell: Callable[[int],
     for start in range(0, len(news), _BATCH):
         checkpoint()
         some = news[start : start + _BATCH]
-        session.execute(delete(_part).where(_part.c.state_uid.in_([new.uid for new in some])))
+        session.execute(delete(PART).where(PART.c.state_uid.in_([new.uid for new in some])))
         record_all(session, some)
         tell(min(start + _BATCH, len(news)))
 
@@ -437,7 +420,7 @@ def put_parts(
         for uid, rank, count, digest, told_at in parts
     ]
     for some in batches(rows, _BATCH):
-        session.execute(insert(_part), some)
+        session.execute(insert(PART), some)
 
 
 def last_moves(session: Session) -> dict[str, Move]:
@@ -461,18 +444,18 @@ def put_moves(session: Session, moves: Sequence[Move], *, reason: str) -> None:
         for move in moves
     ]
     for some in batches(rows, _BATCH):
-        session.execute(insert(_event), some)
+        session.execute(insert(EVENT), some)
     heads = {move.name: ids[move.new] for move in moves if move.new is not None}
     counts = Counter(move.name for move in moves)
     for name, head in heads.items():
         before = session.execute(_HEAD, {"ref": name}).scalar()
         if before is None:
             row = {"name": name, "kind": RefKind.BRANCH.value, "message": None}
-            session.execute(insert(_ref), {**row, "state_id": head, "version": counts[name]})
+            session.execute(insert(REF), {**row, "state_id": head, "version": counts[name]})
             segments.begin(session, name, head)
         else:
-            version = _ref.c.version + counts[name]
-            moved = update(_ref).where(_ref.c.name == name)
+            version = REF.c.version + counts[name]
+            moved = update(REF).where(REF.c.name == name)
             session.execute(moved.values(state_id=head, version=version))
             segments.move(session, name, before, head)
 
@@ -483,14 +466,14 @@ def totals(session: Session) -> dict[str, int]:
     return {
         name: session.execute(query).scalar_one()
         for name, query in {
-            "branches": _COUNT.where(_ref.c.kind == RefKind.BRANCH.value),
-            "tags": _COUNT.where(_ref.c.kind == RefKind.TAG.value),
-            "notes": select(func.count()).select_from(_note),
-            "events": select(func.count()).select_from(_event),
-            "clones": select(func.count()).select_from(_clone),
-            "seals": select(func.count()).select_from(_seal),
-            "variants": select(func.count()).select_from(_variant),
-            "states": select(func.count()).select_from(_state),
+            "branches": _COUNT.where(REF.c.kind == RefKind.BRANCH.value),
+            "tags": _COUNT.where(REF.c.kind == RefKind.TAG.value),
+            "notes": select(func.count()).select_from(NOTE),
+            "events": select(func.count()).select_from(EVENT),
+            "clones": select(func.count()).select_from(CLONE),
+            "seals": select(func.count()).select_from(SEAL),
+            "variants": select(func.count()).select_from(VARIANT),
+            "states": select(func.count()).select_from(STATE),
         }.items()
     }
 
@@ -503,14 +486,14 @@ def _ids(session: Session, uids: set[str]) -> dict[str, int]:
     return found
 
 
-_HERE = select(_state.c.uid, _state.c.id).where(_state.c.uid.in_(bindparam("uids", expanding=True)))
-_HEAD = select(_ref.c.state_id).where(_ref.c.name == bindparam("ref"))
-_COUNT = select(func.count()).select_from(_ref)
-_old = _state.alias("old")
-_newest = _state.alias("newest")
+_HERE = select(STATE.c.uid, STATE.c.id).where(STATE.c.uid.in_(bindparam("uids", expanding=True)))
+_HEAD = select(REF.c.state_id).where(REF.c.name == bindparam("ref"))
+_COUNT = select(func.count()).select_from(REF)
+_old = STATE.alias("old")
+_newest = STATE.alias("newest")
 _LAST_MOVES = (
-    select(_event.c.name, _event.c.kind, _old.c.uid, _newest.c.uid, _event.c.created_at)
-    .outerjoin_from(_event, _old, _old.c.id == _event.c.old_id)
-    .outerjoin(_newest, _newest.c.id == _event.c.new_id)
-    .where(_event.c.id.in_(select(func.max(_event.c.id)).group_by(_event.c.name)))
+    select(EVENT.c.name, EVENT.c.kind, _old.c.uid, _newest.c.uid, EVENT.c.created_at)
+    .outerjoin_from(EVENT, _old, _old.c.id == EVENT.c.old_id)
+    .outerjoin(_newest, _newest.c.id == EVENT.c.new_id)
+    .where(EVENT.c.id.in_(select(func.max(EVENT.c.id)).group_by(EVENT.c.name)))
 )

@@ -47,7 +47,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from datastates.errors import Conflict, InvalidInput, NotFound
 from datastates.lineage.lookup import id_of, state
 from datastates.lineage.query.incomplete import WHYS, Waiting, waiting
-from datastates.lineage.schema import PartRow, ReplicaRow, RunRow, StateRow, from_us, table, to_us
+from datastates.lineage.schema import PART, REPLICA, RUN, STATE, from_us, to_us
 from datastates.lineage.states import Edge, EdgeKind, NewState, State, StateFacts, Status, Why
 from datastates.state.manifest import root_digest
 
@@ -57,10 +57,6 @@ from .replicas import SAFETY, hold
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-_part = table(PartRow)
-_state = table(StateRow)
-_run = table(RunRow)
-_replica = table(ReplicaRow)
 
 _COUNTER = -(1 << 31)
 """The rank of the row whose ``world_size`` counts the parts that were reported."""
@@ -655,92 +651,92 @@ def _place_of(facts: StateFacts) -> dict[str, Any]:
 # The statements
 
 _uids: BindParameter[Any] = bindparam("uids", expanding=True)
-_of_uid = _part.c.state_uid == bindparam("uid")
-_is_part = _part.c.rank >= 0
-_is_given_up = _part.c.status.in_(WHYS)
+_of_uid = PART.c.state_uid == bindparam("uid")
+_is_part = PART.c.rank >= 0
+_is_given_up = PART.c.status.in_(WHYS)
 _parts_of_it = (_of_uid, _is_part)
 _LOCK = text("SELECT pg_advisory_xact_lock(:key)")
-_whole = select(_state.c.digest).where(_state.c.uid == bindparam("uid")).scalar_subquery()
-_WHOLE = select(_state.c.digest).where(_state.c.uid == bindparam("uid"))
-_is_counter = (_of_uid, _part.c.rank == _COUNTER)
+_whole = select(STATE.c.digest).where(STATE.c.uid == bindparam("uid")).scalar_subquery()
+_WHOLE = select(STATE.c.digest).where(STATE.c.uid == bindparam("uid"))
+_is_counter = (_of_uid, PART.c.rank == _COUNTER)
 _TOLD = select(
-    select(_part.c.world_size).where(*_is_counter).scalar_subquery().label("count"),
-    select(_part.c.status)
+    select(PART.c.world_size).where(*_is_counter).scalar_subquery().label("count"),
+    select(PART.c.status)
     .where(*_parts_of_it)
-    .order_by(_part.c.rank)
+    .order_by(PART.c.rank)
     .limit(1)
     .scalar_subquery()
     .label("first"),
     _whole.label("whole"),
 )
-_COUNT_ON = update(_part).where(*_is_counter).values(world_size=bindparam("count"))
-_FORGET_COUNT = delete(_part).where(*_is_counter)
-_first_rank = select(func.min(_part.c.rank)).where(*_parts_of_it).scalar_subquery()
+_COUNT_ON = update(PART).where(*_is_counter).values(world_size=bindparam("count"))
+_FORGET_COUNT = delete(PART).where(*_is_counter)
+_first_rank = select(func.min(PART.c.rank)).where(*_parts_of_it).scalar_subquery()
 _THESE = (
-    select(_part.c.rank, _part.c.world_size, _part.c.digest, _part.c.place)
-    .where(*_parts_of_it, or_(_part.c.rank == bindparam("of_rank"), _part.c.rank == _first_rank))
-    .order_by(_part.c.rank)
+    select(PART.c.rank, PART.c.world_size, PART.c.digest, PART.c.place)
+    .where(*_parts_of_it, or_(PART.c.rank == bindparam("of_rank"), PART.c.rank == _first_rank))
+    .order_by(PART.c.rank)
 )
-_FIRST = select(_part).where(*_parts_of_it, _part.c.rank == 0)
-_SAID = select(_part.c.said).where(*_parts_of_it).order_by(_part.c.rank)
-_RANKS = select(_part.c.rank).where(*_parts_of_it)
+_FIRST = select(PART).where(*_parts_of_it, PART.c.rank == 0)
+_SAID = select(PART.c.said).where(*_parts_of_it).order_by(PART.c.rank)
+_RANKS = select(PART.c.rank).where(*_parts_of_it)
 _SUMS = (
     select(
-        _part.c.status,
-        func.sum(_part.c.bytes_total).label("bytes_total"),
-        func.sum(_part.c.bytes_new).label("bytes_new"),
+        PART.c.status,
+        func.sum(PART.c.bytes_total).label("bytes_total"),
+        func.sum(PART.c.bytes_new).label("bytes_new"),
     )
     .where(*_parts_of_it)
-    .group_by(_part.c.status)
+    .group_by(PART.c.status)
 )
-_DIGESTS = select(_part.c.digest).where(*_parts_of_it).order_by(_part.c.rank)
-_DIGEST_OF_PART = select(_part.c.digest).where(
-    _of_uid, _part.c.rank == bindparam("of_rank"), _part.c.place.is_(None)
+_DIGESTS = select(PART.c.digest).where(*_parts_of_it).order_by(PART.c.rank)
+_DIGEST_OF_PART = select(PART.c.digest).where(
+    _of_uid, PART.c.rank == bindparam("of_rank"), PART.c.place.is_(None)
 )
-_DIGESTS_OF = select(_state.c.uid, _state.c.digest).where(_state.c.uid.in_(_uids))
+_DIGESTS_OF = select(STATE.c.uid, STATE.c.digest).where(STATE.c.uid.in_(_uids))
 _STANDING = select(
     _whole.label("whole"),
-    select(_part.c.place)
+    select(PART.c.place)
     .where(*_parts_of_it, _is_given_up)
     .limit(1)
     .scalar_subquery()
     .label("place"),
 )
 _PLACES = (
-    select(_part.c.state_uid, _part.c.world_size, func.min(_part.c.place).label("place"))
-    .where(_part.c.state_uid.in_(_uids), _is_part, _part.c.place.is_not(None), ~_is_given_up)
-    .group_by(_part.c.state_uid, _part.c.world_size)
+    select(PART.c.state_uid, PART.c.world_size, func.min(PART.c.place).label("place"))
+    .where(PART.c.state_uid.in_(_uids), _is_part, PART.c.place.is_not(None), ~_is_given_up)
+    .group_by(PART.c.state_uid, PART.c.world_size)
 )
-_RUNS = select(_run.c.uid, _run.c.id).where(_run.c.uid.in_(bindparam("runs", expanding=True)))
-_INSERT = insert(_part)
-_SETTLED = update(_part).where(*_parts_of_it).values(place=None, said=None)
-_is_whole = (_is_part, _part.c.place.is_(None), _part.c.state_uid.in_(_uids))
+_RUNS = select(RUN.c.uid, RUN.c.id).where(RUN.c.uid.in_(bindparam("runs", expanding=True)))
+_INSERT = insert(PART)
+_SETTLED = update(PART).where(*_parts_of_it).values(place=None, said=None)
+_is_whole = (_is_part, PART.c.place.is_(None), PART.c.state_uid.in_(_uids))
 _WANT = (
-    update(_part)
-    .where(*_is_whole, _part.c.rank == bindparam("of_rank"))
+    update(PART)
+    .where(*_is_whole, PART.c.rank == bindparam("of_rank"))
     .values(said=bindparam("how"))
 )
 _WANTED = (
-    select(_part.c.state_uid, _part.c.said).where(*_is_whole, _part.c.said.is_not(None)).distinct()
+    select(PART.c.state_uid, PART.c.said).where(*_is_whole, PART.c.said.is_not(None)).distinct()
 )
-_DROP = delete(_part).where(*_parts_of_it)
-_is_child = (_of_uid, _part.c.rank < 0, _part.c.rank > _COUNTER)
-_CHILDREN = select(_part.c.said).where(*_is_child).order_by(_part.c.rank.desc())
-_FORGET_CHILDREN = delete(_part).where(*_is_child)
+_DROP = delete(PART).where(*_parts_of_it)
+_is_child = (_of_uid, PART.c.rank < 0, PART.c.rank > _COUNTER)
+_CHILDREN = select(PART.c.said).where(*_is_child).order_by(PART.c.rank.desc())
+_FORGET_CHILDREN = delete(PART).where(*_is_child)
 _WAITING_OF = (
-    select(_part.c.state_uid, _part.c.tier, _part.c.rank)
-    .join_from(_part, _run, _run.c.id == _part.c.run_id)
-    .where(_run.c.uid.in_(bindparam("runs", expanding=True)), _part.c.place.is_not(None))
-    .order_by(_part.c.state_uid, _part.c.rank)
+    select(PART.c.state_uid, PART.c.tier, PART.c.rank)
+    .join_from(PART, RUN, RUN.c.id == PART.c.run_id)
+    .where(RUN.c.uid.in_(bindparam("runs", expanding=True)), PART.c.place.is_not(None))
+    .order_by(PART.c.state_uid, PART.c.rank)
 )
 _held = ["state_id", "rank", "tier", "node", "status", "bytes"]
 _all_held = select(
-    bindparam("id", type_=_replica.c.state_id.type),
-    _part.c.rank,
-    _part.c.tier,
-    _part.c.node,
+    bindparam("id", type_=REPLICA.c.state_id.type),
+    PART.c.rank,
+    PART.c.tier,
+    PART.c.node,
     literal("ok"),
-    _part.c.bytes_new,
+    PART.c.bytes_new,
 )
 _HOLD_ALL = {
     name: upsert.on_conflict_do_update(
@@ -748,10 +744,10 @@ _HOLD_ALL = {
         set_={"status": upsert.excluded.status, "bytes": upsert.excluded.bytes},
     )
     for name, upsert in (
-        ("sqlite", sqlite.insert(_replica).from_select(_held, _all_held.where(*_parts_of_it))),
+        ("sqlite", sqlite.insert(REPLICA).from_select(_held, _all_held.where(*_parts_of_it))),
         (
             "postgresql",
-            postgresql.insert(_replica).from_select(_held, _all_held.where(*_parts_of_it)),
+            postgresql.insert(REPLICA).from_select(_held, _all_held.where(*_parts_of_it)),
         ),
     )
 }

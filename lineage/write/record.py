@@ -36,17 +36,16 @@ from datastates.errors import Conflict, InvalidInput, NotFound
 from datastates.lineage import lookup
 from datastates.lineage.lookup import ids_of
 from datastates.lineage.schema import (
-    AttributeRow,
-    EdgeRow,
-    MetricRow,
-    RefEventRow,
-    RefRow,
-    ReplicaRow,
-    RunRow,
-    SegmentRow,
-    StateRow,
+    ATTRIBUTE,
+    EDGE,
+    EVENT,
+    METRIC,
+    REF,
+    REPLICA,
+    RUN,
+    SEGMENT,
+    STATE,
     from_us,
-    table,
     to_us,
 )
 from datastates.lineage.states import (
@@ -69,11 +68,6 @@ from .refs import check_name
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-_state = table(StateRow)
-_run = table(RunRow)
-_ref = table(RefRow)
-_event = table(RefEventRow)
-_segment = table(SegmentRow)
 
 _UID = re.compile(r"[0-9a-f]{24}")
 
@@ -520,7 +514,7 @@ def _state_of(new: NewState, place: _Place, created_us: int) -> State:
 
 # The statements
 
-_parent, _jumped, _far, _head = (_state.alias(name) for name in ("parent", "jumped", "far", "head"))
+_parent, _jumped, _far, _head = (STATE.alias(name) for name in ("parent", "jumped", "far", "head"))
 _one = select(literal(1).label("one")).subquery()
 
 _PLACE = (
@@ -532,47 +526,47 @@ _PLACE = (
         _far.c.generation.label("far_generation"),
         _far.c.jump_step.label("far_step"),
     )
-    .add_columns(_far.c.jump_id.label("behind_id"), _run.c.id.label("run_id"))
-    .add_columns(_run.c.config[TAKEN].as_string().label("taken"))
+    .add_columns(_far.c.jump_id.label("behind_id"), RUN.c.id.label("run_id"))
+    .add_columns(RUN.c.config[TAKEN].as_string().label("taken"))
     .add_columns(
-        _ref.c.kind.label("ref_kind"), _head.c.id.label("head_id"), _head.c.uid.label("head")
+        REF.c.kind.label("ref_kind"), _head.c.id.label("head_id"), _head.c.uid.label("head")
     )
-    .add_columns(_segment.c.id.label("segment_id"), _segment.c.first_id)
+    .add_columns(SEGMENT.c.id.label("segment_id"), SEGMENT.c.first_id)
     .select_from(
         _one.outerjoin(_parent, _parent.c.uid == bindparam("parent"))
         .outerjoin(_jumped, _jumped.c.id == _parent.c.jump_id)
         .outerjoin(_far, _far.c.id == _jumped.c.jump_id)
-        .outerjoin(_run, _run.c.uid == bindparam("run"))
-        .outerjoin(_ref, _ref.c.name == bindparam("branch"))
-        .outerjoin(_head, _head.c.id == _ref.c.state_id)
-        .outerjoin(_segment, _segment.c.branch == bindparam("branch"))
+        .outerjoin(RUN, RUN.c.uid == bindparam("run"))
+        .outerjoin(REF, REF.c.name == bindparam("branch"))
+        .outerjoin(_head, _head.c.id == REF.c.state_id)
+        .outerjoin(SEGMENT, SEGMENT.c.branch == bindparam("branch"))
     )
 )
-_ABOVE = select(_state.c.generation, _state.c.jump_id, _state.c.jump_step).where(
-    _state.c.id == bindparam("above", type_=BigInteger)
+_ABOVE = select(STATE.c.generation, STATE.c.jump_id, STATE.c.jump_step).where(
+    STATE.c.id == bindparam("above", type_=BigInteger)
 )
-_NEXT_ID = select(func.coalesce(func.max(_state.c.id), 0) + 1)
+_NEXT_ID = select(func.coalesce(func.max(STATE.c.id), 0) + 1)
 _NEXT_IDS = text(
     "SELECT nextval(pg_get_serial_sequence('state', 'id')) FROM generate_series(1, :count)"
 )
-_INSERT_STATE = insert(_state)
-_INSERT_EDGE = insert(table(EdgeRow))
-_INSERT_METRIC = insert(table(MetricRow))
-_INSERT_ATTRIBUTE = insert(table(AttributeRow))
-_INSERT_REPLICA = insert(table(ReplicaRow))
-_INSERT_EVENT = insert(_event)
+_INSERT_STATE = insert(STATE)
+_INSERT_EDGE = insert(EDGE)
+_INSERT_METRIC = insert(METRIC)
+_INSERT_ATTRIBUTE = insert(ATTRIBUTE)
+_INSERT_REPLICA = insert(REPLICA)
+_INSERT_EVENT = insert(EVENT)
 _MAKE_BRANCH = {
-    name: make(_ref).on_conflict_do_nothing().execution_options(preserve_rowcount=True)
+    name: make(REF).on_conflict_do_nothing().execution_options(preserve_rowcount=True)
     for name, make in (("sqlite", sqlite.insert), ("postgresql", postgresql.insert))
 }
 _MOVE_BRANCH = (
-    update(_ref)
+    update(REF)
     .where(
-        _ref.c.name == bindparam("ref"),
-        _ref.c.kind == RefKind.BRANCH.value,
-        _ref.c.state_id == bindparam("old"),
+        REF.c.name == bindparam("ref"),
+        REF.c.kind == RefKind.BRANCH.value,
+        REF.c.state_id == bindparam("old"),
     )
-    .values(state_id=bindparam("new"), version=_ref.c.version + bindparam("moves"))
+    .values(state_id=bindparam("new"), version=REF.c.version + bindparam("moves"))
 )
 
 
@@ -727,7 +721,7 @@ def _row(run: Run) -> dict[str, object]:
 
 
 _INSERT = {
-    "sqlite": sqlite.insert(_run).on_conflict_do_nothing(),
-    "postgresql": postgresql.insert(_run).on_conflict_do_nothing(),
+    "sqlite": sqlite.insert(RUN).on_conflict_do_nothing(),
+    "postgresql": postgresql.insert(RUN).on_conflict_do_nothing(),
 }
-_ID = select(_run.c.id).where(_run.c.uid == bindparam("uid"))
+_ID = select(RUN.c.id).where(RUN.c.uid == bindparam("uid"))

@@ -25,14 +25,13 @@ from datastates.lineage.query.names import get, get_note
 from datastates.lineage.query.names import get as ref_of
 from datastates.lineage.query.walk import nearest_restorable
 from datastates.lineage.schema import (
-    AttributeRow,
-    MetricRow,
-    NoteRow,
-    RefEventRow,
-    RefRow,
-    RunRow,
-    StateRow,
-    table,
+    ATTRIBUTE,
+    EVENT,
+    METRIC,
+    NOTE,
+    REF,
+    RUN,
+    STATE,
     to_us,
 )
 from datastates.lineage.states import Note, Ref, RefKind, State, columns_of
@@ -43,13 +42,6 @@ from . import segments
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-_ref = table(RefRow)
-_event = table(RefEventRow)
-_note = table(NoteRow)
-_run = table(RunRow)
-_state = table(StateRow)
-_attribute = table(AttributeRow)
-_metric = table(MetricRow)
 
 _logger = logging.getLogger(__name__)
 NAME_LENGTH = 200
@@ -132,7 +124,7 @@ def delete_ref(session: Session, name: str, *, reason: str = "delete") -> Ref:
     segments.lock(session, [name])
     found = get(session, name)
     done = session.execute(
-        sql_delete(_ref).where(_ref.c.name == name, _ref.c.version == found.version)
+        sql_delete(REF).where(REF.c.name == name, REF.c.version == found.version)
     )
     if _changed(done) != 1:
         raise Conflict(
@@ -152,14 +144,14 @@ def rename(session: Session, name: str, new: str, *, reason: str = "rename") -> 
     """
     segments.lock(session, [name])
     found, new = get(session, name), check_name(new)
-    if session.execute(select(_ref.c.name).where(_ref.c.name == new)).first():
+    if session.execute(select(REF.c.name).where(REF.c.name == new)).first():
         raise Conflict(f"{name!r} cannot be renamed: {new!r} is taken, choose another name")
-    session.execute(update(_ref).where(_ref.c.name == name).values(name=new))
+    session.execute(update(REF).where(REF.c.name == name).values(name=new))
     id_ = id_of(session, found.state)
     if found.kind is RefKind.BRANCH:
         segments.rename(session, name, new)
-        session.execute(update(_note).where(_note.c.branch == name).values(branch=new))
-        session.execute(update(_run).where(_run.c.branch == name).values(branch=new))
+        session.execute(update(NOTE).where(NOTE.c.branch == name).values(branch=new))
+        session.execute(update(RUN).where(RUN.c.branch == name).values(branch=new))
     note_event(session, name, found.kind, id_, None, f"{reason} to {new}")
     note_event(session, new, found.kind, None, id_, f"{reason} from {name}")
     return replace(found, name=new)
@@ -268,13 +260,13 @@ def _propose(name: str) -> str:
 
 
 _MOVE = (
-    update(_ref)
-    .where(_ref.c.name == bindparam("ref"), _ref.c.state_id == bindparam("old"))
-    .values(state_id=bindparam("new"), version=_ref.c.version + 1)
+    update(REF)
+    .where(REF.c.name == bindparam("ref"), REF.c.state_id == bindparam("old"))
+    .values(state_id=bindparam("new"), version=REF.c.version + 1)
 )
-_LOG = insert(_event)
+_LOG = insert(EVENT)
 _INSERT = {
-    name: make(_ref).on_conflict_do_nothing().execution_options(preserve_rowcount=True)
+    name: make(REF).on_conflict_do_nothing().execution_options(preserve_rowcount=True)
     for name, make in (("sqlite", sqlite.insert), ("postgresql", postgresql.insert))
 }
 
@@ -376,16 +368,16 @@ def measure(
 
 
 _LOCK_STATE = (
-    select(_state.c.id).where(_state.c.uid == bindparam("uid")).with_for_update(key_share=True)
+    select(STATE.c.id).where(STATE.c.uid == bindparam("uid")).with_for_update(key_share=True)
 )
 _FORGET, _FORGET_METRICS = (
     delete(each).where(
         each.c.state_id == bindparam("state"), each.c.key.in_(bindparam("keys", expanding=True))
     )
-    for each in (_attribute, _metric)
+    for each in (ATTRIBUTE, METRIC)
 )
-_SET = insert(_attribute)
-_SET_METRICS = insert(_metric)
+_SET = insert(ATTRIBUTE)
+_SET_METRICS = insert(METRIC)
 
 
 # Notes: what people write about states and branches, in Markdown. The notes of a branch belong to
@@ -416,7 +408,7 @@ def write(
     row = {"state_id": None if state is None else id_of(session, state), "branch": branch}
     count = session.execute(
         select(func.count()).where(
-            _note.c.state_id == row["state_id"] if branch is None else _note.c.branch == branch
+            NOTE.c.state_id == row["state_id"] if branch is None else NOTE.c.branch == branch
         )
     )
     if count.scalar_one() >= NOTES:
@@ -430,7 +422,7 @@ def write(
         "created_at": to_us(None),
         "edited_at": None,
     }
-    session.execute(insert(_note), {**row, **made})
+    session.execute(insert(NOTE), {**row, **made})
     note = get_note(session, str(made["uid"]))
     _log(session, note, f"written by {note.author}")
     return note
@@ -496,7 +488,7 @@ def bring(session: Session, coming: Iterable[Note]) -> int:
             }
             edited_at = None if note.edited_at is None else to_us(note.edited_at)
             session.execute(
-                insert(_note),
+                insert(NOTE),
                 {
                     **row,
                     "branch": None,
@@ -524,7 +516,7 @@ def _as_seen(seen: Note | None) -> list[ColumnElement[bool]]:
         []
         if seen is None
         else [
-            func.coalesce(_note.c.edited_at, _note.c.created_at)
+            func.coalesce(NOTE.c.edited_at, NOTE.c.created_at)
             == to_us(seen.edited_at or seen.created_at)
         ]
     )
@@ -546,5 +538,5 @@ def _log(session: Session, note: Note, what: str) -> None:
     )
 
 
-_EDIT = update(_note).where(_note.c.uid == bindparam("note"))
-_DELETE = delete(_note).where(_note.c.uid == bindparam("note"))
+_EDIT = update(NOTE).where(NOTE.c.uid == bindparam("note"))
+_DELETE = delete(NOTE).where(NOTE.c.uid == bindparam("note"))

@@ -26,16 +26,13 @@ from datastates.errors import Conflict, InvalidInput, Unsupported
 from datastates.lineage.lookup import batches, id_of, ids_of, state, unknown
 from datastates.lineage.query.retained import elsewhere, leading, led_here
 from datastates.lineage.query.walk import nearest_restorable
-from datastates.lineage.schema import PartRow, ReplicaRow, StateRow, table
+from datastates.lineage.schema import PART, REPLICA, STATE
 from datastates.lineage.states import RefKind, State, Status
 
 if TYPE_CHECKING:
     from sqlalchemy import Row
     from sqlalchemy.orm import Session
 
-_state = table(StateRow)
-_replica = table(ReplicaRow)
-_part = table(PartRow)
 
 SAFETY = {
     Status.LOST: 0,
@@ -206,9 +203,9 @@ def _replica_of(state_id: int, rank: int, tier: str, node: str, bytes: int) -> d
 def unheld() -> ColumnElement[bool]:
     """The condition that no tier holds a state's bytes or, if it has several parts, those of one
     of them."""
-    its = _replica.c.state_id == _state.c.id
-    ranks = select(func.count(_replica.c.rank.distinct())).where(its).scalar_subquery()
-    return or_(~exists().where(its), and_(_state.c.world_size > 1, ranks < _state.c.world_size))
+    its = REPLICA.c.state_id == STATE.c.id
+    ranks = select(func.count(REPLICA.c.rank.distinct())).where(its).scalar_subquery()
+    return or_(~exists().where(its), and_(STATE.c.world_size > 1, ranks < STATE.c.world_size))
 
 
 def evict(session: Session, uids: Iterable[str], *, tier: str, node: str) -> list[str]:
@@ -241,30 +238,30 @@ _ids = bindparam("ids", type_=BigInteger, expanding=True)
 
 # Not FOR UPDATE: that would wait for a transaction that records a child, and deadlock with it.
 _LOCK_STATE = (
-    select(_state.c.id, _state.c.status, _state.c.world_size)
-    .where(_state.c.uid == bindparam("uid"))
+    select(STATE.c.id, STATE.c.status, STATE.c.world_size)
+    .where(STATE.c.uid == bindparam("uid"))
     .with_for_update(key_share=True)
 )
 _LOCK_NAMED = (
-    select(_state.c.id, _state.c.uid, _state.c.status, _state.c.world_size)
-    .where(_state.c.uid.in_(bindparam("uids", expanding=True)))
-    .order_by(_state.c.id)
+    select(STATE.c.id, STATE.c.uid, STATE.c.status, STATE.c.world_size)
+    .where(STATE.c.uid.in_(bindparam("uids", expanding=True)))
+    .order_by(STATE.c.id)
     .with_for_update(key_share=True)
 )
 _LOCK_STATES = (
-    select(_state.c.id)
-    .where(_state.c.id.in_(_ids))
-    .order_by(_state.c.id)
+    select(STATE.c.id)
+    .where(STATE.c.id.in_(_ids))
+    .order_by(STATE.c.id)
     .with_for_update(key_share=True)
 )
 _waits = and_(
-    _part.c.state_uid == bindparam("uid"),
-    _part.c.rank == bindparam("of_rank"),
-    _part.c.place.is_not(None),
+    PART.c.state_uid == bindparam("uid"),
+    PART.c.rank == bindparam("of_rank"),
+    PART.c.place.is_not(None),
 )
-_LOCK_PART = select(_part.c.status, _part.c.bytes_new).where(_waits).with_for_update()
+_LOCK_PART = select(PART.c.status, PART.c.bytes_new).where(_waits).with_for_update()
 _MARK_PART = (
-    update(_part)
+    update(PART)
     .where(_waits)
     .values(
         status=bindparam("new_status"),
@@ -274,12 +271,12 @@ _MARK_PART = (
     )
 )
 _SET_STATUS = (
-    update(_state).where(_state.c.id == bindparam("state")).values(status=bindparam("new_status"))
+    update(STATE).where(STATE.c.id == bindparam("state")).values(status=bindparam("new_status"))
 )
 _SET_DURABLE = _SET_STATUS.values(bytes_new=bindparam("added"))
-_key = [_replica.c.state_id, _replica.c.rank, _replica.c.tier, _replica.c.node]
-_upsert_sqlite = sqlite.insert(_replica)
-_upsert_postgresql = postgresql.insert(_replica)
+_key = [REPLICA.c.state_id, REPLICA.c.rank, REPLICA.c.tier, REPLICA.c.node]
+_upsert_sqlite = sqlite.insert(REPLICA)
+_upsert_postgresql = postgresql.insert(REPLICA)
 _UPSERT_REPLICA = {
     "sqlite": _upsert_sqlite.on_conflict_do_update(
         index_elements=_key,
@@ -293,27 +290,27 @@ _UPSERT_REPLICA = {
         },
     ),
 }
-_RANKS_ON = select(func.count(_replica.c.rank.distinct())).where(
-    _replica.c.state_id == bindparam("state"),
-    _replica.c.tier == bindparam("on_tier"),
-    _replica.c.status == "ok",
+_RANKS_ON = select(func.count(REPLICA.c.rank.distinct())).where(
+    REPLICA.c.state_id == bindparam("state"),
+    REPLICA.c.tier == bindparam("on_tier"),
+    REPLICA.c.status == "ok",
 )
-_DROP_REPLICAS = delete(_replica).where(
-    _replica.c.state_id.in_(_ids),
-    _replica.c.tier == bindparam("on_tier"),
-    _replica.c.node == bindparam("on_node"),
+_DROP_REPLICAS = delete(REPLICA).where(
+    REPLICA.c.state_id.in_(_ids),
+    REPLICA.c.tier == bindparam("on_tier"),
+    REPLICA.c.node == bindparam("on_node"),
 )
 _HELD = (
-    select(_state.c.uid)
-    .join_from(_replica, _state, _state.c.id == _replica.c.state_id)
-    .where(_state.c.uid.in_(bindparam("uids", expanding=True)))
-    .where(_replica.c.tier == bindparam("on_tier"), _replica.c.node == bindparam("on_node"))
+    select(STATE.c.uid)
+    .join_from(REPLICA, STATE, STATE.c.id == REPLICA.c.state_id)
+    .where(STATE.c.uid.in_(bindparam("uids", expanding=True)))
+    .where(REPLICA.c.tier == bindparam("on_tier"), REPLICA.c.node == bindparam("on_node"))
 )
 _EVICT_UNHELD = (
-    update(_state)
-    .where(_state.c.id.in_(_ids), _state.c.status.not_in(_GONE), unheld())
+    update(STATE)
+    .where(STATE.c.id.in_(_ids), STATE.c.status.not_in(_GONE), unheld())
     .values(status=Status.EVICTED.value)
-    .returning(_state.c.id, _state.c.uid)
+    .returning(STATE.c.id, STATE.c.uid)
 )
 
 
@@ -429,19 +426,19 @@ def check_withdrawal(session: Session, uid: str, *, is_forced: bool = False) -> 
 
 _LED_HERE = led_here(lambda passed: passed.c.status.in_(bindparam("gone", expanding=True)))
 _THOSE_HELD = (
-    select(_state.c.id, _state.c.uid)
-    .join_from(_replica, _state, _state.c.id == _replica.c.state_id)
-    .where(_state.c.id.in_(_ids), _state.c.world_size == 1)
-    .where(_replica.c.tier == bindparam("on_tier"), _replica.c.node == bindparam("on_node"))
-    .order_by(_state.c.id)
+    select(STATE.c.id, STATE.c.uid)
+    .join_from(REPLICA, STATE, STATE.c.id == REPLICA.c.state_id)
+    .where(STATE.c.id.in_(_ids), STATE.c.world_size == 1)
+    .where(REPLICA.c.tier == bindparam("on_tier"), REPLICA.c.node == bindparam("on_node"))
+    .order_by(STATE.c.id)
 )
 _ONLY_CAPTURED = (
-    update(_state)
-    .where(_state.c.id.in_(_ids), _state.c.status.not_in(bindparam("gone", expanding=True)))
+    update(STATE)
+    .where(STATE.c.id.in_(_ids), STATE.c.status.not_in(bindparam("gone", expanding=True)))
     .where(
         ~exists().where(
-            _replica.c.state_id == _state.c.id,
-            _replica.c.tier.not_in(bindparam("volatile", expanding=True)),
+            REPLICA.c.state_id == STATE.c.id,
+            REPLICA.c.tier.not_in(bindparam("volatile", expanding=True)),
         )
     )
     .values(status=Status.CAPTURED.value)

@@ -34,14 +34,13 @@ from datastates.lineage.query.incomplete import Waiting
 from datastates.lineage.query.names import holder
 from datastates.lineage.query.walk import nearest_restorable
 from datastates.lineage.schema import (
-    CloneRow,
-    PartRow,
-    RefRow,
-    ReplicaRow,
-    RunRow,
-    StateRow,
+    CLONE,
+    PART,
+    REF,
+    REPLICA,
+    RUN,
+    STATE,
     from_us,
-    table,
     to_us,
 )
 from datastates.lineage.states import DIED, OURS, RefKind, Run, Status
@@ -56,18 +55,12 @@ from .replicas import unheld
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-_run = table(RunRow)
-_state = table(StateRow)
-_replica = table(ReplicaRow)
-_ref = table(RefRow)
-_clone = table(CloneRow)
-_part = table(PartRow)
 
 RANK = f"{OURS}rank"
-_OURS = _run.c.is_carried.is_(None)
+_OURS = RUN.c.is_carried.is_(None)
 _GONE = [status.value for status in Status if not status.is_restorable]
 _VOLATILE: BindParameter[Any] = bindparam("volatile", expanding=True)
-_ELSEWHERE = exists().where(_replica.c.state_id == _state.c.id, _replica.c.tier.not_in(_VOLATILE))
+_ELSEWHERE = exists().where(REPLICA.c.state_id == STATE.c.id, REPLICA.c.tier.not_in(_VOLATILE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +81,17 @@ def start(session: Session, run: Run) -> None:
     :raises Conflict: its uid was used before.
     :raises NotFound: the process that it names does not exist.
     """
-    if session.execute(select(_run.c.id).where(_run.c.uid == run.uid)).first():
+    if session.execute(select(RUN.c.id).where(RUN.c.uid == run.uid)).first():
         raise Conflict(f"run {run.uid} was recorded before: every run needs a uid of its own")
     if (
         run.process is not None
-        and not session.execute(select(_run.c.id).where(_run.c.uid == run.process)).first()
+        and not session.execute(select(RUN.c.id).where(RUN.c.uid == run.process)).first()
     ):
         raise NotFound(
             f"there is no run {run.process!r} to be the process of {run.uid}: start it first"
         )
     made: Any = session.execute(
-        insert(_run),
+        insert(RUN),
         {
             "uid": run.uid,
             "process": run.process,
@@ -122,7 +115,7 @@ def configure(session: Session, run: Run) -> None:
     """Replace the settings in the record of a run by those of ``run``.
 
     Does nothing if the run is not recorded."""
-    found = session.execute(select(_run.c.id).where(_run.c.uid == run.uid)).scalar()
+    found = session.execute(select(RUN.c.id).where(RUN.c.uid == run.uid)).scalar()
     if found is not None:
         lookup.keep(session.connection(), found, run.config, replaces=True)
 
@@ -153,11 +146,9 @@ def note(session: Session, uid: str, facts: Mapping[str, Value]) -> None:
     """Add settings that nobody chose to a run's record; each name begins with ``OURS``.
 
     Does nothing if there is no such run."""
-    found = session.execute(
-        select(_run.c.config).where(_run.c.uid == uid).with_for_update()
-    ).scalar()
+    found = session.execute(select(RUN.c.config).where(RUN.c.uid == uid).with_for_update()).scalar()
     if found is not None and facts:
-        session.execute(update(_run).where(_run.c.uid == uid).values(config={**found, **facts}))
+        session.execute(update(RUN).where(RUN.c.uid == uid).values(config={**found, **facts}))
 
 
 def get(session: Session, uid: str) -> Run:
@@ -165,7 +156,7 @@ def get(session: Session, uid: str) -> Run:
 
     :raises NotFound: there is no such run.
     """
-    found = _runs(session, select(_run).where(_run.c.uid == uid))
+    found = _runs(session, select(RUN).where(RUN.c.uid == uid))
     if not found:
         raise NotFound(f"there is no run {uid!r}")
     return found[0]
@@ -173,12 +164,12 @@ def get(session: Session, uid: str) -> Run:
 
 def by_ids(session: Session, ids: Collection[int]) -> dict[int, Run]:
     """Runs by their row ids; ids without a run are left out."""
-    return _by_id(session, select(_run).where(_run.c.id.in_(ids)))
+    return _by_id(session, select(RUN).where(RUN.c.id.in_(ids)))
 
 
 def by_uids(session: Session, uids: Collection[str]) -> list[Run]:
     """Runs by their uids; uids without a run are left out."""
-    return _runs(session, select(_run).where(_run.c.uid.in_(uids)).order_by(_run.c.id))
+    return _runs(session, select(RUN).where(RUN.c.uid.in_(uids)).order_by(RUN.c.id))
 
 
 def branches_of(session: Session, uids: Collection[str]) -> dict[str, list[str]]:
@@ -203,14 +194,14 @@ def listing(
 
     :raises NotFound: ``after`` is no run.
     """
-    query = select(_run).where(counted()).order_by(_run.c.id.desc()).limit(limit + 1)
+    query = select(RUN).where(counted()).order_by(RUN.c.id.desc()).limit(limit + 1)
     if after is not None:
-        last = session.execute(select(_run.c.id).where(_run.c.uid == after)).scalar()
+        last = session.execute(select(RUN.c.id).where(RUN.c.uid == after)).scalar()
         if last is None:
             raise NotFound(
                 f"there is no run {after!r} to go on after: pass the uid of the last one that came"
             )
-        query = query.where(_run.c.id < last)
+        query = query.where(RUN.c.id < last)
     found = _runs(session, query)
     return found[:limit], found[limit - 1].uid if len(found) > limit else None
 
@@ -225,18 +216,16 @@ def of_job(job: str, rank: int, size: int) -> dict[str, Value]:
 def of_ranks(session: Session, uid: str, ranks: Collection[int]) -> dict[int, Run]:
     """The runs of these ranks in the job that captures a state, complete or not, by rank; only
     ranks that tracked."""
-    told = (
-        select(_part.c.run_id).where(_part.c.state_uid == uid, _part.c.run_id.is_not(None)).limit(1)
-    )
+    told = select(PART.c.run_id).where(PART.c.state_uid == uid, PART.c.run_id.is_not(None)).limit(1)
     job = session.execute(
-        select(_run.c.config[f"{OURS}job"].as_string()).where(_run.c.id == told.scalar_subquery())
+        select(RUN.c.config[f"{OURS}job"].as_string()).where(RUN.c.id == told.scalar_subquery())
     ).scalar()
     if job is None:
         return {}
-    rank = _run.c.config[RANK].as_integer()
+    rank = RUN.c.config[RANK].as_integer()
     found = _runs(
         session,
-        select(_run).where(_run.c.config[f"{OURS}job"].as_string() == job, rank.in_(sorted(ranks))),
+        select(RUN).where(RUN.c.config[f"{OURS}job"].as_string() == job, rank.in_(sorted(ranks))),
     )
     # the query says that it is a number
     return {each.config[RANK]: each for each in found}  # type: ignore[misc]
@@ -245,19 +234,19 @@ def of_ranks(session: Session, uid: str, ranks: Collection[int]) -> dict[int, Ru
 def counted() -> ColumnElement[bool]:
     """The condition for what people call a run: a training, counted once for all its ranks, or a
     process without a training. Those of other lineages count too."""
-    rank = _run.c.config[RANK].as_integer()
+    rank = RUN.c.config[RANK].as_integer()
     return and_(
         or_(rank.is_(None), rank == 0),
-        or_(_run.c.process.is_not(None), ~exists().where(_training.c.process == _run.c.uid)),
+        or_(RUN.c.process.is_not(None), ~exists().where(_training.c.process == RUN.c.uid)),
     )
 
 
 def unfinished(session: Session, branch: str | None = None) -> list[Run]:
     """The processes, or the trainings of a branch, that never recorded that they finished,
     oldest first: they are alive, or died."""
-    of = _run.c.process.is_(None) if branch is None else _run.c.branch == branch
+    of = RUN.c.process.is_(None) if branch is None else RUN.c.branch == branch
     return _runs(
-        session, select(_run).where(_run.c.finished_at.is_(None), of, _OURS).order_by(_run.c.id)
+        session, select(RUN).where(RUN.c.finished_at.is_(None), of, _OURS).order_by(RUN.c.id)
     )
 
 
@@ -268,13 +257,13 @@ def in_memory(session: Session, uid: str, *, volatile: Collection[str]) -> dict[
     ``volatile`` are the tiers that are lost with a process.
     """
     uids = _with_trainings(session, [uid])
-    query = select(_state.c.uid, _state.c.digest).where(
-        _state.c.id.in_(union(_captured(uids), _cloned(uids)))
+    query = select(STATE.c.uid, STATE.c.digest).where(
+        STATE.c.id.in_(union(_captured(uids), _cloned(uids)))
     )
-    query = query.where(_state.c.status.not_in(_GONE), _state.c.world_size == 1, ~_ELSEWHERE)
+    query = query.where(STATE.c.status.not_in(_GONE), STATE.c.world_size == 1, ~_ELSEWHERE)
     return {
         row.uid: row.digest
-        for row in session.execute(query.order_by(_state.c.id), {"volatile": list(volatile)})
+        for row in session.execute(query.order_by(STATE.c.id), {"volatile": list(volatile)})
     }
 
 
@@ -285,15 +274,15 @@ def parts_in_memory(
     far as the lineage knows, only memory holds: uid and rank, each with the digest of the part.
     """
     uids = _with_trainings(session, [uid])
-    told = or_(_run.c.uid.in_(uids), _state.c.id.in_(_cloned(uids)))
-    its = (_replica.c.state_id == _state.c.id, _replica.c.rank == _part.c.rank)
+    told = or_(RUN.c.uid.in_(uids), STATE.c.id.in_(_cloned(uids)))
+    its = (REPLICA.c.state_id == STATE.c.id, REPLICA.c.rank == PART.c.rank)
     query = (
-        select(_part.c.state_uid, _part.c.rank, _part.c.digest)
-        .join_from(_part, _state, _state.c.uid == _part.c.state_uid)
-        .outerjoin(_run, _run.c.id == _part.c.run_id)
-        .where(told, _state.c.status.not_in(_GONE))
-        .where(~exists().where(*its, _replica.c.tier.not_in(_VOLATILE)))
-        .order_by(_state.c.id, _part.c.rank)
+        select(PART.c.state_uid, PART.c.rank, PART.c.digest)
+        .join_from(PART, STATE, STATE.c.uid == PART.c.state_uid)
+        .outerjoin(RUN, RUN.c.id == PART.c.run_id)
+        .where(told, STATE.c.status.not_in(_GONE))
+        .where(~exists().where(*its, REPLICA.c.tier.not_in(_VOLATILE)))
+        .order_by(STATE.c.id, PART.c.rank)
     )
     return {
         (row.state_uid, row.rank): row.digest
@@ -329,28 +318,26 @@ def _lose(session: Session, runs: list[str], volatile: Collection[str]) -> None:
     process. (A replica that names no process belongs to the run that captured the state.)
     """
     theirs = union(_captured(runs), _cloned(runs), _shared(runs))
-    held = _state.c.id.in_(theirs)
+    held = STATE.c.id.in_(theirs)
     # in id order, as every writer does
     session.execute(
-        select(_state.c.id)
+        select(STATE.c.id)
         .where(held)
-        .order_by(_state.c.id)
-        .with_for_update(of=_state, key_share=True)
+        .order_by(STATE.c.id)
+        .with_for_update(of=STATE, key_share=True)
     )
     places = [
         holder(row.host, row.uid)
-        for row in session.execute(select(_run.c.host, _run.c.uid).where(_run.c.uid.in_(runs)))
+        for row in session.execute(select(RUN.c.host, RUN.c.uid).where(RUN.c.uid.in_(runs)))
     ]
-    of_captured = _replica.c.state_id.in_(_captured(runs)) & _replica.c.node.not_like(
+    of_captured = REPLICA.c.state_id.in_(_captured(runs)) & REPLICA.c.node.not_like(
         "%" + holder("", "") + "%"
     )
-    of_runs = _replica.c.state_id.in_(theirs) & _replica.c.node.in_(places)
+    of_runs = REPLICA.c.state_id.in_(theirs) & REPLICA.c.node.in_(places)
+    session.execute(delete(REPLICA).where(REPLICA.c.tier.in_(volatile), or_(of_captured, of_runs)))
     session.execute(
-        delete(_replica).where(_replica.c.tier.in_(volatile), or_(of_captured, of_runs))
-    )
-    session.execute(
-        update(_state)
-        .where(held, _state.c.status.not_in(_GONE), unheld())
+        update(STATE)
+        .where(held, STATE.c.status.not_in(_GONE), unheld())
         .values(status=Status.LOST.value)
     )
 
@@ -360,35 +347,35 @@ def _with_trainings(session: Session, uids: Sequence[str]) -> list[str]:
     return [
         *uids,
         *session.execute(
-            select(_run.c.uid).where(_run.c.process.in_(uids)).order_by(_run.c.id)
+            select(RUN.c.uid).where(RUN.c.process.in_(uids)).order_by(RUN.c.id)
         ).scalars(),
     ]
 
 
 def _captured(runs: list[str]) -> Select[tuple[int]]:
     return (
-        select(_state.c.id)
-        .join_from(_state, _run, _run.c.id == _state.c.run_id)
-        .where(_run.c.uid.in_(runs))
+        select(STATE.c.id)
+        .join_from(STATE, RUN, RUN.c.id == STATE.c.run_id)
+        .where(RUN.c.uid.in_(runs))
     )
 
 
 def _cloned(runs: list[str]) -> Select[tuple[int]]:
     return (
-        select(_clone.c.state_id)
-        .join_from(_clone, _run, _run.c.id == _clone.c.run_id)
-        .where(_run.c.uid.in_(runs))
+        select(CLONE.c.state_id)
+        .join_from(CLONE, RUN, RUN.c.id == CLONE.c.run_id)
+        .where(RUN.c.uid.in_(runs))
     )
 
 
 def _shared(runs: list[str]) -> Select[tuple[int]]:
     """The states of several parts of which these runs reported one."""
     told = (
-        select(_state.c.id)
-        .join_from(_part, _run, _run.c.id == _part.c.run_id)
-        .join(_state, _state.c.uid == _part.c.state_uid)
+        select(STATE.c.id)
+        .join_from(PART, RUN, RUN.c.id == PART.c.run_id)
+        .join(STATE, STATE.c.uid == PART.c.state_uid)
     )
-    return told.where(_run.c.uid.in_(runs))
+    return told.where(RUN.c.uid.in_(runs))
 
 
 def _move_back(session: Session) -> list[Recovered]:
@@ -422,8 +409,8 @@ def _move_back(session: Session) -> list[Recovered]:
 
 def _finish(session: Session, uids: list[str], finished_at: datetime | None) -> None:
     session.execute(
-        update(_run)
-        .where(_run.c.uid.in_(uids), _run.c.finished_at.is_(None))
+        update(RUN)
+        .where(RUN.c.uid.in_(uids), RUN.c.finished_at.is_(None))
         .values(finished_at=to_us(finished_at))
     )
 
@@ -459,27 +446,27 @@ def _to_run(row: Any, chosen: Mapping[str, Value]) -> Run:
 
 
 _CAPTURED_HEADS = (
-    select(_ref.c.name, _run.c.uid)
-    .join_from(_ref, _state, _state.c.id == _ref.c.state_id)
-    .join(_run, _run.c.id == _state.c.run_id)
-    .where(_ref.c.kind == RefKind.BRANCH.value, _run.c.uid.in_(bindparam("runs", expanding=True)))
-    .order_by(_ref.c.name)
+    select(REF.c.name, RUN.c.uid)
+    .join_from(REF, STATE, STATE.c.id == REF.c.state_id)
+    .join(RUN, RUN.c.id == STATE.c.run_id)
+    .where(REF.c.kind == RefKind.BRANCH.value, RUN.c.uid.in_(bindparam("runs", expanding=True)))
+    .order_by(REF.c.name)
 )
-_FOUND_DEAD = select(_run.c.uid, _run.c.finished_at).where(
-    _run.c.uid.in_(bindparam("runs", expanding=True)),
-    _run.c.finished_at.is_not(None),
-    _run.c.config[DIED].as_boolean(),
+_FOUND_DEAD = select(RUN.c.uid, RUN.c.finished_at).where(
+    RUN.c.uid.in_(bindparam("runs", expanding=True)),
+    RUN.c.finished_at.is_not(None),
+    RUN.c.config[DIED].as_boolean(),
 )
-_training = _run.alias("training")
+_training = RUN.alias("training")
 _GONE_HEADS = (
-    select(_ref.c.name, _ref.c.version, _state.c.id, _state.c.uid)
-    .join_from(_ref, _state, _state.c.id == _ref.c.state_id)
-    .where(_ref.c.kind == RefKind.BRANCH.value, _state.c.status.in_(_GONE))
-    .order_by(_ref.c.name)
+    select(REF.c.name, REF.c.version, STATE.c.id, STATE.c.uid)
+    .join_from(REF, STATE, STATE.c.id == REF.c.state_id)
+    .where(REF.c.kind == RefKind.BRANCH.value, STATE.c.status.in_(_GONE))
+    .order_by(REF.c.name)
 )
 _MOVE_BACK = (
-    update(_ref)
-    .where(_ref.c.name == bindparam("ref"), _ref.c.version == bindparam("seen"))
-    .values(state_id=bindparam("new"), version=_ref.c.version + 1)
+    update(REF)
+    .where(REF.c.name == bindparam("ref"), REF.c.version == bindparam("seen"))
+    .values(state_id=bindparam("new"), version=REF.c.version + 1)
 )
-_DELETE = delete(_ref).where(_ref.c.name == bindparam("ref"), _ref.c.version == bindparam("seen"))
+_DELETE = delete(REF).where(REF.c.name == bindparam("ref"), REF.c.version == bindparam("seen"))

@@ -28,23 +28,19 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql, sqlite
 
 from datastates.lineage.lookup import batches
-from datastates.lineage.schema import MetricRow, SegmentRow, StateRow, StretchRow, table
+from datastates.lineage.schema import METRIC, SEGMENT, STATE, STRETCH
 from datastates.lineage.states import PLACES, STATES, WHOLE, Tally, place_of
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-_state = table(StateRow)
-_metric = table(MetricRow)
-_segment = table(SegmentRow)
-_stretch = table(StretchRow)
 
 _BATCH = 1000  # rows written at once
 _LAST = 2**31 - 1  # the last stretch that there can be
 # any number that others are unlikely to choose
 _TAKE_TURN = select(func.pg_advisory_xact_lock(0x6461_7461_7365))
 
-_next = _state.alias("next")
+_next = STATE.alias("next")
 
 
 def begin(session: Session, name: str, head: int) -> tuple[int | None, int | None]:
@@ -243,7 +239,7 @@ def _insert(connection: Connection, made: Mapping[tuple[int, int, str], Tally]) 
         for at, tally in made.items()
     ]
     if rows:
-        connection.execute(insert(_stretch), rows)
+        connection.execute(insert(STRETCH), rows)
 
 
 def _columns(state: Any) -> tuple[Any, ...]:
@@ -263,8 +259,8 @@ def _walk() -> Any:
     would first read all of that table.
     """
     low, wanted = bindparam("low", type_=Integer), bindparam("segment", type_=BigInteger)
-    start = select(*_columns(_state)).where(
-        _state.c.id == bindparam("head", type_=BigInteger), _state.c.generation >= low
+    start = select(*_columns(STATE)).where(
+        STATE.c.id == bindparam("head", type_=BigInteger), STATE.c.generation >= low
     )
     walk = start.cte("segment_path", recursive=True)
     step = select(*_columns(_next)).join_from(walk, _next, _next.c.id == walk.c.parent_id)
@@ -279,9 +275,9 @@ def _walk() -> Any:
 def _ending() -> Any:
     """The walk back from the last state of each stretch to its first one, or to that of the
     segment."""
-    fixed = (_state.c.generation - (STATES - 1)).label("low"), _state.c.segment_id.label("own")
-    start = select(*_columns(_state), *fixed).where(
-        _state.c.id.in_(bindparam("ends", type_=BigInteger, expanding=True))
+    fixed = (STATE.c.generation - (STATES - 1)).label("low"), STATE.c.segment_id.label("own")
+    start = select(*_columns(STATE), *fixed).where(
+        STATE.c.id.in_(bindparam("ends", type_=BigInteger, expanding=True))
     )
     walk = start.cte("ending", recursive=True)
     step = select(*_columns(_next), walk.c.low, walk.c.own).join_from(
@@ -289,7 +285,7 @@ def _ending() -> Any:
     )
     walk = walk.union_all(step.where(walk.c.generation > walk.c.low, walk.c.segment == walk.c.own))
     values = select(
-        walk.c.id, walk.c.own.label("segment_id"), walk.c.low, _metric.c.key, _metric.c.value
+        walk.c.id, walk.c.own.label("segment_id"), walk.c.low, METRIC.c.key, METRIC.c.value
     )
     return _with_metrics(values, walk).where(walk.c.segment == walk.c.own)
 
@@ -297,102 +293,96 @@ def _ending() -> Any:
 def _with_metrics(chosen: Any, walk: Any) -> Any:
     """Join the metrics: an outer join, so that SQLite begins with the path, however short, and
     not with all metrics; states without any are dropped afterwards."""
-    return chosen.outerjoin_from(walk, _metric, _metric.c.state_id == walk.c.id).where(
-        func.coalesce(_metric.c.state_id, 0) > 0
+    return chosen.outerjoin_from(walk, METRIC, METRIC.c.state_id == walk.c.id).where(
+        func.coalesce(METRIC.c.state_id, 0) > 0
     )
 
 
 _ENDING = _ending()
 _own = _walk()
 _PATH = select(_own.c.id, _own.c.parent_id, _own.c.generation)
-_place = _state.c.generation // STATES
+_place = STATE.c.generation // STATES
 _is_asked = _place.between(bindparam("first"), bindparam("last")) | (_place >= bindparam("tail"))
 _VALUES = (
-    _with_metrics(select(_state.c.id, _state.c.generation, _metric.c.key, _metric.c.value), _state)
-    .where(_state.c.segment_id == bindparam("segment", type_=BigInteger), _is_asked)
-    .order_by(_state.c.id)
+    _with_metrics(select(STATE.c.id, STATE.c.generation, METRIC.c.key, METRIC.c.value), STATE)
+    .where(STATE.c.segment_id == bindparam("segment", type_=BigInteger), _is_asked)
+    .order_by(STATE.c.id)
 )
 _at_segment = bindparam("segment", type_=BigInteger)
-_of_state = select(_state.c.segment_id).where(_state.c.uid == bindparam("uid"))
+_of_state = select(STATE.c.segment_id).where(STATE.c.uid == bindparam("uid"))
 _LOCK = (
-    select(_segment.c.id)
-    .where(_segment.c.branch.in_(bindparam("names", expanding=True)) | _segment.c.id.in_(_of_state))
-    .order_by(_segment.c.id)
+    select(SEGMENT.c.id)
+    .where(SEGMENT.c.branch.in_(bindparam("names", expanding=True)) | SEGMENT.c.id.in_(_of_state))
+    .order_by(SEGMENT.c.id)
     .with_for_update()
 )
 _HOME = (
-    select(_state.c.segment_id, _state.c.generation, _segment.c.branch)
-    .outerjoin_from(_state, _segment, _segment.c.id == _state.c.segment_id)
-    .where(_state.c.id == bindparam("state", type_=BigInteger))
+    select(STATE.c.segment_id, STATE.c.generation, SEGMENT.c.branch)
+    .outerjoin_from(STATE, SEGMENT, SEGMENT.c.id == STATE.c.segment_id)
+    .where(STATE.c.id == bindparam("state", type_=BigInteger))
 )
 _newest = select(func.max(_next.c.id)).where(_next.c.segment_id == _at_segment).scalar_subquery()
 _TIP = (
-    select(_state.c.id, _state.c.generation, _segment.c.name)
-    .join_from(_state, _segment, _segment.c.id == _state.c.segment_id)
-    .where(_state.c.id == _newest)
+    select(STATE.c.id, STATE.c.generation, SEGMENT.c.name)
+    .join_from(STATE, SEGMENT, SEGMENT.c.id == STATE.c.segment_id)
+    .where(STATE.c.id == _newest)
 )
 _RENAME = (
-    update(_segment)
-    .where(_segment.c.name == bindparam("of"))
+    update(SEGMENT)
+    .where(SEGMENT.c.name == bindparam("of"))
     .values(
-        branch=case(
-            (_segment.c.branch == bindparam("of"), bindparam("to")), else_=_segment.c.branch
-        ),
+        branch=case((SEGMENT.c.branch == bindparam("of"), bindparam("to")), else_=SEGMENT.c.branch),
         name=bindparam("to"),
     )
 )
 # A subquery of one value, so that SQLite looks up the fork of each branch and does not read all
 # states of the segment.
-_forked_from = (
-    select(_state.c.segment_id).where(_state.c.id == _segment.c.fork_id).scalar_subquery()
-)
+_forked_from = select(STATE.c.segment_id).where(STATE.c.id == SEGMENT.c.fork_id).scalar_subquery()
 _HEIR = (
-    select(_segment.c.id, _segment.c.fork_id)
-    .where(
-        _segment.c.branch.is_not(None), _segment.c.first_id.is_(None), _forked_from == _at_segment
-    )
-    .order_by(_segment.c.fork_id.desc(), _segment.c.id)
+    select(SEGMENT.c.id, SEGMENT.c.fork_id)
+    .where(SEGMENT.c.branch.is_not(None), SEGMENT.c.first_id.is_(None), _forked_from == _at_segment)
+    .order_by(SEGMENT.c.fork_id.desc(), SEGMENT.c.id)
     .limit(1)
 )
 _BEGIN = (
-    update(_segment)
-    .where(_segment.c.id == _at_segment)
+    update(SEGMENT)
+    .where(SEGMENT.c.id == _at_segment)
     .values(
         fork_id=bindparam("fork", type_=BigInteger), first_id=bindparam("first", type_=BigInteger)
     )
 )
 _FORGET_ALL, _FORGET_SEGMENTS = (
     delete(column.table).where(column.in_(bindparam("ids", expanding=True)))
-    for column in (_stretch.c.segment_id, _segment.c.id)
+    for column in (STRETCH.c.segment_id, SEGMENT.c.id)
 )
 _LEAVE = (
-    update(_segment)
-    .where(_segment.c.branch == bindparam("of"))
+    update(SEGMENT)
+    .where(SEGMENT.c.branch == bindparam("of"))
     .values(branch=None)
-    .returning(_segment.c.id)
+    .returning(SEGMENT.c.id)
 )
 _MAKE = {
-    name: made(_segment).on_conflict_do_nothing().returning(_segment.c.id)
+    name: made(SEGMENT).on_conflict_do_nothing().returning(SEGMENT.c.id)
     for name, made in (("sqlite", sqlite.insert), ("postgresql", postgresql.insert))
 }
 _NOTE_FIRST = (
-    update(_segment)
-    .where(_segment.c.id == bindparam("segment"), _segment.c.first_id.is_(None))
+    update(SEGMENT)
+    .where(SEGMENT.c.id == bindparam("segment"), SEGMENT.c.first_id.is_(None))
     .values(first_id=bindparam("first", type_=BigInteger))
 )
 _TAKE = (
-    update(_state)
-    .where(_state.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True)))
+    update(STATE)
+    .where(STATE.c.id.in_(bindparam("ids", type_=BigInteger, expanding=True)))
     .values(segment_id=bindparam("segment", type_=BigInteger))
 )
-_FORGET = delete(_stretch).where(
-    _stretch.c.segment_id == bindparam("segment"),
-    (_stretch.c.place == WHOLE) | _stretch.c.place.between(bindparam("first"), bindparam("last")),
+_FORGET = delete(STRETCH).where(
+    STRETCH.c.segment_id == bindparam("segment"),
+    (STRETCH.c.place == WHOLE) | STRETCH.c.place.between(bindparam("first"), bindparam("last")),
 )
 _STRETCHES = (
-    select(_stretch)
-    .where(_stretch.c.segment_id == bindparam("segment"), _stretch.c.place >= 0)
-    .order_by(_stretch.c.place)
+    select(STRETCH)
+    .where(STRETCH.c.segment_id == bindparam("segment"), STRETCH.c.place >= 0)
+    .order_by(STRETCH.c.place)
 )
 
 
@@ -402,7 +392,7 @@ def _growing(made: Any) -> Any:
     The existing ones are older: they keep the first state, and extremes that are equally good."""
     # by name where a collection of columns has a method of that name
     old, new = (
-        _stretch.c,
+        STRETCH.c,
         made.excluded,
     )
     is_less = (new.least.is_not(None)) & (old.least.is_(None) | (new.least < old.least))
@@ -425,6 +415,6 @@ def _growing(made: Any) -> Any:
 
 
 _GROW = {
-    "sqlite": _growing(sqlite.insert(_stretch)),
-    "postgresql": _growing(postgresql.insert(_stretch)),
+    "sqlite": _growing(sqlite.insert(STRETCH)),
+    "postgresql": _growing(postgresql.insert(STRETCH)),
 }

@@ -30,7 +30,7 @@ from datastates.engine.in_flight import Register
 from datastates.engine.runner import Runner
 from datastates.errors import Torn
 from datastates.lineage.database import Database
-from datastates.lineage.schema import ReplicaRow, StateRow
+from datastates.lineage.schema import REPLICA, STATE
 from datastates.lineage.write import refs
 from datastates.state.manifest import CHUNK_BYTES
 from datastates.storage.memory import MemoryTier
@@ -185,9 +185,9 @@ class Room:
         """What the lineage says of this process's memory."""
         core = self.repo.core
         query = (
-            select(StateRow.uid)
-            .join(ReplicaRow, ReplicaRow.state_id == StateRow.id)
-            .where(ReplicaRow.node == core.engage().runner._commits.holder)
+            select(STATE.c.uid)
+            .join(REPLICA, REPLICA.c.state_id == STATE.c.id)
+            .where(REPLICA.c.node == core.engage().runner._commits.holder)
         )
         with core.database.read() as session:
             return set(session.execute(query).scalars())

@@ -17,7 +17,7 @@ from sqlalchemy import select
 from datastates.engine.rank_reports import Heard, Said, Skip, report
 from datastates.errors import Conflict, NotFound
 from datastates.lineage import Database, NewState, Status
-from datastates.lineage.schema import PartRow, RefEventRow, ReplicaRow, StateRow
+from datastates.lineage.schema import EVENT, PART, REPLICA, STATE
 from datastates.lineage.states import Why
 from datastates.lineage.write.parts import Telling
 from datastates.lineage.write.replicas import Mark
@@ -88,8 +88,7 @@ def said_of(news: Sequence[NewState]) -> list[Said]:
 def content(database: Database) -> list[Any]:
     with database.read() as session:
         rows = [
-            session.execute(select(each.__table__)).mappings().all()
-            for each in (PartRow, StateRow, ReplicaRow, RefEventRow)
+            session.execute(select(each)).mappings().all() for each in (PART, STATE, REPLICA, EVENT)
         ]
     return [sorted(repr({**row, "told_at": 0}) for row in each) for each in rows]
 

@@ -16,6 +16,7 @@ from datastates import Conflict, DatastatesError, Repository
 from datastates.errors import Corrupt, InvalidInput
 from datastates.files import bundle
 from datastates.files.bundle import export_bundle, import_bundle, write_chunks
+from datastates.lineage.schema import SEAL
 from datastates.lineage.write import attachments
 from datastates.state.digest import decode, encode
 from datastates.storage.local import LocalTier
@@ -142,7 +143,7 @@ def test_a_state_that_is_only_in_memory_is_not_what_a_bundle_says_that_it_is(
         put(path, at, collide_somewhere(original, Random(1)))
         reseal(tmp_path / "forged")
         with mine.core.database.write() as session:
-            session.execute(attachments._seal.delete())  # it never was exported
+            session.execute(SEAL.delete())  # it never was exported
         with pytest.raises(Conflict, match="in memory here"):
             import_bundle(mine, tmp_path / "forged")
         assert mine.state(state.uid).status == "captured"

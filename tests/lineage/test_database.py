@@ -23,7 +23,7 @@ from datastates.lineage import database as deadline
 from datastates.lineage.database import undeterred
 from datastates.lineage.migrations import HEAD
 from datastates.lineage.query import walk
-from datastates.lineage.schema import Base
+from datastates.lineage.schema import metadata
 from datastates.lineage.write import record
 from tests.support import warm
 from tests.support.at_once import errors_of
@@ -51,7 +51,7 @@ def test_a_new_lineage_has_the_schema_of_the_models(empty_url: str) -> None:
         context = MigrationContext.configure(
             session.connection(), opts={"compare_type": True, "include_object": is_for_it}
         )
-        assert compare_metadata(context, Base.metadata) == []
+        assert compare_metadata(context, metadata) == []
     database.close()
 
 
@@ -124,7 +124,7 @@ def test_a_lineage_of_another_version_is_refused_and_left_alone(
 def test_the_database_of_another_program_is_refused_and_left_alone(empty_url: str) -> None:
     database = Database(empty_url)
     with database.write() as session:
-        for table in reversed(Base.metadata.sorted_tables):
+        for table in reversed(metadata.sorted_tables):
             session.execute(text(f'DROP TABLE "{table.name}"'))
         session.execute(text("CREATE TABLE songs (title TEXT)"))
         # another program's own

@@ -16,7 +16,7 @@ from datastates.lineage import Database, Edge, EdgeKind, NewState
 from datastates.lineage.lookup import id_of, ids_of, uids_of
 from datastates.lineage.query import walk
 from datastates.lineage.query.walk import Topology, position, starts
-from datastates.lineage.schema import StateRow, table
+from datastates.lineage.schema import STATE
 from datastates.lineage.write import record
 from tests.lineage.conftest import Grow
 
@@ -114,7 +114,7 @@ def insert_state(database: Database, id_: int, parent: int) -> str:
         "status": "durable", "bytes_total": 0, "bytes_new": 0, "world_size": 1,
     }  # fmt: skip
     with database.write() as session:
-        session.execute(insert(table(StateRow)), values)
+        session.execute(insert(STATE), values)
     return uid
 
 

@@ -24,7 +24,7 @@ from datastates.lineage import (
     lookup,
 )
 from datastates.lineage.query import names
-from datastates.lineage.schema import Base, ReplicaRow, StateRow
+from datastates.lineage.schema import REPLICA, STATE, metadata
 from datastates.lineage.write import refs
 from datastates.lineage.write.record import record
 from datastates.lineage.write.replicas import evict, mark
@@ -39,7 +39,7 @@ def count_rows(database: Database) -> dict[str, int]:
             table.name: int(
                 session.execute(text(f'SELECT count(*) FROM "{table.name}"')).scalar_one()
             )
-            for table in Base.metadata.sorted_tables
+            for table in metadata.sorted_tables
         }
 
 
@@ -49,13 +49,13 @@ def read_state(database: Database, uid: str) -> State:
 
 
 def replicas(database: Database, uid: str) -> set[tuple[int, str, str, int]]:
-    query = select(ReplicaRow.rank, ReplicaRow.tier, ReplicaRow.node, ReplicaRow.bytes).join(
-        StateRow, StateRow.id == ReplicaRow.state_id
+    query = select(REPLICA.c.rank, REPLICA.c.tier, REPLICA.c.node, REPLICA.c.bytes).join(
+        STATE, STATE.c.id == REPLICA.c.state_id
     )
     with database.read() as session:
         return {
             (rank, tier, node, size)
-            for rank, tier, node, size in session.execute(query.where(StateRow.uid == uid))
+            for rank, tier, node, size in session.execute(query.where(STATE.c.uid == uid))
         }
 
 
@@ -239,7 +239,7 @@ def test_jump_pointers_follow_the_skew_binary_rule(database: Database, grow: Gro
     skew-binary digits."""
     grow(count=400)
     with database.read() as session:
-        rows = session.execute(select(StateRow.id, StateRow.generation, StateRow.jump_id)).all()
+        rows = session.execute(select(STATE.c.id, STATE.c.generation, STATE.c.jump_id)).all()
     generation = {row.id: row.generation for row in rows}
     for row in rows:
         rest, weight = row.generation, 511

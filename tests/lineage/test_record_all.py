@@ -15,18 +15,16 @@ import pytest
 from sqlalchemy import event, select
 
 from datastates.errors import Conflict, NotFound
-from datastates.lineage import Database, Edge, EdgeKind, NewState, Run, Status, lookup
+from datastates.lineage import Database, Edge, EdgeKind, NewState, Run, Status, lookup, schema
 from datastates.lineage.query import names as names_query
 from datastates.lineage.schema import (
-    AttributeRow,
-    EdgeRow,
-    MetricRow,
-    RefEventRow,
-    RefRow,
-    ReplicaRow,
-    RunRow,
-    StateRow,
-    table,
+    ATTRIBUTE,
+    EDGE,
+    EVENT,
+    METRIC,
+    REF,
+    REPLICA,
+    STATE,
 )
 from datastates.lineage.write import runs
 from datastates.lineage.write.record import record, record_all
@@ -36,7 +34,7 @@ from tests.support.lineages import told
 Make = Callable[..., NewState]
 
 START = datetime(2026, 11, 1, tzinfo=UTC)
-RUN = Run("f" * 24, "host", "user", 1, (), None, None, {}, {}, START)
+A_RUN = Run("f" * 24, "host", "user", 1, (), None, None, {}, {}, START)
 
 
 @pytest.fixture
@@ -65,7 +63,7 @@ def plan(seed: int, count: int) -> list[NewState]:
             digest=f"{index:064x}",
             parent=parent,
             branch=branch,
-            run=rng.choice([RUN.uid, RUN.uid, None]),
+            run=rng.choice([A_RUN.uid, A_RUN.uid, None]),
             step=rng.choice([index, 0]),
             metrics={
                 key: rng.choice([0.5, math.nan, math.inf])
@@ -94,19 +92,20 @@ def rows(database: Database) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     with database.read() as session:
         names: dict[str, dict[int, str]] = {
-            "state": {
-                row.id: row.uid for row in session.execute(select(StateRow.id, StateRow.uid))
+            "state": {row.id: row.uid for row in session.execute(select(STATE.c.id, STATE.c.uid))},
+            "run": {
+                row.id: row.uid
+                for row in session.execute(select(schema.RUN.c.id, schema.RUN.c.uid))
             },
-            "run": {row.id: row.uid for row in session.execute(select(RunRow.id, RunRow.uid))},
         }
-        for model in (StateRow, EdgeRow, MetricRow, AttributeRow, ReplicaRow, RefRow, RefEventRow):
-            read = [dict(row._mapping) for row in session.execute(select(table(model)))]
-            found[model.__tablename__] = sorted((_named(row, names) for row in read), key=repr)
+        for model in (STATE, EDGE, METRIC, ATTRIBUTE, REPLICA, REF, EVENT):
+            read = [dict(row._mapping) for row in session.execute(select(model))]
+            found[model.name] = sorted((_named(row, names) for row in read), key=repr)
         found["order"] = [
             {"uid": uid}
-            for uid in session.execute(select(StateRow.uid).order_by(StateRow.id)).scalars()
+            for uid in session.execute(select(STATE.c.uid).order_by(STATE.c.id)).scalars()
         ]
-        events = session.execute(select(RefEventRow.new_id).order_by(RefEventRow.id)).scalars()
+        events = session.execute(select(EVENT.c.new_id).order_by(EVENT.c.id)).scalars()
         found["events"] = [{"new": names["state"].get(id_ or 0)} for id_ in events]
     return found
 
@@ -125,7 +124,7 @@ def _named(row: dict[str, Any], names: dict[str, dict[int, str]]) -> dict[str, A
 
 def begin(database: Database) -> None:
     with database.write() as session:
-        runs.start(session, RUN)
+        runs.start(session, A_RUN)
 
 
 @pytest.mark.parametrize("seed", seeds(5))

@@ -16,7 +16,7 @@ from datastates.errors import Conflict
 from datastates.lineage import Database, NewState, State, StateFacts, Status
 from datastates.lineage.lookup import id_of
 from datastates.lineage.query import names, retained, revision
-from datastates.lineage.schema import StateRow, table
+from datastates.lineage.schema import STATE
 from datastates.lineage.states import Edge, EdgeKind, RefKind
 from datastates.lineage.write import refs
 from datastates.lineage.write.record import record
@@ -107,7 +107,7 @@ def forest(database: Database) -> Database:
 
 def by_walking(session: Session, held: set[int]) -> dict[str, int | None]:
     """Each name, with the nearest first parent that is held, one name after the other."""
-    parents = dict(session.execute(select(table(StateRow).c.id, table(StateRow).c.parent_id)).all())
+    parents = dict(session.execute(select(STATE.c.id, STATE.c.parent_id)).all())
     found: dict[str, int | None] = {}
     for ref in names.refs(session):
         at: int | None = id_of(session, ref.state)

@@ -20,7 +20,7 @@ from datastates.lineage.database import undeterred
 from datastates.lineage.lookup import id_of
 from datastates.lineage.query import names
 from datastates.lineage.query.curves import curve, outline
-from datastates.lineage.schema import MetricRow, RefRow, SegmentRow, StateRow, StretchRow, table
+from datastates.lineage.schema import METRIC, REF, SEGMENT, STATE, STRETCH
 from datastates.lineage.states import PLACES, STATES, WHOLE, Tally, place_of
 from datastates.lineage.write import record, refs, runs
 from tests.lineage.oracle import START
@@ -167,11 +167,11 @@ def test_segments_and_summaries_are_those_of_brute_force(database: Database, see
 
 def check(session: Session) -> None:
     """Compare what is kept with what the states say."""
-    states = {row.id: row for row in session.execute(select(table(StateRow)))}
+    states = {row.id: row for row in session.execute(select(STATE))}
     values: defaultdict[int, dict[str, Any]] = defaultdict(dict)
-    for row in session.execute(select(table(MetricRow))):
+    for row in session.execute(select(METRIC)):
         values[row.state_id][row.key] = row.value
-    segments = {row.id: row for row in session.execute(select(table(SegmentRow)))}
+    segments = {row.id: row for row in session.execute(select(SEGMENT))}
     own: defaultdict[int, list[Any]] = defaultdict(list)
     for id_ in sorted(states):
         if states[id_].segment_id is not None:
@@ -187,14 +187,13 @@ def check(session: Session) -> None:
         expected |= summaries(segment.id, chain, values)
     found = {
         (row.segment_id, row.key, row.place): tuple(getattr(row, name) for name in PLACES)
-        for row in session.execute(select(table(StretchRow)))
+        for row in session.execute(select(STRETCH))
     }
     assert found.keys() == expected.keys()
     for key, kept in found.items():
         assert kept == pytest.approx(expected[key]), key
     heads = {
-        row.name: row.state_id
-        for row in session.execute(select(table(RefRow)).where(table(RefRow).c.kind == "branch"))
+        row.name: row.state_id for row in session.execute(select(REF).where(REF.c.kind == "branch"))
     }
     ends = {
         segment.branch: own[segment.id][-1].id if own[segment.id] else segment.fork_id

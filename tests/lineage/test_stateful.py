@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 from datastates.errors import Conflict, DatastatesError, NotFound
 from datastates.lineage import Database, Edge, EdgeKind, RefKind, lookup
 from datastates.lineage.query import names, walk
-from datastates.lineage.schema import Base
+from datastates.lineage.schema import metadata
 from datastates.lineage.write import record, refs
 from tests.lineage.looking import nth_ancestor
 from tests.support.effort import examples
@@ -73,7 +73,7 @@ class Machine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.model = Model()
         with self.database.write() as session:
-            for table in reversed(Base.metadata.sorted_tables):
+            for table in reversed(metadata.sorted_tables):
                 if table.name == "state":  # its rows refer to each other
                     session.execute(table.update().values(parent_id=None, jump_id=None))
                 session.execute(table.delete())

@@ -15,7 +15,7 @@ from sqlalchemy import select, update
 import datastates
 from datastates import Config, Conflict, Repository
 from datastates.errors import Corrupt, InvalidInput, Unavailable
-from datastates.lineage.schema import SealRow
+from datastates.lineage.schema import SEAL
 from datastates.maintenance.verify import Limits, check_all
 from datastates.state.digest import wrap
 from datastates.storage import pack_reader
@@ -255,17 +255,17 @@ def test_every_change_of_a_seal_is_found_by_verify(tmp_path: Path) -> None:
         uid = run.capture().wait("durable").uid
         repo.verify(uid)
         with repo.core.database.read() as session:
-            sealed = session.execute(select(SealRow.digest)).scalar_one()
+            sealed = session.execute(select(SEAL.c.digest)).scalar_one()
         for at in some_of(range(len(sealed))):
             changed = sealed[:at] + "0123456789abcdef"[int(sealed[at], 16) ^ 1] + sealed[at + 1 :]
             with repo.core.database.write() as session:
-                session.execute(update(SealRow).values(digest=changed))
+                session.execute(update(SEAL).values(digest=changed))
             with pytest.raises(
                 Corrupt, match=f"state {uid} holds other bytes than when it was sealed"
             ):
                 repo.verify(uid)
         with repo.core.database.write() as session:
-            session.execute(update(SealRow).values(digest=sealed))
+            session.execute(update(SEAL).values(digest=sealed))
         assert repo.verify(uid).uid == uid
 
 

@@ -14,7 +14,7 @@ import torch
 
 import datastates
 from datastates import Config, Repository, State
-from datastates.lineage.schema import Base
+from datastates.lineage.schema import metadata
 from datastates.lineage.write import attachments
 from datastates.lineage.write.refs import annotate
 from datastates.maintenance.location import DATABASE
@@ -129,7 +129,7 @@ def rows(folder: Path) -> dict[str, list[dict[str, Any]]]:
         found.row_factory = sqlite3.Row
         raw = {
             name: [dict(row) for row in found.execute(f"SELECT * FROM {name}")]
-            for name in Base.metadata.tables
+            for name in metadata.tables
         }
     named = {
         "state": {row["id"]: row["uid"] for row in raw["state"]},
@@ -153,7 +153,7 @@ def _counts(table: str, row: dict[str, Any]) -> bool:
 
 def _named(table: str, row: dict[str, Any], named: dict[str, dict[int, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for column in Base.metadata.tables[table].columns:
+    for column in metadata.tables[table].columns:
         keys = [key.column.table.name for key in column.foreign_keys]
         target = (
             keys[0]

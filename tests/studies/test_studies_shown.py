@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import delete, update
 
 from datastates import NotFound, Repository
-from datastates.lineage.schema import VariantRow, table
+from datastates.lineage.schema import VARIANT
 from datastates.lineage.states import Life
 from datastates.lineage.views.study_trees import Stage, StudyDetail, StudyVariant, studies, study
 from datastates.lineage.write import attachments
@@ -169,7 +169,7 @@ def test_a_study_of_before_is_known_by_its_branches(repo: Repository) -> None:
     go(repo)
     _, before = shown(repo)
     with repo.core.writing() as session:
-        session.execute(delete(table(VariantRow)))
+        session.execute(delete(VARIANT))
     repo.branch("s/not-of-it", "main")
     detail, variants = shown(repo)
     assert set(variants) == set(before)
@@ -234,7 +234,7 @@ def test_names_that_differ_in_the_size_of_letters_are_two_studies(repo: Reposito
     with repo.core.reading() as session:
         assert {each.name: each.variants for each in studies(session).items} == {"s": 1, "S": 1}
     with repo.core.writing() as session:
-        session.execute(delete(table(VariantRow)))
+        session.execute(delete(VARIANT))
     with repo.core.reading() as session:
         assert {each.name: each.variants for each in studies(session).items} == {"s": 1, "S": 1}
         assert [each.name for each in study(session, "S").variants] == ["b"]
@@ -252,9 +252,7 @@ def test_plans_that_say_nonsense_end_too(repo: Repository) -> None:
             "s",
             [Planned("a", "b", 1, {}), Planned("b", "a", 1, {}), Planned("c", "gone", 1, {})],
         )
-        session.execute(
-            update(table(VariantRow)).where(table(VariantRow).c.name == "a").values(error="no")
-        )
+        session.execute(update(VARIANT).where(VARIANT.c.name == "a").values(error="no"))
     _, variants = shown(repo)
     assert {name: each.stage for name, each in variants.items()} == {
         "a": Stage.FAILED,

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import select, text
 
 from datastates.lineage import Database
-from datastates.lineage.schema import Base
+from datastates.lineage.schema import metadata
 from datastates.lineage.write import record
 from tests.support.lineages import told
 
@@ -42,7 +42,7 @@ def test_what_was_given_back_is_as_new(postgresql: Postgresql, count: int) -> No
     assert postgresql.migrated() == url
     database = Database(url, create=False)
     with database.read() as session:
-        for table in Base.metadata.sorted_tables:
+        for table in metadata.sorted_tables:
             assert len(session.execute(select(table)).all()) == (table.name == "repository"), (
                 table.name
             )
