@@ -13,13 +13,12 @@ from typing import Self
 from datastates.errors import DatastatesError, Disconnected, InvalidInput, NotFound, Unavailable
 from datastates.system.logs import Seldom
 
-from .contract import Sink, Source, Tls, Transport
+from .contract import Feed, Sink, Source, Store, Tls, Transport
 from .fetch import Fetched, fetch
 from .handshake import may_dial
-from .protocol import BODY_BYTES, Identity, Offer, RefRecord, StatePage, StateRecord
-from .sending import Feed
+from .protocol import BODY_BYTES, Identity
 from .server import Server
-from .session import Session
+from .session import Session, SessionFeed
 
 RECEIVERS = 1000
 """The most receivers in the chain of one state; the server itself serves those beyond."""
@@ -28,7 +27,7 @@ STATES = 1000
 """The most states that have a chain at once."""
 
 
-class Relay:
+class Relay(Sink):
     """A sink that serves what it has accepted. Fill it in place of ``sink``; give each peer the
     result of ``open``.
 
@@ -36,7 +35,7 @@ class Relay:
     """
 
     def __init__(self, manifest: bytes, sink: Sink) -> None:
-        self._manifest, self._sink = manifest, sink
+        self.manifest, self.lengths, self._sink = manifest, sink.lengths, sink
         self._lock = threading.Lock()
         self._coming = set(sink.missing())
         self._waiting: dict[int, list[asyncio.Future[None]]] = {}
@@ -44,24 +43,12 @@ class Relay:
         self._readers: set[_Reader] = set()
         self._idle: list[asyncio.Future[None]] = []
 
-    @property
-    def manifest(self) -> bytes:
-        """See ``Source.manifest``."""
-        return self._manifest
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """See both contracts."""
-        return self._sink.lengths
-
     # --- the sink ---------------------------------------------------------------------------------
 
     def missing(self) -> Sequence[int]:
-        """See ``Sink.missing``."""
         return self._sink.missing()
 
     def buffers(self, index: int) -> Sequence[memoryview] | None:
-        """See ``Sink.buffers``."""
         return self._sink.buffers(index)
 
     def accept(self, index: int) -> bool:
@@ -75,11 +62,9 @@ class Relay:
         return True
 
     def forget(self, index: int) -> None:
-        """See ``Sink.forget``."""
         self._sink.forget(index)
 
     def pieces(self, index: int) -> Sequence[memoryview] | None:
-        """See ``Sink.pieces``."""
         return self._sink.pieces(index)
 
     # --- the source -------------------------------------------------------------------------------
@@ -172,19 +157,11 @@ class Relay:
         _wake(idle)
 
 
-class _Reader:
+class _Reader(Source):
     """A relay as one peer holds it open."""
 
     def __init__(self, relay: Relay) -> None:
-        self._relay = relay
-
-    @property
-    def manifest(self) -> bytes:
-        return self._relay.manifest
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return self._relay.lengths
+        self._relay, self.manifest, self.lengths = relay, relay.manifest, relay.lengths
 
     async def chunk(self, index: int) -> Sequence[memoryview]:
         return await self._relay.chunk(index)
@@ -311,7 +288,7 @@ class Forwarder:
         self._server, self._store = server, store
         self._upstream: tuple[str, Session] | None = None
         self._failed: list[str] = []
-        self._origin: Feed | None = None
+        self._origin: SessionFeed | None = None
         self._feed: Feed
         self.manifest = b""
         self.repository = ""
@@ -486,7 +463,7 @@ class Forwarder:
         return len(self._origin.manifest) + 16 * len(self._origin.lengths) + _SPARE_BYTES
 
 
-class _RelayStore:
+class _RelayStore(Store):
     """Serves one state, as far as it has come."""
 
     def __init__(self, uid: str, identity: Identity | None) -> None:
@@ -497,18 +474,6 @@ class _RelayStore:
 
     def identity(self) -> Identity:
         return self._identity or Identity("", "", "")
-
-    def refs(self) -> list[RefRecord]:
-        raise _only_forwards()
-
-    def find(self, query: str, limit: int, after: str | None) -> StatePage:
-        raise _only_forwards()
-
-    def log(self, rev: str, limit: int, after: str | None) -> StatePage:
-        raise _only_forwards()
-
-    def resolve(self, rev: str) -> StateRecord:
-        raise _only_forwards()
 
     def open(self, uid: str) -> Source:
         if uid != self._uid:
@@ -528,22 +493,6 @@ class _RelayStore:
             raise Unavailable(
                 "this receiver gave up before it began: take the state from the source"
             ) from None
-
-    def check_writable(self) -> None:
-        raise _only_forwards()
-
-    def receive(self, offer: Offer) -> Sink:
-        raise _only_forwards()
-
-    def received(self, offer: Offer, sink: Sink) -> StateRecord:
-        raise _only_forwards()
-
-    def abandon(self, offer: Offer, sink: Sink) -> None:
-        raise _only_forwards()
-
-
-def _only_forwards() -> InvalidInput:
-    return InvalidInput("this process only forwards a state that it is cloning: ask the source")
 
 
 def _own_url(transport: Transport, session: Session) -> str:

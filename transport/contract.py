@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from datastates.errors import InvalidInput
 from datastates.values import shown
@@ -211,24 +211,35 @@ class Terms:
     timeout_s: float = 10.0
 
 
-class End(Protocol):
+class End(ABC):
     """This side's end of the data plane, of one session or of all of them."""
 
     @property
+    @abstractmethod
     def located(self) -> bytes:
-        """See ``Transport.located``."""
+        """The current address of this end; empty until it is used."""
 
+    @abstractmethod
     async def address(self) -> bytes:
-        """See ``Transport.address``."""
+        """The address of this end, at most 8 KiB; a peer passes it to ``link``. Creates the end if
+        there is none. When an end stops by itself, the next one has another address.
 
+        :raises Unavailable: it cannot be created.
+        """
+
+    @abstractmethod
     async def link(self, address: bytes) -> Link:
-        """See ``Transport.link``."""
+        """The data plane to the peer that has this address.
 
-    async def leave(self) -> None:
+        :raises PeerFault: the address is not one of this kind of transport.
+        :raises Disconnected: it cannot be reached.
+        """
+
+    async def leave(self) -> None:  # noqa: B027 # an end of all sessions stays
         """End the session's part; its link has been aborted. Idempotent."""
 
 
-class Transport(ABC):
+class Transport(End):
     """One kind of connection.
 
     A process has one instance of each kind, made by ``transport_for`` on first use."""
@@ -237,17 +248,13 @@ class Transport(ABC):
 
     @property
     def planes(self) -> tuple[str, ...]:
-        """The data planes that its sessions can have, the best first (see ``choice``)."""
+        """The data planes that its sessions can have, the best first (see ``handshake.offer``)."""
         return (self.scheme,)
 
     def end(self, plane: str, terms: Terms, generation: Callable[[], int]) -> End:
         """This side's end of a session's data plane; ``generation`` returns how often that was
         reset."""
         return self
-
-    async def leave(self) -> None:
-        """A session is over. This end serves all sessions, so it stays."""
-        return
 
     @abstractmethod
     async def listen(
@@ -273,56 +280,40 @@ class Transport(ABC):
         :raises Disconnected: nobody answers in time.
         """
 
-    @property
-    @abstractmethod
-    def located(self) -> bytes:
-        """The current address of this process's end of the data plane; empty until it is used."""
-
-    @abstractmethod
-    async def address(self) -> bytes:
-        """The address of this process's end of the data plane, at most 8 KiB; a peer passes it to
-        ``link``. Creates the end if there is none; when an end stops by itself, the next one has
-        another address.
-
-        :raises Unavailable: it cannot be created.
-        """
-
-    @abstractmethod
-    async def link(self, address: bytes) -> Link:
-        """The data plane to the peer that has this address.
-
-        :raises PeerFault: the address is not one of this kind of transport.
-        :raises Disconnected: it cannot be reached.
-        """
-
     @abstractmethod
     async def close(self) -> None:
         """Release threads and memory; idempotent."""
 
 
-# Where the chunks of a clone go.
+# Where the chunks of a clone go, and where they come from.
 
 
-class Sink(Protocol):
+class Sink(ABC):
     """A state that is being received.
 
-    A chunk is *accepted* once its digest was right and its bytes are where they belong."""
+    A chunk is *accepted* once its digest was right and its bytes are where they belong.
+    ``lengths`` has the bytes of each chunk of the state.
+    """
 
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """The bytes of each chunk of the state."""
+    lengths: tuple[int, ...]
 
+    @abstractmethod
     def missing(self) -> Sequence[int]:
         """The chunks that are still to be fetched, in the best order to ask for them."""
 
+    @abstractmethod
     def buffers(self, index: int) -> Sequence[memoryview] | None:
         """The memory into which a chunk is received: writable pieces in order, ``lengths[index]``
         bytes together. Called on the loop thread.
 
-        None: there is no room at the moment (all scratch buffers are in use); ask again after the
-        next ``accept``.
+        None means that all scratch buffers are in use. Ask again after the next ``accept``.
         """
 
+    def device_buffer(self, index: int) -> OnDevice | None:
+        """Like ``buffers``: memory of a device for all of a chunk. None: ask for ``buffers``."""
+        return None
+
+    @abstractmethod
     def accept(self, index: int) -> bool:
         """Check what was received and put it where it belongs. Runs in a worker thread, for several
         chunks at once.
@@ -330,38 +321,70 @@ class Sink(Protocol):
         False: the bytes fail the digest, and the chunk is missing again.
         """
 
+    @abstractmethod
     def forget(self, index: int) -> None:
-        """Note that a chunk will not come, although ``buffers`` was called for it. Nobody writes
-        to those any more; the chunk is missing again."""
+        """Mark a chunk as missing again after ``buffers`` was called for it. Nobody writes to those
+        buffers any more."""
 
+    @abstractmethod
     def pieces(self, index: int) -> Sequence[memoryview] | None:
         """The bytes of an accepted chunk, for a receiver that forwards it; None if they were not
         kept."""
 
 
-@runtime_checkable
-class SupportsDevices(Protocol):
-    """A sink whose chunks may be received on devices."""
+class Feed(ABC):
+    """A state that a peer holds open for us.
 
-    def device_buffer(self, index: int) -> OnDevice | None:
-        """Like ``buffers``: memory of a device for all of a chunk. None: ask for ``buffers``."""
+    ``name`` is the peer, for messages. With ``is_bound``, ``receive`` is likely to return True.
+    With ``reaches_devices``, ``receive_there`` may be called.
+    """
+
+    name: str
+    is_bound: bool = False
+    reaches_devices: bool = False
+
+    @abstractmethod
+    async def receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
+        """Fill ``buffers`` with the bytes of a chunk. Several calls run at once. However a call
+        ends, even if it is cancelled, nobody writes to its buffers afterwards.
+
+        True means that the channel proves that the peer sent the bytes. Otherwise anybody may have
+        sent them. In both cases the caller compares digests.
+
+        :raises DatastatesError: the error that kept the peer from sending the chunk.
+        """
+
+    async def receive_there(self, index: int, into: OnDevice) -> bool:
+        """Like ``receive``, into memory of a device."""
+        raise InvalidInput(
+            f"chunk {index} was to be received on a device, which {self.name} does not reach"
+        )
+
+    @abstractmethod
+    async def digests(self, indexes: Sequence[int]) -> Sequence[bytes]:
+        """BLAKE3 of these chunks, as the peer has them, over a channel that nobody else can write
+        to."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Release the state. The caller that opened a feed closes it, and not ``fetch``."""
 
 
 # What a server serves: the lineage as records, and states to be cloned. Plain methods run in
 # worker threads.
 
 
-class Source(Protocol):
-    """A state opened for sending; its bytes do not change until ``close``."""
+class Source(ABC):
+    """A state opened for sending; its bytes do not change until ``close``.
 
-    @property
-    def manifest(self) -> bytes:
-        """``digest.encode`` of its manifest, without the places where this process holds it."""
+    ``manifest`` is ``digest.encode`` of its manifest, without the places where this process holds
+    it. ``lengths`` has the bytes of each chunk.
+    """
 
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """The bytes of each chunk."""
+    manifest: bytes
+    lengths: tuple[int, ...]
 
+    @abstractmethod
     async def chunk(self, index: int) -> Sequence[memoryview]:
         """The bytes of a chunk in one or more pieces, in order; waits while the chunk is still
         arriving here.
@@ -369,114 +392,100 @@ class Source(Protocol):
         :raises Unavailable: it will not come.
         """
 
-    def close(self) -> None:
-        """Release the state; idempotent."""
-
-
-@runtime_checkable
-class SupportsAddresses(Protocol):
-    """A source whose chunks are in this process's memory until it is closed, each in one piece."""
-
     def addresses(self) -> Sequence[int]:
-        """The address of each chunk; runs in a worker thread."""
-
-
-@runtime_checkable
-class SupportsCheck(Protocol):
-    """A source that can tell whether a chunk still matches its manifest."""
+        """The address of each chunk, if each is in this process's memory in one piece until
+        ``close``; else nothing."""
+        return ()
 
     def is_whole(self, index: int, pieces: Sequence[memoryview]) -> bool:
-        """Whether these bytes are that chunk; runs in a worker thread."""
+        """Whether these bytes match the manifest's digest of the chunk."""
+        return True
 
-
-@runtime_checkable
-class SupportsRecall(Protocol):
-    """A source in memory that others may need: it can be asked to release that memory."""
-
-    def when_wanted(self, tell: Callable[[], None]) -> None:
+    def when_wanted(self, tell: Callable[[], None]) -> None:  # noqa: B027 # optional
         """Register ``tell``, which is called on any thread, any number of times, when the memory
         is wanted back."""
 
     def recall(self) -> bool:
-        """Release the memory, which nobody reads now.
+        """Release the memory, which nobody reads now. Returns whether the state can still be read,
+        from somewhere else."""
+        return False
 
-        Returns whether the state can be read on, from elsewhere. Runs in a worker thread."""
+    @abstractmethod
+    def close(self) -> None:
+        """Release the state; idempotent."""
 
 
-class Store(Protocol):
-    """A repository, as a server sees it. Errors of our tree travel to the peer by their kind."""
+class Store(ABC):
+    """A repository, as a server sees it. Errors of our tree travel to the peer by their kind.
 
+    A store that serves only states need not define the other methods: they refuse the request.
+    """
+
+    @abstractmethod
     def identity(self) -> Identity:
         """The identity of the served repository."""
 
     def refs(self) -> list[RefRecord]:
         """Every branch and tag, by name."""
+        raise _not_served()
 
     def find(self, query: str, limit: int, after: str | None) -> StatePage:
         """A page of the states that a query finds."""
+        raise _not_served()
 
     def log(self, rev: str, limit: int, after: str | None) -> StatePage:
         """A page of a state and its ancestors, all parents followed, newest first; ``after`` is
         the uid of the last one seen."""
+        raise _not_served()
 
     def resolve(self, rev: str) -> StateRecord:
         """The state that a revision names."""
+        raise _not_served()
 
+    @abstractmethod
     def open(self, uid: str) -> Source:
         """Pin a state and open it.
 
         :raises Unavailable: its bytes are not here.
         """
 
+    def open_part(self, uid: str, rank: int) -> Source:
+        """Pin one rank's part of a state of several ranks, and open it.
+
+        :raises Unavailable: it is not here.
+        """
+        raise _not_served()
+
+    def reach(self, uid: str) -> Reached:
+        """How far away each part of a state is, and where the other processes of this job
+        serve."""
+        raise _not_served()
+
     def check_writable(self) -> None:
         """Raise unless peers may push. On the loop thread; must not block.
 
         :raises InvalidInput: this server accepts no states.
         """
+        raise _not_served()
 
     def receive(self, offer: Offer) -> Sink:
         """Check everything that a peer says of a state that it pushes, then make room for it.
 
         :raises InvalidInput: something of it is wrong.
         """
+        raise _not_served()
 
     def received(self, offer: Offer, sink: Sink) -> StateRecord:
         """Record the state of a push whose chunks were all accepted.
 
-        :raises Conflict: a ref stands elsewhere.
+        :raises Conflict: a ref is at another state.
         """
+        raise _not_served()
 
     def abandon(self, offer: Offer, sink: Sink) -> None:
-        """Release what ``receive`` made room for: the push ended without being recorded."""
+        """Free the memory of a push that ended without being recorded."""
+        raise _not_served()
 
 
-@runtime_checkable
-class SupportsParts(Protocol):
-    """A store of states that several ranks captured together, which serves each part by itself.
-
-    Both methods run in worker threads."""
-
-    def open_part(self, uid: str, rank: int) -> Source:
-        """Pin the part of one rank and open it.
-
-        :raises Unavailable: it is not here.
-        """
-
-    def reach(self, uid: str) -> Reached:
-        """How far away each part is, and where the other processes of this one's job serve."""
-
-
-class Relays(Protocol):
-    """The chains of a server; on the loop thread, must not block.
-
-    ``chain.Chains`` implements it."""
-
-    def join(self, uid: str, relay_url: str, failed: Sequence[str]) -> str | None:
-        """Add a receiver that serves what it gets under ``relay_url``; returns the url to ask
-        instead of this server, or None for this server.
-
-        The receivers in ``failed`` did not answer it.
-        """
-
-    def leave(self, uid: str, relay_url: str) -> None:
-        """Leave the chain; idempotent."""
+def _not_served() -> InvalidInput:
+    return InvalidInput("this process only sends states, and answers nothing else: ask the source")

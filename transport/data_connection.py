@@ -145,19 +145,20 @@ _TO_DIALLER = b"<"
 _logger = logging.getLogger(__name__)
 
 
-class Lanes:
+class Lanes(End):
     """One session's end of the plane. ``generation`` returns the session's present generation;
     ``forget`` is called once this is closed.
 
     Every method belongs to the loop thread.
     """
 
+    located = _PLACE
+
     def __init__(
         self, terms: Terms, generation: Callable[[], int], forget: Callable[[], None]
     ) -> None:
         self.terms = terms
         self._generation, self._forget = generation, forget
-        self.located = _PLACE
         self._link: _LanesLink | None = None
         self._early: list[_Lane] = []
         self._joining = 0

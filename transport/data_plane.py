@@ -207,6 +207,12 @@ async def surely(task: asyncio.Future[Any]) -> None:
         raise cancelled
 
 
+def mark_retrieved(future: asyncio.Future[Any]) -> None:
+    """Mark a future's error as retrieved: the task that began it may wait no more."""
+    if not future.cancelled():
+        future.exception()
+
+
 # The transfers under way on a link, each in a task of its own, which continues when the caller
 # that began it is cancelled.
 

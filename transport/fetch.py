@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import msgspec
 
@@ -21,8 +21,8 @@ from datastates.errors import Corrupt, DatastatesError, Disconnected, InvalidInp
 from datastates.system.failures import describe, revive
 from datastates.system.logs import Seldom
 
-from .contract import OnDevice, Sink, SupportsDevices
-from .data_plane import surely
+from .contract import Feed, Sink
+from .data_plane import mark_retrieved, surely
 from .fetch_schedule import (
     Absent,
     Accepted,
@@ -47,17 +47,6 @@ from .sending import DAMAGED, digest_of
 _BATCH = 8  # chunks in one question; the next question is asked along with it
 
 
-class Origin(Protocol):
-    """A peer that knows what a state's chunks are."""
-
-    @property
-    def name(self) -> str:
-        """The origin's name, for messages."""
-
-    async def digests(self, indexes: Sequence[int]) -> Sequence[bytes]:
-        """BLAKE3 of these chunks, over a channel that nobody else can write to."""
-
-
 class Binding:
     """Digests by index, in the ``order`` in which the chunks will come. Belongs to the loop thread.
 
@@ -65,7 +54,7 @@ class Binding:
     next is asked.
     """
 
-    def __init__(self, order: Sequence[int], origins: Callable[[], Sequence[Origin]]) -> None:
+    def __init__(self, order: Sequence[int], origins: Callable[[], Sequence[Feed]]) -> None:
         self._batches = [
             tuple(order[start : start + _BATCH]) for start in range(0, len(order), _BATCH)
         ]
@@ -73,7 +62,7 @@ class Binding:
             index: number for number, batch in enumerate(self._batches) for index in batch
         }
         self._origins = origins
-        self._told: dict[int, asyncio.Future[tuple[Origin, bytes]]] = {}
+        self._told: dict[int, asyncio.Future[tuple[Feed, bytes]]] = {}
         self._asking: set[asyncio.Task[None]] = set()
 
     def ahead(self, index: int) -> None:
@@ -83,7 +72,7 @@ class Binding:
             if number < len(self._batches) and self._batches[number][0] not in self._told:
                 self._ask(self._batches[number])
 
-    def of(self, index: int) -> asyncio.Future[tuple[Origin, bytes]]:
+    def of(self, index: int) -> asyncio.Future[tuple[Feed, bytes]]:
         """The digest of a chunk, with the origin that gave it; fails if no origin can."""
         self.ahead(index)
         return self._told[index]
@@ -101,13 +90,13 @@ class Binding:
         loop = asyncio.get_running_loop()
         for index in batch:
             self._told[index] = told = loop.create_future()
-            told.add_done_callback(_look)
+            told.add_done_callback(mark_retrieved)  # the chunk may never come
         task = asyncio.create_task(self._hear(batch))
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
 
     async def _hear(self, batch: tuple[int, ...]) -> None:
-        left, asked = list(batch), list[Origin]()
+        left, asked = list(batch), list[Feed]()
         error: BaseException = Disconnected(
             "there is no source left to say what the chunks of the state are"
         )
@@ -136,11 +125,6 @@ class Binding:
                 self._told[index].set_exception(error)
 
 
-def _look(told: asyncio.Future[tuple[Origin, bytes]]) -> None:
-    if not told.cancelled():
-        told.exception()  # marks it as retrieved: the chunk may never come
-
-
 # One clone: chunks from feeds into a sink. ``schedule`` decides, this module acts. All but
 # ``Sink.accept`` runs on the loop thread.
 
@@ -150,45 +134,6 @@ _TICK_S = 0.1
 _AT_ONCE = 3  # how many verdicts wake the loop together
 _logger = logging.getLogger(__name__)
 _logger.addFilter(Seldom())
-
-
-class Feed(Protocol):
-    """A state that a peer holds open for us."""
-
-    @property
-    def name(self) -> str:
-        """The name of the source, for messages."""
-
-    async def receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
-        """Fill ``buffers`` with the bytes of a chunk; several run at once. True: the bytes are
-        certain to be the peer's own.
-
-        However it ends, even when it is cancelled, nobody writes to ``buffers`` afterwards. Any
-        error means that this feed has failed.
-        """
-
-    @property
-    def is_bound(self) -> bool:
-        """Whether ``receive`` is likely to return True."""
-
-    async def digests(self, indexes: Sequence[int]) -> Sequence[bytes]:
-        """BLAKE3 of these chunks, as the peer has them, over a channel that nobody else can
-        write to."""
-
-    async def close(self) -> None:
-        """Release the state.
-
-        ``fetch`` does not call this: the code that opened a feed closes it."""
-
-
-@runtime_checkable
-class ReachesDevices(Protocol):
-    """A feed whose chunks can be received on a device."""
-
-    reaches_devices: bool
-
-    async def receive_there(self, index: int, into: OnDevice) -> bool:
-        """Like ``Feed.receive``, into memory of a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +152,7 @@ async def fetch(
     feeds: Sequence[Feed],
     *,
     late: Sequence[Awaitable[Feed]] = (),
-    origin: Origin | None = None,
+    origin: Feed | None = None,
     window: int = 8,
     timeout_s: float = 10.0,
     on_progress: Callable[[int, int], None] | None = None,
@@ -272,7 +217,7 @@ class _Run:
         missing: tuple[int, ...],
         expected: int,
         *,
-        origin: Origin | None,
+        origin: Feed | None,
         window: int,
         timeout_s: float,
         on_progress: Callable[[int, int], None] | None,
@@ -295,7 +240,7 @@ class _Run:
         self._flying: dict[tuple[int, int], asyncio.Task[bool]] = {}
         self._checking: dict[int, int] = {}
         self._lock = threading.Lock()
-        self._verdicts: list[tuple[int, tuple[Origin, bytes] | None, Future[_Verdict]]] = []
+        self._verdicts: list[tuple[int, tuple[Feed, bytes] | None, Future[_Verdict]]] = []
         self._judging = 0
         self._buffers: dict[int, Sequence[memoryview]] = {}
         self._origin = origin
@@ -331,9 +276,8 @@ class _Run:
             self._is_quiet.clear()
             await self._is_quiet.wait()
         self._threads.shutdown()  # joins threads that have nothing to do
-        if self.end.done() and not self.end.cancelled():
-            # marks it as retrieved, even if this was cancelled at the same moment
-            self.end.exception()
+        if self.end.done():
+            mark_retrieved(self.end)  # also if this was cancelled at the same moment
 
     def fetched(self) -> Fetched:
         """The result."""
@@ -385,13 +329,7 @@ class _Run:
     def _receiving_there(self, feed: Feed, index: int) -> Coroutine[Any, Any, bool] | None:
         """The coroutine that receives a chunk on a device, if possible; the bytes are the
         origin's own, so the host need not look at them."""
-        if not (
-            isinstance(self._sink, SupportsDevices)
-            and isinstance(feed, ReachesDevices)
-            and feed.reaches_devices
-        ):
-            return None
-        into = self._sink.device_buffer(index)
+        into = self._sink.device_buffer(index) if feed.reaches_devices else None
         if into is None:
             return None
         self._buffers[index] = ()
@@ -436,7 +374,7 @@ class _Run:
             self._handle(Lost(number, index, self._clock()))
         self._look()
 
-    def _on_told(self, index: int, told: asyncio.Future[tuple[Origin, bytes]]) -> None:
+    def _on_told(self, index: int, told: asyncio.Future[tuple[Feed, bytes]]) -> None:
         """Take the origin's answer about a chunk that has come."""
         if not told.cancelled() and told.exception() is None and not self._is_stopping:
             self._check(index, told.result())
@@ -447,15 +385,13 @@ class _Run:
             self._fail(error)
         self._look()
 
-    def _check(self, index: int, told: tuple[Origin, bytes] | None) -> None:
+    def _check(self, index: int, told: tuple[Feed, bytes] | None) -> None:
         with self._lock:
             self._judging += 1
         future = self._threads.submit(self._verify, index, None if told is None else told[1])
         future.add_done_callback(lambda done: self._judged(index, told, done))
 
-    def _judged(
-        self, index: int, told: tuple[Origin, bytes] | None, done: Future[_Verdict]
-    ) -> None:
+    def _judged(self, index: int, told: tuple[Feed, bytes] | None, done: Future[_Verdict]) -> None:
         """Report some verdicts to the loop at once, unless no further one is to come; runs in a
         thread."""
         with self._lock:
@@ -480,7 +416,7 @@ class _Run:
         return _Verdict.RIGHT if self._sink.accept(index) else _Verdict.WRONG
 
     def _on_checked(
-        self, index: int, told: tuple[Origin, bytes] | None, future: Future[_Verdict]
+        self, index: int, told: tuple[Feed, bytes] | None, future: Future[_Verdict]
     ) -> None:
         number = self._checking[index]
         del self._buffers[index]
@@ -505,7 +441,7 @@ class _Run:
             self._refute(index)
         self._look()
 
-    async def _confront(self, number: int, index: int, origin: Origin, wanted: bytes) -> None:
+    async def _confront(self, number: int, index: int, origin: Feed, wanted: bytes) -> None:
         """Ask a source whether it stands by a chunk that differs from what the origin says.
 
         :raises Corrupt: it does.
@@ -536,7 +472,7 @@ class _Run:
         _logger.warning("chunk %d came from %s with a wrong digest", index, name)
         self._handle(Refuted(index, self._clock()))
 
-    def _origins(self) -> Sequence[Origin]:
+    def _origins(self) -> Sequence[Feed]:
         """The feeds that may say what the chunks are, the best first."""
         if self._origin is not None:
             return [self._origin]

@@ -29,7 +29,7 @@ import torch
 from datastates.errors import Disconnected, InvalidInput, PeerFault, Unavailable
 from datastates.system.devices import Devices, Mark, Shared, Stream, devices
 
-from .contract import Link, OnDevice
+from .contract import End, Link, OnDevice
 from .data_plane import Transfers
 from .protocol import Laid, Land, Message, Room
 from .same_host import address_of
@@ -70,7 +70,7 @@ class _Opened:
     stream: Stream
 
 
-class IpcEnd:
+class IpcEnd(End):
     """One side's end of the data plane of a session; belongs to the loop thread. ``is_near``:
     the kernel has shown that the peer is a process of this host and user. ``take`` receives the
     peer's messages."""

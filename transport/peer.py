@@ -250,7 +250,7 @@ class PeerReader(Reader):
         self._all.clear()
 
 
-class _Coming:
+class _Coming(Sink):
     """Some chunks on their way, as a sink: each lies in the shadow at its place in the stream."""
 
     def __init__(

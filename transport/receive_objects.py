@@ -21,7 +21,7 @@ from datastates.state.restore import check_into, reads, write
 from datastates.state.tree import unflatten
 from datastates.system.devices import Mark, devices
 
-from .contract import OnDevice
+from .contract import OnDevice, Sink
 from .receive_buffers import (
     DIRECT_BYTES,
     Desk,
@@ -62,7 +62,7 @@ class _Arriving:
     desk: Desk | None = None
 
 
-class ObjectsSink:
+class ObjectsSink(Sink):
     """Receives a state into ``objects``. Made, committed and closed on the thread that owns them;
     misfits are refused when it is made.
 

@@ -39,6 +39,7 @@ from datastates.storage.roles import CaptureTier, Held
 from datastates.storage.tier import Placed, Reader, Tier
 from datastates.system.interrupts import undisturbed
 
+from .contract import Sink
 from .untrusted import CheckedManifest
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ _Key = tuple[bytes, int]
 """A chunk's digest and length."""
 
 
-class StateSink:
+class StateSink(Sink):
     """Receives a state into ``memory``. Make, adopt and abandon it on any thread but the loop's,
     because these may wait.
 

@@ -1,8 +1,8 @@
-"""The questions of the peer: accepted as they come, answered by tasks of their own.
+"""The requests of one session: those of the peer, which are answered here, and our own.
 
-Ask   -> take -> _answer, _reply            answers come from ``Answers``, a few at once
+Ask   -> take -> _answer, _reply            a few at once
 Ask   -> take -> _begin_upload              a push: the description of its state follows in parts
-Part  -> part -> _reply                     with the last part, the state is fetched
+Part  -> part -> _reply, _push              with the last part, the state is fetched
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -23,7 +23,8 @@ from datastates.state.digest import body_of
 from datastates.system.failures import again, describe, revive
 from datastates.system.logs import Seldom
 
-from .contract import Relays, Source, Store, SupportsAddresses, SupportsParts
+from .contract import Feed, Store
+from .data_plane import mark_retrieved
 from .fetch import fetch
 from .handshake import is_at
 from .limits import PAGE_BYTES, Budget, Limits, Share, weigh
@@ -36,7 +37,6 @@ from .protocol import (
     Find,
     Log,
     Message,
-    Offer,
     Open,
     Opened,
     Part,
@@ -50,12 +50,15 @@ from .protocol import (
     decode_offer,
 )
 from .same_host import Neighbours
-from .sending import HANDLES, Feed, Fingerprints, Sending, Sent
+from .sending import HANDLES, DigestCache, Sending, Sent
+
+if TYPE_CHECKING:
+    from .chain import Chains
 
 _logger = logging.getLogger(__name__)
 _logger.addFilter(Seldom())
 
-_ROOM_AT_ONCE = 2
+_PUSHES_AT_ONCE = 2  # that may wait for memory
 _T = TypeVar("_T")
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -68,228 +71,21 @@ class Service:
 
     store: Store
     threads: Executor
-    relays: Relays | None = None
+    relays: Chains | None = None
     sent: Sent = field(default_factory=Sent)
-    fingerprints: Fingerprints = field(default_factory=Fingerprints)
+    digests: DigestCache = field(default_factory=DigestCache)
     neighbours: Neighbours = field(default_factory=Neighbours)
-    pushing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_ROOM_AT_ONCE))
+    pushing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_PUSHES_AT_ONCE))
     offers: Budget = field(default_factory=lambda: Budget(Limits().offer_bytes))
-
-
-class Answers:
-    """The answers to one peer.
-
-    ``sending`` holds the states opened for it; a relay that it announced leaves when it does."""
-
-    def __init__(
-        self,
-        service: Service,
-        sending: Sending,
-        peer: str,
-        timeout_s: float,
-        is_near: Callable[[], bool],
-        remote: tuple[str, int] | None,
-    ) -> None:
-        self._service, self._sending, self._peer, self._timeout_s = (
-            service,
-            sending,
-            peer,
-            timeout_s,
-        )
-        self._is_near, self._remote = is_near, remote
-        self._joined: set[tuple[str, str]] = set()
-        self._offered = Share(service.offers)
-
-    async def answer(self, question: Question) -> bytes:
-        """The body of the answer to a question. If this raises, the error is the answer."""
-        store = self._service.store
-        match question:
-            case Refs():
-                return await self._run(lambda: _encode(store.refs()))
-            case Find(query, limit, after):
-                return await self._run(
-                    lambda: _page(lambda most: store.find(query, most, after), limit)
-                )
-            case Log(rev, limit, after):
-                return await self._run(
-                    lambda: _page(lambda most: store.log(rev, most, after), limit)
-                )
-            case Resolve(rev):
-                return await self._run(lambda: _encode(store.resolve(rev)))
-            case Open():
-                return await self._open(question)
-            case Reach(uid):
-                parts = self._parts()
-                return await self._run(lambda: _encode(parts.reach(uid)))
-            case _:
-                raise PeerFault(
-                    f"{self._peer} asks {type(question).__name__} of a side that cannot answer it"
-                )
-
-    def begin_push(self, push: Push) -> None:
-        """Reserve room for what the peer is about to say of a state that it pushes; ``take``
-        releases it.
-
-        :raises InvalidInput: this server accepts no pushes.
-        :raises Unavailable: there is no room for it now.
-        """
-        self._service.store.check_writable()
-        if push.bytes > self._offered.limit:
-            raise InvalidInput(
-                f"a push comes with {push.bytes} bytes of manifest and ancestry, at most"
-                f" {self._offered.limit} are taken"
-            )
-        if not self._offered.take(push.bytes):
-            raise Unavailable(
-                f"there is no room for {push.bytes} bytes of a further push now: try again when"
-                " others are done"
-            )
-
-    async def take(
-        self, push: Push, body: bytearray, feed: Callable[[Offer, tuple[int, ...]], Feed]
-    ) -> bytes:
-        """Fetch a state that the peer pushes; the body of the answer is its record."""
-        # Threads work on it. So it is not cancelled: it fails once the session is over, and what it
-        # holds counts until then.
-        taking = asyncio.create_task(self._take(push, body, feed))
-        # marks it as retrieved
-        taking.add_done_callback(lambda done: done.cancelled() or done.exception())
-        try:
-            return await asyncio.shield(taking)
-        finally:
-            del taking  # its error refers to this frame, and the two would keep what was pushed
-
-    async def _take(
-        self, push: Push, body: bytearray, feed: Callable[[Offer, tuple[int, ...]], Feed]
-    ) -> bytes:
-        store, taken = self._service.store, push.bytes
-        try:
-            async with self._service.pushing:  # a push may have to wait for room
-                taken += await self._reserve(body)
-                offer = await self._run(partial(decode_offer, body, peer=self._peer))
-                taken += await self._reserve(body_of(offer.manifest))
-                sink = await self._run(lambda: store.receive(offer))
-            source = feed(offer, tuple(sink.lengths))
-            try:
-                await fetch(sink, [source], timeout_s=self._timeout_s)
-                return _encode(await self._run(lambda: store.received(offer, sink)))
-            except BaseException:
-                self._service.threads.submit(store.abandon, offer, sink)
-                raise
-            finally:
-                await source.close()
-        finally:
-            self._offered.give(taken)
-
-    async def _reserve(self, encoded: bytearray | memoryview) -> int:
-        """Take what a part of a push will take in memory, before it is decoded."""
-        if not self._offered.take(
-            weight := await self._run(partial(weigh, encoded, self._offered.limit))
-        ):
-            raise Unavailable(
-                "manifest and ancestry of a push take more memory here than is left of"
-                f" {self._offered.limit} bytes: push one of its ancestors first, or try again when"
-                " others are done"
-            )
-        return weight
-
-    def close(self, incomplete: int) -> None:
-        """Clean up after a peer that is gone: its relays serve no more, and pushes with so many
-        bytes do not come."""
-        self._offered.give(incomplete)
-        for uid, url in self._joined:
-            if self._service.relays is not None:
-                self._service.relays.leave(uid, url)
-        self._joined.clear()
-
-    async def _open(self, question: Open) -> bytes:
-        source = await self._run(self._opener(question), late=lambda opened: opened.close())
-        try:
-            manifest, lengths = bytes(source.manifest), tuple(source.lengths)
-            addresses = await self._addresses(source) if question.near and self._is_near() else ()
-            upstream = self._join(question)
-            handle = self._sending.add(source, question.uid, is_near=bool(addresses))
-        except BaseException:
-            self._service.threads.submit(source.close)
-            raise
-        return _encode(
-            Opened(handle, manifest, lengths, upstream, addresses if upstream is None else ())
-        )
-
-    def _opener(self, question: Open) -> Callable[[], Source]:
-        uid, part = question.uid, question.part
-        return (
-            partial(self._service.store.open, uid)
-            if part is None
-            else partial(self._parts().open_part, uid, part)
-        )
-
-    def _parts(self) -> SupportsParts:
-        if not isinstance(self._service.store, SupportsParts):
-            raise InvalidInput(
-                "this process serves no parts of states of several ranks: ask the source"
-            )
-        return self._service.store
-
-    async def _addresses(self, source: Source) -> tuple[int, ...]:
-        if not isinstance(source, SupportsAddresses):
-            return ()
-        with suppress(DatastatesError):  # a chunk that cannot be read is reported when it is wanted
-            return tuple(await self._run(source.addresses))
-        return ()
-
-    def _join(self, question: Open) -> str | None:
-        relays = self._service.relays
-        if (
-            question.relay is None
-            or relays is None
-            or len(self._joined) >= HANDLES
-            or not is_at(question.relay, self._remote)
-        ):
-            return None
-        upstream = relays.join(question.uid, question.relay, question.failed)
-        self._joined.add((question.uid, question.relay))
-        return None if question.here else upstream
-
-    async def _run(
-        self, work: Callable[[], _T], *, late: Callable[[_T], object] | None = None
-    ) -> _T:
-        """Run ``work`` in a thread. If this is cancelled first, ``late`` gets the result."""
-        future = self._service.threads.submit(work)
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            if late is not None:
-                future.add_done_callback(lambda done: _hand(done, late))
-            raise
-        finally:
-            del future  # as in ``take``
-
-
-def _page(ask: Callable[[int], StatePage], limit: int) -> bytes:
-    """A page of at most ``limit`` states, encoded; of fewer if they take too many bytes."""
-    while len(body := _encode(ask(limit))) > PAGE_BYTES and limit > 1:
-        limit //= 2
-    return body
-
-
-def _hand(done: Future[_T], late: Callable[[_T], object]) -> None:
-    if done.cancelled() or done.exception() is not None:
-        return  # there is no result
-    try:
-        late(done.result())
-    except Exception:  # the peer that asked is gone, so nobody else hears of it
-        _logger.exception("what came too late could not be let go")
 
 
 # The tasks of one session, and the error with which it ends.
 
 
 _TASKS = 4096
-_logger.addFilter(Seldom())
 
 
-class Life:
+class Lifecycle:
     """Belongs to the loop thread.
 
     ``end`` is run once, with the error and what to tell the peer; it must set ``ended``."""
@@ -316,7 +112,8 @@ class Life:
             self.fall(PeerFault(f"{self._peer} sends more than it reads of the answers"))
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._finished)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(mark_retrieved)  # a caller that waits for it gets the error as well
         return task
 
     async def outcome(self, task: asyncio.Task[_T]) -> _T:
@@ -351,18 +148,12 @@ class Life:
             task.cancel()
         return tasks
 
-    def _finished(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            # marks it as retrieved: a caller that still waits for it gets it as well
-            task.exception()
-
     async def _or_fall(self, work: Callable[..., Awaitable[None]], *arguments: object) -> None:
         try:
             await work(*arguments)
         except DatastatesError as exc:
             self.fall(exc)
-        except Exception as exc:  # a fault of ours ends this connection, not the server
+        except Exception as exc:  # an error of ours ends this connection, not the server
             _logger.exception("the connection to %s failed", self._peer)
             self.fall(
                 Disconnected(
@@ -395,11 +186,11 @@ class Clock:
             self._stood_still_s += late
 
 
-# The questions of the peer: accepted as they come, answered by tasks of their own.
+# The requests of the peer: accepted as they come, answered by tasks of their own.
 
 
-_ASKED_AT_ONCE = 8  # questions of a peer that are answered at once; more wait
-_QUESTIONS = 256  # questions that a peer may have open, the waiting ones included
+_ANSWERED_AT_ONCE = 8  # more wait
+_REQUESTS = 256  # requests that a peer may have open, the waiting ones included
 
 
 @dataclass(slots=True)
@@ -411,35 +202,43 @@ class _Upload:
     body: bytearray = field(default_factory=bytearray)
 
 
-class Asked:
-    """The peer's questions; belongs to the loop thread. ``feed`` makes the feed of a state that
-    the peer holds open for us. Without ``answers`` this side serves nothing, and the peer can
-    ask only for what this side pushes."""
+class IncomingRequests:
+    """The peer's requests; belongs to the loop thread.
+
+    ``sending`` holds the states opened for the peer; a relay that it announced leaves when it does.
+    ``feed`` makes the feed of a state that the peer holds open for us. Without ``service`` this
+    side serves nothing, and the peer can request only what this side pushes.
+    """
 
     def __init__(
         self,
-        answers: Answers | None,
+        service: Service | None,
         sending: Sending,
         *,
-        life: Life,
+        lifecycle: Lifecycle,
         post: Callable[[Message], Awaitable[None]],
         clock: Clock,
         peer: str,
+        remote: tuple[str, int] | None,
+        timeout_s: float,
+        is_near: Callable[[], bool],
         feed: Callable[[int, bytes, tuple[int, ...]], Feed],
     ) -> None:
-        self._answers, self._sending, self._life = answers, sending, life
+        self._service, self._sending, self._lifecycle = service, sending, lifecycle
         self._post, self._clock, self._peer, self._feed = post, clock, peer, feed
-        self._at_once = asyncio.Semaphore(_ASKED_AT_ONCE)
-        self._questions: set[int] = set()
+        self._remote, self._timeout_s, self._is_near = remote, timeout_s, is_near
+        self._at_once = asyncio.Semaphore(_ANSWERED_AT_ONCE)
+        self._open_requests: set[int] = set()
         self._uploads: dict[int, _Upload] = {}
-        self._refused: dict[
-            int, int
-        ] = {}  # refused bodies that may still be arriving: how much of each is left
+        # refused bodies that may still be arriving: how much of each is left
+        self._refused: dict[int, int] = {}
+        self._joined: set[tuple[str, str]] = set()
+        self._offered = Share(Budget(0) if service is None else service.offers)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a question is not answered yet."""
-        return bool(self._questions or self._uploads)
+        """Whether a request is not answered yet."""
+        return bool(self._open_requests or self._uploads)
 
     @property
     def stalled_s(self) -> float:
@@ -448,28 +247,28 @@ class Asked:
         return max((now - upload.moved_at for upload in self._uploads.values()), default=0.0)
 
     def take(self, number: int, question: Question) -> None:
-        """Begin to answer a question.
+        """Begin to answer a request.
 
-        :raises PeerFault: its number is already in use, or too many questions are open.
+        :raises PeerFault: its number is already in use, or too many requests are open.
         """
-        if number in self._questions or len(self._questions) >= _QUESTIONS:
+        if number in self._open_requests or len(self._open_requests) >= _REQUESTS:
             problem = (
-                "twice" if number in self._questions else f"while {_QUESTIONS} others are open"
+                "twice" if number in self._open_requests else f"while {_REQUESTS} others are open"
             )
             raise PeerFault(f"{self._peer} asks question {number} {problem}")
-        self._questions.add(number)
+        self._open_requests.add(number)
         match question:
             case Push():
                 self._begin_upload(number, question)
             case Release():
-                self._life.depend_on(self._reply, number, self._release, question)
+                self._lifecycle.depend_on(self._reply, number, self._release, question)
             case Digests():
-                self._life.depend_on(self._reply, number, self._sending.digests, question)
+                self._lifecycle.depend_on(self._reply, number, self._sending.digests, question)
             case _:
-                self._life.depend_on(self._answer, number, question)
+                self._lifecycle.depend_on(self._answer_in_turn, number, question)
 
     def part(self, number: int, data: bytes) -> None:
-        """Take in a part of the description of a state that the peer pushes.
+        """Add a part of the description of a state that the peer pushes.
 
         :raises PeerFault: its length is wrong.
         """
@@ -489,71 +288,214 @@ class Asked:
         upload.moved_at = self._clock()
         if len(upload.body) == upload.push.bytes:
             del self._uploads[number]
-            self._life.depend_on(self._reply, number, self._take_push, upload)
+            self._lifecycle.depend_on(self._reply, number, self._receive, upload)
 
     def close(self) -> None:
-        """Clean up; the session is over."""
-        if self._answers is not None:
-            self._answers.close(sum(upload.push.bytes for upload in self._uploads.values()))
+        """Clean up after a peer that is gone: its relays serve no more, and incomplete pushes
+        free their budget."""
+        self._offered.give(sum(upload.push.bytes for upload in self._uploads.values()))
+        for uid, url in self._joined:
+            if self._service is not None and self._service.relays is not None:
+                self._service.relays.leave(uid, url)
+        self._joined.clear()
 
-    def _begin_upload(self, number: int, push: Push) -> None:
-        """Begin a push.
-
-        If it is refused, that happens before its body is accepted; parts already under way are
-        dropped."""
-        try:
-            self._require(push).begin_push(push)
-        except DatastatesError as exc:
-            self._refused[number] = push.bytes
-            if len(self._refused) > _QUESTIONS:
-                del self._refused[next(iter(self._refused))]
-            self._questions.discard(number)
-            self._life.depend_on(self._post, Failed(number, describe(exc)))
-        else:
-            self._uploads[number] = _Upload(push, self._clock())
-
-    async def _answer(self, number: int, question: Question) -> None:
+    async def _answer_in_turn(self, number: int, question: Question) -> None:
         async with self._at_once:
-            await self._reply(number, self._own, question)
+            await self._reply(number, self._answer, question)
 
     async def _reply(self, number: int, work: Callable[[_T], Awaitable[bytes]], matter: _T) -> None:
         try:
             body = await work(matter)
-        except Exception as exc:  # whatever it was, the peer that asked must hear of it
-            self._questions.discard(number)
+        except Exception as exc:  # whatever it was, the peer must get an answer
+            self._open_requests.discard(number)
             await self._post(Failed(number, describe(exc)))
             return
         last = max(len(body) - 1, 0) // PART_BYTES
         for part in range(last + 1):
             if part == last:
-                self._questions.discard(number)
+                self._open_requests.discard(number)
             await self._post(
                 Answer(number, body[part * PART_BYTES : (part + 1) * PART_BYTES], part == last)
             )
-
-    async def _own(self, question: Question) -> bytes:
-        return await self._require(question).answer(question)
-
-    async def _take_push(self, upload: _Upload) -> bytes:
-        def feed(offer: Offer, lengths: tuple[int, ...]) -> Feed:
-            return self._feed(upload.push.handle, offer.manifest, lengths)
-
-        return await self._require(upload.push).take(upload.push, upload.body, feed)
 
     async def _release(self, question: Release) -> bytes:
         await self._sending.release(question.handle, question.generation)
         return b""
 
-    def _require(self, question: Question) -> Answers:
-        if self._answers is None:
+    def _require(self, question: Question) -> Service:
+        if self._service is None:
             raise PeerFault(f"{type(question).__name__} was asked of a side that serves nothing")
-        return self._answers
+        return self._service
+
+    # --- what the store answers -------------------------------------------------------------------
+
+    async def _answer(self, question: Question) -> bytes:
+        """The body of the answer. If this raises, the error is the answer."""
+        store = self._require(question).store
+        match question:
+            case Refs():
+                return await self._run(lambda: _encode(store.refs()))
+            case Find(query, limit, after):
+                return await self._run(
+                    lambda: _page(lambda most: store.find(query, most, after), limit)
+                )
+            case Log(rev, limit, after):
+                return await self._run(
+                    lambda: _page(lambda most: store.log(rev, most, after), limit)
+                )
+            case Resolve(rev):
+                return await self._run(lambda: _encode(store.resolve(rev)))
+            case Open():
+                return await self._open(question, store)
+            case Reach(uid):
+                return await self._run(lambda: _encode(store.reach(uid)))
+            case _:
+                raise PeerFault(
+                    f"{self._peer} asks {type(question).__name__} of a side that cannot answer it"
+                )
+
+    async def _open(self, question: Open, store: Store) -> bytes:
+        uid, part = question.uid, question.part
+        source = await self._run(
+            lambda: store.open(uid) if part is None else store.open_part(uid, part),
+            late=lambda opened: opened.close(),
+        )
+        try:
+            manifest, lengths = bytes(source.manifest), tuple(source.lengths)
+            addresses: tuple[int, ...] = ()
+            if question.near and self._is_near():
+                with suppress(DatastatesError):  # reported when the unreadable chunk is wanted
+                    addresses = tuple(await self._run(source.addresses))
+            upstream = self._join(question)
+            handle = self._sending.add(source, uid, is_near=bool(addresses))
+        except BaseException:
+            self._require(question).threads.submit(source.close)
+            raise
+        return _encode(
+            Opened(handle, manifest, lengths, upstream, addresses if upstream is None else ())
+        )
+
+    def _join(self, question: Open) -> str | None:
+        relays = self._require(question).relays
+        if (
+            question.relay is None
+            or relays is None
+            or len(self._joined) >= HANDLES
+            or not is_at(question.relay, self._remote)
+        ):
+            return None
+        upstream = relays.join(question.uid, question.relay, question.failed)
+        self._joined.add((question.uid, question.relay))
+        return None if question.here else upstream
+
+    async def _run(
+        self, work: Callable[[], _T], *, late: Callable[[_T], object] | None = None
+    ) -> _T:
+        """Run ``work`` in a thread. If this is cancelled first, ``late`` gets the result."""
+        assert self._service is not None, "only a side that serves answers"
+        future = self._service.threads.submit(work)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if late is not None:
+                future.add_done_callback(partial(_release_late, late))
+            raise
+        finally:
+            del future  # as in ``_receive``
+
+    # --- pushes -----------------------------------------------------------------------------------
+
+    def _begin_upload(self, number: int, push: Push) -> None:
+        """Begin a push, and reserve memory for its description.
+
+        If it is refused, that happens before its body is accepted; parts already under way are
+        dropped."""
+        try:
+            self._require(push).store.check_writable()
+            if push.bytes > self._offered.limit:
+                raise InvalidInput(
+                    f"a push comes with {push.bytes} bytes of manifest and ancestry, at most"
+                    f" {self._offered.limit} are taken"
+                )
+            if not self._offered.take(push.bytes):
+                raise Unavailable(
+                    f"there is no room for {push.bytes} bytes of a further push now: try again when"
+                    " others are done"
+                )
+        except DatastatesError as exc:
+            self._refused[number] = push.bytes
+            if len(self._refused) > _REQUESTS:
+                del self._refused[next(iter(self._refused))]
+            self._open_requests.discard(number)
+            self._lifecycle.depend_on(self._post, Failed(number, describe(exc)))
+        else:
+            self._uploads[number] = _Upload(push, self._clock())
+
+    async def _receive(self, upload: _Upload) -> bytes:
+        """Fetch a state that the peer pushes; the body of the answer is its record."""
+        # Threads work on it. So it is not cancelled: it fails once the session is over, and what it
+        # holds counts until then.
+        receiving = asyncio.create_task(self._fetch_pushed(upload.push, upload.body))
+        receiving.add_done_callback(mark_retrieved)
+        try:
+            return await asyncio.shield(receiving)
+        finally:
+            # its error refers to this frame, and the two would keep what was pushed
+            del receiving
+
+    async def _fetch_pushed(self, push: Push, body: bytearray) -> bytes:
+        service, taken = self._require(push), push.bytes
+        store = service.store
+        try:
+            async with service.pushing:  # a push may have to wait for memory
+                taken += await self._reserve(body)
+                offer = await self._run(partial(decode_offer, body, peer=self._peer))
+                taken += await self._reserve(body_of(offer.manifest))
+                sink = await self._run(lambda: store.receive(offer))
+            feed = self._feed(push.handle, offer.manifest, tuple(sink.lengths))
+            try:
+                await fetch(sink, [feed], timeout_s=self._timeout_s)
+                return _encode(await self._run(lambda: store.received(offer, sink)))
+            except BaseException:
+                service.threads.submit(store.abandon, offer, sink)
+                raise
+            finally:
+                await feed.close()
+        finally:
+            self._offered.give(taken)
+
+    async def _reserve(self, encoded: bytearray | memoryview) -> int:
+        """Reserve the memory of a part of a push before it is decoded; returns how much."""
+        weight = await self._run(partial(weigh, encoded, self._offered.limit))
+        if not self._offered.take(weight):
+            raise Unavailable(
+                "manifest and ancestry of a push take more memory here than is left of"
+                f" {self._offered.limit} bytes: push one of its ancestors first, or try again when"
+                " others are done"
+            )
+        return weight
 
 
-# The questions of one end of a session, and their answers as they come in parts.
+def _page(find: Callable[[int], StatePage], limit: int) -> bytes:
+    """A page of at most ``limit`` states, encoded; of fewer if they take too many bytes."""
+    while len(body := _encode(find(limit))) > PAGE_BYTES and limit > 1:
+        limit //= 2
+    return body
 
 
-_ASKING_AT_ONCE = 64
+def _release_late(late: Callable[[_T], object], done: Future[_T]) -> None:
+    if done.cancelled() or done.exception() is not None:
+        return  # there is no result
+    try:
+        late(done.result())
+    except Exception:  # the request was cancelled, so there is nobody to report it to
+        _logger.exception("the result of a cancelled request could not be released")
+
+
+# Our own requests, and their answers as they come in parts.
+
+
+_PENDING_AT_ONCE = 64
 
 
 @dataclass(slots=True)
@@ -566,21 +508,21 @@ class _Pending:
     body: bytearray = field(default_factory=bytearray)
 
 
-class Asking:
-    """Our questions, by id.
+class OutgoingRequests:
+    """Our requests, by id.
 
-    An answer to a question that was given up is dropped; an answer to one never asked is the
+    An answer to a request that was given up is dropped. An answer to one that was never made is the
     peer's fault."""
 
     def __init__(
         self, post: Callable[[Message], Awaitable[None]], clock: Callable[[], float], peer: str
     ) -> None:
         self._post, self._clock, self._peer = post, clock, peer
-        self._room = asyncio.Semaphore(_ASKING_AT_ONCE)
+        self._room = asyncio.Semaphore(_PENDING_AT_ONCE)
         self._pending: dict[int, _Pending] = {}
         self._next = 0
 
-    async def ask(self, question: Question, *, limit: int, offer: bytes = b"") -> bytes:
+    async def request(self, question: Question, *, limit: int, offer: bytes = b"") -> bytes:
         """The whole body of the answer, of at most ``limit`` bytes.
 
         ``offer`` is sent after a ``Push``."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +26,7 @@ from datastates.errors import (
 from datastates.system.failures import again, describe, revive
 from datastates.system.logs import Seldom
 
-from .contract import Link, OnDevice, Source, SupportsCheck, SupportsRecall
+from .contract import Link, OnDevice, Source
 from .data_plane import Plane, surely
 from .protocol import PIECES, Digests, Gone, Message, Took, Want
 
@@ -48,63 +47,59 @@ def digest_of(pieces: Sequence[memoryview]) -> bytes:
     return hasher.digest()
 
 
-class Fingerprints:
+class DigestCache:
     """Digests that are computed once for all sessions that share this, in threads of its own.
 
     Belongs to the loop thread."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_AT_ONCE, "datastates-digest")
-        self._kept: OrderedDict[bytes, dict[int, bytes]] = OrderedDict()
-        self._coming: dict[tuple[bytes, int], asyncio.Task[bytes]] = {}
+        self._cached: OrderedDict[bytes, dict[int, bytes]] = OrderedDict()
+        self._pending: dict[tuple[bytes, int], asyncio.Task[bytes]] = {}
 
     async def of(self, state: bytes, index: int, source: Source) -> bytes:
         """The digest of a chunk. ``state`` identifies what ``source`` holds. The source must
         stay open until this returns, cancelled or not."""
-        found = self._kept.get(state, {}).get(index)
+        found = self._cached.get(state, {}).get(index)
         if found is not None:
-            self._kept.move_to_end(state)
+            self._cached.move_to_end(state)
             return found
         key = state, index
-        coming = self._coming.get(key)
-        if coming is not None and not coming.done():
-            await asyncio.wait({coming})
+        pending = self._pending.get(key)
+        if pending is not None and not pending.done():
+            await asyncio.wait({pending})
             return (
                 await self.of(state, index, source)
-                if coming.cancelled() or coming.exception() is not None
-                else coming.result()
+                if pending.cancelled() or pending.exception() is not None
+                else pending.result()
             )
-        coming = self._coming[key] = asyncio.create_task(self._compute(source, index))
+        pending = self._pending[key] = asyncio.create_task(self._compute(source, index))
         try:
-            while not coming.done():
-                await asyncio.wait({coming})
-            digest = coming.result()
+            while not pending.done():
+                await asyncio.wait({pending})
+            digest = pending.result()
         except asyncio.CancelledError:
-            coming.cancel()
-            await asyncio.wait({coming})
+            pending.cancel()
+            await asyncio.wait({pending})
             raise
         finally:
-            if self._coming.get(key) is coming:
-                del self._coming[key]
+            if self._pending.get(key) is pending:
+                del self._pending[key]
         if digest != DAMAGED:
-            self._keep(state, index, digest)
+            self._cached.setdefault(state, {})[index] = digest
+            self._cached.move_to_end(state)
+            while len(self._cached) > _STATES:
+                self._cached.popitem(last=False)
         return digest
 
     def close(self) -> None:
         """Let its threads end; idempotent."""
         self._threads.shutdown(wait=False)
 
-    def _keep(self, state: bytes, index: int, digest: bytes) -> None:
-        self._kept.setdefault(state, {})[index] = digest
-        self._kept.move_to_end(state)
-        while len(self._kept) > _STATES:
-            self._kept.popitem(last=False)
-
     async def _compute(self, source: Source, index: int) -> bytes:
         pieces = await source.chunk(index)
-        check = source.is_whole if isinstance(source, SupportsCheck) else None
         work = asyncio.get_running_loop().run_in_executor(
-            self._threads, _compute, pieces, index, check
+            self._threads, _digest_or_damaged, source, index, pieces
         )
         try:
             return await asyncio.shield(work)
@@ -113,13 +108,9 @@ class Fingerprints:
             raise
 
 
-def _compute(
-    pieces: Sequence[memoryview],
-    index: int,
-    check: Callable[[int, Sequence[memoryview]], bool] | None,
-) -> bytes:
+def _digest_or_damaged(source: Source, index: int, pieces: Sequence[memoryview]) -> bytes:
     try:
-        return digest_of(pieces) if check is None or check(index, pieces) else DAMAGED
+        return digest_of(pieces) if source.is_whole(index, pieces) else DAMAGED
     except Corrupt:
         return DAMAGED
 
@@ -211,7 +202,7 @@ class Sending:
         clock: Callable[[], float],
         peer: str,
         sent: Sent,
-        fingerprints: Fingerprints,
+        digests: DigestCache,
     ) -> None:
         self._plane, self._post, self._clock, self._peer, self._sent = (
             plane,
@@ -220,7 +211,7 @@ class Sending:
             peer,
             sent,
         )
-        self._fingerprints = fingerprints
+        self._digests = digests
         self._held: dict[int, _Held] = {}
         self._next = 0
         self._refusals: set[asyncio.Task[None]] = set()
@@ -274,14 +265,13 @@ class Sending:
             digest_of([memoryview(source.manifest)]),
             is_near=is_near,
         )
-        if isinstance(source, SupportsRecall):
-            loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
 
-            def tell() -> None:
-                with suppress(RuntimeError):  # the loop has ended, and its sources with it
-                    loop.call_soon_threadsafe(self._take_back, handle)
+        def recall() -> None:
+            with suppress(RuntimeError):  # the loop has ended, and its sources with it
+                loop.call_soon_threadsafe(self._take_back, handle)
 
-            source.when_wanted(tell)
+        source.when_wanted(recall)
         self._used_at = self._clock()
         return handle
 
@@ -344,7 +334,7 @@ class Sending:
         self._used_at = self._clock()
         await _settled(held)
         reads = [
-            asyncio.create_task(self._fingerprints.of(held.state, index, held.source))
+            asyncio.create_task(self._digests.of(held.state, index, held.source))
             for index in question.indexes
         ]
         held.reads.update(reads)
@@ -412,7 +402,6 @@ class Sending:
     async def _recall(self, held: _Held, error: DatastatesError) -> None:
         """Stop its sends; the peer may ask for the chunks again if the state can be read on from
         elsewhere."""
-        assert isinstance(held.source, SupportsRecall), "it was told so"
         cut_off = await _cut_off(held)
         if held.reads:
             await asyncio.wait(held.reads)  # a few ms
@@ -525,10 +514,7 @@ async def _settled(held: _Held) -> None:
 async def _read(held: _Held, index: int) -> Sequence[memoryview]:
     """The pieces of a chunk, from where the state now is."""
     await _settled(held)
-    return _checked(await held.source.chunk(index), held, index)
-
-
-def _checked(pieces: Sequence[memoryview], held: _Held, index: int) -> Sequence[memoryview]:
+    pieces = await held.source.chunk(index)
     found = sum(piece.nbytes for piece in pieces)
     if found != held.lengths[index]:
         raise Corrupt(
@@ -538,7 +524,7 @@ def _checked(pieces: Sequence[memoryview], held: _Held, index: int) -> Sequence[
     return pieces
 
 
-# A state that a peer holds open for us, and how its chunks are received.
+# The chunks that were asked for on one session, and how they are received.
 
 
 _WORD_S = 0.1
@@ -551,83 +537,6 @@ class _Broken(Exception):
     def __init__(self, error: DatastatesError) -> None:
         super().__init__(str(error))
         self.error = error
-
-
-class Feed(ABC):
-    """One state that a peer holds open. ``name`` says where it comes from; ``lengths`` is what the
-    peer says of its chunks.
-
-    With ``is_bound`` most chunks come in a way that proves whose they are. ``reaches_devices``:
-    they can be received on a device.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        manifest: bytes,
-        lengths: tuple[int, ...],
-        *,
-        is_bound: bool = False,
-        reaches_devices: bool = False,
-    ) -> None:
-        self.name, self.manifest, self.lengths, self.is_bound = name, manifest, lengths, is_bound
-        self.reaches_devices = reaches_devices
-        self._is_closed = False
-
-    async def receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
-        """Fill ``buffers`` with the bytes of a chunk. However it ends, even when it is cancelled,
-        nobody writes to them afterwards.
-
-        True: the bytes came in a way that proves that they are the peer's own. Otherwise anybody
-        may have sent them. In either case they are not checked: the caller compares digests.
-
-        :raises DatastatesError: the error that kept the peer from sending it.
-        :raises Disconnected: the session is over, nothing came for its ``timeout_s``, or the link
-            broke four times in a row.
-        """
-        wanted = sum(buffer.nbytes for buffer in buffers)
-        self._check(index, wanted)
-        return not wanted or await self._receive(
-            index, [buffer for buffer in buffers if buffer.nbytes]
-        )
-
-    async def receive_there(self, index: int, into: OnDevice) -> bool:
-        """Like ``receive``, into memory of a device; only if ``reaches_devices``."""
-        self._check(index, into.nbytes)
-        return await self._receive_there(index, into)
-
-    def _check(self, index: int, wanted: int) -> None:
-        if index >= len(self.lengths) or wanted != self.lengths[index]:
-            had = f"{self.lengths[index]} bytes" if index < len(self.lengths) else "no such chunk"
-            raise InvalidInput(
-                f"{wanted} bytes were asked for as chunk {index} of a state that has {had} at"
-                f" {self.name}"
-            )
-
-    @abstractmethod
-    async def digests(self, indexes: Sequence[int]) -> Sequence[bytes]:
-        """BLAKE3 of these chunks, as the peer has them."""
-
-    async def close(self) -> None:
-        """Let the peer unpin the state; idempotent, and does nothing once the session is over."""
-        if not self._is_closed:
-            self._is_closed = True
-            with suppress(DatastatesError):
-                await self._release()
-
-    @abstractmethod
-    async def _receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
-        """See ``receive``; the buffers have the right size, and none is empty."""
-
-    async def _receive_there(self, index: int, into: OnDevice) -> bool:
-        """See ``receive_there``."""
-        raise InvalidInput(
-            f"chunk {index} was to be received on a device, which {self.name} does not reach"
-        )
-
-    @abstractmethod
-    async def _release(self) -> None:
-        """See ``close``."""
 
 
 class Receiving:

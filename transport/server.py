@@ -7,6 +7,7 @@ import ipaddress
 import logging
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from datastates.errors import Closed, DatastatesError, InvalidInput, Unavailable
@@ -15,7 +16,7 @@ from datastates.system.admission import Admission
 from datastates.system.logs import Seldom
 
 from .connections import Door
-from .contract import Channel, Listener, Relays, Store, Tls, Transport
+from .contract import Channel, Listener, Store, Tls, Transport
 from .handshake import offer
 from .limits import Budget, Limits
 from .protocol import Identity
@@ -23,6 +24,9 @@ from .registry import transport_for
 from .requests import Service
 from .sending import Sent
 from .session import Session
+
+if TYPE_CHECKING:
+    from .chain import Chains
 
 _logger = logging.getLogger(__name__)
 _logger.addFilter(Seldom())
@@ -48,7 +52,7 @@ class Server:
         tls: Tls | None = None,
         timeout_s: float = 10.0,
         limits: Limits | None = None,
-        relays: Relays | None = None,
+        relays: Chains | None = None,
         transport: Transport | None = None,
         data: str = "auto",
     ) -> None:
@@ -139,7 +143,7 @@ class Server:
             await asyncio.wait(self._visits)
         if self._service is not None:
             await self._service.neighbours.close()
-            self._service.fingerprints.close()
+            self._service.digests.close()
             self._service.threads.shutdown(wait=False)
 
     async def _dismiss(self, session: Session, grace_s: float) -> None:

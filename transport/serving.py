@@ -50,7 +50,7 @@ from datastates.storage.tier import Reader
 from . import loop, receive_states
 from . import server as transport_server
 from .chain import Chains
-from .contract import Sink, Source, Tls
+from .contract import Sink, Source, Store, Tls
 from .protocol import PARTS, Identity, Offer, Reached, RefRecord, StatePage, StateRecord
 from .receive_states import StateSink
 from .same_host import address_of
@@ -175,7 +175,7 @@ _PUSHERS = "push"
 _VERSION = version("datastates")
 
 
-class StateSource:
+class StateSource(Source):
     """An open reader, as a source. The state stays pinned until it is closed, or until its memory
     is wanted back; it is then read from the reader that ``reopen`` returns, if there is one. The
     receiver checks its bytes.
@@ -224,7 +224,7 @@ ANSWER_S = 10.0
 """The most seconds that an answer to a peer may take of the database."""
 
 
-class RepositoryStore:
+class RepositoryStore(Store):
     """A repository as a server sees it; every method runs in worker threads. ``is_writable``
     accepts what peers push; a push waits at most ``patience_s`` for room.
     """

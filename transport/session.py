@@ -16,18 +16,26 @@ are closed, and no task is left.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar
 
 import msgspec
 
-from datastates.errors import Closed, DatastatesError, Disconnected, PeerFault, Unsupported
+from datastates.errors import (
+    Closed,
+    DatastatesError,
+    Disconnected,
+    InvalidInput,
+    PeerFault,
+    Unsupported,
+)
 from datastates.system.failures import Failure, again
 
 from . import same_host, tcp
-from .contract import Channel, OnDevice, Source, Terms, Tls, Transport
+from .contract import Channel, Feed, OnDevice, Source, Terms, Tls, Transport
 from .data_connection import NAME_BYTES
 from .data_plane import Plane
 from .handshake import Sealed, admit, agree, greet, offer
@@ -69,120 +77,22 @@ from .protocol import (
     encode,
 )
 from .registry import transport_for
-from .requests import Answers, Asked, Asking, Clock, Life, Service
-from .same_host import Near, NearChunks, meet
-from .sending import DIGEST_BYTES, Feed, Fingerprints, Receiving, Sending, Sent
+from .requests import Clock, IncomingRequests, Lifecycle, OutgoingRequests, Service
+from .same_host import NearChunks, meet
+from .sending import DIGEST_BYTES, DigestCache, Receiving, Sending, Sent
 
 if TYPE_CHECKING:
     from .ipc import IpcEnd
-
-
-@dataclass(frozen=True, slots=True)
-class Feeds:
-    """What the feeds of one session share. ``is_bound`` says whether everything that comes over
-    its data plane is the peer's own; ``reaches_devices`` says whether it can be received on a
-    device."""
-
-    peer: str
-    timeout_s: float
-    life: Life
-    post: Callable[[Message], Awaitable[None]]
-    asking: Asking
-    receiving: Receiving
-    plane: Plane
-    near: Near | None
-    is_bound: bool
-    reaches_devices: bool = False
-
-    def open(
-        self,
-        handle: int,
-        manifest: bytes,
-        lengths: tuple[int, ...],
-        addresses: tuple[int, ...] = (),
-    ) -> Feed:
-        """The feed of a state that the peer holds open under ``handle``; ``addresses`` are those
-        of its chunks in the peer's memory."""
-        if self.near is None or len(addresses) != len(lengths):
-            return _HeldFeed(self, handle, manifest, lengths, None)
-
-        def took(count: int, size: int) -> None:
-            self.life.depend_on(self.post, Took(handle, count, size))
-
-        return _HeldFeed(self, handle, manifest, lengths, NearChunks(self.near, addresses, took))
-
-
-class _HeldFeed(Feed):
-    def __init__(
-        self,
-        feeds: Feeds,
-        handle: int,
-        manifest: bytes,
-        lengths: tuple[int, ...],
-        near: NearChunks | None,
-    ) -> None:
-        is_bound = feeds.is_bound or near is not None
-        super().__init__(
-            feeds.peer, manifest, lengths, is_bound=is_bound, reaches_devices=feeds.reaches_devices
-        )
-        self._feeds, self._handle, self._near = feeds, handle, near
-
-    async def digests(self, indexes: Sequence[int]) -> Sequence[bytes]:
-        size = DIGEST_BYTES * len(indexes)
-        said = await self._feeds.asking.ask(Digests(self._handle, tuple(indexes)), limit=size)
-        if len(said) != size:
-            raise PeerFault(f"{self.name} tells {len(said)} bytes of digests where {size} belong")
-        return [said[start : start + DIGEST_BYTES] for start in range(0, size, DIGEST_BYTES)]
-
-    async def _receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
-        return await self._come(index, buffers)
-
-    async def _receive_there(self, index: int, into: OnDevice) -> bool:
-        return await self._come(index, into)
-
-    async def _come(self, index: int, buffers: Sequence[memoryview] | OnDevice) -> bool:
-        feeds = self._feeds
-        try:
-            if (
-                self._near is not None
-                and not isinstance(buffers, OnDevice)
-                and await self._near.receive(index, buffers)
-            ):
-                # memory read after the session's end may have been anything
-                feeds.life.check_open()
-                return True
-            await feeds.receiving.chunk(self._handle, index, buffers)
-        except DatastatesError as exc:
-            if isinstance(exc, PeerFault):  # a message of the wrong length
-                feeds.life.fall(exc)
-            if feeds.life.error is not None:
-                await feeds.life.ended.wait()
-                raise again(feeds.life.error) from exc
-            raise
-        return feeds.is_bound
-
-    async def _release(self) -> None:
-        if self._near is not None:
-            self._near.close()
-        feeds = self._feeds
-        releasing = feeds.life.spawn(
-            feeds.asking.ask(Release(self._handle, feeds.plane.generation), limit=0)
-        )
-        await asyncio.wait({releasing}, timeout=feeds.timeout_s)
-
-
-# How a session begins: both ends prove the token, agree on a data plane, and find out whether
-# they are processes of one host.
 
 
 _DAY_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """Two ends that have proved themselves. ``own`` and ``its`` are what each said of itself;
-    ``plane`` is the data plane that they agreed on; ``neighbour`` is the memory of the other
-    process, if that can be read."""
+class _Handshake:
+    """The outcome of a handshake. ``own`` and ``its`` are what each side said of itself; ``plane``
+    is the data plane that they agreed on; ``local`` is the memory of the other process, if that can
+    be read."""
 
     sealed: Sealed
     transport: Transport
@@ -190,93 +100,33 @@ class Begun:
     its: Ready
     plane: str
     terms: Terms
-    neighbour: same_host.Near | None
+    local: same_host.Near | None
     service: Service | None
 
-    async def close(self) -> None:
-        """Release everything; no session came of it."""
-        if self.neighbour is not None:
-            self.neighbour.close()
-        await self.sealed.close()
 
-
-async def reach(
-    url: str,
-    channel: Channel | None,
-    *,
-    transport: Transport | None,
-    token: bytes,
-    timeout_s: float,
-    tls: Tls | None,
-    data: str,
-) -> Begun:
-    """Begin at the end that dials ``url``, unless ``channel`` is already open to it; errors as
-    in ``Session.connect``."""
-    transport = transport_for(url) if transport is None else transport
-    planes, wish = offer(transport.planes, transport.scheme, data, is_secret=tls is not None)
-    channel = (
-        await transport.dial(url, timeout_s=timeout_s, tls=tls) if channel is None else channel
-    )
-    own = Ready(planes, transport.located, _milliseconds(timeout_s), wish=wish)
-    sealed, its = await greet(channel, own, token=token, timeout_s=timeout_s)
-    try:
-        return await _begun(sealed, transport, own, its, _terms(sealed, timeout_s, url, tls))
-    except BaseException:
-        await sealed.close()
-        raise
-
-
-async def let_in(
-    channel: Channel,
-    service: Service,
-    *,
-    transport: Transport,
-    identity: Identity,
-    token: bytes,
-    timeout_s: float,
-    admission: Callable[[], None],
-    data: str,
-) -> Begun:
-    """Begin at the end that was dialled; errors as in ``Session.serve``."""
-
-    def ready() -> Ready:
-        admission()
-        return own
-
-    planes, wish = offer(transport.planes, transport.scheme, data, is_secret=channel.is_secret)
-    own = Ready(
-        planes, transport.located, _milliseconds(timeout_s), identity, wish, service.neighbours.name
-    )
-    sealed, its = await admit(channel, ready, token=token, timeout_s=timeout_s)
-    try:
-        return await _begun(sealed, transport, own, its, _terms(sealed, timeout_s), service)
-    except BaseException:
-        await sealed.close()
-        raise
-
-
-async def _begun(
+async def _finish_handshake(
     sealed: Sealed,
     transport: Transport,
     own: Ready,
     its: Ready,
     terms: Terms,
     service: Service | None = None,
-) -> Begun:
+) -> _Handshake:
+    """Agree on a data plane, and find out whether both ends are processes of one host."""
     plane = agree(own, its, sealed.peer)
-    neighbour = await meet(its.near, terms) if sealed.remote is not None and its.near else None
-    if plane == "ipc" and service is None and neighbour is None:
+    local = await meet(its.near, terms) if sealed.remote is not None and its.near else None
+    if plane == "ipc" and service is None and local is None:
         raise Unsupported(
             f"{sealed.peer} is no other process of this host and user, or its memory may not be"
             " read, and data='ipc' is for those: connect with data='auto'"
         )
-    return Begun(sealed, transport, own, its, plane, terms, neighbour, service)
+    return _Handshake(sealed, transport, own, its, plane, terms, local, service)
 
 
 def _terms(
     sealed: Sealed, timeout_s: float, url: str | None = None, tls: Tls | None = None
 ) -> Terms:
-    """What both ends know of the session; only the end that dialled knows where."""
+    """What both ends know of the session; only the end that dialled knows the url."""
     name, key = sealed.derive(b"name")[:NAME_BYTES], sealed.derive(b"data")
     if url is None or sealed.remote is None:
         return Terms(name, key, sealed.peer, timeout_s=timeout_s)
@@ -286,12 +136,8 @@ def _terms(
 
 
 def _milliseconds(timeout_s: float) -> int:
-    """As it travels: more than a day is a day."""
+    """The number in ``Ready``: more than a day is a day."""
     return round(min(max(timeout_s, 0.1), _DAY_S) * 1000)
-
-
-# One authenticated connection. Once it stands both ends are equal: each may ask, answer, and send
-# chunks of what it holds open.
 
 
 _T = TypeVar("_T")
@@ -307,84 +153,62 @@ class Session:
 
     ``peer`` says where the other end is."""
 
-    def __init__(self, begun: Begun) -> None:
-        sealed, own, its, service = begun.sealed, begun.own, begun.its, begun.service
+    def __init__(self, handshake: _Handshake) -> None:
+        sealed, own, its = handshake.sealed, handshake.own, handshake.its
+        service, terms = handshake.service, handshake.terms
         self.peer, self.identity, self.timeout_s = sealed.peer, its.identity, own.timeout_ms / 1000
-        self.host, self.remote, self.data = sealed.host, sealed.remote, begun.plane
-        self._begun, self._sealed, self._writing = begun, sealed, asyncio.Lock()
+        self.host, self.remote, self.data = sealed.host, sealed.remote, handshake.plane
+        self._sealed, self._service, self._terms = sealed, service, terms
+        self._local = handshake.local
+        self._writing = asyncio.Lock()
         self._interval_s = min(1.0, min(own.timeout_ms, its.timeout_ms) / 10_000)
         self._clock = Clock(patience_s=self.timeout_s / 4)
-        self._heard_at = self._used_at = self._clock()
+        self._received_at = self._used_at = self._clock()
         self._written_at: float | None = None  # when writing the present frame began
-        self._life = Life(self.peer, self._end)
-        self._ipc = self._made_ipc() if self.data == "ipc" else None
-        end = self._ipc or begun.transport.end(
-            self.data, begun.terms, lambda: self._plane.generation
+        self._lifecycle = Lifecycle(self.peer, self._end)
+        self._ipc: IpcEnd | None = None
+        if self.data == "ipc":
+            from .ipc import IpcEnd  # imports torch
+
+            self._ipc = IpcEnd(self.peer, self._post, lambda: self._plane.generation, self._is_near)
+        end = self._ipc or handshake.transport.end(self.data, terms, lambda: self._plane.generation)
+        # an end that belongs to the session has one address for both sides
+        own_address, address = (
+            (own.address, its.address) if end is handshake.transport else (end.located, end.located)
         )
-        # a session's own: the same
-        told, address = (
-            (own.address, its.address) if end is begun.transport else (end.located, end.located)
-        )
-        self._plane = Plane(end, told, address, self.peer, self._post)
-        self._asking = Asking(self._post, self._clock, self.peer)
+        self._plane = Plane(end, own_address, address, self.peer, self._post)
+        self._outgoing = OutgoingRequests(self._post, self._clock, self.peer)
         self._receiving = Receiving(self._plane, self._post, self._clock)
-        self._fingerprints = Fingerprints() if service is None else service.fingerprints
+        self._digests = DigestCache() if service is None else service.digests
         sent = Sent() if service is None else service.sent
         self._sending = Sending(
-            self._plane, self._post, self._clock, self.peer, sent, self._fingerprints
+            self._plane, self._post, self._clock, self.peer, sent, self._digests
         )
-        self._sending.end = lambda error: self._life.fall(error, farewell=str(error))
-        self._feeds = Feeds(
-            self.peer,
-            self.timeout_s,
-            self._life,
-            self._post,
-            self._asking,
-            self._receiving,
-            self._plane,
-            begun.neighbour,
-            is_bound=self._ipc is not None
-            or (
-                self.data == "tcp" and sealed.is_secret
-            ),  # over TLS, and by the driver, everything is the peer's own
-            reaches_devices=self._ipc is not None,
-        )
-        answers = None if service is None else self._answers_of(service)
-        self._asked = Asked(
-            answers,
+        self._sending.end = lambda error: self._lifecycle.fall(error, farewell=str(error))
+        # over TLS, and by the driver, everything is the peer's own
+        self._is_bound = self._ipc is not None or (self.data == "tcp" and sealed.is_secret)
+        if service is not None:
+            service.neighbours.expect(terms)
+        self._incoming = IncomingRequests(
+            service,
             self._sending,
-            life=self._life,
+            lifecycle=self._lifecycle,
             post=self._post,
             clock=self._clock,
             peer=self.peer,
-            feed=self._feeds.open,
+            remote=self.remote,
+            timeout_s=self.timeout_s,
+            is_near=self._is_near,
+            feed=partial(SessionFeed, self),
         )
-        self._life.depend_on(self._read)
-        self._life.depend_on(self._pulse)
+        self._lifecycle.depend_on(self._read)
+        self._lifecycle.depend_on(self._pulse)
 
-    def _made_ipc(self) -> IpcEnd:
-        from .ipc import IpcEnd  # imports torch
-
-        begun = self._begun
-        service, name = begun.service, begun.terms.name
-        is_near = (
-            (lambda: begun.neighbour is not None)
-            if service is None
-            else (lambda: service.neighbours.has(name))
-        )
-        return IpcEnd(self.peer, self._post, lambda: self._plane.generation, is_near)
-
-    def _answers_of(self, service: Service) -> Answers:
-        terms, neighbours = self._begun.terms, service.neighbours
-        neighbours.expect(terms)
-        return Answers(
-            service,
-            self._sending,
-            self.peer,
-            self.timeout_s,
-            lambda: neighbours.has(terms.name),
-            self.remote,
-        )
+    def _is_near(self) -> bool:
+        """Whether the other end has proved to be a process of this host and user."""
+        if self._service is None:
+            return self._local is not None
+        return self._service.neighbours.has(self._terms.name)
 
     # --- how a session begins and ends ------------------------------------------------------------
 
@@ -401,24 +225,25 @@ class Session:
         data: str = "auto",
     ) -> Self:
         """A session with the server at ``url``, over ``channel`` if one is already open; ``data``
-        as in ``choice``.
+        as in ``handshake.offer``.
 
         :raises Disconnected: nobody answers there in time.
         :raises Unauthorized: the tokens differ.
         :raises PeerFault: the other end is not datastates, or speaks another version.
         :raises Unsupported: the two sides have no data plane in common.
         """
-        return await cls._of(
-            await reach(
-                url,
-                channel,
-                transport=transport,
-                token=token,
-                timeout_s=timeout_s,
-                tls=tls,
-                data=data,
-            )
-        )
+        transport = transport_for(url) if transport is None else transport
+        planes, wish = offer(transport.planes, transport.scheme, data, is_secret=tls is not None)
+        if channel is None:
+            channel = await transport.dial(url, timeout_s=timeout_s, tls=tls)
+        own = Ready(planes, transport.located, _milliseconds(timeout_s), wish=wish)
+        sealed, its = await greet(channel, own, token=token, timeout_s=timeout_s)
+        try:
+            terms = _terms(sealed, timeout_s, url, tls)
+            return cls._of(await _finish_handshake(sealed, transport, own, its, terms))
+        except BaseException:
+            await sealed.close()
+            raise
 
     @classmethod
     async def serve(
@@ -436,38 +261,49 @@ class Session:
         """A session with the client at the other end of ``channel``; ``admission`` may refuse one
         that knows the token.
 
-        :raises DatastatesError: no session came about; the channel is closed.
+        :raises DatastatesError: there is no session; the channel is closed.
         """
-        begun = await let_in(
-            channel,
-            service,
-            transport=transport,
-            identity=identity,
-            token=token,
-            timeout_s=timeout_s,
-            admission=admission,
-            data=data,
+        planes, wish = offer(transport.planes, transport.scheme, data, is_secret=channel.is_secret)
+        own = Ready(
+            planes,
+            transport.located,
+            _milliseconds(timeout_s),
+            identity,
+            wish,
+            service.neighbours.name,
         )
-        return await cls._of(begun)
+
+        def ready() -> Ready:
+            admission()
+            return own
+
+        sealed, its = await admit(channel, ready, token=token, timeout_s=timeout_s)
+        try:
+            terms = _terms(sealed, timeout_s)
+            return cls._of(await _finish_handshake(sealed, transport, own, its, terms, service))
+        except BaseException:
+            await sealed.close()
+            raise
 
     @classmethod
-    async def _of(cls, begun: Begun) -> Self:
+    def _of(cls, handshake: _Handshake) -> Self:
         try:
-            return cls(begun)
+            return cls(handshake)
         except BaseException:
-            await begun.close()
+            if handshake.local is not None:
+                handshake.local.close()
             raise
 
     @property
     def is_open(self) -> bool:
         """Whether it can be used; a session that is no longer open never is again."""
-        return self._life.error is None
+        return self._lifecycle.error is None
 
     @property
     def unused_s(self) -> float:
         """The seconds for which the peer has sent only signs of life, while nothing that it
         asked for is under way."""
-        is_used = self._asked.is_busy or bool(self._sending.running)
+        is_used = self._incoming.is_busy or bool(self._sending.running)
         return 0.0 if is_used else self._clock() - self._used_at
 
     @property
@@ -479,18 +315,20 @@ class Session:
     @property
     def error(self) -> DatastatesError | None:
         """The error with which it ended, if it has."""
-        return self._life.error
+        return self._lifecycle.error
 
     async def wait_closed(self) -> None:
         """Wait until it has ended and nothing of it is left."""
-        await self._life.ended.wait()
+        await self._lifecycle.ended.wait()
 
     async def close(self, reason: str = "it was closed") -> None:
         """End it and tell the peer; idempotent.
 
         Callers that wait for anything on it get ``Closed``."""
-        self._life.fall(Closed(f"the connection to {self.peer} is over: {reason}"), farewell=reason)
-        await self._life.ended.wait()
+        self._lifecycle.fall(
+            Closed(f"the connection to {self.peer} is over: {reason}"), farewell=reason
+        )
+        await self._lifecycle.ended.wait()
 
     async def drain(self, grace_s: float) -> None:
         """Send no further chunks, and wait up to ``grace_s`` for those under way."""
@@ -504,7 +342,7 @@ class Session:
         :raises PeerFault: the answer is longer than ``limit``; the session is over.
         :raises Disconnected: the session is over, or no part of the answer came for six timeouts.
         """
-        return await self._asking.ask(question, limit=limit)
+        return await self._outgoing.request(question, limit=limit)
 
     async def refs(self) -> list[RefRecord]:
         """Every branch and tag on the other side."""
@@ -546,21 +384,19 @@ class Session:
         here: bool = True,
         part: int | None = None,
         limit: int = BODY_BYTES,
-    ) -> tuple[Opened, Feed]:
+    ) -> tuple[Opened, SessionFeed]:
         """Open a state, which stays pinned until the feed is closed. If the answer names an
         ``upstream``, take the chunks from there; this feed still gives their digests. ``part``:
         open only the part of this rank. An answer of more than ``limit`` bytes is refused.
 
         :raises Unavailable: its bytes are not there.
         """
-        question = Open(
-            uid, relay, tuple(failed), here, near=self._begun.neighbour is not None, part=part
-        )
-        opening = self._life.spawn(self._open(question, limit))
+        question = Open(uid, relay, tuple(failed), here, near=self._local is not None, part=part)
+        opening = self._lifecycle.spawn(self._open(question, limit))
         try:
-            return await self._life.outcome(opening)
+            return await self._lifecycle.outcome(opening)
         except asyncio.CancelledError:
-            opening.add_done_callback(self._unwanted)
+            opening.add_done_callback(self._close_unwanted)
             raise
 
     async def push(self, source: Source, uid: str, offer: Offer) -> StateRecord:
@@ -569,17 +405,17 @@ class Session:
         :raises InvalidInput: the peer accepts no pushes.
         """
         try:
-            self._life.check_open()
+            self._lifecycle.check_open()
             handle = self._sending.add(source, uid)
         except DatastatesError:
             await asyncio.to_thread(source.close)
             raise
         try:
             body = await asyncio.to_thread(msgspec.msgpack.encode, offer)
-            pushing = self._life.spawn(
-                self._asking.ask(Push(handle, len(body)), limit=BODY_BYTES, offer=body)
+            pushing = self._lifecycle.spawn(
+                self._outgoing.request(Push(handle, len(body)), limit=BODY_BYTES, offer=body)
             )
-            return await self._decode(await self._life.outcome(pushing), StateRecord)
+            return await self._decode(await self._lifecycle.outcome(pushing), StateRecord)
         finally:
             await self._sending.release(handle)
 
@@ -589,15 +425,15 @@ class Session:
         most = question.limit if isinstance(question, Find | Log) else None
         return await self._decode(await self.ask(question, limit=limit), kind, most, room)
 
-    async def _open(self, question: Open, limit: int) -> tuple[Opened, Feed]:
+    async def _open(self, question: Open, limit: int) -> tuple[Opened, SessionFeed]:
         opened = await self._told(question, Opened, limit)
-        return opened, self._feeds.open(
-            opened.handle, opened.manifest, opened.lengths, opened.addresses
+        return opened, SessionFeed(
+            self, opened.handle, opened.manifest, opened.lengths, opened.addresses
         )
 
-    def _unwanted(self, opening: asyncio.Task[tuple[Opened, Feed]]) -> None:
+    def _close_unwanted(self, opening: asyncio.Task[tuple[Opened, SessionFeed]]) -> None:
         if not opening.cancelled() and opening.exception() is None and self.is_open:
-            self._life.spawn(opening.result()[1].close())
+            self._lifecycle.spawn(opening.result()[1].close())
 
     async def _decode(
         self, body: bytes, kind: type[_T], most: int | None = None, room: Share | None = None
@@ -607,34 +443,34 @@ class Session:
             return decode() if len(body) < _SMALL_BYTES else await asyncio.to_thread(decode)
         except (msgspec.DecodeError, RecursionError, ValueError) as exc:
             fault = PeerFault(f"{self.peer} answers with what is no {kind.__name__} ({exc})")
-            self._life.fall(fault)
+            self._lifecycle.fall(fault)
             raise fault from exc
 
     # --- frames -----------------------------------------------------------------------------------
 
     async def _post(self, message: Message) -> None:
         """Write a frame. It is sent completely even if the caller is cancelled meanwhile."""
-        self._life.check_open()
-        await self._life.outcome(self._life.spawn(self._write(encode(message))))
+        self._lifecycle.check_open()
+        await self._lifecycle.outcome(self._lifecycle.spawn(self._write(encode(message))))
 
     async def _write(self, body: bytes) -> None:
         async with self._writing:
-            self._life.check_open()
+            self._lifecycle.check_open()
             self._written_at = self._clock()
             try:
                 await self._sealed.send(body)
             except DatastatesError as exc:
-                self._life.fall(exc)
+                self._lifecycle.fall(exc)
                 raise
             finally:
                 self._written_at = None
 
     async def _read(self) -> None:
-        while self._life.error is None:
+        while self._lifecycle.error is None:
             message = await self._sealed.receive()
-            self._heard_at = self._clock()
+            self._received_at = self._clock()
             if not isinstance(message, Ping):
-                self._used_at = self._heard_at
+                self._used_at = self._received_at
             self._take(message)
 
     def _take(self, message: Message) -> None:
@@ -646,25 +482,25 @@ class Session:
                     )
             case Want():
                 if self._sending.want(message):
-                    self._asking.touch()
+                    self._outgoing.touch()
             case Gone():
                 self._receiving.gone(message)
             case Moved():
                 self._plane.moved(message)
                 if message.asks:
-                    self._life.depend_on(self._plane.answer)
+                    self._lifecycle.depend_on(self._plane.answer)
             case Land() | Room() | Laid() if self._ipc is not None:
                 self._ipc.take(message)
             case Took():
                 self._sending.took(message)
             case Ask(number, question):
-                self._asked.take(number, question)
+                self._incoming.take(number, question)
             case Part(number, data):
-                self._asked.part(number, data)
+                self._incoming.part(number, data)
             case Answer():
-                self._asking.answered(message)
+                self._outgoing.answered(message)
             case Failed():
-                self._asking.failed(message)
+                self._outgoing.failed(message)
             case Bye(failure):
                 raise Disconnected(f"{self.peer} closed the connection: {failure.message}")
             case _:
@@ -676,13 +512,15 @@ class Session:
         while True:
             await self._clock.tick(self._interval_s)
             self._check_peer()
-            self._asking.expire(SILENT_TIMEOUTS * self.timeout_s, ANSWER_TIMEOUTS * self.timeout_s)
+            self._outgoing.expire(
+                SILENT_TIMEOUTS * self.timeout_s, ANSWER_TIMEOUTS * self.timeout_s
+            )
             if not self._writing.locked():
-                self._life.depend_on(self._post, Ping(self._sending.bytes))
+                self._lifecycle.depend_on(self._post, Ping(self._sending.bytes))
 
     def _check_peer(self) -> None:
         now, limit = self._clock(), self.timeout_s
-        if now - self._heard_at > limit:
+        if now - self._received_at > limit:
             raise Disconnected(
                 f"{self.peer} has been silent for {limit:g} s: it died, stopped, or cannot be"
                 " reached any more"
@@ -699,7 +537,7 @@ class Session:
                 f"{self.peer} is alive, but has taken nothing of the chunks that it asked for in"
                 f" {limit:g} s"
             )
-        if self._asked.stalled_s > limit:
+        if self._incoming.stalled_s > limit:
             raise Disconnected(
                 f"{self.peer} is alive, but has sent nothing for {limit:g} s of what it says of a"
                 " state that it pushes"
@@ -711,32 +549,113 @@ class Session:
             )
 
     async def _end(self, error: DatastatesError, farewell: str | None) -> None:
-        begun = self._begun
         try:
             await self._plane.close()  # from here on no buffer is read or written
-            if begun.service is not None:
-                begun.service.neighbours.forget(begun.terms.name)
+            if self._service is not None:
+                self._service.neighbours.forget(self._terms.name)
             if farewell is not None:
-                await self._say_farewell(error.kind, farewell)
-            self._asking.fail(error)
-            ending = self._life.cancel()
+                with suppress(TimeoutError, DatastatesError):  # the peer will notice
+                    async with asyncio.timeout(_FAREWELL_S), self._writing:
+                        failure = Failure(error.kind, farewell[:1000])
+                        await self._sealed.send(encode(Bye(failure)))
+            self._outgoing.fail(error)
+            ending = self._lifecycle.cancel()
             await self._sealed.close()
             await asyncio.gather(*ending, return_exceptions=True)
-            self._asked.close()
+            self._incoming.close()
             await self._sending.close()
         finally:
-            if begun.service is None:
-                self._fingerprints.close()
-            if begun.neighbour is not None:
-                begun.neighbour.close()
-            self._life.ended.set()
+            if self._service is None:
+                self._digests.close()
+            if self._local is not None:
+                self._local.close()
+            self._lifecycle.ended.set()
 
-    async def _say_farewell(self, kind: str, reason: str) -> None:
+
+class SessionFeed(Feed):
+    """A state that the peer of a session holds open for us under ``handle``. ``lengths`` is what
+    the peer says of its chunks; ``addresses`` are those of the chunks in the peer's memory."""
+
+    def __init__(
+        self,
+        session: Session,
+        handle: int,
+        manifest: bytes,
+        lengths: tuple[int, ...],
+        addresses: tuple[int, ...] = (),
+    ) -> None:
+        self._session, self._handle, self._lifecycle = session, handle, session._lifecycle
+        self.name, self.manifest, self.lengths = session.peer, manifest, lengths
+        self.reaches_devices = session._ipc is not None
+        self._near: NearChunks | None = None
+        if session._local is not None and len(addresses) == len(lengths):
+            self._near = NearChunks(session._local, addresses, self._took)
+        self.is_bound = session._is_bound or self._near is not None
+        self._is_closed = False
+
+    async def receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
+        """See ``Feed.receive``.
+
+        :raises Disconnected: the session is over, nothing came for its ``timeout_s``, or the link
+            broke four times in a row.
+        """
+        self._check(index, sum(buffer.nbytes for buffer in buffers))
+        filled = [buffer for buffer in buffers if buffer.nbytes]
+        return not filled or await self._receive(index, filled)
+
+    async def receive_there(self, index: int, into: OnDevice) -> bool:
+        self._check(index, into.nbytes)
+        return await self._receive(index, into)
+
+    async def digests(self, indexes: Sequence[int]) -> Sequence[bytes]:
+        size = DIGEST_BYTES * len(indexes)
+        found = await self._session.ask(Digests(self._handle, tuple(indexes)), limit=size)
+        if len(found) != size:
+            raise PeerFault(f"{self.name} tells {len(found)} bytes of digests where {size} belong")
+        return [found[start : start + DIGEST_BYTES] for start in range(0, size, DIGEST_BYTES)]
+
+    async def close(self) -> None:
+        """Let the peer unpin the state; idempotent, and does nothing once the session is over."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with suppress(DatastatesError):
+            if self._near is not None:
+                self._near.close()
+            question = Release(self._handle, self._session._plane.generation)
+            releasing = self._lifecycle.spawn(self._session.ask(question, limit=0))
+            await asyncio.wait({releasing}, timeout=self._session.timeout_s)
+
+    def _check(self, index: int, wanted: int) -> None:
+        if index >= len(self.lengths) or wanted != self.lengths[index]:
+            had = f"{self.lengths[index]} bytes" if index < len(self.lengths) else "no such chunk"
+            raise InvalidInput(
+                f"{wanted} bytes were asked for as chunk {index} of a state that has {had} at"
+                f" {self.name}"
+            )
+
+    def _took(self, count: int, size: int) -> None:
+        self._lifecycle.depend_on(self._session._post, Took(self._handle, count, size))
+
+    async def _receive(self, index: int, buffers: Sequence[memoryview] | OnDevice) -> bool:
         try:
-            async with asyncio.timeout(_FAREWELL_S), self._writing:
-                await self._sealed.send(encode(Bye(Failure(kind, reason[:1000]))))
-        except (TimeoutError, DatastatesError):
-            pass  # it will notice
+            if (
+                self._near is not None
+                and not isinstance(buffers, OnDevice)
+                and await self._near.receive(index, buffers)
+            ):
+                # memory read after the session's end may have been anything
+                self._lifecycle.check_open()
+                return True
+            await self._session._receiving.chunk(self._handle, index, buffers)
+        except DatastatesError as exc:
+            if isinstance(exc, PeerFault):  # a message of the wrong length
+                self._lifecycle.fall(exc)
+            if self._lifecycle.error is not None:
+                await self._lifecycle.ended.wait()
+                raise again(self._lifecycle.error) from exc
+            raise
+        return self._session._is_bound
 
 
 def _decoded(body: bytes, kind: type[_T], most: int | None, room: Share | None) -> _T:

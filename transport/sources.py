@@ -15,13 +15,12 @@ from datastates.errors import Closed, DatastatesError, Disconnected, InvalidInpu
 from datastates.lineage.states import State
 
 from .chain import Forwarder
-from .contract import OnDevice, Sink, Tls
+from .contract import Feed, Sink, Tls
 from .fetch import Fetched, fetch
 from .limits import LISTED_BYTES, LISTING_TIMEOUTS, Budget, Share
 from .protocol import StatePage
 from .registry import transport_for
-from .sending import Feed
-from .session import Session
+from .session import Session, SessionFeed
 from .state_parts import OpenParts, fetch_parts, open_parts, scratch_for
 from .untrusted import CheckedManifest, read_manifest, state_of, states_of
 
@@ -34,7 +33,8 @@ T = TypeVar("T")
 class OpenState:
     """A state that sources hold open for us: each through a feed of its own, or all through the
     chain of which ``forwarder`` is a link, or one of several ``parts`` through the holders of each.
-    ``urls`` are those of the sources that have it.
+    ``urls`` are those of the sources that have it; ``sessions`` end with the state, so that a clone
+    that is cut off disturbs no other.
     """
 
     state: State
@@ -45,6 +45,7 @@ class OpenState:
     urls: Sequence[str]
     forwarder: Forwarder | None = None
     parts: OpenParts | None = None
+    sessions: Sequence[Session] = ()
 
     async def fetch(
         self, sink: Sink, *, timeout_s: float, on_progress: Callable[[int, int], None] | None = None
@@ -69,6 +70,8 @@ class OpenState:
             await self.parts.close()
         for feed in self.feeds:
             await feed.close()
+        for session in self.sessions:
+            await session.close()
         if self.forwarder is not None:
             await self.forwarder.close()
 
@@ -85,8 +88,8 @@ class _Found:
 
     url: str
     manifest: CheckedManifest
-    feed: Feed
-    repository: str
+    feed: SessionFeed
+    session: Session
 
 
 class Sources:
@@ -149,7 +152,7 @@ class Sources:
             url, token=self._token, timeout_s=self.timeout_s, tls=self._tls, data=self._data
         )
         self._all = {session, *(each for each in self._all if each.is_open)}
-        served = session.identity.repository if session.identity is not None else ""
+        served = _repository_of(session)
         if self._repositories.setdefault(url, served) != served:
             await session.close()
             raise Disconnected(
@@ -221,9 +224,10 @@ class Sources:
             states[first.url],
             first.manifest,
             [each.feed for each in found],
-            first.repository,
+            _repository_of(first.session),
             ", ".join(urls),
             urls,
+            sessions=[each.session for each in found],
         )
 
     async def _open_at(self, url: str, state: State) -> _Found | DatastatesError:
@@ -239,12 +243,7 @@ class Sources:
             if isinstance(exc, DatastatesError):
                 return exc
             raise
-        return _Found(
-            url,
-            manifest,
-            _Ending(feed, session),
-            session.identity.repository if session.identity else "",
-        )
+        return _Found(url, manifest, feed, session)
 
     async def resolve(self, rev: str) -> Mapping[str, State]:
         """The state that a revision names, by the urls of the sources that agree on it."""
@@ -314,35 +313,8 @@ class Sources:
             raise Closed("the connection is closed: connect again")
 
 
-class _Ending(Feed):
-    """A feed whose session ends with it, so that a clone that is cut off disturbs no other."""
-
-    def __init__(self, feed: Feed, session: Session) -> None:
-        super().__init__(
-            feed.name,
-            feed.manifest,
-            feed.lengths,
-            is_bound=feed.is_bound,
-            reaches_devices=feed.reaches_devices,
-        )
-        self._inner, self._session = feed, session
-
-    async def digests(self, indexes: Sequence[int]) -> Sequence[bytes]:
-        return await self._inner.digests(indexes)
-
-    async def close(self) -> None:
-        """Release the state and the connection."""
-        await self._inner.close()
-        await super().close()
-
-    async def _receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
-        return await self._inner.receive(index, buffers)
-
-    async def _receive_there(self, index: int, into: OnDevice) -> bool:
-        return await self._inner.receive_there(index, into)
-
-    async def _release(self) -> None:
-        await self._session.close()
+def _repository_of(session: Session) -> str:
+    return session.identity.repository if session.identity is not None else ""
 
 
 def _read(raw: bytes, state: State, url: str) -> CheckedManifest:

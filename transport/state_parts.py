@@ -26,13 +26,12 @@ from datastates.state.manifest import Manifest
 from datastates.storage.parallel_read import NOT_HERE
 from datastates.system.failures import describe, revive
 
-from .contract import Sink
+from .contract import Feed, Sink
 from .data_plane import surely
 from .fetch import Fetched, fetch
 from .handshake import may_dial
 from .protocol import BODY_BYTES, PARTS
-from .sending import Feed
-from .session import Session
+from .session import Session, SessionFeed
 from .untrusted import CheckedManifest, join_parts, read_part
 
 _HOLDERS_AT_ONCE = 4
@@ -160,7 +159,7 @@ class Holder:
 
     async def open(
         self, uid: str, rank: int, size: int, *, limit: int = BODY_BYTES
-    ) -> tuple[Manifest, Feed]:
+    ) -> tuple[Manifest, SessionFeed]:
         """Open a part, which is pinned there."""
         session = await self._session(opening=1)
         opened, feed = await session.open(uid, part=rank, limit=limit)
@@ -420,12 +419,16 @@ async def _open_one(
 ) -> OpenPart:
     """Open a part at the holders that should serve it, or at the first other one that has it."""
 
-    async def open_at(number: int) -> tuple[Manifest, Feed]:
+    async def open_at(number: int) -> tuple[Manifest, SessionFeed]:
         return await holders[number].open(
             state.uid, rank, state.world_size, limit=min(BODY_BYTES, left.take(0))
         )
 
-    found, failed, spare = list[tuple[Manifest, Feed]](), list[DatastatesError](), list(who.spare)
+    found, failed, spare = (
+        list[tuple[Manifest, SessionFeed]](),
+        list[DatastatesError](),
+        list(who.spare),
+    )
     turns = [who.serving]
     for turn in turns:
         for each in await asyncio.gather(*map(open_at, turn), return_exceptions=True):
@@ -441,7 +444,7 @@ async def _open_one(
         raise _about(state.uid, rank, state.world_size, failed[-1]) from failed[-1]
     manifest = found[0][0]
     left.take(len(found[0][1].manifest))
-    feeds = [feed for each, feed in found if each.digest == manifest.digest]
+    feeds: list[Feed] = [feed for each, feed in found if each.digest == manifest.digest]
     if len(feeds) < len(found):
         _logger.warning(
             "rank %d of state %s is another part at %d of its holders: they are left out",
@@ -484,7 +487,7 @@ class _Allowance:
         return self._left
 
 
-class _View:
+class _View(Sink):
     """A stretch of a sink's chunks, as a sink."""
 
     def __init__(self, sink: Sink, indices: range) -> None:

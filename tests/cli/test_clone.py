@@ -7,10 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from datastates.cli import doctor
 from datastates.cli.doctor import Verdict
 from datastates.cli.move import _made, split_source
 from datastates.errors import InvalidInput
+from datastates.maintenance.core import Core
 from datastates.maintenance.location import locate
 from datastates.transport import loop
 from datastates.transport import server as transport_server
@@ -330,21 +330,21 @@ def test_url_and_host_exclude_each_other(invoke: Invoke, store: Path) -> None:
     assert invoke("serve", "ucx://127.0.0.1:0", "--tls-key", "key", "--repo", store).code == 5
 
 
-class Stuck:
+class Stuck(RepositoryStore):
     """A store whose states never come; ``is_asked`` once somebody waits for one."""
 
-    def __init__(self, inner: RepositoryStore) -> None:
-        self._inner, self.is_asked = inner, threading.Event()
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        # any method of the real store
-        return getattr(self._inner, name)  # type: ignore[no-any-return]
+    def __init__(self, core: Core) -> None:
+        super().__init__(core)
+        self.is_asked = threading.Event()
 
     def open(self, uid: str) -> Source:
-        source, is_asked = self._inner.open(uid), self.is_asked
+        source, is_asked = super().open(uid), self.is_asked
 
-        class Waiting:
-            manifest, lengths, close = source.manifest, source.lengths, source.close
+        class Waiting(Source):
+            manifest, lengths = source.manifest, source.lengths
+
+            def close(self) -> None:
+                source.close()
 
             async def chunk(self, index: int) -> Sequence[memoryview]:
                 if index == 0:
@@ -361,7 +361,7 @@ def test_interrupt_in_the_middle_leaves_nothing(
     store: Path, tmp_path: Path, number: int, code: int
 ) -> None:
     with datastates.open(store) as repo:
-        stuck = Stuck(RepositoryStore(repo.core))
+        stuck = Stuck(repo.core)
         server = transport_server.Server(stuck, "ucx://127.0.0.1:0", timeout_s=30)
         loop.run(server.start())
         try:

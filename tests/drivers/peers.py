@@ -301,7 +301,7 @@ async def push_heavy(url: str, body: bytes) -> str:
     try:
         session = await Session.connect(url, token=TOKEN.encode())
         try:
-            await session._asking.ask(Push(0, len(body)), limit=1 << 20, offer=body)
+            await session._outgoing.request(Push(0, len(body)), limit=1 << 20, offer=body)
         finally:
             await session.close()
     except DatastatesError as exc:

@@ -16,7 +16,7 @@ import pytest
 
 from datastates.errors import Disconnected
 from datastates.transport import fetch
-from datastates.transport.contract import Source
+from datastates.transport.contract import Feed, Sink, Source
 from datastates.transport.sending import digest_of
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ def make_chunks(count: int, length: int = 64, seed: int = 0) -> list[bytes]:
     return [generator.randbytes(length - index % 3) for index in range(count)]
 
 
-class BytesSink:
+class BytesSink(Sink):
     """Chunks in memory.
 
     ``room``: how many may be lent at once. A buffer is dead once it was accepted or forgotten."""
@@ -93,7 +93,7 @@ class BytesSink:
         return memory
 
 
-class BytesFeed:
+class BytesFeed(Feed):
     """A peer that sends one chunk after another, ``pace_s`` seconds each.
 
     It fails for good at its ``dies_at``-th chunk, sends nothing from its ``stalls_at``-th on, sends
@@ -188,7 +188,7 @@ class BytesFeed:
             data = data[len(buffer) :]
 
 
-class SourceFeed:
+class SourceFeed(Feed):
     """A peer that holds a source open for us, without a wire in between."""
 
     def __init__(self, name: str, source: Source) -> None:
@@ -215,7 +215,7 @@ class SourceFeed:
         self.source.close()
 
 
-class BytesSource:
+class BytesSource(Source):
     """A state in memory, opened for sending."""
 
     manifest = b"manifest"

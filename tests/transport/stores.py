@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from datastates.errors import NotFound, Unavailable
-from datastates.transport.contract import Sink
+from datastates.transport.contract import Sink, Source, Store
 from datastates.transport.protocol import Identity, Offer, RefRecord, StatePage, StateRecord
 
 UID = "5e0f" * 6
@@ -40,7 +40,7 @@ def manifest_of(pieces: Sequence[bytes]) -> bytes:
     )
 
 
-class MemorySource:
+class MemorySource(Source):
     """Gives out chunks, each in ``cuts`` pieces. ``before`` is awaited for each."""
 
     def __init__(
@@ -69,7 +69,7 @@ class MemorySource:
         self.is_closed.set()
 
 
-class MemorySink:
+class MemorySink(Sink):
     """Takes the chunks of a manifest."""
 
     def __init__(self, manifest: bytes, *, cuts: int = 1) -> None:
@@ -103,7 +103,7 @@ class MemorySink:
 
 
 @dataclass
-class MemoryStore:
+class MemoryStore(Store):
     """States by uid.
 
     ``hook`` runs first in every question, in the worker thread, and may raise or wait."""

@@ -20,10 +20,10 @@ from blake3 import blake3
 
 from datastates.errors import Corrupt
 from datastates.transport import loop, same_host, tcp
+from datastates.transport.contract import Feed
 from datastates.transport.data_connection import HEADER_BYTES, TcpTransport
 from datastates.transport.fetch import Fetched, fetch
 from datastates.transport.registry import transport_for
-from datastates.transport.sending import Feed
 from datastates.transport.server import Server
 from datastates.transport.session import Session
 from datastates.transport.ucx import UcxLink
@@ -79,7 +79,7 @@ class LyingSource(MemorySource):
 
     def is_asked_for_digest(self) -> bool:
         task = asyncio.current_task()
-        return task is not None and "Fingerprints" in getattr(task.get_coro(), "__qualname__", "")
+        return task is not None and "DigestCache" in getattr(task.get_coro(), "__qualname__", "")
 
 
 class LyingStore(MemoryStore):

@@ -165,7 +165,7 @@ class _Wire(SourceFeed):
     """Breaks when the other side is killed, also while it is waited for."""
 
     def __init__(self, name: str, receiver: Receiver) -> None:
-        super().__init__(name, receiver.relay)
+        super().__init__(name, receiver.relay.open())
         self.receiver = receiver
 
     # fetch passes lists

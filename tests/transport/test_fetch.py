@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import pytest
 
 from datastates.errors import Corrupt, Disconnected, InvalidInput, Unavailable
-from datastates.transport.contract import Sink
-from datastates.transport.fetch import Feed, Fetched, fetch
+from datastates.transport.contract import Feed, Sink
+from datastates.transport.fetch import Fetched, fetch
 from tests.support.effort import seeds
 from tests.transport.sinks import BytesFeed, BytesSink, after, failing, make_chunks, simulate
 

@@ -122,7 +122,7 @@ def test_a_source_that_names_others_for_ever_gives_the_state_itself(
 ) -> None:
     """It does so even when it is asked for its own bytes."""
     monkeypatch.setattr(
-        "datastates.transport.requests.Answers._join",
+        "datastates.transport.requests.IncomingRequests._join",
         lambda self, question: "tcp://169.254.169.1:80",
     )
 

@@ -23,9 +23,8 @@ from datastates.transport.contract import Source
 from datastates.transport.fetch import Fetched, fetch
 from datastates.transport.protocol import Opened
 from datastates.transport.registry import transport_for
-from datastates.transport.sending import Feed
 from datastates.transport.server import Server
-from datastates.transport.session import Session
+from datastates.transport.session import Session, SessionFeed
 from tests.support.hosts import Host, hosts, need_hosts
 from tests.transport.stores import UID, MemorySink, MemoryStore, chunks
 
@@ -89,7 +88,7 @@ class Receiver:
     async def take(self, urls: list[str]) -> Fetched:
         """From all of these at once."""
         opened = [await self.open(url) for url in urls]
-        feeds = [feed for _, feed in opened if feed is not None]
+        feeds = [feed for _, feed in opened]
         if not self.sink:
             self.sink.append(MemorySink(feeds[0].manifest))
         return await fetch(self.sink[0], feeds, timeout_s=TIMEOUT_S, on_progress=self.progress)
@@ -115,7 +114,7 @@ class Receiver:
 
     async def open(
         self, url: str, *, relay: str | None = None, here: bool = True
-    ) -> tuple[Opened, Feed | None]:
+    ) -> tuple[Opened, SessionFeed]:
         session = await Session.connect(url, token=TOKEN, timeout_s=TIMEOUT_S)
         self.ends.append(session)
         return await session.open(UID, relay=relay, here=here)

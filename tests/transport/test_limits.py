@@ -57,7 +57,7 @@ async def answered_by_hand(world: World, peer: Session) -> tuple[Session, asynci
     await until(lambda: bool(world.server.sessions))
     far = world.server.sessions[0]
     # the test answers
-    far._asked.take = lambda number, question: None  # type: ignore[method-assign]
+    far._incoming.take = lambda number, question: None  # type: ignore[method-assign]
     return far, asyncio.create_task(peer.ask(Refs()))
 
 
@@ -123,8 +123,8 @@ def test_a_peer_that_wants_the_same_chunk_for_ever_does_not_take_a_push_for_ever
             await until(lambda: bool(world.server.sessions))
             far = world.server.sessions[0]
             # it takes the push and records nothing
-            far._asked.take = lambda number, question: None  # type: ignore[method-assign]
-            far._asked.part = lambda number, data: None  # type: ignore[method-assign] # as above
+            far._incoming.take = lambda number, question: None  # type: ignore[method-assign]
+            far._incoming.part = lambda number, data: None  # type: ignore[method-assign] # as above
             far._receiving.bytes_wanted = 1 << 40
 
             async def want() -> None:
@@ -153,13 +153,13 @@ def test_a_push_that_nobody_takes_is_refused_before_its_body_comes() -> None:
         async with session(world) as peer:
             await until(lambda: bool(world.server.sessions))
             far = world.server.sessions[0]
-            peer._asking._next = 8
+            peer._outgoing._next = 8
             await peer._post(Ask(7, Push(0, 3 * PART_BYTES)))
             for _ in range(3):
                 await peer._post(Part(7, bytes(PART_BYTES)))
             assert await peer.refs()  # which comes behind: all of it was dropped
-            assert not far._asked._uploads
-            assert not far._asked._questions
+            assert not far._incoming._uploads
+            assert not far._incoming._open_requests
             source = MemorySource(STATE)
             with pytest.raises(InvalidInput, match="takes no pushes"):
                 await peer.push(source, UID, offer(refs=2000))
@@ -175,7 +175,7 @@ def test_a_client_takes_no_body_of_what_a_server_pushes() -> None:
             await until(lambda: bool(world.server.sessions))
             with pytest.raises(PeerFault, match="serves nothing"):
                 await world.server.sessions[0].push(MemorySource(STATE), UID, offer(refs=500))
-            assert not peer._asked._uploads
+            assert not peer._incoming._uploads
 
     run(test)
 
@@ -278,7 +278,7 @@ def test_an_offer_that_takes_too_much_memory_is_refused_before_it_is_decoded(
         async with session(world) as peer:
             body = BODIES["parents"]
             with pytest.raises(Unavailable, match="push one of its ancestors first"):
-                await peer._asking.ask(Push(0, len(body)), limit=0, offer=body)
+                await peer._outgoing.request(Push(0, len(body)), limit=0, offer=body)
             assert await peer.refs()
             assert world.server._service is not None
             assert not world.server._service.offers.taken

@@ -9,9 +9,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from datastates.transport.protocol import Offer, RefRecord
-from datastates.transport.sending import Feed
 from datastates.transport.server import Server
-from datastates.transport.session import Session
+from datastates.transport.session import Session, SessionFeed
 from tests.transport.stores import UID, MemoryStore, chunks, manifest_of, record
 from tests.transport.wires import QueueChannel, QueueTransport
 
@@ -77,13 +76,13 @@ async def session(world: World, **options: Any) -> AsyncIterator[Session]:
         await made.close()
 
 
-async def opened(peer: Session) -> Feed:
+async def opened(peer: Session) -> SessionFeed:
     _, feed = await peer.open(UID)
     assert feed is not None
     return feed
 
 
-async def receive(feed: Feed, index: int, *cuts: int) -> bytes:
+async def receive(feed: SessionFeed, index: int, *cuts: int) -> bytes:
     """A chunk of the state, received in pieces that end at ``cuts``."""
     memory = bytearray(len(STATE[index]))
     edges = [0, *cuts, len(memory)]

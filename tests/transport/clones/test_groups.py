@@ -114,7 +114,7 @@ def lie_about_the_part() -> None:
         other = self._core.state("other").uid
         source = open_part(self, other, rank)
         manifest = decode(source.manifest, source="the test")
-        source.manifest = encode(  # type: ignore[misc]  # of a source that is ours
+        source.manifest = encode(
             msgspec.structs.replace(
                 manifest, origin=msgspec.structs.replace(manifest.origin, uid=uid)
             )

@@ -39,9 +39,8 @@ from datastates.storage.memory import MemoryTier
 from datastates.transport import loop, serving
 from datastates.transport.contract import Sink, Source
 from datastates.transport.protocol import Offer, RefRecord
-from datastates.transport.sending import Feed
 from datastates.transport.serving import RepositoryStore
-from datastates.transport.session import Session
+from datastates.transport.session import Session, SessionFeed
 from datastates.transport.untrusted import record_of, records_of, state_of, states_of
 from tests.support.forge import Forge, forge
 from tests.support.secrets_kept import keep
@@ -235,7 +234,7 @@ class Pinning:
     """A reader that opens every state that it finds, and lets go of none."""
 
     def __init__(self, server: datastates.Server) -> None:
-        self.server, self.feeds, self.seen = server, list[Feed](), set[str]()
+        self.server, self.feeds, self.seen = server, list[SessionFeed](), set[str]()
         self.session = loop.run(Session.connect(server.url))
 
     def open_all(self) -> None:

@@ -24,7 +24,9 @@ def over_at_once(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     async def connected(where: str, **options: Any) -> Session:
         session = await connect(where, **options)
         if where == url:
-            session._life.fall(Disconnected("the server at the other end closed the connection"))
+            session._lifecycle.fall(
+                Disconnected("the server at the other end closed the connection")
+            )
             await session.wait_closed()
         return session
 
