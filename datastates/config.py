@@ -115,7 +115,7 @@ class Config:
       closed with the repository.
     - ``group_patience_s``: how long a state of several ranks waits for a part that a rank does not
       report before it is given up.
-    - ``on_step``: called with a name after each durable step (see ``store.tiers.packs_in``), on the
+    - ``on_step``: called with a name after each durable step (see ``storage.local``), on the
       thread that took it; for tests and traces.
     - ``trace``: a file for Perfetto that shows when each thread captured, copied, digested,
       recorded and wrote which state. It is written when the repository is closed; ``{pid}`` in its

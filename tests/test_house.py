@@ -240,21 +240,6 @@ def test_an_odd_logger_is_seen() -> None:
     ]
 
 
-BEHIND_ROLES = {"datastates.storage.local", "datastates.storage.memory"}
-"""The modules of the classes that ``store/tiers.py`` makes, and of nobody else's concern."""
-
-
-def test_nobody_outside_the_store_knows_the_class_of_a_tier() -> None:
-    using = {
-        name
-        for name, (path, tree) in MODULES.items()
-        if BEHIND_ROLES.intersection(_imports(name, path, tree))
-    }
-    assert using == {"datastates.storage.tiers"}, (
-        "hold a role of store/roles.py, and let store/tiers.py make what has it"
-    )
-
-
 def _unexplained(name: str, source: str) -> Iterator[str]:
     """Handlers of every error that do not raise again, and do not say on their line why they
     must be so broad."""

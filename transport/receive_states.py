@@ -35,7 +35,7 @@ from datastates.state.digest import chunk_digest, first_chunks
 from datastates.state.manifest import CHUNK_BYTES, Chunk
 from datastates.storage.arena import Arena
 from datastates.storage.copying import are_equal
-from datastates.storage.roles import CaptureTier, Held
+from datastates.storage.memory import Held, MemoryTier
 from datastates.storage.tier import Placed, Reader, Tier
 from datastates.system.interrupts import undisturbed
 
@@ -68,7 +68,7 @@ class StateSink(Sink):
     def __init__(
         self,
         checked: CheckedManifest,
-        memory: CaptureTier,
+        memory: MemoryTier,
         arena: Arena,
         acquire: Callable[[Sequence[int]], Sequence[int] | None],
         *,
@@ -240,7 +240,7 @@ class StateSink(Sink):
 
 
 def _give_back(
-    memory: CaptureTier, arena: Arena, held: dict[_Key, Held], slots: dict[_Key, int]
+    memory: MemoryTier, arena: Arena, held: dict[_Key, Held], slots: dict[_Key, int]
 ) -> None:
     """Give back chunks and slots once: what was given back, or adopted, is in neither any more."""
     with undisturbed():

@@ -294,7 +294,7 @@ class RepositoryStore(Store):
             raise Unavailable(
                 f"the part of rank {rank} of state {uid} is not here: ask the rank that has it"
             ) from exc
-        return StateSource(reader, partial(tiers.reopen_part, state, rank, verify=False))
+        return StateSource(reader, partial(tiers.reopen, state, rank=rank, verify=False))
 
     def reach(self, uid: str) -> Reached:
         """How far away the parts of a state are, and where the other ranks of this one's job

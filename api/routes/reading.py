@@ -42,6 +42,7 @@ from datastates.lineage.views.detail import first_parents
 from datastates.lineage.views.text import Direction
 from datastates.lineage.write import runs
 from datastates.maintenance.lease import life_of
+from datastates.storage.pack import packs_of
 
 branch_routes = Routes("branches")
 
@@ -503,7 +504,7 @@ def find_states(
 def state_detail(served: Chosen, request: Request, uid: Uid, fields: Fields = None) -> Response:
     """Everything that is known of one state."""
     with served.reading() as session:
-        detail = detail_of(session, uid, served.core.tiers.durable.packs(uid))
+        detail = detail_of(session, uid, packs_of(served.core.location.packs, uid))
     return reply(detail, request=request, fields=fields, etag=True)
 
 

@@ -37,7 +37,8 @@ from datastates.lineage.states import NewState, RefKind, State, StateFacts, Why
 from datastates.lineage.views import detail
 from datastates.state.manifest import Content, Manifest
 from datastates.storage.arena import Arena
-from datastates.storage.roles import CaptureTier, DurableTier
+from datastates.storage.local import LocalTier
+from datastates.storage.memory import MemoryTier
 from datastates.storage.tier import Placed
 from datastates.system.interrupts import Mutex
 from datastates.system.telemetry import Recorder
@@ -66,8 +67,8 @@ class Pipeline:
         register: Register,
         *,
         arena: Arena,
-        memory: CaptureTier,
-        local: DurableTier,
+        memory: MemoryTier,
+        local: LocalTier,
         recorder: Recorder,
     ) -> None:
         self._recorder = recorder
@@ -193,7 +194,7 @@ class Coming:
     enter: Callable[[], Placed]
     base: Manifest | None = None
 
-    def told(self, placed: Placed, tier: CaptureTier, holder: str) -> NewState:
+    def told(self, placed: Placed, tier: MemoryTier, holder: str) -> NewState:
         """The record of it for the lineage."""
         total, new = self.bytes_total, placed.bytes_new
         return NewState(
@@ -219,7 +220,7 @@ class Commits:
         books: Books,
         register: Register,
         pipeline: Pipeline,
-        memory: CaptureTier,
+        memory: MemoryTier,
         *,
         adopt: Callable[[str, Manifest | None], None],
         post: Callable[[*tuple[Event, ...]], list[Action]],

@@ -21,7 +21,7 @@ import torch
 from datastates.errors import Torn
 from datastates.state.digest import chunk_digest
 from datastates.storage.arena import Arena, DeviceRegistrar
-from datastates.storage.roles import Held
+from datastates.storage.memory import Held
 from datastates.system.devices import Mark, Stream, devices
 from datastates.system.interrupts import Mutex
 from datastates.system.threads import Latch
@@ -113,7 +113,7 @@ _KEPT = 8
 """The number of sets of slots of which a plan remembers the copies: captures use a few by turns."""
 
 Hold = Callable[[Iterable[tuple[bytes, int]]], dict[tuple[bytes, int], Held]]
-"""The signature of ``CaptureTier.hold``."""
+"""The signature of ``MemoryTier.hold``."""
 
 
 class Crossings:

@@ -16,7 +16,8 @@ from datastates.lineage.database import Database
 from datastates.lineage.query.incomplete import Outcome
 from datastates.lineage.states import GivenUp, Run, State, Status, Why
 from datastates.state.manifest import Manifest
-from datastates.storage.roles import CaptureTier, DurableTier
+from datastates.storage.local import LocalTier
+from datastates.storage.memory import MemoryTier
 from datastates.system.interrupts import Mutex
 from datastates.system.logs import event
 from datastates.system.telemetry import Recorder
@@ -70,8 +71,8 @@ class Register:
         books: Books,
         locked: Locked,
         *,
-        memory: CaptureTier,
-        local: DurableTier,
+        memory: MemoryTier,
+        local: LocalTier,
         processors: Processors,
         copies: Copies,
         on_marked: Callable[[int], None],

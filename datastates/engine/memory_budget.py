@@ -22,7 +22,7 @@ from datastates.policy.contract import (
 )
 from datastates.state.manifest import CHUNK_BYTES
 from datastates.storage.arena import Arena, taken_by
-from datastates.storage.roles import STATE_BYTES, CaptureTier
+from datastates.storage.memory import STATE_BYTES, MemoryTier
 from datastates.system.interrupts import Mutex, checkpoint
 from datastates.system.logs import event
 from datastates.system.memory import available_memory_bytes
@@ -271,7 +271,7 @@ class Room:
     def __init__(
         self,
         arena: Arena,
-        memory: CaptureTier,
+        memory: MemoryTier,
         *,
         warmer: Warmer,
         rounds: Rounds,

@@ -53,7 +53,7 @@ from datastates.lineage.write import clones, parts, replicas, runs
 from datastates.lineage.write import record as lineage_record
 from datastates.lineage.write import refs as lineage_refs
 from datastates.lineage.write.replicas import Mark, held
-from datastates.storage.roles import DurableTier
+from datastates.storage.local import LocalTier
 from datastates.storage.tier import Placed
 from datastates.storage.tiers import CAPTURED
 from datastates.system.interrupts import Mutex
@@ -174,7 +174,7 @@ class Journal:
         self,
         *,
         database: Database,
-        local: DurableTier,
+        local: LocalTier,
         run: Run,
         folder: str,
         holder: str,

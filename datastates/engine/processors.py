@@ -33,8 +33,8 @@ from datastates.errors import Closed, NotFound, ProcessorFailed, Unavailable
 from datastates.lineage.states import State
 from datastates.state.manifest import Manifest
 from datastates.state.report import Selection
+from datastates.storage.memory import MemoryTier
 from datastates.storage.reading import read_tree
-from datastates.storage.roles import CaptureTier
 from datastates.storage.tier import Reader
 from datastates.system.logs import event, reason_of
 
@@ -147,7 +147,7 @@ class HeldState:
     ``current`` returns how far the state has come by now."""
 
     def __init__(
-        self, memory: CaptureTier, current: Callable[[], State], branch: str | None
+        self, memory: MemoryTier, current: Callable[[], State], branch: str | None
     ) -> None:
         self._current, self._branch = current, branch
         self._reader: Reader | None = None
@@ -229,7 +229,7 @@ class Processors:
     """
 
     def __init__(
-        self, processors: Sequence[Processor], memory: CaptureTier, on_done: Callable[[], None]
+        self, processors: Sequence[Processor], memory: MemoryTier, on_done: Callable[[], None]
     ) -> None:
         self._processors = sorted(processors, key=lambda processor: processor.priority)
         self._memory, self._on_done = memory, on_done

@@ -31,7 +31,8 @@ from datastates.policy.contract import Cadence, Policy
 from datastates.policy.retention import Best
 from datastates.state.manifest import Manifest
 from datastates.storage.arena import Arena
-from datastates.storage.roles import CaptureTier, DurableTier
+from datastates.storage.local import LocalTier
+from datastates.storage.memory import MemoryTier
 from datastates.storage.tier import Tier
 from datastates.system.interrupts import Mutex, undisturbed
 from datastates.system.telemetry import Recorder
@@ -92,8 +93,8 @@ class Runner:
         config: Config,
         *,
         arena: Arena,
-        memory: CaptureTier,
-        local: DurableTier,
+        memory: MemoryTier,
+        local: LocalTier,
         further: Sequence[Tier] = (),
         beat: Callable[[], None] = lambda: None,
     ) -> None:

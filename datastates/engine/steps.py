@@ -35,7 +35,8 @@ from datastates.state.digest import chunk_digest, digest_of
 from datastates.state.manifest import VERSION, Chunk, Content, Manifest, Origin
 from datastates.storage.arena import Arena
 from datastates.storage.copying import on_threads
-from datastates.storage.roles import CaptureTier, DurableTier, Put
+from datastates.storage.local import LocalTier, Put
+from datastates.storage.memory import MemoryTier
 from datastates.storage.tier import Payload, Placed, SupportsManifests, Tier
 from datastates.storage.tiers import payload_of
 from datastates.system.logs import event, reason_of
@@ -125,7 +126,7 @@ class Dedup:
 
     name, priority = "dedup", int(Priority.DEDUP)
 
-    def __init__(self, memory: CaptureTier) -> None:
+    def __init__(self, memory: MemoryTier) -> None:
         self._memory = memory
 
     def process(self, work: Work) -> None:
@@ -173,7 +174,7 @@ class Write:
     name, priority = "write", int(Priority.WRITE)
 
     def __init__(
-        self, memory: CaptureTier, local: DurableTier, journal: Journal, recorder: Recorder
+        self, memory: MemoryTier, local: LocalTier, journal: Journal, recorder: Recorder
     ) -> None:
         self._memory, self._local, self._journal, self._recorder = memory, local, journal, recorder
 

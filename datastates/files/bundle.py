@@ -39,13 +39,12 @@ from datastates.state.manifest import Manifest, PackInfo
 from datastates.storage.copying import are_equal
 from datastates.storage.dedup import NAME
 from datastates.storage.durable_files import next_step, sync_folder, write_file
+from datastates.storage.local import LocalTier, Staged
 from datastates.storage.pack import PAGE, alignment, padded
 from datastates.storage.pack_reader import MappedReader
 from datastates.storage.parallel_read import DIGEST_BYTES, SealedChunks, seal_of
 from datastates.storage.reading import refuse_parts
-from datastates.storage.roles import Staged
 from datastates.storage.tier import Payload, Placed
-from datastates.storage.tiers import packs_in
 from datastates.system.files import make_regular, read_regular
 from datastates.transport.protocol import RefRecord, RunRecord, StateRecord
 from datastates.transport.receive_states import make_tags
@@ -374,7 +373,7 @@ def _chosen(core: Core, revs: Sequence[str], *, with_parents: bool) -> list[Stat
 def _write_packs(core: Core, states: Sequence[State], root: Path) -> tuple[dict[str, str], int]:
     """The seal of each state, which the state has from now on here too, and how many bytes were
     written."""
-    tier, base, written = packs_in(root / PACKS, direct=core.config.direct_io), None, 0
+    tier, base, written = LocalTier(root / PACKS, direct=core.config.direct_io), None, 0
     found: dict[str, str] = {}
     for state in states:
         refuse_parts(state, "a bundle")
@@ -459,7 +458,7 @@ def _stage(
     folder = root / PACKS
     if not folder.is_dir():
         raise NotFound(f"{folder} is not there: the bundle is not whole")
-    source, staged = packs_in(folder), dict[str, tuple[Staged, Manifest, str]]()
+    source, staged = LocalTier(folder), dict[str, tuple[Staged, Manifest, str]]()
     known: dict[tuple[bytes, int, bytes], tuple[PackInfo, int]] = {}
     for uid in lineage.held:
         try:

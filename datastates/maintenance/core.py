@@ -30,9 +30,11 @@ from datastates.lineage.states import Run, State, Status
 from datastates.lineage.write import attachments, replicas, runs
 from datastates.state.manifest import CHUNK_BYTES
 from datastates.storage.arena import Arena
-from datastates.storage.roles import CaptureTier, DurableTier
+from datastates.storage.durable_files import Pace
+from datastates.storage.local import LocalTier
+from datastates.storage.memory import MemoryTier
 from datastates.storage.tier import Placed, Reader, Tier
-from datastates.storage.tiers import DURABLE, VOLATILE, Tiers, captures_in, packs_in
+from datastates.storage.tiers import DURABLE, VOLATILE, Tiers
 from datastates.system.interrupts import Mutex, undisturbed
 from datastates.system.logs import event, say
 from datastates.system.memory import available_memory_bytes
@@ -88,7 +90,7 @@ class Belongings:
         return self.run.uid
 
     @property
-    def memory(self) -> CaptureTier:
+    def memory(self) -> MemoryTier:
         """The memory tier of this process."""
         assert self.tiers.captured is not None, "it was made before this"
         return self.tiers.captured
@@ -371,7 +373,7 @@ def _answers(tier: Tier, uid: str) -> bool:
 # their files.
 
 
-def recover(database: Database, local: DurableTier, home: Home) -> list[runs.Recovered]:
+def recover(database: Database, local: LocalTier, home: Home) -> list[runs.Recovered]:
     """Settle the runs of this folder whose process died, whatever its host was called; returns
     which branches moved back, and to where.
 
@@ -435,9 +437,7 @@ def recover(database: Database, local: DurableTier, home: Home) -> list[runs.Rec
     return recovered
 
 
-def _whole(
-    unheard: dict[tuple[str, int], str], local: DurableTier
-) -> dict[tuple[str, int], Placed]:
+def _whole(unheard: dict[tuple[str, int], str], local: LocalTier) -> dict[tuple[str, int], Placed]:
     """The parts, by uid and rank, that are whole on disk, of those that the lineage knows in
     memory only; ``unheard`` has their digests."""
     return {
@@ -499,10 +499,11 @@ class Core:
         check_whole(location)
         self.database = Database(location.database_url)
         try:
-            packs = packs_in(
+            rate = config.write_bytes_per_s
+            packs = LocalTier(
                 location.packs,
                 direct=config.direct_io,
-                bytes_per_s=config.write_bytes_per_s,
+                pace=None if rate is None else Pace(rate),
                 on_step=config.on_step,
             )
             self.tiers = Tiers(packs, config.tiers)
@@ -541,7 +542,7 @@ class Core:
             with self.database.write() as session:
                 runs.start(session, run)
             arena = Arena(budget)
-            memory = captures_in(arena, holder(self.node, run.uid))
+            memory = MemoryTier(arena, holder(self.node, run.uid))
             books = Books(self.database, run, folder, holder(self.node, run.uid))
             tiers = self.tiers
             runner = Runner(

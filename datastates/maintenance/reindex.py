@@ -32,8 +32,8 @@ from datastates.lineage.write.record import check
 from datastates.lineage.write.replicas import evict, mark, take_turns
 from datastates.state.manifest import Manifest, root_digest
 from datastates.storage.durable_files import sync_folder
-from datastates.storage.roles import DurableTier
-from datastates.storage.tiers import VOLATILE, packs_in
+from datastates.storage.local import LocalTier
+from datastates.storage.tiers import VOLATILE
 from datastates.system.files import hold, share
 from datastates.system.interrupts import checkpoint, undisturbed
 
@@ -212,7 +212,7 @@ class _Work:
     location: Location
     tell: Callable[[int, int], None]
     may_add: bool
-    tier: DurableTier
+    tier: LocalTier
     manifests: _Manifests
     folder: str = ""
     backup_at: datetime | None = None
@@ -264,7 +264,7 @@ def _rebuilt(
             " packs"
         )
     _check_unused(location)
-    tier = packs_in(location.packs)
+    tier = LocalTier(location.packs)
     manifests, unread = _manifests(tier)
     work = _Work(location, tell, is_replacing, tier, manifests)
     if location.root is None:
@@ -397,7 +397,7 @@ def _check_unused(location: Location) -> None:
         )
 
 
-def _manifests(tier: DurableTier) -> tuple[_Manifests, list[str]]:
+def _manifests(tier: LocalTier) -> tuple[_Manifests, list[str]]:
     """The manifests by uid and rank, and a message for each one that cannot be read."""
     found: _Manifests = {}
     unread: list[str] = []

@@ -29,9 +29,9 @@ from datastates.lineage.write.clones import known, note
 from datastates.state.digest import chunk_digest
 from datastates.state.manifest import Chunk, Manifest
 from datastates.storage.garbage import Moved, Place
+from datastates.storage.local import LocalTier
 from datastates.storage.parallel_read import seal_of
 from datastates.storage.tier import Payload, Reader
-from datastates.storage.tiers import packs_in
 from datastates.system.files import open_regular, read_at
 from datastates.system.interrupts import checkpoint
 
@@ -92,7 +92,7 @@ def repair(
             *core.tiers.further,
         ]
         if source is not None:
-            places.append(folder := packs_in(_packs_of(source)))
+            places.append(folder := LocalTier(_packs_of(source)))
             stack.callback(folder.close)
         return _Repair(core, [*places, *peers], found).run()
 

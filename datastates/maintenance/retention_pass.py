@@ -48,7 +48,7 @@ from datastates.policy.retention import (
     retention_of,
 )
 from datastates.storage.durable_files import next_step
-from datastates.storage.roles import DurableTier
+from datastates.storage.local import LocalTier
 from datastates.storage.tiers import CAPTURED, DURABLE, VOLATILE
 from datastates.system.files import Held, hold
 from datastates.system.interrupts import undisturbed
@@ -76,7 +76,7 @@ class Grounds:
     of this process, if there is one."""
 
     database: Database
-    durable: DurableTier
+    durable: LocalTier
     home: Home
     holder: str
     host: Runner | None

@@ -29,8 +29,8 @@ from datastates.lineage.write.parts import part_digest
 from datastates.lineage.write.replicas import held
 from datastates.state.manifest import CHUNK_BYTES, Manifest
 from datastates.storage.dedup import ChunkIndex
+from datastates.storage.local import LocalTier
 from datastates.storage.pack import places_of
-from datastates.storage.roles import DurableTier
 from datastates.system.interrupts import checkpoint
 
 from .backup import BACKUP, damage_of
@@ -133,7 +133,7 @@ class _Run:
         mark: Callable[[str], None],
     ) -> None:
         self._core, self._limits, self._tell, self._mark = core, limits, tell, mark
-        self._tier: DurableTier = core.tiers.durable
+        self._tier: LocalTier = core.tiers.durable
         self._total = self._tier.bytes_stored
         self._done, self._lock = 0, threading.Lock()
         self._seen: set[_Place] = set()

@@ -10,10 +10,10 @@ puts:
 
 States that are put together take these steps together: they share a pack and a file of manifests,
 and all become visible at once. A state is found by the name of its own file, by the index, or by
-reading every manifest (``references``).
+reading every manifest (``pack.Catalogue``).
 
 Chunks that the folder already holds, for any state, are referred to and not written again
-(``borrowing``).
+(``dedup``).
 
 A state is removed in the opposite order: its manifest first (``manifest-removed``), then the packs
 that no manifest in the folder needs. Several processes may use one folder. Committing and opening
@@ -77,28 +77,32 @@ from .pack import (
     bytes_of_packs,
     free_name,
     manifest_name,
-    packs_of,
     padded,
     payload_bytes,
     uid_of,
 )
 from .pack_reader import MappedReader
-from .roles import DurableTier, Put, Staged
-from .tier import Payload, Placed, Reader
+from .tier import Payload, Placed, Reader, Tier
 
 _NAMED = 3
 """How many states an error names."""
 
 
-def _untold(done: int, total: int) -> None:
-    """Report progress to no one."""
+@dataclass(frozen=True, slots=True)
+class Put:
+    """A state to write to a folder of packs; see ``LocalTier.put``."""
+
+    payload: Payload
+    base: Manifest | None = None
+    is_of_base: bool = False
 
 
-class LocalTier(DurableTier):
+class LocalTier(Tier):
     """States in a folder of this machine, or of a shared file system that has ``flock``.
 
-    ``direct`` writes past the page cache (None: if the file system can). ``pace`` is how fast
-    payload is written. ``rank`` is the rank whose part is used by methods that name only the state;
+    The folder is made if it is missing. ``direct`` writes past the page cache (None: if the file
+    system can). ``pace`` is how fast payload is written. ``on_step`` is called after each step, see
+    above. ``rank`` is the rank whose part is used by methods that name only the state;
     the parts of all ranks may lie in one folder.
     """
 
@@ -140,11 +144,24 @@ class LocalTier(DurableTier):
     def put(
         self, payload: Payload, *, base: Manifest | None = None, is_of_base: bool = False
     ) -> Placed:
-        """See ``DurableTier.put``."""
+        """Write a state; on return it is durable.
+
+        ``is_of_base``: this process captured both this state and ``base`` in one training, and put
+          ``base`` here itself. Only then does a
+        digest suffice to refer to chunks of ``base``; otherwise the bytes are compared.
+
+        :raises Conflict: another state with this uid is here.
+        :raises Unsupported: its manifest holds something that could not be read again.
+        :raises Unavailable: the disk is full or fails; nothing of the state is left.
+        """
         return self.put_all([Put(payload, base, is_of_base)])[0]
 
     def put_all(self, puts: Sequence[Put]) -> list[Placed]:
-        """See ``DurableTier.put_all``."""
+        """Write several states, in the order of their captures; all of them are durable on return,
+        or none is.
+
+        :raises DatastatesError: as ``put``, for one of them; nothing of any of them is left then.
+        """
         self._check_open()
         for put in puts:
             put.payload.check()
@@ -194,20 +211,20 @@ class LocalTier(DurableTier):
             ) from exc
 
     def manifest(self, uid: str) -> Manifest:
-        """See ``DurableTier.manifest``."""
+        """The manifest of a state, checked.
+
+        :raises NotFound: it is not here.
+        :raises Corrupt: it is damaged, or another state's.
+        """
         return self.sound(uid).manifest
 
     def sound(self, uid: str) -> Sound:
-        """See ``DurableTier.sound``."""
+        """``manifest``, for callers that also need the tensors."""
         return self._sound(uid, self._rank)
-
-    def packs(self, uid: str) -> tuple[PackInfo, ...]:
-        """See ``DurableTier.packs``."""
-        return packs_of(self.root, uid, self._rank)
 
     @property
     def bytes_stored(self) -> int:
-        """See ``DurableTier.bytes_stored``."""
+        """The total size of all packs in the folder, of whichever lineage."""
         return bytes_of_packs(self.root)
 
     def has(self, uid: str) -> bool:
@@ -227,7 +244,7 @@ class LocalTier(DurableTier):
         return iter([uid for uid, rank in self.parts() if rank == self._rank])
 
     def parts(self) -> Iterator[tuple[str, int]]:
-        """See ``DurableTier.parts``."""
+        """The uid and the rank of every manifest that is here, whole or not."""
         self._check_open()
         listed = self._catalogue.listed() if self.root.is_dir() else {}
         members = {
@@ -239,19 +256,12 @@ class LocalTier(DurableTier):
         )
 
     def part_manifest(self, uid: str, rank: int) -> Manifest:
-        """See ``DurableTier.part_manifest``."""
+        """``manifest`` of any rank."""
         self._check_open()
         return self._sound(uid, rank).manifest
 
-    def whole(self, uids: Iterable[str]) -> dict[str, Placed]:
-        """See ``DurableTier.whole``."""
-        return {
-            uid: placed
-            for (uid, _), placed in self.whole_parts((uid, self._rank) for uid in uids).items()
-        }
-
     def whole_parts(self, parts: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Placed]:
-        """See ``DurableTier.whole_parts``."""
+        """``whole`` for the parts of any ranks, by uid and rank."""
         self._check_open()
         found, left = dict[tuple[str, int], Placed](), list(dict.fromkeys(parts))
         with locked(self.root, is_shared=True, is_needed=False):
@@ -274,7 +284,9 @@ class LocalTier(DurableTier):
         return found
 
     def remove(self, uid: str) -> int:
-        """See ``DurableTier.remove``."""
+        """Delete the manifests of all parts of a state, then the packs that no other manifest in
+        the folder needs; returns the payload bytes freed.
+        """
         self._check_open()
         try:
             packs = {pack for member in self._members([uid]) for pack in member.packs}
@@ -294,7 +306,7 @@ class LocalTier(DurableTier):
         return freed
 
     def discard(self, packs: Iterable[str]) -> None:
-        """See ``DurableTier.discard``."""
+        """Delete those of these packs that no manifest needs, in one pass."""
         self._check_open()
         try:
             with locked(self.root, is_shared=False):
@@ -307,7 +319,8 @@ class LocalTier(DurableTier):
             raise Unavailable(f"packs were not removed from {self.root} ({exc})") from exc
 
     def files(self) -> dict[str, tuple[tuple[str, int], ...]]:
-        """See ``DurableTier.files``."""
+        """The files that each state here needs, by its uid: names and sizes, including files
+        that others need too."""
         self._check_open()
         try:
             found = self._catalogue.files(padded) if self.root.is_dir() else {}
@@ -316,7 +329,8 @@ class LocalTier(DurableTier):
         return {uid: files for (uid, rank), files in found.items() if rank == self._rank}
 
     def sweep(self) -> list[Path]:
-        """See ``DurableTier.sweep``."""
+        """Delete what crashes left behind: temporary files that no process writes, packs that no
+        manifest needs. Returns what went."""
         self._check_open()
         with locked(self.root, is_shared=False):
             found = [self.root / name for name in os.listdir(self.root)]
@@ -333,7 +347,8 @@ class LocalTier(DurableTier):
         return removed
 
     def forget(self, uids: Iterable[str]) -> None:
-        """See ``DurableTier.forget``."""
+        """Delete the manifests of states at once, of all their parts that are here; ``collect``
+        removes what they needed."""
         self._check_open()
         wanted = set(uids)
         try:
@@ -348,9 +363,16 @@ class LocalTier(DurableTier):
         *,
         is_dry: bool = False,
         without: Iterable[str] = (),
-        tell: Callable[[int, int], None] = _untold,
+        tell: Callable[[int, int], None] = lambda done, total: None,
     ) -> Collected:
-        """See ``DurableTier.collect``."""
+        """``sweep``, and rewrite packs most of whose bytes no manifest needs; a few files at a
+        time, while everything else goes on.
+
+        ``is_dry`` only looks, as if the states ``without`` were removed. ``tell`` is called with
+        the bytes of packs freed so far, and the total.
+
+        :raises Conflict: another process collects in this folder.
+        """
         self._check_open()
         collector = Collector(
             self.root, self._catalogue, self._rewriting(), tell=tell, without=without
@@ -368,7 +390,10 @@ class LocalTier(DurableTier):
         moved: Moved,
         chunk: Callable[[Reader, int], memoryview],
     ) -> None:
-        """See ``DurableTier.mend``."""
+        """Write the chunks of a state that lie at ``bad`` places anew, with the bytes that
+        ``chunk`` returns. Its manifest then names the new places, and so does ``moved``, for the
+        states that share them. Wherever this is interrupted, the state is as before, or mended.
+        """
         self._check_open()
         try:
             self._rewriting().mend(uid, rank, bad, moved, chunk)
@@ -377,7 +402,8 @@ class LocalTier(DurableTier):
 
     @contextmanager
     def hurrying(self) -> Iterator[None]:
-        """See ``DurableTier.hurrying``."""
+        """Write as fast as the disk can until the end of the block, whatever the pace, because a
+        caller wants to end."""
         with nullcontext() if self._pace is None else self._pace.lifted():
             yield
 
@@ -394,7 +420,15 @@ class LocalTier(DurableTier):
         likely: Places | None = None,
         is_sharing: bool = True,
     ) -> Iterator[Staged]:
-        """See ``DurableTier.stage``."""
+        """A state that is written but not visible. ``commit`` makes it visible; otherwise nothing
+        of it is left at the end of the block.
+
+        ``known`` are places of its chunks that need no comparison, in packs that are here or are
+        committed earlier. The bytes at ``likely`` places are compared, as are those that
+        ``is_sharing`` finds in other states.
+
+        :raises Conflict: another state with this uid is here.
+        """
         self._check_open()
         payload.check()
         with self._staged(
@@ -500,7 +534,7 @@ class LocalTier(DurableTier):
         return placed
 
     @contextmanager
-    def _staged(self, wishes: Sequence[_Wish], *, is_sharing: bool = True) -> Iterator[_Staged]:
+    def _staged(self, wishes: Sequence[_Wish], *, is_sharing: bool = True) -> Iterator[Staged]:
         """States whose bytes are written, and that are not visible."""
         origin = wishes[0].payload.manifest.origin
         if any(
@@ -528,7 +562,7 @@ class LocalTier(DurableTier):
             }
             new = [wish for number, wish in enumerate(wishes) if number not in here]
             if not new:
-                yield _Staged(self, here, None, (), None, file, {})
+                yield Staged(self, here, None, (), None, file, {})
                 return
             found = [
                 (
@@ -563,7 +597,7 @@ class LocalTier(DurableTier):
                 )
                 self._on_step("pack-written")
             stamps = {name: stamp for borrowed in found for name, stamp in borrowed.stamps.items()}
-            yield _Staged(self, here, plan, encoded, pack, file, stamps)
+            yield Staged(self, here, plan, encoded, pack, file, stamps)
 
     def _same(self, payload: Payload, hints: Sequence[Hint]) -> Manifest | None:
         """The manifest of a state that is already here, if it is the same state. Its bytes are
@@ -659,7 +693,7 @@ class LocalTier(DurableTier):
             owner = {member.offset: (member.uid, member.rank) for member in listed.members}
             self._index.add(state_hints(path.stem, [owner.get(at) for at, _ in kept], encoded))
 
-    def _commit(self, staged: _Staged, plan: PutPlan) -> bool:
+    def _commit(self, staged: Staged, plan: PutPlan) -> bool:
         file = staged.file
         try:
             with locked(self.root, is_shared=True):
@@ -720,7 +754,7 @@ class _Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class _Staged:
+class Staged:
     """States that are written together; those ``here`` were there before, by their number.
 
     Without ``plan`` all of them were."""
@@ -735,9 +769,11 @@ class _Staged:
 
     @property
     def was_here(self) -> bool:
+        """Whether all of them were here already, so that nothing was written."""
         return self.plan is None
 
     def places(self) -> Iterator[tuple[PackInfo, int]]:
+        """The place of each chunk once it is committed."""
         manifests = (
             [placed.manifest for placed in self.here.values()]
             if self.plan is None
@@ -750,9 +786,10 @@ class _Staged:
         )
 
     def commit_all(self) -> list[Placed] | None:
-        """Commit; the result for each state, in order.
+        """Make them visible and durable; the result for each state, in order.
 
-        None if something on which one of them relies is gone."""
+        None if a pack that one of them shares, or a state that was here, was removed or replaced
+        meanwhile: stage them again then."""
         for placed in self.here.values():
             if not self.tier.has_part(placed.manifest.origin.uid, placed.manifest.origin.rank):
                 return None
@@ -766,10 +803,12 @@ class _Staged:
         ]
 
     def commit(self) -> Placed | None:
+        """``commit_all`` for a single state."""
         placed = self.commit_all()
         return None if placed is None else placed[0]
 
     def undo(self) -> None:
+        """Undo the commit; does nothing if all states were here before."""
         if self.plan is not None:
             self.tier._undo(self.plan, self.file)
 

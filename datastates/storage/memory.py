@@ -28,8 +28,7 @@ from datastates.system.interrupts import Mutex, checkpoint, undisturbed
 
 from .arena import Arena
 from .copying import Piece, are_equal, copy, on_threads
-from .roles import OURS, STATE_BYTES, CaptureTier, Held
-from .tier import Payload, Placed, Reader
+from .tier import Payload, Placed, Reader, Tier
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +42,25 @@ _V = TypeVar("_V")
 _ENTRY_BYTES = 256
 """The bytes that each chunk, metric and attribute takes as Python objects, here and in records
 for the lineage (measured)."""
+
+
+STATE_BYTES = 5 << 10
+"""About how many bytes a state takes besides its slots, at least (measured)."""
+
+OURS = ""
+"""The party of states that were captured or made in this process."""
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A slot that holds a chunk, and how many chunks of states use it.
+
+    ``parties`` are those for which it is the chunk of this digest."""
+
+    slot: int
+    key: tuple[bytes, int]
+    parties: set[str]
+    uses: int = 1
 
 
 @dataclass(slots=True)
@@ -66,8 +84,10 @@ class _State:
         return max((reader.used_at for reader in self.yielding), default=0.0)
 
 
-class MemoryTier(CaptureTier):
-    """States within the budget of an arena, content-addressed: equal chunks share a slot."""
+class MemoryTier(Tier):
+    """States within the budget of an arena, content-addressed: equal chunks share a slot.
+
+    ``on_let_go`` is called when the last reader of a removed state has closed, on its thread."""
 
     name = "memory"
     gives = Status.CAPTURED
@@ -76,7 +96,7 @@ class MemoryTier(CaptureTier):
         self._arena, self.node = arena, node
         self._states: dict[str, _State] = {}
         self._lingering: dict[int, _State] = {}  # removed, but still kept by readers
-        self.on_let_go = lambda: None
+        self.on_let_go: Callable[[], None] = lambda: None
         self._chunks: dict[_Key, list[Held]] = {}
         self._shared = Counter[int]()
         self._beside = 0
@@ -84,7 +104,16 @@ class MemoryTier(CaptureTier):
         self._lock = Mutex()
 
     def adopt(self, manifest: Manifest, slots: list[int]) -> Placed:
-        """See ``CaptureTier.adopt``."""
+        """Take over slots that were acquired and filled here, one for each chunk in order; the
+        caller must not write to them again.
+
+        The list is empty afterwards, so that a caller that gives back its contents gives back
+        nothing of the tier's. Slots whose chunk is held already, by another state or earlier in
+        this one, go back to the arena at once. If the state is here already, all go back.
+
+        :raises InvalidInput: there is not one slot for each chunk; the slots then stay the
+            caller's.
+        """
         keys = _keys(manifest)
         if len(slots) != len(keys):
             raise InvalidInput(
@@ -107,7 +136,11 @@ class MemoryTier(CaptureTier):
             return placed
 
     def finish(self, manifest: Manifest) -> None:
-        """See ``CaptureTier.finish``."""
+        """Replace the manifest of a part that is held, now that the state's place in the lineage is
+        known; nothing if the part has left.
+
+        A reader that is open already keeps the old manifest.
+        """
         with self._lock:
             state = self._states.get(manifest.origin.uid)
             if state is not None:
@@ -118,7 +151,8 @@ class MemoryTier(CaptureTier):
     def hold(
         self, keys: Iterable[tuple[bytes, int]], party: str = OURS
     ) -> dict[tuple[bytes, int], Held]:
-        """See ``CaptureTier.hold``."""
+        """Hold those of these chunks, by digest and length, that are ours or the party's; they
+        stay until ``settle`` or ``let_go``."""
         with self._lock:
             self._check_open()
             found = {key: self._known(key, party) for key in dict.fromkeys(keys)}
@@ -140,7 +174,20 @@ class MemoryTier(CaptureTier):
         party: str = OURS,
         parts: Sequence[Manifest] = (),
     ) -> Placed:
-        """See ``CaptureTier.settle``."""
+        """Take over a state whose distinct chunks are ``held``, or in slots that were acquired and
+        ``filled``, which the caller must not write to again.
+
+        Both dicts are empty afterwards, like the list of ``adopt``. ``party`` is the source of the
+        filled chunks. Those that are equal, byte by byte, to what another party brought give their
+        slots back. ``parts`` are the manifests, by rank, of a state of several ranks whose parts
+        all come at once: ``manifest`` is that of all together, and each part can be opened by
+        itself.
+
+        :raises InvalidInput: a chunk is neither held nor filled; all of them then stay the
+            caller's.
+        :raises Conflict: a state of this uid with other bytes is here; all chunks then stay the
+            caller's, too.
+        """
         keys = _keys(manifest)
         left = set(keys).difference(held, filled)
         if left:
@@ -201,7 +248,10 @@ class MemoryTier(CaptureTier):
         return self._open(uid, rank, verify=verify)
 
     def ranks(self, uid: str) -> Sequence[int]:
-        """See ``CaptureTier.ranks``."""
+        """The ranks whose parts of a state are held; for a state of one part that is rank 0.
+
+        :raises NotFound: it is not here.
+        """
         with self._lock:
             return _ranks(self._find_held(uid))
 
@@ -233,13 +283,16 @@ class MemoryTier(CaptureTier):
             return iter(list(self._states))
 
     def remove(self, uid: str) -> int:
-        """See ``CaptureTier.remove``."""
+        """Drop a state; returns the bytes freed.
+
+        Slots that nothing else needs go back to the arena, now or when its last reader closes."""
         with self._lock:
             state = self._states.pop(uid, None)
             return 0 if state is None else self._drop(state)
 
     def bytes_of(self, uids: Iterable[str]) -> int:
-        """See ``CaptureTier.bytes_of``."""
+        """The bytes of the chunks of all these states together, including chunks that others
+        share."""
         with self._lock:
             return _bytes_of(
                 {
@@ -251,7 +304,9 @@ class MemoryTier(CaptureTier):
             )
 
     def recall(self, size: int) -> bool:
-        """See ``CaptureTier.recall``."""
+        """Tell readers that memory is wanted back, until that will free ``size`` bytes; returns
+        whether any reader was told. Only readers of removed states that give way are told, the
+        one that read least recently first."""
         told: list[Callable[[], None]] = []
         with self._lock:
             uses = Counter[Held]()
@@ -283,7 +338,8 @@ class MemoryTier(CaptureTier):
 
     @property
     def bytes_beside(self) -> int:
-        """See ``CaptureTier.bytes_beside``."""
+        """About how many bytes states take besides their slots: plain values and small arrays,
+        manifests, and records of them."""
         return self._beside
 
     def close(self) -> None:

@@ -5,9 +5,7 @@ the lineage.
     tiers.durable    the repository's own folder of packs
     tiers.further    the user's tiers: each state that becomes durable is put there too
 
-No code outside ``store`` names a tier: the lineage is told ``tier.name`` and ``tier.node``, and is
-asked with ``VOLATILE``. No such code knows the classes of the first two either: ``captures_in`` and
-``packs_in`` make them, and their roles say what they can do (``roles``).
+The lineage records ``tier.name`` and ``tier.node`` of each state, and is queried with ``VOLATILE``.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from threading import Lock
 
 import msgspec
@@ -28,13 +25,10 @@ from datastates.lineage.states import State, Status
 from datastates.state.digest import decode, encode
 from datastates.state.manifest import Manifest
 
-from .arena import Arena
-from .durable_files import Pace
 from .local import LocalTier
 from .memory import MemoryTier
 from .parallel_read import SealedChunks
 from .reading import HeldReader, of_state, open_parts
-from .roles import CaptureTier, DurableTier
 from .tier import Payload, Placed, Reader, Tier
 
 CAPTURED = MemoryTier.name
@@ -55,9 +49,9 @@ class Tiers:
 
     Safe from any thread. ``captured`` is None until something is captured or arrives."""
 
-    def __init__(self, durable: DurableTier, further: Sequence[object] = ()) -> None:
+    def __init__(self, durable: LocalTier, further: Sequence[object] = ()) -> None:
         self.durable, self.further = durable, check_further(further)
-        self.captured: CaptureTier | None = None
+        self.captured: MemoryTier | None = None
 
     def __iter__(self) -> Iterator[Tier]:
         """All tiers, nearest first."""
@@ -115,13 +109,12 @@ class Tiers:
                 continue
         raise NotFound(f"rank {rank} of state {state.uid} is on no tier here")
 
-    def reopen(self, state: State, *, verify: bool = True) -> Reader:
-        """``open`` from the tiers that outlive this process, for when its memory is wanted back."""
-        return _open(iter(self.lasting), state, verify=verify)
-
-    def reopen_part(self, state: State, rank: int, *, verify: bool = True) -> Reader:
-        """``reopen`` for the part of one rank."""
-        return _open_part(self.lasting, state.uid, rank, verify)
+    def reopen(self, state: State, *, verify: bool = True, rank: int | None = None) -> Reader:
+        """``open`` from the tiers that outlive this process, for when its memory is wanted back.
+        With ``rank``, only that rank's part."""
+        if rank is not None:
+            return _open_part(self.lasting, state.uid, rank, verify)
+        return _open(self.lasting, state, verify=verify)
 
     def placed(self, uid: str) -> Manifest | None:
         """The manifest of a state that is durable here, so that another state can refer to what
@@ -135,34 +128,6 @@ class Tiers:
         """Close the tiers that outlive this process; idempotent."""
         for tier in self.lasting:
             tier.close()
-
-
-def captures_in(arena: Arena, node: str = "") -> CaptureTier:
-    """A tier for captures and arrivals in the slots of an arena; ``node`` names the process."""
-    return MemoryTier(arena, node)
-
-
-def packs_in(
-    folder: Path,
-    *,
-    direct: bool | None = None,
-    bytes_per_s: int | None = None,
-    on_step: Callable[[str], None] | None = None,
-) -> DurableTier:
-    """A folder of packs, which is made if it is not there.
-
-    :param direct: whether to write past the page cache; None: if the file system can.
-    :param bytes_per_s: the fastest rate at which payload is written.
-    :param on_step: called with a name after each durable step, on the thread that puts:
-        ``pack-written``, ``pack-renamed``, ``manifest-written``, ``manifest-renamed`` (from here on
-        the state is visible, and durable), ``manifest-removed``.
-    """
-    return LocalTier(
-        folder,
-        direct=direct,
-        pace=None if bytes_per_s is None else Pace(bytes_per_s),
-        on_step=on_step,
-    )
 
 
 def payload_of(reader: Reader) -> Payload:

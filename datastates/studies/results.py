@@ -27,6 +27,7 @@ from rich.text import Text
 from datastates import values
 from datastates.errors import InvalidInput, NotFound
 from datastates.lineage.states import Revision, State
+from datastates.storage.pack import packs_of
 from datastates.values import Value
 
 from . import plan as arguments
@@ -90,7 +91,7 @@ def storage(repo: arguments.AnyRepository, study: str) -> Storage:
     packs: dict[str, int] = {}
     count = full = 0
     for uid, state in states.items():
-        needed = {pack.name: pack.size for pack in repo.core.tiers.durable.packs(uid)}
+        needed = {pack.name: pack.size for pack in packs_of(repo.core.location.packs, uid)}
         if needed:
             packs |= needed
             count, full = count + 1, full + state.bytes_total

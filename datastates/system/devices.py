@@ -276,86 +276,6 @@ class Memory:
     failures: int
 
 
-class Devices(Protocol):
-    """What we ask of accelerators.
-
-    Every method is safe from any thread, and none waits for a device, except
-    ``Mark.synchronize``."""
-
-    @property
-    def kind(self) -> str:
-        """The kind as ``torch.device`` names it; "" if this torch is built for none."""
-
-    def of(self, tensor: torch.Tensor) -> torch.device:
-        """The device on which a tensor lies."""
-
-    def is_on(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies on an accelerator: what is queued on it happens later, in the
-        order of streams."""
-
-    def current(self, device: torch.device) -> Stream:
-        """The stream on which this thread's operators are queued."""
-
-    def stream(self, device: torch.device) -> Stream:
-        """A stream that runs beside the others."""
-
-    def on(self, stream: Stream) -> AbstractContextManager[None]:
-        """Queue this thread's operators on that stream until the end of the block."""
-
-    def mark(self, stream: Stream) -> Mark:
-        """The point behind what is queued on a stream now."""
-
-    def wait(self, stream: Stream, mark: Mark) -> None:
-        """Make everything that is queued on the stream from now on wait for the mark.
-
-        The host goes on."""
-
-    def is_recording(self, device: torch.device) -> bool:
-        """Whether work that this thread queues there is recorded into a graph, to be replayed,
-        and does not happen now."""
-
-    def memory(self, device: torch.device) -> Memory:
-        """The device's memory, and how much of it was needed so far."""
-
-    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Host memory that copies from and to a device may use while the host goes on."""
-
-    def register(self, device: torch.device, address: int, length: int) -> None:
-        """Pin host memory that is mapped already, for all devices, by the context of this one.
-
-        :raises RuntimeError: the driver refuses; says why.
-        """
-
-    def unregister(self, device: torch.device, address: int) -> None:
-        """Undo ``register``.
-
-        :raises RuntimeError: the driver refuses; says why.
-        """
-
-    def in_use(self) -> Sequence[torch.device]:
-        """The devices that this process uses already."""
-
-    def share(self, device: torch.device, length: int) -> Shared:
-        """Memory there that another process of this host may open.
-
-        :raises RuntimeError: there is none, or the driver cannot; says why.
-        """
-
-    def open_shared(self, handle: bytes) -> Shared:
-        """The memory that another process shares, if this process uses that device already.
-
-        :raises RuntimeError: this process does not use the device, or the handle is not one; says
-            why.
-        """
-
-    def generators(self) -> Mapping[int, torch.Tensor]:
-        """The states of the random number generators of the devices that this process uses, by
-        index."""
-
-    def set_generators(self, states: Mapping[int, torch.Tensor]) -> int:
-        """Set the generators of those devices that this machine has; returns how many it has."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Mark:
     device: torch.device
@@ -397,25 +317,33 @@ class _Memory:
             (free if self.handle else close)(self._address)
 
 
-class _Torch:
-    """The accelerator for which this torch is built."""
+class Devices:
+    """The accelerators for which this torch is built.
+
+    Every method is safe from any thread. None waits for a device, except ``Mark.synchronize``."""
 
     @property
     def kind(self) -> str:
+        """The kind as ``torch.device`` names it; "" if this torch is built for none."""
         found = _accelerator()
         return "" if found is None else found.type
 
     def of(self, tensor: torch.Tensor) -> torch.device:
+        """The device on which a tensor lies."""
         return tensor.device
 
     def is_on(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies on an accelerator: what is queued on it happens later, in the
+        order of streams."""
         return tensor.device.type in _ASYNCHRONOUS
 
     def current(self, device: torch.device) -> Stream:
+        """The stream on which this thread's operators are queued."""
         found: Stream = torch.get_device_module(device).current_stream(device)
         return found
 
     def stream(self, device: torch.device) -> Stream:
+        """A stream that runs beside the others."""
         with _selected(device):
             made: Stream = torch.get_device_module(device).Stream(device, priority=_PRIORITY)
         return made
@@ -424,10 +352,12 @@ class _Torch:
     def on(self, stream: Stream) -> Iterator[None]:
         # The module's own context manager returns to the stream that was current, and so to its
         # device: that must be this one.
+        """Queue this thread's operators on that stream until the end of the block."""
         with _selected(stream.device), torch.get_device_module(stream.device).stream(stream):
             yield
 
     def mark(self, stream: Stream) -> Mark:
+        """The point behind what is queued on a stream now."""
         module: Any = torch.get_device_module(stream.device)
         with _selected(stream.device):
             event = module.Event(blocking=True) if stream.device.type == "cuda" else module.Event()
@@ -435,10 +365,15 @@ class _Torch:
         return _Mark(stream.device, event)
 
     def wait(self, stream: Any, mark: Any) -> None:
+        """Make everything that is queued on the stream from now on wait for the mark.
+
+        The host goes on."""
         with _selected(stream.device):
             stream.wait_event(mark.event)
 
     def is_recording(self, device: torch.device) -> bool:
+        """Whether work that this thread queues there is recorded into a graph, to be replayed,
+        and does not happen now."""
         module = torch.get_device_module(device)
         is_recording = getattr(module, "is_current_stream_capturing", None)
         if is_recording is None:
@@ -447,6 +382,7 @@ class _Torch:
             return bool(is_recording())
 
     def memory(self, device: torch.device) -> Memory:
+        """The device's memory, and how much of it was needed so far."""
         module = torch.get_device_module(device)
         with _selected(device):
             free, total = module.mem_get_info(device)
@@ -460,20 +396,30 @@ class _Torch:
         )
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Host memory that copies from and to a device may use while the host goes on."""
         with _unhindered():  # torch itself selects a device that is in use
             return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
 
     def register(self, device: torch.device, address: int, length: int) -> None:
+        """Pin host memory that is mapped already, for all devices, by the context of this one.
+
+        :raises RuntimeError: the driver refuses; says why.
+        """
         _check_registers(device)
         with _selected(device):
             register(address, length)
 
     def unregister(self, device: torch.device, address: int) -> None:
+        """Undo ``register``.
+
+        :raises RuntimeError: the driver refuses; says why.
+        """
         _check_registers(device)
         with _selected(device):
             unregister(address)
 
     def in_use(self) -> Sequence[torch.device]:
+        """The devices that this process uses already."""
         module = _module()
         if module is None or not module.is_initialized():
             return []
@@ -484,6 +430,10 @@ class _Torch:
         ]
 
     def share(self, device: torch.device, length: int) -> Shared:
+        """Memory there that another process of this host may open.
+
+        :raises RuntimeError: there is none, or the driver cannot; says why.
+        """
         with _selected(device):
             address = allocate(length)
             try:
@@ -493,6 +443,11 @@ class _Torch:
                 raise
 
     def open_shared(self, handle: bytes) -> Shared:
+        """The memory that another process shares, if this process uses that device already.
+
+        :raises RuntimeError: this process does not use the device, or the handle is not one; says
+            why.
+        """
         name, raw = handle[:-HANDLE_BYTES], handle[-HANDLE_BYTES:]
         device = next((each for each in self.in_use() if name and _name(each) == name), None)
         if device is None:
@@ -508,12 +463,15 @@ class _Torch:
                 raise
 
     def generators(self) -> Mapping[int, torch.Tensor]:
+        """The states of the random number generators of the devices that this process uses, by
+        index."""
         return {
             device.index: torch.get_device_module(device).get_rng_state(device.index)
             for device in self.in_use()
         }
 
     def set_generators(self, states: Mapping[int, torch.Tensor]) -> int:
+        """Set the generators of those devices that this machine has; returns how many it has."""
         module = _module()
         here = int(module.device_count()) if module is not None and module.is_available() else 0
         for index, state in states.items():
@@ -522,7 +480,7 @@ class _Torch:
         return here
 
 
-_current: Devices = _Torch()
+_current = Devices()
 
 
 def devices() -> Devices:

@@ -20,9 +20,8 @@ from datastates.state.encoding import encode_values
 from datastates.state.skeleton import encode_skeleton
 from datastates.state.tree import flatten
 from datastates.storage.arena import Arena
-from datastates.storage.roles import CaptureTier
+from datastates.storage.memory import MemoryTier
 from datastates.storage.tier import Payload
-from datastates.storage.tiers import captures_in
 
 from .states import payload
 
@@ -55,16 +54,16 @@ class ProcessorSuite(ABC):
         """A new processor."""
 
     @pytest.fixture
-    def memory(self) -> CaptureTier:
+    def memory(self) -> MemoryTier:
         """The memory that holds the states."""
-        return captures_in(Arena(_ARENA_BYTES))
+        return MemoryTier(Arena(_ARENA_BYTES))
 
     def test_a_configuration_takes_it(self, processor: Processor) -> None:
         assert Config(processors=[processor]).processors == (processor,)
         processor.close()  # there is no repository to close it
 
     def test_it_may_be_closed_before_it_has_seen_anything(
-        self, processor: Processor, memory: CaptureTier
+        self, processor: Processor, memory: MemoryTier
     ) -> None:
         assert _run(processor, memory, []) == []
 
@@ -95,12 +94,12 @@ class ProcessorSuite(ABC):
         ids=lambda state: state.manifest.origin.uid,
     )
     def test_it_takes_states_of_any_content(
-        self, processor: Processor, memory: CaptureTier, state: Payload
+        self, processor: Processor, memory: MemoryTier, state: Payload
     ) -> None:
         assert _run(processor, memory, [state]) == []
 
     def test_it_takes_a_state_of_no_branch_without_metrics_and_one_with_both(
-        self, processor: Processor, memory: CaptureTier
+        self, processor: Processor, memory: MemoryTier
     ) -> None:
         states = [
             of("one", {"model": {"w": torch.zeros(2)}}),
@@ -117,7 +116,7 @@ class ProcessorSuite(ABC):
             == []
         )
 
-    def test_it_changes_no_byte_of_a_state(self, processor: Processor, memory: CaptureTier) -> None:
+    def test_it_changes_no_byte_of_a_state(self, processor: Processor, memory: MemoryTier) -> None:
         state = of("kept", {"model": {"w": torch.arange(1000.0)}})
         _run(processor, memory, [state])
         with memory.open("kept") as reader:
@@ -125,7 +124,7 @@ class ProcessorSuite(ABC):
                 chunk.digest for chunk in state.manifest.content.chunks
             ]
 
-    def test_it_keeps_no_state_in_memory(self, processor: Processor, memory: CaptureTier) -> None:
+    def test_it_keeps_no_state_in_memory(self, processor: Processor, memory: MemoryTier) -> None:
         _run(
             processor,
             memory,
@@ -139,7 +138,7 @@ class ProcessorSuite(ABC):
         assert memory.slots_held == 0
 
     def test_a_state_whose_bytes_are_gone_does_not_end_it(
-        self, processor: Processor, memory: CaptureTier
+        self, processor: Processor, memory: MemoryTier
     ) -> None:
         gone, here = (
             of("gone", {"model": {"w": torch.zeros(3)}}),
@@ -151,7 +150,7 @@ class ProcessorSuite(ABC):
 
 def _run(
     processor: Processor,
-    memory: CaptureTier,
+    memory: MemoryTier,
     states: list[Payload],
     *,
     branches: list[str | None] | None = None,

@@ -9,8 +9,7 @@ import pytest
 
 from datastates.state.manifest import CHUNK_BYTES
 from datastates.storage.arena import Arena
-from datastates.storage.memory import MemoryTier
-from datastates.storage.roles import Held
+from datastates.storage.memory import Held, MemoryTier
 from datastates.storage.tier import Payload
 from datastates.testing.states import small
 from tests.support.interrupting import NEVER, Interruption, codes_of

@@ -620,12 +620,12 @@ def test_manifests_alone_say_which_packs_a_state_needs_and_the_folder_what_is_st
     base = tier.put(small("base", 1, 2)).manifest
     tier.put(small("next", 1, 3), base=base, is_of_base=True)
     sizes = {path.name: path.stat().st_size for path in tmp_path.glob("*.safetensors")}
-    assert {pack.name: pack.size for pack in tier.packs("next")} == sizes
-    assert [pack.name for pack in tier.packs("base")] == ["base.0.safetensors"]
+    assert {pack.name: pack.size for pack in references.packs_of(tmp_path, "next")} == sizes
+    assert [pack.name for pack in references.packs_of(tmp_path, "base")] == ["base.0.safetensors"]
     assert tier.bytes_stored == sum(sizes.values())
-    assert tier.packs("nobody") == tier.packs("../next") == ()
+    assert references.packs_of(tmp_path, "nobody") == references.packs_of(tmp_path, "../next") == ()
     (tmp_path / "next.0.manifest").write_bytes(b"damaged")
-    assert tier.packs("next") == ()
+    assert references.packs_of(tmp_path, "next") == ()
 
 
 def test_state_that_was_here_is_not_committed_once_it_is_gone(tmp_path: Path) -> None:

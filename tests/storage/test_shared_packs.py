@@ -16,9 +16,8 @@ from msgspec.structs import replace
 
 from datastates.errors import Conflict, Corrupt, NotFound, Unavailable, Unsupported
 from datastates.state.manifest import CHUNK_BYTES
-from datastates.storage.local import LocalTier
+from datastates.storage.local import LocalTier, Put
 from datastates.storage.pack import Catalogue, Listed
-from datastates.storage.roles import Put
 from datastates.storage.tier import Payload, Placed
 from datastates.testing import fail_at
 from datastates.testing.states import chunks_of, numbers, part, payload, small, stream

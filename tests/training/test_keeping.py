@@ -337,7 +337,7 @@ def held(repo: Repository) -> tuple[int, int]:
     memory = repo.core.tiers.captured
     assert memory is not None
     # of the memory tier
-    return len(list(memory.uids())), memory.bytes_held + memory.bytes_beside  # type: ignore[attr-defined]
+    return len(list(memory.uids())), memory.bytes_held + memory.bytes_beside
 
 
 @pytest.mark.parametrize("size", [100_000, 240_000, 1_000_000, 2_202_008, 3 << 20, CHUNK_BYTES])

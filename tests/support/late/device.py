@@ -13,7 +13,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
-from datastates.system.devices import Memory, swapped
+from datastates.system.devices import Devices, Memory, swapped
 
 from .dispatch import Hazard, Home, Operators, poison
 from .shared import Shared, make_shared, open_shared
@@ -47,7 +47,7 @@ class Graph:
             self._late.queue(Op(self._late.current_for(self.device), op.name, op.run))
 
 
-class LateDevices:
+class LateDevices(Devices):
     """Two devices, ``cuda:0`` and ``cuda:1``, which do everything as late as ``lateness`` says.
 
         late = LateDevices(Lateness.COPIES)
