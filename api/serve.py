@@ -21,7 +21,6 @@ import uvicorn
 
 from datastates.errors import InvalidInput, Unavailable, Unsupported
 from datastates.maintenance.core import Opened, core_of
-from datastates.maintenance.environment import node_name
 from datastates.system.admission import Admission
 from datastates.system.threads import Latch
 from datastates.transport.serving import ServerStats
@@ -77,7 +76,7 @@ class WebServer:
                 " 127.0.0.1"
             )
         prefix = _prefix(prefix)
-        names = [*allowed_hosts, host, *([node_name()] if _is_wildcard(host) else [])]
+        names = [*allowed_hosts, host, *([socket.gethostname()] if _is_wildcard(host) else [])]
         self.app = create_app(
             repositories, tokens=tokens, allowed_hosts=names, prefix=prefix, cors=cors
         )

@@ -283,7 +283,7 @@ def make_room(
     engaged = core.engage()
 
     def wait(lengths: Sequence[int]) -> Sequence[int] | None:
-        return engaged.host.acquire(lengths, BackPressure.WAIT)
+        return engaged.runner.acquire(lengths, BackPressure.WAIT)
 
     return StateSink(
         checked,
@@ -337,7 +337,7 @@ def land(
     :raises Conflict: a state of the same uid and another digest is here.
     """
     engaged = core.engage()
-    host, run = engaged.host, engaged.run_uid
+    host, run = engaged.runner, engaged.run.uid
 
     def record(session: Session, new: NewState) -> State:
         clones.import_ancestry(session, ancestry, came.runs)

@@ -124,7 +124,7 @@ class PushRoom:
 
     def _take(self, size: int) -> bool:
         engaged = self._core.engage()
-        host, memory, arena = engaged.host, engaged.memory, engaged.arena
+        host, memory, arena = engaged.runner, engaged.memory, engaged.arena
         limit = arena.capacity - host.needed_bytes
         if size > limit:
             raise OverBudget(

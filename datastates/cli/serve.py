@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import re
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -537,10 +538,9 @@ def _announce(
 
 def _dialled(url: str) -> str:
     """The address that others dial: a server on all interfaces is reached by the host's name."""
-    from datastates.maintenance.environment import node_name
 
     for everywhere in ("//0.0.0.0:", "//[::]:"):
-        url = url.replace(everywhere, f"//{node_name()}:")
+        url = url.replace(everywhere, f"//{socket.gethostname()}:")
     return url
 
 

@@ -586,7 +586,7 @@ def _make(
 ) -> State:
     """Fill slots and digest them, then hand the state in, as the second half of a capture does."""
     engaged = core.engage()
-    host, arena, memory = engaged.host, engaged.arena, engaged.memory
+    host, arena, memory = engaged.runner, engaged.arena, engaged.memory
     lengths = blend.carved.chunk_lengths
     slots: list[int] = []
     try:
@@ -598,7 +598,7 @@ def _make(
             for slot, length in zip(slots, lengths, strict=True)
         )
         content = Content(blend.carved.skeleton, blend.carved.values, blend.carved.tensors, chunks)
-        facts = _facts(blend, engaged.run_uid, into, message, attributes)
+        facts = _facts(blend, engaged.run.uid, into, message, attributes)
         manifest = manifest_of(facts, content, tuple(state.digest for state in blend.states))
         base = core.tiers.placed(blend.states[0].uid)
         coming = Coming(

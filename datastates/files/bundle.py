@@ -38,14 +38,14 @@ from datastates.state.digest import Sound
 from datastates.state.manifest import Manifest, PackInfo
 from datastates.storage.copying import are_equal
 from datastates.storage.dedup import NAME
-from datastates.storage.durable_files import next_step, sync_folder, write_file
+from datastates.storage.durable_files import next_step, write_file
 from datastates.storage.local import LocalTier, Staged
 from datastates.storage.pack import PAGE, alignment, padded
 from datastates.storage.pack_reader import MappedReader
 from datastates.storage.parallel_read import DIGEST_BYTES, SealedChunks, seal_of
 from datastates.storage.reading import refuse_parts
 from datastates.storage.tier import Payload, Placed
-from datastates.system.files import make_regular, read_regular
+from datastates.system.files import make_regular, read_regular, sync_folder
 from datastates.transport.protocol import RefRecord, RunRecord, StateRecord
 from datastates.transport.receive_states import make_tags
 from datastates.transport.untrusted import (

@@ -30,8 +30,7 @@ from datastates.state.digest import chunk_digest
 from datastates.state.geometry import dtype_of, is_plain
 from datastates.state.model import MODES
 from datastates.state.tree import MOST_OBJECTS, expanded, flatten
-from datastates.storage.durable_files import sync_folder
-from datastates.system.files import check_archive, make_regular, open_regular
+from datastates.system.files import check_archive, make_regular, open_regular, sync_folder
 
 DTYPES = "datastates.dtypes"
 """The text in a file's header with the dtype, in JSON by name, of each tensor that stands there

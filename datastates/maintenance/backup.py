@@ -21,7 +21,7 @@ from typing import Any
 
 from datastates.errors import Conflict, DatastatesError
 from datastates.lineage.database import Database
-from datastates.system.files import hold, make_regular, may_read, share
+from datastates.system.files import hold, make_regular, may_read, share, sync_folder
 from datastates.system.threads import Latch
 
 from .location import DATABASE, Location
@@ -80,14 +80,11 @@ def back_up(database: Database, location: Location, *, timeout_s: float = _PATIE
 
 def _written_at(path: Path) -> int:
     """When a database or its log was written last, in ns; 0 if it is not there."""
-    return max(_time_of(f"{path}{suffix}") for suffix in ("", "-wal"))
-
-
-def _time_of(path: str) -> int:
-    try:
-        return os.stat(path).st_mtime_ns
-    except OSError:
-        return 0
+    found = 0
+    for file in (path, f"{path}-wal"):
+        with suppress(OSError):
+            found = max(found, os.stat(file).st_mtime_ns)
+    return found
 
 
 def _copy(source: sqlite3.Connection, packs: Path, written_at: int) -> None:
@@ -109,11 +106,7 @@ def _copy(source: sqlite3.Connection, packs: Path, written_at: int) -> None:
         raise
     finally:
         os.close(fd)
-    folder = os.open(packs, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(packs)
 
 
 def looking_at(path: Path) -> closing[sqlite3.Connection]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 import weakref
@@ -33,34 +34,27 @@ from datastates.storage.arena import Arena
 from datastates.storage.durable_files import Pace
 from datastates.storage.local import LocalTier
 from datastates.storage.memory import MemoryTier
-from datastates.storage.tier import Placed, Reader, Tier
+from datastates.storage.tier import Reader
 from datastates.storage.tiers import DURABLE, VOLATILE, Tiers
+from datastates.system.files import Held
 from datastates.system.interrupts import Mutex, undisturbed
 from datastates.system.logs import event, say
 from datastates.system.memory import available_memory_bytes
 
 from .backup import Backups, back_up
-from .environment import describe_run, node_name
-from .lease import FOLDER, LEASES, PACKS, Home, Lease, held_in, is_alive, is_dead, settle_in
+from .environment import describe_run
+from .lease import FOLDER, LEASES, PACKS, Home, held_in, is_alive, is_dead, settle_in
 from .location import Location, check_whole
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
+    from .keeper import Keeper
+
 _logger = logging.getLogger(__name__)
 
 _FREE_S = 2.0
 """How long we wait for a lease to end in a folder that does not answer, in seconds."""
-
-
-class Keeping(Protocol):
-    """What applies retention in the background of this process's trainings."""
-
-    def stop(self) -> None:
-        """Start no more work, and wait for what is under way."""
-
-    def finish(self) -> None:
-        """Apply retention one last time, once captures have ended; raises nothing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,23 +65,13 @@ class Belongings:
 
     database: Database
     tiers: Tiers
-    lease: Lease
+    lease: Held
     run: Run
     arena: Arena
     runner: Runner
     backups: Backups
-    keeper: Keeping | None = None
+    keeper: Keeper | None = None
     is_let_go: bool = False
-
-    @property
-    def host(self) -> Runner:
-        """The engine, for code that captures, merges or clones; only ``let_go`` may end it."""
-        return self.runner
-
-    @property
-    def run_uid(self) -> str:
-        """The uid of the run that is this process in the lineage."""
-        return self.run.uid
 
     @property
     def memory(self) -> MemoryTier:
@@ -128,7 +112,7 @@ class Belongings:
         restored."""
         if not self.runner.has_given_up:
             with self.database.write(durable=True) as session:
-                lost = runs.finish(session, self.run_uid, volatile=VOLATILE)
+                lost = runs.finish(session, self.run.uid, volatile=VOLATILE)
             for waiting in lost:
                 _logger.warning(
                     "%s; the part of this process ended with its memory, so the state is given up",
@@ -136,17 +120,12 @@ class Belongings:
                 )
             return
         with self.database.write(durable=True) as session:
-            moved = runs.recover(session, [self.run_uid], volatile=VOLATILE)
+            moved = runs.recover(session, [self.run.uid], volatile=VOLATILE)
         for each in moved:
-            where = (
-                "nothing of it is left, so the name is free"
-                if each.new is None
-                else f"it is back at {each.new[:10]}"
-            )
             _logger.warning(
                 "branch %s: its newest states were given up before they were durable; %s",
                 each.branch,
-                where,
+                _where(each),
             )
 
     def _free(self) -> None:
@@ -181,65 +160,53 @@ class Belongings:
             )
 
 
+def _where(moved: runs.Recovered) -> str:
+    """Where a branch is after its newest states were lost, in words."""
+    if moved.new is None:
+        return "nothing of it is left, so the name is free"
+    return f"it is back at {moved.new[:10]}"
+
+
 # Tells which states of a lineage can be read here, from the tiers of the repository, and why the
 # others cannot.
 
 
-class Here(Protocol):
-    """What this process can read of a repository."""
-
-    @property
-    def home(self) -> Home:
-        """Its folder of packs."""
-
-    @property
-    def tiers(self) -> Tiers:
-        """Its tiers, including the user's."""
-
-    @property
-    def node(self) -> str:
-        """The name of this host."""
-
-    def holds(self, uid: str) -> bool:
-        """Whether a state's bytes are on one of the tiers that answer."""
-
-
-def nearest_here(here: Here, session: Session, uid: str) -> State | None:
+def nearest_here(core: Core, session: Session, uid: str) -> State | None:
     """The state itself, or the nearest ancestor along first parents, whose bytes are here; None
     if there is none."""
     found = walk.nearest_restorable(session, uid)
-    while found is not None and not here.holds(found.uid):
+    while found is not None and not core.holds(found.uid):
         found = walk.nearest_restorable(session, found.parents[0]) if found.parents else None
     return found
 
 
-def nearest_kept(here: Here, session: Session, state: State, *, is_told: bool = True) -> State:
+def nearest_kept(core: Core, session: Session, state: State, *, is_told: bool = True) -> State:
     """The state itself if its bytes are here, else the nearest one by steps whose bytes are. One
     line in the log names it, if ``is_told``.
 
     :raises Unavailable: no ancestor of the state can be restored here, and no later state of its
         branch.
     """
-    if state.status.is_restorable and here.holds(state.uid):
+    if state.status.is_restorable and core.holds(state.uid):
         return state
-    kept = _nearest(state, *_around(here, session, state))
+    kept = _nearest(state, *_around(core, session, state))
     if kept is None:
-        raise explain(here, session, state)
+        raise explain(core, session, state)
     if is_told:
         taken = event("nearest.taken", asked=state.uid, state=kept.uid, step=kept.step)
         say(
-            f"state {state.uid[:10]} (step {state.step}) {_why(here, session, state)}: takes"
+            f"state {state.uid[:10]} (step {state.step}) {_why(core, session, state)}: takes"
             f" {kept.uid[:10]} (step {kept.step})",
             taken,
         )
     return kept
 
 
-def _around(here: Here, session: Session, state: State) -> tuple[State | None, State | None]:
+def _around(core: Core, session: Session, state: State) -> tuple[State | None, State | None]:
     """The nearest ancestor along first parents, and the nearest later state of the same branch,
-    whose bytes are here."""
-    earlier = nearest_here(here, session, state.parents[0]) if state.parents else None
-    later = next(filter(here.holds, walk.later_restorable(session, state.uid)), None)
+    whose bytes are core."""
+    earlier = nearest_here(core, session, state.parents[0]) if state.parents else None
+    later = next(filter(core.holds, walk.later_restorable(session, state.uid)), None)
     return earlier, None if later is None else lookup.state(session, later)
 
 
@@ -248,23 +215,23 @@ def _nearest(state: State, *around: State | None) -> State | None:
     return min(filter(None, around), key=lambda one: abs(one.step - state.step), default=None)
 
 
-def is_elsewhere(here: Here, session: Session, state: State) -> bool:
+def is_elsewhere(core: Core, session: Session, state: State) -> bool:
     """Whether a state that is not here may be elsewhere: in a process that is seen to live, in
     another folder of packs, or on a tier of the user's that this repository was not given or
     that does not answer."""
-    if not state.status.is_restorable or here.holds(state.uid):
+    if not state.status.is_restorable or core.holds(state.uid):
         return False
     return bool(
-        _living(here, session, state)
-        or _other_folders(here, session, state)
-        or _unasked(here, session, state)
+        _living(core, session, state)
+        or _other_folders(core, session, state)
+        or _unasked(core, session, state)
     )
 
 
-def explain(here: Here, session: Session, state: State) -> Unavailable:
+def explain(core: Core, session: Session, state: State) -> Unavailable:
     """An error to raise: why a state cannot be restored here, and the nearest states before and
     after it that can."""
-    earlier, later = _around(here, session, state)
+    earlier, later = _around(core, session, state)
     nearest = _nearest(state, earlier, later)
     hint = (
         "nor can any ancestor"
@@ -277,7 +244,7 @@ def explain(here: Here, session: Session, state: State) -> Unavailable:
         hint += f"; track, load and restore take step {nearest.step} with nearest=True"
     said = (
         f"state {state.uid[:10]} (step {state.step}) cannot be restored: it"
-        f" {_why(here, session, state)}; {hint}"
+        f" {_why(core, session, state)}; {hint}"
     )
     return Unavailable(
         said,
@@ -286,15 +253,15 @@ def explain(here: Here, session: Session, state: State) -> Unavailable:
     )
 
 
-def _why(here: Here, session: Session, state: State) -> str:
+def _why(core: Core, session: Session, state: State) -> str:
     if not state.status.is_restorable:
         return f"is {state.status}"
-    if living := _living(here, session, state):
+    if living := _living(core, session, state):
         return f"is only in the memory of another process, {living}"
-    if others := _other_folders(here, session, state):
-        return f"is not in {here.home.path}, but in another folder of packs: {others}"
-    if unasked := _unasked(here, session, state):
-        return f"is not in {here.home.path}, but on {unasked}"
+    if others := _other_folders(core, session, state):
+        return f"is not in {core.home.path}, but in another folder of packs: {others}"
+    if unasked := _unasked(core, session, state):
+        return f"is not in {core.home.path}, but on {unasked}"
     if state.status is Status.CAPTURED:
         holders = _holders(session, state)
         last = ", ".join(f"{run.pid} on {run.host}" for run in holders)
@@ -303,15 +270,15 @@ def _why(here: Here, session: Session, state: State) -> str:
             " to be seen here"
         )
     return (
-        f"is {state.status}, but its files are not in {here.home.path}: somebody deleted or moved"
+        f"is {state.status}, but its files are not in {core.home.path}: somebody deleted or moved"
         " them, bring them back (`datastates repair --from FOLDER`)"
     )
 
 
-def _living(here: Here, session: Session, state: State) -> str:
+def _living(core: Core, session: Session, state: State) -> str:
     """The processes that hold a state in memory and are seen to live."""
     return ", ".join(
-        f"{run.pid} on {run.host}" for run in _holders(session, state) if is_alive(run, here.home)
+        f"{run.pid} on {run.host}" for run in _holders(session, state) if is_alive(run, core.home)
     )
 
 
@@ -327,46 +294,39 @@ def _holders(session: Session, state: State) -> list[Run]:
     return found
 
 
-def _other_folders(here: Here, session: Session, state: State) -> str:
+def _other_folders(core: Core, session: Session, state: State) -> str:
     """The other folders that have a state's bytes, as the lineage says. A folder that was where
     ours is now must have been deleted, and is left out."""
-    home = here.home
+    home = core.home
     others = [
         folder for folder in attachments.of_state(session, state.uid) if folder.uid != home.uid
     ]
     there = [
         one
         for one in others
-        if one.path != str(home.path) or not (home.is_beside or one.host == here.node)
+        if one.path != str(home.path) or not (home.is_beside or one.host == core.node)
     ]
     return ", ".join(f"{folder.path} on {folder.host}" for folder in there)
 
 
-def _unasked(here: Here, session: Session, state: State) -> str:
-    """The user's tiers that hold a state as the lineage says, but that cannot be asked here."""
+def _unasked(core: Core, session: Session, state: State) -> str:
+    """The user's tiers that hold a state as the lineage says, but that cannot be asked core."""
     said = sorted(
         {one.tier for one in replicas_of(session, state.uid)}.difference(VOLATILE, [DURABLE])
     )
-    given = {tier.name: tier for tier in here.tiers.further}
-    lacking = [
-        f"the {name} tier, with which it was not opened: give it by Config(tiers=[…])"
-        for name in said
-        if name not in given
-    ]
-    away = [
-        f"the {name} tier, which does not answer"
-        for name in said
-        if name in given and not _answers(given[name], state.uid)
-    ]
-    return ", ".join([*lacking, *away])
-
-
-def _answers(tier: Tier, uid: str) -> bool:
-    try:
-        tier.has(uid)
-    except Unavailable:
-        return False
-    return True
+    given = {tier.name: tier for tier in core.tiers.further}
+    found = []
+    for name in said:
+        if name not in given:
+            found.append(
+                f"the {name} tier, with which it was not opened: give it by Config(tiers=[…])"
+            )
+            continue
+        try:
+            given[name].has(state.uid)
+        except Unavailable:
+            found.append(f"the {name} tier, which does not answer")
+    return ", ".join(found)
 
 
 # Settles what dead processes left behind: their bytes on disk, the states lost with their memory,
@@ -386,31 +346,25 @@ def recover(database: Database, local: LocalTier, home: Home) -> list[runs.Recov
         return []
     with database.read() as session:
         dead = [run for run in runs.unfinished(session) if is_dead(run, home)]
-        unheard = {
-            uid: digest
-            for run in dead
-            for uid, digest in runs.in_memory(session, run.uid, volatile=VOLATILE).items()
-        }
-        parts = {
-            part: digest
-            for run in dead
-            for part, digest in runs.parts_in_memory(session, run.uid, volatile=VOLATILE).items()
-        }
+        digests: dict[tuple[str, int], str] = {}
+        for run in dead:
+            states = runs.in_memory(session, run.uid, volatile=VOLATILE)
+            digests |= {(uid, 0): digest for uid, digest in states.items()}
+            digests |= runs.parts_in_memory(session, run.uid, volatile=VOLATILE)
     if not dead:
         return []
     with database.write(durable=True, in_copy=True) as session:
-        for (uid, rank), placed in _whole(
-            {**{(uid, 0): digest for uid, digest in unheard.items()}, **parts}, local
-        ).items():
-            replicas.mark(
-                session,
-                uid,
-                local.gives,
-                tier=local.name,
-                node=home.uid,
-                rank=rank,
-                bytes=placed.bytes_new,
-            )
+        for (uid, rank), placed in local.whole_parts(digests).items():
+            if placed.manifest.digest == digests[uid, rank]:
+                replicas.mark(
+                    session,
+                    uid,
+                    local.gives,
+                    tier=local.name,
+                    node=home.uid,
+                    rank=rank,
+                    bytes=placed.bytes_new,
+                )
         recovered = runs.recover(session, [run.uid for run in dead], volatile=VOLATILE)
     if home.read_only is not None:
         return recovered
@@ -420,31 +374,16 @@ def recover(database: Database, local: LocalTier, home: Home) -> list[runs.Recov
             # another user owns the file, in a folder with the sticky bit
             (home.path / LEASES / run.uid).unlink(missing_ok=True)
     for item in recovered:
-        where = (
-            "nothing of it is left, so the name is free"
-            if item.new is None
-            else f"it is back at {item.new[:10]}"
-        )
         back = event(
             "branch.moved_back", branch=item.branch, state=item.new, reason="the process died"
         )
         _logger.warning(
             "branch %s: its newest states died with their process; %s",
             item.branch,
-            where,
+            _where(item),
             extra=back,
         )
     return recovered
-
-
-def _whole(unheard: dict[tuple[str, int], str], local: LocalTier) -> dict[tuple[str, int], Placed]:
-    """The parts, by uid and rank, that are whole on disk, of those that the lineage knows in
-    memory only; ``unheard`` has their digests."""
-    return {
-        part: placed
-        for part, placed in local.whole_parts(unheard).items()
-        if placed.manifest.digest == unheard[part]
-    }
 
 
 # ``Core``, with which every part of the package works once a repository is open: its lineage,
@@ -468,15 +407,8 @@ class Training(Protocol):
         """End it; idempotent. ``error`` is the one that ended it, if any."""
 
 
-class Saver(Protocol):
-    """A tracker to which only the core refers."""
-
-    def close(self) -> None:
-        """End it; idempotent."""
-
-
-class Server(Protocol):
-    """A server of this repository."""
+class Closable(Protocol):
+    """A server of this repository, or a tracker to which only the core refers."""
 
     def close(self) -> None:
         """End it; idempotent."""
@@ -494,7 +426,7 @@ class Core:
 
     def __init__(self, location: Location, config: Config) -> None:
         self.location, self.config = location, config
-        self.node = node_name()
+        self.node = socket.gethostname()
         self._pid = os.getpid()
         check_whole(location)
         self.database = Database(location.database_url)
@@ -515,8 +447,8 @@ class Core:
             raise
         self.engaged: Belongings | None = None
         self.trainings: weakref.WeakSet[Training] = weakref.WeakSet()
-        self.savers: dict[str, Saver] = {}
-        self.servers: list[Server] = []
+        self.savers: dict[str, Closable] = {}
+        self.servers: list[Closable] = []
         self._engaging, self._recovering = Mutex(), Mutex()
         self._is_closed = self._is_ended = self._has_written = False
 
@@ -552,7 +484,7 @@ class Core:
                 memory=memory,
                 local=tiers.durable,
                 further=tiers.further,
-                beat=lease.beat,
+                beat=lease.touch,
             )
         except BaseException:
             lease.close()
@@ -563,12 +495,12 @@ class Core:
 
     def host(self) -> Runner:
         """The engine behind captures, merges and clones, made on the first call."""
-        return self.engage().host
+        return self.engage().runner
 
     @property
     def running(self) -> Runner | None:
         """The engine, if anything was captured or has arrived; else None."""
-        return None if self.engaged is None else self.engaged.host
+        return None if self.engaged is None else self.engaged.runner
 
     @property
     def arena(self) -> Arena | None:
@@ -579,7 +511,7 @@ class Core:
     def run_uid(self) -> str | None:
         """The uid of the run that is this process in the lineage; None if nothing was captured
         or has arrived."""
-        return None if self.engaged is None else self.engaged.run_uid
+        return None if self.engaged is None else self.engaged.run.uid
 
     # --- the lineage ------------------------------------------------------------------------------
 
@@ -736,27 +668,22 @@ class Core:
             except Exception as exc:  # the others must be closed too
                 errors.append(exc)
         try:
-            self._let_go()
+            if self.engaged is not None:
+                self.engaged.let_go()
+                closed(self.engaged.end_unowned)
+            else:
+                if self._has_written:
+                    with suppress(DatastatesError, OSError):  # the next backup has it
+                        back_up(self.database, self.location)
+                self.tiers.close()
         except Exception as exc:  # raised below, once everything is closed
             errors.append(exc)
-        self._end()
+        self._is_ended = True  # a call after an interrupt before this closes the rest
+        self.database.close()
         if self.engaged is not None:
             # states may be written after their tracker ended: tags make them durable
             errors += self.engaged.runner.errors()
         _raise_first(errors)
-
-    def _let_go(self) -> None:
-        if self.engaged is None:
-            if self._has_written:
-                with suppress(DatastatesError, OSError):  # the next backup has it
-                    back_up(self.database, self.location)
-            return self.tiers.close()
-        self.engaged.let_go()
-        return closed(self.engaged.end_unowned)
-
-    def _end(self) -> None:
-        self._is_ended = True  # an interrupt before this: the next call goes on
-        self.database.close()
 
 
 def _raise_first(errors: list[Exception]) -> None:

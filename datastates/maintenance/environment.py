@@ -109,18 +109,12 @@ _USER = re.compile(r"^(?!ssh:|git\+ssh:)([\w+.-]+://)[^/]*@")
 """A user in a URL may be a token, except that of ssh."""
 
 
-def node_name() -> str:
-    """This host's name, for people to read: several machines may have it, and one machine
-    several."""
-    return socket.gethostname()
-
-
 def describe_run(config: Mapping[str, Value]) -> Run:
     """A record of this process, with a fresh uid."""
     commit, is_dirty, checkout = _git()
     return Run(
         uid=secrets.token_hex(12),
-        host=node_name(),
+        host=socket.gethostname(),
         user=user_name(),
         pid=os.getpid(),
         argv=tuple(sys.argv),

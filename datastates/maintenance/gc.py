@@ -17,7 +17,6 @@ from datastates.errors import Conflict
 from datastates.lineage.query.retained import given_up, unheard_of
 from datastates.lineage.write.parts import abandon
 from datastates.lineage.write.replicas import take_turns
-from datastates.storage.garbage import Collected
 from datastates.system.interrupts import checkpoint
 
 from .backup import BACKUP, unknown_to
@@ -64,7 +63,11 @@ def gc(
     takes_unknown: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> GcReport:
-    """Make room in the folder of packs; see ``Repository.gc``."""
+    """Make room in the folder of packs; see ``Repository.gc``.
+
+    :raises Conflict: with ``takes_unknown``, another process is at work here, and may yet record
+        such states.
+    """
     core.check_open()
     core.settle()
     tell = on_progress or (lambda done, total: None)
@@ -77,35 +80,50 @@ def gc(
         here = tuple(dict.fromkeys(uid for uid, _ in tier.parts()))
         leftovers = _leftovers(core, session, here)
         strangers = unheard_of(session, here)
-    unknown = _nobodys(core, strangers) if takes_unknown else []
-    left = _unknown(core, [uid for uid in strangers if uid not in set(unknown)])
-    if is_dry_run:
-        gone = [*leftovers, *unknown]
-        return _report(
-            gone, left, tier.collect(is_dry=True, without=gone, tell=tell), is_dry_run=True
+    unknown: list[str] = []
+    if takes_unknown:
+        others = [run for run in held_in(core.location.packs) if run != core.run_uid]
+        if others:
+            raise Conflict(
+                f"{len(others)} processes are at work in {core.location.packs}, the first of them"
+                f" run {others[0]}: what is unknown may be theirs; do it when they have ended, or"
+                " leave it"
+            )
+        unknown = unknown_to(core.location.packs / BACKUP, strangers)
+    kept = [uid for uid in strangers if uid not in set(unknown)]
+    left = []
+    if kept:
+        more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
+        left.append(
+            f"state {kept[0]}{more} in {core.home.path}, which this lineage does"
+            " not know: newer than a database that was brought back from a copy (`datastates"
+            " reindex --replace` takes them in), or of a process that died before it recorded them"
+            " (`datastates gc --unknown` deletes what the backup of the lineage does not know"
+            " either)"
         )
-    removed = _remove(core, leftovers, partial(_leftovers, core))
-    removed += _remove(core, unknown, unheard_of)
-    return _report(removed, left, tier.collect(tell=tell))
+    if is_dry_run:
+        states = [*leftovers, *unknown]
+        found = tier.collect(is_dry=True, without=states, tell=tell)
+    else:
+        states = _remove(core, leftovers, partial(_leftovers, core))
+        states += _remove(core, unknown, unheard_of)
+        found = tier.collect(tell=tell)
+    return GcReport(
+        is_dry_run=is_dry_run,
+        states=tuple(states),
+        temporaries=found.temporaries,
+        packs=found.packs,
+        rewritten=found.rewritten,
+        bytes_temporaries=found.temporary_bytes,
+        bytes_packs=found.pack_bytes,
+        bytes_rewritten=found.rewritten_bytes,
+        left=(*found.left, *left),
+    )
 
 
 def _leftovers(core: Core, session: Session, uids: Sequence[str]) -> list[str]:
     """Those of these states that were given up."""
     return given_up(session, uids, tier=core.tiers.durable.name, node=core.home.uid or "")
-
-
-def _nobodys(core: Core, strangers: list[str]) -> list[str]:
-    """Those that the backup of the lineage does not have, either.
-
-    :raises Conflict: another process is at work here, and may yet record them.
-    """
-    others = [run for run in held_in(core.location.packs) if run != core.run_uid]
-    if others:
-        raise Conflict(
-            f"{len(others)} processes are at work in {core.location.packs}, the first of them run"
-            f" {others[0]}: what is unknown may be theirs; do it when they have ended, or leave it"
-        )
-    return unknown_to(core.location.packs / BACKUP, strangers)
 
 
 def _remove(
@@ -122,34 +140,3 @@ def _remove(
             core.tiers.durable.forget(gone)
             removed += gone
     return removed
-
-
-def _report(
-    states: list[str], left: list[str], found: Collected, *, is_dry_run: bool = False
-) -> GcReport:
-    return GcReport(
-        is_dry_run=is_dry_run,
-        states=tuple(states),
-        temporaries=found.temporaries,
-        packs=found.packs,
-        rewritten=found.rewritten,
-        bytes_temporaries=found.temporary_bytes,
-        bytes_packs=found.pack_bytes,
-        bytes_rewritten=found.rewritten_bytes,
-        left=(*found.left, *left),
-    )
-
-
-def _unknown(core: Core, strangers: list[str]) -> list[str]:
-    if not strangers:
-        return []
-    return [
-        f"state {strangers[0]}{_and_more(strangers)} in {core.home.path}, which this lineage does"
-        " not know: newer than a database that was brought back from a copy (`datastates reindex"
-        " --replace` takes them in), or of a process that died before it recorded them (`datastates"
-        " gc --unknown` deletes what the backup of the lineage does not know either)"
-    ]
-
-
-def _and_more(uids: list[str]) -> str:
-    return f" and {len(uids) - 1} more" if len(uids) > 1 else ""

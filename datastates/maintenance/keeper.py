@@ -92,8 +92,8 @@ def keep(core: Core, branch: str, asked: Retention | None, state_bytes: int) -> 
     belongings = core.engage()
     if not isinstance(belongings.keeper, Keeper):
         belongings.keeper = keeper = Keeper(Grounds.of(core), retention_of(core.config.retention))
-        belongings.host.when_durable(keeper.on_durable)
-        belongings.host.when_full(keeper.on_full)
+        belongings.runner.when_durable(keeper.on_durable)
+        belongings.runner.when_full(keeper.on_full)
         if core.config.retention not in (DEFAULT, Retention.all()):
             _logger.info("states on disk are kept by %r%s", str(core.config.retention), keeper.said)
     belongings.keeper.follow(branch, asked, state_bytes)

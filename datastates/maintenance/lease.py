@@ -13,6 +13,7 @@ import json
 import os
 import re
 import secrets
+import socket
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -23,15 +24,17 @@ from datastates.errors import Conflict, Unavailable
 from datastates.lineage.database import Database
 from datastates.lineage.states import Life, Run
 from datastates.system.files import (
+    Held,
     hold,
     is_held,
     make_folder_like,
     make_regular,
     may_read,
     read_regular,
+    sync_folder,
 )
 
-from .environment import is_running, node_name
+from .environment import is_running
 from .location import Location
 
 if TYPE_CHECKING:
@@ -49,35 +52,6 @@ class Seen(StrEnum):
     FREE = "free"
     COPY = "copy"
     NOTHING = "nothing"
-
-
-class Lease:
-    """An exclusive lock on ``<packs>/leases/<uid>``, for as long as this process lives or until
-    ``close``.
-
-    :raises OSError: it cannot be made.
-    """
-
-    def __init__(self, packs: Path, uid: str) -> None:
-        folder = packs / LEASES
-        make_folder_like(packs, folder)
-        held = hold(folder / uid)
-        if held is None:
-            raise BlockingIOError(f"{folder / uid} is held by another process")
-        try:
-            held.write(json.dumps({"inode": held.inode, "host": node_name(), "pid": os.getpid()}))
-        except OSError:
-            held.close()
-            raise
-        self._held = held
-
-    def beat(self) -> None:
-        """Note that the process is at work, for ``beat_at``; costs one system call."""
-        self._held.touch()
-
-    def close(self) -> None:
-        """Drop the lock and remove the file; idempotent. Does nothing in a forked child."""
-        self._held.close()
 
 
 def beat_at(packs: Path, uid: str) -> datetime | None:
@@ -161,19 +135,31 @@ class Home:
             )
         return self.uid
 
-    def lease(self, run: str) -> Lease:
-        """A new lease, which shows that a run of this process lives.
+    def lease(self, run: str) -> Held:
+        """A lock on the run's file in ``leases``, which shows that this process lives. ``touch``
+        shows that it is at work, for ``beat_at``.
 
         :raises Unavailable: it cannot be made.
         """
+        folder = self.path / LEASES
         try:
-            return Lease(self.path, run)
+            make_folder_like(self.path, folder)
+            held = hold(folder / run)
+            if held is None:
+                raise BlockingIOError(errno.EAGAIN, "another process holds it")
+            note = {"inode": held.inode, "host": socket.gethostname(), "pid": os.getpid()}
+            try:
+                held.write(json.dumps(note))
+            except OSError:
+                held.close()
+                raise
         except OSError as exc:
             raise Unavailable(
-                f"no lease can be made in {self.path / LEASES} ({exc.strerror}): every process that"
+                f"no lease can be made in {folder} ({exc.strerror}): every process that"
                 " tracks locks a file there; get the right to write in that folder, on a file"
                 " system with locks"
             ) from exc
+        return held
 
 
 def look_at(location: Location) -> Home:
@@ -210,7 +196,7 @@ def settle_in(location: Location, database: Database) -> Home:
             known = attachments.get(session, uid)
         if known is None or known.path != str(packs):
             with database.write() as session:
-                attachments.note(session, uid, path=str(packs), host=node_name())
+                attachments.note(session, uid, path=str(packs), host=socket.gethostname())
     return Home(packs, uid, is_beside, read_only)
 
 
@@ -278,7 +264,6 @@ def _identify(packs: Path, lineage: str) -> tuple[str, str]:
     from datastates.storage.durable_files import (
         TEMPORARY,
         locked,
-        sync_folder,
         write_file,
     )
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import sqlite3
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from dataclasses import replace as replaced
@@ -31,14 +32,12 @@ from datastates.lineage.write.clones import Move, known, repository_uid
 from datastates.lineage.write.record import check
 from datastates.lineage.write.replicas import evict, mark, take_turns
 from datastates.state.manifest import Manifest, root_digest
-from datastates.storage.durable_files import sync_folder
 from datastates.storage.local import LocalTier
 from datastates.storage.tiers import VOLATILE
-from datastates.system.files import hold, share
+from datastates.system.files import hold, share, sync_folder
 from datastates.system.interrupts import checkpoint, undisturbed
 
 from .backup import BACKUP, back_up, damage_of, is_behind, looking_at
-from .environment import node_name
 from .lease import held_in, identity, owner_of
 from .location import DATABASE, Location, locate
 
@@ -113,7 +112,16 @@ def _placed(
             facts = replaced(facts, parent=None if head is None else head.new)
         edges = tuple(edge for edge in facts.edges if edge.parent in here or edge.parent in coming)
         placed[new.uid] = replaced(new, facts=replaced(facts, branch=None, edges=edges))
-        if branch is not None and (head is None or _moves(head, placed[new.uid])):
+        if branch is None:
+            continue
+        # a state moves its branch if it is a child of the branch's state, or is not older
+        if head is None or (
+            head.kind is RefKind.BRANCH
+            and (
+                (head.new is not None and placed[new.uid].facts.parent == head.new)
+                or head.at_us <= _at_us(new)
+            )
+        ):
             old = None if head is None else head.new
             heads[branch] = Move(branch, RefKind.BRANCH, old, new.uid, _at_us(new))
             moves.append(heads[branch])
@@ -122,14 +130,6 @@ def _placed(
 
 def _at_us(new: NewState) -> int:
     return to_us(new.facts.created_at)
-
-
-def _moves(head: Move, new: NewState) -> bool:
-    """Whether a state came after the last line of its branch's reflog: it has the state of that
-    line as its parent, or is not older."""
-    return head.kind is RefKind.BRANCH and (
-        (head.new is not None and new.facts.parent == head.new) or head.at_us <= _at_us(new)
-    )
 
 
 def _parents_first(states: dict[str, NewState], here: Container[str]) -> dict[str, NewState]:
@@ -150,25 +150,16 @@ def _parents_first(states: dict[str, NewState], here: Container[str]) -> dict[st
                 continue
             path.pop()
             if new.uid not in ordered:
-                known = _of_known_parents(new, lambda parent: parent in ordered or parent in here)
-                if _is_recordable(known):
+                facts = new.facts
+                parent = facts.parent if facts.parent in ordered or facts.parent in here else None
+                edges = tuple(
+                    edge for edge in facts.edges if edge.parent in ordered or edge.parent in here
+                )
+                known = replaced(new, facts=replaced(facts, parent=parent, edges=edges))
+                with suppress(DatastatesError, ValueError, OverflowError):  # it is not recordable
+                    check(known)
                     ordered[new.uid] = known
     return ordered
-
-
-def _of_known_parents(new: NewState, is_known: Callable[[str], bool]) -> NewState:
-    facts = new.facts
-    parent = facts.parent if facts.parent is not None and is_known(facts.parent) else None
-    edges = tuple(edge for edge in facts.edges if is_known(edge.parent))
-    return replaced(new, facts=replaced(facts, parent=parent, edges=edges))
-
-
-def _is_recordable(new: NewState) -> bool:
-    try:
-        check(new)
-    except (DatastatesError, ValueError, OverflowError):
-        return False
-    return True
 
 
 # Rebuilding a lineage: the new database is made next to the old one, and then replaces it.
@@ -265,7 +256,14 @@ def _rebuilt(
         )
     _check_unused(location)
     tier = LocalTier(location.packs)
-    manifests, unread = _manifests(tier)
+    manifests: _Manifests = {}
+    unread: list[str] = []
+    for uid, rank in sorted(tier.parts()):
+        checkpoint()
+        try:
+            manifests[uid, rank] = tier.part_manifest(uid, rank)
+        except (Corrupt, NotFound, Unavailable) as exc:
+            unread.append(f"the manifest of state {uid}: {exc}")
     work = _Work(location, tell, is_replacing, tier, manifests)
     if location.root is None:
         report = _into(location.database_url, work)
@@ -300,7 +298,9 @@ def _rebuilt(
             sync_folder(location.root)
         finally:
             _remove(making)
-    _back_up(location)
+    # if this fails, the next process makes the backup
+    with closing(Database(location.database_url)) as database, suppress(OSError, DatastatesError):
+        back_up(database, location)
     return replaced(
         report,
         lacking=(*report.lacking, *unread),
@@ -341,15 +341,6 @@ def _copied(final: Path, making: Path, backup: Path) -> bool:
     return False
 
 
-def _back_up(location: Location) -> None:
-    database = Database(location.database_url)
-    try:
-        with suppress(OSError, DatastatesError):  # the next process makes it
-            back_up(database, location)
-    finally:
-        database.close()
-
-
 @contextmanager
 def _taking_turns(root: Path) -> Iterator[None]:
     """Rebuild alone: a second process would take the half-finished work of the first for that of
@@ -375,17 +366,17 @@ def _in_use(path: Path) -> Conflict:
     )
 
 
-def _stamps(path: Path) -> tuple[tuple[int, int, int] | None, ...]:
+def _stamps(path: Path) -> list[tuple[int, int, int] | None]:
     """The stamps by which a database that nobody has written to is recognized."""
-    return tuple(map(_stamp, (path, Path(f"{path}-wal"))))
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
+    found: list[tuple[int, int, int] | None] = []
+    for each in (path, Path(f"{path}-wal")):
+        try:
+            status = each.stat()
+        except FileNotFoundError:
+            found.append(None)
+        else:
+            found.append((status.st_ino, status.st_size, status.st_mtime_ns))
+    return found
 
 
 def _check_unused(location: Location) -> None:
@@ -397,33 +388,16 @@ def _check_unused(location: Location) -> None:
         )
 
 
-def _manifests(tier: LocalTier) -> tuple[_Manifests, list[str]]:
-    """The manifests by uid and rank, and a message for each one that cannot be read."""
-    found: _Manifests = {}
-    unread: list[str] = []
-    for uid, rank in sorted(tier.parts()):
-        checkpoint()
-        try:
-            found[uid, rank] = tier.part_manifest(uid, rank)
-        except (Corrupt, NotFound, Unavailable) as exc:
-            unread.append(f"the manifest of state {uid}: {exc}")
-    return found, unread
-
-
 def _into(url: str, work: _Work) -> ReindexReport:
     """Add what the folder has to the lineage in a database, which may be empty."""
-    database = Database(url)
-    try:
-        with database.write(durable=True) as session:
-            take_turns(session)  # two at once would both find it empty
-            if not database.is_sqlite and not work.may_add and not rebuild.is_empty(session):
-                raise Conflict(
-                    f"{work.location} holds a lineage already: name an empty database, or add what"
-                    " the folder has to it with --replace (replace=True)"
-                )
-            return _add(session, work)
-    finally:
-        database.close()
+    with closing(Database(url)) as database, database.write(durable=True) as session:
+        take_turns(session)  # two at once would both find it empty
+        if not database.is_sqlite and not work.may_add and not rebuild.is_empty(session):
+            raise Conflict(
+                f"{work.location} holds a lineage already: name an empty database, or add what"
+                " the folder has to it with --replace (replace=True)"
+            )
+        return _add(session, work)
 
 
 def _add(session: Session, work: _Work) -> ReindexReport:
@@ -437,8 +411,24 @@ def _add(session: Session, work: _Work) -> ReindexReport:
         )
     work.folder = identity(work.location.packs, repository_uid(session)) or ""
     unended = [run.uid for run in runs.unfinished(session)] if work.location.root else []
-    added = added_by(work.manifests, _here(session, work), rebuild.last_moves(session))
-    _say_what_is_lacking(work, added, unended)
+    named = {uid for uid, _ in work.manifests}
+    for manifest in work.manifests.values():
+        named.update(manifest.origin.parents)
+    here = set(known(session, named))
+    added = added_by(work.manifests, here, rebuild.last_moves(session))
+    if work.backup_at is not None and (added.states or unended):
+        newer = []
+        if added.states:
+            newer.append(
+                f"{len(added.states)} states are newer than it, and come from their manifests"
+            )
+        if unended:
+            newer.append(f"{len(unended)} trainings had not ended then")
+        work.lacking.append(
+            f"the backup is of {work.backup_at:%Y-%m-%d %H:%M:%S} UTC: {', and '.join(newer)};"
+            f" {_ELSE} that are newer are not known"
+        )
+    work.lacking += added.lacking
     before = rebuild.totals(session)["states"]
     total = before + len(added.states)
     work.tell(before, total)
@@ -450,7 +440,7 @@ def _add(session: Session, work: _Work) -> ReindexReport:
     rebuild.put_moves(session, added.moves, reason=_REINDEXED)
     if work.folder:
         path = str(work.location.packs)
-        attachments.note(session, work.folder, path=path, host=node_name())
+        attachments.note(session, work.folder, path=path, host=socket.gethostname())
     back = runs.recover(session, unended, volatile=VOLATILE)
     work.lacking += [
         f"branch {each.branch!r} went back: the bytes of its newest states are not here"
@@ -470,29 +460,6 @@ def _add(session: Session, work: _Work) -> ReindexReport:
         seals=now["seals"],
         variants=now["variants"],
     )
-
-
-def _here(session: Session, work: _Work) -> set[str]:
-    """Those states that the lineage has, of all that the manifests name."""
-    named = {uid for uid, _ in work.manifests}
-    for manifest in work.manifests.values():
-        named.update(manifest.origin.parents)
-    return set(known(session, named))
-
-
-def _say_what_is_lacking(work: _Work, added: Added, unended: Sequence[str]) -> None:
-    if work.backup_at is not None and (added.states or unended):
-        said = [
-            f"{len(added.states)} states are newer than it, and come from their manifests"
-            if added.states
-            else "",
-            f"{len(unended)} trainings had not ended then" if unended else "",
-        ]
-        work.lacking.append(
-            f"the backup is of {work.backup_at:%Y-%m-%d %H:%M:%S} UTC:"
-            f" {', and '.join(filter(None, said))}; {_ELSE} that are newer are not known"
-        )
-    work.lacking += added.lacking
 
 
 def _mark(session: Session, work: _Work, added: Container[str]) -> int:
@@ -533,17 +500,11 @@ def _mark(session: Session, work: _Work, added: Container[str]) -> int:
             if size > 1 and uid in added:
                 parts.append((uid, rank, size, manifest.digest, manifest.origin.created_at_us))
     rebuild.put_parts(session, parts, tier=tier.name, node=node)
-    _unmark(session, work, marked)
+    # the folder has no other states, also under an identity that it lost
+    for other in {node, *attachments.at(session, work.location.packs)}:
+        gone = {uid for uid, _ in held_on(session, tier=tier.name, node=other)}
+        evict(session, gone - marked if other == node else gone, tier=tier.name, node=other)
     return len(marked)
-
-
-def _unmark(session: Session, work: _Work, marked: set[str]) -> None:
-    """Record that the folder has no other states, also under an identity that it lost."""
-    for node in {work.folder, *attachments.at(session, work.location.packs)}:
-        gone: Iterable[str] = {uid for uid, _ in held_on(session, tier=work.tier.name, node=node)}
-        if node == work.folder:
-            gone = set(gone) - marked
-        evict(session, gone, tier=work.tier.name, node=node)
 
 
 def _put_aside(path: Path) -> Path:

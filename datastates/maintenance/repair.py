@@ -31,7 +31,7 @@ from datastates.state.manifest import Chunk, Manifest
 from datastates.storage.garbage import Moved, Place
 from datastates.storage.local import LocalTier
 from datastates.storage.parallel_read import seal_of
-from datastates.storage.tier import Payload, Reader
+from datastates.storage.tier import Payload, Reader, Tier
 from datastates.system.files import open_regular, read_at
 from datastates.system.interrupts import checkpoint
 
@@ -62,24 +62,20 @@ class RepairReport:
     unread: tuple[str, ...]
 
 
-class Elsewhere(Protocol):
-    """Another place that may have states: a tier, or peers."""
-
-    def open_part(self, uid: str, rank: int, *, verify: bool = True) -> Reader:
-        """See ``Tier.open_part``."""
-
-
-class Stranger(Elsewhere, Protocol):
+class Peer(Protocol):
     """A place that somebody else owns, whose bytes are trusted as much as its ``party``."""
 
     party: str
+
+    def open_part(self, uid: str, rank: int, *, verify: bool = True) -> Reader:
+        """See ``Tier.open_part``."""
 
 
 def repair(
     core: Core,
     *,
     source: Path | None = None,
-    peers: Sequence[Stranger] = (),
+    peers: Sequence[Peer] = (),
     on_progress: Callable[[int, int], None] | None = None,
 ) -> RepairReport:
     """Check everything, and restore what can be restored; see ``Repository.repair``."""
@@ -87,7 +83,7 @@ def repair(
     core.settle()
     found = check_all(core, Limits(), on_progress=on_progress)
     with ExitStack() as stack:
-        places: list[Elsewhere] = [
+        places: list[Tier | Peer] = [
             *(() if core.tiers.captured is None else (core.tiers.captured,)),
             *core.tiers.further,
         ]
@@ -111,7 +107,7 @@ _Found = tuple[Reader, str | None]
 
 
 class _Repair:
-    def __init__(self, core: Core, sources: Sequence[Elsewhere], found: VerifyReport) -> None:
+    def __init__(self, core: Core, sources: Sequence[Tier | Peer], found: VerifyReport) -> None:
         self._core, self._sources, self._found = core, list(sources), found
         self._tier = core.tiers.durable
         self._moved: Moved = {}

@@ -149,11 +149,14 @@ class _Run:
         threads = self._limits.threads or min(_MOST_THREADS, os.cpu_count() or 1)
         waiting: deque[_Task] = deque()
         last: str | None = None
-        if self._limits.since is None:
+        since, node = self._limits.since, self._core.home.uid or ""
+        with self._core.database.read() as session:
+            named = {*held_on(session, tier=self._tier.name, node=node), *self._tier.parts()}
+        if since is None:
             self._unread += _damaged_beside(self._core)
         pool = ThreadPoolExecutor(threads, thread_name_prefix="datastates-verify")
         try:
-            for uid, rank in self._names():
+            for uid, rank in sorted(each for each in named if since is None or each[0] > since):
                 if (
                     until is not None
                     and last is not None
@@ -182,26 +185,16 @@ class _Run:
             partial,
         )
 
-    def _names(self) -> Iterator[tuple[str, int]]:
-        """The state and rank of each manifest that is here, or should be, by uid."""
-        core, tier = self._core, self._tier
-        with core.database.read() as session:
-            said = held_on(session, tier=tier.name, node=core.home.uid or "")
-        return iter(
-            sorted(
-                each
-                for each in {*said, *tier.parts()}
-                if self._limits.since is None or each[0] > self._limits.since
-            )
-        )
-
     def _begin(self, uid: str, rank: int, pool: ThreadPoolExecutor) -> _Task:
         checkpoint()
         task = _Task(uid, rank)
         try:
             task.manifest = manifest = self._tier.part_manifest(uid, rank)
         except NotFound:
-            if self._is_claimed(uid):
+            with self._core.database.read() as session:
+                node = self._core.home.uid or ""
+                is_claimed = bool(held(session, [uid], tier=self._tier.name, node=node))
+            if is_claimed:
                 task.damage.append(
                     Damage(
                         uid, rank, None, (), "its manifest is gone: somebody deleted or moved it"
@@ -246,11 +239,6 @@ class _Run:
             )
             task.damage.append(Damage(task.uid, task.rank, None, (), said))
 
-    def _is_claimed(self, uid: str) -> bool:
-        core = self._core
-        with core.database.read() as session:
-            return bool(held(session, [uid], tier=self._tier.name, node=core.home.uid or ""))
-
     def _read(self, uid: str, rank: int, chunks: list[int]) -> list[Damage]:
         """Read some chunks; runs on a thread of the pool."""
         found: list[Damage] = []
@@ -264,11 +252,12 @@ class _Run:
         with reader:
             manifest = reader.manifest
             for index in chunks:
+                ref = manifest.refs[index]
+                place = manifest.packs[ref.pack].name, ref.offset
                 try:
                     reader.chunk(index)
                 except Corrupt as exc:
-                    ref = manifest.refs[index]
-                    self._bad[manifest.packs[ref.pack].name, ref.offset] = str(exc)
+                    self._bad[place] = str(exc)
                     found.append(Damage(uid, rank, index, _tensors(manifest, index), str(exc)))
                 except Unavailable as exc:
                     self._unread.append(str(exc))
@@ -280,12 +269,7 @@ class _Run:
                         )
                     )
                 with self._lock:
-                    self._read_already.add(
-                        (
-                            manifest.packs[manifest.refs[index].pack].name,
-                            manifest.refs[index].offset,
-                        )
-                    )
+                    self._read_already.add(place)
                     self._done += manifest.content.chunks[index].length
         return found
 
@@ -296,22 +280,19 @@ class _Run:
             for piece in task.pieces:
                 checkpoint()
                 task.damage += piece.result()
-            task.damage += self._of_shared(task)
+            for index, place in task.shared:
+                # an earlier state had to read it first, and may have been removed meanwhile
+                if place not in self._read_already:
+                    task.damage += self._read(task.uid, task.rank, [index])
+                elif place in self._bad and task.manifest is not None:
+                    tensors = _tensors(task.manifest, index)
+                    task.damage.append(
+                        Damage(task.uid, task.rank, index, tensors, self._bad[place])
+                    )
             self._damage += task.damage
             self._tell(min(self._done, self._total), self._total)
             if not waiting or waiting[0].uid != task.uid:  # its last part
                 self._mark(task.uid)
-
-    def _of_shared(self, task: _Task) -> Iterator[Damage]:
-        """The damage in chunks that an earlier state shares and had to read first; that state
-        may have been removed meanwhile."""
-        for index, place in task.shared:
-            if place not in self._read_already:
-                yield from self._read(task.uid, task.rank, [index])
-            elif place in self._bad and task.manifest is not None:
-                yield Damage(
-                    task.uid, task.rank, index, _tensors(task.manifest, index), self._bad[place]
-                )
 
 
 def _tensors(manifest: Manifest, index: int) -> tuple[str, ...]:
@@ -374,27 +355,26 @@ def naming_a_way_on(core: Core, state: State) -> Iterator[None]:
     try:
         yield
     except Corrupt as exc:
-        raise _explained(core, state, exc) from exc
-
-
-def _explained(core: Core, state: State, problem: Corrupt) -> Corrupt:
-    said = f"state {state.uid[:10]} (step {state.step}) is damaged: {problem}"
-    sound = _nearest_sound(core, state)
-    if sound is None:
-        return Corrupt(
-            f"{said}; no ancestor or descendant of it verifies here: bring its files back"
-            " (`datastates repair --from FOLDER`), or begin on another branch"
-        )
-    lines = [
-        f"{said}; the nearest state that verifies is {sound.uid[:10]} (step {sound.step}): restore"
-        " that"
-    ]
-    lines += [
-        f"to go on from there on branch {name!r}: repo.move({name!r}, {sound.uid[:10]!r},"
-        f" expected={state.uid[:10]!r}), then track it again"
-        for name in _branches_at(core, state)
-    ]
-    return Corrupt("\n".join(lines), nearest=sound.uid)
+        said = f"state {state.uid[:10]} (step {state.step}) is damaged: {exc}"
+        sound = _nearest_sound(core, state)
+        if sound is None:
+            raise Corrupt(
+                f"{said}; no ancestor or descendant of it verifies here: bring its files back"
+                " (`datastates repair --from FOLDER`), or begin on another branch"
+            ) from exc
+        lines = [
+            f"{said}; the nearest state that verifies is {sound.uid[:10]} (step {sound.step}):"
+            " restore that"
+        ]
+        with core.database.read() as session:
+            branches = names.refs(session, RefKind.BRANCH)
+        lines += [
+            f"to go on from there on branch {ref.name!r}: repo.move({ref.name!r},"
+            f" {sound.uid[:10]!r}, expected={state.uid[:10]!r}), then track it again"
+            for ref in branches
+            if ref.state == state.uid
+        ]
+        raise Corrupt("\n".join(lines), nearest=sound.uid) from exc
 
 
 def _nearest_sound(core: Core, state: State) -> State | None:
@@ -426,8 +406,3 @@ def _is_sound(core: Core, state: State) -> bool:
     except (Corrupt, NotFound, Unavailable):
         return False
     return True
-
-
-def _branches_at(core: Core, state: State) -> list[str]:
-    with core.database.read() as session:
-        return [ref.name for ref in names.refs(session, RefKind.BRANCH) if ref.state == state.uid]

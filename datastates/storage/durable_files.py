@@ -17,7 +17,15 @@ from pathlib import Path
 import numpy as np
 
 from datastates.state.manifest import LARGE_BYTES
-from datastates.system.files import close_lockable, is_at, is_ours, may_read, open_lockable, share
+from datastates.system.files import (
+    close_lockable,
+    is_at,
+    is_ours,
+    may_read,
+    open_lockable,
+    share,
+    sync_folder,
+)
 from datastates.system.interrupts import Mutex, undisturbed
 from datastates.system.threads import Bell, at
 
@@ -65,24 +73,19 @@ class Pace:
             self._free_at = begin + size / self.bytes_per_s
         while (left := begin - self._clock()) > 0 and not self.is_lifted:
             at("pace", path)
-            self._sleep(min(left, _SIGN_S))
+            self._bell.wait_for(lambda: self.is_lifted, min(left, _SIGN_S))
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
         """Lift the limit until the end of the block; such blocks of several threads may overlap."""
-        self._lift(1)
+        with self._lock:
+            self._lifts += 1
+        self._bell.ring()
         try:
             yield
         finally:
-            self._lift(-1)
-
-    def _lift(self, change: int) -> None:
-        with self._lock:
-            self._lifts += change
-        self._bell.ring()
-
-    def _sleep(self, seconds: float) -> None:
-        self._bell.wait_for(lambda: self.is_lifted, seconds)
+            with self._lock:
+                self._lifts -= 1
 
 
 # Files that are complete or do not exist: names, locks, temporary files, and writes past the page
@@ -216,16 +219,6 @@ def is_abandoned(path: Path, *, removes: bool = False) -> bool:
     return True
 
 
-def sync_folder(path: Path) -> None:
-    """Make the names in the folder durable."""
-    at("sync", path)
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def supports_direct(root: Path) -> bool:
     """Whether files in this folder can be written past the page cache; it tries."""
     path = root / f"{TEMPORARY}probe-{secrets.token_hex(8)}"
@@ -275,7 +268,8 @@ def write_chunks(
     most = _BATCH_BYTES if pace is None else min(_BATCH_BYTES, pace.piece_bytes)
     dirty = _DIRTY_BYTES if pace is None else min(_DIRTY_BYTES, pace.bytes_per_s)
     offset = synced = 0
-    for batch in _batches(_no_longer(views, most), most):
+    pieces = (view[at : at + most] for view in views for at in range(0, view.nbytes, most))
+    for batch in _batches(pieces, most):
         if pace is not None:
             pace.wait(path, sum(view.nbytes for view in batch))
         offset = _write(fd, path, batch, offset)
@@ -336,7 +330,7 @@ def _pages(header: bytes, chunks: Iterable[memoryview]) -> Iterator[memoryview]:
         if chunk.nbytes < LARGE_BYTES:
             small.append(bytes(chunk).ljust(padded(chunk.nbytes), b"\0"))
             continue
-        if _address(chunk) % PAGE:
+        if np.frombuffer(chunk, np.uint8).ctypes.data % PAGE:
             yield _copied(chunk)
             continue
         whole = chunk.nbytes // PAGE * PAGE
@@ -352,16 +346,6 @@ def _copied(data: bytes | memoryview) -> memoryview:
     pages = mmap.mmap(-1, -(-len(data) // PAGE) * PAGE)
     pages[: len(data)] = data
     return memoryview(pages)
-
-
-def _address(view: memoryview) -> int:
-    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
-
-
-def _no_longer(views: Iterator[memoryview], most: int) -> Iterator[memoryview]:
-    for view in views:
-        for start in range(0, view.nbytes, most):
-            yield view[start : start + most]
 
 
 def _batches(views: Iterator[memoryview], most: int) -> Iterator[list[memoryview]]:

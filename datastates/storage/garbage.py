@@ -19,7 +19,7 @@ import msgspec
 from datastates.errors import Conflict, Corrupt, NotFound, Unavailable, Unsupported
 from datastates.state.digest import MAX_MANIFEST, decode_sound, frames
 from datastates.state.manifest import Manifest, PackInfo
-from datastates.system.files import hold, read_regular
+from datastates.system.files import hold, read_regular, sync_folder
 from datastates.system.interrupts import checkpoint
 
 from .dedup import (
@@ -38,7 +38,6 @@ from .durable_files import (
     Temporary,
     is_abandoned,
     locked,
-    sync_folder,
     temporary,
     write_chunks,
     write_file,

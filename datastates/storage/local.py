@@ -35,7 +35,7 @@ from datastates.errors import Closed, Conflict, Corrupt, InvalidInput, NotFound,
 from datastates.lineage.states import Status
 from datastates.state.digest import MAX_MANIFEST, Sound, decode_sound, frames, joined, opened
 from datastates.state.manifest import Manifest, PackInfo
-from datastates.system.files import make_folders, read_regular
+from datastates.system.files import make_folders, read_regular, sync_folder
 
 from .copying import are_equal
 from .dedup import (
@@ -64,7 +64,6 @@ from .durable_files import (
     locked,
     next_step,
     supports_direct,
-    sync_folder,
     temporary,
     write_chunks,
     write_file,

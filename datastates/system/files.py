@@ -22,6 +22,8 @@ from typing import BinaryIO
 
 from datastates.errors import Conflict, Corrupt, InvalidInput
 
+from .threads import at
+
 _SHARED = stat.S_ISGID | stat.S_IWGRP
 FILE_MODE = 0o666
 """The mode with which files are made; the umask decides the rest."""
@@ -49,14 +51,20 @@ def make_folders(path: Path) -> None:
     if not path.is_dir():
         make_folders(path.parent)
         path.mkdir(exist_ok=True)
-        parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(parent)
-        finally:
-            os.close(parent)
+        sync_folder(path.parent)
         _hand_over(path.parent, path)
         if is_shared(path.parent):
             _add(path, stat.S_ISGID | stat.S_IRWXG)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in the folder durable."""
+    at("sync", path)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def may_read(folder: Path, made: int) -> None:
@@ -115,21 +123,17 @@ def open_regular(
         has a second name.
     """
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
-    error = _objection(os.fstat(fd), path, os.O_RDONLY if may_have_links else flags)
+    status, error = os.fstat(fd), None
+    if not stat.S_ISREG(status.st_mode):
+        error = OSError(errno.EINVAL, "it is no regular file", str(path))
+    elif flags & (os.O_WRONLY | os.O_RDWR) and status.st_nlink > 1 and not may_have_links:
+        error = OSError(
+            errno.EMLINK, "it has a second name, and would be written under that too", str(path)
+        )
     if error is not None:
         os.close(fd)
         raise error
     return fd
-
-
-def _objection(status: os.stat_result, path: str | Path, flags: int) -> OSError | None:
-    if not stat.S_ISREG(status.st_mode):
-        return OSError(errno.EINVAL, "it is no regular file", str(path))
-    if flags & (os.O_WRONLY | os.O_RDWR) and status.st_nlink > 1:
-        return OSError(
-            errno.EMLINK, "it has a second name, and would be written under that too", str(path)
-        )
-    return None
 
 
 def make_regular(path: Path) -> int:
@@ -330,10 +334,6 @@ class Held:
                 self.path.unlink(missing_ok=True)
             close_lockable(fd)
 
-    def _forget(self) -> None:
-        """Forget the lock in a forked child, which has closed it: only the parent owns it."""
-        self._fd = -1
-
 
 def hold(path: Path) -> Held | None:
     """Make the file and lock it; None if somebody, in this process or another, holds it.
@@ -432,7 +432,7 @@ def is_at(fd: int, path: Path) -> bool:
 def _let_go() -> None:
     """Close the locked descriptors in a forked child."""
     for each in list(_held):
-        each._forget()
+        each._fd = -1
     for fd in _lockable:
         with suppress(OSError):
             os.close(fd)

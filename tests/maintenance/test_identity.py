@@ -32,7 +32,7 @@ from datastates.lineage.query.names import replicas_of
 from datastates.lineage.views import detail
 from datastates.lineage.write.clones import repository_uid
 from datastates.maintenance import environment
-from datastates.maintenance.lease import LEASES, Lease, Seen, look, settle_in
+from datastates.maintenance.lease import LEASES, Home, Seen, look, settle_in
 from datastates.maintenance.location import locate
 from datastates.maintenance.retention_pass import evict
 from datastates.storage.durable_files import locked
@@ -109,7 +109,7 @@ def test_a_training_that_copied_its_own_folder_still_holds_its_lease(
 
 
 def test_a_lease_is_held_whoever_opens_and_closes_its_file(tmp_path: Path) -> None:
-    lease = Lease(tmp_path, "r")
+    lease = Home(tmp_path, "f", is_beside=False, read_only=None).lease("r")
     (tmp_path / LEASES / "r").read_bytes()
     assert look(tmp_path, "r") is Seen.HELD
     lease.close()

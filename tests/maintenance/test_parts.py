@@ -84,7 +84,7 @@ def test_a_rank_that_died_before_it_said_that_its_part_is_on_disk_has_it_all_the
         with ranks_of(tmp_path, None, 2) as ranks:
             first = step(ranks, "captured")
             for rank in ranks:
-                rank.repo.core.engage().host.want(first.uid)
+                rank.repo.core.engage().runner.want(first.uid)
             written = [tmp_path / "packs" / f"{first.uid}.{rank}.manifest" for rank in range(2)]
             while not all(path.exists() for path in written):
                 os.sched_yield()
