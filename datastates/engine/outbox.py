@@ -830,9 +830,9 @@ class Journal:
             size = (
                 0
                 if clones.known(session, [uid])
-                else self._local.part_manifest(uid, 0).origin.world_size
+                else self._local.sound(uid, 0).manifest.origin.world_size
             )
-            manifests = {(uid, rank): self._local.part_manifest(uid, rank) for rank in range(size)}
+            manifests = {(uid, rank): self._local.sound(uid, rank).manifest for rank in range(size)}
         return next((Entry(new, None) for new in states_of(manifests)), None)
 
     def _tell_again(self, session: Session, entry: Entry) -> None:

@@ -462,7 +462,7 @@ def _stage(
     known: dict[tuple[bytes, int, bytes], tuple[PackInfo, int]] = {}
     for uid in lineage.held:
         try:
-            sound = source.sound(uid)
+            sound = source.sound(uid, 0)
         except NotFound as exc:
             raise Corrupt(
                 f"the bundle says that it has the bytes of state {uid}, and has not: {exc}"

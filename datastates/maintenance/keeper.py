@@ -161,8 +161,12 @@ class Keeper:
         with self._lock:
             self._asked[branch], self._state_bytes = asked, max(self._state_bytes, state_bytes)
             self.retention = self._reckoned(self._configured).default
+            policies = [each or self.retention.bounded(None) for each in self._asked.values()]
+            # whether states may be dropped although no bound requires it
             self._is_choosing = any(
-                _chooses(each or self.retention.bounded(None)) for each in self._asked.values()
+                policy.bound is not None
+                or not any(isinstance(rule, All) for rule in policy.effective)
+                for policy in policies
             )
 
     def on_durable(self, added: int) -> None:
@@ -212,14 +216,6 @@ class Keeper:
             self._start(lambda: self._try(lambda: time.monotonic() - since > _LAST_S))
             self._join()
 
-    def _within_bound(self, is_over: Callable[[], bool]) -> None:
-        """Run passes until the folder is within its bound, or nothing more can go: packs keep
-        bytes of dropped states up to a point."""
-        while (report := self._pass(is_over)) is not None:
-            self.report, bound = report, self.retention.bound
-            if not (report.dropped and isinstance(bound, int) and self._taken > bound) or is_over():
-                return
-
     def _join(self) -> None:
         thread = self._thread
         if thread is not None:
@@ -246,7 +242,13 @@ class Keeper:
 
     def _try(self, is_over: Callable[[], bool]) -> None:
         try:
-            self._within_bound(is_over)
+            # until the folder is within its bound, or nothing more can go: packs keep bytes of
+            # dropped states up to a point
+            while (report := self._pass(is_over)) is not None:
+                self.report, bound = report, self.retention.bound
+                is_beyond = isinstance(bound, int) and self._taken > bound
+                if not (report.dropped and is_beyond) or is_over():
+                    break
             self.error = None
         except Exception as exc:  # whatever it is, the training goes on
             self.error = exc
@@ -318,8 +320,3 @@ class Keeper:
 def _since_boot_s() -> float:
     """The monotonic clock, if possible that one which also runs while the machine is suspended."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
-
-
-def _chooses(policy: Retention) -> bool:
-    """Whether states may be dropped although no bound requires it."""
-    return policy.bound is not None or not any(isinstance(rule, All) for rule in policy.effective)

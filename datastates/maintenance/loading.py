@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
@@ -106,12 +106,11 @@ class Lift:
             for mark in left[turn % 2]:
                 mark.synchronize()
             here = dict(zip(some, room, strict=False))
-            self._reader.pour(
-                {
-                    chunk: [Piece(0, memoryview(here[chunk][: self._end(chunk)].numpy().data))]
-                    for chunk in some
-                }
-            )
+            pieces = {}
+            for chunk in some:
+                end = max(offset + part.numel() for offset, part in self._parts[chunk])
+                pieces[chunk] = [Piece(0, memoryview(here[chunk][:end].numpy().data))]
+            self._reader.pour(pieces)
             self._copy(here)
             left[turn % 2] = self._marks()
 
@@ -124,10 +123,6 @@ class Lift:
             for offset, part in self._parts[chunk]
         ]
         copy((targets, sources), non_blocking=True)
-
-    def _end(self, chunk: int) -> int:
-        """The last byte of a chunk that is needed, and one more."""
-        return max(offset + part.numel() for offset, part in self._parts[chunk])
 
     def _marks(self) -> list[Mark]:
         return [devices().mark(devices().current(device)) for device in self._devices]
@@ -163,20 +158,10 @@ class Boxes:
         findings: Findings,
     ) -> None:
         self._specs, self._likes = specs, _likes(specs, tensors, findings)
-        self._regions = {
+        self.regions = {
             index: [Region(specs[index], box.offset, box.local_shape) for box in boxes_here(like)]
             for index, like in self._likes.items()
         }
-
-    def with_whole(self, wants: Callable[[str], bool]) -> Iterator[Region]:
-        """These boxes, and all of every other tensor that is wanted."""
-        sources = {
-            index if spec.alias is None else spec.alias
-            for index, spec in enumerate(self._specs)
-            if wants(spec.path)
-        }
-        for index in sorted(sources):
-            yield from self._regions.get(index, [whole(self._specs[index])])
 
     def read(self, reader: Reader) -> dict[int, torch.Tensor]:
         """The stored tensors by index, laid out as the tensors into which they go. Their memory is
@@ -187,14 +172,14 @@ class Boxes:
         found = iter(
             read_regions(
                 reader,
-                [region for regions in self._regions.values() for region in regions],
+                [region for regions in self.regions.values() for region in regions],
                 is_borrowing=True,
             )
         )
         return {
             index: put_together(
                 like,
-                [next(found) for _ in self._regions[index]],
+                [next(found) for _ in self.regions[index]],
                 dtype_of(self._specs[index].dtype),
             )
             for index, like in self._likes.items()
@@ -272,14 +257,25 @@ def restore_from(
             findings = check(own(sketch, into, wants), has_values=False)
             boxes = Boxes(specs, tensors, findings)
             if isinstance(reader, SharedReader):
-                reader.fetch(chunks_of(boxes.with_whole(wants)))
+                sources = {
+                    index if spec.alias is None else spec.alias
+                    for index, spec in enumerate(specs)
+                    if wants(spec.path)
+                }
+                reader.fetch(
+                    chunks_of(
+                        region
+                        for index in sorted(sources)
+                        for region in boxes.regions.get(index, [whole(specs[index])])
+                    )
+                )
             spread = boxes.read(reader)
         found = _homes(specs, tensors, findings.targets) if is_pouring or near else {}
-        copies = {
-            index: (home, piece)
-            for index, home in found.items()
-            if (piece := _beside(home.live, near, specs[index])) is not None
-        }
+        for index, home in found.items() if near else ():
+            if devices().is_on(home.live):
+                piece = piece_of(near, specs[index])
+                if piece is not None and devices().of(piece) == devices().of(home.live):
+                    copies[index] = home, piece
         homes = {index: home for index, home in found.items() if is_pouring and index not in copies}
     in_place = {**homes, **{index: home for index, (home, _) in copies.items()}}
     given = {index: home.live for index, home in in_place.items()} | spread
@@ -358,12 +354,6 @@ def _copy(into: Mapping[str, object], copies: Sequence[tuple[Home, torch.Tensor]
         raise
 
 
-def _beside(live: torch.Tensor, near: Sequence[Snapshot], spec: TensorSpec) -> torch.Tensor | None:
-    """The contents for a live tensor, if they lie on the same device."""
-    piece = piece_of(near, spec) if near and devices().is_on(live) else None
-    return piece if piece is not None and devices().of(piece) == devices().of(live) else None
-
-
 # Bringing a state back: as a tree, into live objects, or only to check every byte of it.
 
 
@@ -426,7 +416,9 @@ def restore(
     for training in list(core.trainings):
         training.fence()
     if group is not None and group.size > 1:
-        report = _restore_together(core, state, into, group, only=only, strict=strict)
+        with _open_together(core, state, group, "restore") as (reader, own, meeting):
+            of_state(reader, state)
+            report = restore_from(reader, into, only=only, strict=strict, own=own, meeting=meeting)
         return replace(report, state=state.uid, step=state.step)
     own, host = Redivision(state.world_size, 0, 1), core.running
     snapshots = nullcontext(()) if host is None else host.snapshots.reading(state.uid, state.digest)
@@ -440,31 +432,29 @@ def restore(
     return replace(report, state=state.uid, step=state.step)
 
 
-def _restore_together(
-    core: Core,
-    state: State,
-    into: Mapping[str, object],
-    group: Group,
-    *,
-    only: str | Sequence[str] | None,
-    strict: bool,
-) -> RestoreReport:
-    """Restore on all ranks of the group: each reads what only it wants, and its share of the rest.
-    If one fails, all fail and none has written.
+@contextmanager
+def _open_together(
+    core: Core, state: State, group: Group, what: str
+) -> Iterator[tuple[SharedReader, Redivision, Meeting]]:
+    """A reader of a state for all ranks of a group; collective. If one rank fails, all fail.
+
+    :raises InvalidInput: the ranks name other states; those that opened another repository may have
+        another state of this uid.
     """
-    own, meeting = (
-        Redivision(state.world_size, group.rank, group.size),
-        Meeting(group, f"restore state {state.uid}"),
-    )
+    own = Redivision(state.world_size, group.rank, group.size)
+    meeting = Meeting(group, f"{what} state {state.uid}")
     opened = partial(core.tiers.open_part, state, verify=core.config.verify)
     with meeting.united(), undisturbed(), naming_a_way_on(core, state), ExitStack() as stack:
-        _check_same(state, meeting)
-        reader = stack.enter_context(
-            open_shared(meeting, state.uid, state.world_size, opened, rank=own.source)
-        )
-        return restore_from(
-            of_state(reader, state), into, only=only, strict=strict, own=own, meeting=meeting
-        )
+        mine = f"{state.uid} with the digest {state.digest[:16]}"
+        everyone = [said.decode() for said in meeting.meet(mine.encode())]
+        for rank, said in enumerate(everyone):
+            if said != everyone[0]:
+                raise InvalidInput(
+                    f"rank 0 restores state {everyone[0]}, and rank {rank} state {said}: let all"
+                    " ranks open the same repository, and restore the same state"
+                )
+        reader = open_shared(meeting, state.uid, state.world_size, opened, rank=own.source)
+        yield stack.enter_context(reader), own, meeting
 
 
 def load_values(core: Core, state: State, group: Group, *, wants: Callable[[str], bool]) -> Any:
@@ -473,30 +463,8 @@ def load_values(core: Core, state: State, group: Group, *, wants: Callable[[str]
     if group.size == 1:
         with undisturbed(), naming_a_way_on(core, state), core.open_payload(state) as reader:
             return read_tree(reader, wants=wants)
-    own, meeting = (
-        Redivision(state.world_size, group.rank, group.size),
-        Meeting(group, f"read state {state.uid}"),
-    )
-    opened = partial(core.tiers.open_part, state, verify=core.config.verify)
-    with meeting.united(), undisturbed(), naming_a_way_on(core, state), ExitStack() as stack:
-        _check_same(state, meeting)
-        reader = stack.enter_context(
-            open_shared(meeting, state.uid, state.world_size, opened, rank=own.source)
-        )
+    with _open_together(core, state, group, "read") as (reader, _, _):
         return read_tree(reader, wants=lambda path: False)
-
-
-def _check_same(state: State, meeting: Meeting) -> None:
-    """Raise unless all ranks restore this state: those that opened another repository may have
-    another one of its uid."""
-    own = f"{state.uid} with the digest {state.digest[:16]}"
-    everyone = [said.decode() for said in meeting.meet(own.encode())]
-    for rank, said in enumerate(everyone):
-        if said != everyone[0]:
-            raise InvalidInput(
-                f"rank 0 restores state {everyone[0]}, and rank {rank} state {said}: let all ranks"
-                " open the same repository, and restore the same state"
-            )
 
 
 def verify(core: Core, state: State) -> None:

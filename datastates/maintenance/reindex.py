@@ -261,7 +261,7 @@ def _rebuilt(
     for uid, rank in sorted(tier.parts()):
         checkpoint()
         try:
-            manifests[uid, rank] = tier.part_manifest(uid, rank)
+            manifests[uid, rank] = tier.sound(uid, rank).manifest
         except (Corrupt, NotFound, Unavailable) as exc:
             unread.append(f"the manifest of state {uid}: {exc}")
     work = _Work(location, tell, is_replacing, tier, manifests)

@@ -88,18 +88,14 @@ def repair(
             *core.tiers.further,
         ]
         if source is not None:
-            places.append(folder := LocalTier(_packs_of(source)))
+            packs = source / "packs" if (source / "packs").is_dir() else source
+            if not packs.is_dir():
+                raise NotFound(
+                    f"there is no folder {source}: name a repository's folder, or a folder of packs"
+                )
+            places.append(folder := LocalTier(packs))
             stack.callback(folder.close)
         return _Repair(core, [*places, *peers], found).run()
-
-
-def _packs_of(source: Path) -> Path:
-    packs = source / "packs" if (source / "packs").is_dir() else source
-    if not packs.is_dir():
-        raise NotFound(
-            f"there is no folder {source}: name a repository's folder, or a folder of packs"
-        )
-    return packs
 
 
 _Found = tuple[Reader, str | None]
@@ -140,7 +136,7 @@ class _Repair:
         if any(each.chunk is None for each in damage):
             self._put_again(uid, rank)
             return
-        manifest = self._tier.part_manifest(uid, rank)
+        manifest = self._tier.sound(uid, rank).manifest
         bad = {each.chunk for each in damage if each.chunk is not None}
         places = {_place(manifest, index) for index in bad}
         with ExitStack() as stack:
@@ -166,7 +162,8 @@ class _Repair:
     def _put_again(self, uid: str, rank: int) -> None:
         """Write a state anew, because its manifest is damaged or gone, from a place that has all
         of it."""
-        digest = self._digest(uid)
+        with self._core.database.read() as session:
+            digest = known(session, [uid]).get(uid)
         if digest is None or rank:
             raise NotFound("its lineage does not say what it was")
         with ExitStack() as stack:
@@ -227,9 +224,14 @@ class _Repair:
             info, offset = self._moved[place]
             place = info.name, offset
         chunk = manifest.content.chunks[index]
-        view = self._raw(place, chunk)
-        if view is not None:
-            return view
+        data = memoryview(bytearray(chunk.length))
+        with (
+            suppress(OSError),
+            open(open_regular(self._core.location.packs / place[0]), "rb") as file,
+        ):
+            count = read_at(file.fileno(), data, place[1])
+            if count == chunk.length and chunk_digest(data) == chunk.digest:
+                return data.toreadonly()
         for reader, party in readers:
             with suppress(DatastatesError):
                 view = reader.chunk(index)
@@ -238,28 +240,9 @@ class _Repair:
                 return view
         raise NotFound(f"no other place has chunk {index}")
 
-    def _raw(self, place: Place, chunk: Chunk) -> memoryview | None:
-        name, offset = place
-        data = memoryview(bytearray(chunk.length))
-        try:
-            fd = open_regular(self._core.location.packs / name)
-        except OSError:
-            return None
-        with open(fd, "rb") as file:
-            count = read_at(file.fileno(), data, offset)
-        return (
-            data.toreadonly()
-            if count == chunk.length and chunk_digest(data) == chunk.digest
-            else None
-        )
-
     def _seal(self, uid: str) -> str | None:
         with self._core.database.read() as session:
             return attachments.seals(session, [uid]).get(uid)
-
-    def _digest(self, uid: str) -> str | None:
-        with self._core.database.read() as session:
-            return known(session, [uid]).get(uid)
 
     def _nearest(self, uid: str, problems: dict[str, str]) -> str | None:
         """The nearest first parent that is here, and was not found to be damaged."""

@@ -456,9 +456,12 @@ _STAYED = "somebody counts on it since"
 
 
 def _drop(grounds: Grounds, held: Held, ids: Sequence[int], batch: Sequence[Decision]) -> list[str]:
-    free = [
-        id_ for id_, each in zip(ids, batch, strict=True) if _is_free(grounds.host, each.fact.uid)
-    ]
+    free = []
+    for id_, each in zip(ids, batch, strict=True):
+        with suppress(Conflict):  # a training stands at the state, or it is on its way to disk
+            if grounds.host is not None:
+                grounds.host.check_withdrawal(each.fact.uid)
+            free.append(id_)
     with suppress(OSError):
         # a full disk is the very reason for this; without the note, gc finds what a kill leaves
         held.write("\n".join(each.fact.uid for each in batch))
@@ -472,15 +475,6 @@ def _drop(grounds: Grounds, held: Held, ids: Sequence[int], batch: Sequence[Deci
     if grounds.host is not None:
         grounds.host.withdrawn(uids)
     return uids
-
-
-def _is_free(host: Runner | None, uid: str) -> bool:
-    """Whether no training of this process stands at the state, and it is not on its way to disk."""
-    with suppress(Conflict):
-        if host is not None:
-            host.check_withdrawal(uid)
-        return True
-    return False
 
 
 def _finish(grounds: Grounds, held: Held) -> None:
@@ -616,27 +610,17 @@ def usage(core: Core, *, on_progress: Callable[[int, int], None] = untold) -> Us
     by_branch: defaultdict[str, list[Fact]] = defaultdict(list)
     for fact in facts:
         by_branch[fact.branch].append(fact)
-    branches = sorted(
-        (_of_branch(name, theirs, everything) for name, theirs in by_branch.items()),
-        key=lambda use: -use.own_bytes,
-    )
-    return Usage(
-        everything.bytes, tuple(branches), tuple(_of_state(fact, everything) for fact in facts)
-    )
-
-
-def _of_state(fact: Fact, everything: Ledger) -> StateUse:
-    own = everything.own_bytes(fact)
-    return StateUse(
-        fact.uid, fact.branch, fact.step, own, sum(size for _, size in fact.files) - own, fact.held
-    )
-
-
-def _of_branch(name: str, theirs: Sequence[Fact], everything: Ledger) -> BranchUse:
-    own = sum(everything.drop(fact) for fact in theirs)
-    for fact in theirs:
-        everything.add(fact)
-    return BranchUse(name, len(theirs), own, Ledger(theirs).bytes - own)
+    branches, uses = [], []
+    for name, theirs in by_branch.items():
+        own = sum(everything.drop(fact) for fact in theirs)
+        for fact in theirs:
+            everything.add(fact)
+        branches.append(BranchUse(name, len(theirs), own, Ledger(theirs).bytes - own))
+    for fact in facts:
+        own, size = everything.own_bytes(fact), sum(size for _, size in fact.files)
+        uses.append(StateUse(fact.uid, fact.branch, fact.step, own, size - own, fact.held))
+    branches.sort(key=lambda use: -use.own_bytes)
+    return Usage(everything.bytes, tuple(branches), tuple(uses))
 
 
 # Dropping a state's bytes by hand: its records stay, and so does every byte that another state

@@ -189,7 +189,7 @@ class _Run:
         checkpoint()
         task = _Task(uid, rank)
         try:
-            task.manifest = manifest = self._tier.part_manifest(uid, rank)
+            task.manifest = manifest = self._tier.sound(uid, rank).manifest
         except NotFound:
             with self._core.database.read() as session:
                 node = self._core.home.uid or ""

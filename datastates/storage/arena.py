@@ -220,8 +220,7 @@ class Arena:
 
     def fits(self, lengths: Sequence[int], *, within: int) -> bool:
         """Whether ``acquire`` would find slots for chunks of these lengths now."""
-        with self._lock:
-            return not self._missing(lengths, within)
+        return not self._missing(lengths, within)
 
     def acquire(self, lengths: Sequence[int], *, within: int | None = None) -> list[int] | None:
         """The slots of chunks of these lengths, or None if they do not all fit. Memory that is warm
@@ -257,7 +256,9 @@ class Arena:
                 if missing > self._coming:
                     return None
             # a few ms: another thread is touching them right now
-            self._changed.wait_for(lambda: not self._is_coming(lengths, most))
+            self._changed.wait_for(
+                lambda: self._is_closed or not 0 < self._missing(lengths, most) <= self._coming
+            )
         if self._warm > before:
             self._register()
         return slots
@@ -442,18 +443,15 @@ class Arena:
                 if not self._is_closed:
                     self._small[block] = _TRIES
 
-    # All below runs under the lock, except ``_register``
-
     def _missing(self, lengths: Sequence[int], within: int) -> int:
         """How many bytes of chunks of these lengths find no slot; 0: all fit."""
-        before = self._warm
-        _, runs, missing = self._take(lengths, within)
-        self._undo(runs, before)
-        return missing
-
-    def _is_coming(self, lengths: Sequence[int], within: int) -> bool:
         with self._lock:
-            return not self._is_closed and 0 < self._missing(lengths, within) <= self._coming
+            before = self._warm
+            _, runs, missing = self._take(lengths, within)
+            self._undo(runs, before)
+            return missing
+
+    # All below runs under the lock, except ``_register``
 
     def _take(
         self, lengths: Sequence[int], within: int
@@ -585,12 +583,6 @@ class Arena:
         self._small = {}
         self.flat = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def _leave_to_parent(self) -> None:
-        """Forget the arena in a forked child, where none of it exists."""
-        if self._pinned is not None:
-            self._pinned.leave_to_parent()
-        self._forget()
-
 
 def taken_by(length: int) -> int:
     """The bytes of an arena that a chunk of this length takes."""
@@ -623,7 +615,9 @@ def _after_fork() -> None:
     for reserved in list(_maps):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(reserved))
     for arena in list(_arenas):
-        arena._leave_to_parent()
+        if arena._pinned is not None:
+            arena._pinned.leave_to_parent()
+        arena._forget()
 
 
 os.register_at_fork(after_in_child=_after_fork)

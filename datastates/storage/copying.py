@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -100,7 +99,13 @@ def legs(pieces: Sequence[Piece], length: int, *, is_whole: bool = True) -> Iter
     """The legs that read a chunk of ``length`` bytes: large pieces by themselves, and everything
     between them together. Unless ``is_whole``, they read no more than the pieces need."""
     if not is_whole:
-        yield from (leg for leg in map(_trimmed, legs(pieces, length)) if leg.length)
+        for leg in legs(pieces, length):
+            if leg.memory is not None:
+                yield leg
+            elif leg.pieces:
+                begin, last = leg.pieces[0].offset, leg.pieces[-1]
+                end = last.offset + last.memory.nbytes
+                yield Leg(begin, end - begin, None, leg.pieces)
         return
     small: list[Piece] = []
     begin = 0
@@ -124,7 +129,7 @@ def copy(into: memoryview, data: memoryview) -> None:
 
 def on_threads(
     indices: Sequence[int],
-    work: Callable[[int], None],
+    work: Callable[[int], object],
     *,
     between: Callable[[], None] = lambda: None,
 ) -> None:
@@ -161,18 +166,9 @@ def _threads() -> int:
     return min(usable, max(4, usable // 2), _MOST_THREADS)
 
 
-def _each(indices: Sequence[int], work: Callable[[int], None]) -> None:
+def _each(indices: Sequence[int], work: Callable[[int], object]) -> None:
     for index in indices:
         work(index)
-
-
-def _trimmed(leg: Leg) -> Leg:
-    if leg.memory is not None:
-        return leg
-    if not leg.pieces:
-        return Leg(leg.offset, 0, None)
-    begin, last = leg.pieces[0].offset, leg.pieces[-1]
-    return Leg(begin, last.offset + last.memory.nbytes - begin, None, leg.pieces)
 
 
 def _through_room(begin: int, end: int, pieces: Sequence[Piece]) -> Iterator[Leg]:
@@ -215,7 +211,11 @@ class Stage:
 
         Every thread has ended when this returns.
         """
-        on_threads(list(self._places), partial(self._fill, read), between=checkpoint)
+        on_threads(
+            list(self._places),
+            lambda index: read(index, self.room(index, CHUNK_BYTES)),
+            between=checkpoint,
+        )
 
     def room(self, index: int, length: int) -> memoryview:
         """The memory of a chunk of this length, for the caller to fill."""
@@ -233,10 +233,6 @@ class Stage:
             return None
         begin = self._places[touched.start] + offset
         return self._memory[begin : begin + length]
-
-    def _fill(self, read: Callable[[int, memoryview], None], index: int) -> None:
-        place = self._places[index]
-        read(index, self._memory[place : place + CHUNK_BYTES])
 
 
 # Compares two stretches of memory.

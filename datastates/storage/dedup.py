@@ -114,7 +114,11 @@ class ChunkIndex:
 
     def add(self, hints: Iterable[Hint]) -> None:
         """Add hints at chunks that lie in packs which a manifest needs."""
-        left = [entry for hint in hints if (entry := _entry(hint)) is not None]
+        left = [
+            _sealed(_ENTRY.pack(*hint.key, hint.offset, stem))
+            for hint in hints
+            if len(stem := _stem(hint.pack)) <= _STEM_BYTES  # as those of all our packs
+        ]
         try:
             with suppress(FileNotFoundError):
                 if self._path.stat().st_nlink > 1:
@@ -143,9 +147,9 @@ class ChunkIndex:
             fcntl.flock(file, fcntl.LOCK_SH)
             pages = filter(any, iter(partial(file.read, PAGE), b""))
             count = sum(
-                not _is_sound(page[at : at + _ENTRY.size])
+                any(entry) and entry != _sealed(entry)
                 for page in pages
-                for at in range(0, len(page), _ENTRY.size)
+                for entry in (page[at : at + _ENTRY.size] for at in range(0, PAGE, _ENTRY.size))
             )
             count += _bits(os.fstat(file.fileno()).st_size) is None
         return count
@@ -279,12 +283,6 @@ def _hints(page: bytes, key: _Key) -> Iterator[Hint]:
         at = page.find(wanted, at + 1)
 
 
-def _entry(hint: Hint) -> bytes | None:
-    """The entry of a hint; None for a pack whose name is too long, as ours never is."""
-    stem = _stem(hint.pack)
-    return None if len(stem) > _STEM_BYTES else _sealed(_ENTRY.pack(*hint.key, hint.offset, stem))
-
-
 def _sealed(entry: bytes) -> bytes:
     """The entry with its check sum, in the part of the offset that no file is large enough to
     need."""
@@ -293,11 +291,6 @@ def _sealed(entry: bytes) -> bytes:
         + (zlib.crc32(entry[:26] + entry[28:]) & 0xFFFF | 1).to_bytes(2, "little")
         + entry[28:]
     )
-
-
-def _is_sound(entry: bytes) -> bool:
-    """Whether an entry is as it was written."""
-    return not any(entry) or entry == _sealed(entry)
 
 
 def _stem(pack: str) -> bytes:
@@ -492,16 +485,6 @@ class Borrowed:
     stamps: Mapping[str, Stamp] = field(default_factory=dict)
 
 
-def shared_keys(payload: Payload, known: Container[_Key]) -> list[_Key]:
-    """The chunks of a state that may lie in packs of other states, except ``known`` ones."""
-    keys = (
-        (chunk.digest, chunk.length)
-        for chunk in payload.manifest.content.chunks
-        if chunk.length >= SHARED_BYTES
-    )
-    return [key for key in keys if key not in known]
-
-
 def find_borrowed(
     root: Path,
     hinted: Mapping[_Key, Sequence[Hint]],
@@ -510,7 +493,7 @@ def find_borrowed(
     likely: Places,
 ) -> Borrowed:
     """The chunks of a state that lie in packs of ``root``, except ``known`` ones: at places that
-    are ``hinted`` for the ``shared_keys`` of the state, or at ``likely`` ones.
+    are ``hinted`` for chunks of the state, or at ``likely`` ones.
     """
     first: dict[_Key, int] = {}
     for number, chunk in enumerate(payload.manifest.content.chunks):

@@ -201,10 +201,19 @@ class Rewriting:
             os.ftruncate(file.fd, 0)  # drop what an earlier attempt has written
             write_file(file.fd, file.path, b"".join(encoded))
             with locked(self._root, is_shared=False):
-                if _bytes_of(old.path) != old.data:
+                try:
+                    is_same = read_regular(old.path, most=MAX_MANIFEST) == old.data
+                except FileNotFoundError:
+                    is_same = False
+                if not is_same:
                     return 0  # dropped, or replaced by another
-                gone = self._gone(plan, moved)
-                if gone:
+                into = {pack for pack, _ in moved.values()}
+                gone = {
+                    pack
+                    for pack in plan.borrowed
+                    if pack in into and not is_there(self._root / pack.name, pack.size)
+                }
+                if gone:  # removed with the states that needed them
                     for place in [place for place, (pack, _) in moved.items() if pack in gone]:
                         # the bytes still lie at the old place too, as this state needs them there
                         del moved[place]
@@ -214,21 +223,14 @@ class Rewriting:
                     self._on_step("pack-renamed")
                 file.commit()
         self._on_step("manifest-replaced")
-        self._note(plan, old, moved)
+        for mine in plan.new:
+            manifest = plan.manifests[mine[0]]
+            ref = manifest.refs[mine[1]]
+            moved[_place(old.manifests, mine)] = manifest.packs[ref.pack], ref.offset
         owners = [(manifest.origin.uid, manifest.origin.rank) for manifest in plan.manifests]
         hints = [hint for manifest in plan.manifests for hint in chunk_hints(manifest, {plan.name})]
         self._index.add([*state_hints(old.path.stem, owners, encoded), *hints])
         return 0 if plan.layout is None else plan.layout.size
-
-    def _gone(self, plan: PutPlan, moved: Moved) -> set[PackInfo]:
-        """The packs into which chunks were moved, and that were removed with the states that
-        needed them. Runs under the lock."""
-        into = {pack for pack, _ in moved.values()}
-        return {
-            pack
-            for pack in plan.borrowed
-            if pack in into and not is_there(self._root / pack.name, pack.size)
-        }
 
     def _planned(
         self,
@@ -254,25 +256,18 @@ class Rewriting:
         if not is_leaving:
             return None
 
-        def are_one(one: tuple[int, int], other: tuple[int, int]) -> bool:
-            return _place(manifests, one) == _place(manifests, other)
-
         origin = manifests[0].origin
         plan = plan_put(
-            manifests, each, free_name(self._root, origin.uid, origin.rank, "safetensors"), are_one
+            manifests,
+            each,
+            free_name(self._root, origin.uid, origin.rank, "safetensors"),
+            lambda one, other: _place(manifests, one) == _place(manifests, other),
         )
         kept = [
             msgspec.structs.replace(new, bytes_new=old.bytes_new)
             for new, old in zip(plan.manifests, manifests, strict=True)
         ]
         return replace(plan, manifests=tuple(kept))
-
-    def _note(self, plan: PutPlan, old: _Old, moved: Moved) -> None:
-        """Note where chunks are now, for the other states that need them."""
-        for mine in plan.new:
-            manifest = plan.manifests[mine[0]]
-            ref = manifest.refs[mine[1]]
-            moved[_place(old.manifests, mine)] = manifest.packs[ref.pack], ref.offset
 
 
 def _place(manifests: Sequence[Manifest], mine: tuple[int, int]) -> Place:
@@ -287,13 +282,6 @@ def _read(path: Path) -> _Old:
         first = first or frame
         found.append(decode_sound(frame, source=str(path), first=first).manifest)
     return _Old(path, data, tuple(found))
-
-
-def _bytes_of(path: Path) -> bytes | None:
-    try:
-        return read_regular(path, most=MAX_MANIFEST)
-    except FileNotFoundError:
-        return None
 
 
 # Makes room in a folder of packs. It deletes what crashed writers left and packs that no manifest
@@ -369,25 +357,20 @@ class Collector:
                 " there is still need"
             )
         try:
-            return self._collect()
+            manifests = self._manifests()
+            unneeded = [] if manifests is None else self._unneeded(manifests)
+            sparse = [] if manifests is None else sparse_packs(manifests)
+            total = sum(_size(self._root / name) for name in unneeded)
+            total += sum(pack.dead_bytes for pack in sparse)
+            self._say(total)
+            self._remove_temporaries()
+            self._remove_packs(unneeded, total)
+            for pack in sparse:
+                checkpoint()
+                self._rewrite(pack)
+                self._say(total)
         finally:
             held.close()
-
-    def _collect(self) -> Collected:
-        manifests = self._manifests()
-        unneeded, sparse = (
-            ([], []) if manifests is None else (self._unneeded(manifests), sparse_packs(manifests))
-        )
-        total = sum(_size(self._root / name) for name in unneeded) + sum(
-            pack.dead_bytes for pack in sparse
-        )
-        self._say(total)
-        self._remove_temporaries()
-        self._remove_packs(unneeded, total)
-        for pack in sparse:
-            checkpoint()
-            self._rewrite(pack)
-            self._say(total)
         return self._collected
 
     def _say(self, total: int) -> None:
@@ -447,24 +430,21 @@ class Collector:
             with locked(self._root, is_shared=False):
                 needed = self._catalogue.needed()
                 for name in names[start : start + _BATCH]:
-                    if needed is not None and name not in needed:
-                        self._remove_pack(name)
+                    if needed is None or name in needed:
+                        continue
+                    path = self._root / name
+                    size = _size(path)
+                    try:
+                        path.unlink()
+                    except FileNotFoundError:
+                        continue
+                    except OSError as exc:
+                        self._collected.left.append(f"{path}: {exc.strerror}")
+                    else:
+                        self._collected.packs += 1
+                        self._collected.pack_bytes += size
                 sync_folder(self._root)
             self._say(total)
-
-    def _remove_pack(self, name: str) -> None:
-        """Runs under the exclusive lock."""
-        path = self._root / name
-        size = _size(path)
-        try:
-            path.unlink()
-        except FileNotFoundError:
-            return
-        except OSError as exc:
-            self._collected.left.append(f"{path}: {exc.strerror}")
-            return
-        self._collected.packs += 1
-        self._collected.pack_bytes += size
 
     def _rewrite(self, pack: Sparse) -> None:
         try:

@@ -39,6 +39,7 @@ from datastates.system.files import make_folders, read_regular, sync_folder
 
 from .copying import are_equal
 from .dedup import (
+    SHARED_BYTES,
     Borrowed,
     ChunkIndex,
     Hint,
@@ -51,7 +52,6 @@ from .dedup import (
     places_of,
     plan_put,
     readable,
-    shared_keys,
     state_hints,
     state_key,
 )
@@ -72,7 +72,6 @@ from .garbage import Collected, Collector, Moved, Place, Rewriting
 from .pack import (
     Catalogue,
     Listed,
-    Member,
     bytes_of_packs,
     free_name,
     manifest_name,
@@ -123,6 +122,13 @@ class LocalTier(Tier):
         self._on_step = on_step or (lambda step: None)
         self._catalogue = Catalogue(self.root)
         self._index = ChunkIndex(self.root)
+        self._rewriting = Rewriting(
+            self.root,
+            self._catalogue,
+            self._index,
+            is_direct=lambda: self.is_direct,
+            on_step=self._on_step,
+        )
         self._is_closed = False
         try:
             make_folders(self.root)
@@ -168,7 +174,19 @@ class LocalTier(Tier):
             " and others" if len(puts) > _NAMED else ""
         )
         try:
-            return self._put(puts)
+            wishes = [
+                _Wish(
+                    put.payload,
+                    places_of(put.base if put.is_of_base else None),
+                    places_of(put.base),
+                )
+                for put in puts
+            ]
+            with self._staged(wishes) as staged:
+                placed = staged.commit_all()
+            if placed is None:  # a pack to which it refers was removed meanwhile
+                with self._staged([_Wish(put.payload) for put in puts], is_sharing=False) as staged:
+                    placed = staged.commit_all()
         except OSError as exc:
             if not self.root.is_dir():
                 raise Unavailable(
@@ -186,6 +204,8 @@ class LocalTier(Tier):
                 f" bytes, {_free(self.root)} are free; make room, or choose another folder for"
                 " packs"
             ) from exc
+        assert placed is not None, "it refers to nothing else"
+        return placed
 
     def open(self, uid: str, *, verify: bool = True) -> Reader:
         """Open a state; its packs stay open while the reader is.
@@ -203,7 +223,7 @@ class LocalTier(Tier):
             )
         try:
             with locked(self.root, is_shared=True, is_needed=False):
-                return MappedReader(self.root, self._sound(uid, rank).manifest, verify=verify)
+                return MappedReader(self.root, self.sound(uid, rank).manifest, verify=verify)
         except OSError as exc:
             raise Unavailable(
                 f"state {uid} cannot be read in {self.root} ({exc}): {next_step(exc)}"
@@ -215,11 +235,7 @@ class LocalTier(Tier):
         :raises NotFound: it is not here.
         :raises Corrupt: it is damaged, or another state's.
         """
-        return self.sound(uid).manifest
-
-    def sound(self, uid: str) -> Sound:
-        """``manifest``, for callers that also need the tensors."""
-        return self._sound(uid, self._rank)
+        return self.sound(uid, self._rank).manifest
 
     @property
     def bytes_stored(self) -> int:
@@ -254,11 +270,6 @@ class LocalTier(Tier):
             [*members, *(each for each in damaged if each is not None and each not in members)]
         )
 
-    def part_manifest(self, uid: str, rank: int) -> Manifest:
-        """``manifest`` of any rank."""
-        self._check_open()
-        return self._sound(uid, rank).manifest
-
     def whole_parts(self, parts: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Placed]:
         """``whole`` for the parts of any ranks, by uid and rank."""
         self._check_open()
@@ -288,7 +299,13 @@ class LocalTier(Tier):
         """
         self._check_open()
         try:
-            packs = {pack for member in self._members([uid]) for pack in member.packs}
+            packs = {
+                pack
+                for each in self._catalogue.listed().values()
+                for member in each.members
+                if member.uid == uid
+                for pack in member.packs
+            }
             if not self._erase([uid]):
                 return 0
             freed = 0
@@ -340,8 +357,11 @@ class LocalTier(Tier):
             ]
             needed = self._catalogue.needed()
             if needed is not None:
-                packs = [path for path in found if uid_of(path.name, "safetensors") is not None]
-                removed += [path for path in packs if path.name not in needed and _unlink(path)]
+                for path in found:
+                    if uid_of(path.name, "safetensors") is not None and path.name not in needed:
+                        with suppress(PermissionError):  # another user's, in a sticky folder
+                            path.unlink(missing_ok=True)
+                            removed.append(path)
             sync_folder(self.root)
         return removed
 
@@ -374,7 +394,7 @@ class LocalTier(Tier):
         """
         self._check_open()
         collector = Collector(
-            self.root, self._catalogue, self._rewriting(), tell=tell, without=without
+            self.root, self._catalogue, self._rewriting, tell=tell, without=without
         )
         try:
             return collector.look() if is_dry else collector.collect()
@@ -395,7 +415,7 @@ class LocalTier(Tier):
         """
         self._check_open()
         try:
-            self._rewriting().mend(uid, rank, bad, moved, chunk)
+            self._rewriting.mend(uid, rank, bad, moved, chunk)
         except OSError as exc:
             raise Unavailable(f"state {uid} was not mended in {self.root} ({exc})") from exc
 
@@ -435,16 +455,13 @@ class LocalTier(Tier):
         ) as staged:
             yield staged
 
-    def _rewriting(self) -> Rewriting:
-        return Rewriting(
-            self.root,
-            self._catalogue,
-            self._index,
-            is_direct=lambda: self.is_direct,
-            on_step=self._on_step,
-        )
+    def sound(self, uid: str, rank: int) -> Sound:
+        """The manifest of a state on one rank, with its tensors.
 
-    def _sound(self, uid: str, rank: int) -> Sound:
+        :raises NotFound: it is not here.
+        :raises Corrupt: it is damaged, or another state's.
+        """
+        self._check_open()
         if uid_of(manifest_name(uid, rank), "manifest") is None:
             raise NotFound(f"{uid!r} is no uid")
         sound = self._find(uid, rank)
@@ -511,27 +528,6 @@ class LocalTier(Tier):
                 return decode_sound(frame, source=source, first=first) if at == offset else None
         return None
 
-    def _members(self, uids: Collection[str]) -> list[Member]:
-        return [
-            member
-            for each in self._catalogue.listed().values()
-            for member in each.members
-            if member.uid in uids
-        ]
-
-    def _put(self, puts: Sequence[Put]) -> list[Placed]:
-        wishes = [
-            _Wish(put.payload, places_of(put.base if put.is_of_base else None), places_of(put.base))
-            for put in puts
-        ]
-        with self._staged(wishes) as staged:
-            placed = staged.commit_all()
-        if placed is None:  # a pack to which it refers was removed meanwhile
-            with self._staged([_Wish(put.payload) for put in puts], is_sharing=False) as staged:
-                placed = staged.commit_all()
-        assert placed is not None, "it refers to nothing else"
-        return placed
-
     @contextmanager
     def _staged(self, wishes: Sequence[_Wish], *, is_sharing: bool = True) -> Iterator[Staged]:
         """States whose bytes are written, and that are not visible."""
@@ -551,9 +547,14 @@ class LocalTier(Tier):
                 )
                 if not file.final.exists():  # otherwise another writer had the name first
                     break
-            hints = self._index.find(
-                key for wish in wishes for key in (wish.key, *shared_keys(wish.payload, wish.known))
-            )
+            keys: list[tuple[bytes, int]] = []
+            for wish in wishes:
+                keys.append(wish.key)
+                for chunk in wish.payload.manifest.content.chunks:
+                    key = chunk.digest, chunk.length
+                    if chunk.length >= SHARED_BYTES and key not in wish.known:
+                        keys.append(key)
+            hints = self._index.find(keys)
             here = {
                 number: Placed(manifest, 0)
                 for number, wish in enumerate(wishes)
@@ -810,17 +811,6 @@ class Staged:
         """Undo the commit; does nothing if all states were here before."""
         if self.plan is not None:
             self.tier._undo(self.plan, self.file)
-
-
-def _unlink(path: Path) -> bool:
-    """Delete a file; returns whether it is gone.
-
-    In a folder with the sticky bit only its owner can delete it."""
-    try:
-        path.unlink(missing_ok=True)
-    except PermissionError:
-        return False
-    return True
 
 
 def _free(root: Path) -> int | str:

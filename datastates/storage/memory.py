@@ -224,9 +224,8 @@ class MemoryTier(Tier):
             views = {
                 key: view for key, view in zip(keys, payload.chunks, strict=True) if key not in held
             }
-            filled.update(
-                zip(views, self._acquire(manifest, [length for _, length in views]), strict=True)
-            )
+            lengths = [length for _, length in views]
+            filled.update(zip(views, self._acquire(manifest, lengths), strict=True))
             for key, slot in filled.items():
                 np.copyto(
                     np.frombuffer(self._arena.memory(slot, key[1]), np.uint8),
@@ -351,10 +350,6 @@ class MemoryTier(Tier):
             states, self._states = self._states, {}
             for state in states.values():
                 self._drop(state)
-
-    def _yield(self, reader: _MemoryReader, state: _State, tell: Callable[[], None]) -> None:
-        with self._lock:
-            state.yielding[reader] = tell
 
     def _close_reader(self, reader: _MemoryReader, state: _State) -> None:
         with self._lock:
@@ -581,7 +576,8 @@ class _MemoryReader(Reader):
 
     def when_wanted(self, tell: Callable[[], None]) -> None:
         """See ``Reader.when_wanted``."""
-        self._tier._yield(self, self._state, tell)
+        with self._tier._lock:
+            self._state.yielding[self] = tell
 
     def chunk(self, index: int) -> memoryview:
         """One chunk, as it lies in its slot."""
@@ -620,7 +616,7 @@ class _MemoryReader(Reader):
         self._check_open()
         on_threads(
             [index for index in indices if index in self._unverified],
-            self._look_at,
+            self.chunk,
             between=checkpoint,
         )
 
@@ -628,21 +624,19 @@ class _MemoryReader(Reader):
         """See ``SupportsPouring``; nothing is checked twice, since chunks in our own memory do
         not change."""
         self.check(list(pieces))
-        on_threads(list(pieces), lambda index: self._pour(index, pieces[index]))
+
+        def copy_pieces(index: int) -> None:
+            data = self.chunk(index)
+            for piece in pieces[index]:
+                copy(piece.memory, data[piece.offset :][: piece.memory.nbytes])
+
+        on_threads(list(pieces), copy_pieces)
 
     def pinned(self, index: int) -> torch.Tensor | None:
         """See ``Reader``: its slot, once the arena is registered with a device."""
         if not self._arena.is_pinned:
             return None
         return self._arena.tensor(self._slots[index], self.chunk(index).nbytes)
-
-    def _look_at(self, index: int) -> None:
-        self.chunk(index)
-
-    def _pour(self, index: int, pieces: Sequence[Piece]) -> None:
-        data = self.chunk(index)
-        for piece in pieces:
-            copy(piece.memory, data[piece.offset :][: piece.memory.nbytes])
 
     def close(self) -> None:
         """Release the slots."""

@@ -25,7 +25,7 @@ import logging
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -461,12 +461,10 @@ class Catalogue:
 
         None if one cannot be read: it may need any pack, so none may be removed."""
         listed = self.listed().values()
-        return (
-            frozenset(
-                pack.name for each in listed for member in each.members for pack in member.packs
-            )
-            if _are_sound(listed)
-            else None
+        if not all(each.is_sound for each in listed):
+            return None
+        return frozenset(
+            pack.name for each in listed for member in each.members for pack in member.packs
         )
 
     def find(self, uid: str, rank: int) -> tuple[str, int] | None:
@@ -574,7 +572,3 @@ class Catalogue:
                 damaged.append(offset)
                 _logger.warning("no pack is removed while a manifest cannot be read: %s", exc)
         return Listed(stamp, tuple(members), tuple(damaged))
-
-
-def _are_sound(listed: Collection[Listed]) -> bool:
-    return all(each.is_sound for each in listed)

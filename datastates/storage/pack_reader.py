@@ -80,7 +80,10 @@ class MappedReader(Reader):
         elif count < length:
             raise self._cut(index, count)
         view = data[:length].toreadonly()
-        self._keep(index, view)
+        latest = {**self._kept, index: view}
+        while len(latest) > _KEPT:
+            del latest[next(iter(latest))]
+        self._kept = latest
         return view
 
     def span(self, start: int, length: int) -> memoryview | None:
@@ -100,7 +103,8 @@ class MappedReader(Reader):
         ):
             return None
         for index in touched:
-            self._check(index)
+            if index in self._unverified:
+                self.chunk(index)
         begin = first.offset + start % CHUNK_BYTES
         return self._pack(touched.start).mapped()[begin : begin + length]
 
@@ -229,7 +233,10 @@ class MappedReader(Reader):
                 pieces, self.manifest.content.chunks[index].length, is_whole=self._verifies
             ):
                 stride = room.memory[: leg.length] if leg.memory is None else leg.memory
-                self._read_whole(index, leg.offset, stride)
+                offset = self.manifest.refs[index].offset + leg.offset
+                count = read_at(self._pack(index).fd, stride, offset)
+                if count < stride.nbytes:
+                    raise self._cut(index, leg.offset + count)
                 yield stride
                 for piece in leg.pieces:
                     copy(piece.memory, stride[piece.offset - leg.offset :][: piece.memory.nbytes])
@@ -239,11 +246,6 @@ class MappedReader(Reader):
                 pass
         elif pieces_digest(strides()) != self.manifest.content.chunks[index].digest:
             raise self._failed(index)
-
-    def _read_whole(self, index: int, offset: int, into: memoryview) -> None:
-        count = read_at(self._pack(index).fd, into, self.manifest.refs[index].offset + offset)
-        if count < into.nbytes:
-            raise self._cut(index, offset + count)
 
     def _pack(self, index: int) -> _Pack:
         """The pack of a chunk, its header checked."""
@@ -269,16 +271,6 @@ class MappedReader(Reader):
         else:
             into[:] = self.chunk(index)[offset : offset + into.nbytes]
 
-    def _check(self, index: int) -> None:
-        if index in self._unverified:
-            self.chunk(index)
-
-    def _keep(self, index: int, view: memoryview) -> None:
-        kept = {**self._kept, index: view}
-        while len(kept) > _KEPT:
-            del kept[next(iter(kept))]
-        self._kept = kept
-
     def _check_open(self) -> None:
         if self._is_closed:
             raise Closed(
@@ -292,7 +284,13 @@ class MappedReader(Reader):
             raise self._cut(index, data.nbytes)
         if chunk_digest(data[: chunk.length]) != chunk.digest:
             raise self._failed(index)
-        self._check_zeros(index, data[chunk.length :])
+        if any(data[chunk.length :]):
+            ref = self.manifest.refs[index]
+            end, filled = ref.offset + chunk.length, ref.offset + padded(chunk.length)
+            raise Corrupt(
+                f"{self._path(ref)}: bytes {end}-{filled} are to be zeros behind a chunk, and are"
+                f" not: {self._whose(index)}"
+            )
         self._unverified.discard(index)
 
     def _failed(self, index: int) -> Corrupt:
@@ -301,15 +299,6 @@ class MappedReader(Reader):
             f"{self._path(ref)}: bytes {ref.offset}-{ref.offset + chunk.length} fail their digest:"
             f" {self._whose(index)}"
         )
-
-    def _check_zeros(self, index: int, behind: memoryview) -> None:
-        chunk, ref = self.manifest.content.chunks[index], self.manifest.refs[index]
-        if any(behind):
-            end, filled = ref.offset + chunk.length, ref.offset + padded(chunk.length)
-            raise Corrupt(
-                f"{self._path(ref)}: bytes {end}-{filled} are to be zeros behind a chunk, and are"
-                f" not: {self._whose(index)}"
-            )
 
     def _cut(self, index: int, count: int) -> Corrupt:
         ref = self.manifest.refs[index]

@@ -350,9 +350,9 @@ class Devices:
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
+        """Queue this thread's operators on that stream until the end of the block."""
         # The module's own context manager returns to the stream that was current, and so to its
         # device: that must be this one.
-        """Queue this thread's operators on that stream until the end of the block."""
         with _selected(stream.device), torch.get_device_module(stream.device).stream(stream):
             yield
 
