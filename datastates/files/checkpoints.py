@@ -30,6 +30,7 @@ from datastates.state.digest import chunk_digest
 from datastates.state.geometry import dtype_of, is_plain
 from datastates.state.model import MODES
 from datastates.state.tree import MOST_OBJECTS, expanded, flatten
+from datastates.storage.pack import DTYPE_CODES
 from datastates.system.files import check_archive, make_regular, open_regular, sync_folder
 
 DTYPES = "datastates.dtypes"
@@ -37,23 +38,7 @@ DTYPES = "datastates.dtypes"
 as bytes."""
 
 _PIECE_BYTES = 16 << 20
-_CODES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.uint16: "U16",
-    torch.int16: "I16",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
+_CODES = {dtype_of(name): code for name, code in DTYPE_CODES.items()}
 """The dtypes that readers have long known; tensors of other dtypes are written as bytes, and
 ``DTYPES`` names theirs."""
 
@@ -81,7 +66,6 @@ class ExportFile:
 
     @property
     def bytes_total(self) -> int:
-        """The bytes of its tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
@@ -97,11 +81,12 @@ def plan_export(tree: object, state: State, into: Path) -> dict[Path, ExportFile
     groups: dict[Path, dict[str, torch.Tensor]] = {}
     for leaf in flatten(tree).tensors:
         top, _, rest = leaf.path.partition("/")
-        path, name = (
-            (into, leaf.path)
-            if into.suffix == ".safetensors"
-            else (into / f"{_file_name(top)}.safetensors", rest or top)
-        )
+        if into.suffix == ".safetensors":
+            path, name = into, leaf.path
+        else:
+            # never hidden, never out of the folder, and no two alike
+            stem = f"_{top}" if top.startswith((".", "_")) else top
+            path, name = into / f"{stem}.safetensors", rest or top
         groups.setdefault(path, {})[name] = leaf.tensor
     if not groups:
         raise InvalidInput(
@@ -142,22 +127,19 @@ def export(
         sync_folder(path.parent)
 
 
-def _file_name(top: str) -> str:
-    """The name of an object as a file name: never hidden, never a path out of the folder, and no
-    two alike."""
-    return f"_{top}" if top.startswith((".", "_")) else top
-
-
 def _write_tensors(
     path: Path, file: ExportFile, on_progress: Callable[[int], object]
 ) -> dict[str, list[bytes]]:
     digests: dict[str, list[bytes]] = {}
+    entries = in_order(
+        Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in file.tensors.items()
+    )
     with os.fdopen(make_regular(path), "wb") as out:
-        out.write(header_of(in_order(_entries(file.tensors)), file.metadata))
-        for name, tensor in _in_order(file.tensors):
-            digests[name] = []
-            for piece in _pieces(tensor):
-                digests[name].append(chunk_digest(piece))
+        out.write(header_of(entries, file.metadata))
+        for entry in entries:
+            digests[entry.name] = []
+            for piece in _pieces(file.tensors[entry.name]):
+                digests[entry.name].append(chunk_digest(piece))
                 out.write(piece)
                 on_progress(piece.nbytes)
         out.flush()
@@ -175,9 +157,9 @@ def _read_back(
         # read from the disk, not from what was just written
         os.posix_fadvise(source.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         source.seek(8 + int.from_bytes(source.read(8), "little"))
-        for name, tensor in _in_order(file.tensors):
-            left = tensor.nbytes
-            for wanted in digests[name]:
+        for name, pieces in digests.items():
+            left = file.tensors[name].nbytes
+            for wanted in pieces:
                 piece = source.read(min(left, _PIECE_BYTES))
                 left -= len(piece)
                 if chunk_digest(piece) != wanted:
@@ -217,14 +199,6 @@ def header_of(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
     body = msgspec.json.encode({"__metadata__": about, **described})
     body += b" " * (-len(body) % 8)
     return len(body).to_bytes(8, "little") + body
-
-
-def _in_order(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    return [(entry.name, tensors[entry.name]) for entry in in_order(_entries(tensors))]
-
-
-def _entries(tensors: Mapping[str, torch.Tensor]) -> list[Entry]:
-    return [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:

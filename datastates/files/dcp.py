@@ -95,7 +95,6 @@ class SafePlanner(_EmptyStateDictLoadPlanner):
     """Rebuilds the whole tree; values other than tensors are read with ``weights_only``."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put one value where it belongs."""
         check_archive(value, len(value.getbuffer()))
         value.seek(0)
         plain = io.BytesIO()

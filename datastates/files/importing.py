@@ -247,7 +247,6 @@ class _Part:
     value: object = None
 
     def state_dict(self) -> object:
-        """The part that was read."""
         return self.value
 
     def load_state_dict(self, state: object) -> None:
@@ -270,12 +269,17 @@ class _Line:
             self._run.close()
 
     def add(self, source: Source) -> State:
-        """Add the next state."""
         tree, under = wrapped(read(source.path), TAKEN)
         if self._run is None or tree.keys() != self._parts.keys():
-            self._follow(tree)
+            if self._run is not None:
+                self._run.close()
+            self._run, self._parts = None, {name: _Part() for name in tree}
         for name, value in tree.items():
             self._parts[name].value = value
+        if self._run is None:
+            self._run = self._repository.track(
+                branch=self._branch, objects=self._parts, rng=False, strict=False, group=SoloGroup()
+            )
         about = {FILE: source.name, FORMAT: str(source.format)} | (
             {} if under is None else {WRAPPED: under}
         )
@@ -284,16 +288,6 @@ class _Line:
         except InvalidInput as exc:
             raise InvalidInput(f"{source.path} holds what no state can: {exc}") from exc
         return state
-
-    def _follow(self, tree: Mapping[str, object]) -> None:
-        if self._run is not None:
-            self._run.close()
-        self._parts = {name: _Part() for name in tree}
-        for name, value in tree.items():
-            self._parts[name].value = value
-        self._run = self._repository.track(
-            branch=self._branch, objects=self._parts, rng=False, strict=False, group=SoloGroup()
-        )
 
 
 # Out

@@ -75,7 +75,6 @@ class Belongings:
 
     @property
     def memory(self) -> MemoryTier:
-        """The memory tier of this process."""
         assert self.tiers.captured is not None, "it was made before this"
         return self.tiers.captured
 
@@ -175,7 +174,7 @@ def nearest_here(core: Core, session: Session, uid: str) -> State | None:
     """The state itself, or the nearest ancestor along first parents, whose bytes are here; None
     if there is none."""
     found = walk.nearest_restorable(session, uid)
-    while found is not None and not core.holds(found.uid):
+    while found is not None and not core.tiers.has(found.uid):
         found = walk.nearest_restorable(session, found.parents[0]) if found.parents else None
     return found
 
@@ -187,7 +186,7 @@ def nearest_kept(core: Core, session: Session, state: State, *, is_told: bool = 
     :raises Unavailable: no ancestor of the state can be restored here, and no later state of its
         branch.
     """
-    if state.status.is_restorable and core.holds(state.uid):
+    if state.status.is_restorable and core.tiers.has(state.uid):
         return state
     kept = _nearest(state, *_around(core, session, state))
     if kept is None:
@@ -206,7 +205,7 @@ def _around(core: Core, session: Session, state: State) -> tuple[State | None, S
     """The nearest ancestor along first parents, and the nearest later state of the same branch,
     whose bytes are core."""
     earlier = nearest_here(core, session, state.parents[0]) if state.parents else None
-    later = next(filter(core.holds, walk.later_restorable(session, state.uid)), None)
+    later = next(filter(core.tiers.has, walk.later_restorable(session, state.uid)), None)
     return earlier, None if later is None else lookup.state(session, later)
 
 
@@ -219,7 +218,7 @@ def is_elsewhere(core: Core, session: Session, state: State) -> bool:
     """Whether a state that is not here may be elsewhere: in a process that is seen to live, in
     another folder of packs, or on a tier of the user's that this repository was not given or
     that does not answer."""
-    if not state.status.is_restorable or core.holds(state.uid):
+    if not state.status.is_restorable or core.tiers.has(state.uid):
         return False
     return bool(
         _living(core, session, state)
@@ -598,10 +597,6 @@ class Core:
         except NotFound:
             with self.database.read() as session:
                 raise explain(self, session, lookup.state(session, state.uid)) from None
-
-    def holds(self, uid: str) -> bool:
-        """Whether a state's bytes are on one of the tiers."""
-        return self.tiers.has(uid)
 
     # --- the end ----------------------------------------------------------------------------------
 

@@ -122,7 +122,6 @@ def gc(
 
 
 def _leftovers(core: Core, session: Session, uids: Sequence[str]) -> list[str]:
-    """Those of these states that were given up."""
     return given_up(session, uids, tier=core.tiers.durable.name, node=core.home.uid or "")
 
 

@@ -307,7 +307,6 @@ def restore_from(
 
 
 def _fill(fill: Callable[[], None], into: Mapping[str, object], homes: Sequence[Home]) -> None:
-    """The write that fills these homes."""
     wait_for_copies(into)
     try:
         fill()
@@ -345,7 +344,6 @@ def _homes(
 
 
 def _copy(into: Mapping[str, object], copies: Sequence[tuple[Home, torch.Tensor]]) -> None:
-    """Copy from the snapshots to the live tensors."""
     wait_for_copies(into)
     try:
         copy(([home.flat for home, _ in copies], [piece for _, piece in copies]))

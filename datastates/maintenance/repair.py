@@ -252,7 +252,7 @@ class _Repair:
                 state = walk.nearest_restorable(session, parents[0])
                 if state is None:
                     return None
-                if state.uid not in problems and self._core.holds(state.uid):
+                if state.uid not in problems and self._core.tiers.has(state.uid):
                     return state.uid
                 parents = state.parents
         return None

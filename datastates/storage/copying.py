@@ -223,7 +223,6 @@ class Stage:
         return self._memory[place : place + length]
 
     def holds(self, index: int) -> bool:
-        """Whether it has room for this chunk."""
         return index in self._places
 
     def view(self, touched: range, offset: int, length: int) -> memoryview | None:

@@ -33,7 +33,6 @@ from functools import partial
 from heapq import nlargest
 from itertools import groupby
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -570,12 +569,7 @@ class _Pack:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._fd)
 
 

@@ -143,7 +143,6 @@ class LocalTier(Tier):
 
     @cached_property
     def is_direct(self) -> bool:
-        """Whether packs are written past the page cache."""
         return supports_direct(self.root) if self._direct is None else self._direct
 
     def put(

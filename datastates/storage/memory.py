@@ -162,7 +162,6 @@ class MemoryTier(Tier):
             return held
 
     def let_go(self, held: Iterable[Held]) -> None:
-        """Undo ``hold``."""
         with self._lock:
             self._unuse(held)
 
@@ -272,12 +271,10 @@ class MemoryTier(Tier):
         return _MemoryReader(self, self._arena, state, manifest, slots, verify=verify)
 
     def has(self, uid: str) -> bool:
-        """Whether a state is held."""
         with self._lock:
             return uid in self._states
 
     def uids(self) -> Iterator[str]:
-        """The uid of every state that is held."""
         with self._lock:
             return iter(list(self._states))
 
@@ -570,17 +567,14 @@ class _MemoryReader(Reader):
         self.manifest = manifest
         self._tier, self._arena, self._state, self._slots = tier, arena, state, slots
         self._unverified = set(range(len(slots))) if verify else set[int]()
-        self._is_closed = False
         self._lock = Mutex()
         self.used_at = time.monotonic()
 
     def when_wanted(self, tell: Callable[[], None]) -> None:
-        """See ``Reader.when_wanted``."""
         with self._tier._lock:
             self._state.yielding[self] = tell
 
     def chunk(self, index: int) -> memoryview:
-        """One chunk, as it lies in its slot."""
         self._check_open()
         self.used_at = time.monotonic()
         chunk, slot = self.manifest.content.chunks[index], self._slots[index]
@@ -612,7 +606,6 @@ class _MemoryReader(Reader):
         return self._arena.memory(slots[0], offset + length)[offset:].toreadonly()
 
     def check(self, indices: Sequence[int]) -> None:
-        """See ``SupportsPouring``."""
         self._check_open()
         on_threads(
             [index for index in indices if index in self._unverified],
@@ -639,19 +632,12 @@ class _MemoryReader(Reader):
         return self._arena.tensor(self._slots[index], self.chunk(index).nbytes)
 
     def close(self) -> None:
-        """Release the slots."""
         with undisturbed():
             with self._lock:
                 if self._is_closed:
                     return
                 self._is_closed = True
             self._tier._close_reader(self, self._state)
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise Closed(
-                f"the reader of state {self.manifest.origin.uid} is closed: open the state again"
-            )
 
 
 def _bytes_of(chunks: Iterable[Held]) -> int:

@@ -59,7 +59,7 @@ _UNIT = 16
 _FORMAT = "datastates-pack"
 _VERSION = "2"
 
-_DTYPES = {
+DTYPE_CODES = {
     "bool": "BOOL",
     "uint8": "U8",
     "int8": "I8",
@@ -311,7 +311,7 @@ class _Table:
                 end - start,
             )
             return
-        dtype = _DTYPES.get(place.spec.dtype)
+        dtype = DTYPE_CODES.get(place.spec.dtype)
         spec, shard = place.spec, place.shard
         shape = _memory_shape(shard.shape, spec.strides)
         name = self._enter(

@@ -12,12 +12,11 @@ import mmap
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from datastates.errors import Closed, Corrupt, Unavailable
+from datastates.errors import Corrupt, Unavailable
 from datastates.state.digest import chunk_digest, pieces_digest
 from datastates.state.manifest import CHUNK_BYTES, ChunkRef, Manifest, PackInfo
 from datastates.system.files import open_regular, read_at
@@ -64,21 +63,15 @@ class MappedReader(Reader):
         self._kept: dict[int, memoryview] = {}
         self._is_roomy: bool | None = None
         self._stage: Stage | None = None
-        self._is_closed = False
 
     def chunk(self, index: int) -> memoryview:
         """One chunk, in memory that stays as long as the view."""
         kept = self._kept.get(index)
         if kept is not None and not self._is_closed:
             return kept
-        pack = self._pack(index)
-        ref, length = self.manifest.refs[index], self.manifest.content.chunks[index].length
-        data = _memory(padded(length) if self._verifies else length)
-        count = read_at(pack.fd, data, ref.offset)
-        if self._verifies:
-            self._verify(data[:count], index)
-        elif count < length:
-            raise self._cut(index, count)
+        length = self.manifest.content.chunks[index].length
+        data = _memory(padded(length))
+        self._read(index, data)
         view = data[:length].toreadonly()
         latest = {**self._kept, index: view}
         while len(latest) > _KEPT:
@@ -126,7 +119,7 @@ class MappedReader(Reader):
         for index in wanted:
             self._pack(index)  # checks its header, on this thread
         stage = Stage(wanted, padded(chunks[wanted[-1]].length))
-        stage.fill(self._read_staged)
+        stage.fill(self._read)
         self._stage = stage
 
     def loan(self, start: int, length: int) -> memoryview | None:
@@ -155,12 +148,12 @@ class MappedReader(Reader):
             done += piece.nbytes
 
     def check(self, indices: Sequence[int]) -> None:
-        """See ``SupportsPouring``."""
         self._check_open()
         wanted = [index for index in indices if index in self._unverified]
         for index in wanted:
             self._pack(index)  # checks its header, on this thread
-        on_threads(wanted, partial(self._look_through, Room()), between=checkpoint)
+        room = Room()
+        on_threads(wanted, lambda index: self._read(index, room.memory), between=checkpoint)
 
     def pour(self, pieces: Mapping[int, Sequence[Piece]]) -> None:
         """See ``SupportsPouring``; chunks are checked again, since the file may have been
@@ -205,7 +198,7 @@ class MappedReader(Reader):
             )
         return self._is_roomy
 
-    def _read_staged(self, index: int, into: memoryview) -> None:
+    def _read(self, index: int, into: memoryview) -> None:
         """Read a whole chunk into ``into``, and check it while it is in the processor's cache.
 
         Runs on any thread."""
@@ -216,12 +209,6 @@ class MappedReader(Reader):
             self._verify(into[:count], index)
         elif count < length:
             raise self._cut(index, count)
-
-    def _look_through(self, room: Room, index: int) -> None:
-        """Check a chunk and what follows it. Runs on any thread."""
-        into = room.memory[: padded(self.manifest.content.chunks[index].length)]
-        count = read_at(self._pack(index).fd, into, self.manifest.refs[index].offset)
-        self._verify(into[:count], index)
 
     def _pour(self, index: int, pieces: Sequence[Piece], room: Room) -> None:
         """Read each leg into place, and digest it there, or in the room, while it is in the cache.
@@ -248,7 +235,6 @@ class MappedReader(Reader):
             raise self._failed(index)
 
     def _pack(self, index: int) -> _Pack:
-        """The pack of a chunk, its header checked."""
         self._check_open()
         number = self.manifest.refs[index].pack
         try:
@@ -270,12 +256,6 @@ class MappedReader(Reader):
                 raise self._cut(index, offset + count)
         else:
             into[:] = self.chunk(index)[offset : offset + into.nbytes]
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise Closed(
-                f"the reader of state {self.manifest.origin.uid} is closed: open the state again"
-            )
 
     def _verify(self, data: memoryview, index: int) -> None:
         """Check a chunk, and what follows it to the end of its page, if there is any."""

@@ -223,7 +223,6 @@ class _Elsewhere(Reader):
         self.manifest = manifest
 
     def chunk(self, index: int) -> memoryview:
-        """Raise: the chunk was not asked for."""
         origin = self.manifest.origin
         raise Unavailable(
             f"chunk {index} of rank {origin.rank} of state {origin.uid} is not here, and was not"
@@ -231,7 +230,6 @@ class _Elsewhere(Reader):
         )
 
     def span(self, start: int, length: int) -> memoryview | None:
-        """None: nothing is here."""
         return None
 
     def close(self) -> None:

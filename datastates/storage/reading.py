@@ -358,7 +358,6 @@ class _Copy:
     into: np.ndarray[Any, Any]
 
     def put(self, chunk: np.ndarray[Any, Any], index: int) -> None:
-        """Copy them from the bytes of the chunk."""
         item, start = self.piece.item, self.piece.start - index * CHUNK_BYTES
         strides = [
             item * math.prod(self.piece.sizes[dim + 1 :]) for dim in range(len(self.piece.sizes))
@@ -540,7 +539,6 @@ class PartsReader(Reader):
         self._parts, self._starts = tuple(parts), first_chunks(manifests)
 
     def chunk(self, index: int) -> memoryview:
-        """One chunk, from its part."""
         part, start = self._part_of(index)
         return part.chunk(index - start)
 
@@ -567,22 +565,18 @@ class PartsReader(Reader):
         return part.loan(start - first * CHUNK_BYTES, length) if self._is_in_one(touched) else None
 
     def lying(self, index: int) -> memoryview:
-        """One chunk where it lies, from its part."""
         part, start = self._part_of(index)
         return part.lying(index - start)
 
     def when_wanted(self, tell: Callable[[], None]) -> None:
-        """Call ``tell`` when the memory of any part is wanted back."""
         for part in self._parts:
             part.when_wanted(tell)
 
     def verify_headers(self) -> None:
-        """Verify the headers of every part."""
         for part in self._parts:
             part.verify_headers()
 
     def close(self) -> None:
-        """Close every part."""
         with ExitStack() as stack:
             for part in self._parts:
                 stack.callback(part.close)
@@ -653,5 +647,4 @@ class HeldReader(Reader):
         return self.chunk(touched.start)[offset : offset + length]
 
     def close(self) -> None:
-        """Release the bytes."""
         self._chunks = None

@@ -5,10 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Protocol, Self, runtime_checkable
 
-from datastates.errors import InvalidInput, NotFound
+from datastates.errors import Closed, InvalidInput, NotFound
 from datastates.lineage.states import Status
 from datastates.state.manifest import CHUNK_BYTES, Manifest
 from datastates.system.interrupts import checkpoint
@@ -71,6 +70,7 @@ class Reader(ABC):
     """
 
     manifest: Manifest
+    _is_closed: bool = False
     is_waited_for: ClassVar[bool] = False
     """Whether ``chunk`` reads a file, so that a thread for which others wait should not call it."""
 
@@ -177,15 +177,16 @@ class Reader(ABC):
         :raises Corrupt: it is damaged.
         """
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise Closed(
+                f"the reader of state {self.manifest.origin.uid} is closed: open the state again"
+            )
+
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -42,19 +42,19 @@ class Limits:
 
 
 class Descriptors:
-    """The descriptors that connections may use, in all servers of a process together.
+    """The descriptors that connections may use, in all servers of a process together. ``taken`` is
+    the number of connections; none gets a descriptor from ``most_used`` on.
 
     Safe from any thread."""
 
     def __init__(self, soft_limit: int) -> None:
         self.limit = max(1, soft_limit // _SHARE)
-        self._beyond = soft_limit - self.limit
-        self._taken = 0
+        self.most_used = soft_limit - self.limit
+        self.taken = 0
         self._lock = threading.Lock()
         self._sharers: weakref.WeakSet[Admission] = weakref.WeakSet()
 
     def join(self, admission: Admission) -> None:
-        """Add a server that uses them."""
         with self._lock:
             self._sharers.add(admission)
 
@@ -64,28 +64,16 @@ class Descriptors:
         with self._lock:
             return max(1, self.limit // max(1, len(self._sharers)))
 
-    @property
-    def taken(self) -> int:
-        """The number of connections."""
-        return self._taken
-
-    def leaves_room(self, descriptor: int) -> bool:
-        """Whether the process has enough descriptors left. The kernel gives the lowest free number,
-        so ``descriptor`` says how many are used.
-        """
-        return descriptor < self._beyond
-
     def take(self) -> bool:
         """Count one more connection, if one more is allowed; returns whether it is."""
         with self._lock:
-            is_free = self._taken < self.limit
-            self._taken += is_free
+            is_free = self.taken < self.limit
+            self.taken += is_free
             return is_free
 
     def give(self) -> None:
-        """Count one connection less."""
         with self._lock:
-            self._taken -= 1
+            self.taken -= 1
 
 
 class Place:
@@ -135,7 +123,8 @@ class Admission:
 
         ``give_way`` closes the connection when its place is needed."""
         host = _host(address)
-        if not self._descriptors.leaves_room(descriptor) or not self._make_room(host):
+        # the kernel gives the lowest free number, so this one says how many are in use
+        if descriptor >= self._descriptors.most_used or not self._make_room(host):
             self.refused += 1
             return None
         place = Place(self, host, give_way)
@@ -144,7 +133,6 @@ class Admission:
         return place
 
     def of(self, address: str) -> int:
-        """The number of connections of an address."""
         return len(self._places.get(_host(address), ()))
 
     def _make_room(self, host: str) -> bool:
@@ -194,18 +182,16 @@ def of_process() -> Descriptors:
     return _ours
 
 
-def _of_limit() -> Descriptors:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return Descriptors(_MANY if soft == resource.RLIM_INFINITY else soft)
-
-
-def _begin_anew() -> None:
+def _count_afresh() -> None:
+    """Count the connections of this process; a forked child serves none of its parent's."""
     global _ours
-    _ours = _of_limit()  # a forked child serves none of its parent's connections
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _ours = Descriptors(_MANY if soft == resource.RLIM_INFINITY else soft)
 
 
-_ours = _of_limit()
-os.register_at_fork(after_in_child=_begin_anew)
+_ours: Descriptors
+_count_afresh()
+os.register_at_fork(after_in_child=_count_afresh)
 
 
 @lru_cache(_REMEMBERED)

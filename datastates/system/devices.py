@@ -103,12 +103,17 @@ def open_handle(raw: bytes) -> tuple[int, int]:
     _check(
         "IpcOpenMemHandle", opened(ctypes.byref(address), handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
     )
-    found = int(address.value or 0)
-    try:
-        return found, _length(found)
-    except BaseException:
+    found, start, length = int(address.value or 0), ctypes.c_void_p(), ctypes.c_size_t()
+    # what the peer says of the length is not believed
+    length_of = _driver_call()
+    if (
+        length_of is None
+        or length_of(ctypes.byref(start), ctypes.byref(length), address) != 0
+        or start.value != found
+    ):
         close(found)
-        raise
+        raise RuntimeError("the driver does not say how long the memory behind a handle is")
+    return found, int(length.value)
 
 
 def close(address: int) -> None:
@@ -123,22 +128,14 @@ def close(address: int) -> None:
 def runtime_call(name: str) -> Any:
     """A call of the runtime that torch has loaded, by its name without ``cuda`` or ``hip``; None
     if torch came without it."""
-    found = (
-        getattr(library, prefix + name, None)
-        for library in _libraries()
-        for prefix in ("cuda", "hip")
-    )
-    return next((call for call in found if call is not None), None)
-
-
-@functools.cache
-def _libraries() -> tuple[ctypes.CDLL, ...]:
-    """The places where the runtime may be: visible to all libraries, as usual, or loaded only
-    for the libraries that asked for it."""
-    return (
-        ctypes.CDLL(None),
-        *(ctypes.CDLL(path, mode=os.RTLD_NOLOAD) for path in loaded(_RUNTIMES)),
-    )
+    # the runtime is visible to all libraries, as usual, or only to those that asked for it
+    paths = loaded(_RUNTIMES)
+    libraries = [ctypes.CDLL(None), *(ctypes.CDLL(path, mode=os.RTLD_NOLOAD) for path in paths)]
+    for library in libraries:
+        for prefix in ("cuda", "hip"):
+            if (call := getattr(library, prefix + name, None)) is not None:
+                return call
+    return None
 
 
 def loaded(names: tuple[str, ...]) -> list[str]:
@@ -156,20 +153,6 @@ def loaded(names: tuple[str, ...]) -> list[str]:
     return [
         path for path in dict.fromkeys(paths) if Path(path).name.startswith(names) and ".so" in path
     ]
-
-
-def _length(address: int) -> int:
-    """The length of the memory as the driver knows it; what a peer says of its own is not
-    believed."""
-    start, length = ctypes.c_void_p(), ctypes.c_size_t()
-    ask = _driver_call()
-    if (
-        ask is None
-        or ask(ctypes.byref(start), ctypes.byref(length), ctypes.c_void_p(address)) != 0
-        or start.value != address
-    ):
-        raise RuntimeError("the driver does not say how long the memory behind a handle is")
-    return int(length.value)
 
 
 @functools.cache
@@ -423,11 +406,12 @@ class Devices:
         module = _module()
         if module is None or not module.is_initialized():
             return []
-        return [
-            torch.device(self.kind, index)
-            for index in range(module.device_count())
-            if _is_used(module, index)
-        ]
+        # asking whether this process has a context on a device makes none
+        has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+        if has_context is None or not torch.version.cuda:
+            has_context = module.memory_reserved
+        found = [index for index in range(module.device_count()) if has_context(index)]
+        return [torch.device(self.kind, index) for index in found]
 
     def share(self, device: torch.device, length: int) -> Shared:
         """Memory there that another process of this host may open.
@@ -534,14 +518,6 @@ def _accelerator() -> torch.device | None:
         return None
 
 
-def _is_used(module: Any, index: int) -> bool:
-    """Whether this process has a context on the device; asking makes none."""
-    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
-    if has_context is not None and torch.version.cuda:
-        return bool(has_context(index))
-    return bool(module.memory_reserved(index) > 0)
-
-
 @contextmanager
 def _selected(device: torch.device) -> Iterator[None]:
     """Select the device, and allow calls while other threads record. Afterwards the earlier device
@@ -558,7 +534,7 @@ def _selected(device: torch.device) -> Iterator[None]:
 @contextmanager
 def _unhindered() -> Iterator[None]:
     """Allow calls of this thread while other threads record graphs."""
-    exchange = _exchange_mode()
+    exchange = runtime_call("ThreadExchangeStreamCaptureMode")
     if exchange is None:
         yield
         return
@@ -568,13 +544,6 @@ def _unhindered() -> Iterator[None]:
         yield
     finally:
         exchange(ctypes.byref(mode))
-
-
-@functools.cache
-def _exchange_mode() -> Any:
-    """The runtime's call that switches whether recordings of other threads concern this one;
-    None if torch came without it."""
-    return runtime_call("ThreadExchangeStreamCaptureMode")
 
 
 def _name(device: torch.device) -> bytes:

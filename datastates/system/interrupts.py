@@ -65,7 +65,9 @@ class _Section:
                     self._deliver()
 
     def checkpoint(self) -> None:
-        """See the function of this name."""
+        """Run the handlers that wait, which may raise.
+
+        Call it inside a section where nothing is half done, whichever way it was reached."""
         if self._waiting and threading.get_ident() == self._main:
             self._deliver()
 
@@ -123,11 +125,7 @@ def undisturbed() -> _Section:
     return _section
 
 
-def checkpoint() -> None:
-    """Run the handlers that wait, which may raise.
-
-    Call it inside a section where nothing is half done, whichever way it was reached."""
-    _section.checkpoint()
+checkpoint = _section.checkpoint
 
 
 class Mutex:
@@ -149,9 +147,6 @@ class Mutex:
         self._lock.release()
         _section.__exit__()
 
-    def _leave_to_parent(self) -> None:
-        self._lock = threading.RLock()
-
 
 _mutexes: weakref.WeakSet[Mutex] = weakref.WeakSet()
 
@@ -159,7 +154,7 @@ _mutexes: weakref.WeakSet[Mutex] = weakref.WeakSet()
 def _after_fork() -> None:
     _section.leave_to_parent()
     for mutex in list(_mutexes):
-        mutex._leave_to_parent()
+        mutex._lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_after_fork)

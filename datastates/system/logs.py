@@ -98,21 +98,12 @@ def say(text: str, extra: Mapping[str, object] | None = None) -> None:
     """
     if _logger.hasHandlers():
         _logger.info("%s", text, extra=extra)
-    elif not _is_turned_down() and sys.stderr is not None:
-        sys.stderr.write(f"datastates: {text}\n")
-
-
-def _is_turned_down() -> bool:
-    """Whether the level of this logger or of the package's was raised; the root's, which is
-    raised from the start, does not count."""
-    logger = _logger
-    while (
-        logger.level == logging.NOTSET
-        and logger.parent is not None
-        and logger.parent is not logging.root
-    ):
+        return
+    logger = _logger  # the root does not count: its level is raised from the start
+    while not logger.level and logger.parent is not None and logger.parent is not logging.root:
         logger = logger.parent
-    return logger.level > logging.INFO
+    if logger.level <= logging.INFO and sys.stderr is not None:
+        sys.stderr.write(f"datastates: {text}\n")
 
 
 # Logging what strangers and peers cause at most once a minute, and no longer than a screen, so

@@ -273,8 +273,14 @@ class Recorder:
                 told = self._told.popleft()
                 if isinstance(told, _Count):
                     self._counts[told.name] += told.by
-                else:
-                    self._add(told)
+                    continue
+                timing = self._timings.get(told.name, Timing(told.name))
+                self._timings[told.name] = timing.plus(told.ended - told.began)
+                if told.name == "capture":
+                    self._counts["captures"] += 1
+                if self._trace is not None:
+                    self._left_out += len(self._spans) == MOST_SPANS
+                    self._spans.append(told)
 
     def activity(self) -> Activity:
         """The activity so far."""
@@ -294,13 +300,3 @@ class Recorder:
             write_trace(Path(self._trace), spans, left_out=left_out)
         except OSError as error:
             _logger.warning("the trace was not written to %s: %s", self._trace, error)
-
-    def _add(self, span: Span) -> None:
-        self._timings[span.name] = self._timings.get(span.name, Timing(span.name)).plus(
-            span.ended - span.began
-        )
-        if span.name == "capture":
-            self._counts["captures"] += 1
-        if self._trace is not None:
-            self._left_out += len(self._spans) == MOST_SPANS
-            self._spans.append(span)

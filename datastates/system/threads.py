@@ -176,8 +176,8 @@ def hindered(hinder: Hindrance) -> Iterator[None]:
 # Threads that give way to others at the disk.
 
 
-_NUMBERS = {"x86_64": (251, 252), "aarch64": (30, 31)}
-"""The numbers of ``ioprio_set`` and ``ioprio_get``, for which the C library has no names."""
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+"""The number of ``ioprio_set``, for which the C library has no name."""
 
 _THREAD = 1
 
@@ -194,18 +194,5 @@ def yield_disk() -> bool:
     The processor's priority stays: a thread that holds the interpreter's lock and waits for its
     turn would hold up the training.
     """
-    return _call(0, _THREAD, 0, LOWEST) == 0
-
-
-def disk_priority(thread: int = 0) -> int | None:
-    """The priority of a thread by its native id (0: this one), in the kernel's numbers; None if
-    the kernel does not say."""
-    found = _call(1, _THREAD, thread)
-    return None if found < 0 else found
-
-
-def _call(which: int, *arguments: int) -> int:
-    numbers = _NUMBERS.get(os.uname().machine) if sys.platform == "linux" else None
-    if numbers is None:
-        return -1
-    return int(ctypes.CDLL(None).syscall(numbers[which], *arguments))
+    number = _IOPRIO_SET.get(os.uname().machine) if sys.platform == "linux" else None
+    return number is not None and ctypes.CDLL(None).syscall(number, _THREAD, 0, LOWEST) == 0

@@ -131,7 +131,7 @@ def test_a_training_keeps_that_many_and_any_of_them_is_restored(tmp_path: Path) 
             if number == 1:
                 repo.tag("kept", states[-1])
         repo.flush()
-        held = [repo.core.holds(state.uid) for state in states]
+        held = [repo.core.tiers.has(state.uid) for state in states]
         assert held == [False, True, False, False, False, True, True, True]
         for number in (1, 5, 6, 7):
             assert repo.load(states[number])["weight"][0] == number

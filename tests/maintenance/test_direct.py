@@ -20,7 +20,7 @@ from datastates.errors import Corrupt, Dirty, InvalidInput
 from datastates.maintenance import loading
 from datastates.state.manifest import CHUNK_BYTES
 from datastates.storage import copying, pack_reader
-from datastates.storage.copying import STRIDE_BYTES, Piece, Room, Stage, copy, legs, pieces_by_chunk
+from datastates.storage.copying import STRIDE_BYTES, Piece, Stage, copy, legs, pieces_by_chunk
 from datastates.storage.memory import _MemoryReader
 from datastates.storage.pack_reader import MappedReader
 from datastates.system.files import read_at
@@ -202,13 +202,13 @@ def test_a_file_that_is_cut_short_while_it_is_checked_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pack = saved(tmp_path, {"w": LARGE})
-    check = MappedReader._look_through
+    check = MappedReader._read
 
-    def check_then_cut(self: MappedReader, room: Room, index: int) -> None:
-        check(self, room, index)
+    def check_then_cut(self: MappedReader, index: int, into: memoryview) -> None:
+        check(self, index, into)
         os.truncate(pack, 2 * CHUNK_BYTES)
 
-    monkeypatch.setattr(MappedReader, "_look_through", check_then_cut)
+    monkeypatch.setattr(MappedReader, "_read", check_then_cut)
     into = {"w": torch.zeros_like(LARGE)}
     with datastates.open(tmp_path) as repo, pytest.raises(Corrupt, match="cut short"):
         repo.restore("main", objects=into)

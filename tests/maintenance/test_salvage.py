@@ -88,7 +88,7 @@ def test_a_state_that_cannot_be_restored_is_not_the_one_to_restore_instead(
         raise NotFound("a part of it is missing")
 
     monkeypatch.setattr(repo.core.tiers, "open", is_missing)
-    assert repo.core.holds(uid)
+    assert repo.core.tiers.has(uid)
     with pytest.raises(
         Unavailable, match=f"the nearest ancestor that can is {before[:10]}"
     ) as caught:

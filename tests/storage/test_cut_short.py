@@ -13,7 +13,6 @@ import datastates
 from datastates import Config, Unavailable
 from datastates.errors import Corrupt, InvalidInput
 from datastates.files.checkpoints import export, plan_export
-from datastates.storage.copying import Room
 from datastates.storage.durable_files import locked
 from datastates.storage.local import LocalTier
 from datastates.storage.pack_reader import MappedReader
@@ -60,14 +59,14 @@ def test_a_restore_and_a_verification_of_a_pack_that_is_cut_short_are_errors(
         repo.track(rng=False, box={"w": torch.arange(3.0 * MIB)}) as run,
     ):
         run.capture().wait("durable")
-    check = MappedReader._look_through
+    check = MappedReader._read
 
-    def check_then_cut(reader: MappedReader, room: Room, index: int) -> None:
-        check(reader, room, index)
+    def check_then_cut(reader: MappedReader, index: int, into: memoryview) -> None:
+        check(reader, index, into)
         cut(tmp_path / "packs", 2 * 4 * MIB)
 
     with datastates.open(tmp_path) as again:
-        monkeypatch.setattr(MappedReader, "_look_through", check_then_cut)
+        monkeypatch.setattr(MappedReader, "_read", check_then_cut)
         into = torch.zeros(3 * MIB)
         with pytest.raises(Corrupt, match=r"cut short|bytes, \d+ were written"):
             again.restore("main", box={"w": into})

@@ -29,13 +29,13 @@ STATE = {"w": numbers(5 * MIB + 77), "v": numbers(10)}
 def threads_that_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the threads that read a chunk ahead, one for each chunk."""
     names: list[str] = []
-    read = MappedReader._read_staged
+    read = MappedReader._read
 
     def noting(self: MappedReader, index: int, into: memoryview) -> None:
         names.append(threading.current_thread().name)
         read(self, index, into)
 
-    monkeypatch.setattr(MappedReader, "_read_staged", noting)
+    monkeypatch.setattr(MappedReader, "_read", noting)
     return names
 
 
@@ -109,13 +109,13 @@ def test_a_pack_that_is_cut_short_while_it_is_read_ahead_is_an_error_and_nothing
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pack = saved(tmp_path, STATE["w"])
-    read = MappedReader._read_staged
+    read = MappedReader._read
 
     def read_then_cut(self: MappedReader, index: int, into: memoryview) -> None:
         read(self, index, into)
         os.truncate(pack, 2 * CHUNK_BYTES)
 
-    monkeypatch.setattr(MappedReader, "_read_staged", read_then_cut)
+    monkeypatch.setattr(MappedReader, "_read", read_then_cut)
     into = {"v": torch.zeros(3)}
     with (
         datastates.open(tmp_path) as repo,

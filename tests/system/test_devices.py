@@ -79,7 +79,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     monkeypatch.setattr(torch, "get_device_module", lambda _: made)
     for name in ("register", "unregister"):
         monkeypatch.setattr(driver, name, getattr(made, name))
-    monkeypatch.setattr(seam, "_exchange_mode", lambda: made.exchange)
+    monkeypatch.setattr(seam, "runtime_call", lambda name: made.exchange)
     return made
 
 
