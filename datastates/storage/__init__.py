@@ -1,4 +1,4 @@
-"""Places for payload: the contract of a tier of your own, and what such a tier may do besides.
+"""The contract of a custom tier, and its optional capabilities.
 
 Names are imported when they are first used, so that reading a manifest's envelope needs no torch.
 """

@@ -1,19 +1,18 @@
 """The arena: memory for states, prefaulted once and used again and again.
 
 The *slot* of a chunk is its first byte in the arena. Each run of chunks takes the shortest free
-extent that is long enough (best fit), and extents that are free next to each other are merged. So
-memory is counted in bytes. The arena becomes warm by *blocks* of 4 MiB.
+extent that is long enough (best fit), and extents that are free next to each other are merged. The
+arena counts memory in bytes. It becomes warm in *blocks* of 4 MiB.
 
 Copying into memory that was touched before is an order of magnitude faster than into fresh pages.
-So the whole budget is one reserved mapping, of which a growing part is *warm*: ``warm_up``,
-``make_real`` or the first write makes it real, and it is not given back before ``close``. Forked
-children (workers of a data loader) do not see the arena, so they do not pay for copy-on-write of
-it.
+The whole budget is one reserved mapping. A growing part of it is *warm*: ``warm_up``, ``make_real``
+or the first write makes it real. ``close`` gives it back. Forked children (workers of a data
+loader) do not see the arena, so they do not pay for copy-on-write of it.
 
-It uses huge pages, which a state is written from with a third of the processor time. A physical
-machine makes them real at 22 GB/s, and small ones at 3 GB/s. A virtual machine may have to ask its
-host for each huge page, at 0.5 to 1.1 GB/s. So if huge pages come slowly, blocks that a capture
-waits for get small ones, which ``merge_pages`` makes huge later.
+It uses huge pages, because writing a state from them takes a third of the processor time. A
+physical machine makes them real at 22 GB/s, and small ones at 3 GB/s. A virtual machine may have to
+ask its host for each huge page, at 0.5 to 1.1 GB/s. If huge pages come slowly, blocks that a
+capture waits for get small pages. ``merge_pages`` makes them huge later.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Registrar(Protocol):
         """
 
     def unregister(self, address: int) -> None:
-        """Unpin the stretch that begins at this address. Never raises."""
+        """Unpin the stretch that begins at this address. Raises nothing."""
 
 
 class DeviceRegistrar:
@@ -77,7 +76,7 @@ class DeviceRegistrar:
     def unregister(self, address: int) -> None:
         """Unpin a stretch.
 
-        This fails only when the driver is shutting down, and has released everything by itself."""
+        This fails only while the driver shuts down, which releases everything."""
         with suppress(RuntimeError):
             self._devices.unregister(self._device, address)
 
@@ -114,8 +113,8 @@ class Pinned:
             self._starts.append(address)
 
     def is_joint(self, first: int, last: int) -> bool:
-        """Whether two addresses lie in one registration: a copy from or to a device may not
-        cross from one into another."""
+        """Whether two addresses are in one registration. A copy from or to a device must not cross
+        into another registration."""
         with self._lock:
             return bisect_right(self._edges, first) == bisect_right(self._edges, last)
 
@@ -223,13 +222,12 @@ class Arena:
         return not self._missing(lengths, within)
 
     def acquire(self, lengths: Sequence[int], *, within: int | None = None) -> list[int] | None:
-        """The slots of chunks of these lengths, or None if they do not all fit. Memory that is warm
-        comes first.
+        """The slots of chunks of these lengths, or None if they do not all fit. Warm memory comes
+        first.
 
-        With ``within``, no more bytes than that are warm afterwards, rounded up to blocks, unless
-        they are now (0: only memory that is warm already is given). Chunks of one length that
-        follow each other often lie together. Memory that was never touched becomes real when it is
-        written to.
+        ``within`` bounds the bytes that are warm afterwards, rounded up to blocks. 0 gives only
+        memory that is warm already. Consecutive chunks of one length are often adjacent. Memory
+        that was never touched becomes real when it is written to.
 
         :raises Closed: the arena was closed, or belongs to the parent of this forked process.
         """
@@ -264,8 +262,8 @@ class Arena:
         return slots
 
     def make_real(self, slots: Iterable[int]) -> None:
-        """Touch those of these acquired slots of whole chunks that were never touched, before
-        anything is copied to them, which is faster than copying."""
+        """Touch the acquired slots of whole chunks that were never touched. This is faster than
+        copying to untouched memory."""
         if not self._untouched or self._pinned is not None:  # registered memory is real
             return
         for block in slots:
@@ -278,9 +276,9 @@ class Arena:
         """Touch ``count`` more blocks before they are needed, on a background thread; False if none
         is cold any more.
 
-        It writes to each page, because ``MADV_POPULATE_WRITE`` would hold up every ``mmap`` and
-        ``munmap`` of the process, which a training calls all the time, until everything is touched
-        (290 ms for 64 MiB, where writing holds nothing up).
+        It writes to each page. ``MADV_POPULATE_WRITE`` would block every ``mmap`` and ``munmap`` of
+        the process until all pages are touched (290 ms for 64 MiB). A training calls these all the
+        time.
         """
         with self._lock:
             self._check_open()
@@ -304,11 +302,11 @@ class Arena:
         return bool(self._small) and self._pinned is None  # registered memory cannot move
 
     def merge_pages(self) -> bool:
-        """Make the pages of one block huge, on a background thread; its contents stay, and whoever
-        uses it may go on. False if there is no such block, or if the kernel refuses for now.
+        """Make the pages of one block huge, on a background thread. Its contents stay, and it may
+        be used meanwhile. False if there is no such block, or if the kernel refuses for now.
 
-        That takes as long as it takes to make fresh huge pages real. The kernel holds up each
-        ``mmap`` and ``munmap`` of the process meanwhile, so call it seldom.
+        This takes as long as making fresh huge pages real. The kernel blocks each ``mmap`` and
+        ``munmap`` of the process meanwhile, so call it rarely.
         """
         with self._lock:
             if self._is_closed or not self.has_small_pages:
@@ -323,7 +321,7 @@ class Arena:
         assert reserved is not None
         start, length = self._start + block, CHUNK_BYTES
         with suppress(OSError):
-            # where the next call is not known, the kernel may do it by itself
+            # the kernel may do it without the next call
             reserved.madvise(mmap.MADV_HUGEPAGE, start, length)
         if not _libc.madvise(
             ctypes.c_void_p(flat.data_ptr() + block), ctypes.c_size_t(length), _MADV_COLLAPSE
@@ -339,7 +337,7 @@ class Arena:
         """Register warm blocks from now on, so that copies from and to devices are asynchronous;
         only the first call counts.
 
-        Call it only once something lies on a device, since registering creates a context there.
+        Call it only if something is on a device already, since registering creates a context there.
         """
         with self._lock:
             self._check_open()
@@ -444,7 +442,7 @@ class Arena:
                     self._small[block] = _TRIES
 
     def _missing(self, lengths: Sequence[int], within: int) -> int:
-        """How many bytes of chunks of these lengths find no slot; 0: all fit."""
+        """How many bytes of chunks of these lengths find no slot."""
         with self._lock:
             before = self._warm
             _, runs, missing = self._take(lengths, within)
@@ -479,8 +477,8 @@ class Arena:
         """Take the slot of up to ``count`` chunks of one size: of all in one extent, or else of as
         many as the longest extent holds.
 
-        Longer chunks begin at pages, at the low end of the extent. Others lie at its high end, so
-        that its start stays at a page. Memory that is not warm is taken last.
+        Longer chunks begin at pages, at the low end of the extent. Short chunks are at its high
+        end, so that its start stays at a page. Memory that is not warm is taken last.
         """
         unit = _ALIGNED_BYTES if size < _PAGED_BYTES else mmap.PAGESIZE
         while True:

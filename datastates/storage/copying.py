@@ -45,8 +45,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leg:
-    """Bytes of a chunk that are read at once, straight into ``memory``; if that is None, into a
-    room, from which ``pieces`` are copied."""
+    """Bytes of a chunk that are read at once, straight into ``memory``. If that is None, they are
+    read into a ``Room``, from which ``pieces`` are copied."""
 
     offset: int
     length: int
@@ -59,14 +59,14 @@ class SupportsPouring(Protocol):
     """A reader from which several threads may read chunks at once."""
 
     def check(self, indices: Sequence[int]) -> None:
-        """Check those of these chunks that are not checked yet, and keep nothing of them.
+        """Check the chunks that are not checked yet, and keep none of their bytes.
 
         :raises Corrupt: a chunk fails its digest.
         """
 
     def pour(self, pieces: Mapping[int, Sequence[Piece]]) -> None:
-        """Copy pieces, given by chunk, to where they belong. Bytes that may have changed since they
-        were checked are checked again.
+        """Copy pieces, given by chunk, to their memory. Bytes that may have changed since their
+        check are checked again.
 
         :raises Corrupt: a chunk fails its digest now; its bytes, and others, have already been
             copied to where they belong.
@@ -96,8 +96,9 @@ def pieces_by_chunk(stretches: Iterable[tuple[int, memoryview]]) -> dict[int, li
 
 
 def legs(pieces: Sequence[Piece], length: int, *, is_whole: bool = True) -> Iterator[Leg]:
-    """The legs that read a chunk of ``length`` bytes: large pieces by themselves, and everything
-    between them together. Unless ``is_whole``, they read no more than the pieces need."""
+    """The legs that read a chunk of ``length`` bytes. Each large piece has its own leg, and
+    everything between large pieces is read together. Unless ``is_whole``, they read no more than
+    the pieces need."""
     if not is_whole:
         for leg in legs(pieces, length):
             if leg.memory is not None:
@@ -133,8 +134,8 @@ def on_threads(
     *,
     between: Callable[[], None] = lambda: None,
 ) -> None:
-    """Call ``work`` with each of these, on a few threads; of the errors that it raises, that of the
-    first index is raised here.
+    """Call ``work`` with each index, on a few threads. The error of the first index that failed is
+    raised here.
 
     There are as many threads as half the cores that this process may use, but at least four (or one
     for each core), and at most eight.
@@ -172,8 +173,8 @@ def _each(indices: Sequence[int], work: Callable[[int], object]) -> None:
 
 
 def _through_room(begin: int, end: int, pieces: Sequence[Piece]) -> Iterator[Leg]:
-    """Legs through the room from ``begin`` to ``end``, each with the pieces, or parts of pieces,
-    that lie in it."""
+    """Legs through a ``Room`` from ``begin`` to ``end``, each with its pieces, or parts of
+    pieces."""
     left = list(pieces)
     for at in range(begin, end, STRIDE_BYTES):
         stop, inside = min(at + STRIDE_BYTES, end), []
@@ -186,13 +187,13 @@ def _through_room(begin: int, end: int, pieces: Sequence[Piece]) -> Iterator[Leg
         yield Leg(at, stop - at, None, tuple(inside))
 
 
-# Holds many chunks of a state in memory of our own, which a few threads fill, so that tensors
-# over several chunks are views.
+# Memory for many chunks of a state, which a few threads fill, so that tensors over several chunks
+# are views.
 
 
 class Stage:
-    """Room for the chunks ``indices`` (rising, at least one). All but the last are whole; the last
-    has ``last`` bytes.
+    """Memory for the chunks ``indices`` (rising, at least one). All but the last are whole. The
+    last has ``last`` bytes.
 
     Chunks that follow each other in the stream do so here. The memory lives as long as a view of
     it. Touching it for the first time may cost more than reading into it, so two threads are faster
@@ -206,8 +207,8 @@ class Stage:
         self._memory = memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
     def fill(self, read: Callable[[int, memoryview], None]) -> None:
-        """Call ``read`` with each index and its memory, on a few threads; of its errors, that of
-        the first index is raised here.
+        """Call ``read`` with each index and its memory, on a few threads. The error of the first
+        index that failed is raised here.
 
         Every thread has ended when this returns.
         """

@@ -6,13 +6,13 @@ read and extend.
     an entry            digest, length, offset (6 bytes), checksum (2), name of the pack without
                         its suffix; zeros if there is none
 
-An entry of length 0 says where the manifest of a state is: its digest is that of the state's uid
-and rank, its pack is the name of the manifest file without the suffix, and its offset is that of
-the frame.
+An entry of length 0 gives the place of a state's manifest. Its digest is the digest of the state's
+uid and rank. Its pack is the name of the manifest file without the suffix, and its offset is the
+offset of the frame.
 
-Nothing relies on the index. Code that uses a hint compares the bytes to which it leads
-(``borrowing``). So a file that is stale, torn, copied, forged or gone costs only what could have
-been shared. It is never fsynced, and no memory is held between two puts.
+No code relies on the index: code that uses a hint compares the bytes there. A file that is stale,
+torn, copied, forged or gone costs only space. The file is never fsynced, and no memory is held
+between two puts.
 
 If a page is full and the file is crowded, the file is doubled, without the entries of packs that
 are gone. Otherwise, and in a file of the largest size, the page's oldest entry gives way. A file
@@ -76,7 +76,7 @@ _Key = tuple[bytes, int]
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """A chunk, and the pack and the offset at which it may lie."""
+    """A chunk, and the pack and the offset at which it may be stored."""
 
     key: _Key
     pack: str
@@ -93,8 +93,7 @@ class ChunkIndex:
         self._root, self._path = root, root / NAME
 
     def find(self, keys: Iterable[_Key]) -> dict[_Key, list[Hint]]:
-        """The hints about those of these chunks and states that have any, to be tried in their
-        order."""
+        """The hints for chunks and states that have any, in the order in which to try them."""
         found: dict[_Key, list[Hint]] = {}
         try:
             fd, bits = self._open()
@@ -112,11 +111,11 @@ class ChunkIndex:
         return found
 
     def add(self, hints: Iterable[Hint]) -> None:
-        """Add hints at chunks that lie in packs which a manifest needs."""
+        """Add hints for chunks in packs that a manifest needs."""
         left = [
             _sealed(_ENTRY.pack(*hint.key, hint.offset, stem))
             for hint in hints
-            if len(stem := _stem(hint.pack)) <= _STEM_BYTES  # as those of all our packs
+            if len(stem := _stem(hint.pack)) <= _STEM_BYTES  # true of all our packs
         ]
         try:
             with suppress(FileNotFoundError):
@@ -207,14 +206,14 @@ class ChunkIndex:
 
 
 def state_key(uid: str, rank: int) -> _Key:
-    """The key of the entry that says where the manifest of a state is."""
+    """The key of the entry for the place of a state's manifest."""
     return chunk_digest(f"{uid}.{rank}".encode()), 0
 
 
 def state_hints(
     stem: str, owners: Iterable[tuple[str, int] | None], frames: Iterable[bytes]
 ) -> Iterator[Hint]:
-    """The entries of the manifests of states and ranks in the frames of one file; None: it is
+    """The entries of the manifests in the frames of one file. An owner is None if its frame is
     damaged."""
     offset = 0
     for owner, frame in zip(owners, frames, strict=True):
@@ -430,8 +429,8 @@ def places_of(base: Manifest | None) -> Places:
 
 
 def readable(manifests: Sequence[Manifest]) -> list[bytes]:
-    """The frames of a file with these manifests, once those of each layout were decoded again: a
-    state that cannot be read must not count as durable.
+    """The frames of a file with these manifests. One frame of each layout was decoded again,
+    because a state that cannot be read must not count as durable.
 
     :raises Unsupported: one could not be read again.
     """
@@ -477,8 +476,8 @@ name."""
 
 @dataclass(frozen=True, slots=True)
 class Borrowed:
-    """Chunks of a state that lie in packs of other states; ``stamps`` are those of the packs
-    when their bytes were compared."""
+    """Chunks of a state that are stored in packs of other states. ``stamps`` identify the packs
+    whose bytes were compared."""
 
     places: Mapping[_Key, tuple[PackInfo, int]] = field(default_factory=dict)
     stamps: Mapping[str, Stamp] = field(default_factory=dict)
@@ -491,8 +490,8 @@ def find_borrowed(
     known: Container[_Key],
     likely: Places,
 ) -> Borrowed:
-    """The chunks of a state that lie in packs of ``root``, except ``known`` ones: at places that
-    are ``hinted`` for chunks of the state, or at ``likely`` ones.
+    """The chunks of a state that are stored in packs of ``root``, except ``known`` ones. The
+    ``hinted`` and the ``likely`` places are compared.
     """
     first: dict[_Key, int] = {}
     for number, chunk in enumerate(payload.manifest.content.chunks):
@@ -552,7 +551,8 @@ class _Pack:
             raise
 
     def holds(self, offset: int, wanted: memoryview) -> bool:
-        """Whether these bytes lie at ``offset`` as a chunk: aligned, and followed by zeros."""
+        """Whether these bytes are stored at ``offset`` as a chunk: aligned, and followed by
+        zeros."""
         end = padded(wanted.nbytes)
         if (
             offset % alignment(wanted.nbytes)

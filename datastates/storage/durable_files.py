@@ -107,7 +107,7 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 def next_step(error: OSError) -> str:
-    """What a user can do about a file that cannot be opened or mapped although it may be sound."""
+    """The next step for a user whose file cannot be opened or mapped although it may be sound."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "raise the limit of open files (`ulimit -n`), or close what this process holds open"
     if error.errno == errno.ENOMEM:
@@ -122,9 +122,9 @@ def locked(root: Path, *, is_shared: bool, is_needed: bool = True) -> Iterator[N
     """Hold the folder's lock, against other threads and processes: shared to commit or open,
     exclusive to remove.
 
-    Locking a file that another user made does not need the right to write it. Without
-    ``is_needed``, the block runs even if the lock cannot be had: that is for readers that may not
-    write. If another process removes what they read, the digests show it.
+    Locking another user's file does not need the right to write it. Without ``is_needed``, the
+    block runs even if the lock cannot be taken. That is for readers that may not write. If another
+    process removes what they read, the digests show it.
 
     :raises PermissionError: the lock's file cannot be opened.
     """
@@ -251,14 +251,14 @@ def write_chunks(
     is_direct: bool,
     pace: Pace | None = None,
 ) -> None:
-    """Fill an empty file with a header and chunks, each followed by zeros as the layout says, and
+    """Fill an empty file with a header and chunks, with zeros between them as in the layout, and
     make it durable.
 
-    The room is allocated first, so that a full disk shows before anything is written, and the file
-    lies in one stretch. Direct writes take memory that starts at a page as it is; everything else
-    goes through a buffer. Writes that are not direct are synced every 64 MiB, so that the page
-    cache never holds more dirty bytes of the file; with more, the kernel would make every writer of
-    the machine wait. With a ``pace`` the writes keep to that rate, and are synced each second.
+    The space is allocated first. So a full disk is noticed before anything is written, and the file
+    is contiguous. Direct writes use memory that starts at a page as it is, and a buffer for
+    everything else. Other writes are synced every 64 MiB. With more dirty bytes in the page cache,
+    the kernel would make every writer of the machine wait. With a ``pace`` the writes keep to that
+    rate, and are synced each second.
     """
     _allocate(fd, path, layout.size)
     is_direct = is_direct and layout.has_pages
@@ -362,7 +362,7 @@ def _batches(views: Iterator[memoryview], most: int) -> Iterator[list[memoryview
 
 
 def _write(fd: int, path: Path, views: list[memoryview], offset: int) -> int:
-    """Write all of it; a short write goes on where it stopped.
+    """Write all of it. A short write is continued where it stopped.
 
     Returns the offset after the last byte."""
     while views:

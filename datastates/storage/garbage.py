@@ -1,9 +1,9 @@
-"""Makes room in a folder of packs. It deletes what crashed writers left and packs that no manifest
-needs, and rewrites packs most of whose bytes no manifest needs.
+"""Frees space in a folder of packs. It deletes files of crashed writers and packs that no manifest
+needs. It rewrites packs if manifests need less than half of their bytes.
 
-A collection needs no knowledge in advance and leaves none behind: whatever ends one, the next one
-goes on. It holds the folder's exclusive lock for a few files at a time, and copies bytes without
-it, so that captures and readers go on.
+A collection keeps no state of its own: after an interrupted collection, the next one continues. It
+holds the folder's exclusive lock for a few files at a time, and copies bytes without it. So
+captures and readers are not blocked.
 """
 
 from __future__ import annotations
@@ -144,10 +144,9 @@ class Rewriting:
         moved: Moved,
         chunk: Callable[[Reader, int], memoryview],
     ) -> None:
-        """Write a state's chunks that lie at ``bad`` places anew: ``chunk`` returns their bytes,
-        checked.
+        """Write a state's chunks at ``bad`` places again. ``chunk`` returns their checked bytes.
 
-        ``moved`` then says where they are now, for the states that share them.
+        ``moved`` gets their new places, for the states that share them.
         """
         found = self._catalogue.find(uid, rank)
         if found is not None:
@@ -215,7 +214,8 @@ class Rewriting:
                 }
                 if gone:  # removed with the states that needed them
                     for place in [place for place, (pack, _) in moved.items() if pack in gone]:
-                        # the bytes still lie at the old place too, as this state needs them there
+                        # the bytes are still at the old place too, since this state needs them
+                        # there
                         del moved[place]
                     return None
                 if plan.layout is not None:
@@ -284,8 +284,7 @@ def _read(path: Path) -> _Old:
     return _Old(path, data, tuple(found))
 
 
-# Makes room in a folder of packs. It deletes what crashed writers left and packs that no manifest
-# needs, and rewrites packs most of whose bytes no manifest needs.
+# A collection in a folder of packs.
 
 
 _BATCH = 32
@@ -296,9 +295,9 @@ _ONE_AT_A_TIME = ".collecting"
 
 @dataclass(slots=True)
 class Collected:
-    """What was deleted and written, or would be; sizes are file sizes.
+    """The result of a collection, or of a dry run. Sizes are file sizes.
 
-    ``left`` says what was left alone, and why."""
+    ``left`` lists the files that were not touched, with the reason."""
 
     temporaries: int = 0
     temporary_bytes: int = 0
@@ -311,7 +310,7 @@ class Collected:
 
 class Collector:
     """One collection in a folder. ``tell`` is called with the bytes freed so far, and the total
-    that can be.
+    that can be freed.
 
     ``without`` are states that ``look`` treats as deleted.
 
@@ -332,7 +331,7 @@ class Collector:
         self._collected = Collected()
 
     def look(self) -> Collected:
-        """What a collection would do; nothing is changed."""
+        """The result that a collection would have. Nothing is changed."""
         done = self._collected
         for path in self._temporaries():
             if is_abandoned(path):

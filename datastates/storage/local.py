@@ -9,8 +9,8 @@ puts:
     manifest-renamed    from here on the state is visible, and durable
 
 States that are put together take these steps together: they share a pack and a file of manifests,
-and all become visible at once. A state is found by the name of its own file, by the index, or by
-reading every manifest (``pack.Catalogue``).
+and all become visible at once. A state is found by its file name, by the index, or by reading every
+manifest (``pack.Catalogue``).
 
 Chunks that the folder already holds, for any state, are referred to and not written again
 (``dedup``).
@@ -100,8 +100,8 @@ class LocalTier(Tier):
 
     The folder is made if it is missing. ``direct`` writes past the page cache (None: if the file
     system can). ``pace`` is how fast payload is written. ``on_step`` is called after each step, see
-    above. ``rank`` is the rank whose part is used by methods that name only the state;
-    the parts of all ranks may lie in one folder.
+    above. ``rank`` is the rank whose part is used by methods that name only the state. One folder
+    may have the parts of all ranks.
     """
 
     name = "local"
@@ -151,8 +151,8 @@ class LocalTier(Tier):
         """Write a state; on return it is durable.
 
         ``is_of_base``: this process captured both this state and ``base`` in one training, and put
-          ``base`` here itself. Only then does a
-        digest suffice to refer to chunks of ``base``; otherwise the bytes are compared.
+        ``base`` here itself. Then chunks of ``base`` are referred to by digest alone. Otherwise
+        their bytes are compared.
 
         :raises Conflict: another state with this uid is here.
         :raises Unsupported: its manifest holds something that could not be read again.
@@ -214,7 +214,7 @@ class LocalTier(Tier):
         return self.open_part(uid, self._rank, verify=verify)
 
     def open_part(self, uid: str, rank: int, *, verify: bool = True) -> Reader:
-        """``open`` for any rank's part: all lie in one folder."""
+        """``open`` for any rank's part."""
         self._check_open()
         if not self.root.is_dir():
             raise Unavailable(
@@ -321,7 +321,7 @@ class LocalTier(Tier):
         return freed
 
     def discard(self, packs: Iterable[str]) -> None:
-        """Delete those of these packs that no manifest needs, in one pass."""
+        """Delete the packs that no manifest needs, in one pass."""
         self._check_open()
         try:
             with locked(self.root, is_shared=False):
@@ -383,11 +383,11 @@ class LocalTier(Tier):
         without: Iterable[str] = (),
         tell: Callable[[int, int], None] = lambda done, total: None,
     ) -> Collected:
-        """``sweep``, and rewrite packs most of whose bytes no manifest needs; a few files at a
-        time, while everything else goes on.
+        """``sweep``, and rewrite packs if manifests need less than half of their bytes. It handles
+        a few files at a time, and blocks no other work.
 
-        ``is_dry`` only looks, as if the states ``without`` were removed. ``tell`` is called with
-        the bytes of packs freed so far, and the total.
+        ``is_dry`` changes nothing, and assumes that the states ``without`` are removed. ``tell`` is
+        called with the bytes of packs freed so far, and the total.
 
         :raises Conflict: another process collects in this folder.
         """
@@ -408,9 +408,9 @@ class LocalTier(Tier):
         moved: Moved,
         chunk: Callable[[Reader, int], memoryview],
     ) -> None:
-        """Write the chunks of a state that lie at ``bad`` places anew, with the bytes that
-        ``chunk`` returns. Its manifest then names the new places, and so does ``moved``, for the
-        states that share them. Wherever this is interrupted, the state is as before, or mended.
+        """Write the chunks of a state at ``bad`` places again, with the bytes that ``chunk``
+        returns. Its manifest then has the new places. ``moved`` has them too, for the states that
+        share the chunks. After an interrupt, the state is as before, or mended.
         """
         self._check_open()
         try:
@@ -420,8 +420,8 @@ class LocalTier(Tier):
 
     @contextmanager
     def hurrying(self) -> Iterator[None]:
-        """Write as fast as the disk can until the end of the block, whatever the pace, because a
-        caller wants to end."""
+        """Write without the rate limit until the end of the block, because a caller wants to
+        end."""
         with nullcontext() if self._pace is None else self._pace.lifted():
             yield
 
@@ -476,7 +476,7 @@ class LocalTier(Tier):
 
     def _find(self, uid: str, rank: int, hints: Sequence[Hint] | None = None) -> Sound | None:
         """The manifest of a state; None if it is not here. Its own file and the index are tried
-        first, and with ``hints`` nothing else.
+        first. With ``hints``, only these are tried.
 
         :raises Corrupt: it is damaged.
         """
@@ -652,7 +652,7 @@ class LocalTier(Tier):
         for name, each in self._catalogue.listed().items():
             gone = going(name, each)
             has_any |= bool(gone)
-            # the others were deflated with what is damaged
+            # the other frames were deflated with the damaged one
             is_dead = 0 in each.damaged and 0 in gone
             if gone and (is_dead or len(gone) == len(each.members) + len(each.damaged)):
                 whole.append(self.root / name)
@@ -676,7 +676,7 @@ class LocalTier(Tier):
             gone, data = going(path.name, listed), read_regular(path, most=MAX_MANIFEST)
             kept = [(at, frame) for at, frame in frames(data) if at not in gone]
             encoded = [bytes(frame) for _, frame in kept]
-            if 0 in gone:  # the others were deflated with it
+            if 0 in gone:  # the other frames were deflated with it
                 first = next(frame for _, frame in frames(data))
                 sound = [number for number, (at, _) in enumerate(kept) if at not in listed.damaged]
                 bodies = [

@@ -1,10 +1,10 @@
 """The memory tier: states held as slots of the arena, each distinct chunk once, however many states
 have it.
 
-Equal digests mean equal chunks only within one *party*: what was captured or made here (``OURS``),
-or what came from one source. xxh3 finds rot, but does not resist an attacker who makes two chunks
-of one digest. So chunks of two parties share a slot only once their bytes were compared. An
-arriving state may use our own chunks without a comparison: then it gets our bytes.
+Equal digests mean equal chunks only within one *party*. A party is this process (``OURS``), or one
+source of clones. xxh3 finds damaged bytes, but an attacker can make two chunks with one digest.
+Therefore the bytes of chunks of two parties are compared before they share a slot. An arriving
+state may use our own chunks without a comparison: then it gets our bytes.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class Held:
 
 @dataclass(slots=True)
 class _State:
-    """A state that is held. ``readers`` keep its slots when it is removed; ``yielding`` are those
-    that can be told to release them. For a state that came with all its ``parts``, one for each
-    rank, ``manifest`` is that of all together, and ``chunks`` are those of all.
+    """A state that is held. ``readers`` keep its slots when it is removed. ``yielding`` are readers
+    that can release them on request. If a state came with all its ``parts``, one for each rank,
+    ``manifest`` and ``chunks`` describe all parts together.
     """
 
     manifest: Manifest
@@ -151,8 +151,8 @@ class MemoryTier(Tier):
     def hold(
         self, keys: Iterable[tuple[bytes, int]], party: str = OURS
     ) -> dict[tuple[bytes, int], Held]:
-        """Hold those of these chunks, by digest and length, that are ours or the party's; they
-        stay until ``settle`` or ``let_go``."""
+        """Hold the chunks, by digest and length, that are ours or the party's. They stay until
+        ``settle`` or ``let_go``."""
         with self._lock:
             self._check_open()
             found = {key: self._known(key, party) for key in dict.fromkeys(keys)}
@@ -177,10 +177,9 @@ class MemoryTier(Tier):
         ``filled``, which the caller must not write to again.
 
         Both dicts are empty afterwards, like the list of ``adopt``. ``party`` is the source of the
-        filled chunks. Those that are equal, byte by byte, to what another party brought give their
-        slots back. ``parts`` are the manifests, by rank, of a state of several ranks whose parts
-        all come at once: ``manifest`` is that of all together, and each part can be opened by
-        itself.
+        filled chunks. A filled chunk gives its slot back if another party brought the same bytes.
+        ``parts`` are the manifests, by rank, of a state of several ranks whose parts all come at
+        once. ``manifest`` describes all parts together, and each part can be opened alone.
 
         :raises InvalidInput: a chunk is neither held nor filled; all of them then stay the
             caller's.
@@ -214,7 +213,7 @@ class MemoryTier(Tier):
             placed = self._find(manifest)
             if placed is not None:
                 return placed
-        # held while the rest is copied without the lock
+        # held while the other chunks are copied without the lock
         held, filled = (
             self.hold(keys),
             dict[_Key, int](),
@@ -281,7 +280,7 @@ class MemoryTier(Tier):
     def remove(self, uid: str) -> int:
         """Drop a state; returns the bytes freed.
 
-        Slots that nothing else needs go back to the arena, now or when its last reader closes."""
+        Slots that no other state needs go back to the arena, now or when its last reader closes."""
         with self._lock:
             state = self._states.pop(uid, None)
             return 0 if state is None else self._drop(state)
@@ -300,9 +299,8 @@ class MemoryTier(Tier):
             )
 
     def recall(self, size: int) -> bool:
-        """Tell readers that memory is wanted back, until that will free ``size`` bytes; returns
-        whether any reader was told. Only readers of removed states that give way are told, the
-        one that read least recently first."""
+        """Ask readers of removed states to close, until that will free ``size`` bytes. Returns
+        whether any reader was asked. The reader that read least recently is asked first."""
         told: list[Callable[[], None]] = []
         with self._lock:
             uses = Counter[Held]()
@@ -334,8 +332,8 @@ class MemoryTier(Tier):
 
     @property
     def bytes_beside(self) -> int:
-        """About how many bytes states take besides their slots: plain values and small arrays,
-        manifests, and records of them."""
+        """About how many bytes states take in addition to their slots: plain values and small
+        arrays, manifests, and records of them."""
         return self._beside
 
     def close(self) -> None:
@@ -662,7 +660,8 @@ def _put_back(known: dict[_K, _V], before: Mapping[_K, _V | None]) -> None:
 
 
 def _weight(manifest: Manifest) -> int:
-    """The bytes of a state besides its slots, without what it shares with others of its layout."""
+    """The bytes of a state in addition to its slots, without what it shares with others of its
+    layout."""
     origin, content = manifest.origin, manifest.content
     said = len(origin.message or "") + sum(
         len(value) for value in origin.attributes.values() if isinstance(value, str)

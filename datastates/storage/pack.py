@@ -1,5 +1,4 @@
-"""The pack: one file with the tensor bytes that states add on one rank; any reader of safetensors
-opens it.
+"""The pack: a safetensors file with the tensor bytes that states add on one rank.
 
     8 bytes   length of the JSON, little-endian
     …         JSON: name -> dtype, shape, data_offsets; padded with spaces
@@ -8,14 +7,14 @@ opens it.
 
 A tensor whose bytes are contiguous here is an entry under its path. Pieces of other tensors are
 ``path@start:end`` (bytes of the tensor), and zeros that fill a page are ``__padding__.N``, since
-the format allows no holes. Readers of the format know only row-major tensors. So a tensor with
-another layout has the shape of its memory order, and one of a dtype that they do not know is an
-entry of bytes; ``layouts`` in the metadata says (as JSON) what such tensors are. If a tensor has
-several shards, each is an entry ``path#N``, and ``layouts`` says where in the whole it belongs.
+the format allows no holes. Readers of the format know only row-major tensors. A tensor with another
+layout has the shape of its memory order. A tensor of an unknown dtype is an entry of bytes.
+``layouts`` in the metadata describes such tensors (as JSON). If a tensor has several shards, each
+is an entry ``path#N``, and ``layouts`` has its place in the whole.
 
-In a pack of several states, ``<uid>.<rank>/`` comes before each path, and a chunk of less than 64
-KiB is one entry of bytes, ``<uid>.<rank>/chunk.N``: an entry for each of its tensors would take
-more room than they do.
+In a pack of several states, ``<uid>.<rank>/`` comes before each path. A chunk of less than 64 KiB
+is one entry of bytes, ``<uid>.<rank>/chunk.N``, because entries for its tensors would be larger
+than the tensors.
 """
 
 from __future__ import annotations
@@ -163,7 +162,7 @@ def lay_out(manifests: Sequence[Manifest], new: Sequence[tuple[int, int]]) -> Pa
 
 
 def payload_bytes(path: Path) -> int:
-    """The bytes of chunks in a pack, as its header says; 0 if the header is damaged.
+    """The bytes of chunks in a pack, from its header; 0 if the header is damaged.
 
     :raises FileNotFoundError: there is no such file.
     """
@@ -302,7 +301,7 @@ class _Table:
             self._paddings += 1
 
     def add(self, place: Place, start: int, end: int) -> None:
-        """Add the bytes of a shard that lie in ``[start, end)`` of the stream."""
+        """Add the bytes of a shard in ``[start, end)`` of the stream."""
         if (start, end) != (place.start, place.end):
             self._enter(
                 f"{place.name}@{start - place.start}:{end - place.start}",
@@ -373,8 +372,8 @@ def uid_of(name: str, kind: str) -> tuple[str, int] | None:
 
 
 def packs_of(root: Path, uid: str, rank: int = 0) -> tuple[PackInfo, ...]:
-    """The packs that a state needs, as its manifest in this folder says; none if it has no
-    manifest that can be read."""
+    """The packs that a state needs, from its manifest in this folder; none if it has no manifest
+    that can be read."""
     own = manifest_name(uid, rank)
     with suppress(OSError):
         for name in sorted(os.listdir(root), key=lambda name: name != own):
@@ -479,8 +478,8 @@ class Catalogue:
         self, extent: Callable[[int], int]
     ) -> dict[tuple[str, int], tuple[tuple[str, int], ...]]:
         """What belongs to each state: its manifest and the packs that it needs, each with a name
-        and its bytes on disk. The first manifest of a file belongs to all states there, as the
-        others are deflated with it.
+        and its bytes on disk. The first manifest of a file belongs to all states there, since the
+        other manifests are deflated with it.
 
         A pack that several states need is divided: the name is ``<pack>@<offset>`` for each chunk,
         and its bytes include its part of what nothing needs any more. ``extent`` returns the bytes
@@ -534,7 +533,7 @@ class Catalogue:
             return found
 
     def look(self, path: Path) -> Listed:
-        """One manifest file; the others are not looked at.
+        """One manifest file; other files are not read.
 
         :raises FileNotFoundError: it was removed.
         """

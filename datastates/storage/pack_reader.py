@@ -1,8 +1,8 @@
 """Reads a state from packs.
 
-Bytes are read into memory of our own, because a mapped file that is cut short kills the process
-that reads it. Only what the caller keeps for longer than the reader, and what does not fit into
-memory twice, is mapped: privately, so that nothing written there reaches a file.
+Bytes are read into private memory, because a mapped file that is cut short kills the process that
+reads it. Files are mapped only for bytes that the caller keeps longer than the reader, or that do
+not fit into memory twice. Such maps are private, so writes to them do not reach a file.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class MappedReader(Reader):
     """A state on disk, opened. It opens the packs when it is made, so that it outlives their
     removal.
 
-    A pack that is missing, damaged or out of reach raises only when one of its chunks is asked for;
-    chunks in other packs can be read.
+    A pack that is missing, damaged or out of reach raises only when one of its chunks is read.
+    Chunks in other packs can be read.
 
     :raises OSError: this process, or the machine, lacks descriptors or memory.
     """
@@ -102,8 +102,8 @@ class MappedReader(Reader):
         return self._pack(touched.start).mapped()[begin : begin + length]
 
     def prepare(self, stretches: Sequence[tuple[int, int]]) -> None:
-        """Read the chunks of these stretches on a few threads, if memory has room for them and
-        they hold little else."""
+        """Read the chunks of these stretches on a few threads, if they fit into memory and hold
+        little else."""
         self._check_open()
         chunks = self.manifest.content.chunks
         wanted = sorted(
@@ -123,8 +123,8 @@ class MappedReader(Reader):
         self._stage = stage
 
     def loan(self, start: int, length: int) -> memoryview | None:
-        """The bytes that ``prepare`` has read; for others None, if memory has room for the whole
-        state, else a mapping."""
+        """The bytes that ``prepare`` has read. For other bytes: None if the whole state fits into
+        memory, else a mapping."""
         self._check_open()
         if (
             self._stage is not None
@@ -211,7 +211,7 @@ class MappedReader(Reader):
             raise self._cut(index, count)
 
     def _pour(self, index: int, pieces: Sequence[Piece], room: Room) -> None:
-        """Read each leg into place, and digest it there, or in the room, while it is in the cache.
+        """Read each leg into place or into ``room``, and digest it while it is in the cache.
 
         Runs on any thread."""
 
@@ -319,7 +319,7 @@ class MappedReader(Reader):
 
 
 class _Pack:
-    """An open pack, as large as its manifest says."""
+    """An open pack of the size in its manifest."""
 
     def __init__(self, fd: int, size: int) -> None:
         self.fd, self._size = fd, size

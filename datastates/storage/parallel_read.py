@@ -1,9 +1,9 @@
-"""Lets several ranks read one state at once: a chunk that more than one wants is read once, and
-passed on to the others.
+"""Lets several ranks read one state at once. A chunk that several ranks want is read by one of
+them, which passes it on.
 
-Everything is collective, on the training threads: every rank opens what it reaches, and tells the
-others what that is and which chunks it wants. Each rank computes in the same way which rank reads
-what for which others. Each rank that uses a chunk has checked it.
+Everything is collective, on the training threads. Every rank opens the parts that it reaches. The
+ranks exchange which parts they reach and which chunks they want. Each rank computes the same plan
+of which rank reads which chunk for which ranks. Each rank checks every chunk that it uses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NOT_HERE = 255
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A chunk on its way from the rank that reads it to the others that want it."""
+    """The transfer of a chunk from the rank that reads it to the other ranks that want it."""
 
     chunk: int
     root: int
@@ -45,10 +45,10 @@ def passages(
 ) -> list[Passage]:
     """Which rank reads which chunk for which others, for every chunk that is passed on.
 
-    ``wants`` has the chunks by rank. ``places`` says by rank and part how far away the part is,
-    with 255 if the rank does not reach it. ``starts`` has the first chunk of each part, and the
-    end. Of the ranks that want a chunk, the nearest to it reads it; of several equally near ones,
-    the one that has read least. Only if none of them reaches it does another rank read it.
+    ``wants`` has the chunks by rank. ``places`` has the distance of each part, by rank and part:
+    255 if the rank does not reach it. ``starts`` has the first chunk of each part, and the end. The
+    nearest rank that wants a chunk reads it. Among equally near ranks, the rank that has read least
+    reads it. If none of them reaches it, another rank reads it.
     """
     wanting: dict[int, list[int]] = {}
     for rank, chunks in enumerate(wants):
@@ -79,8 +79,8 @@ class SupportsAhead(Protocol):
 
 
 class SharedReader(PartsReader):
-    """A reader of all parts of a state, of which this rank reaches some; chunks that others pass
-    on to it lie in its memory."""
+    """A reader of all parts of a state, of which this rank reaches some. It holds in memory the
+    chunks that other ranks pass on to it."""
 
     def __init__(
         self, meeting: Meeting, parts: Sequence[Reader], places: Sequence[bytes], *, rank: int
@@ -91,7 +91,7 @@ class SharedReader(PartsReader):
         self._passed: Stage | None = None
 
     def ahead(self, chunks: Sequence[int]) -> None:
-        """Tell each part that supports it which of its chunks this rank is going to read."""
+        """Begin to fetch the chunks that this rank is going to read, from parts that support it."""
         for part, first, end in zip(self._parts, self._first, self._first[1:], strict=False):
             if isinstance(part, SupportsAhead):
                 part.ahead([chunk - first for chunk in chunks if first <= chunk < end])
@@ -180,13 +180,13 @@ class SharedReader(PartsReader):
     def _give(self, passage: Passage, error: Exception | None) -> Exception | None:
         """Read a chunk and pass it on.
 
-        An error is returned, not raised, since the others wait until they are told."""
+        An error is returned, not raised, since the other ranks wait for the chunk."""
         length = self.manifest.content.chunks[passage.chunk].length
         data: memoryview | None = None
         if error is None:
             try:
                 data = self._read(passage.chunk, length)
-            except Exception as exc:  # whatever it is, the others must not wait for ever
+            except Exception as exc:  # the other ranks must not wait for ever
                 error = exc
         self._meeting.group.pass_on(
             memoryview(bytes(length)) if data is None else data,
@@ -244,8 +244,8 @@ def open_shared(
     *,
     rank: int,
 ) -> SharedReader:
-    """A reader of a state of ``size`` parts, of which each rank opens what it reaches; collective.
-    Values are those of ``rank``.
+    """A reader of a state of ``size`` parts; collective. Each rank opens the parts that it reaches.
+    Values come from the part of ``rank``.
 
     ``open_part`` returns a part, and how far away it is: 0 is this process's memory.
 
@@ -333,8 +333,8 @@ def seal_of(digest: str, chunks: Iterable[bytes]) -> str:
 
 
 class SealedChunks(Sequence[memoryview]):
-    """The chunks of an open state. Each is read and checked again whenever it is asked for, so that
-    what is written is what was checked.
+    """The chunks of an open state. Each access reads and checks the chunk again, so that the
+    checked bytes are written.
 
     ``digests`` has the BLAKE3 of each chunk. If it is None, later reads are compared with the first
     read of each chunk.
@@ -354,7 +354,7 @@ class SealedChunks(Sequence[memoryview]):
                 self._note(index, digest)
 
     def check(self) -> None:
-        """Read every chunk; chunks that lie in the same place are read once.
+        """Read every chunk. Chunks at the same place are read once.
 
         :raises Corrupt: a chunk is wrong; names the first.
         """

@@ -37,7 +37,7 @@ from .tier import Reader
 
 
 def of_state(reader: Reader, state: State) -> Reader:
-    """The reader, if it reads what the lineage says of the state; otherwise it is closed.
+    """The reader, if its digest is the digest in the lineage; otherwise it is closed.
 
     :raises Corrupt: it reads another state.
     """
@@ -69,10 +69,10 @@ def read_tree(
 ) -> Any:
     """The state's tree, every byte of it checked against its digest.
 
-    Tensors that are not wanted are ``None``. With ``is_borrowing`` tensors may lie in the tier's
-    own memory: the caller may only read them, and only until the reader is closed. Without it they
-    belong to the caller: private, writable and lasting. ``on_progress`` gets the number of bytes of
-    each tensor once it is read. ``given`` has, by index, tensors to use instead of reading them.
+    Tensors that are not wanted are ``None``. With ``is_borrowing``, tensors may be in the tier's
+    memory: the caller may only read them, until the reader is closed. Without it, they belong to
+    the caller: private, writable and lasting. ``on_progress`` gets the number of bytes of each
+    tensor once it is read. ``given`` has, by index, tensors to use instead of reading them.
     ``specs`` are ``specs_of(reader)``, if the caller has them.
 
     :raises Corrupt: a chunk fails its digest.
@@ -214,8 +214,8 @@ def over(view: memoryview) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_ubyte * view.nbytes).from_address(address), dtype=torch.uint8)
 
 
-# Reads boxes of tensors from their shards, however these are cut. Only the chunks in which a box
-# lies are read, each of them once.
+# Reads boxes of tensors from their shards, however these are cut. It reads each chunk that has a
+# part of a box once.
 
 
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
@@ -258,8 +258,8 @@ def read_regions(
 ) -> list[torch.Tensor]:
     """Each box as a tensor, in the order of the whole tensor's strides; every byte is checked.
 
-    With ``is_borrowing`` tensors may lie in the tier's own memory: the caller may only read them,
-    and only until the reader is closed. Without it they belong to the caller.
+    With ``is_borrowing``, tensors may be in the tier's memory: the caller may only read them, until
+    the reader is closed. Without it, they belong to the caller.
 
     :raises Corrupt: a chunk fails its digest.
     """
@@ -393,7 +393,7 @@ def _piece(region: Region, shard: Shard, low: Point, high: Point) -> _Piece:
     end = tuple(high[dim] - shard.offset[dim] for dim in kept)
     target = tuple(low[dim] - region.offset[dim] for dim in kept)
     if shard.start % item:
-        # an element may lie in two chunks, so its bytes become a separate dimension
+        # an element may be in two chunks, so its bytes become a separate dimension
         return _Piece(shard.start, 1, (*sizes, item), (*begin, 0), (*end, item), (*target, 0))
     return _Piece(shard.start, item, sizes, begin, end, target)
 
@@ -480,8 +480,8 @@ elsewhere claims."""
 def refuse_parts(
     state: State, what: str, *, instead: str = "load it here, and capture that"
 ) -> None:
-    """Raise if a state has several parts, which ``what`` does not support; ``instead`` says what to
-    do.
+    """Raise if a state has several parts, which ``what`` does not support. ``instead`` is the next
+    step in the error.
 
     :raises Unsupported: it has several.
     """
@@ -493,8 +493,8 @@ def refuse_parts(
 
 
 def open_parts(opened: Callable[[int], Reader], size: int, uid: str, *, rank: int = 0) -> Reader:
-    """A reader of the whole state of ``size`` parts; ``opened`` opens the part of a rank, and
-    values are those of ``rank``.
+    """A reader of the whole state of ``size`` parts. ``opened`` opens the part of a rank. Values
+    come from the part of ``rank``.
 
     :raises NotFound: no part is there.
     :raises Unavailable: some parts are there and others are missing; names these.
@@ -635,7 +635,7 @@ class HeldReader(Reader):
         return view
 
     def span(self, start: int, length: int) -> memoryview | None:
-        """A view if the stretch lies in one chunk, else None."""
+        """A view if the stretch is in one chunk, else None."""
         touched = self.chunks_of(start, length)
         if len(touched) > 1:
             for index in touched:

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 class Payload:
     """A whole state to put: its manifest and, in the manifest's order, the bytes of each chunk.
 
-    ``chunks[i]`` has exactly ``manifest.content.chunks[i].length`` bytes, may lie anywhere (best at
-    the start of a page: such memory is written as it is), and stays unchanged until ``put``
-    returns. With ``is_on_demand`` each chunk is made, and checked, whenever it is asked for, so
-    that a state that is larger than memory can be put.
+    ``chunks[i]`` has exactly ``manifest.content.chunks[i].length`` bytes, and stays unchanged until
+    ``put`` returns. Memory at the start of a page is best, since it is written as it is. With
+    ``is_on_demand``, each access makes and checks the chunk, so that a state larger than memory can
+    be put.
     """
 
     manifest: Manifest
@@ -65,8 +65,8 @@ class Reader(ABC):
     ``close``.
 
     Every chunk is checked against its digest the first time that it is read, unless the reader was
-    opened with ``verify=False``. Only ``span`` and ``lying`` may return memory to which a file is
-    mapped.
+    opened with ``verify=False``. No method but ``span`` and ``lying`` may return memory to which a
+    file is mapped.
     """
 
     manifest: Manifest
@@ -92,8 +92,8 @@ class Reader(ABC):
         """
 
     def when_wanted(self, tell: Callable[[], None]) -> None:
-        """Let this reader give way: ``tell`` is called, on any thread, when the memory that it
-        keeps is wanted back. Close it soon then.
+        """Call ``tell``, on any thread, when the memory that this reader keeps is wanted back.
+        Close the reader soon then.
 
         Does nothing if the reader keeps no memory.
         """
@@ -135,7 +135,7 @@ class Reader(ABC):
         return self.chunk(index)
 
     def pinned(self, index: int) -> torch.Tensor | None:
-        """One chunk, checked, in memory from which devices copy while the host goes on, if it lies
+        """One chunk, checked, in memory from which devices copy asynchronously; None if it is not
         in such memory. Valid until ``close``.
 
         :raises Corrupt: as for ``chunk``.
@@ -143,7 +143,7 @@ class Reader(ABC):
         return None
 
     def chunks_of(self, start: int, length: int) -> range:
-        """The indices of the chunks in which ``[start, start + length)`` of the stream lies.
+        """The indices of the chunks with ``[start, start + length)`` of the stream.
 
         :raises InvalidInput: the stream has no such bytes.
         """
@@ -172,7 +172,7 @@ class Reader(ABC):
             self.chunk(index)
 
     def verify_headers(self) -> None:  # noqa: B027  # most tiers have nothing there
-        """Check what is stored besides the chunks, if anything is.
+        """Check what is stored in addition to the chunks, if anything is.
 
         :raises Corrupt: it is damaged.
         """
@@ -194,11 +194,10 @@ class Tier(ABC):
     """A place for payload. Every method is safe from any thread.
 
     ``name`` is its name in the lineage, of at most twelve letters. ``gives`` is the status of a
-    state that is whole here, which says what it survives. ``node`` names the process, folder or
-    machine with which the tier is lost, and is empty if there is none. ``holds_parts`` says that
-    the ranks of a job may each put their own part of one state (``manifest.origin.rank``), and that
-    ``open_part`` opens any of them. ``open`` and ``has`` are then about the part of rank 0, and
-    ``remove`` removes all parts.
+    state that is whole here. ``node`` names the process, folder or machine with which the tier is
+    lost, and is empty if there is none. With ``holds_parts``, the ranks of a job may each put their
+    own part of one state (``manifest.origin.rank``), and ``open_part`` opens any of them. ``open``
+    and ``has`` are then about the part of rank 0, and ``remove`` removes all parts.
     """
 
     name: ClassVar[str]
@@ -226,8 +225,8 @@ class Tier(ABC):
         """
 
     def open_part(self, uid: str, rank: int, *, verify: bool = True) -> Reader:
-        """Open the part of a state that one of its ranks captured; the only part of a state is that
-        of rank 0.
+        """Open the part of a state that one of its ranks captured. A state of one part has only
+        rank 0.
 
         :raises NotFound: it is not here.
         :raises Corrupt: its manifest is damaged.
@@ -247,7 +246,7 @@ class Tier(ABC):
         """Release files and memory; idempotent."""
 
     def has(self, uid: str) -> bool:
-        """Whether a state is here, as far as can be told without reading its bytes."""
+        """Whether a state is here, as far as is known without reading its bytes."""
         try:
             self.open(uid, verify=False).close()
         except NotFound:

@@ -85,8 +85,7 @@ class Tiers:
         return False
 
     def open(self, state: State, *, verify: bool = True, rank: int = 0) -> Reader:
-        """A state from the nearest tier that has it; what each rank has of its own is read for
-        ``rank``.
+        """A state from the nearest tier that has it. Values of single ranks are read for ``rank``.
 
         :raises NotFound: no tier has it.
         :raises Corrupt: it is damaged there, or is not the state of the lineage.
@@ -131,8 +130,8 @@ class Tiers:
 
 
 def payload_of(reader: Reader) -> Payload:
-    """The payload of an open reader, to put elsewhere; each chunk is read and checked when it is
-    asked for. It has no places."""
+    """The payload of an open reader, to put elsewhere. Each access reads and checks the chunk. It
+    has no places."""
     return Payload(
         msgspec.structs.replace(reader.manifest, packs=(), refs=()),
         SealedChunks(reader),
@@ -223,8 +222,8 @@ class KeyedTier(Tier):
 
     A chunk's key is its BLAKE3 digest, so that states share equal chunks. The object that makes a
     state visible is written last. A state is fetched whole when it is opened, and nothing is ever
-    removed. Each rank of a job puts its part under a key of its own, which looks like any other key
-    to the subclass.
+    removed. Each rank of a job puts its part under its own key, which looks like any other key to
+    the subclass.
     """
 
     holds_parts = True
@@ -265,7 +264,7 @@ class KeyedTier(Tier):
         return Placed(payload.manifest, bytes_new)
 
     def open(self, uid: str, *, verify: bool = True) -> Reader:
-        """Fetch a state; if it has several parts, that of rank 0.
+        """Fetch a state; if it has several parts, the part of rank 0.
 
         :raises NotFound: it is not here.
         :raises Corrupt: a chunk of it is gone, or the list of its chunks is damaged.
@@ -296,7 +295,7 @@ class KeyedTier(Tier):
         return HeldReader(manifest, chunks, source=place, verify=verify)
 
     def has(self, uid: str) -> bool:
-        """Whether a state is here; if it has several parts, that of rank 0."""
+        """Whether a state is here; if it has several parts, the part of rank 0."""
         return self._has(uid, 0)
 
     def uids(self) -> Iterator[str]:
