@@ -1,11 +1,10 @@
 """States as a folder that can be carried elsewhere: their bytes, their lineage and their tags
 (``bundle_files`` lists the files).
 
-Nothing in it is executed or unpickled. A bundle is treated as a stranger's. Everything is checked
-before anything of it becomes visible in the repository: manifests against the lineage, and chunks
-against digests that cannot be forged and that the bundle's own digest binds. What is written is
-what was checked, whatever happens to the folder meanwhile. Nothing is left of a bundle that is
-refused.
+A bundle is never trusted, executed or unpickled. Everything is checked before any state becomes
+visible in the repository: manifests against the lineage, and chunks against digests that cannot be
+forged and that the bundle's digest binds. The checked bytes are written, even if the folder changes
+meanwhile. A bundle that is refused leaves no files.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """The value for JSON, which has no NaN and no infinity: they stand in a list."""
+    """The value for JSON, which has no NaN and no infinity: these become a list of a text."""
     return [str(value)] if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -249,12 +248,11 @@ _NOTE = re.compile(r"[0-9a-f]{24}")
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """What a bundle holds: states with their bytes, those asked for first; how many ancestors
-    without bytes; tags.
+    """The content of a bundle: states with their bytes, the requested states first; how many
+    ancestors without bytes; tags.
 
-    ``bytes_new`` is what was written for it. ``digest`` binds everything that it holds: a recipient
-    who gets it by another way than the bundle can be sure that the bundle is the one that was
-    written.
+    ``bytes_new`` counts the bytes written for it. ``digest`` binds its whole content: a recipient
+    who gets the digest by another way knows that the bundle is unchanged.
     """
 
     states: tuple[State, ...]
@@ -315,9 +313,9 @@ def import_bundle(
     """Bring the states of a bundle into a repository: durable, with their ancestry, edges, metrics,
     attributes and tags.
 
-    States that are here already stay as they are. The import is all or nothing: everything is
-    checked first, then written beside what is here, then becomes visible with the lineage.
-    ``digest`` is what ``export_bundle`` returned, if it came by another way than the bundle.
+    States that are here already stay as they are. The import is atomic: everything is checked, then
+    written under other names, then becomes visible with the lineage. ``digest`` is what
+    ``export_bundle`` returned, if it came by another way than the bundle.
 
     :raises NotFound: there is no bundle in the folder.
     :raises Corrupt: a byte of it is wrong, or it is not the bundle of that digest; names the file.
@@ -454,7 +452,7 @@ def _stage(
     sealed: dict[str, str],
     stack: ExitStack,
 ) -> dict[str, tuple[Staged, Manifest, str]]:
-    """Check every state with bytes and write it where nobody sees it yet, with its seal."""
+    """Check every state with bytes and write it, not yet visible, with its seal."""
     folder = root / PACKS
     if not folder.is_dir():
         raise NotFound(f"{folder} is not there: the bundle is not whole")

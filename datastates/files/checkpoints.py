@@ -4,7 +4,7 @@ Face, folders of torch.distributed.checkpoint.
 Files that are read are never executed: ``torch.load`` is called with ``weights_only``, and tensors
 are plain. A file becomes a tree of the same containers and tensors, bit for bit, and is written
 back as such. A file that is only tensors by name is put under one name (``model``), as a training
-would track it; the state remembers that, and the name is left out again on the way out.
+would track it. An attribute of the state records that, and an export leaves out the name.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def plan_export(tree: object, state: State, into: Path) -> dict[Path, ExportFile
     """Decide which tensor of ``tree`` goes into which file.
 
     A path that ends in ``.safetensors`` is one file, with the tensors under their whole paths
-    (``model/layers.0.weight``). Any other is a folder with a file for each object, with the names
-    that the object knows (``layers.0.weight``).
+    (``model/layers.0.weight``). Any other path is a folder with a file for each object, with names
+    relative to the object (``layers.0.weight``).
 
     :raises InvalidInput: the tree has no tensor.
     """
@@ -383,8 +383,8 @@ def read(path: Path) -> object:
 
 
 def _check_files(path: Path, kind: Format) -> None:
-    """Raise if what is read would be no regular file, or lie outside of the folder, or if a text
-    is too long."""
+    """Raise if a file to read is not regular, or is outside of the folder, or if a text is too
+    long."""
     for each in path.iterdir() if path.is_dir() else [path]:
         if each != path and (
             each.is_dir()
@@ -474,7 +474,7 @@ def _load_dcp(path: Path) -> object:
 
     tree: dict[str, Any] = {}
     try:
-        # torch says no types there
+        # torch has no types there
         _load_state_dict(tree, storage_reader=SafeReader(path), planner=SafePlanner(), no_dist=True)  # type: ignore[no-untyped-call]
     except CheckpointException as exc:  # not an Exception; it holds what was raised
         if not isinstance(why := cause_of(exc), Exception):

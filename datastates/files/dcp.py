@@ -1,5 +1,5 @@
-"""Folders of torch.distributed.checkpoint: read without free unpickling, while torch itself
-executes what their metadata say; and written with the empty mappings that torch leaves out.
+"""Folders of torch.distributed.checkpoint. They are read without free unpickling, although torch
+executes code in their metadata. They are written with the empty mappings that torch leaves out.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MOVED = {"pathlib._local": "pathlib"}
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes the classes of metadata, and nothing else."""
+    """Makes the classes of metadata, and no other classes."""
 
     def find_class(self, module: str, name: str) -> Any:
         module = _MOVED.get(module, module)
@@ -156,8 +156,8 @@ class WholePlanner(DefaultSavePlanner):
 def _leaves(
     value: object, path: tuple[str | int, ...]
 ) -> Iterator[tuple[tuple[str | int, ...], object]]:
-    """What torch saves for itself, with its path: what is neither a mapping nor a list that is
-    taken apart; and empty mappings."""
+    """The values that torch saves separately, with their paths: everything but mappings and lists
+    that are taken apart, and empty mappings."""
     if isinstance(value, Mapping) and (value or not path):
         for key, each in value.items():
             yield from _leaves(each, (*path, str(key)))
@@ -177,5 +177,5 @@ def _is_taken_apart(value: object) -> bool:
 
 
 def cause_of(exc: CheckpointException) -> BaseException:
-    """What was raised within torch, which puts even an interrupt into an exception of its own."""
+    """The error within torch, which wraps even an interrupt in its own exception."""
     return next(iter(exc.failures.values()))[0]

@@ -1,8 +1,8 @@
 """A folder of checkpoint files as a branch of states, in the order of their steps; and states as
 such files again.
 
-Imported states say so in their attributes: ``import.file``, ``import.format``, and
-``import.wrapped``, the name under which a file that is only tensors stands. An import that was
+Imported states have the attributes ``import.file`` and ``import.format``. ``import.wrapped`` is the
+name under which the tensors of a file without other names are stored. An import that was
 interrupted continues with the next file.
 """
 
@@ -86,9 +86,9 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """``states`` are those of this import, oldest first. ``known`` are files that an earlier import
-    brought, ``waiting`` are those that a dry run leaves; ``refused`` says by name why a file was
-    left out.
+    """``states`` are the states of this import, oldest first. ``known`` are files of an earlier
+    import. ``waiting`` are files that a dry run leaves. ``refused`` has the reason by name for each
+    file that was left out.
     """
 
     branch: str
@@ -109,8 +109,8 @@ class Exported:
 def find_files(
     folder: str | os.PathLike[str], pattern: str, refused: dict[str, str] | None = None
 ) -> list[Source]:
-    """The checkpoints of a folder by their steps; ``{step}`` in the pattern stands for digits,
-    ``*`` for anything within a name.
+    """The checkpoints of a folder by their steps. ``{step}`` in the pattern matches digits, ``*``
+    matches anything within a name.
 
     :param refused: takes by name what is no checkpoint, and why. Without it, that is an error.
     :raises InvalidInput: the pattern does not say where the step is, two files have the same step,
@@ -303,8 +303,8 @@ def export_files(
     pattern: str | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Exported]:
-    """Write each state to a file or a folder of its own, as other tools read it; imported states
-    come out as they came in.
+    """Write each state to a separate file or folder in the format of other tools. Imported states
+    keep their original layout.
 
     :param revs: the states.
     :param folder: the folder for the files.

@@ -3,8 +3,8 @@ a database that is lost.
 
 ``<packs>/lineage.backup`` is a database like ``lineage.db``, made by SQLite's online backup. It is
 written under another name, synced and renamed, so a kill leaves the earlier backup whole. The time
-of the file is that of the last write that it has. All processes of a lineage share the file. A
-lineage on PostgreSQL has none: ``pg_dump`` makes its backups.
+of the file is the time of its last write to the lineage. All processes of a lineage share the file.
+A lineage on PostgreSQL has none: ``pg_dump`` makes its backups.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _BEHIND = (
 def back_up(database: Database, location: Location, *, timeout_s: float = _PATIENCE_S) -> None:
     """Replace the backup by a copy of what the lineage has now, if it has more.
 
-    Another process that makes the backup is waited for, for ``timeout_s``. Other transactions go on
-    meanwhile.
+    Another process that makes the backup is waited for, for ``timeout_s``. Other transactions are
+    not blocked.
 
     :raises OSError: the backup cannot be written; the earlier one stays.
     :raises DatastatesError: the lineage cannot be read, or lacks what the backup has.

@@ -1,7 +1,7 @@
-"""``Core``, with which every part of the package works once a repository is open: its lineage,
-tiers, and the threads behind captures.
+"""``Core``, an open repository for every part of the package: its lineage, tiers, and the threads
+behind captures.
 
-Users come in through ``Repository``, the door; its helpers take a ``Core``.
+``Repository`` is the public facade. Its helpers take a ``Core``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _FREE_S = 2.0
 class Belongings:
     """What a tracking process owns.
 
-    Nothing in here refers to the repository, whose ``close`` or collection releases all of it."""
+    It has no reference to the repository, whose ``close`` or collection releases all of it."""
 
     database: Database
     tiers: Tiers
@@ -79,8 +79,8 @@ class Belongings:
         return self.tiers.captured
 
     def let_go(self) -> None:
-        """Make durable what must be, end the threads, finish the run; idempotent, and a call
-        after an interrupt goes on where it was."""
+        """Make durable what must be, end the threads, finish the run. Idempotent: a call after an
+        interrupt continues there."""
         if self.is_let_go:
             return
         try:
@@ -93,8 +93,7 @@ class Belongings:
             with suppress(Unavailable):  # the next process that opens the repository finds out
                 self._finish()
         except Exception:
-            # errors of the background are raised again below; an interrupt leaves the rest for the
-            # next call
+            # background errors are raised again below; after an interrupt, the next call continues
             if self.runner.has_given_up and not self.runner.is_held_up:
                 with suppress(Unavailable):
                     self._finish()
@@ -160,14 +159,14 @@ class Belongings:
 
 
 def _where(moved: runs.Recovered) -> str:
-    """Where a branch is after its newest states were lost, in words."""
+    """The new place of a branch whose newest states were lost, in words."""
     if moved.new is None:
         return "nothing of it is left, so the name is free"
     return f"it is back at {moved.new[:10]}"
 
 
-# Tells which states of a lineage can be read here, from the tiers of the repository, and why the
-# others cannot.
+# Which states of a lineage can be read here, from the tiers of the repository, and why other states
+# cannot.
 
 
 def nearest_here(core: Core, session: Session, uid: str) -> State | None:
@@ -180,8 +179,8 @@ def nearest_here(core: Core, session: Session, uid: str) -> State | None:
 
 
 def nearest_kept(core: Core, session: Session, state: State, *, is_told: bool = True) -> State:
-    """The state itself if its bytes are here, else the nearest one by steps whose bytes are. One
-    line in the log names it, if ``is_told``.
+    """The state itself if its bytes are here, else the nearest one by steps whose bytes are here.
+    If ``is_told``, a line in the log names it.
 
     :raises Unavailable: no ancestor of the state can be restored here, and no later state of its
         branch.
@@ -203,7 +202,7 @@ def nearest_kept(core: Core, session: Session, state: State, *, is_told: bool = 
 
 def _around(core: Core, session: Session, state: State) -> tuple[State | None, State | None]:
     """The nearest ancestor along first parents, and the nearest later state of the same branch,
-    whose bytes are core."""
+    whose bytes are here."""
     earlier = nearest_here(core, session, state.parents[0]) if state.parents else None
     later = next(filter(core.tiers.has, walk.later_restorable(session, state.uid)), None)
     return earlier, None if later is None else lookup.state(session, later)
@@ -215,9 +214,8 @@ def _nearest(state: State, *around: State | None) -> State | None:
 
 
 def is_elsewhere(core: Core, session: Session, state: State) -> bool:
-    """Whether a state that is not here may be elsewhere: in a process that is seen to live, in
-    another folder of packs, or on a tier of the user's that this repository was not given or
-    that does not answer."""
+    """Whether a state that is not here may be elsewhere: in a live process, in another folder of
+    packs, or on a custom tier that was not given or does not answer."""
     if not state.status.is_restorable or core.tiers.has(state.uid):
         return False
     return bool(
@@ -294,8 +292,8 @@ def _holders(session: Session, state: State) -> list[Run]:
 
 
 def _other_folders(core: Core, session: Session, state: State) -> str:
-    """The other folders that have a state's bytes, as the lineage says. A folder that was where
-    ours is now must have been deleted, and is left out."""
+    """The other folders that have a state's bytes, from the lineage. A folder that had our path
+    must have been deleted, and is left out."""
     home = core.home
     others = [
         folder for folder in attachments.of_state(session, state.uid) if folder.uid != home.uid
@@ -309,7 +307,7 @@ def _other_folders(core: Core, session: Session, state: State) -> str:
 
 
 def _unasked(core: Core, session: Session, state: State) -> str:
-    """The user's tiers that hold a state as the lineage says, but that cannot be asked core."""
+    """The custom tiers that hold a state, from the lineage, but that are not available here."""
     said = sorted(
         {one.tier for one in replicas_of(session, state.uid)}.difference(VOLATILE, [DURABLE])
     )
@@ -414,13 +412,13 @@ class Closable(Protocol):
 
 
 class Core:
-    """An open repository without its door. Safe from any thread, except ``close``, which only the
-    thread that opened it may call.
+    """An open repository. Safe from any thread, except ``close``, which only the thread that opened
+    it may call.
 
-    ``database`` and ``tiers`` exist from the start. ``engage`` makes what captures and arrivals
-    need besides; until then ``engaged``, ``tiers.captured``, ``arena``, ``running`` and ``run_uid``
-    are None. ``savers`` has, by branch, the trackers that ``tracking/saving`` uses: only the core
-    refers to them.
+    ``database`` and ``tiers`` exist from the start. ``engage`` makes everything else that captures
+    and arrivals need. Until then ``engaged``, ``tiers.captured``, ``arena``, ``running`` and
+    ``run_uid`` are None. ``savers`` has, by branch, the trackers of ``datastates.save``: only the
+    core refers to them.
     """
 
     def __init__(self, location: Location, config: Config) -> None:
@@ -542,8 +540,7 @@ class Core:
 
     @contextmanager
     def writing(self) -> Iterator[Session]:
-        """A durable transaction; the engine of this process is told which refs it made, moved or
-        deleted.
+        """A durable transaction. Afterwards the engine of this process looks for changed refs.
 
         :raises Closed: the repository was closed, or belongs to the parent process.
         """
@@ -586,7 +583,7 @@ class Core:
         """A reader of the state on the nearest tier that holds it, once its content is seen to
         match the lineage. ``verify`` is as configured, unless it is given.
 
-        If several ranks captured it, what each had of its own is read for ``rank``.
+        If several ranks captured it, values of single ranks are read for ``rank``.
 
         :raises Corrupt: the manifest is another state's.
         :raises Unavailable: its bytes are not here; names the nearest ancestor that has them.
@@ -660,7 +657,7 @@ class Core:
         for training in list(self.trainings):
             try:
                 training.close(error)
-            except Exception as exc:  # the others must be closed too
+            except Exception as exc:  # the other trainings must be closed too
                 errors.append(exc)
         try:
             if self.engaged is not None:
@@ -673,7 +670,7 @@ class Core:
                 self.tiers.close()
         except Exception as exc:  # raised below, once everything is closed
             errors.append(exc)
-        self._is_ended = True  # a call after an interrupt before this closes the rest
+        self._is_ended = True  # after an interrupt before this line, the next call continues
         self.database.close()
         if self.engaged is not None:
             # states may be written after their tracker ended: tags make them durable
@@ -690,7 +687,7 @@ def _raise_first(errors: list[Exception]) -> None:
             error is said or (isinstance(error, DatastatesError) and error.repeats(said))
             for said in errors[:index]
         ):
-            known = isinstance(error, DatastatesError)  # its message says enough
+            known = isinstance(error, DatastatesError)  # its message is enough
             _logger.error(
                 "closing the repository failed in another way too: %s",
                 error,

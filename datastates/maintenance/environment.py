@@ -32,8 +32,8 @@ PROCESS = "datastates.process"
 
 
 def node_id() -> str:
-    """An id of this machine until its next boot, the same in all its containers; its name, if
-    the kernel does not tell."""
+    """An id of this machine until its next boot, the same in all its containers. Its name, if the
+    kernel has no such id."""
     return _boot() or socket.gethostname()
 
 
@@ -47,7 +47,7 @@ def network_id() -> str:
 
 
 def whereabouts() -> dict[str, Value]:
-    """An id of this process, if the kernel tells one; else empty."""
+    """An id of this process, if the kernel has one; else empty."""
     node, namespace, found = _boot(), _namespace(), _stat(os.getpid())
     if node is None or namespace is None or found is None:
         return {}
@@ -74,8 +74,8 @@ def is_running(run: Run) -> bool | None:
 
 
 def _boot() -> str | None:
-    """The id of this boot of this machine, whatever its containers are called; None if the
-    kernel does not tell."""
+    """The id of this boot of this machine, the same in all its containers; None if the kernel has
+    none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,9 +1,9 @@
-"""Making room in a folder of packs while other work goes on there: garbage is removed, and
-everything on which the lineage depends stays.
+"""Garbage collection in a folder of packs, during other work there. Everything on which the lineage
+depends stays.
 
-The lineage says which states were given up, and the manifests in the folder say which packs are
+The lineage knows which states were given up. The manifests in the folder list the packs that are
 needed. A state that is not in the lineage may be newer than a database that was restored from a
-copy: its files stay, and the report says so.
+copy. Its files stay, and the report lists it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class GcReport:
-    """What ``gc`` did, or with ``is_dry_run`` would do; sizes are in bytes.
+    """The result of ``gc``, or with ``is_dry_run`` its plan. Sizes are in bytes.
 
-    ``states`` are uids of states that the lineage gave up earlier, or does not know, and whose
-    manifests were still there; ``temporaries`` are files that nobody writes any more, ``packs``
-    those that no state needs, ``rewritten`` packs in which most bytes were not needed. ``left``
-    says what stayed, and why.
+    ``states`` are uids of states that the lineage gave up or does not know, and whose manifests
+    were still there. ``temporaries`` are files of dead writers. ``packs`` were needed by no state.
+    ``rewritten`` are packs in which most bytes were not needed. ``left`` lists the files that
+    stayed, with the reason.
     """
 
     is_dry_run: bool
@@ -63,7 +63,7 @@ def gc(
     takes_unknown: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> GcReport:
-    """Make room in the folder of packs; see ``Repository.gc``.
+    """Collect garbage in the folder of packs; see ``Repository.gc``.
 
     :raises Conflict: with ``takes_unknown``, another process is at work here, and may yet record
         such states.
@@ -128,8 +128,8 @@ def _leftovers(core: Core, session: Session, uids: Sequence[str]) -> list[str]:
 def _remove(
     core: Core, uids: Sequence[str], judged: Callable[[Session, Sequence[str]], list[str]]
 ) -> list[str]:
-    """Delete the manifests of states for which ``judged`` still holds, while nobody can bring
-    them again; returns their uids."""
+    """Delete the manifests of the states that ``judged`` still returns, while no process can add
+    them again. Returns their uids."""
     removed = list[str]()
     for start in range(0, len(uids), _AT_ONCE):
         checkpoint()

@@ -1,10 +1,10 @@
-"""Retention beside a training: now and then, on a separate thread, states that no policy keeps lose
-their bytes.
+"""Retention during a training: a separate thread regularly removes the bytes of states that no
+policy keeps.
 
-A pass runs after states became durable, at least ``LEAST_S`` after the one before, and seldom
-enough to take at most a fiftieth of the time. If only a bound has to hold, no pass runs before
-states have come near it. A full disk starts a pass at once. The training never waits for a pass,
-and no error of a pass reaches it: the error is logged, and the next pass tries again.
+A pass runs after states became durable, at least ``LEAST_S`` after the previous pass. Passes take
+at most a fiftieth of the time. If only a bound has to hold, no pass runs before states exceed it. A
+full disk starts a pass at once. The training never waits for a pass, and no error of a pass reaches
+it: the error is logged, and the next pass tries again.
 
 A clock that is wrong must not delete states. A pass drops at most a tenth of the states because of
 their age alone. It drops none within an hour after the wall clock was set, or after a start at
@@ -84,8 +84,8 @@ _PATIENCE_S = 20.0
 
 
 def keep(core: Core, branch: str, asked: Retention | None, state_bytes: int) -> str:
-    """Apply what a training asked for its branch, or what is configured, until the repository is
-    closed; returns the bound in words.
+    """Apply the training's policy for its branch, or the configured policy, until the repository is
+    closed. Returns the bound in words.
 
     ``state_bytes`` is the approximate size of the training's states.
     """
@@ -103,9 +103,9 @@ def keep(core: Core, branch: str, asked: Retention | None, state_bytes: int) -> 
 def beside(
     told: Mapping[str, Retention], configured: Retention, asked: Mapping[str, Retention | None]
 ) -> Policies:
-    """What a process may apply by itself. Branches that it trains get what they ``asked`` for, or
-    what is configured. States of other branches are dropped only for the bound on all states, in
-    the order of the policies that their trainings recorded.
+    """The policies that a process applies without a command. Branches that it trains get their own
+    policy in ``asked``, or the ``configured`` one. States of other branches are dropped only for
+    the bound on all states, in the order of the policies that their trainings recorded.
     """
     own = {
         branch: replace(each, rules=(All(), *each.rules), bound=None)
@@ -156,8 +156,8 @@ class Keeper:
         )
 
     def follow(self, branch: str, asked: Retention | None, state_bytes: int = 0) -> None:
-        """Note that a training of this process begins on a branch, what it asked for, and about
-        how large its states are."""
+        """Note that a training of this process begins on a branch, with its policy and the
+        approximate size of its states."""
         with self._lock:
             self._asked[branch], self._state_bytes = asked, max(self._state_bytes, state_bytes)
             self.retention = self._reckoned(self._configured).default
@@ -177,8 +177,8 @@ class Keeper:
                 self._begin()
 
     def on_full(self) -> None:
-        """Begin a pass because the disk is full, so that the next attempt to write may find
-        room; called on the thread that wrote."""
+        """Begin a pass because the disk is full, so that the next write may find free space; called
+        on the thread that wrote."""
         with self._lock:
             if self._is_due():
                 self._begin()
@@ -195,7 +195,7 @@ class Keeper:
                 # a caller that ends this may wait only for a thread that was started
                 thread.start()
                 self._thread = thread
-        except RuntimeError as exc:  # no more threads are allowed: the writer goes on
+        except RuntimeError as exc:  # no more threads are allowed: the writer continues
             self.error = exc
             _logger.warning("states that retention does not keep stay on disk for now: %s", exc)
 
@@ -250,7 +250,7 @@ class Keeper:
                 if not (report.dropped and is_beyond) or is_over():
                     break
             self.error = None
-        except Exception as exc:  # whatever it is, the training goes on
+        except Exception as exc:  # the training continues after any error
             self.error = exc
             _logger.warning(
                 "states that retention does not keep stay on disk for now: %s",

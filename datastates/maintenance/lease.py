@@ -1,5 +1,5 @@
-"""Leases show which processes are alive: each tracking process holds a lock on a file of its own
-for as long as it lives.
+"""Leases show which processes are alive: each tracking process locks a separate file for as long as
+it lives.
 
 The kernel drops the lock when the process ends, however it ends; a pid alone might have been
 reused. The file records its own inode, because a copy of a folder also contains copies of its
@@ -45,8 +45,7 @@ LEASES = "leases"
 
 
 class Seen(StrEnum):
-    """What can be seen of a lease: it is held, it is free, it is a copy of one, or there is
-    none."""
+    """The state of a lease: held, free, a copy of a lease, or missing."""
 
     HELD = "held"
     FREE = "free"
@@ -74,9 +73,9 @@ def held_in(packs: Path, *, is_held: bool = True) -> list[str]:
 
 
 def look(packs: Path, uid: str) -> Seen:
-    """What can be seen of a lease from here.
+    """The state of a lease, seen from here.
 
-    It counts as held if it cannot be read, or if the file system cannot tell."""
+    It counts as held if it cannot be read, or if the file system has no locks."""
     path = packs / LEASES / uid
     try:
         if is_held(path):
@@ -94,8 +93,8 @@ def look(packs: Path, uid: str) -> Seen:
 
 
 # The folder of packs, which a repository recognizes by a uid stored in it, not by its path or by
-# the host that sees it. It belongs to one lineage, whose uid is stored there too: whoever deletes
-# files asks that lineage alone.
+# the host. It belongs to one lineage, whose uid is stored there too. Only this lineage decides
+# which files are deleted.
 
 
 FOLDER = "datastates.folder"
@@ -113,9 +112,8 @@ _LINES = re.compile(r"([0-9a-f]{24})\n([0-9a-f]{24})")
 class Home:
     """A folder of packs. ``uid`` is None if it has none and none could be written.
 
-    ``is_beside``: the lineage lies beside it in one folder, so a copy of one comes with a copy of
-    the other.
-    ``read_only`` says why nothing can be written here; None if it can.
+    ``is_beside``: the lineage is in the same folder, so both are copied together. ``read_only`` is
+    the reason why nothing can be written here; None if it can.
     """
 
     path: Path
@@ -286,8 +284,7 @@ def _identify(packs: Path, lineage: str) -> tuple[str, str]:
     return made, lineage
 
 
-# Tells whether the process of a run lives, as far as that can be known from here. Imports no
-# torch.
+# Whether the process of a run lives, as far as this process can know. Imports no torch.
 
 
 def is_dead(run: Run, home: Home) -> bool:
@@ -296,8 +293,8 @@ def is_dead(run: Run, home: Home) -> bool:
 
     A free lease proves it, whatever host wrote it, unless the kernel sees the process running. A
     copy of a lease proves it if the lineage was copied with it: that process writes to the
-    original. A missing lease proves nothing; then only the kernel can tell, if the process ran
-    where this one can see it.
+    original. A missing lease proves nothing. Then only the kernel knows, if the process ran where
+    this one can see it.
     """
     folder = run.config.get(FOLDER)
     if folder is not None and folder != home.uid:

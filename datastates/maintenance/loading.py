@@ -54,7 +54,7 @@ _ROOM_CHUNKS = 16
 
 
 class Lift:
-    """Fills ``homes``, all of which lie on devices.
+    """Fills ``homes``, all of which are on devices.
 
     Belongs to one thread; what it does follows what the current streams have to do."""
 
@@ -115,7 +115,7 @@ class Lift:
             left[turn % 2] = self._marks()
 
     def _copy(self, here: Mapping[int, torch.Tensor]) -> None:
-        """Begin to copy chunks from where they lie in host memory."""
+        """Begin to copy chunks from host memory."""
         targets = [part for chunk in here for _, part in self._parts[chunk]]
         sources = [
             data[offset : offset + part.numel()]
@@ -189,8 +189,7 @@ class Boxes:
 def _likes(
     specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None], findings: Findings
 ) -> dict[int, torch.Tensor]:
-    """The layout for each stored tensor, by index; it is the same wherever the tensor stands in
-    the tree."""
+    """The layout for each stored tensor, by index. It is the same for every path of the tensor."""
     index_of = {
         id(tensor): index
         for index, tensor in enumerate(tensors)
@@ -239,8 +238,8 @@ def restore_from(
       ``SharedReader``. None writes before all can.
 
     :raises InvalidInput: as ``restore_into``.
-    :raises Corrupt: a chunk fails its digest. Nothing was changed, unless a file changed while it
-        was read: then the message says so, and the tensors are dirty.
+    :raises Corrupt: a chunk fails its digest. Live objects are unchanged, unless a file changed
+        while it was read: then the message says so, and the tensors are dirty.
     """
     own = Redivision(1, 0, 1) if own is None else own
     wants, specs, adapted = own.reads(reads(into, only)), specs_of(reader), Adapted(into)
@@ -326,7 +325,7 @@ def _homes(
     """The live tensors that receive stored ones, by index.
 
     Stored tensors that are not written into live ones are handed over, or loaded, before these are
-    filled. So a stored tensor that is also wanted in that way has no home.
+    filled. A stored tensor that is also wanted in that way has no home.
     """
     pairs = enumerate(zip(tensors, specs, strict=True))
     index_of = {

@@ -48,7 +48,7 @@ class Location:
         """Whether the lineage's file is there, and not empty, as an interrupted copy or a full disk
         leaves it.
 
-        A database server counts as there: it is asked only when it is opened.
+        A database server counts as present: no connection is made before it is opened.
         """
         if self.root is None:
             return True
@@ -67,11 +67,11 @@ def locate(
     must_exist: bool = False,
     environ: Mapping[str, str] | None = None,
 ) -> Location:
-    """The location that ``url`` means: a folder (SQLite and packs in it), or ``postgresql://…``
-    with ``packs`` naming a folder.
+    """The location of ``url``: a folder with SQLite and packs, or ``postgresql://…`` with a folder
+    in ``packs``.
 
     Paths become absolute, so that they keep their meaning when the process changes its directory.
-    For a database server, ``packs`` falls back on ``DATASTATES_PACKS``. Nothing is created.
+    For a database server, ``packs`` falls back on ``DATASTATES_PACKS``. No file is created.
 
     :raises InvalidInput: the url is neither, or no packs are named for a server.
     :raises NotFound: with ``must_exist``, there is no repository there.

@@ -50,8 +50,8 @@ _ELSE = "tags, notes, configurations, seals, clones, studies, and states that we
 
 @dataclass(slots=True)
 class Added:
-    """What manifests have and a lineage lacks: states with parents first, and moves of branches in
-    order. ``lacking`` lists what the manifests lack, for people."""
+    """The content of manifests that a lineage lacks: states with parents first, and moves of
+    branches in order. ``lacking`` lists what the manifests lack, for people."""
 
     states: list[NewState]
     moves: list[Move]
@@ -83,7 +83,7 @@ def added_by(
 
 
 def _in_order(found: Mapping[str, NewState]) -> list[NewState]:
-    """The states, oldest first, and each after its first parent, whatever the clock said."""
+    """The states, oldest first, and each after its first parent, even if a clock was wrong."""
     ordered: dict[str, NewState] = {}
     for new in sorted(found.values(), key=lambda each: (_at_us(each), each.facts.step)):
         path: dict[str, None] = {}
@@ -343,8 +343,8 @@ def _copied(final: Path, making: Path, backup: Path) -> bool:
 
 @contextmanager
 def _taking_turns(root: Path) -> Iterator[None]:
-    """Rebuild alone: a second process would take the half-finished work of the first for that of
-    a dead process."""
+    """Rebuild alone: a second process would assume that the first one's unfinished work is of a
+    dead process."""
     try:
         held = hold(root / _TURN)
     except OSError as exc:
@@ -367,7 +367,7 @@ def _in_use(path: Path) -> Conflict:
 
 
 def _stamps(path: Path) -> list[tuple[int, int, int] | None]:
-    """The stamps by which a database that nobody has written to is recognized."""
+    """The stamps that show whether a database was written to."""
     found: list[tuple[int, int, int] | None] = []
     for each in (path, Path(f"{path}-wal")):
         try:
@@ -380,7 +380,8 @@ def _stamps(path: Path) -> list[tuple[int, int, int] | None]:
 
 
 def _check_unused(location: Location) -> None:
-    """Raise if a process is at work there: it would continue with the database that it has open."""
+    """Raise if a process is at work there, since it would keep using the database that it has
+    open."""
     for name in held_in(location.packs):
         raise Conflict(
             f"a training or a server goes on in {location.packs} (its lease is {name}): end it,"
@@ -508,13 +509,13 @@ def _mark(session: Session, work: _Work, added: Container[str]) -> int:
 
 
 def _put_aside(path: Path) -> Path:
-    """Rename the existing database, with the files that SQLite keeps beside it."""
+    """Rename the existing database, with the other files of SQLite."""
     kept = next(
         name
         for name in (path.with_name(f"{path.name}.replaced-{number}") for number in count(1))
         if not name.exists()
     )
-    for suffix in ("-wal", "-shm", ""):  # a log must never lie beside another database
+    for suffix in ("-wal", "-shm", ""):  # a log must never be next to another database
         with suppress(FileNotFoundError):
             os.rename(f"{path}{suffix}", f"{kept}{suffix}")
     return kept

@@ -1,11 +1,11 @@
-"""Restores what a check finds damaged from wherever the same bytes are, and says for the rest which
-state to go on from.
+"""Restores damaged bytes from any place that has the same bytes. For states that stay damaged, it
+names the state to continue from.
 
-A chunk is taken from this process's memory, from the user's further tiers, from another folder, or
-from peers, if that place has the state by its digest (BLAKE3 over its structure and over the xxh3
-of its chunks) and the chunk by its own digest. A sealed state is compared with its seal before
-anything changes, so that no forged bytes come in by repair. Bytes that a peer gave are noted as
-such, as for a clone.
+A chunk is taken from this process's memory, from custom tiers, from another folder, or from peers.
+The place must have the state by its digest (BLAKE3 over its structure and over the xxh3 of its
+chunks), and the chunk by its own digest. A sealed state is compared with its seal before anything
+changes, so that no forged bytes come in by repair. Bytes that a peer gave are noted as such, as for
+a clone.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class RepairReport:
 
 
 class Peer(Protocol):
-    """A place that somebody else owns, whose bytes are trusted as much as its ``party``."""
+    """A place of another owner, whose bytes are trusted as much as its ``party``."""
 
     party: str
 
@@ -160,7 +160,7 @@ class _Repair:
             self._tier.mend(uid, rank, places, self._moved, chunk)
 
     def _put_again(self, uid: str, rank: int) -> None:
-        """Write a state anew, because its manifest is damaged or gone, from a place that has all
+        """Write a state again, because its manifest is damaged or gone, from a place that has all
         of it."""
         with self._core.database.read() as session:
             digest = known(session, [uid]).get(uid)
@@ -200,8 +200,8 @@ class _Repair:
         self._noted |= {(uid, party) for party in new}
 
     def _readers(self, stack: ExitStack, uid: str, rank: int, digest: str) -> Iterator[_Found]:
-        """The same state in other places. A place that breaks the protocol counts as having none;
-        one that does not answer is not asked again.
+        """The same state in other places. A place that breaks the protocol counts as having none. A
+        place that does not answer is not tried again.
         """
         for source in list(self._sources):
             try:

@@ -7,9 +7,9 @@ each of which may be the last.
     withdraw    one short transaction a batch: the lineage records that the bytes are gone
     remove      delete the files, in one pass under the folder's lock
 
-A crash between the last two leaves files that nobody asks for. They were noted beforehand in
-``.prune``, a file that the pruning process holds: one process at a time prunes a folder, and the
-next one finishes what a dead process has begun.
+A crash between the last two leaves files that no state needs. They were noted in ``.prune`` before,
+a file that the pruning process locks. One process at a time prunes a folder. The next process
+finishes the work of a dead one.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _ASK_AGAIN_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Grounds:
-    """What pruning needs of an open repository: its lineage, its folder of packs, and the engine
+    """The parts of an open repository for pruning: its lineage, its folder of packs, and the engine
     of this process, if there is one."""
 
     database: Database
@@ -107,10 +107,10 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What pruning did, or with ``is_dry_run`` would do. Bytes are those of the files in the folder
-    of packs that states need.
+    """The result of pruning, or with ``is_dry_run`` its plan. Bytes are the sizes of the files in
+    the folder of packs that states need.
 
-    ``kept`` says how many states stay for each reason. Dropped states stay in the lineage with
+    ``kept`` has the number of states that stay, by reason. Dropped states stay in the lineage with
     their metrics, as ``evicted``.
     """
 
@@ -149,7 +149,7 @@ class Survey:
 
 
 def untold(done: int, total: int) -> None:
-    """Nobody watches."""
+    """Report no progress."""
 
 
 def prune(
@@ -246,7 +246,7 @@ def _decided(
 
 
 def told_policies(grounds: Grounds) -> dict[str, Retention]:
-    """The policies that the newest training of each branch asked for, by branch."""
+    """The policies of the newest training of each branch, by branch."""
     found: dict[str, Retention] = {}
     with grounds.database.read() as session:
         told = retained.told(session, KEY)
@@ -272,7 +272,7 @@ def survey(
     states ``own``, by row id.
 
     It is read in many short transactions, so ``withdraw_all`` looks again at what is to go.
-    ``tell`` is told how many of the folder's states were read.
+    ``tell`` is called with how many of the folder's states were read.
     """
     node, tier = grounds.home.uid or "", grounds.durable.name
     keys = {
@@ -330,7 +330,7 @@ def survey(
 def _best_before_forks(
     database: Database, segments: Mapping[int, tuple[str, int | None]], policies: Policies
 ) -> dict[int, str]:
-    """The states that ``@best`` names on forked branches: they may lie on the branch from which
+    """The states that ``@best`` names on forked branches. They may be on the branch from which
     these forked."""
     forked = {branch for branch, fork in segments.values() if fork is not None}
     heads: defaultdict[Best, dict[int, str]] = defaultdict(dict)
@@ -420,8 +420,8 @@ def carry_out(
     is_over: Callable[[], bool] = bool,
     tell: Callable[[int, int], None] = untold,
 ) -> Pruned:
-    """Drop what was decided, batch by batch, until ``is_over``; returns what was dropped. An
-    interrupt is raised between two batches.
+    """Drop the states that the decisions name, batch by batch, until ``is_over``; returns which
+    were dropped. An interrupt is raised between two batches.
 
     ``held`` is the turn, from ``taking_turns``. The oldest states go first: then no batch walks
     through the states of an earlier one.
@@ -504,11 +504,10 @@ def _packs_of(files: Iterable[str]) -> set[str]:
 
 
 def _remove(grounds: Grounds, uids: Sequence[str], packs: Iterable[str]) -> None:
-    """Delete the files of states that were withdrawn; those that somebody brought here again
-    stay.
+    """Delete the files of states that were withdrawn. States that were added again stay.
 
-    Manifests are deleted inside a transaction that writes, so that nobody brings one between the
-    question and its deletion.
+    Manifests are deleted inside a transaction that writes, so that no process adds one between the
+    check and its deletion.
     """
     with grounds.database.write() as session:
         take_turns(session)
@@ -521,7 +520,7 @@ def _remove(grounds: Grounds, uids: Sequence[str], packs: Iterable[str]) -> None
 
 @contextmanager
 def taking_turns(folder: Path, patience_s: float) -> Iterator[Held | None]:
-    """Prune alone; yields None if another process goes on pruning for ``patience_s``."""
+    """Prune alone; yields None if another process prunes for ``patience_s``."""
     since = time.monotonic()
     try:
         while (held := hold(folder / _LOCK)) is None and time.monotonic() - since < patience_s:
@@ -554,15 +553,15 @@ def _planned(found: Survey, policies: Policies, decisions: Iterable[Decision]) -
     )
 
 
-# How much each branch and each state takes on disk: what dropping it would free, and what it
-# shares with others.
+# How much each branch and each state takes on disk: the bytes that dropping it would free, and the
+# bytes that it shares.
 
 
 @dataclass(frozen=True, slots=True)
 class StateUse:
     """A state on disk. Dropping it alone would free ``own_bytes``; it needs ``shared_bytes``, and
-    others do too. ``stays`` says why ``prune`` would keep it whatever the policy; None if that is
-    up to the policy.
+    others do too. ``stays`` is the reason why ``prune`` would keep it under every policy; None if
+    the policy decides.
     """
 
     uid: str
@@ -588,8 +587,8 @@ class BranchUse:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What lies in the folder of packs: all ``bytes`` that states need, the branches that take most
-    first, and the ``states`` of one branch.
+    """The content of the folder of packs: all ``bytes`` that states need, the branches that take
+    most first, and the states.
     """
 
     bytes: int
@@ -623,16 +622,15 @@ def usage(core: Core, *, on_progress: Callable[[int, int], None] = untold) -> Us
     return Usage(everything.bytes, tuple(branches), tuple(uses))
 
 
-# Dropping a state's bytes by hand: its records stay, and so does every byte that another state
-# needs.
+# Dropping a state's bytes by hand. Its records stay, and also every byte that another state needs.
 
 
 def evict(core: Core, uid: str, *, is_forced: bool = False) -> int:
     """Drop a state from this folder of packs and from this process's memory; returns the bytes set
     free there, which no other state needed.
 
-    The lineage is told first. A crash in between leaves files that nobody asks for, never a state
-    without its bytes; a commit that fails drops nothing. Other processes and folders keep their
+    The lineage is updated first. A crash in between leaves files that no state needs, never a state
+    without its bytes. A commit that fails drops nothing. Other processes and folders keep their
     bytes. ``is_forced`` drops a state that a ref names, or the newest durable one behind a head
     that is in memory, but never the last state of a branch that can be restored, or could when
     processes have ended.

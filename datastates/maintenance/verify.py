@@ -1,9 +1,8 @@
-"""Reads everything that a folder of packs holds for this lineage: every byte once, on several
-threads, and reports what is damaged by name.
+"""Reads every byte that a folder of packs holds for this lineage once, on several threads, and
+reports damage by name.
 
-Files are read in the order of the uids in their names, so that a check that was ended continues
-behind the last state that it finished. A stretch that several states share is read once, and
-reported for each of them if it is damaged.
+Files are read in the order of uids, so that a check that was ended continues after its last state.
+Bytes that several states share are read once, and reported for each of them if they are damaged.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ _Place = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """What is wrong with a state here: with a chunk, which holds (parts of) ``tensors``; or with
-    its manifest, if ``chunk`` is None."""
+    """Damage of a state: of a chunk, which holds (parts of) ``tensors``, or of its manifest, if
+    ``chunk`` is None."""
 
     state: str
     rank: int
@@ -60,15 +59,15 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What a check of everything found. ``states`` counts the states of which a manifest was read,
-    ``bytes`` the payload that was read.
+    """The result of a check of everything. ``states`` counts the states of which a manifest was
+    read, ``bytes`` the payload that was read.
 
-    ``unread`` is what may be sound but cannot be read here: manifests of a newer version, files
-    without permission, things that are not files. It also names damaged files that no state needs:
-    the backup of the lineage, the index of chunks and the identity of the folder. ``mark`` is the
-    uid to continue from (``since``) if the check was ended early; None if it finished. ``partial``
-    says in words what waits for parts of other ranks: such states enter the lineage once they are
-    whole, and cannot be restored before.
+    ``unread`` names files that may be sound but cannot be read here: manifests of a newer version,
+    files without permission, names that are not files. It also names damaged files that no state
+    needs: the backup of the lineage, the index of chunks and the identity of the folder. ``mark``
+    is the uid to continue from (``since``) if the check was ended early; None if it finished.
+    ``partial`` lists states that wait for parts of other ranks, in words. They enter the lineage
+    once they are whole, and cannot be restored before.
     """
 
     states: int
@@ -86,8 +85,8 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Where a check begins, and how long it may take; ``threads`` None: as many as there are
-    cores, at most four."""
+    """The start of a check, and its longest time. ``threads`` None: as many as there are cores, at
+    most four."""
 
     since: str | None = None
     limit_s: float | None = None
@@ -114,7 +113,7 @@ def check_all(
 
 @dataclass(slots=True)
 class _Task:
-    """A state that is being read, as pieces that each return what is wrong."""
+    """A state that is being read, as pieces that each return the damage."""
 
     uid: str
     rank: int
@@ -281,7 +280,7 @@ class _Run:
                 checkpoint()
                 task.damage += piece.result()
             for index, place in task.shared:
-                # an earlier state had to read it first, and may have been removed meanwhile
+                # an earlier state was to read it, and may have been removed meanwhile
                 if place not in self._read_already:
                     task.damage += self._read(task.uid, task.rank, [index])
                 elif place in self._bad and task.manifest is not None:
@@ -296,7 +295,7 @@ class _Run:
 
 
 def _tensors(manifest: Manifest, index: int) -> tuple[str, ...]:
-    """The paths of the tensors that lie in a chunk."""
+    """The paths of the tensors in a chunk."""
     start, end = index * CHUNK_BYTES, (index + 1) * CHUNK_BYTES
     return tuple(
         place.spec.path
@@ -337,18 +336,17 @@ def _damaged_beside(core: Core) -> list[str]:
     ]
 
 
-# Help when stored bytes turn out to be damaged: the nearest state that verifies, and how to go on
-# from there.
+# Help for damaged bytes: the nearest state that verifies, and how to continue from there.
 
 
 _TRIED = 32
-"""The most ancestors, and the most descendants, that are read: each may be of gigabytes."""
+"""The most ancestors, and the most descendants, that are read, since each may have gigabytes."""
 
 
 @contextmanager
 def naming_a_way_on(core: Core, state: State) -> Iterator[None]:
-    """Raise damage that is found inside the block with the nearest state that verifies, and with
-    how to go on from it.
+    """Add to errors of damage inside the block the nearest state that verifies, and how to continue
+    from it.
 
     :raises Corrupt: ``nearest`` is the uid of that state: an ancestor, else a descendant.
     """
@@ -378,8 +376,7 @@ def naming_a_way_on(core: Core, state: State) -> Iterator[None]:
 
 
 def _nearest_sound(core: Core, state: State) -> State | None:
-    """The nearest ancestor, else descendant, that can be restored here and of which every byte
-    is right."""
+    """The nearest ancestor, else descendant, that can be restored here and verifies."""
     with core.database.read() as session:
         later = [
             each

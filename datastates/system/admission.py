@@ -1,11 +1,10 @@
-"""Places for connections, counted from ``accept`` on, by address and in all; descriptors that the
-training needs are left to it.
+"""Limits on connections, counted from ``accept`` on, by address and in all. They leave the
+descriptors that the training needs.
 
-A place is *held* while its connection is worth keeping: the connection has proved a token, or one
-of its requests is being answered. When all places are taken, the oldest place that is not held
-gives way, of the address that has most of them: silent connections keep nobody out. This module
-knows no sockets and no event loop: the acceptor asks it, and closes connections that are refused or
-give way.
+A place is *held* if its connection has proved a token, or if one of its requests is being answered.
+When all places are taken, the address with most places that are not held loses the oldest of them.
+So silent connections do not block others. This module uses no sockets and no event loop: the
+acceptor calls it, and closes connections that it refuses.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _SHARE = 4
 last quarter."""
 
 _MANY = 1 << 20  # where there is no limit on descriptors
-_REMEMBERED = 1024  # addresses: reading one takes longer than all else that a connection costs here
+_REMEMBERED = 1024  # addresses: parsing an address costs more than the other checks of a connection
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +31,7 @@ class Limits:
     """The most connections at a time. ``per_address`` counts an IPv6 network of 64 bits as one
     address, because one host owns all of it.
 
-    A connection for clones may go on for ``proof_s`` without having proved the token, including the
-    TLS handshake.
+    A connection for clones has ``proof_s`` seconds to prove the token, including the TLS handshake.
     """
 
     connections: int = 256
@@ -60,7 +58,8 @@ class Descriptors:
 
     @property
     def share(self) -> int:
-        """The share of one server, so that a crowd at one server leaves the others theirs."""
+        """The share of one server, so that many connections at one server do not block other
+        servers."""
         with self._lock:
             return max(1, self.limit // max(1, len(self._sharers)))
 
@@ -99,8 +98,8 @@ class Place:
 
 
 class Admission:
-    """The places of one server; every call is made on its thread. ``unlimited`` are addresses with
-    no limit of their own, such as proxies; this machine is one of them. ``refused`` counts
+    """The places of one server; every call is made on its thread. ``unlimited`` are addresses
+    without a separate limit, such as proxies. This machine is one of them. ``refused`` counts
     connections that were not let in, ``displaced`` those that gave way.
     """
 
@@ -123,7 +122,7 @@ class Admission:
 
         ``give_way`` closes the connection when its place is needed."""
         host = _host(address)
-        # the kernel gives the lowest free number, so this one says how many are in use
+        # the kernel gives the lowest free number, so it is about the number in use
         if descriptor >= self._descriptors.most_used or not self._make_room(host):
             self.refused += 1
             return None
@@ -154,8 +153,8 @@ class Admission:
         )
 
     def _displace(self, hosts: Collection[str]) -> bool:
-        """Send away the oldest place that is not held, of the host that has most of them;
-        returns whether there was one."""
+        """Close the oldest connection that is not held, of the host that has most of them; returns
+        whether there was one."""
         idle = [[place for place in self._places[host] if not place.is_held] for host in hosts]
         most = max(idle, key=len, default=[])
         if not most:
@@ -196,8 +195,8 @@ os.register_at_fork(after_in_child=_count_afresh)
 
 @lru_cache(_REMEMBERED)
 def _host(address: str) -> str:
-    """The key of an address: an IPv4 address in one form, however it is written; 64 bits of
-    IPv6; anything else as it is."""
+    """The key of an address: an IPv4 address in canonical form, 64 bits of an IPv6 address, any
+    other text unchanged."""
     try:
         said = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

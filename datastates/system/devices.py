@@ -1,15 +1,15 @@
-"""The single door to accelerators: streams, events, pinned memory and generators of CUDA, ROCm and
-XPU, as ``torch`` offers them.
+"""All access to accelerators: streams, events, pinned memory and generators of CUDA, ROCm and XPU,
+as ``torch`` offers them.
 
-Nothing else in ``datastates`` or ``transport`` touches a device except by operators on tensors. So
-this module keeps devices that nobody uses untouched, and here tests put in a device of their own
-(``swapped``), on which everything happens late.
+Other code in ``datastates`` and ``transport`` uses devices only by operators on tensors. This
+module leaves unused devices untouched. Tests replace the devices (``swapped``) by one on which
+everything happens late.
 
-A *context* is what a process has on a device that it uses: hundreds of megabytes there. The first
-call that reaches the device makes one, and calls of a fresh thread reach device 0. So every call
-for a device is made with that device selected. While a user records a graph on one thread, drivers
-refuse many calls on all other threads. So calls are also made with that rule off; it concerns no
-graph of ours.
+A *context* is the state of a process on a device, of hundreds of megabytes. The first call that
+reaches the device makes one, and calls of a new thread reach device 0. Therefore each call for a
+device is made with that device selected. While a user records a graph on one thread, drivers refuse
+many calls on all other threads. Therefore calls are made with that rule off, since we record no
+graphs.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ def unregister(address: int) -> None:
 
 
 def allocate(length: int) -> int:
-    """The address of ``length`` bytes on the selected device, in an allocation that nothing else
-    shares.
+    """The address of ``length`` bytes on the selected device, in a separate allocation.
 
     :raises RuntimeError: there is none; says why.
     """
@@ -104,7 +103,7 @@ def open_handle(raw: bytes) -> tuple[int, int]:
         "IpcOpenMemHandle", opened(ctypes.byref(address), handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
     )
     found, start, length = int(address.value or 0), ctypes.c_void_p(), ctypes.c_size_t()
-    # what the peer says of the length is not believed
+    # the length from the peer is not trusted
     length_of = _driver_call()
     if (
         length_of is None
@@ -128,7 +127,7 @@ def close(address: int) -> None:
 def runtime_call(name: str) -> Any:
     """A call of the runtime that torch has loaded, by its name without ``cuda`` or ``hip``; None
     if torch came without it."""
-    # the runtime is visible to all libraries, as usual, or only to those that asked for it
+    # the runtime is visible to all libraries, as usual, or only to libraries that loaded it
     paths = loaded(_RUNTIMES)
     libraries = [ctypes.CDLL(None), *(ctypes.CDLL(path, mode=os.RTLD_NOLOAD) for path in paths)]
     for library in libraries:
@@ -139,8 +138,8 @@ def runtime_call(name: str) -> Any:
 
 
 def loaded(names: tuple[str, ...]) -> list[str]:
-    """The paths of this process's libraries whose file names begin like this; a wheel's own
-    libraries have a hash behind that."""
+    """The paths of this process's libraries whose file names begin like this. Libraries in Python
+    packages have a hash after the name."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
@@ -178,7 +177,7 @@ def _call(name: str, *arguments: object) -> None:
 
 def _check(name: str, error: int) -> None:
     if error:
-        runtime_call("GetLastError")()  # or the next caller of the runtime would be told of it
+        runtime_call("GetLastError")()  # or the next caller of the runtime would get this error
         raise RuntimeError(f"the driver refuses {name} (error {error}{_meaning(error)})")
 
 
@@ -243,7 +242,7 @@ class Shared(Protocol):
     def close(self) -> None:
         """Release the memory; idempotent.
 
-        Nothing that was queued here may read or write it any more. Its owner closes it last."""
+        No queued work may still read or write it. Its owner closes it last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,12 +311,12 @@ class Devices:
         return "" if found is None else found.type
 
     def of(self, tensor: torch.Tensor) -> torch.device:
-        """The device on which a tensor lies."""
+        """The device of a tensor."""
         return tensor.device
 
     def is_on(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies on an accelerator: what is queued on it happens later, in the
-        order of streams."""
+        """Whether a tensor is on an accelerator, where work is asynchronous, in the order of
+        streams."""
         return tensor.device.type in _ASYNCHRONOUS
 
     def current(self, device: torch.device) -> Stream:
@@ -326,7 +325,7 @@ class Devices:
         return found
 
     def stream(self, device: torch.device) -> Stream:
-        """A stream that runs beside the others."""
+        """A new stream, which runs in parallel to other streams."""
         with _selected(device):
             made: Stream = torch.get_device_module(device).Stream(device, priority=_PRIORITY)
         return made
@@ -340,7 +339,7 @@ class Devices:
             yield
 
     def mark(self, stream: Stream) -> Mark:
-        """The point behind what is queued on a stream now."""
+        """The point after all work that is queued on a stream now."""
         module: Any = torch.get_device_module(stream.device)
         with _selected(stream.device):
             event = module.Event(blocking=True) if stream.device.type == "cuda" else module.Event()
@@ -350,13 +349,13 @@ class Devices:
     def wait(self, stream: Any, mark: Any) -> None:
         """Make everything that is queued on the stream from now on wait for the mark.
 
-        The host goes on."""
+        The host does not wait."""
         with _selected(stream.device):
             stream.wait_event(mark.event)
 
     def is_recording(self, device: torch.device) -> bool:
-        """Whether work that this thread queues there is recorded into a graph, to be replayed,
-        and does not happen now."""
+        """Whether work that this thread queues there is recorded into a graph, and not executed
+        now."""
         module = torch.get_device_module(device)
         is_recording = getattr(module, "is_current_stream_capturing", None)
         if is_recording is None:
@@ -379,7 +378,7 @@ class Devices:
         )
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Host memory that copies from and to a device may use while the host goes on."""
+        """Host memory for asynchronous copies from and to a device."""
         with _unhindered():  # torch itself selects a device that is in use
             return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
 
@@ -514,7 +513,7 @@ def _accelerator() -> torch.device | None:
     """The accelerator for which this torch is built; None: for none."""
     try:
         return torch.accelerator.current_accelerator()
-    except RuntimeError:  # torch 2.6 says in this way that it is built for none
+    except RuntimeError:  # torch 2.6 raises this if it is built for none
         return None
 
 

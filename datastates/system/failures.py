@@ -1,4 +1,4 @@
-"""Errors of our tree as they travel: by kind and message, with what a class carries beyond that."""
+"""Errors of our tree for the wire: by kind and message, with the further fields of their class."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Text = Annotated[str, Meta(max_length=MESSAGE_LENGTH)]
 
 
 class Failure(Struct, frozen=True):
-    """An error of our tree by its kind, with what its class carries beyond the message."""
+    """An error of our tree by its kind, with its message and the further fields of its class."""
 
     kind: Name
     message: Text
@@ -37,9 +37,9 @@ class Failure(Struct, frozen=True):
 def describe(error: BaseException) -> Failure:
     """An error as the peer learns it.
 
-    Of one that is not ours the peer learns only the type; the log here has the rest."""
+    If the error is not ours, the peer learns only its type. The log here has its text."""
     if not isinstance(error, DatastatesError):
-        _logger.error("what a peer asked for failed here", exc_info=error)
+        _logger.error("a request of a peer failed here", exc_info=error)
         return Failure(
             DatastatesError.kind, f"the peer failed with {type(error).__name__}: its log says why"
         )

@@ -1,8 +1,8 @@
 """Files in folders where others may have put anything: only a regular file is opened, and links are
 never followed.
 
-A FIFO would make its opener wait for ever, a link would have us read or write somewhere else, and a
-name that is also a name of a file elsewhere (a hard link) would have us empty that file.
+A FIFO would make its opener wait for ever. By a link we would read or write another file. By a hard
+link we would truncate a file elsewhere.
 """
 
 from __future__ import annotations
@@ -186,8 +186,7 @@ def write_at(fd: int, data: bytes, offset: int) -> None:
         done += count
 
 
-# Files that hold tokens: made so that nobody else ever reads them, and refused if everybody
-# could.
+# Files that hold tokens: made so that other users can never read them, and refused if they could.
 
 
 _OTHERS = stat.S_IROTH | stat.S_IWOTH
@@ -204,8 +203,8 @@ def is_sendable(token: str) -> bool:
 
 
 def read_secret(path: str | os.PathLike[str], what: str) -> bytes:
-    """The content of a secret file; ``what`` names it in messages. Only its owner and its group may
-    read it.
+    """The content of a secret file; ``what`` names it in messages. It must be readable by its owner
+    and its group alone.
 
     :raises InvalidInput: it cannot be read, or others can read or write it.
     """
@@ -257,7 +256,7 @@ _SET = getattr(fcntl, "F_OFD_SETLK", None)
 _GET = getattr(fcntl, "F_OFD_GETLK", None)
 _FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 _UNKNOWN_TO_KERNEL = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-# the two errors that POSIX has for a lock that somebody holds
+# the two errors that POSIX has for a lock that is taken
 _REFUSED = (
     errno.EAGAIN,
     errno.EACCES,
@@ -270,8 +269,8 @@ keep."""
 
 
 def open_lockable(path: Path, flags: int = os.O_RDONLY, *, may_have_links: bool = False) -> int:
-    """A descriptor like that of ``open_regular``, to be locked and then closed by
-    ``close_lockable``; a forked child closes it at once.
+    """A descriptor of a regular file, to be locked and then closed by ``close_lockable``. A forked
+    child closes it at once.
 
     :raises OSError: as of ``open_regular``.
     """
@@ -336,9 +335,10 @@ class Held:
 
 
 def hold(path: Path) -> Held | None:
-    """Make the file and lock it; None if somebody, in this process or another, holds it.
+    """Make the file and lock it; None if this process or another holds it.
 
-    Everybody may read the file: a process that could not read it could not see that it is locked.
+    The file is readable for every user who may enter its folder. A process that could not read it
+    could not see that it is locked.
 
     :raises OSError: it cannot be made, or its file system has no locks.
     """
@@ -411,8 +411,8 @@ def _is_locked(fd: int) -> bool:
 
 def is_ours(fd: int, path: Path) -> bool:
     """Whether a locked file is still at its path and may be written. A file with other hard links
-    loses this name, and the caller makes another file: what is written to it would also appear
-    under those links, as in a snapshot made by ``cp -al``.
+    loses this name, and the caller makes another file. Otherwise writes would appear under those
+    links too, as in a snapshot made by ``cp -al``.
     """
     is_here = is_at(fd, path)
     if is_here and os.fstat(fd).st_nlink > 1:

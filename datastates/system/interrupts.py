@@ -1,11 +1,11 @@
-"""Signals that come at a bad moment wait for a good one: an exception (Ctrl-C, SIGTERM, a time
-limit) leaves nothing half done.
+"""Signals are deferred during critical sections, so that an exception (Ctrl-C, SIGTERM, a time
+limit) leaves no work half done.
 
 Python runs signal handlers in the main thread, between any two instructions. A handler that raises
 between the taking of a lock and the block that releases it leaves the lock taken for ever, and
-every thread that needs it waits for ever. So code that a training thread must not leave halfway
-runs ``with undisturbed():``. A section is short, or calls ``checkpoint`` while it waits for
-something. Only the main thread is ever interrupted, so in other threads all of this does nothing.
+every thread that needs it waits for ever. Code that a training thread must not leave halfway runs
+``with undisturbed():``. A section is short, or calls ``checkpoint`` while it waits. Python
+interrupts the main thread alone, so sections of other threads have no effect.
 
 The handlers are restored when the outermost section ends; signals that came meanwhile are then
 handed to them, once for each signal.
@@ -67,13 +67,13 @@ class _Section:
     def checkpoint(self) -> None:
         """Run the handlers that wait, which may raise.
 
-        Call it inside a section where nothing is half done, whichever way it was reached."""
+        Call it inside a section at a point where no work is half done."""
         if self._waiting and threading.get_ident() == self._main:
             self._deliver()
 
     def leave_to_parent(self) -> None:
-        """Start anew in a forked child, whose main thread may have been forked inside a section,
-        and never leave it."""
+        """Reset in a forked child. Its main thread may have been forked inside a section, which it
+        never leaves."""
         self._main, self._depth = threading.get_ident(), 0
         self._waiting.clear()
         self._give_back()
@@ -101,7 +101,7 @@ class _Section:
             try:
                 handler(number, None)
             finally:
-                self._deliver()  # the others too, even if this one raises
+                self._deliver()  # the other signals too, even if this handler raises
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         handler = self._handlers[number]

@@ -31,8 +31,7 @@ def event(name: str, /, **fields: object) -> dict[str, object]:
 
 
 def reason_of(error: BaseException, spell: Callable[[BaseException], str] = str) -> str:
-    """What an error of a user's code says; the name of its type if it says nothing, or cannot
-    say it."""
+    """The text of an error of a user's code; the name of its type if there is no text."""
     try:
         said = spell(error)
     except Exception:  # its own methods may raise anything
@@ -84,7 +83,7 @@ def _sound(value: object) -> object:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# Notices for a person at a terminal when nothing is wrong, for example that a training goes on
+# Notices for a person at a terminal that are no warnings, for example that a training continues
 # from an earlier state.
 
 
@@ -106,8 +105,8 @@ def say(text: str, extra: Mapping[str, object] | None = None) -> None:
         sys.stderr.write(f"datastates: {text}\n")
 
 
-# Logging what strangers and peers cause at most once a minute, and no longer than a screen, so
-# that nobody can fill a disk with it.
+# Messages that peers cause are logged at most once a minute, and are cut to a screen, so that peers
+# cannot fill a disk.
 
 
 _EVERY_S = 60.0
@@ -117,8 +116,8 @@ _plain = logging.Formatter()
 
 
 class Seldom(logging.Filter):
-    """A filter for a logger that lets through one message a minute for each text (without its
-    arguments), and counts the others."""
+    """A filter that passes one message a minute for each text (without its arguments), and counts
+    the suppressed ones."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -153,8 +152,8 @@ def _clean(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in cut)
 
 
-# Secrets in what is recorded, served, logged and said: this module alone decides what is a
-# secret, and shows ``***`` for it.
+# Secrets in records, responses, logs and messages: this module alone decides which values are
+# secret, and shows ``***`` for them.
 
 
 MASK = "***"
@@ -235,7 +234,7 @@ _OF_MODELS = frozenset(
         "prompt",
     )
 )
-# besides those above, in a URL
+# in addition to the words above, in a URL
 _PARAMETERS = frozenset(("key", "sig", "signature", "credential", "code"))
 
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
@@ -289,8 +288,8 @@ def text(said: str) -> str:
 
 
 def arguments(argv: Iterable[str]) -> tuple[str, ...]:
-    """The command line with secrets masked: the word after ``--token`` in ``--token X``, and the
-    value in ``NAME=X``, ``name: X`` and ``{"name": "X"}``; also in a word that is itself a command
+    """The command line with secrets masked. These are the word after ``--token`` in ``--token X``,
+    and the value in ``NAME=X``, ``name: X`` and ``{"name": "X"}``. A word may itself be a command
     line, as of ``sh -c``.
     """
     found: list[str] = []
@@ -308,8 +307,8 @@ def named(values: Mapping[str, _Plain]) -> dict[str, _Plain]: ...
 @overload
 def named(values: Mapping[str, _Value]) -> dict[str, _Value | str]: ...
 def named(values: Mapping[str, _Value]) -> dict[str, _Value | str]:
-    """The configuration with secrets masked: texts and numbers whose key says that they are
-    secret, and secrets in other texts."""
+    """The configuration with secrets masked: texts and numbers with a secret key, and secrets in
+    other texts."""
     return {key: _value(key, value) for key, value in values.items()}
 
 

@@ -1,5 +1,5 @@
-"""How much memory a process may still take: what the machine has free, or less where control
-groups of version 1 or 2 leave less."""
+"""How much memory a process may still take: the free memory of the machine, or less if control
+groups (version 1 or 2) leave less."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path, PurePosixPath
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """The names of a version's files; ``cache`` is the line of the statistics that says what the
-    kernel would drop first."""
+    """The names of a version's files. ``cache`` is the line of the statistics with the file cache
+    that the kernel would drop first."""
 
     limit: str
     used: str

@@ -1,11 +1,10 @@
-"""Counts and times of what this process does with its states; its spans are kept if a trace was
-asked for.
+"""Counts and times of the work of this process. Its spans are kept if a trace was requested.
 
     recorder.span("digest", began, ended, uid, step)    # a piece of work of the calling thread
     recorder.count("evicted", 3)
 
-A caller appends to a queue and goes on: no lock, no clock. The entries are added up on the engine
-thread after each round, and whenever a caller asks.
+A call appends to a queue, without a lock or a clock. The entries are added up on the engine thread
+after each round, and when the numbers are read.
 """
 
 from __future__ import annotations
@@ -66,9 +65,8 @@ def _events(spans: Sequence[Span]) -> Iterator[dict[str, object]]:
     """The names of process and threads, then the spans, each after the spans that contain it.
     Threads of one number follow each other.
 
-    Times are whole microseconds, so that spans of a thread lie within or beside each other for
-    programs that read the times as floats. Of spans that overlap for a nanosecond Perfetto shows
-    only one.
+    Times are whole microseconds, so that spans of a thread never overlap in programs that read the
+    times as floats. If two spans overlap for a nanosecond, Perfetto shows one of them.
     """
     pid = os.getpid()
     threads = {
@@ -104,8 +102,7 @@ def _events(spans: Sequence[Span]) -> Iterator[dict[str, object]]:
         yield {**event, "pid": pid, "tid": threads[span.thread, span.thread_name], "args": said}
 
 
-# Counts and times of what this process does with its states; its spans are kept if a trace was
-# asked for.
+# Counts and times of the work of this process.
 
 
 _logger = logging.getLogger(__name__)
@@ -131,8 +128,8 @@ Counted = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One stage: how often it ran, the total, shortest and longest time, and how many runs took
-    as long as ``BOUNDS_S`` say."""
+    """One stage: how often it ran, the total, shortest and longest time, and a histogram over
+    ``BOUNDS_S``."""
 
     stage: str
     count: int = 0
@@ -162,12 +159,12 @@ class Timing:
 class Activity:
     """What one process did with the states of one repository, since it opened the repository.
 
-    ``captures`` were taken, and ``skipped`` were not, for lack of room. ``failed`` were lost
+    ``captures`` were taken, and ``skipped`` were not, for lack of memory. ``failed`` were lost
     afterwards, ``recorded`` are in the lineage, ``written`` are on disk; ``snapshots`` left a copy
     on the device. ``bytes_copied`` of tensors were copied into memory, where ``bytes_new`` of them
     were new, and ``bytes_written`` went to disk; ``chunks_shared`` of what was written were there
-    already. ``retries`` are writes that failed and are tried again, ``evicted`` are states that
-    left memory to make room. ``timings`` are in the order in which stages first ran.
+    already. ``retries`` are writes that failed and are tried again. ``evicted`` are states that
+    were removed from memory. ``timings`` are in the order in which stages first ran.
     """
 
     captures: int = 0
@@ -289,7 +286,7 @@ class Recorder:
             return Activity(timings=tuple(self._timings.values()), **self._counts)
 
     def write(self) -> None:
-        """Write the trace, if one was asked for, in place of the earlier one; a failure is
+        """Write the trace, if one was requested, in place of the earlier one. A failure is
         logged."""
         if self._trace is None:
             return

@@ -1,9 +1,9 @@
 """Waiting for other threads without a lock that both sides need: a thread that is interrupted while
 waiting leaves nothing locked.
 
-``threading.Condition`` and ``Event`` are written in Python: Ctrl-C in the middle of their ``wait``
-can leave their lock taken, and a thread that wants to wake the waiter then waits for that lock.
-Here each waiter has a lock of its own, which it alone takes.
+``threading.Condition`` and ``Event`` are written in Python. Ctrl-C in the middle of their ``wait``
+can leave their lock taken. A thread that wants to wake the waiter then waits for that lock. Here
+each waiter has a separate lock, which it alone takes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ wakes no waiter."""
 
 
 class Bell:
-    """Tells waiting threads that something changed: make the change, then ``ring``.
+    """Wakes waiting threads after a change: make the change, then ``ring``.
 
     Any thread may ring; no thread ever holds it."""
 
@@ -87,7 +87,7 @@ class Latch:
         return self._is_set
 
     def set(self) -> None:
-        """Let the waiting threads go on."""
+        """Wake the waiting threads."""
         self._is_set = True
         self._bell.ring()
 
@@ -96,8 +96,8 @@ class Latch:
         return self._bell.wait_for(self.is_set, timeout_s)
 
 
-# What a thread is doing that may take long, call by call: a thread that makes no progress can be
-# seen and named, and tests can hinder it.
+# The slow calls of each thread. A thread that makes no progress can be found and named, and tests
+# can delay or fail its calls.
 
 
 Hindrance = Callable[[str, Path, int], None]
@@ -115,7 +115,7 @@ _deeds: dict[int, Deed] = {}
 class Deed:
     """One thing that a thread does.
 
-    ``call`` and ``path`` say where the thread is, since ``since`` (of the monotonic clock)."""
+    ``call`` and ``path`` are its current call, since ``since`` (of the monotonic clock)."""
 
     what: str
     call: str = ""
@@ -129,7 +129,7 @@ class Deed:
         return now - self.since >= limit_s + self.size / _SLOWEST
 
     def describe(self, now: float) -> str:
-        """Where the thread is, and for how long."""
+        """The current call of the thread, and its duration."""
         where = f"{self.call} of {self.path}" if self.path is not None else self.what
         return f"{where} has made no progress for {now - self.since:.0f} s"
 
@@ -150,7 +150,7 @@ def deed(what: str) -> Iterator[Deed]:
 
 
 def deed_of(thread: threading.Thread) -> Deed | None:
-    """What a thread is doing, if it has said so."""
+    """The work that a thread has noted, if any."""
     return None if thread.ident is None else _deeds.get(thread.ident)
 
 
@@ -188,8 +188,8 @@ at all while others use the disk: writes that a checkpoint waits for must come t
 
 
 def yield_disk() -> bool:
-    """Let the disk serve other threads and processes before this thread, if its scheduler knows
-    priorities; returns whether that was accepted.
+    """Let the disk serve other threads and processes before this thread, if its scheduler has
+    priorities. Returns whether that was accepted.
 
     The processor's priority stays: a thread that holds the interpreter's lock and waits for its
     turn would hold up the training.
