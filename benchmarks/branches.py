@@ -1,11 +1,11 @@
-"""What the first view costs: every branch at a glance, and curves of long branches, at a million
-states on SQLite.
+"""The cost of the first view at a million states on SQLite: a list of every branch, and curves of
+long branches.
 
     python benchmarks/branches.py [--states N] [--branches N] [--long N] [--rounds N] [--folder DIR]
     [--json FILE]
 
 One lineage has ``--branches`` of equal length, the other ``--long``; each is built once per size in
-DIR and used again. ``cold`` is the first question of a new connection, ``warm`` the median of the
+DIR and used again. ``cold`` is the first query of a new connection, ``warm`` the median of the
 rounds after it. Recording is measured in a copy, in turns with states that no branch has: those
 have no summaries.
 """
@@ -94,7 +94,7 @@ def prepare(folder: Path, count: int, branches: int) -> Path:
 
 
 def glances() -> dict[str, Callable[[Session], object]]:
-    """What the first view may ask."""
+    """The queries of the first view."""
     return {
         "50 branches, newest first": lambda s: branches(s, limit=50),
         "50 branches, best first": lambda s: branches(s, sort="best", limit=50),
@@ -105,7 +105,7 @@ def glances() -> dict[str, Callable[[Session], object]]:
 
 
 def curves(long: int) -> dict[str, Callable[[Session], object]]:
-    """Curves from nothing; and one of them read state by state, as curves of short branches are."""
+    """Curves that are not cached, and one curve read state by state, as for short branches."""
     names = ["main", *(f"branch-{number}" for number in range(1, long))][:8]
 
     def summarised(session: Session) -> object:
@@ -123,7 +123,7 @@ def curves(long: int) -> dict[str, Callable[[Session], object]]:
 def asked(
     path: Path, questions: dict[str, Callable[[Session], object]], rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds of each question, the cold one first; questions take turns."""
+    """Seconds of each query, the cold one first. Queries take turns."""
     times: dict[str, list[float]] = {name: [] for name in questions}
     for name, question in questions.items():
         database = Database(f"sqlite:///{path}")
@@ -145,7 +145,7 @@ def seconds(database: Database, question: Callable[[Session], object]) -> float:
 
 
 def recording(path: Path, captures: int) -> dict[str, list[float]]:
-    """Seconds of each record on a branch, and of one that no branch has."""
+    """Seconds of each record on a branch, and of one without a branch."""
     times: dict[str, list[float]] = {"on a branch": [], "on none": []}
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         copy = Path(folder, "lineage.db")

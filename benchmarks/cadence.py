@@ -1,12 +1,12 @@
-"""CheckFreq's interval on a slowed disk, beside a sweep of fixed ones: what each adds to the time
-of a training.
+"""CheckFreq's interval on a slowed disk, compared with fixed intervals by the overhead of the
+training.
 
-Each method has a training and a repository of its own, and takes turns with the others: some steps
-to get under way, then steps that are timed. Every method captures each step, so what is compared is
-writing alone; ``never`` writes nothing and is the floor. The disk is slowed by ``FaultyDisk``: each
-call that writes takes as long as its bytes would. With ``--device-ms`` forward and backward are a
-wait of that length, as for a host whose accelerator computes: the optimizer's step and all of ours
-are real. There little but the disk decides, and a busy machine disturbs it less.
+Each method has a separate training and repository. The methods take turns: some warm-up steps, then
+timed steps. Every method captures each step, so what is compared is writing alone; ``never`` writes
+nothing and is the floor. The disk is slowed by ``FaultyDisk``: each call that writes takes as long
+as its bytes would. With ``--device-ms`` forward and backward are a wait of that length, as for a
+host whose accelerator computes. The optimizer's step and the captures are real. The result then
+depends mostly on the disk, and a busy machine disturbs it less.
 
     python benchmarks/cadence.py --megabytes 50 200 --rounds 3 --steps 60
     python benchmarks/cadence.py --device-ms 60
@@ -40,14 +40,14 @@ SHAPE = Shape(layers=3, heads=4, width=192, context=64, vocabulary=2_000)
 """1.7M parameters; with AdamW 21 MB."""
 
 ROOM = 4.2
-"""So many states fit into the memory of each training: one that waits for the disk holds it up
-soon."""
+"""The number of states in the memory of each training. It is small, so that waiting for the disk
+soon delays the training."""
 
 
 @dataclass
 class Method:
-    """A training, and what its turns took: seconds a step, and how many states waited for the
-    disk at the end of each."""
+    """A training and its turns: seconds a step, and the number of states that waited for the disk
+    at the end of each."""
 
     name: str
     trainer: Trainer
@@ -77,7 +77,7 @@ class Method:
 
 
 class Methods:
-    """Those of one disk; closes their repositories."""
+    """The methods of one disk. Closes their repositories."""
 
     def __init__(self, folder: Path, device_s: float) -> None:
         self._folder, self._device_s = folder, device_s
@@ -133,8 +133,8 @@ def measure(megabytes: float, rounds: int, steps: int, share: float, device_s: f
 
 
 def learn(method: Method, most: int = 2000) -> int:
-    """Train until the interval was chosen and several writes have confirmed it; how many steps
-    the choice took."""
+    """Train until the interval is chosen and several writes have confirmed it. Returns the number
+    of steps of the choice."""
     count = 0
     while method.run.cadence.costs is None and count < most:
         method.step()

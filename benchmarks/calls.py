@@ -1,11 +1,11 @@
-"""What one operation runs, and what a capture costs the training thread.
+"""Counts the function calls of an operation, and times a capture on the training thread.
 
     python benchmarks/calls.py [--json FILE] [--by-file OPERATION] [--rounds N]
 
 A Linear(8, 8) with AdamW is captured, restored, found and cloned, each twice before it is counted.
 ``sys.setprofile`` counts the calls of Python functions inside the package, in all threads that the
-operation starts or wakes. Then ``capture()`` of a three-layer MLP is timed beside a clone of its
-tensors. At last a training of 1M parameters with steps of 10 ms runs in turn without captures,
+operation starts or wakes. Then ``capture()`` of a three-layer MLP is timed in turns with a clone of
+its tensors. Finally, a training of 1M parameters with steps of 10 ms runs in turn without captures,
 with one in memory at every step, and with a blocking copy at every step.
 """
 
@@ -36,7 +36,7 @@ FOLDERS = (PACKAGE, *(str(Path(PACKAGE).parent / name) for name in ("lineage", "
 
 
 class Counts:
-    """The calls of the package's functions while it counts, by code object."""
+    """The calls of the package's functions, by code object."""
 
     def __init__(self) -> None:
         self.calls: Counter[CodeType] = Counter()
@@ -121,7 +121,8 @@ def main() -> None:
 
 
 def blocking(folder: Path, rounds: int) -> dict[str, float]:
-    """How long ``capture`` of a three-layer MLP holds the training thread, beside a clone."""
+    """The time for which ``capture`` of a three-layer MLP blocks the training thread, and the time
+    of a clone."""
     step, model, optimizer = job(64)
     samples: dict[str, list[float]] = {"clone": [], "capture": []}
     with (
@@ -147,7 +148,7 @@ def blocking(folder: Path, rounds: int) -> dict[str, float]:
 
 
 def training(folder: Path, rounds: int) -> dict[str, float]:
-    """The time of a step with captures and with a blocking copy, over that without."""
+    """The time of a step with captures and with a blocking copy, relative to a plain step."""
     times: dict[str, list[float]] = {"plain": [], "captures in memory": [], "blocking copy": []}
     step, model, optimizer = job(560)
     spare = torch.randn(200, 200)
@@ -173,7 +174,7 @@ def training(folder: Path, rounds: int) -> dict[str, float]:
                 for _ in range(100):
                     padded()
                     act()
-                if round_:  # the first touches the memory that the others use again
+                if round_:  # the first clone touches the memory that the next ones use again
                     times[name].append(10 * (time.perf_counter() - began))
     rows = [
         [
@@ -188,7 +189,7 @@ def training(folder: Path, rounds: int) -> dict[str, float]:
 
 
 def job(width: int) -> tuple[Callable[[], None], torch.nn.Module, torch.optim.Optimizer]:
-    """A three-layer MLP with AdamW, and what trains it for a step."""
+    """A three-layer MLP with AdamW, and a function that trains it for a step."""
     layers = [torch.nn.Linear(width, width), torch.nn.ReLU()]
     model = torch.nn.Sequential(*layers, *map(deepcopy, layers), torch.nn.Linear(width, width))
     optimizer = torch.optim.AdamW(model.parameters())

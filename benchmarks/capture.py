@@ -1,5 +1,5 @@
-"""What a capture costs: how long it blocks, what memory it takes, and what a training run pays for
-one at every step.
+"""The cost of a capture: the time that it blocks, its memory, and the overhead of a training that
+captures every step.
 
     python benchmarks/capture.py [--quick] [--part blocking|tiny|training|memory|start] [--json
     FILE] [--folder DIR] python benchmarks/capture.py --part training --rounds 12 --method
@@ -7,8 +7,8 @@ one at every step.
     [--seconds 30]
 
 Every method is measured in turn, round after round, in one run; a training segment with captures is
-compared with the segments without on both sides of it. What counts is wall and CPU overhead of the
-run: a method can block for nothing and still take the training's cores.
+compared with the segments without on both sides of it. Compare the wall and CPU overhead of the
+run: a method that does not block may still use the training's cores.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ from datastates.config import Config
 Update = Callable[[], object]
 
 WARM_UP = 5
-"""Captures that are not counted, so that every method has touched the memory that it reuses; the
-first is reported apart."""
+"""Captures that are not counted, so that every method has touched the memory that it reuses. The
+first is reported separately."""
 
 IN_A_ROW = 3
-"""Captures that a method makes in its turn, as a training makes them; the first, which comes
-after the other's work, is reported apart."""
+"""Captures of a method in its turn. The first follows the work of another method, and is reported
+separately."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One capture, in seconds: until ``capture`` returned, until the tensors might change, until
-    it was done."""
+    """One capture, in seconds: until ``capture`` returned, until the tensors could change, until it
+    was done."""
 
     blocked_s: float
     copied_s: float
@@ -75,8 +75,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Some training steps in a row: their mean wall time, CPU time and blocked time, what was
-    left to finish after them, and how long the steps before them took, which warm up."""
+    """A sequence of training steps: their mean wall time, CPU time and blocked time, the time to
+    finish after them, and the time of the warm-up steps before them."""
 
     warm_up_s: float
     step_s: float
@@ -90,8 +90,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Of one method: its very first capture, the first of each later turn, and those that
-    followed in a row."""
+    """The captures of one method: its very first, the first of each later turn, and those in
+    sequence."""
 
     very_first: Sample
     first_of_turn: list[Sample]
@@ -101,11 +101,10 @@ class Samples:
 def blocking(
     objects: Objects, update: Update, methods: dict[str, Method], folder: Path, rounds: int
 ) -> dict[str, Samples]:
-    """Each method in turn, ``rounds`` times after a turn to warm up; ``update`` changes the tensors
-    before each capture.
+    """Run each method in turn, ``rounds`` times after a warm-up turn. ``update`` changes the
+    tensors before each capture.
 
-    What a peer left to the kernel to write is written first, so that it does not burden whoever
-    comes next.
+    Dirty pages of a method are written before the next method starts, so that they do not slow it.
     """
     turns: dict[str, list[list[Sample]]] = {name: [] for name in methods}
     for name, method in methods.items():
@@ -146,7 +145,7 @@ def _blocking_methods() -> dict[str, Method]:
         "dcp.async_save, best": DcpAsync(reuse=True),
     }
     if importlib.util.find_spec("torchsnapshot"):
-        # its wheel asks for any torch: install it with --no-deps
+        # it requires any torch version: install it with --no-deps
         methods["torchsnapshot.async_take"] = TorchSnapshot()
     return methods
 
@@ -157,13 +156,13 @@ def blocking_large(folder: Path, *, quick: bool, rounds: int) -> dict[str, Any]:
 
 
 def blocking_tiny(folder: Path, *, quick: bool, rounds: int) -> dict[str, Any]:
-    """10,000 tensors of 1 KiB: what each tensor costs, whatever its size."""
+    """10,000 tensors of 1 KiB, to measure the cost of each tensor."""
     return _blocking_report("tiny tensors", "tiny", folder, quick=quick, rounds=rounds)
 
 
 def pair(folder: Path, what: str, name: str, *, quick: bool, rounds: int) -> dict[str, Any]:
-    """One method and the floor by turns, with nobody else's threads and memory in the process:
-    nobody saves by five methods at once."""
+    """One method and the floor in turns, without threads and memory of other methods in the
+    process."""
     if what == "large":
         trainer = Trainer.make(TINY if quick else LARGE)
         objects: Objects = trainer.objects
@@ -285,8 +284,8 @@ def _training_methods() -> dict[str, Method]:
 
 
 def training(folder: Path, *, quick: bool, rounds: int, only: Sequence[str] = ()) -> dict[str, Any]:
-    """A 29M-parameter GPT, a capture at every step: short segments of each method, or of
-    ``only`` some, between segments without any."""
+    """A 29M-parameter GPT with a capture at every step. Short segments of each method, or of the
+    methods in ``only``, alternate with segments without captures."""
     trainer = Trainer.make(TINY if quick else MEDIUM)
     steps = 5 if quick else 15
     methods = {
@@ -316,8 +315,8 @@ def training(folder: Path, *, quick: bool, rounds: int, only: Sequence[str] = ()
 
 
 def segment(trainer: Trainer, method: Method | None, steps: int, warm_up: int = WARM_UP) -> Segment:
-    """Train ``steps`` steps, each captured, after some to warm up; the CPU time includes what
-    runs on after the last."""
+    """Train ``steps`` steps, each captured, after some warm-up steps. The CPU time includes work
+    that continues after the last step."""
     began, blocked = time.perf_counter(), 0.0
     for index in range(warm_up + steps):
         if index == warm_up:
@@ -392,8 +391,8 @@ def _training_report(
 
 
 def memory(folder: Path, *, quick: bool, rounds: int) -> dict[str, Any]:
-    """The peak of a process that captures, in a process of its own, against what it held before
-    plus its arenas."""
+    """The peak memory of a separate process that captures, compared with its memory before plus its
+    arenas."""
     command = [
         sys.executable,
         __file__,
@@ -418,7 +417,7 @@ def memory(folder: Path, *, quick: bool, rounds: int) -> dict[str, Any]:
 
 
 def peak(folder: Path, *, quick: bool) -> dict[str, Any]:
-    """Capture durably at every step in this process, and say how far its memory went."""
+    """Capture durably at every step in this process, and print the peak memory."""
     trainer = Trainer.make(TINY if quick else LARGE)
     arenas = 2 * state_bytes(trainer.objects) + (64 << 20)
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
@@ -463,7 +462,7 @@ PARTS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Measure the parts asked for."""
+    """Measure the selected parts."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--part", choices=[*PARTS, "peak", "pair"], action="append")
     parser.add_argument(

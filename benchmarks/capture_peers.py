@@ -1,5 +1,5 @@
-"""Ways to take a snapshot of live tensors, ours, the floor, a bare prototype and the peers,
-behind one small interface."""
+"""Methods to take a snapshot of live tensors: datastates, the floor, a bare prototype and other
+libraries, behind one interface."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WRITE_BYTES = 16 << 20
 CHUNK_BYTES = 4 << 20
 
 Objects = Mapping[str, Any]
-"""What is captured, under the names that ``track`` gets: modules, optimizers, or plain dicts of
+"""The captured objects under their names for ``track``: modules, optimizers, or plain dicts of
 tensors."""
 
 
@@ -42,7 +42,7 @@ def tree(objects: Objects) -> dict[str, Any]:
 
 
 def state_tensors(objects: Objects) -> list[Tensor]:
-    """Every tensor of the objects once, tied ones once."""
+    """Every tensor of the objects, tied tensors once."""
     found = {(tensor.data_ptr(), tensor.numel()): tensor for tensor in _walk(tree(objects))}
     return [tensor.detach() for tensor in found.values()]
 
@@ -75,23 +75,22 @@ class Method(ABC):
 
     @abstractmethod
     def prepare(self, objects: Objects, folder: Path) -> None:
-        """Allocate what is reused from capture to capture; ``folder`` exists and is the method's
-        own."""
+        """Allocate memory that all captures reuse. ``folder`` exists and belongs to this method."""
 
     @abstractmethod
     def capture(self) -> None:
         """Take one snapshot, or begin to."""
 
     def fence(self) -> None:
-        """Nothing to wait for: ``capture`` has copied."""
+        """Does not wait, because ``capture`` has copied."""
         return
 
     def finish(self) -> None:
-        """Nothing goes on in the background."""
+        """Does not wait, because there is no background work."""
         return
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Has no memory to free."""
         return
 
 
@@ -147,8 +146,8 @@ class ForeachCopy(Method):
 
 
 class TorchSave(Method):
-    """``torch.save`` of the state dict, by turns to one of two files, with ``fsync`` unless they
-    lie in memory."""
+    """``torch.save`` of the state dict, alternately to two files, with ``fsync`` unless they are in
+    memory."""
 
     name = "torch.save"
 
@@ -171,7 +170,8 @@ class DcpAsync(Method):
     """``torch.distributed.checkpoint.async_save``, without fsync; ``reuse`` keeps one stager with
     shared memory for all captures.
 
-    One save is in flight at a time: the next capture waits for the last, as the documentation asks.
+    One save is in flight at a time: the next capture waits for the last, as the documentation
+    requires.
     """
 
     name = "dcp.async_save"
@@ -245,8 +245,8 @@ class Prototype(Method):
     """The least that a fenced capture can be: one thread copies into one of three arenas, another
     digests, writes and syncs.
 
-    No tree, no lineage, no checks, nothing recorded: how near ours comes to it is what its
-    machinery costs.
+    It has no tree, no lineage, no checks and no records. The difference to datastates is the cost
+    of these.
     """
 
     name = "bare prototype"

@@ -1,14 +1,14 @@
-"""The first half minute of a training with default settings, from ``open`` on, beside the same
-training without captures.
+"""The first half minute of a training with default settings, from ``open`` on, compared with the
+same training without captures.
 
     python benchmarks/capture.py --part start [--rounds N] [--quick] [--size 1M|30M|100M] [--seconds
     30] [--threads 1]
 
-Each training runs in a process of its own, because each process that starts pays anew. All methods
-take turns; every step is captured. Beside ours stand the least that a capture can be (a blocking
-copy into touched memory; the bare prototype, whose copy overlaps the next step), which keep nothing
-but the newest bytes, and torch.distributed.checkpoint. If torch has as many threads as there are
-cores, the training leaves no core to the background work of captures.
+Each training runs in a separate process, because each process has the cost of a start. All methods
+take turns, and every step is captured. The floors are a blocking copy into touched memory, and the
+bare prototype, whose copy overlaps the next step. They keep only the newest bytes. The other
+library is torch.distributed.checkpoint. If torch has as many threads as there are cores, no core is
+free for the background work of captures.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ What they allocate and touch before the first step counts, as ours does."""
 
 WINDOW_S = 5.0
 COUNTED_S = 30.0
-"""What is compared; the training goes on to the end of a minute, when its memory is looked at."""
+"""The time that is compared. The training continues for a minute in total, and its memory is then
+measured."""
 
 
 @dataclass(slots=True)
 class Started:
-    """One training: when each step ended, counted from ``track``; CPU time a step, and memory at
-    the end and at most."""
+    """One training: the end of each step, counted from ``track``, CPU time a step, and memory at
+    the end and at its peak."""
 
     ends_s: list[float] = field(default_factory=list)
     track_s: float = 0.0
@@ -81,8 +82,8 @@ class Started:
 
 
 def train(size: str, name: str, folder: Path, seconds: float, threads: int) -> Started:
-    """Train in this process and capture each step by the method of that name; ``folder`` is the
-    method's own."""
+    """Train in this process and capture each step with the method of that name. ``folder`` belongs
+    to the method."""
     torch.set_num_threads(threads)
     trainer = Trainer.make(SHAPES[size])
     for _ in range(5):
@@ -113,7 +114,8 @@ def train(size: str, name: str, folder: Path, seconds: float, threads: int) -> S
 
 
 class _Tracked(Method):
-    """Ours as a script has it: default settings, or that budget. ``said`` takes what it logs."""
+    """datastates as in a script: default settings, or the given budget. ``said`` collects log
+    records."""
 
     name = "datastates"
 
@@ -139,7 +141,7 @@ def _step(trainer: Trainer) -> None:
 
 
 class _Said(logging.Handler):
-    """Keeps what was logged."""
+    """Keeps log records."""
 
     def __init__(self, said: list[str]) -> None:
         super().__init__(logging.INFO)
@@ -163,7 +165,8 @@ def start(
     seconds: float = 60.0,
     threads: int = 1,
 ) -> dict[str, Any]:
-    """All methods by turns, ``rounds`` times; the counted time, and the memory after a minute."""
+    """All methods in turns, ``rounds`` times. Returns the counted time, and the memory after a
+    minute."""
     sizes, seconds = (("tiny",), 2 * WINDOW_S) if quick else (sizes, seconds)
     found: dict[str, dict[str, list[Started]]] = {}
     for size in sizes:
@@ -251,8 +254,8 @@ def _report(size: str, found: dict[str, list[Started]], counted_s: float, second
 
 
 def _wall(plain: Started, captured: Started, begin_s: float, end_s: float) -> float:
-    """How much longer the steps took that both made in a stretch of time, counted by the steps
-    of the captured one."""
+    """The slowdown in an interval of time, for the steps that both trainings made, counted by the
+    captured training."""
     first = sum(end <= begin_s for end in captured.ends_s)
     last = sum(end <= end_s for end in captured.ends_s)
     took = (captured.ends_s[last - 1] if last else end_s) - (

@@ -1,9 +1,9 @@
-"""What a command of the terminal takes to begin, beside Python, and Python that imports SQLAlchemy.
+"""The start time of a command, compared with Python, and with Python that imports SQLAlchemy.
 
     python benchmarks/cli_start.py [--rounds N] [--json FILE]
 
-Each is a process of its own; all take turns, round after round. ``ratio`` is against SQLAlchemy's
-import of the same round.
+Each command is a separate process. All take turns, round after round. ``ratio`` is relative to
+SQLAlchemy's import of the same round.
 """
 
 from __future__ import annotations

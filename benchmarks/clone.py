@@ -1,16 +1,15 @@
-"""What a clone costs: a state from one process into the live tensors of another, and what the
-source's training pays.
+"""The cost of a clone: a state from one process into the live tensors of another, and the slowdown
+of the source's training.
 
     python benchmarks/clone.py [--quick] [--part large|tiny|latency|serving] [--hosts [--gbit N]]
     [--json FILE] [--rounds N]
 
-Two processes, a sender and a receiver, with every way in turn, round after round; before each
-transfer the receiver's memory is cleared, after it every byte is compared. The floor moves one
-piece of prefaulted memory as our transport does, checks nothing and puts nothing into tensors. What
-shares one process with UCXX cannot start it twice: ours has a second pair of processes. With
-``--hosts`` the two are in network namespaces of their own, as on two hosts. With ``--gbit`` the
-cable between them carries that many Gbit/s, as a network's does; without it the cable is as fast as
-the cores, which both ends share.
+Two processes, a sender and a receiver, with every method in turn, round after round. Before each
+transfer the receiver's memory is cleared. After it, every byte is compared. The floor sends one
+piece of prefaulted memory as the transport does, without checks and without tensors. UCXX can be
+started only once in a process, so datastates has a second pair of processes. With ``--hosts`` the
+two processes are in separate network namespaces, as on two hosts. With ``--gbit`` the link between
+them has that many Gbit/s. Without it, the link is as fast as the cores, which both ends share.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from gpt import LARGE, MEDIUM, TINY, Trainer
 from namespaces import INTERFACE, SENDER, enter, two_hosts
 
 GOAL = 0.85
-"""How much of the floor's speed ours should reach, into live tensors and verified."""
+"""The goal for datastates, into live tensors and verified, relative to the floor's speed."""
 
 LATENCY_GOAL_MS = 30.0
 
@@ -56,15 +55,14 @@ OURS = (
     "datastates over TLS, in place",
     "datastates over UCX, in place",
 )
-"""Read where it lies, as on one host; and over the wire, as between two."""
+"""Read from the source's memory, as on one host, and over a connection, as between two hosts."""
 
 OVER_THE_WIRE = OURS[2:]
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One transfer: until the bytes were there, and the CPU time that both processes took for
-    it."""
+    """One transfer: the time until all bytes were received, and the CPU time of both processes."""
 
     seconds: float
     cpu_s: float
@@ -75,7 +73,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The objects whose state is cloned, and a training step of them where there is one."""
+    """The objects whose state is cloned, and a training step if there is one."""
 
     objects: Objects
     step: Callable[[], None] | None = None
@@ -133,7 +131,8 @@ def work(
     orders: Connection,
     wire: Connection,
 ) -> None:
-    """A sender or a receiver: make the state, get every way ready, do as told until told None."""
+    """A sender or a receiver: make the state, prepare every method, then execute commands until
+    None arrives."""
     if host is not None:
         enter(host)
     torch.set_num_threads(1)
@@ -165,16 +164,16 @@ class Side:
         ]
 
     def prepare(self, way: Way) -> None:
-        """Get a way ready."""
+        """Prepare a method."""
         raise NotImplementedError
 
     def act(self, order: str, way: Way, orders: Connection) -> None:
-        """Do as told and answer."""
+        """Execute a command and return its result."""
         raise NotImplementedError
 
 
 class Sender(Side):
-    """Serves, and trains while it does."""
+    """Serves, and trains at the same time."""
 
     def prepare(self, way: Way) -> None:
         way.offer()
@@ -194,7 +193,7 @@ class Sender(Side):
             helper.join()
 
     def serve(self, way: Way) -> None:
-        """Take part in every transfer until the receiver has enough."""
+        """Join every transfer until the receiver ends."""
         while way.wire.recv() == "go":
             way.serve()
 
@@ -210,7 +209,7 @@ class Sender(Side):
 
 
 class Receiver(Side):
-    """Fetches, and sees to it that the bytes are right."""
+    """Fetches, and checks that the bytes are right."""
 
     def prepare(self, way: Way) -> None:
         way.expect()
@@ -233,7 +232,7 @@ class Receiver(Side):
         return found
 
     def pull(self, way: Way, orders: Connection) -> list[float]:
-        """One transfer after the other until told to stop: the seconds of each."""
+        """Transfer in a loop until a stop command. Returns the seconds of each transfer."""
         seconds = []
         while not orders.poll():
             start = time.perf_counter()
@@ -260,7 +259,7 @@ class Pair:
     size: int
 
     def transfer(self, name: str) -> Sample:
-        """One transfer; the CPU time is that of both processes."""
+        """One transfer. The CPU time is the sum of both processes."""
         for end in (self.sender, self.receiver):
             end.send(("transfer", name))
         sent, received = _answer(self.sender), _answer(self.receiver)
@@ -278,8 +277,8 @@ def _answer(end: Connection) -> Any:
 
 @contextlib.contextmanager
 def _pairs(part: str, names: list[str], quick: bool, hosts: dict[str, str]) -> Iterator[list[Pair]]:
-    """The processes for these ways, each on the host of its role, if it has one; all of them
-    ended afterwards."""
+    """The processes for these methods, each on the host of its role, if it has one. All are ended
+    afterwards."""
     context = multiprocessing.get_context("spawn")
     processes, pairs = [], []
     ours = [name for name in names if issubclass(WAYS[name], Ours)]
@@ -320,7 +319,7 @@ def _pairs(part: str, names: list[str], quick: bool, hosts: dict[str, str]) -> I
 def transfers(
     part: str, what: str, names: list[str], *, quick: bool, rounds: int, hosts: dict[str, str]
 ) -> dict[str, Any]:
-    """Every way in turn, after a round that does not count."""
+    """Every method in turn, after a round that does not count."""
     here = _possible(names)
     samples: dict[str, list[Sample]] = {name: [] for name in here}
     with _pairs(part, here, quick, hosts) as pairs:
@@ -402,7 +401,7 @@ def large(*, quick: bool, rounds: int, hosts: dict[str, str]) -> dict[str, Any]:
 
 
 def tiny(*, quick: bool, rounds: int, hosts: dict[str, str]) -> dict[str, Any]:
-    """10,000 tensors of 1 KiB: what each tensor costs, whatever its size."""
+    """10,000 tensors of 1 KiB, to measure the cost of each tensor."""
     names = [FLOOR, *OURS, "UCXX, a message a tensor", "torch.save + load, shared memory"]
     return transfers("tiny", "tiny tensors", names, quick=quick, rounds=rounds, hosts=hosts)
 
@@ -471,7 +470,7 @@ def _slowdown(pair: Pair, name: str, rounds: int) -> dict[str, list[float]]:
 
 
 def goal(text: str, is_met: bool) -> None:
-    """A line that says whether a goal was met."""
+    """A line that states whether a goal was met."""
     out(f"{'met   ' if is_met else 'MISSED'} {text}")
 
 
@@ -484,7 +483,7 @@ PARTS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Measure the parts asked for."""
+    """Measure the selected parts."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--part", choices=[*PARTS], action="append")
     parser.add_argument("--quick", action="store_true", help="tiny states: does it run?")

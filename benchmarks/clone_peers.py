@@ -1,5 +1,5 @@
-"""Ways to bring a state from one process into another's memory: ours, the floor, and the peers,
-behind one small interface."""
+"""Methods to copy a state from one process into another's memory: datastates, the floor, and other
+libraries, behind one interface."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ CHUNK_BYTES = 4 << 20
 TOKEN = "a token of this benchmark"
 WINDOW = 8
 UCX_OPTIONS = {"TCP_TX_SEG_SIZE": "1M", "TCP_RX_SEG_SIZE": "1M"}
-"""What ``datastates.transport`` sets too; UCX's own defaults move a third of it."""
+"""The value that ``datastates.transport`` also sets. UCX's own defaults have a third of the speed.
+"""
 
 
 class Way(ABC):
-    """One way to copy a state; both processes have one, and ``wire`` between them for what is
-    small.
+    """One method to copy a state. Both processes have an instance, and ``wire`` between them
+    carries small messages.
 
-    The sender calls ``offer`` once, and ``serve`` for each transfer, after the receiver asked for
-    it; the receiver calls ``expect`` once, after the sender's ``offer``, and ``fetch``, which
+    The sender calls ``offer`` once, and ``serve`` for each transfer, after the receiver's request.
+    The receiver calls ``expect`` once, after the sender's ``offer``. It then calls ``fetch``, which
     returns when the bytes are in ``landed``.
     """
 
@@ -53,31 +54,30 @@ class Way(ABC):
 
     @abstractmethod
     def offer(self) -> None:
-        """Sender: get ready, all that is done once for any number of transfers."""
+        """Sender: prepare everything that is done once for all transfers."""
 
     def serve(self) -> None:  # noqa: B027 # nothing to do where something in the background does it
-        """Sender: take part in a transfer."""
+        """Sender: send one transfer."""
 
     @abstractmethod
     def expect(self) -> None:
-        """Receiver: get ready."""
+        """Receiver: prepare."""
 
     @abstractmethod
     def fetch(self) -> None:
-        """Receiver: what is measured."""
+        """Receiver: the measured transfer."""
 
     def landed(self) -> list[Tensor]:
-        """Where ``fetch`` puts the state: its live tensors, in the order of ``state_tensors``."""
+        """The target of ``fetch``: live tensors, in the order of ``state_tensors``."""
         return state_tensors(self.objects)
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of everything."""
+        """Release all resources."""
 
 
 class Flat(Way):
-    """Those that move one piece of memory, which both sides have touched before: none puts
-    anything into tensors."""
+    """Methods that send one piece of memory, which both sides have touched, without tensors."""
 
     flat: Tensor
 
@@ -88,7 +88,7 @@ class Flat(Way):
         self.meet()
 
     def expect(self) -> None:
-        # written, so that every page is there
+        # written, so that every page exists
         self.flat = torch.full((state_bytes(self.objects),), 1, dtype=torch.uint8)
         self.meet()
 
@@ -102,7 +102,7 @@ class Flat(Way):
 
 
 class _Ucxx:
-    """This process's UCXX: it can be started once, and belongs to one event loop."""
+    """This process's UCXX. It can be started once, and belongs to one event loop."""
 
     loop: asyncio.AbstractEventLoop | None = None
     module: Any = None
@@ -136,8 +136,7 @@ class _Ucxx:
 
 
 class UcxxStream(Flat):
-    """The floor: tag messages of 4 MiB, 8 in flight, as our transport sends them, with nothing
-    around them."""
+    """The floor: tag messages of 4 MiB, 8 in flight, as in the transport, without other work."""
 
     base_tag = 1 << 20
 
@@ -301,7 +300,7 @@ _repos: dict[int, datastates.Repository] = {}
 
 
 def _repo(objects: Objects) -> datastates.Repository:
-    """A captured state, until the process ends: one for all ways, as memory is short."""
+    """A captured state, until the process ends. All methods share it, because memory is short."""
     if id(objects) in _repos:
         return _repos[id(objects)]
     ends = contextlib.ExitStack()
@@ -317,8 +316,8 @@ def _repo(objects: Objects) -> datastates.Repository:
 
 
 class Ours(Way):
-    """A captured state, served by its repository and cloned into live objects, every chunk
-    checked; by a shadow or in place."""
+    """A captured state, served by its repository and cloned into live objects, atomically or in
+    place. Every chunk is checked."""
 
     is_atomic = False
     is_connected = True
@@ -361,13 +360,13 @@ class Ours(Way):
 
 
 class OursAtomic(Ours):
-    """By a shadow: all is checked before anything is written."""
+    """Atomic: all chunks are checked before the first tensor is written."""
 
     is_atomic = True
 
 
 class OursOverTcp(Ours):
-    """As between two hosts: over our own connections, authenticated."""
+    """As between two hosts: over datastates' own connections, authenticated."""
 
     is_near = False
 
@@ -379,7 +378,7 @@ class OursAtomicOverTcp(OursAtomic):
 
 
 class OursOverTls(Ours):
-    """Encrypted."""
+    """As between two hosts, encrypted."""
 
     is_near = False
     is_secret = True
@@ -394,7 +393,7 @@ class OursOverUcx(Ours):
 
 @contextlib.contextmanager
 def _certificate(address: str) -> Iterator[datastates.Tls]:
-    """For an address, signed by itself."""
+    """For an address, self-signed."""
     with tempfile.TemporaryDirectory(prefix="datastates-tls-") as folder:
         certificate, key = Path(folder, "certificate.pem"), Path(folder, "key.pem")
         command = [
@@ -448,7 +447,7 @@ WAYS: dict[str, type[Way]] = {
 
 
 def why_not(name: str) -> str | None:
-    """Why a way cannot be measured here; None when it can."""
+    """The reason why a method cannot be measured here, or None."""
     if (
         issubclass(WAYS[name], UcxxStream | OursOverUcx)
         and importlib.util.find_spec("ucxx") is None

@@ -1,4 +1,4 @@
-"""What every benchmark prints alike: the machine, a table, a median with its spread."""
+"""Output of all benchmarks: the machine, a table, a median with its spread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PACKAGES = ("datastates", "torch", "ucxx-cu12", "ucxx-cu13")
 
 
 def machine() -> str:
-    """One line: the machine and how busy it is, the versions that matter, the commit, the time."""
+    """One line: the machine and its load, the relevant versions, the commit, the time."""
     cores = (
         f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     )
@@ -32,7 +32,7 @@ def machine() -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, its columns as wide as they must be."""
+    """A table in Markdown, with columns of the necessary width."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     lines = [header, ["-" * width for width in widths], *rows]
     return "\n".join(
@@ -50,12 +50,12 @@ def spread(values: Sequence[float], scale: float = 1.0) -> str:
 
 
 def short(value: float) -> str:
-    """Three digits or so: ``0.123`` as 0.12, ``12.34`` as 12.3, ``1234.5`` as 1234."""
+    """About three digits: ``0.123`` as 0.12, ``12.34`` as 12.3, ``1234.5`` as 1234."""
     return f"{value:.{0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2}f}"
 
 
 def out(text: str) -> None:
-    """A line on standard output, at once."""
+    """Print a line to standard output and flush."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
@@ -76,8 +76,8 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    """Of the repository that this file is in; a copy without one may be told it by
-    DATASTATES_COMMIT."""
+    """The commit of this file's repository. DATASTATES_COMMIT names it for a copy without a
+    repository."""
     told = os.environ.get("DATASTATES_COMMIT", "")
     if told or shutil.which("git") is None:
         return f", commit {told}" if told else ""

@@ -1,14 +1,13 @@
-"""What it costs a training to have its state in ordinary memory copied by a forked child, beside a
-copy of its own.
+"""The cost of a copy of the state by a forked child, compared with a copy by the training.
 
     python benchmarks/forked.py [--quick] [--rounds N] [--sizes 100,400,1250,4000]
 
-Sizes are in MB. The floor copies the state into memory that was touched before, as a capture does
-where no fence covers it. The fork is CRUM's: the child copies into the same memory, and ends. Both
-are charged with what the training waits for, and with what its next update of the whole state takes
-longer than it does undisturbed: after a fork each page is write-protected, and the first write to
-it faults. The update comes at once, while the child copies, or when the child has ended. Every
-measurement has fresh memory, for an update after a fork leaves small pages.
+Sizes are in MB. The floor copies the state into memory that was touched before, as a capture
+without a fence does. The fork is the method of CRUM: the child copies into the same memory, and
+ends. The cost of both has two parts: the time that the training waits, and the additional time of
+its next update of the whole state. After a fork each page is write-protected, and the first write
+to it faults. The update comes at once, while the child copies, or after the child has ended. Every
+measurement has fresh memory, because an update after a fork leaves small pages.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ PIECES = 64
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """In seconds, by the clock and of processor time of the training's thread: what it waits
-    for, and its next update; until the copy is there."""
+    """Wall and CPU seconds of the training's thread for its wait and its next update, and the time
+    until the copy is complete."""
 
     blocked: float
     blocked_cpu: float
@@ -54,7 +53,7 @@ class State:
         torch._foreach_add_(self.tensors, 1.0)
 
     def copy(self) -> None:
-        """Without torch: a child has none of its threads."""
+        """Without torch, because a child has none of its threads."""
         place = self.address
         for tensor in self.tensors:
             ctypes.memmove(place, tensor.data_ptr(), tensor.nbytes)
@@ -65,7 +64,7 @@ class State:
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:
-    """By the clock, and of processor time of this thread."""
+    """Wall time, and CPU time of this thread."""
     clock, cpu = time.perf_counter(), time.thread_time()
     work()
     return time.perf_counter() - clock, time.thread_time() - cpu

@@ -1,5 +1,5 @@
-"""What a clone from the ranks of a job takes: a state in the memory of 1, 2 and 4 processes,
-each with its part, beside one raw stream."""
+"""The time of a clone from the ranks of a job: a state in the memory of 1, 2 and 4 processes, each
+with its part, compared with one raw stream."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ _FLOOR = "one raw stream"
 
 
 def main(folder: Path, *, mib: int, rounds: int, paces: list[float]) -> None:
-    """Print a table for each pace: how many MB a second one source gives at most, 0 as fast as
-    it can."""
+    """Print a table for each pace: the highest rate of one source in MB a second, or 0 without a
+    limit."""
     out(machine())
     out(
         f"{mib} MiB in {_TENSORS} tensors, over TCP on loopback, into live tensors, verified;"
         f" {rounds} rounds in turns, after one more\n"
     )
     os.environ[same_host.SWITCH] = (
-        "0"  # else chunks are read where they lie, which is one copy and no stream
+        "0"  # otherwise chunks are read from the source's memory, without a stream
     )
     torch.set_num_threads(1)
     for pace in paces:
@@ -120,7 +120,7 @@ def _clone(peer: Peer, tensors: dict[str, torch.Tensor]) -> None:
 
 @contextmanager
 def _job(folder: Path, count: int, mib: int, pace: float) -> Iterator[Peer]:
-    """A peer that reaches a job of ``count`` ranks."""
+    """A peer that is connected to a job of ``count`` ranks."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(dir=folder) as place:
         pipes, workers = [], []
@@ -160,11 +160,11 @@ def _serve(pipe: Connection, rank: int, count: int, place: str, mib: int, pace: 
         server = repo.serve("tcp://127.0.0.1:0", group=group)
         pipe.send(server.url)
         pipe.recv()
-    os._exit(0)  # what was in memory only is not to be written
+    os._exit(0)  # states that were only in memory are not written
 
 
 def _slow_down(pace: float) -> None:
-    """A link of so many MB a second: chunks leave one after the other, each after its time."""
+    """A link with a rate in MB a second. Chunks leave in sequence, each after its time."""
     line, chunk = asyncio.Lock(), serving.StateSource.chunk
     free_at = 0.0
 
@@ -181,8 +181,8 @@ def _slow_down(pace: float) -> None:
 
 @contextmanager
 def _raw(size: int, pace: float) -> Iterator[Any]:
-    """A function that takes so many bytes from another process over one connection, into memory
-    that was touched; nothing is checked."""
+    """A function that receives so many bytes from another process over one connection, into touched
+    memory, without checks."""
     context = multiprocessing.get_context("spawn")
     here, there = multiprocessing.Pipe()
     worker = context.Process(target=_send, args=(there, size, pace), daemon=True)

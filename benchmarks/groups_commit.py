@@ -1,5 +1,5 @@
-"""What it costs to tell the parts of many ranks: the code of the ranks against a PostgreSQL
-server, driven by a few processes."""
+"""The cost of reporting the parts of many ranks: the ranks' code with a PostgreSQL server, driven
+by a few processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from datastates.lineage.write import runs
 from datastates.lineage.write.parts import Telling
 
 _SESSIONS = 8
-"""So many ranks of one process at once."""
+"""The number of ranks that run in one process at once."""
 
 _HEADER = (
     *(
@@ -42,9 +42,9 @@ _HEADER = (
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What one process did for a state: when it began, on the clock of all processes; when the
-    first of its ranks heard that the state is whole, if one did, and how long that rank had
-    taken; its processor time."""
+    """The measurements of one process for a state: its begin, the time at which the first of its
+    ranks read that the state is complete, if one did, how long that rank took, and its CPU time.
+    All times are on the clock of all processes."""
 
     began: float
     whole: tuple[float, float] | None
@@ -52,8 +52,8 @@ class _Told:
 
 
 def main(folder: Path, *, ranks: int, states: int, processes: int) -> None:
-    """Print one row: what a state costs whose ranks all tell their parts at once, and what a
-    rank alone costs."""
+    """Print one row: the cost of a state whose ranks all report their parts at once, and the cost
+    of one rank."""
     out(machine())
     out(f"load {os.getloadavg()[0]:.1f} at the beginning")
     out(
@@ -100,7 +100,7 @@ def _row(url: str, ranks: int, states: int, processes: int) -> list[str]:
 
 
 def _state(pipes: Sequence[Connection], parent: str | None, step: int) -> tuple[str, list[float]]:
-    """All ranks tell their part of one state: its uid, and what is measured of that."""
+    """Report the parts of all ranks of one state. Returns its uid and the measurements."""
     cpu, uid = _cpu_of_server(), secrets.token_hex(12)
     for pipe in pipes:
         pipe.send((uid, parent, step))
@@ -112,8 +112,7 @@ def _state(pipes: Sequence[Connection], parent: str | None, step: int) -> tuple[
 
 
 def _work(pipe: Connection, url: str, ranks: int, number: int, processes: int) -> None:
-    """Tell the parts of every so manieth rank of each state that comes, all at once and in any
-    order."""
+    """Report every n-th rank's part of each state, all at once and in any order."""
     run = Run(
         secrets.token_hex(12),
         "node",
@@ -151,8 +150,8 @@ def _work(pipe: Connection, url: str, ranks: int, number: int, processes: int) -
 
 
 def _tell(database: Database, facts: StateFacts, rank: int) -> tuple[float, float] | None:
-    """A rank tells its part: if it hears that the state is whole, when that was, and how long it
-    took."""
+    """Report a rank's part. If the rank reads that the state is complete, returns when this was,
+    and how long it took."""
     new = NewState(
         facts, secrets.token_hex(32), Status.CAPTURED, 1 << 30, 1 << 30, "memory", f"node {rank}"
     )
@@ -163,7 +162,7 @@ def _tell(database: Database, facts: StateFacts, rank: int) -> tuple[float, floa
 
 
 def _alone(url: str, ranks: int, parent: str | None) -> tuple[float, float]:
-    """Milliseconds that the part of a rank takes when no other rank tells, and one question."""
+    """Milliseconds of one rank's report while no other rank reports, and of one query."""
     facts = StateFacts(secrets.token_hex(12), parent, "main", None, 10**6, world_size=ranks)
     took, asked = [], []
     with closing(Database(url)) as database:
@@ -178,8 +177,7 @@ def _alone(url: str, ranks: int, parent: str | None) -> tuple[float, float]:
 
 
 def _cpu_of_server() -> float:
-    """Seconds of processor time of all processes of PostgreSQL here, those that have ended among
-    them."""
+    """CPU seconds of all PostgreSQL processes here, including ended ones."""
     ticks = 0
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

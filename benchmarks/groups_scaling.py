@@ -1,11 +1,11 @@
-"""What a state of several ranks costs them: bytes and blocked time of each, time to durable, and
+"""The cost of a state of several ranks: bytes and blocked time of each rank, time to durable, and
 wall overhead at every 5th step.
 
 Jobs of 1, 2 and 4 ranks train the same model by DistributedDataParallel over gloo. In each job the
-methods take turns, round after round: each has a segment of steps with a capture at every 5th,
-between two segments without, and one capture more that it waits for while nothing else runs. The
-floor is a copy of a rank's share into memory that was touched; the peers are
-torch.distributed.checkpoint's async_save, of all ranks, and torch.save by rank 0.
+methods take turns, round after round. Each method has a segment of steps with a capture at every
+5th step, between two segments without captures. It then makes one more capture and waits for it,
+while no training runs. The floor is a copy of a rank's share into touched memory. The other methods
+are torch.distributed.checkpoint's async_save by all ranks, and torch.save by rank 0.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _SHAPE = Shape(layers=6, heads=6, width=384, context=128, vocabulary=8_000)
 
 @dataclass(slots=True)
 class Taken:
-    """What one rank saw of one method, in seconds: a value a capture, or a segment; ``stored``
-    are its bytes of one state."""
+    """The measurements of one method on one rank, in seconds: a value for each capture, or for each
+    segment. ``stored`` are its bytes of one state."""
 
     step: list[float] = field(default_factory=list)
     blocked: list[float] = field(default_factory=list)
@@ -60,7 +60,7 @@ Seen = dict[str, Taken]
 
 
 def main(folder: Path, *, rounds: int, is_quick: bool) -> None:
-    """Print a table for each number of ranks, and one of how ours falls with them."""
+    """Print a table for each number of ranks, and a table of datastates by number of ranks."""
     out(machine())
     shape = SMALL if is_quick else _SHAPE
     size = state_bytes(Trainer.make(shape).objects)
@@ -158,11 +158,11 @@ def _step_of(ranks: list[Seen]) -> float:
 
 
 class _Method(ABC):
-    """One way to capture what a rank trains. All calls come from the training thread of each rank,
-    in the same order.
+    """One method to capture the training of a rank. All calls come from the training thread of each
+    rank, in the same order.
 
-    ``capture`` is what blocks it; ``fence`` comes before the next step of the optimizer; ``finish``
-    returns when all captures are durable, as far as this rank knows.
+    ``capture`` blocks the thread. ``fence`` comes before the next step of the optimizer. ``finish``
+    returns when all captures of this rank are durable.
     """
 
     name: ClassVar[str]
@@ -176,11 +176,11 @@ class _Method(ABC):
         """Take one state, or begin to."""
 
     def fence(self) -> None:
-        """Nothing to wait for."""
+        """Does not wait."""
         return
 
     def finish(self) -> None:
-        """Nothing goes on in the background."""
+        """Does not wait, because there is no background work."""
         return
 
     def stored(self) -> int:
@@ -188,7 +188,7 @@ class _Method(ABC):
         return 0
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Has no memory to free."""
         return
 
 
@@ -202,7 +202,7 @@ class _Nothing(_Method):
 
 
 class _Floor(_Method):
-    """A copy of an n-th of the tensors into memory that was touched."""
+    """A copy of an n-th of the tensors into touched memory."""
 
     name = "memcpy of a share"
 
@@ -221,8 +221,8 @@ class _Floor(_Method):
 
 
 class _Ours(_Method):
-    """``run.capture``, each durable: digested, written, fsynced, and recorded once all ranks
-    have."""
+    """``run.capture``. Each capture is durable: digested, written, fsynced, and recorded once all
+    ranks have reported."""
 
     name = "datastates"
 
@@ -266,7 +266,7 @@ class _Dcp(_Method):
     def __init__(self, trainer: Trainer, folder: Path) -> None:
         super().__init__(trainer, folder)
         self._saved: Future[Any] | None = None
-        # its thread meets there, while the training meets elsewhere
+        # its thread has its own collectives, separate from the training's
         self._group = dist.new_group(backend="gloo")
         options = StagingOptions(
             use_pinned_memory=False,
@@ -307,8 +307,7 @@ class _Dcp(_Method):
 
 
 class _TorchSave(_Method):
-    """``torch.save`` by rank 0, with fsync; the others go on until they meet it in the next
-    step."""
+    """``torch.save`` by rank 0, with fsync. The other ranks continue until the next step."""
 
     name = "torch.save by rank 0"
 
@@ -333,7 +332,7 @@ _METHODS: tuple[type[_Method], ...] = (_Nothing, _Floor, _Ours, _Dcp, _TorchSave
 
 
 def _job(folder: Path, count: int, shape: Shape, rounds: int) -> list[Seen]:
-    """What each rank of a job saw, by rank."""
+    """The measurements of each rank of a job, by rank."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(dir=folder) as place:
         pipes = [multiprocessing.Pipe() for _ in range(count)]
@@ -362,7 +361,7 @@ def _heard(pipe: Connection, worker: Any) -> Seen:
 def _rank(pipe: Connection, rank: int, count: int, place: str, shape: Shape, rounds: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # torch's own, of what it calls itself
-    # DCP says at each save that it overwrites, as it was told
+    # DCP warns at each save that it overwrites, as configured
     warnings.simplefilter("ignore", UserWarning)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
@@ -400,8 +399,8 @@ def _rank(pipe: Connection, rank: int, count: int, place: str, shape: Shape, rou
 
 
 def _segment(trainer: Trainer, method: _Method, taken: Taken, *, is_counted: bool) -> float:
-    """The wall time of some steps, a capture after the first of every five; what blocked each
-    capture is noted."""
+    """The wall time of some steps, with a capture after the first of every five. The blocked time
+    of each capture is recorded."""
     os.sync()
     dist.barrier()
     blocked, began = 0.0, time.perf_counter()
@@ -426,7 +425,7 @@ def _segment(trainer: Trainer, method: _Method, taken: Taken, *, is_counted: boo
 
 
 def _alone(trainer: Trainer, method: _Method, taken: Taken, *, is_counted: bool) -> None:
-    """One capture, from its beginning until this rank knows that it is durable."""
+    """One capture, from its begin until it is durable on this rank."""
     trainer.backward()
     trainer.optimizer.step()
     os.sync()

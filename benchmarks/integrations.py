@@ -1,14 +1,14 @@
-"""What a capture at every step costs in the loops that people already have, beside our own loop and
-the framework's own checkpoints.
+"""The cost of a capture at every step in the loops of frameworks, compared with a plain loop and
+with the framework's own checkpoints.
 
     python benchmarks/integrations.py [--part accelerate] [--model tiny|small|medium] [--rounds 7]
     [--steps 20] [--json FILE] [--folder DIR]
 
-A part is a framework: a module beside this one, named in ``PARTS``, whose ``ways()`` are its loops
-with and without captures. All ways of a part and our own loop take some steps in turn, round after
-round, in one process. Each way is compared with its floor, the same loop without captures, just
-before and just after it. What counts is wall and CPU time of the steps; ``points`` is the overhead
-of a way less that of our own loop with the same cadence.
+A part is a framework: a module in this folder, named in ``PARTS``, whose ``ways()`` are its loops
+with and without captures. All ways of a part and the plain loop take some steps in turn, round
+after round, in one process. Each way is compared with its floor, the same loop without captures,
+directly before and after it. The result is the wall and CPU time of the steps. ``points`` is the
+overhead of a way minus the overhead of the plain loop with the same cadence.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PARTS = {
     "dcp": "integrations_dcp",
     "files": "integrations_files",
 }
-"""The module of each part; one line a framework."""
+"""The module of each framework."""
 
 MODELS = {"tiny": TINY, "small": SMALL, "medium": MEDIUM}
 WARM_UP = 5
@@ -72,7 +72,8 @@ class Setting:
     def model(self) -> GPT:
         """The model, the same for all.
 
-        Its weights are not tied: a Trainer's own checkpoints refuse those of a plain module."""
+        Its weights are not tied: a Trainer's own checkpoints refuse tied weights of a plain module.
+        """
         torch.manual_seed(0)
         model = GPT(self.shape)
         model.head.weight = nn.Parameter(model.head.weight.detach().clone())
@@ -96,8 +97,8 @@ class Setting:
 class Way:
     """A way to train.
 
-    ``floor`` names the same loop without captures, None for such a one itself; ``like`` the way
-    of our own loop."""
+    ``floor`` names the same loop without captures, and is None for such a loop. ``like`` names the
+    way of the plain loop."""
 
     name: str
     begin: Callable[[Setting, Path], Steps]
@@ -106,8 +107,7 @@ class Way:
 
 
 class Turns:
-    """A training whose loop is a framework's, on a thread of its own: it makes one step whenever
-    it is asked to."""
+    """A training in a framework's loop, on a separate thread. Each ``next`` makes one step."""
 
     def __init__(self) -> None:
         self._asked, self._made = threading.Semaphore(0), threading.Semaphore(0)
@@ -115,8 +115,8 @@ class Turns:
         self._error: BaseException | None = None
 
     def wait(self) -> bool:
-        """Called where a step begins and all of the one before it is done; returns whether the
-        training is to end."""
+        """Called at the begin of a step, after all work of the last step. Returns whether the
+        training should end."""
         self._made.release()
         self._asked.acquire()
         return self._is_over
@@ -127,7 +127,7 @@ class Turns:
         def run() -> None:
             try:
                 train()
-            except BaseException as exc:  # whoever waits for a step is to know
+            except BaseException as exc:  # wake the thread that waits for a step
                 self._error = exc
             finally:
                 self._made.release()
@@ -157,7 +157,7 @@ class Round:
 
 
 def own_loop(cadence: Mapping[str, Any] | None) -> Callable[[Setting, Path], Steps]:
-    """Our own loop; ``cadence`` are options of ``track``, None captures nothing."""
+    """The plain loop. ``cadence`` are options of ``track``; None captures nothing."""
 
     def begin(setting: Setting, folder: Path) -> Steps:
         model = setting.model()
@@ -187,7 +187,7 @@ def own_loop(cadence: Mapping[str, Any] | None) -> Callable[[Setting, Path], Ste
 
 
 def saving(setting: Setting, folder: Path, save: Save | None) -> Steps:
-    """A loop that hands all its state to ``save`` at each step, if there is one."""
+    """A loop that passes its whole state to ``save`` at each step, if there is one."""
     folder.mkdir(exist_ok=True, parents=True)
     model = setting.model()
     optimizer, loader = setting.optimizer(model), setting.loader()
@@ -224,8 +224,7 @@ OWN = [
 def measure(
     ways: Sequence[Way], setting: Setting, folder: Path, rounds: int, count: int
 ) -> dict[str, list[Round]]:
-    """Each way in turn, ``rounds`` times after a turn to warm up; a floor before and after each
-    of its ways."""
+    """Each way in turn, ``rounds`` times after a warm-up turn, with its floor before and after."""
     trainings = {
         way.name: way.begin(setting, folder / str(number)) for number, way in enumerate(ways)
     }
@@ -251,7 +250,7 @@ def measure(
 
 
 def _take(training: Steps, count: int) -> Round:
-    os.sync()  # what another way left to the kernel to write burdens nobody else
+    os.sync()  # dirty pages of another way must not slow the next one
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(count):
         next(training)
@@ -259,7 +258,7 @@ def _take(training: Steps, count: int) -> Round:
 
 
 def report(ways: Sequence[Way], found: Mapping[str, list[Round]]) -> dict[str, Any]:
-    """Prints a table; what it says, by way."""
+    """Prints a table. Returns its values, by way."""
     rows, said = [], dict[str, Any]()
     for way in ways:
         walls, cpus = (

@@ -1,5 +1,5 @@
 """The part of Accelerate for ``integrations.py``: its loop alone, with ``save_state`` after each
-step, and with ours."""
+step, and with captures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from datastates.integrations.accelerate import track
 
 def ways() -> list[Way]:
     """Each way, and what it is compared with."""
-    # save_state says each checkpoint that it deletes
+    # save_state logs each checkpoint that it deletes
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     return [
         Way("Accelerate", _loop(None)),
@@ -42,8 +42,8 @@ def ways() -> list[Way]:
 def _loop(
     cadence: Mapping[str, Any] | None, *, saves: bool = False
 ) -> Callable[[Setting, Path], Steps]:
-    """A training; ``cadence`` as for our own loop, ``saves`` keeps Accelerate's newest three
-    checkpoints."""
+    """A training. ``cadence`` is the same as in the plain loop. ``saves`` keeps Accelerate's newest
+    three checkpoints."""
 
     def begin(setting: Setting, folder: Path) -> Steps:
         names = ProjectConfiguration(

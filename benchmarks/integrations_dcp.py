@@ -1,5 +1,5 @@
-"""torch.distributed.checkpoint at every step: to a folder, and by ``Writer`` to a repository;
-saved at once, or asynchronously."""
+"""torch.distributed.checkpoint at every step, to a folder and with ``Writer`` to a repository,
+synchronously and asynchronously."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import datastates
 from datastates.config import Config
 from datastates.integrations.dcp import Writer
 
-dcp: Any = torch.distributed.checkpoint  # type checkers are told that it exports nothing
+dcp: Any = torch.distributed.checkpoint  # for type checkers it exports nothing
 _KEPT = 3
 
 
 def ways() -> list[Way]:
-    """A floor, and each way to save beside it."""
+    """A floor, and the ways to save."""
     durable = "own loop, datastates, every step durable"
     return [
         Way("DCP", _loop(None)),
@@ -35,7 +35,7 @@ def ways() -> list[Way]:
 
 
 class _Later:
-    """An asynchronous save at a time: the next one waits for it."""
+    """Asynchronous saves, one at a time. The next save waits for the last."""
 
     def __init__(self, save: Callable[[dict[str, Any], Path, int, Any], Any]) -> None:
         self._save, self._waiting = save, None

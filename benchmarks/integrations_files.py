@@ -19,7 +19,7 @@ _KEPT = 3
 
 
 def ways() -> list[Way]:
-    """A floor, and each way to save beside it."""
+    """A floor, and the ways to save."""
     durable = "own loop, datastates, every step durable"
     return [
         Way("files", _loop(None)),

@@ -1,4 +1,4 @@
-"""Lightning's Trainer: bare, with our callback, and with a file of a checkpoint at every step.
+"""Lightning's Trainer: bare, with the callback, and with a checkpoint file at every step.
 
 A part of ``integrations.py``."""
 
@@ -39,8 +39,8 @@ class Module(L.LightningModule):  # type: ignore[misc]  # Lightning is not looke
 
 
 class Waiting(L.Callback):  # type: ignore[misc]  # as above
-    """Begins a step when its turn has come: Lightning has asked for its batch, and captured or
-    saved the step before."""
+    """Begins a step in its turn, after Lightning has fetched its batch, and captured or saved the
+    last step."""
 
     def __init__(self, turns: Turns) -> None:
         self.turns = turns

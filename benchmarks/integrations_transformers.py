@@ -1,5 +1,5 @@
-"""The Trainer of transformers: bare, with our callback, and with a folder of a checkpoint at
-every step. A part of ``integrations.py``."""
+"""The Trainer of transformers: bare, with the callback, and with a checkpoint folder at every step.
+A part of ``integrations.py``."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Lossy(nn.Module):
 
 
 class Waiting(TrainerCallback):  # type: ignore[misc]  # mypy is told to skip transformers
-    """Begins a step when its turn has come: the one before was logged, captured or saved, and
-    the next batch was read."""
+    """Begins a step in its turn, after the last step was logged, captured or saved, and the next
+    batch was read."""
 
     def __init__(self, turns: Turns) -> None:
         self.turns = turns

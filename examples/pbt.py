@@ -5,7 +5,7 @@ python examples/pbt.py [FOLDER] [SAMPLES] [MEMBERS] [ROUNDS] [EPOCHS]
 Some members train side by side, in rounds of EPOCHS epochs. After a round the worst quarter
 continue from forks of the best quarter, with a changed learning rate and dropout (Jaderberg et al.,
 2017). A member in a round is a variant of one study. Its parent is the variant that it continues,
-so the lineage shows which member came from which. Start it again and it goes on where it stopped.
+so the lineage shows which member came from which. A second start resumes.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def train(job: Job) -> None:
     model, optimizer = build(
         images[0].numel(), float(job.config["lr"] or 0), float(job.config["dropout"] or 0)
     )
-    # restored from the parent, but for the learning rate
+    # restored from the parent, except the learning rate
     job.track(model=model, optimizer=optimizer)
     for _ in job.epochs():
         one_epoch(model, optimizer, images[known], labels[known])
@@ -82,8 +82,8 @@ def train(job: Job) -> None:
 
 
 def perturbed(config: Mapping[str, Value], source: random.Random) -> dict[str, Value]:
-    """What a copy changes: a learning rate and a dropout near those of the member that it
-    copies, and a seed of its own."""
+    """The changes of a copy: a learning rate and a dropout near the values of the copied member,
+    and a new seed."""
     rate = float(config["lr"] or 0) * source.choice((0.8, 1.25))
     dropout = float(config["dropout"] or 0) + source.choice((-0.06, 0.06))
     return {"lr": rate, "dropout": min(max(dropout, 0.0), 0.6), "seed": source.getrandbits(31)}
@@ -142,7 +142,7 @@ def search(
 
 
 def main(folder: str, count: int, members: int, rounds: int, epochs: int) -> None:
-    """The common start, both searches, and who came from whom."""
+    """The common start, both searches, and the ancestry of the members."""
     console = Console(soft_wrap=True)
     torch.set_num_threads(1)
     images, _, name = load(count)

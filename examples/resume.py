@@ -1,5 +1,5 @@
-"""Start this again and again: each time the training goes on exactly where it stopped, however it
-stopped.
+"""Each time that you start this, the training resumes exactly where it stopped, for whatever reason
+it stopped.
 
 python examples/resume.py [FOLDER] [STEPS]
 """
@@ -16,7 +16,7 @@ import datastates
 
 
 def main(folder: str, steps: int) -> None:
-    """Take ``steps`` more steps."""
+    """Train ``steps`` more steps."""
     torch.manual_seed(0)
     inputs = torch.randn(256, 8)
     targets = inputs.sin().sum(1, keepdim=True)

@@ -1,10 +1,10 @@
-"""A training that meets a broken batch, and then a learning rate that is far too large, and goes on
-to a normal loss.
+"""A training with a broken batch, and later with a learning rate that is far too large. It still
+reaches a normal loss.
 
 python examples/rewind.py [FOLDER] [STEPS]
 
-The guard puts the last good state back from memory, skips the batches since then, and leaves what
-went wrong on branches of its own.
+The guard restores the last good state from memory, skips the batches since then, and keeps the
+failed steps on separate branches.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def build(pixels: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def main(folder: str, steps: int) -> None:
-    """Train, with two accidents on the way, and show what the lineage remembers."""
+    """Train with two failures, and show what the lineage has recorded."""
     console = Console(soft_wrap=True)
     torch.set_num_threads(1)
     images, labels, name = load(1600)

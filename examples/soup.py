@@ -5,8 +5,8 @@ mean of its members.
     python examples/soup.py [FOLDER] [--quick]
 
 The task: from which package of Python's standard library does a docstring come? The model is
-all-MiniLM-L6-v2 (22.7M parameters). Only its last layers are trained, so that its states share all
-others; what those make of each text is computed once.
+all-MiniLM-L6-v2 (22.7M parameters). Its last layers are trained, so its states share all other
+layers. The output of these layers is computed once for each text.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def main(folder: Path, settings: Settings) -> None:
         repo.merge(members, method="mean", into="soup")
         repo.verify_merge("soup")
         names = ["start", *members, "soup"]
-        ensemble = repo.ensemble(names, model)  # what is frozen is held once
+        ensemble = repo.ensemble(names, model)  # frozen tensors are held once
         sys.stdout.write(f"{'':12}validation   test\n")
         chosen, judged = (
             ensemble(*data.inputs(rows)).outputs for rows in (data.validation, data.test)

@@ -2,10 +2,10 @@
 resume is bit-exact.
 
 A small byte-level GPT learns the Python standard library's own source. The end of a shared prefix
-is tagged ``warm``; ``main`` goes on past it, and three variants fork from it. Every state is kept
-on disk (``durable_every=1``). A fresh process resumes from the tag and must repeat the losses of
-``main``. A second one resumes from a random step of a random branch and must repeat the losses of
-that branch. At the end, the lineage of two runs on pictures, some with labels made wrong on
+is tagged ``warm``; ``main`` continues after it, and three variants fork from it. Every state is
+kept on disk (``durable_every=1``). A fresh process resumes from the tag and must repeat the losses
+of ``main``. A second one resumes from a random step of a random branch and must repeat the losses
+of that branch. At the end, the lineage of two runs on pictures, some with labels that are wrong on
 purpose, shows which labels are wrong.
 
     python -m datastates.demo [FOLDER] [--short]
@@ -70,8 +70,8 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """What a fresh process does on a new branch: it repeats the steps of branch ``of`` from step
-    ``start`` up to ``until``."""
+    """The task of a fresh process: on a new branch, repeat the steps of branch ``of`` from step
+    ``start`` to ``until``."""
 
     branch: str
     of: str
@@ -104,7 +104,7 @@ def train(
         scheduler=scheduler,
         sampler=sampler,
     ) as run:
-        # Everything now stands where ``start`` stood: change what this variant does differently.
+        # All objects are restored to ``start``. Change what is different in this variant.
         optimizer.param_groups[0]["lr"] *= variant.learning_rate_factor
         sampler.seed = variant.order
         began = time.perf_counter()
@@ -112,7 +112,7 @@ def train(
             loss = model(text.train[rows])
             optimizer.zero_grad()
             loss.backward()
-            # `step` would wait by itself; here the wait is only timed
+            # `step` would wait without this call; here the wait is timed
             cost.blocked_s += _timed(run.fence)
             optimizer.step()
             scheduler.step()
@@ -140,11 +140,11 @@ def evaluate(model: GPT, text: Text) -> float:
 
 
 def run_demo(root: Path, *, short: bool = False, console: Console | None = None) -> Outcome:
-    """Run the whole main job in ``root``: a new or empty folder, or one of an earlier demo, which
-    is emptied first.
+    """Run the whole demo in ``root``: a new or empty folder, or the folder of an earlier demo,
+    which is emptied first.
 
-    :raises Unsupported: a package that its end needs is not installed.
-    :raises InvalidInput: ``root`` holds something else.
+    :raises Unsupported: a package for the last part is not installed.
+    :raises InvalidInput: ``root`` holds other files.
     """
     console, size = console or Console(), SHORT if short else FULL
     check_extra()
@@ -238,10 +238,9 @@ def _say_a_line() -> None:
 
 
 def check_extra() -> None:
-    """Look for the packages that draw the losses and find wrong labels, minutes before they are
-    needed.
+    """Check for the packages that the last part needs, minutes before they are used.
 
-    :raises Unsupported: one is not installed.
+    :raises Unsupported: a package is not installed.
     """
     lacking = [name for module, name in EXTRA.items() if find_spec(module) is None]
     if lacking:
@@ -249,9 +248,9 @@ def check_extra() -> None:
 
 
 def begin(root: Path) -> None:
-    """Make the folder; one that an earlier demo made is emptied, any other must be empty.
+    """Make the folder. The folder of an earlier demo is emptied. Any other folder must be empty.
 
-    :raises InvalidInput: the folder holds something else.
+    :raises InvalidInput: the folder holds other files.
     """
     if (root / MARKER).exists():
         shutil.rmtree(root)
@@ -272,8 +271,8 @@ def _timed(call: Callable[[], object]) -> float:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the demo; returns the exit status: 0, 1 if the resumed run diverged, 130 if it was
-    interrupted."""
+    """Run the demo. Returns the exit status: 0, or 1 if the resumed run diverged, or 130 after an
+    interrupt."""
     parser = argparse.ArgumentParser(
         prog="datastates demo", description=(__doc__ or "").splitlines()[0]
     )
@@ -303,7 +302,7 @@ def script() -> int:
     try:
         return main()
     except DatastatesError as error:
-        # the terminal is loaded only when there is something to say
+        # the terminal is imported only for an error
         from datastates.cli.app import (
             code_of,
             complain,
