@@ -95,7 +95,7 @@ class Method(ABC):
 
 
 class Ours(Method):
-    """``run.capture``; the arena has room for ``states`` whole states.
+    """``run.capture``. The arena holds ``states`` whole states.
 
     ``durable_every`` None keeps them in memory."""
 

@@ -46,9 +46,9 @@ OTHERS: dict[str, Callable[[], Method]] = {
     "bare prototype, in memory": lambda: Prototype(durable_every=None),
     "dcp.async_save, best settings": lambda: DcpAsync(reuse=True),
 }
-"""The floors and the peer.
+"""The floors and the other library.
 
-What they allocate and touch before the first step counts, as ours does."""
+Memory that they allocate and touch before the first step is counted, as for datastates."""
 
 WINDOW_S = 5.0
 COUNTED_S = 30.0

@@ -53,7 +53,7 @@ MODELS = {"tiny": TINY, "small": SMALL, "medium": MEDIUM}
 WARM_UP = 5
 
 Steps = Iterator[object]
-"""A training: each ``next`` makes one step, and captures if it does that.
+"""A training: each ``next`` makes one step, and captures if the way captures.
 
 ``close`` of the generator ends it."""
 

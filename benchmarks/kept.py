@@ -1,5 +1,5 @@
-"""What a training keeps with the default settings, and what that costs: states of 4 kB to 1.25 GB
-at steps of 3 ms to 1 s.
+"""The states that a training keeps with the default settings, and their cost: states of 4 kB to
+1.25 GB at steps of 3 ms to 1 s.
 
     python benchmarks/kept.py [--states 4k 6M …] [--seconds S] [--rounds N] [--folder DIR] [--json
     FILE] [--quick] python benchmarks/kept.py --every    # durable_every=1, a state of 100 kB, steps
@@ -44,7 +44,7 @@ import datastates
 from datastates import Config, Status
 from datastates.config import parse_bytes
 
-dcp: Any = torch.distributed.checkpoint  # type checkers are told that it exports nothing
+dcp: Any = torch.distributed.checkpoint  # for type checkers it exports nothing
 
 SETTINGS: dict[str, object] = {}
 """Of ``Config``. Empty means the default settings."""
@@ -62,10 +62,11 @@ EVERY_MS: dict[str, tuple[float, ...]] = {"100k": (0.9, 3)}
 METHODS = ("plain", "ours", "torch.save", "DCP")
 
 READ = 8
-"""So many states besides the best are read, of those that can be restored."""
+"""The number of states that are read in addition to the best one."""
 
 ROWS = 1000
-"""The most rows of a weight; a state of 4 kB has four weights, and one of 1.25 GB has 104."""
+"""The highest number of rows of a weight. A state of 4 kB has four weights, and a state of 1.25 GB
+has 104."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ class Training:
         self._moved = torch.randn(64, 64)
 
     def compute(self) -> None:
-        """As forward and backward do."""
+        """The matrix products of a step, in place of forward and backward."""
         for _ in range(self.products):
             torch.mm(self._matrix, self._moved)
 
@@ -172,7 +173,7 @@ class Training:
 
 
 def calibrate(job: Job) -> dict[str, float]:
-    """The seconds of one product and of one update, at the best of several."""
+    """The seconds of one product and of one update, the fastest of several."""
     training = Training(job)
     training.products = 100
     for _ in range(3):
@@ -227,7 +228,8 @@ def dcp_save(state: dict[str, Any], path: str) -> None:
 
 
 def check(job: Job) -> dict[str, Any]:
-    """After the process of a training ended: what can be restored, and what it takes on disk."""
+    """The results after the process of a training ended: states that can be restored, and bytes on
+    disk."""
     packs = Path(job.folder, "packs")
     with datastates.open(job.folder) as repo:
         states = repo.find("step > 0")

@@ -1,12 +1,13 @@
-"""What the lineage costs at a million states and five million metrics, on SQLite or on PostgreSQL.
+"""The cost of lineage operations at a million states and five million metrics, on SQLite or on
+PostgreSQL.
 
     python benchmarks/lineage.py [--states N] [--folder DIR] [--rounds N] [--postgresql]
     [--mlflow-python PATH] [--json FILE]
 
 The database is built once per size in DIR and used again; appended states stay in it. Operations
-take turns, round after round. ``--postgresql`` starts a server of its own, with fsync and
-everything else as PostgreSQL ships it, and fills a database there, which goes with it. MLflow is
-measured beside it at 2,000 runs when PATH names a Python that has it.
+take turns, round after round. ``--postgresql`` starts a separate server with PostgreSQL's default
+settings, including fsync. It fills a database there, which is deleted afterwards. MLflow is
+measured at 2,000 runs if PATH names a Python that has it.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def main() -> int:
 
 
 def prepare(folder: Path, count: int) -> str:
-    """The URL of a lineage of ``count`` states, made now unless it is there."""
+    """The URL of a lineage of ``count`` states, which is made unless it exists."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"lineage-{count}.db"
     url = f"sqlite:///{path}"
@@ -179,7 +180,7 @@ def measure(url: str, rounds: int) -> dict[str, list[float]]:
 
 
 def mlflow(python: str, folder: Path) -> tuple[dict[str, list[float]], str | None]:
-    """MLflow's times for what it has an equivalent of; or why there are none."""
+    """MLflow's times for its equivalent operations, or the reason why there are none."""
     done = subprocess.run(
         [python, "-c", MLFLOW, str(folder)], capture_output=True, text=True, check=False
     )

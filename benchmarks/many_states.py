@@ -1,5 +1,5 @@
-"""A lineage of very many states, written into the tables at once: what the benchmarks of lineage
-and web look through."""
+"""A lineage of very many states, written directly into the tables, for the benchmarks of lineage
+and web."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from datastates.lineage import Database
 BRANCHES = 50
 METRICS = ("loss", "val_loss", "acc", "grad_norm")
 RARE = 10
-"""How many states have a metric ``rare`` above 0.5: what a rare filter finds."""
+"""The number of states with a metric ``rare`` above 0.5, which a rare filter finds."""
 
 RUNS = 200
 FURTHER = tuple(f"layer{number}/grad_norm" for number in range(25))
@@ -41,16 +41,16 @@ COLUMNS = (
     "gap_id",
 )
 STATES = 64
-"""How many states a summary covers (``lineage.tally``)."""
+"""The number of states that a summary covers (``lineage.tally``)."""
 
 BATCH = 500
 
 
 def make(path: Path, count: int, branches: int = BRANCHES, *, is_furnished: bool = False) -> None:
-    """A lineage in a new file: ``fill``, with ``furnish`` where asked, and the summaries that
-    ``record`` would have kept.
+    """A lineage in a new file: ``fill``, optionally ``furnish``, and the summaries that ``record``
+    would have written.
 
-    It is not analyzed, as those of people are not.
+    There are no ``ANALYZE`` statistics, as in a normal repository.
     """
     database = Database(f"sqlite:///{path}")
     with sqlite3.connect(path) as connection:
@@ -64,13 +64,13 @@ def make(path: Path, count: int, branches: int = BRANCHES, *, is_furnished: bool
 
 
 def make_at(url: str, count: int, branches: int = BRANCHES) -> None:
-    """The same as ``make`` without what people have besides, in an empty database of PostgreSQL."""
+    """The same as ``make`` without ``furnish``, in an empty database of PostgreSQL."""
     database, length = Database(url), count // branches
     engine = create_engine(url)
     with engine.begin() as connection:
-        raw: Any = connection.connection.driver_connection  # psycopg's own, which copies
+        raw: Any = connection.connection.driver_connection  # psycopg's, for COPY
         cursor = raw.cursor()
-        # nothing is wrong with what is made here
+        # the generated rows need no checks
         cursor.execute("set session_replication_role = replica")
         for sql, rows in (
             (
@@ -112,8 +112,8 @@ def _heads(length: int, branches: int) -> list[tuple[str, str, int, int]]:
 
 
 def fill(connection: sqlite3.Connection, count: int, branches: int = BRANCHES) -> None:
-    """Chains of equal length: ``main``, and branches that fork from it at random; every state
-    has five metrics."""
+    """Chains of equal length: ``main``, and branches that fork from random states. Every state has
+    five metrics."""
     connection.execute("pragma synchronous=off")
     connection.executemany(
         "insert into state (id, uid, digest, parent_id, generation, jump_id, jump_step, step,"
@@ -132,10 +132,10 @@ def fill(connection: sqlite3.Connection, count: int, branches: int = BRANCHES) -
 
 
 def furnish(connection: sqlite3.Connection, count: int, branches: int) -> None:
-    """What people have besides: ``RUNS`` runs with a configuration each, bytes, states that can be
-    restored, 25 further metrics.
+    """Further data of a normal repository: ``RUNS`` runs with a configuration each, bytes, states
+    that can be restored, and 25 further metrics.
 
-    Each branch is of one run; every ``EVERY``-th of its states has the further metrics, and is
+    Each branch belongs to one run. Every ``EVERY``-th of its states has the further metrics, and is
     durable.
     """
     length, rng = count // branches, random.Random(3)
@@ -187,7 +187,7 @@ def furnish(connection: sqlite3.Connection, count: int, branches: int) -> None:
 
 def states(count: int, branches: int, *, main: int | None = None) -> Iterator[tuple[object, ...]]:
     """Rows in order of id, with the jump pointers that ``record`` would make: over two equal jumps,
-    else one up.
+    otherwise to the parent.
 
     ``main`` is how many of the states the first chain has; the other chains are of equal length.
     """
@@ -207,7 +207,7 @@ def states(count: int, branches: int, *, main: int | None = None) -> Iterator[tu
             is_even = generation[parent] - generation[one] == generation[one] - generation[far]
             jump[id_] = far if is_even else parent
         uid = hashlib.blake2b(id_.to_bytes(8), digest_size=12).hexdigest()
-        # steps are generations here: the lowest up to there is the jump's own
+        # steps are generations here: the lowest state up to there is at the target of the jump
         lowest = generation[jump[id_]] if parent else None
         yield (
             id_,
@@ -232,11 +232,11 @@ def metrics(count: int, branches: int) -> Iterator[tuple[int, str, float]]:
         yield id_, "rare", 0.9 if id_ % every == 0 else 0.1
 
 
-# Segments and summaries, which captures would have kept
+# Segments and summaries, which captures would have written
 
 
 def summarise(connection: sa.Connection) -> None:
-    """Give each branch the states that no branch made before it has, and summarise them."""
+    """Give each branch the states that no earlier branch has, and summarize them."""
     branches = sorted(
         connection.execute(_BRANCHES),
         key=lambda row: (row.made or math.inf, row.name != "main", row.state_id),
@@ -268,7 +268,7 @@ def stretches(
 ) -> Iterator[dict[str, object]]:
     """A row for each metric and complete stretch, and one for each metric of the whole segment.
 
-    ``path`` is id, parent and generation."""
+    ``path`` has id, parent and generation."""
     if not path:
         return
     wholes: defaultdict[str, dict[str, Any]] = defaultdict(dict)

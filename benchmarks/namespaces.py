@@ -1,4 +1,5 @@
-"""Two hosts on one machine: network namespaces with a cable between them. Root on Linux only."""
+"""Two hosts on one machine: network namespaces with a virtual link between them. Root on Linux
+only."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ _CLONE_NEWNET = 0x40000000
 
 @contextmanager
 def two_hosts(gbit: float | None = None) -> Iterator[dict[str, str]]:
-    """The namespaces of sender and receiver by role, gone after the block; the cable carries
-    ``gbit`` Gbit/s, or what the cores can."""
+    """The namespaces of sender and receiver by role, removed after the block. The link has ``gbit``
+    Gbit/s, or the speed of the cores."""
     names = {role: f"ds-bench-{os.getpid()}-{role}" for role in ("sender", "receiver")}
     try:
         for name in names.values():
@@ -51,9 +52,9 @@ def two_hosts(gbit: float | None = None) -> Iterator[dict[str, str]]:
 
 
 def enter(namespace: str) -> None:
-    """Go to a host, for good: the calling thread and all that it starts.
+    """Move the calling thread, and all threads that it starts, permanently to a host.
 
-    Call it while there is no other thread."""
+    Call it before there are other threads."""
     libc = ctypes.CDLL(None, use_errno=True)
     with Path("/var/run/netns", namespace).open() as there:
         if libc.setns(there.fileno(), _CLONE_NEWNET):

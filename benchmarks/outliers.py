@@ -1,12 +1,13 @@
-"""How well outliers are found, and for how many epochs: wrong labels planted into Fashion-MNIST.
+"""The quality of methods that find outliers, and their cost in epochs: Fashion-MNIST with wrong
+labels.
 
     python benchmarks/outliers.py [--seeds N] [--samples N] [--json FILE]
 
-10 % of the labels are replaced by another class; each seed draws other labels, another model and
-other folds. Every method trains the same small MLP for 20 epochs, or forks of it; of a branch at
-most 10 states are read, and their losses averaged. Epochs are over the whole data; a forward pass
-over it counts as 1/3. Without Debian's dataset-fashion-mnist it takes scikit-learn's digits, which
-tell methods less apart.
+10 % of the labels are replaced by another class. Each seed draws other labels, another model and
+other folds. Every method trains the same small MLP for 20 epochs, or forks of it. At most 10 states
+of a branch are read, and their losses averaged. Epochs are over the whole data, and a forward pass
+over it counts as 1/3. Without Debian's dataset-fashion-mnist it uses scikit-learn's digits, which
+separate the methods less.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from fashion import load
 
 EPOCHS, FLIPPED, STATES, BATCH = 20, 0.1, 10, 64
-FIRST_SEED = 20  # the combination was chosen on others
+FIRST_SEED = 20  # the combination was chosen on other seeds
 COMBINED = "combination: runs of 20 and 10 epochs, 3 folds forked at epoch 5 for 8"
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one method found in one data set."""
+    """The result of one method on one data set."""
 
     method: str
     score: Floats
@@ -85,8 +86,8 @@ class Data:
 
 
 def train_run(repo: Repository, data: Data, seed: int) -> None:
-    """A branch ``run-<seed>`` on all of the data; of the first the untrained state, and those
-    that are forked, are tagged."""
+    """Train a branch ``run-<seed>`` on all of the data. The untrained state of the first branch,
+    and the states that are forked, get tags."""
     model, optimizer = data.build(seed)
     with repo.track(branch=f"run-{seed}", model=model, optimizer=optimizer) as run:
         for epoch in range(EPOCHS + 1):
@@ -98,7 +99,7 @@ def train_run(repo: Repository, data: Data, seed: int) -> None:
 
 
 def fork(repo: Repository, data: Data, folds: int, prefix: int, epochs: int) -> tuple[str, Plan]:
-    """Hold each of ``folds`` parts out for some epochs after epoch ``prefix`` of the first run."""
+    """Hold out each of ``folds`` parts for some epochs after epoch ``prefix`` of the first run."""
     study, plan = (
         f"{folds}-folds-from-{prefix}",
         kfold(folds, epochs=epochs, samples=len(data), seed=data.seed),
@@ -145,7 +146,7 @@ def by_lineage(repo: Repository, data: Data, runs: int, epochs: int) -> Found:
 
 
 def by_forks(repo: Repository, data: Data, folds: int, prefix: int) -> Found:
-    """The held-out losses alone; of the prefix no loss is read, so its passes are not paid for."""
+    """The held-out losses alone. No loss of the prefix is read, so its passes are not counted."""
     study, plan = fork(repo, data, folds, prefix, EPOCHS - prefix)
     report = read(repo, data, [], study, plan)
     passes = sum(
@@ -166,7 +167,7 @@ def by_both(repo: Repository, data: Data) -> tuple[Found, OutlierReport]:
 
 
 def by_cleanlab(data: Data, folds: int = 5) -> Found | None:
-    """Confidence in the given label, out of sample; nothing where cleanlab is not installed."""
+    """Confidence in the given label, out of sample. Empty if cleanlab is not installed."""
     try:
         from cleanlab.rank import get_label_quality_scores
     except ImportError:
@@ -222,7 +223,7 @@ def spread(values: Sequence[float], digits: int = 4) -> str:
 
 
 def summarise(judged: dict[str, list[tuple[float, float]]], epochs: dict[str, float]) -> str:
-    """A row a method; beside each the differences to the combination on the same data."""
+    """A row for each method, with its differences to the combination on the same data."""
     rows = []
     for method, values in judged.items():
         columns = [spread([value[at] for value in values]) for at in (0, 1)]
@@ -253,7 +254,7 @@ def summarise(judged: dict[str, list[tuple[float, float]]], epochs: dict[str, fl
 
 
 def verdict(judged: dict[str, list[tuple[float, float]]], epochs: dict[str, float]) -> str:
-    """Whether the combination, at 60 epochs or less, at least equals the best of the others on
+    """Whether the combination, at 60 epochs or less, at least equals the best other method on
     average."""
     lines = []
     for at, name in enumerate(("AUROC", "average precision")):

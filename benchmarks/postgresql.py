@@ -1,5 +1,5 @@
-"""A PostgreSQL server of a benchmark's own, as its packages set it up: with fsync, on a socket
-in its folder."""
+"""A PostgreSQL server for one benchmark, with the default settings of its packages: with fsync, on
+a socket in its folder."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pathlib import Path
 
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
-    """The URL of an empty database, until the end of the block; what it holds is deleted then.
+    """The URL of an empty database. It is deleted at the end of the block.
 
-    :raises SystemExit: the server's programs are not here.
+    :raises SystemExit: the server's programs are not installed.
     """
     places = [
         *Path("/usr/lib/postgresql").glob("*/bin"),

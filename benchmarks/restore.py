@@ -1,20 +1,20 @@
 """Restoring into a live model and AdamW: from memory and from the page cache, verified and not,
-beside memcpy, torch.load and safetensors.
+compared with memcpy, torch.load and safetensors.
 
     python benchmarks/restore.py [--part warm|bound|one|cold] [--state small|large] [--rounds 7]
     [--quick] [--json FILE]
 
-Every way fills the same objects, whose memory was touched before, with the same bytes, in turn,
-round after round; a speed is compared with that of the others in the same round. After each turn
-the objects are compared with what was saved. The floor is ``copy_`` from other tensors in memory. A
-way that is verified has compared every byte with its digest before the first one was written.
+Every method fills the same objects, whose memory was touched before, with the same bytes. They take
+turns, round after round. Speeds are compared within a round. After each turn the objects are
+compared with what was saved. The floor is ``copy_`` from other tensors in memory. A verified method
+compares every byte with its digest before it writes the first one.
 
-``bound`` does what a verified restore cannot do without, and nothing else: each chunk digested, and
-then all of them copied; or read twice and digested twice, from a file in the page cache; by one
-thread and by two.
+``bound`` does only the necessary work of a verified restore. From memory, it digests each chunk,
+and then copies all of them. From a file in the page cache, it reads and digests twice. It uses one
+thread and two threads.
 
-``cold`` asks the kernel to forget the files before each turn, and says how many bytes came from the
-disk then: what lies under a virtual disk may keep a cache of its own.
+``cold`` drops the files from the page cache before each turn, and prints how many bytes came from
+the disk. The host of a virtual disk may have another cache.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ Way = Callable[[], None]
 
 
 def tensors_of(objects: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Every tensor of a model and its optimizer by name, as it lives."""
+    """Every tensor of a model and its optimizer by name, as live tensors."""
     found = {
         f"model/{name}": tensor.detach() for name, tensor in objects["model"].named_parameters()
     }
@@ -91,7 +91,7 @@ def copy_into(live: dict[str, torch.Tensor], stored: dict[str, torch.Tensor]) ->
 
 @dataclass(slots=True)
 class Bench:
-    """The objects that are restored into, what they are to hold then, and files of that in a
+    """The objects that are restored into, their expected values, and files with these values in a
     folder."""
 
     folder: Path
@@ -102,7 +102,7 @@ class Bench:
 
     @property
     def packs(self) -> list[Path]:
-        """The files that hold the state's bytes, ours and the peers'."""
+        """The files that hold the state's bytes, from datastates and from other libraries."""
         return [
             *self.folder.glob("repo/packs/*.safetensors"),
             self.folder / "state.pt",
@@ -123,7 +123,7 @@ class Bench:
         )
 
     def load_state_dicts(self) -> None:
-        """What a script without us does."""
+        """The usual way of a script without datastates."""
         state = torch.load(self.folder / "state_dicts.pt", weights_only=True)
         self.objects["model"].load_state_dict(state["model"])
         self.objects["optimizer"].load_state_dict(state["optimizer"])
@@ -133,9 +133,9 @@ class Bench:
         copy_into(self.live, load_file(self.folder / "state.safetensors"))
 
     def turn(self, way: Way, *, drop: bool = False) -> float:
-        """The seconds of one restore into objects that hold something else; they hold the right
-        bytes afterwards."""
-        # a load_state_dict of torch's optimizer puts others there
+        """The seconds of one restore into objects with other values. Afterwards they hold the right
+        bytes."""
+        # a load_state_dict of torch's optimizer replaces its tensors
         self.live = tensors_of(self.objects)
         with torch.no_grad():
             for tensor in self.live.values():
@@ -164,7 +164,7 @@ class Bench:
 
 @contextmanager
 def bench(shape: Shape, *, in_memory: bool = True) -> Iterator[Bench]:
-    """A state, saved in every way."""
+    """A state, saved in every format."""
     with ExitStack() as stack:
         folder = Path(tempfile.mkdtemp(prefix="bench-restore-", dir=os.environ.get("BENCH_DIR")))
         stack.callback(shutil.rmtree, folder)
@@ -206,7 +206,7 @@ def _opened(path: Path, memory_bytes: int, *, verify: bool) -> Repository:
 def measure(
     ways: dict[str, Way], one: Bench, rounds: int, *, drop: bool = False
 ) -> dict[str, list[float]]:
-    """The seconds of each way, in turn, after a round that does not count."""
+    """The seconds of each method, in turn, after a round that does not count."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     for index in range(rounds + 1):
         for name, way in ways.items():
@@ -217,7 +217,7 @@ def measure(
 
 
 def ratios(found: dict[str, list[float]], name: str, other: str) -> list[float]:
-    """How fast a way is beside another of the same round: 2 is twice as fast."""
+    """The speed of a method relative to another one in the same round: 2 is twice as fast."""
     return [theirs / ours for ours, theirs in zip(found[name], found[other], strict=True)]
 
 
@@ -269,7 +269,7 @@ def warm(name: str, shape: Shape, rounds: int) -> dict[str, Any]:
 
 
 def bound(name: str, shape: Shape, rounds: int) -> dict[str, Any]:
-    """Two passes over so many bytes, without objects, names and states."""
+    """Two passes over the bytes, without objects, names and states."""
     with bench(shape, in_memory=False) as one:
         source = max(
             (path for path in one.packs if "repo" in path.parts),
@@ -328,7 +328,7 @@ def _read_into(fd: int, into: np.ndarray[Any, Any] | None, at: int) -> None:
 
 
 def one_tensor(name: str, shape: Shape, rounds: int) -> dict[str, Any]:
-    """One tensor of a state: what is read for it."""
+    """One tensor of a state: the bytes that are read for it."""
     rows, found = [], {}
     with bench(shape, in_memory=False) as one:
         model: nn.Module = one.objects["model"]
@@ -397,8 +397,8 @@ def cold(name: str, shape: Shape, rounds: int) -> dict[str, Any]:
 
 
 def _filling(read: Way, one: Bench) -> Way:
-    """Only reading counts for the floor; the objects are made right by the copy behind it, which
-    costs little beside a disk."""
+    """For the floor, only reading is measured. The copy after it makes the objects right, and costs
+    little compared with a disk."""
 
     def run() -> None:
         read()
@@ -446,7 +446,7 @@ PARTS: dict[str, Callable[[str, Shape, int], dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Measure the parts asked for."""
+    """Measure the selected parts."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--part", choices=[*PARTS], action="append")
     parser.add_argument("--state", choices=[*STATES], action="append")

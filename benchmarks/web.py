@@ -1,14 +1,15 @@
-"""What the web costs: its API under many readers while trainings capture, and its page, beside
-MLflow's.
+"""The speed of the API with many clients while trainings capture, and of the page, compared with
+MLflow.
 
     python benchmarks/web.py [--states N ...] [--readers 32] [--seconds S] [--rounds N]
     [--mlflow-python PATH] [--folder DIR]
                              [--no-page] [--json FILE]
 
-Each size is built once in DIR, and copied for each run. Readers ask, read, and think for half a
-second on average; routes take turns, round after round, first alone and then beside four processes
-that capture. Then the same readers without thinking. The floor is a server that only answers;
-MLflow is measured at 2,000 runs in the same run when PATH names a Python that has it.
+Each size is built once in DIR, and copied for each run. Clients send a request, read the response,
+and pause for half a second on average. Routes take turns, round after round, first alone and then
+while four processes capture. Then the same clients run without pauses. The floor is a server that
+only sends a response. MLflow is measured at 2,000 runs in the same run if PATH names a Python that
+has it.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def measure(
 
 
 def routes(base: str, some: Sequence[str]) -> dict[str, list[Asked]]:
-    """What readers ask of each route: many different things where there are many."""
+    """The requests of the clients to each route, with many different values if possible."""
     rng = random.Random(2)
     total = json.loads(fetch(f"{base}{RUNS}/graph?first=0&count=1"))["total"]
     firsts = [rng.randrange(max(1, total - 100)) for _ in range(200)]
@@ -144,7 +145,7 @@ def routes(base: str, some: Sequence[str]) -> dict[str, list[Asked]]:
 
 
 def first(base: str, asked: Asked) -> float:
-    """Seconds of the first answer ever: what is kept between requests is made now."""
+    """Seconds of the very first response, before anything is cached."""
     began = time.perf_counter()
     fetch(base + asked.path, asked.body)
     return time.perf_counter() - began
@@ -153,7 +154,7 @@ def first(base: str, asked: Asked) -> float:
 def paced(
     asked: Mapping[str, tuple[str, list[Asked]]], arguments: argparse.Namespace
 ) -> dict[str, Load]:
-    """Readers who think, route by route in turns."""
+    """Clients with pauses, route by route in turns."""
     loads = {name: Load() for name in asked}
     for number in range(arguments.rounds):
         for name, (base, requests) in asked.items():
@@ -175,7 +176,7 @@ def paced(
 def saturated(
     asked: Mapping[str, tuple[str, list[Asked]]], arguments: argparse.Namespace
 ) -> tuple[dict[str, Load], str]:
-    """Readers who do not: what the server can do at most."""
+    """Clients without pauses: the highest throughput of the server."""
     loads, loaders = {}, set()
     for name, (base, requests) in asked.items():
         loads[name], loader = saturate(
@@ -242,7 +243,7 @@ def both(load: Load) -> str:
 
 
 def fetch(url: str, body: bytes | None = None) -> bytes:
-    """One answer, for the benchmark itself."""
+    """One response, for the benchmark itself."""
     with urllib.request.urlopen(
         urllib.request.Request(url, body, {"Content-Type": "application/json"}), timeout=600
     ) as answer:

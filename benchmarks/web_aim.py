@@ -1,4 +1,4 @@
-"""Aim beside us: its server with 200 runs, and the address of its page of runs."""
+"""Aim for comparison: its server with 200 runs, and the address of its page of runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ for index in range(int(sys.argv[2])):
 
 
 def missing(python: str) -> str | None:
-    """Why Aim cannot be measured with this Python; None when it can."""
+    """The reason why Aim cannot be measured with this Python, or None."""
     done = subprocess.run([python, "-c", "import aim"], capture_output=True, text=True, check=False)
     return (
         None
@@ -40,13 +40,13 @@ def missing(python: str) -> str | None:
 
 
 def page(base: str) -> tuple[str, str]:
-    """The address of the runs, and what a row of them is."""
+    """The address of the runs, and the selector of a row."""
     return f"{base}/runs", ".BaseTable__row"
 
 
 @contextmanager
 def serving(python: str, folder: Path, count: int = RUNS) -> Iterator[str]:
-    """The address of ``aim up`` with its own defaults; the runs are made once per folder."""
+    """The address of ``aim up`` with its default settings. The runs are made once a folder."""
     environ = os.environ | {
         "AIM_UI_TELEMETRY_ENABLED": "0",
         "DO_NOT_TRACK": "1",

@@ -1,11 +1,11 @@
-"""How soon the page draws curves of 8 branches of 100,000 states each that nobody asked for before.
+"""The time until the page draws curves of 8 branches of 100,000 states each that are not cached.
 
     python benchmarks/web_curves.py [--states N] [--branches N] [--rounds N] [--folder DIR] [--json
     FILE]
 
-Every round has a server, a connection and a browser profile of its own, and asks for the loss of 8
-branches: once over HTTP in one request, and once by opening the page with them. The file's pages
-may be in the system's cache. ``benchmarks/web.py`` does this as well.
+Every round has a new server, connection and browser profile, and requests the loss of 8 branches.
+It does this once over HTTP in one request, and once by opening the page with them. The file may be
+in the page cache. ``benchmarks/web.py`` does this as well.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def cold_curves(folder: Path, states: int, branches: int, *, rounds: int) -> dict[str, list[float]]:
-    """Prints and gives what was measured, in milliseconds."""
+    """Prints and returns the results, in milliseconds."""
     names = ["main", *(f"branch-{number}" for number in range(1, branches))][:HEADS]
     found: dict[str, list[float]] = {}
     with as_repository(prepare(folder, states, branches)) as root:
@@ -74,7 +74,7 @@ def cold_curves(folder: Path, states: int, branches: int, *, rounds: int) -> dic
 
 @contextmanager
 def as_repository(path: Path) -> Iterator[Path]:
-    """A copy of a lineage as a repository without bytes, in a folder that goes away."""
+    """A copy of a lineage as a repository without bytes, in a temporary folder."""
     with tempfile.TemporaryDirectory(
         prefix="datastates-curves-", dir=path.parent, ignore_cleanup_errors=True
     ) as name:
@@ -95,7 +95,7 @@ def _asked(base: str, names: list[str]) -> float:
 
 
 def _drawn(base: str, names: list[str]) -> dict[str, float]:
-    """Milliseconds since the navigation began. Empty where there is no browser."""
+    """Milliseconds since the navigation began. Empty if there is no browser."""
     program = chromium()
     if program is None:
         return {}

@@ -1,13 +1,13 @@
-"""What a person waits for: the opening view of a million states and 2,000 branches, and everything
-that one does in the page.
+"""The waits of a user: the opening view of a million states and 2,000 branches, and all actions in
+the page.
 
     python benchmarks/web_first.py [--states N] [--branches N] [--rounds N] [--captures N] [--folder
     DIR]
                                    [--mlflow-python PATH] [--aim-python PATH] [--json FILE]
 
-Three parts: the first answers of a server that was just started, each of a server of its own; loads
-of the opening view, with MLflow's and Aim's pages in the same run where a Python that has them is
-named; and one person's actions, over and over, beside processes that capture.
+There are three parts. The first measures the first response of a new server, with a new server for
+each query. The second measures loads of the opening view. It includes the pages of MLflow and Aim
+if a Python that has them is named. The third repeats one user's actions while processes capture.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def main() -> int:
 
 
 def repository(folder: Path, count: int, branches: int) -> Path:
-    """Made now unless it is there. It is copied, not changed."""
+    """Made unless it exists. It is copied, not changed."""
     root = folder / f"first-{count}-{branches}"
     if not (root / "lineage.db").exists():
         began, unfinished = time.monotonic(), folder / f"unfinished-{os.getpid()}"
@@ -117,7 +117,7 @@ def repository(folder: Path, count: int, branches: int) -> Path:
 
 
 def firsts(root: Path, path: str, rounds: int) -> list[float]:
-    """Milliseconds of one question to servers that were just started."""
+    """Milliseconds of one query to new servers."""
     times = []
     for _ in range(rounds):
         with served(root) as base:
@@ -166,7 +166,7 @@ def pages(
 
 
 def others(stack: ExitStack, arguments: argparse.Namespace) -> dict[str, tuple[str, str]]:
-    """The pages of others, by address and by what a row is there."""
+    """The pages of other products, by address and selector of a row."""
     found = {}
     for name, module, python in (
         ("MLflow", web_mlflow, arguments.mlflow_python),
@@ -183,8 +183,8 @@ def others(stack: ExitStack, arguments: argparse.Namespace) -> dict[str, tuple[s
 
 
 def load(browser: Browser, url: str, rows: str) -> dict[str, float]:
-    """One load with a profile of its own; nothing where no rows come."""
-    from playwright.sync_api import TimeoutError  # one of its own
+    """One load with a new profile. Empty if no rows appear."""
+    from playwright.sync_api import TimeoutError  # a separate profile
 
     context = browser.new_context(viewport={"width": 1280, "height": 800})
     page = context.new_page()
@@ -201,8 +201,7 @@ def load(browser: Browser, url: str, rows: str) -> dict[str, float]:
 
 
 def act(browser: Browser, base: str, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each action, over and over, from the press until what was asked for is
-    drawn."""
+    """Milliseconds of each action, repeated, from the click until the result is drawn."""
     page = browser.new_context(viewport={"width": 1280, "height": 800}).new_page()
     page.set_default_timeout(60_000)
     times: dict[str, list[float]] = {}
@@ -224,8 +223,8 @@ def act(browser: Browser, base: str, rounds: int) -> dict[str, list[float]]:
 
 
 def actions(page: Page, number: int) -> dict[str, tuple[Callable[[], object], str]]:
-    """What one does, in order, each with a part of the request that answers it, which no request
-    has that follows captures."""
+    """The actions of a user, in order. Each has a part of its request that no background refresh
+    contains."""
     field = page.get_by_role("combobox", name="Filter")
 
     def search(text: str) -> None:

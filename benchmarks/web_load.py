@@ -1,5 +1,5 @@
-"""Readers of a web server: so many at once, each asks, reads the whole answer, thinks for a
-while, and asks again."""
+"""Clients of a web server. Each of them sends a request, reads the whole response, pauses, and
+sends the next request."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Asked:
 
 @dataclass(slots=True)
 class Load:
-    """What readers saw: seconds until each whole answer, bytes of the answers' bodies, answers
-    that were not 200."""
+    """The results of the clients: seconds until each complete response, bytes of the bodies, and
+    responses other than 200."""
 
     seconds: list[float] = field(default_factory=list)
     bytes: int = 0
@@ -46,7 +46,7 @@ class Load:
 
 
 def percentile(samples: Sequence[float], share: float) -> float:
-    """The sample that ``share`` of them do not exceed; NaN of none."""
+    """The value that a share of the samples does not exceed. NaN if there are none."""
     ordered = sorted(samples)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
 
@@ -60,8 +60,8 @@ def think(
     seconds: float,
     seed: int = 0,
 ) -> Load:
-    """``readers`` connections for ``seconds``; between two questions each waits between 0 and
-    twice ``think_s``."""
+    """``readers`` connections for ``seconds``. Each waits between 0 and twice ``think_s`` between
+    two requests."""
     return asyncio.run(_think(base, requests, readers, think_s, seconds, seed))
 
 
@@ -108,7 +108,7 @@ async def _read(
 
 
 async def _answer(reader: asyncio.StreamReader) -> tuple[int, int]:
-    """Status and length of the body, of which nothing is kept."""
+    """Status and length of the body, which is discarded."""
     head = (await reader.readuntil(b"\r\n\r\n")).lower()
     status = int(head.split(b" ", 2)[1])
     found = re.search(rb"content-length: (\d+)", head)
@@ -126,8 +126,8 @@ async def _answer(reader: asyncio.StreamReader) -> tuple[int, int]:
 def saturate(
     base: str, requests: Sequence[Asked], *, readers: int, seconds: float
 ) -> tuple[Load, str]:
-    """The same without thinking, by wrk on the first request where it is installed, else by us;
-    and which of them it was."""
+    """The same without pauses, by wrk on the first request if it is installed, otherwise by this
+    module. Returns which one it was."""
     program = shutil.which("wrk")
     if program is None or requests[0].body is not None:
         return think(base, requests, readers=readers, think_s=0.0, seconds=seconds), "own loader"
@@ -146,10 +146,10 @@ def saturate(
         float(number) * _UNITS[unit]
         for number, unit in re.findall(r"^\s+(?:50|99)%\s+([\d.]+)(us|ms|s|m)$", said, re.MULTILINE)
     ]
-    if len(times) != 2 or not all(times):  # nothing was answered in time
+    if len(times) != 2 or not all(times):  # no response in time
         return think(base, requests, readers=readers, think_s=0.0, seconds=seconds), "own loader"
     load = Load(rate=float(_found(r"Requests/sec:\s+([\d.]+)", said)[0]))
-    load.seconds = [times[0]] * 98 + [times[1]] * 2  # wrk says its percentiles only
+    load.seconds = [times[0]] * 98 + [times[1]] * 2  # wrk prints its percentiles only
     load.refused = int(_found(r"Non-2xx or 3xx responses: (\d+)", said, "0")[0])
     return load, "wrk"
 

@@ -1,4 +1,4 @@
-"""MLflow beside us: a server with 2,000 runs, what its API is asked, and the address of its
+"""MLflow for comparison: a server with 2,000 runs, the requests to its API, and the address of its
 page."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ for index in range(int(sys.argv[2])):
 
 
 def missing(python: str) -> str | None:
-    """Why MLflow cannot be measured with this Python; None when it can."""
+    """The reason why MLflow cannot be measured with this Python, or None."""
     done = subprocess.run(
         [python, "-c", "import mlflow.server"], capture_output=True, text=True, check=False
     )
@@ -48,8 +48,8 @@ def missing(python: str) -> str | None:
 
 @contextmanager
 def serving(python: str, folder: Path, count: int = RUNS) -> Iterator[str]:
-    """The address of ``mlflow server``, with its own defaults, on SQLite; the runs are made once
-    per folder."""
+    """The address of ``mlflow server`` with its default settings, on SQLite. The runs are made once
+    for each folder."""
     path = folder / f"mlflow-{count}.db"
     if not path.exists():
         unfinished = path.with_suffix(".unfinished")
@@ -82,12 +82,12 @@ def serving(python: str, folder: Path, count: int = RUNS) -> Iterator[str]:
 
 
 def page(base: str) -> tuple[str, str]:
-    """The address of the runs, and what a row of them is."""
+    """The address of the runs, and the selector of a row."""
     return f"{base}/#/experiments/{EXPERIMENT}/runs", ".ag-row"
 
 
 def requests(base: str) -> dict[str, list[Asked]]:
-    """By the name of our route that comes nearest."""
+    """By the name of the most similar route of datastates."""
     run = json.loads(_post(base, {"experiment_ids": [EXPERIMENT], "max_results": 1}))["runs"][0][
         "info"
     ]["run_id"]

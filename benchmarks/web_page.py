@@ -1,5 +1,5 @@
-"""How a page feels: when something is first painted, when the rows are there, and how many
-frames a second scrolling makes."""
+"""The speed of a page: the first paint, the time until rows are drawn, and the frames a second
+while scrolling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 1280, 800
 ROWS = 10
 SCROLLED_S = 3.0
-OURS, THEIRS = '[role="row"][id^="state-"]', ".ag-row"  # rows that show something
+OURS, THEIRS = '[role="row"][id^="state-"]', ".ag-row"  # rows with content
 GOALS = {"first paint": 1500.0, "frames a second": 30.0}
 
 READY = """([rows, least]) => document.querySelectorAll(rows).length > least && performance.now()"""
@@ -34,8 +34,8 @@ UNDER = """([x, y]) => [...document.elementsFromPoint(x, y)].map((each) => each.
 def pages(
     ours: str, states: int, mlflow: str | None, *, rounds: int
 ) -> dict[str, dict[str, list[float]]]:
-    """Prints and gives what was measured of our page, and of MLflow's where it runs; each load
-    has a browser profile of its own."""
+    """Prints and returns the results of this page, and of MLflow's page if it runs. Each load has a
+    new browser profile."""
     program = chromium()
     if program is None:
         return {}
@@ -66,14 +66,14 @@ def _visit(browser: Browser, url: str, rows: str) -> dict[str, float]:
         drawn = page.wait_for_function(READY, arg=[rows, ROWS], timeout=60_000).json_value()
         painted = page.wait_for_function(
             PAINT, timeout=10_000
-        ).json_value()  # told a moment after it happened
+        ).json_value()  # reported a moment after it happened
         return {"first paint": float(painted), "rows drawn": float(drawn)} | _scroll(page, rows)
     finally:
         context.close()
 
 
 def _scroll(page: Page, rows: str) -> dict[str, float]:
-    """Turn the wheel over a row, as fast as the page takes it."""
+    """Send mouse wheel events over a row, as fast as the page handles them."""
     box = page.locator(rows).nth(ROWS // 2).bounding_box()
     if box is None:
         raise SystemExit(f"{page.url} has rows that are not to be seen")

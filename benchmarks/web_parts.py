@@ -1,5 +1,5 @@
-"""The processes of the web's benchmark: the repository and its server, trainings that capture
-into it, a server that does nothing."""
+"""The processes of the web benchmark: the repository and its server, trainings that capture into
+it, and an empty server."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ uvicorn.Server(uvicorn.Config(app, log_level="critical")).run(sockets=[listener]
 
 
 def repository(folder: Path, count: int) -> Path:
-    """A repository of ``count`` states with five metrics each, made now unless it is there.
+    """A repository of ``count`` states with five metrics each, which is made unless it exists.
 
     It is copied, not changed."""
     root = folder / f"web-{count}"
@@ -61,7 +61,7 @@ def repository(folder: Path, count: int) -> Path:
 
 
 def chromium() -> str | None:
-    """Where the browser lies; None, and printed why, where the page cannot be measured."""
+    """The path of the browser. Prints why and returns None if the page cannot be measured."""
     program = next(
         filter(
             None, map(shutil.which, ("chromium", "chromium-browser", "chromium-headless-shell"))
@@ -82,7 +82,7 @@ def chromium() -> str | None:
 
 @contextmanager
 def copied(root: Path) -> Iterator[Path]:
-    """A copy that a run may change: ``runs`` in a folder that goes away."""
+    """A copy that a run may change: ``runs`` in a temporary folder."""
     with tempfile.TemporaryDirectory(
         prefix="datastates-web-", dir=root.parent, ignore_cleanup_errors=True
     ) as name:
@@ -91,7 +91,7 @@ def copied(root: Path) -> Iterator[Path]:
 
 
 def uids(root: Path, count: int) -> list[str]:
-    """Of states spread over the whole lineage."""
+    """Ids of states from the whole lineage."""
     connection = sqlite3.connect(root / "lineage.db")
     last = connection.execute("select max(id) from state").fetchone()[0]
     wanted = ",".join(str(1 + number * last // count) for number in range(count))
@@ -124,7 +124,7 @@ def served(root: Path) -> Iterator[str]:
 
 @contextmanager
 def bare() -> Iterator[str]:
-    """The address of a server that answers with one small JSON and asks nobody: the floor."""
+    """The address of a server that returns one small JSON without any work: the floor."""
     with (
         subprocess.Popen(
             [sys.executable, "-c", BARE], stdout=subprocess.PIPE, text=True
@@ -137,8 +137,8 @@ def bare() -> Iterator[str]:
 
 @contextmanager
 def capturing(root: Path, *, processes: int, interval_s: float) -> Iterator[Synchronized[int]]:
-    """Trainings that capture into the repository, each about every ``interval_s``; how many
-    states they have captured."""
+    """Trainings that capture into the repository, each about every ``interval_s``. Returns the
+    number of captured states."""
     context = multiprocessing.get_context("spawn")
     stop, done = context.Event(), context.Value("q", 0)
     ready = [context.Event() for _ in range(processes)]
@@ -199,7 +199,7 @@ def _train(
 
 @contextmanager
 def ended(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Ends a process with the block, by force when it does not go."""
+    """Ends a process with the block, by force if necessary."""
     try:
         yield
     finally:
@@ -213,7 +213,7 @@ def ended(process: subprocess.Popen[str]) -> Iterator[None]:
 def await_server(
     url: str, process: subprocess.Popen[str], name: str, timeout_s: float = 120
 ) -> None:
-    """Wait until a peer's server answers."""
+    """Wait until another product's server responds."""
     until = time.monotonic() + timeout_s
     while time.monotonic() < until and process.poll() is None:
         try:

@@ -122,7 +122,7 @@ def search(
 ) -> Exploration:
     """All rounds of a population.
 
-    A fifth of the data is held out, and says which members are best."""
+    A held-out fifth of the data chooses the best members."""
     subsets = {"held": range(samples // 5), "rest": range(samples // 5, samples)}
     plan = sample(
         SEARCH, members, seed=0, epochs=epochs, subsets=subsets, train=["rest"], validation=["held"]

@@ -1,8 +1,8 @@
-"""The build backend: setuptools, and the page built before what carries it.
+"""The build backend: setuptools, and the page, which is built first.
 
-A source distribution carries the page's source and what is built from it, so that no Node is needed
-to make a wheel of it. ``DATASTATES_PAGE=0`` leaves the page out: the API then works without it, and
-says how to build it.
+A source distribution contains the page's source and the built page, so that a wheel can be built
+from it without Node. ``DATASTATES_PAGE=0`` leaves the page out. The API then works without it, and
+explains how to build it.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ Settings = Mapping[str, Any] | None
 
 
 def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
-    """What setuptools needs, and Node from PyPI where the machine has none."""
+    """The requirements of setuptools, and Node from PyPI if the machine has none."""
     return [*build_meta.get_requires_for_build_wheel(config_settings), *_node()]
 
 
 def get_requires_for_build_sdist(config_settings: Settings = None) -> list[str]:
-    """The same: both carry the page."""
+    """The same, because both contain the page."""
     return [*build_meta.get_requires_for_build_sdist(config_settings), *_node()]
 
 
 def build_wheel(
     wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
 ) -> str:
-    """The wheel with the page in it."""
+    """The wheel, with the page."""
     _build_page()
     return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
 
 
 def build_sdist(sdist_directory: str, config_settings: Settings = None) -> str:
-    """The source with the page's source and the page."""
+    """The source distribution, with the page's source and the built page."""
     _build_page()
     return build_meta.build_sdist(sdist_directory, config_settings)
 
@@ -82,7 +82,7 @@ def _node() -> list[str]:
 
 
 def _has_node() -> bool:
-    """Whether the machine's Node is as new as ``scripts/ui`` asks for."""
+    """Whether the machine's Node is new enough for ``scripts/ui``."""
     node = shutil.which("node")
     if node is None or shutil.which("npm") is None:
         return False

@@ -1,4 +1,4 @@
-"""Pages of the site that do not lie in docs/: README and its like, and references of every public
+"""Pages of the site that are not in docs/: README and similar files, and references of every public
 name and every command.
 
 A hook of mkdocs (see mkdocs.yml). ``pages`` is what it adds, by its place in the site.
@@ -21,7 +21,7 @@ DOCUMENTS = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changes.md",
 }
-"""Documents at the top of the tree, and where the site has them."""
+"""Documents in the top folder, and their pages in the site."""
 
 PACKAGES = {
     "datastates": (
@@ -97,8 +97,8 @@ def names(package: str) -> list[str]:
 
 
 def identifier(package: str, name: str) -> str:
-    """What the site knows a public name by: itself, or where it is defined, if a folder of the
-    package has the same name."""
+    """The identifier of a public name in the site: the name, or the place of its definition if a
+    folder of the package has the same name."""
     module = importlib.import_module(package)
     value = getattr(module, name)
     is_hidden = (
@@ -110,7 +110,7 @@ def identifier(package: str, name: str) -> str:
 
 
 def index() -> str:
-    """Every public name, with a link to what is said of it."""
+    """Every public name, with a link to its description."""
     lines = ["# Every public name", ""]
     for package, (place, purpose) in PACKAGES.items():
         lines += [f"## `{package}`", "", purpose, ""]
@@ -123,7 +123,7 @@ def index() -> str:
 
 
 def reference(package: str, purpose: str) -> str:
-    """The page of a package: what each public name says of itself."""
+    """The page of a package: the docstring of each public name."""
     listed = (f"::: {identifier(package, name)}" for name in names(package))
     return "\n\n".join([f"# `{package}`", purpose, *listed]) + "\n"
 

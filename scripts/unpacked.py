@@ -18,7 +18,7 @@ class Unpacked(griffe.Extension):
     compared with signatures."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Every function of the package; TypedDicts stand in the module of the function, or are
+        """Every function of the package. TypedDicts are in the module of the function, or are
         imported there."""
         _walk(pkg)
 

@@ -1,2 +1,2 @@
-"""What can be found out on a machine with a GPU in nine minutes, in one report;
-``docs/design/009-devices.md`` says how."""
+"""Tests, probes and benchmarks on a machine with a GPU in nine minutes, in one report
+(``docs/design/009-devices.md``)."""

@@ -1,4 +1,4 @@
-"""Find out on a machine with a GPU what can be found out in nine minutes, and write it down.
+"""Run tests, probes and benchmarks on a machine with a GPU in nine minutes, and write a report.
 
 scripts/gpu [--device cuda|cpu|late] [--quick] [--part NAME ...] [--budget-s 540] [--out FOLDER]
 """
@@ -24,7 +24,7 @@ from .where import KINDS, Where
 
 ROOT = Path(__file__).parents[2]
 PROVEN, TRIED = ROOT / "docs" / "gpu", ROOT / "gpu-trials"
-"""Where runs on a GPU are kept, and where others are put."""
+"""The folder of reports from a GPU, and the folder of other reports."""
 
 ASK = (
     "import sys, torch; sys.exit(0 if torch.cuda.is_available() else f'torch {torch.__version__}"
@@ -33,7 +33,7 @@ ASK = (
 
 
 def main() -> int:
-    """Run; 0: no case failed, 1: some did, 130: it was interrupted."""
+    """Run. Returns 0 if no case failed, 1 if some failed, or 130 after an interrupt."""
     began = time.monotonic()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(

@@ -1,5 +1,5 @@
-"""What a capture costs: how long it blocks, how fast it copies, where it waits, what crosses,
-and what a training pays at every step."""
+"""The cost of a capture: the time that it blocks, the speed of its copies, its waits, the copied
+bytes, and the overhead at every step."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .trace import crossed, traced, waits
 BUSY_S = 0.3
 
 KEPT = 3.2
-"""So many states stay on the device, where any do."""
+"""The number of states that stay on the device, if any do."""
 
 
 def cases(place: Place) -> Sequence[Case]:
-    """What there is to measure."""
+    """The cases of this part."""
     return [
         Case("blocked and copied", _blocked, limit_s=60),
         Case("synchronisations", _synchronisations, limit_s=60),
@@ -44,7 +44,7 @@ def cases(place: Place) -> Sequence[Case]:
 
 
 def _blocked(place: Place) -> Found:
-    """Captures by turns with two floors: one copy of one piece, and one call for all tensors."""
+    """Captures in turns with two floors: one contiguous copy, and one call for all tensors."""
     model = Model.make(place)
     floor, tensors = Floor.make(place, model.size), model.tensors
     views = floor.here.split([tensor.nbytes for tensor in tensors])
@@ -91,8 +91,8 @@ def _blocked(place: Place) -> Found:
 
 
 def _capture(model: Model, run: datastates.Tracker) -> tuple[float, float, float]:
-    """Seconds until ``capture`` returned, until nothing is read any more, and until the state is
-    there."""
+    """Seconds until ``capture`` returned, until the copy has ended, and until the state is
+    complete."""
     model.optimizer.step()
     model.place.finish()
     start = time.perf_counter()
@@ -106,8 +106,8 @@ def _capture(model: Model, run: datastates.Tracker) -> tuple[float, float, float
 
 
 def _synchronisations(place: Place) -> Found:
-    """By torch's own mode for them, with the line of ours, and by the driver's calls in a trace;
-    of captures and of fenced steps."""
+    """Synchronizations of captures and of fenced steps: by torch's own mode, with the line in
+    datastates, and by the driver's calls in a trace."""
     model = Model.make(place)
     with opened(model.size) as repo, repo.track(**model.objects) as run:
         for _ in range(model.warm_up):
@@ -139,7 +139,7 @@ def _synchronisations(place: Place) -> Found:
 
 @contextmanager
 def _noticed(place: Place) -> Iterator[list[tuple[str, str]]]:
-    """The thread and the line of each synchronisation that torch notices."""
+    """The thread and the line of each synchronization that torch detects."""
     found: list[tuple[str, str]] = []
     set_mode: Callable[[str], object] = (
         torch.cuda.set_sync_debug_mode if place.is_accelerator else str
@@ -147,7 +147,7 @@ def _noticed(place: Place) -> Iterator[list[tuple[str, str]]]:
 
     def note(message: Warning | str, *_: object, **__: object) -> None:
         if "synchronizing" in str(message) and "prototype" not in str(message):
-            # not what torch says when the mode is set
+            # not the warning of torch when the mode is set
             lines = [
                 f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
                 for frame in traceback.extract_stack()
@@ -166,7 +166,7 @@ def _noticed(place: Place) -> Iterator[list[tuple[str, str]]]:
 
 
 def _behind(place: Place) -> Found:
-    """How long a capture blocks while the device has something else to do for ``BUSY_S``."""
+    """The time that a capture blocks while the device is busy for ``BUSY_S``."""
     model, blocked, busy = Model.make(place), list[float](), list[float]()
     with opened(model.size) as repo, repo.track(**model.objects) as run:
         for index in range(model.warm_up + 5):
@@ -189,8 +189,8 @@ def _behind(place: Place) -> Found:
 
 
 def _updates(place: Place) -> Found:
-    """How long the next update takes to be done on the device, from the call of ``capture`` on:
-    without and with states that stay there."""
+    """The time from the call of ``capture`` until the device has done the next update, without and
+    with states on the device."""
     samples: dict[str, list[float]] = {}
     kept = 0
     for name, states in (("", 0.0), ("kept_", KEPT)):
@@ -219,8 +219,8 @@ def _updates(place: Place) -> Found:
 
 
 def _training(place: Place, kept: float = 0.0) -> Found:
-    """Segments with a capture at every step between segments without; forward and backward take
-    longer than the copy."""
+    """Segments with a capture at every step between segments without captures. Forward and backward
+    take longer than the copy."""
     if kept and not place.is_accelerator:
         raise Skip("nothing is kept on a device where there is none")
     model = Model.make(place)
@@ -264,7 +264,7 @@ def _training(place: Place, kept: float = 0.0) -> Found:
 
 
 def _segment(model: Model, windows: int, steps: int, run: datastates.Tracker | None) -> float:
-    """The seconds of a step. What is still to be done for the captures is waited for afterwards."""
+    """The seconds of a step. Remaining work of the captures is waited for afterwards."""
     captures = list[datastates.Capture]()
     model.place.finish()
     start = time.perf_counter()
@@ -281,8 +281,8 @@ def _segment(model: Model, windows: int, steps: int, run: datastates.Tracker | N
 
 
 def _frozen(place: Place) -> Found:
-    """Of a state four fifths of which stay as they are: which part of its bytes crosses to the
-    host at a capture."""
+    """The share of bytes that a capture copies to the host if four fifths of the state do not
+    change."""
     model = Model.make(place)
     whole, frozen = sum(each.numel() for each in model.model.parameters()), 0
     for parameter in sorted(model.model.parameters(), key=torch.numel, reverse=True):

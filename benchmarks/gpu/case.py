@@ -1,4 +1,4 @@
-"""The words of a run: a part has cases, and each case ends in an outcome."""
+"""The types of a run: a part has cases, and each case ends in an outcome."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from .place import Place
 
 TRACE_CHARACTERS = 8000
-"""So much of a trace is kept: its end."""
+"""The number of characters that are kept from the end of a trace."""
 
 Found = dict[str, Any]
-"""What a case found, for JSON, by names that say the unit; a list of numbers are the samples of
-one figure."""
+"""The results of a case, for JSON, by names that include the unit. A list of numbers has the
+samples of one figure."""
 
 
 class Status(StrEnum):
-    """How a case ended. Only ``PASSED`` says that something works."""
+    """How a case ended. ``PASSED`` alone means that something works."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -32,18 +32,18 @@ class Status(StrEnum):
 
 
 class Skip(Exception):
-    """This case says nothing here; why."""
+    """This case has no meaning here, for the given reason."""
 
 
 class NotBuilt(Exception):
-    """What this case measures does not exist yet; what that is."""
+    """This case measures a feature that does not exist yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Something to find out.
+    """One test or measurement.
 
-    ``run`` raises what is wrong, ``Skip`` or ``NotBuilt``; it may hang or kill its process."""
+    ``run`` raises an error, ``Skip`` or ``NotBuilt``. It may hang or kill its process."""
 
     name: str
     run: Callable[[Place], Found]
@@ -51,8 +51,8 @@ class Case:
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How a case ended: ``why`` unless it passed, what it found, and the end of what a case that
-    failed left in tracebacks and its log."""
+    """How a case ended: ``why`` unless it passed, its results, and for a failed case the end of its
+    tracebacks and its log."""
 
     case: str
     status: Status

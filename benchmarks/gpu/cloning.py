@@ -1,4 +1,4 @@
-"""What a clone costs between two processes of one machine, into live tensors on the device."""
+"""The cost of a clone between two processes of one machine, into live tensors on the device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOKEN = "a token of this benchmark"
 
 
 def cases(place: Place) -> Sequence[Case]:
-    """What there is to measure."""
+    """The cases of this part."""
     return [
         Case("by the host", partial(_cloned, data="auto"), limit_s=80),
         Case("by the host, the device checks", _checked_by_device, limit_s=80),
@@ -34,7 +34,7 @@ def cases(place: Place) -> Sequence[Case]:
 
 
 def _checked_by_device(place: Place) -> Found:
-    """The same as where the host has few cores."""
+    """The same on a host with few cores."""
     if not place.is_accelerator:
         raise Skip("the host checks all of it here")
     with patch.object(receive_objects, "_CORES", 1 << 30):
@@ -42,7 +42,7 @@ def _checked_by_device(place: Place) -> Found:
 
 
 def _between_devices(place: Place) -> Found:
-    """The source puts chunks into landing memory on the device."""
+    """The source writes chunks into receive buffers on the device."""
     if not place.is_accelerator:
         raise Skip("no device has memory that another process could open")
     found = _cloned(place, data="ipc")
@@ -50,9 +50,9 @@ def _between_devices(place: Place) -> Found:
 
 
 def _cloned(place: Place, data: str) -> Found:
-    """Another process serves what it captured on the same device."""
+    """Another process serves its captured state on the same device."""
     not_late(place)
-    # a device is reached by one process alone
+    # only one process may use the device
     context = multiprocessing.get_context("spawn" if place.is_accelerator else "fork")
     ours, theirs = context.Pipe()
     # both have it

@@ -1,5 +1,5 @@
-"""Every step of a training is captured, and each state is what the training had then, bit for
-bit; over optimizers and ways to step."""
+"""Every step of a training is captured, and each state equals the live tensors bit for bit, for all
+optimizers and ways to step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from .trainings import ACCELERATED, WAYS, Training, by_form
 STEPS, QUICK_STEPS = 8, 3
 
 BUSY_S = 0.005
-"""So long the device is kept busy before each step: the host is then several steps ahead of it."""
+"""The time that the device is kept busy before each step, so that the host is several steps ahead.
+"""
 
 QUICK = {"AdamW-lr=0.01-foreach", "SparseAdam-lr=0.01", "layers that are frozen at first"}
 LATE_QUICK = {"AdamW-lr=0.01-foreach"}
@@ -35,7 +36,7 @@ KEPT = {
     "on a stream of the training's",
     "graph, recorded between captures",
 }
-"""These are tried with states that stay on the device, too."""
+"""These are also tested with states that stay on the device."""
 
 KEPT_BYTES = 64 << 20
 
@@ -43,8 +44,8 @@ Make = Callable[[Place], Training]
 
 
 def cases(place: Place) -> Sequence[Case]:
-    """Ways to step, those first that only an accelerator has; then each stock optimizer in each
-    of its forms."""
+    """Ways to step, first those that need an accelerator, then each stock optimizer in each of its
+    forms."""
     made: dict[str, Make] = {form.id: partial(by_form, form) for form in _forms(place)}
     chosen = (
         set(made | WAYS)
@@ -101,7 +102,7 @@ def check(make: Make, place: Place, kept_bytes: int = 0) -> Found:
 
     ``kept_bytes`` of each device are for the newest states.
 
-    :raises AssertionError: a state holds something else than what was live.
+    :raises AssertionError: a state differs from the live tensors.
     """
     found: Found = {}
     for way in place.ways():
@@ -132,8 +133,8 @@ def check(make: Make, place: Place, kept_bytes: int = 0) -> Found:
 def _captured(
     training: Training, place: Place, repo: datastates.Repository, steps: int
 ) -> dict[str, object]:
-    """Capture each step, and look at none before the last, as looking waits for the device; what
-    the last one holds."""
+    """Capture each step, and read only the last state, because reading waits for the device.
+    Returns its values."""
     with repo.track(rng=False, **training.objects) as run, training.inside():
         expected, captures = [], list[datastates.Capture]()
         for _ in range(steps):
@@ -166,7 +167,7 @@ def _restore(
     steps: int,
     newest: dict[str, object],
 ) -> None:
-    """The newest state, put into a training that went elsewhere."""
+    """The newest state, restored into another training."""
     torch.manual_seed(1)
     with training.inside():
         for number in range(steps):
@@ -182,7 +183,7 @@ def _restore(
 
 
 def _try_alone(make: Make, place: Place) -> None:
-    """:raises Skip: torch alone refuses this."""
+    """:raises Skip: torch does not support this combination."""
     try:
         training = make(place)
         with training.inside():

@@ -1,5 +1,5 @@
-"""torch.distributed.checkpoint beside ours, in one process by turns: how long each blocks, and
-which states hold what was live."""
+"""torch.distributed.checkpoint and datastates, in turns in one process: the time that each blocks,
+and the number of correct states."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ except ImportError:  # before torch 2.9
 else:
     HAS_STAGERS = True
 
-dcp: Any = torch.distributed.checkpoint  # type checkers are told that it exports nothing
+dcp: Any = torch.distributed.checkpoint  # for type checkers it exports nothing
 
 BUSY_S = 0.02
 
 
 def cases(place: Place) -> Sequence[Case]:
-    """What there is to compare."""
+    """The cases of this part."""
     if not HAS_STAGERS:
         return [Case(name, _skipped) for name in ("blocked", "torn states")]
     return [Case("blocked", _blocked, limit_s=100), Case("torn states", _torn, limit_s=60)]
@@ -48,8 +48,8 @@ def _skipped(place: Place) -> Found:
 
 
 class _Saver:
-    """Asynchronous saves into one of two folders by turns; one is in flight at a time, as the
-    documentation asks."""
+    """Asynchronous saves into two folders alternately. One is in flight at a time, as the
+    documentation requires."""
 
     def __init__(self, folder: Path, options: StagingOptions | None) -> None:
         self._folder, self._count, self._options = folder, 0, options
@@ -102,8 +102,8 @@ def stagers_last() -> bool:
 
 
 def _options(place: Place) -> dict[str, StagingOptions | None]:
-    """The default, and stagers, used again where they last: pinned, and pinned on a stream of
-    its own, where there is a device."""
+    """The default, and stagers, which are reused if they can be: pinned, and pinned with a separate
+    stream if there is a device."""
     pinned = {
         "use_pinned_memory": place.is_accelerator,
         "use_non_blocking_copy": place.is_accelerator,
@@ -180,7 +180,7 @@ def _blocked(place: Place) -> Found:
 
 
 def _roomy(size: int) -> str | None:
-    """Files in memory, where there is room for some states: this is not about the disk."""
+    """A folder for some states in memory, because the disk is not measured."""
     shared = Path("/dev/shm")
     if not shared.exists():
         return None
@@ -188,8 +188,8 @@ def _roomy(size: int) -> str | None:
 
 
 def _torn(place: Place) -> Found:
-    """A training that runs ahead of a busy device; each waits for what it says is to be waited
-    for before the weights change."""
+    """A training that runs ahead of a busy device. Each method makes its documented wait before the
+    weights change."""
     not_late(place)
     found: Found = {}
     for name, options in _options(place).items():
@@ -208,7 +208,7 @@ def _weights(place: Place) -> dict[str, Tensor]:
 
 
 def _step(place: Place, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Change all behind something else that the device has to do; what they are then."""
+    """Change all tensors after other queued work of the device. Returns their values."""
     place.keep_busy(BUSY_S)
     for weight in weights.values():
         weight.mul_(0.999).add_(1)

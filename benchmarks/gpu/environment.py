@@ -1,4 +1,4 @@
-"""What the machine is: versions, host, device, and the link between the two, idle and at work."""
+"""The machine: versions, host, device, and the link between the two, idle and busy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ASKED = (
     "pcie.link.width.current",
 )
 SETTINGS = ("PYTORCH_", "CUDA_", "NVIDIA_VISIBLE", "HIP_", "TORCH_CUDA")
-"""Variables that change what a device does begin so."""
+"""Variables with this prefix change the behavior of a device."""
 
 FIXED = (
     "name",
@@ -54,7 +54,7 @@ FIXED = (
 
 
 def cases(place: Place) -> Sequence[Case]:
-    """What there is to say."""
+    """The cases of this part."""
     return [
         Case("software", _software),
         Case("host", _host),
@@ -118,7 +118,7 @@ def _device(place: Place) -> Found:
 
 
 def _link(place: Place) -> Found:
-    """An idle link sleeps: it is asked while it works, too."""
+    """The link is also queried while it works, because an idle link reports a lower speed."""
     if not place.is_accelerator:
         raise Skip("no accelerator is used")
     place.finish()
@@ -147,7 +147,7 @@ def _link(place: Place) -> Found:
 
 
 def _asked(fields: Sequence[str]) -> Found:
-    """What nvidia-smi says of the first device. It changes nothing there."""
+    """The output of nvidia-smi for the first device. It changes nothing there."""
     if shutil.which("nvidia-smi") is None:
         return {"nvidia-smi": "not here"}
     command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]

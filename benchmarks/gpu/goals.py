@@ -1,4 +1,4 @@
-"""What was promised of captures, restores and clones on a GPU, and whether a run kept it."""
+"""The goals of captures, restores and clones on a GPU, and whether a run met them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .case import Outcome, Status
 
 
 class Verdict(StrEnum):
-    """What a run says of a goal."""
+    """The result of a run for a goal."""
 
     MET = "met"
     MISSED = "missed"
@@ -22,8 +22,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A bound on the median of a figure, by the part, the case and the name under which it was
-    found."""
+    """A bound on the median of a figure, identified by part, case and name."""
 
     text: str
     part: str
@@ -105,13 +104,13 @@ GOALS = (
     ),
     Goal("no state of ours is torn", "dcp", "torn states", "torn_of_ours", 0),
 )
-"""Said for an H200, a state of 1.25 GB in 592 tensors, and fused AdamW."""
+"""For an H200, a state of 1.25 GB in 592 tensors, and fused AdamW."""
 
 
 def judged(
     goals: Sequence[Goal], outcomes: Mapping[str, Sequence[Outcome]], *, is_accelerator: bool
 ) -> list[tuple[Goal, float | None, Verdict]]:
-    """Each goal with what was found, by the outcomes of each part."""
+    """Each goal with its figure, from the outcomes of each part."""
     return [
         (goal, found, _verdict(goal, found, is_accelerator))
         for goal in goals

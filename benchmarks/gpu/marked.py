@@ -1,5 +1,5 @@
-"""The tests that are marked ``gpu``, file by file, with what passed, failed and was skipped, and
-why."""
+"""The tests that are marked ``gpu``, file by file, with the numbers that passed, failed and were
+skipped, and the reasons."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MARK = re.compile(r"\bpytest\.mark\.gpu\b")
 
 
 def cases(place: Place) -> Sequence[Case]:
-    """A case a file."""
+    """A case for each file."""
     files = sorted(
         path for path in (ROOT / "tests").rglob("test_*.py") if MARK.search(path.read_text())
     )
@@ -33,7 +33,7 @@ def _case(path: Path) -> Case:
 
 
 def _run(path: Path, place: Place) -> Found:
-    """Warnings of another torch than the gate's are no errors here."""
+    """Another torch version may warn, so warnings are no errors here."""
     if place.is_quick and path.name != "test_rng.py":
         raise Skip("a quick run tries tests/state/test_rng.py only")
     with tempfile.TemporaryDirectory(prefix="datastates-gpu-") as folder:
@@ -79,8 +79,8 @@ def _run(path: Path, place: Place) -> Found:
 
 
 def counted(xml: str) -> tuple[Found, list[str], list[str]]:
-    """How many tests of a JUnit report passed, failed and were skipped, with the reasons; what
-    failed, in a line and in full."""
+    """The numbers of tests in a JUnit report that passed, failed and were skipped, with the
+    reasons, and the failures in a line and in full."""
     counts, reasons, failures, traces = Counter[str](), Counter[str](), list[str](), list[str]()
     for test in ElementTree.fromstring(xml).iter("testcase"):  # pytest's own, of a moment ago
         broken = [*test.iter("failure"), *test.iter("error")]

@@ -1,6 +1,6 @@
-"""The parts of a run, in their order, with what each weighs when the time is divided.
+"""The parts of a run, in order, with their weights for the division of the time.
 
-Nothing heavy is imported before a part runs."""
+torch is imported when a part runs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A subject.
+    """A part.
 
-    ``module``, whose name may be relative to this package, has a function ``cases``: what there
-    is to find out."""
+    ``module``, whose name may be relative to this package, has a function ``cases``."""
 
     name: str
     title: str

@@ -1,5 +1,4 @@
-"""Where a run happens: on a CUDA or ROCm device, on the CPU, or on late devices, which are for
-tests of the order of things."""
+"""The device of a run: CUDA or ROCm, the CPU, or late devices, which test the order."""
 
 from __future__ import annotations
 
@@ -26,29 +25,29 @@ Placed = TypeVar("Placed", Tensor, nn.Module)
 class Place:
     """A device as cases use it.
 
-    It belongs to one process, and touches the device when it is first asked to."""
+    It belongs to one process, and touches the device at the first use."""
 
     where: Where
     _late: LateDevices | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if not self.is_accelerator:
-            # several wait for each other in loops where cores are few and busy
+            # threads wait for each other in loops if cores are few and busy
             torch.set_num_threads(1)
 
     @property
     def is_accelerator(self) -> bool:
-        """Whether what is found here is true of an accelerator."""
+        """Whether results here are valid for an accelerator."""
         return self.where.is_accelerator
 
     @property
     def is_quick(self) -> bool:
-        """Whether everything is to be tiny."""
+        """Whether all sizes are tiny."""
         return self.where.is_quick
 
     @property
     def device(self) -> torch.device:
-        """What operators are told."""
+        """The device argument for operators."""
         return torch.device("cuda", 0) if self.is_accelerator else torch.device("cpu")
 
     def put(self, found: Placed) -> Placed:
@@ -62,38 +61,39 @@ class Place:
         return self.put(torch.randn(*shape, device=self.device))
 
     def finish(self) -> None:
-        """Wait until the device has done everything."""
+        """Wait until the device is idle."""
         if self.is_accelerator:
             torch.cuda.synchronize()
         elif self._late is not None:
             self._late.schedule.catch_up()
 
     def keep_busy(self, seconds: float) -> None:
-        """What is queued on the device from now on begins so much later; elsewhere nothing."""
+        """Delay the operations that are queued on the device from now on. Without a device, do
+        nothing."""
         if self.is_accelerator:
             torch.cuda._sleep(int(seconds * 1.5e9))  # cycles; about 1.5 GHz or more
 
     def until_it_digests(self) -> None:
-        """Wait until the kernels for digests are compiled, or not to be had: what comes before
-        that is not measured."""
+        """Wait until the kernels for digests are compiled or unavailable. The time before is not
+        measured."""
         until = time.monotonic() + 20
         while not is_ready(torch.empty(0, device=self.device)) and time.monotonic() < until:
             time.sleep(0.05)
 
     def pinned(self, count: int) -> Tensor:
-        """So many bytes of touched host memory, pinned for an accelerator."""
+        """Touched host memory, pinned for an accelerator."""
         return torch.empty(count, dtype=torch.uint8, pin_memory=self.is_accelerator).fill_(1)
 
     def ways(self) -> Sequence[str]:
-        """What is to be late, by name: on late devices a fault in the order is seen by one of them.
+        """The operations that can be delayed, by name. One of them detects each error in the order.
 
-        Elsewhere devices are as they are."""
+        Other devices delay no operation."""
         return ("COPIES", "COMPUTE") if self.where.kind == "late" else ("",)
 
     @contextmanager
     def running(self, way: str) -> Iterator[None]:
-        """On late devices: they are made anew, late in this way, and this thread's operators are
-        queued there."""
+        """On late devices, make them again with this delay, and queue this thread's operators
+        there."""
         if self.where.kind != "late":
             yield
             return

@@ -1,5 +1,5 @@
-"""What captures and clones rely on of a driver, tried alone: registration, order, recordings,
-handles for other processes."""
+"""Separate tests of the driver features that captures and clones use: registration, order, graph
+capture, handles for other processes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _skipped(place: Place) -> Found:
 
 
 class _Mapped:
-    """Touched memory of a mapping, as the arena has it; registered in stretches."""
+    """Touched memory of a mapping, as in the arena, registered in pieces."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -115,8 +115,7 @@ def _crossing(place: Place) -> Found:
 
 
 def _refused(place: Place) -> Found:
-    """What the driver refuses to register is refused by an error, and the next kernel of this
-    thread is told of none."""
+    """A failed registration raises an error, and does not affect the next kernel of this thread."""
     mapped = _Mapped(16 * MIB)
     mapped.register(place.device, mapped.length)
     try:
@@ -162,7 +161,8 @@ def _speeds(place: Place, size: int, call: Callable[[], object]) -> list[float]:
 
 
 def _order(place: Place) -> Found:
-    """What is queued behind a mark of a busy stream comes after it, and the host is not held."""
+    """Work that is queued after an event of a busy stream runs after it, and the host does not
+    wait."""
     side, current = devices().stream(place.device), devices().current(place.device)
     value, seen = (
         torch.zeros(1 << 20, device=place.device),
@@ -215,8 +215,8 @@ def _noticing(place: Place) -> Found:
 
 
 def _recording(place: Place) -> Found:
-    """By the mode of a recording, and by what a thread of ours does meanwhile: whether the
-    recording goes on, and our thread."""
+    """For each mode of a graph capture and each action of a background thread: whether the capture
+    and the thread continue."""
     side, mapped = devices().stream(place.device), _Mapped(16 * MIB)
 
     def wait() -> None:
@@ -280,7 +280,7 @@ def _recorded(place: Place, mode: str, call: Callable[[], object]) -> str:
 
 
 def _overlap(place: Place) -> Found:
-    """How much computing is slowed by a copy of 1 GiB to the host beside it."""
+    """The slowdown of a computation by a copy of 1 GiB to the host at the same time."""
     here, there = (
         place.pinned(1024 * MIB),
         torch.empty(1024 * MIB, dtype=torch.uint8, device=place.device),
@@ -310,7 +310,8 @@ def _overlap(place: Place) -> Found:
 
 
 def _handles(place: Place) -> Found:
-    """Another process copies device memory of this one by a handle: is it right, and how fast?"""
+    """Another process copies device memory of this one by a handle. Checks the bytes, and measures
+    the speed."""
     size = 1024 * MIB
     value = torch.randint(0, 255, (size,), dtype=torch.uint8, device=place.device)
     place.finish()

@@ -1,5 +1,5 @@
-"""The report of a run: JSON with every sample, and Markdown for people. Neither says more than
-was seen."""
+"""The report of a run: JSON with every sample, and Markdown for people. Both contain only results
+of the run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .where import Where
 
 
 class PartReport(msgspec.Struct):
-    """A part: how long it might take and took, in seconds, how its cases ended, and why it ended
-    before its end."""
+    """A part: its time limit and its time in seconds, its outcomes, and the reason if it ended
+    early."""
 
     name: str
     title: str
@@ -33,8 +33,8 @@ class PartReport(msgspec.Struct):
 class Report(msgspec.Struct):
     """A run.
 
-    ``began`` is in UTC; ``machine`` says versions and commit; ``reached`` are the parts that
-    began."""
+    ``began`` is in UTC. ``machine`` has versions and commit. ``reached`` are the parts that began.
+    """
 
     began: str
     kind: str
@@ -48,12 +48,12 @@ class Report(msgspec.Struct):
 
     @property
     def is_accelerator(self) -> bool:
-        """Whether it says something about an accelerator."""
+        """Whether the results are valid for an accelerator."""
         return self.kind == "cuda"
 
     @property
     def device(self) -> str:
-        """The device's own name, or what it was instead of one."""
+        """The name of the device, or of its replacement."""
         named = [
             case.found["name"]
             for part in self.parts
@@ -75,7 +75,7 @@ class Report(msgspec.Struct):
 
 
 def written(report: Report, folder: Path) -> Path:
-    """Write both files, each whole or not at all; the path of the Markdown."""
+    """Write both files atomically. Returns the path of the Markdown file."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = re.sub(r"\W+", "-", f"{report.began[:16]}-{report.kind}")
     _replace(folder / f"{stem}.json", msgspec.json.format(msgspec.json.encode(report), indent=1))
@@ -90,7 +90,7 @@ def _replace(path: Path, content: bytes) -> Path:
 
 
 def headline(report: Report) -> str:
-    """What this run shows, in one sentence."""
+    """The result of this run, in one sentence."""
     counted = Counter(case.status for part in report.parts for case in part.cases)
     counts = (
         ", ".join(f"{counted[status]} {status.value}" for status in Status if counted[status])
@@ -107,7 +107,7 @@ def headline(report: Report) -> str:
 
 
 def markdown(report: Report) -> str:
-    """All of it, figures as ``median [least .. greatest]``."""
+    """The whole report, with figures as ``median [least .. greatest]``."""
     size = "tiny sizes" if Where(report.kind, report.is_quick).is_tiny else "full sizes"
     lines = [
         f"# A run of {report.began[:16].replace('T', ' ')} UTC on {report.device}",

@@ -1,4 +1,4 @@
-"""What a restore into live tensors on the device costs, and how fast digests are computed there."""
+"""The cost of a restore into live tensors on the device, and the speed of digests there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .state import Floor, Model, not_late, opened
 
 
 def cases(place: Place) -> Sequence[Case]:
-    """What there is to measure."""
+    """The cases of this part."""
     return [
         Case("restored from the device", _from_device, limit_s=60),
         Case("restored from memory", _from_memory, limit_s=60),
@@ -29,8 +29,7 @@ def cases(place: Place) -> Sequence[Case]:
 
 
 def _from_device(place: Place) -> Found:
-    """From what was kept there, by turns with one copy on the device of one piece of as many
-    bytes."""
+    """From a state on the device, in turns with one contiguous copy of the same size there."""
     model = Model.make(place)
     expected = [tensor.clone() for tensor in model.tensors]
     here, there = (
@@ -40,7 +39,7 @@ def _from_device(place: Place) -> Found:
         name: [] for name in ("restored_ms", "floor_ms", "share_of_floor")
     }
     with opened(model.size, states=2.2, kept=1.2) as repo, repo.track(**model.objects) as run:
-        for _ in range(2):  # the first of a plan is not kept
+        for _ in range(2):  # the first state of a plan is not kept there
             run.capture().wait(timeout_s=50)
         kept = repo.stats().activity.snapshots
         for index in range(2 if place.is_quick else 6):
@@ -74,8 +73,8 @@ def _from_disk(place: Place) -> Found:
 
 
 def _measure(place: Place, status: str) -> Found:
-    """Restores by turns with the floor, each into tensors that hold something else, and each
-    compared afterwards."""
+    """Restores in turns with the floor, each into tensors with other values, and each compared
+    afterwards."""
     model = Model.make(place)
     floor, expected = Floor.make(place, model.size), [tensor.clone() for tensor in model.tensors]
     samples: dict[str, list[float]] = {
@@ -114,8 +113,8 @@ def _compare(model: Model, expected: Sequence[object]) -> None:
 
 
 def _digests(place: Place) -> Found:
-    """Digests of as many bytes as the state has, where they lie; equal to the host's, and how
-    fast."""
+    """Digests on the device of as many bytes as the state has. Compares them with the host's, and
+    measures the speed."""
     not_late(place)
     size = 2 * CHUNK_BYTES if place.where.is_tiny else 300 * CHUNK_BYTES
     value = torch.randint(0, 255, (size,), dtype=torch.uint8, device=place.device)

@@ -1,5 +1,5 @@
-"""Runs parts, each in processes of its own, within a budget; what hangs, dies or fails stops
-nothing else."""
+"""Runs parts, each in separate processes, within a budget. A part that hangs, dies or fails does
+not stop other parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .where import Where
 from .worker import work
 
 START = "(start)"
-"""Stands for a case where a process ended before it had named any."""
+"""Represents a case if a process ended before it had named any."""
 
 PRELOADED = [
     "torch._dynamo",
@@ -35,9 +35,9 @@ PRELOADED = [
 
 @dataclass(slots=True)
 class Run:
-    """What a run of a part has come to.
+    """The result of a run of a part.
 
-    ``note``: why it ended before its end; "" where it did not."""
+    ``note`` is the reason why it ended early, or ""."""
 
     part: Part
     limit_s: float
@@ -53,16 +53,16 @@ class _Begun:
     log: Path
 
     def receive(self, until: float) -> object:
-        """What the process tells next; None: nothing until then.
+        """The next message of the process, or None after the time limit.
 
-        :raises EOFError: it ended.
+        :raises EOFError: the process has ended.
         """
         return self.wire.recv() if self.wire.poll(max(0.0, until - time.monotonic())) else None
 
     def end(self, number: int = 0) -> tuple[str, str]:
-        """End it and all that it started, after a signal where one is given; how it ended, and
-        the end of its log."""
-        if self.process.pid is None:  # interrupted as it began
+        """End the process and all processes that it started, after the given signal, if any.
+        Returns how it ended, and the end of its log."""
+        if self.process.pid is None:  # interrupted during its start
             self.wire.close()
             return "its process never began", ""
         with suppress(ProcessLookupError):
@@ -85,9 +85,9 @@ class _Begun:
 def run(
     parts: Sequence[Part], where: Where, until: float, tell: Callable[[Run], None]
 ) -> Iterator[Run]:
-    """Run parts until a time of ``time.monotonic``; ``tell`` is called after each case.
+    """Run parts until a time of ``time.monotonic``. Calls ``tell`` after each case.
 
-    :raises KeyboardInterrupt: somebody interrupted; ``tell`` has been told what was done.
+    :raises KeyboardInterrupt: interrupted; ``tell`` was called for all finished cases.
     """
     for index, part in enumerate(parts):
         began = time.monotonic()
@@ -125,7 +125,7 @@ def _run_part(found: Run, where: Where, began: float, tell: Callable[[Run], None
 def _follow(
     begun: _Begun, found: Run, names: list[str], until: float, tell: Callable[[Run], None]
 ) -> bool:
-    """Hear how cases end; whether another process may go on behind it."""
+    """Receive the outcomes of cases. Returns whether another process may continue."""
     case, began = "", time.monotonic()
     try:
         listed = begun.receive(until)
@@ -185,7 +185,7 @@ def _follow(
 
 @contextmanager
 def _begin(found: Run, where: Where) -> Iterator[_Begun]:
-    # Where there is a device each process is new; elsewhere it is forked from one that has imported
+    # With a device each process is new. Otherwise it is forked from a process that has imported
     # torch.
     context = multiprocessing.get_context("spawn" if where.is_accelerator else "forkserver")
     if not where.is_accelerator:

@@ -1,5 +1,4 @@
-"""The state whose figures are taken: that of a GPT with fused AdamW, 592 tensors and 1.25 GB, or
-a tiny one."""
+"""The measured state: a GPT with fused AdamW, 592 tensors and 1.25 GB, or a tiny model."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ class Model:
 
     @classmethod
     def make(cls, place: Place) -> Model:
-        """The large one, or a tiny one."""
+        """The large model, or a tiny one."""
         not_late(place)
         torch.manual_seed(0)
         shape = TINY if place.where.is_tiny else LARGE
@@ -47,7 +46,7 @@ class Model:
         return made
 
     def backward(self, windows: int) -> None:
-        """Forward and backward on so many windows of random tokens."""
+        """Forward and backward on windows of random tokens."""
         self.optimizer.zero_grad()
         size = (windows, min(self.shape.context, 512) + 1)
         self.model(
@@ -56,7 +55,7 @@ class Model:
 
     @property
     def objects(self) -> dict[str, Any]:
-        """What is captured."""
+        """The captured objects."""
         return {"model": self.model, "optimizer": self.optimizer}
 
     @property
@@ -66,7 +65,7 @@ class Model:
 
     @property
     def warm_up(self) -> int:
-        """Captures that are not counted: all memory was touched then."""
+        """Captures that are not counted, after which all memory is touched."""
         return 1 if self.place.is_quick else 5
 
     @property
@@ -76,15 +75,15 @@ class Model:
 
 
 def not_late(place: Place) -> None:
-    """:raises Skip: this is about speed."""
+    """:raises Skip: this case measures speed."""
     if place.where.kind == "late":
         raise Skip("late devices have no speed")
 
 
 @contextmanager
 def opened(size: int, states: float = 3.2, kept: float = 0.0) -> Iterator[datastates.Repository]:
-    """A repository that holds so many states of a size in memory and so many on the device, and
-    writes none unless it is told to."""
+    """A repository that holds the given numbers of states in memory and on the device. It writes
+    states only on request."""
     with TemporaryDirectory(prefix="datastates-gpu-") as folder:
         config = Config(
             memory_bytes=int(states * size) + (64 << 20),
@@ -97,7 +96,7 @@ def opened(size: int, states: float = 3.2, kept: float = 0.0) -> Iterator[datast
 
 @dataclass(slots=True)
 class Floor:
-    """One copy of one piece of so many bytes, either way between the device and pinned memory."""
+    """One contiguous copy, in either direction between the device and pinned memory."""
 
     place: Place
     here: Tensor
@@ -105,7 +104,7 @@ class Floor:
 
     @classmethod
     def make(cls, place: Place, size: int) -> Floor:
-        """With memory that was touched."""
+        """With touched memory."""
         there = torch.randint(0, 255, (size,), dtype=torch.uint8, device=place.device)
         made = cls(place, place.pinned(size), there)
         made.to_host()

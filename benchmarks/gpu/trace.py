@@ -1,5 +1,5 @@
-"""What torch's profiler saw of a call: where the host waited for the device, and how many bytes
-crossed."""
+"""The trace of a call by torch's profiler: the waits of the host for the device, and the copied
+bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Event = dict[str, Any]
 
 
 def traced(place: Place, call: Callable[[], object]) -> list[Event]:
-    """Every event of the profiler while the call ran, and until the device was idle after it."""
+    """Every event of the profiler during the call, and until the device was idle after it."""
     place.finish()
     with tempfile.TemporaryDirectory(prefix="datastates-gpu-") as folder:
         path = Path(folder) / "trace.json"
@@ -36,7 +36,7 @@ def traced(place: Place, call: Callable[[], object]) -> list[Event]:
 
 
 def waits(events: Sequence[Event]) -> list[str]:
-    """The driver's calls by which the thread of the call waited within it."""
+    """The driver's calls by which the calling thread waited."""
     (marked,) = (
         event
         for event in events
@@ -54,7 +54,7 @@ def waits(events: Sequence[Event]) -> list[str]:
 
 
 def crossed(events: Sequence[Event]) -> dict[str, int]:
-    """Bytes that were copied to the host, by the kind of memory there."""
+    """Bytes that were copied to the host, by the kind of host memory."""
     found: dict[str, int] = {}
     for event in events:
         if event.get("cat") == "gpu_memcpy" and "DtoH" in event["name"]:

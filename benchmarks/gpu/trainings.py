@@ -1,5 +1,4 @@
-"""Small trainings, one for each way to step: what is captured of them, and what is expected to
-be captured."""
+"""Small trainings, one for each way to step, with their tracked objects and expected states."""
 
 from __future__ import annotations
 
@@ -22,12 +21,12 @@ from .case import Skip
 from .place import Place
 
 WARM_UP = 3
-"""Steps that a recording wants before it: what they allocate is there then."""
+"""Steps before a graph capture, which allocate memory."""
 
 
 @dataclass(slots=True)
 class Training:
-    """What is tracked, under these names, and a step of it, which is told its number.
+    """The tracked objects by name, and a function that makes the step of a given number.
 
     ``before`` runs before each step."""
 
@@ -44,9 +43,9 @@ class Training:
         return {"model": self.model, "optimizer": self.optimizer, **self.others}
 
     def copies(self) -> dict[str, object]:
-        """What is live, by path, in copies that the device makes when it comes to them.
+        """The live tensors by path, as copies that are queued on the device.
 
-        The host waits for nothing."""
+        The host does not wait."""
         others: dict[str, Any] = {}
         for name, each in self.others.items():
             is_scaler = isinstance(each, torch.amp.GradScaler)
@@ -58,7 +57,7 @@ class Training:
         return live(self.model, {"optimizer": self.optimizer}, **others)
 
     def on_host(self, found: Mapping[str, object]) -> dict[str, object]:
-        """Copies as a state holds them; numbers of a scaler are numbers."""
+        """Copies as in a state: numbers of a scaler are numbers."""
         brought = {
             path: each.cpu() if isinstance(each, Tensor) else each for path, each in found.items()
         }
@@ -68,12 +67,12 @@ class Training:
         }
 
     def tree(self, found: Mapping[str, object]) -> dict[str, object]:
-        """The same in one dict, whose keys are whole paths."""
+        """The same in one dict with paths as keys."""
         return {path.removeprefix("/"): each for path, each in self.on_host(found).items()}
 
 
 def by_form(form: Form, place: Place) -> Training:
-    """A stock optimizer in one of its forms; sparse gradients where it wants them."""
+    """A stock optimizer in one of its forms, with sparse gradients if it needs them."""
     torch.manual_seed(0)
     model = place.put(SparseNet() if form.name == "SparseAdam" else Net(bias=form.name != "Muon"))
     optimizer = form.make(model.parameters(), **form.options)
@@ -110,7 +109,7 @@ def _plain(place: Place, model: nn.Module, optimizer: Optimizer, **others: Any) 
 
 
 def _with_scaler(place: Place) -> Training:
-    """Every third step overflows, and is left out."""
+    """Every third step overflows, and is skipped."""
     model = _net(place)
     optimizer, scaler = (
         _fused(place, model),
@@ -140,7 +139,7 @@ def _accumulating(place: Place) -> Training:
 
 
 def _unfreezing(place: Place) -> Training:
-    """A layer more from every second step on, in a group of its own."""
+    """Every second step adds a layer, in a separate group."""
     model = _net(place)
     layers: list[nn.Module] = list(model.layers)  # type: ignore[arg-type]  # a ModuleList
     for layer in layers[:-1]:
@@ -159,7 +158,7 @@ def _unfreezing(place: Place) -> Training:
 
 
 def _averaging(place: Place) -> Training:
-    """The average is changed by no optimizer: nothing of it may be copied late."""
+    """No optimizer changes the average, so its copy must not be deferred."""
     model = _net(place)
     optimizer, average = _fused(place, model), AveragedModel(model)
 
@@ -207,7 +206,7 @@ def _compiled_step(place: Place) -> Training:
 
 
 def _recorded(place: Place, *, is_tracked: bool) -> Training:
-    """A whole step as a graph. A replay runs no hook: whoever replays fences before."""
+    """A whole step as a CUDA graph. A replay runs no hook, so the caller fences before it."""
     model = _net(place)
     optimizer, static = AdamW(model.parameters(), lr=0.01, capturable=True), place.draw(16, WIDTH)
     graph, is_recorded = torch.cuda.CUDAGraph(), False

@@ -1,28 +1,27 @@
-"""What kind of device a run is on; known without torch."""
+"""The kind of device of a run, without importing torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 KINDS = ("cuda", "cpu", "late")
-"""CUDA or ROCm; the CPU; late devices, which show whether things happen in order, and are for
-tests."""
+"""CUDA or ROCm, the CPU, or late devices, which test the order of operations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A kind of device, and whether everything is to be tiny."""
+    """A kind of device, and whether all sizes are tiny."""
 
     kind: str
     is_quick: bool = False
 
     @property
     def is_accelerator(self) -> bool:
-        """Whether what is found there is true of an accelerator."""
+        """Whether results there are valid for an accelerator."""
         return self.kind == "cuda"
 
     @property
     def is_tiny(self) -> bool:
-        """Whether what is measured is tiny: without an accelerator figures show that they can be
-        taken, and no more."""
+        """Whether sizes are tiny. Without an accelerator, figures only show that they can be
+        measured."""
         return self.is_quick or not self.is_accelerator

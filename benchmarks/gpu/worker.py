@@ -1,4 +1,4 @@
-"""The process of a part: does its cases one after the other and tells how each ended."""
+"""The process of a part: runs its cases in sequence, and reports how each ended."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 def work(part: Part, where: Where, done: Collection[str], wire: Connection, log: Path) -> None:
-    """Tell the names of a part's cases with their limits in seconds; then, for each that is not
-    done, its name and its outcome.
+    """Send the names of a part's cases with their limits in seconds, and then the name and the
+    outcome of each remaining case.
 
-    The process is the head of a group of its own. It ends behind a case that failed: an error of a
-    device would spoil what follows.
+    The process leads a separate process group. It ends after a case that failed, because an error
+    of a device would affect later cases.
     """
     os.setsid()
     try:
@@ -34,10 +34,10 @@ def work(part: Part, where: Where, done: Collection[str], wire: Connection, log:
             for stream in (1, 2):
                 os.dup2(file.fileno(), stream)
     except FileNotFoundError:
-        return  # whoever wanted it was interrupted, and is through
-    faulthandler.enable()  # where it hangs or dies is in the log
+        return  # the parent was interrupted, and ends
+    faulthandler.enable()  # a hang or a crash is then in the log
     warnings.simplefilter("ignore")  # the peers' own
-    from .place import Place  # imports torch, which the process that writes the report does without
+    from .place import Place  # imports torch, which the parent does not import
 
     place = Place(where)
     cases = part.cases(place)
@@ -51,7 +51,7 @@ def work(part: Part, where: Where, done: Collection[str], wire: Connection, log:
                 break
     wire.close()
     sys.stderr.flush()
-    os._exit(0)  # no thread and no context of a device holds it up
+    os._exit(0)  # no thread and no context of a device delays the exit
 
 
 def _attempt(case: Case, place: Place) -> Outcome:
@@ -63,7 +63,7 @@ def _attempt(case: Case, place: Place) -> Outcome:
         status, why = Status.SKIPPED, str(exc)
     except NotBuilt as exc:
         status, why = Status.NOT_BUILT, str(exc)
-    except Exception as exc:  # whatever it is, the others go on
+    except Exception as exc:  # any error: other cases continue
         trace = "".join(traceback.format_exception(exc))[-TRACE_CHARACTERS:]
         at = traceback.extract_tb(exc.__traceback__)[-1]
         status, why = (
