@@ -238,18 +238,14 @@ def _read(path: Path, most: int, missing: Callable[[str], str]) -> bytes:
         raise Unavailable(f"{path} cannot be read: {exc.strerror}") from exc
 
 
-# States as a folder that can be carried elsewhere: their bytes, their lineage and their tags
-# (``bundle_files`` lists the files).
-
-
 _BUNDLE_DIGEST = re.compile(r"[0-9a-f]{64}")
 _NOTE = re.compile(r"[0-9a-f]{24}")
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """The content of a bundle: states with their bytes, the requested states first; how many
-    ancestors without bytes; tags.
+    """The content of a bundle: states with their bytes, the number of ancestors without bytes, and
+    tags. The requested states come first.
 
     ``bytes_new`` counts the bytes written for it. ``digest`` binds its whole content: a recipient
     who gets the digest by another way knows that the bundle is unchanged.

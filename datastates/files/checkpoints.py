@@ -236,7 +236,7 @@ def is_flat(tree: object) -> TypeGuard[dict[str, torch.Tensor]]:
 
 
 def wrapped(found: object, taken: Collection[str] = ()) -> tuple[dict[str, object], str | None]:
-    """What to capture, and the name under which it stands if it has none of its own, or one of
+    """The tree to capture. Further, the name under which it is put if it has no names, or one of
     ``taken``.
 
     Tensors by name become a ``model``, anything else becomes a ``checkpoint``.
@@ -277,10 +277,6 @@ def _has_names(found: object) -> TypeGuard[dict[str, object]]:
         and bool(found)
         and all(type(key) is str and 0 < len(key) <= _LONGEST for key in found)
     )
-
-
-# Checkpoint files of other tools, in and out: ``torch.save``, safetensors, folders of Hugging
-# Face, folders of torch.distributed.checkpoint.
 
 
 _TEXT_BYTES = 256 << 20
@@ -578,8 +574,7 @@ def _write_dcp(tree: object, part: Path) -> None:
 
 
 def tensors_in(tree: object) -> Mapping[str, torch.Tensor]:
-    """Tensors by the names for a file of tensors: those of the tree, or their paths if it is
-    nested.
+    """Tensors by their names in a file: the names in the tree, or the paths if it is nested.
 
     :raises InvalidInput: there is no tensor, or one of those in the tree is sparse or quantized.
     """

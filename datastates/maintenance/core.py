@@ -383,10 +383,6 @@ def recover(database: Database, local: LocalTier, home: Home) -> list[runs.Recov
     return recovered
 
 
-# ``Core``, with which every part of the package works once a repository is open: its lineage,
-# tiers, and the threads behind captures.
-
-
 _PATIENCE_S = 2.0
 
 
@@ -564,8 +560,8 @@ class Core:
             return nearest_kept(self, session, found) if nearest else found
 
     def seal(self, uid: str, seal: str) -> None:
-        """Record the seal of a state's content for good, if the lineage may be written; later seals
-        are compared with it.
+        """Record the seal of a state's content, if the lineage may be written. Later seals are
+        compared with it.
 
         :raises Corrupt: another seal was recorded before.
         """

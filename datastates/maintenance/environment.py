@@ -100,10 +100,6 @@ def _stat(pid: int) -> tuple[str, str] | None:
     return words[0], words[19]
 
 
-# The facts about a run that are recorded because they may matter later: code, command, versions,
-# host.
-
-
 _PACKAGES = ("datastates", "torch", "numpy", "torchdata", "lightning", "transformers", "accelerate")
 _USER = re.compile(r"^(?!ssh:|git\+ssh:)([\w+.-]+://)[^/]*@")
 """A user in a URL may be a token, except that of ssh."""

@@ -172,7 +172,7 @@ def look_at(location: Location) -> Home:
 
 
 def settle_in(location: Location, database: Database) -> Home:
-    """The folder of packs; if both may be written, its lineage knows it from now on.
+    """The folder of packs. If both may be written, the folder is recorded in its lineage.
 
     :raises Unavailable: its identity cannot be read, or cannot be written.
     :raises Conflict: it belongs to another lineage.

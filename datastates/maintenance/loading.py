@@ -351,9 +351,6 @@ def _copy(into: Mapping[str, object], copies: Sequence[tuple[Home, torch.Tensor]
         raise
 
 
-# Bringing a state back: as a tree, into live objects, or only to check every byte of it.
-
-
 def device_of(value: object, what: str) -> torch.device:
     """A device of this machine.
 
@@ -407,8 +404,7 @@ def restore(
     """Put a state into live objects, once no copy for a capture here reads them any more; see
     ``Repository.restore``.
 
-    With ``group``, into those of all its ranks at once, which is collective; without one, into
-    these alone.
+    With ``group``, all its ranks restore their objects at once, which is collective.
     """
     for training in list(core.trainings):
         training.fence()

@@ -162,9 +162,6 @@ def _parents_first(states: dict[str, NewState], here: Container[str]) -> dict[st
     return ordered
 
 
-# Rebuilding a lineage: the new database is made next to the old one, and then replaces it.
-
-
 _Manifests = dict[tuple[str, int], Manifest]
 _NEW = ".reindex.db"
 _TURN = ".reindexing"

@@ -1,5 +1,4 @@
-"""Applies a retention policy to a folder of packs: survey, decide, withdraw, remove; in batches,
-each of which may be the last.
+"""Applies a retention policy to a folder of packs, in batches, each of which may be the last.
 
     survey      read from the lineage and the manifests what the folder holds, and which state
                 depends on which
@@ -272,7 +271,7 @@ def survey(
     states ``own``, by row id.
 
     It is read in many short transactions, so ``withdraw_all`` looks again at what is to go.
-    ``tell`` is called with how many of the folder's states were read.
+    ``tell`` gets the number of the folder's states that were read.
     """
     node, tier = grounds.home.uid or "", grounds.durable.name
     keys = {
@@ -382,14 +381,14 @@ def bests_of(core: Core, branch: str) -> dict[Best, tuple[float, str] | None]:
 
 
 def half_of_room(folder: Path, taken: int) -> int:
-    """Half of the room that states could take here: the free space plus what they take already."""
+    """Half of the space for states here: the free space and the space that they take already."""
     with suppress(OSError):
         return (shutil.disk_usage(folder).free + taken) // 2
     return taken
 
 
 def budget(half: int, state_bytes: int) -> int:
-    """The bytes that ``at-most:auto`` means, with half of the room and the size of the largest
+    """The bytes that ``at-most:auto`` means, from half of the space and the size of the largest
     state."""
     return max(1, min(half, max(_BUDGET_BYTES, _BUDGET_STATES * state_bytes)))
 
@@ -458,7 +457,7 @@ _STAYED = "somebody counts on it since"
 def _drop(grounds: Grounds, held: Held, ids: Sequence[int], batch: Sequence[Decision]) -> list[str]:
     free = []
     for id_, each in zip(ids, batch, strict=True):
-        with suppress(Conflict):  # a training stands at the state, or it is on its way to disk
+        with suppress(Conflict):  # a training is at the state, or the state is being written
             if grounds.host is not None:
                 grounds.host.check_withdrawal(each.fact.uid)
             free.append(id_)

@@ -143,7 +143,7 @@ class _Run:
         self._states, self._counted = 0, ""
 
     def run(self) -> VerifyReport:
-        """Check every state of the folder, and every state that the lineage says is here."""
+        """Check every state of the folder, and every state of the folder in the lineage."""
         until = None if self._limits.limit_s is None else time.monotonic() + self._limits.limit_s
         threads = self._limits.threads or min(_MOST_THREADS, os.cpu_count() or 1)
         waiting: deque[_Task] = deque()
@@ -224,8 +224,8 @@ class _Run:
         return task
 
     def _compare(self, task: _Task, manifest: Manifest) -> None:
-        """Compare the manifest with the lineage, which knows the state's digest, and for a state
-        of several parts the part's."""
+        """Compare the digest of the manifest with the digest of the state, or of its part, in the
+        lineage."""
         with self._core.database.read() as session:
             if manifest.origin.world_size > 1:
                 digest = part_digest(session, task.uid, task.rank)

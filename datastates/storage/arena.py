@@ -132,9 +132,6 @@ class Pinned:
         self._lock, self._starts, self._owner = threading.Lock(), [], None
 
 
-# The arena: memory for states, prefaulted once and used again and again.
-
-
 _HUGE_BYTES = 2 << 20
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 

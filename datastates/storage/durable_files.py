@@ -88,10 +88,6 @@ class Pace:
                 self._lifts -= 1
 
 
-# Files that are complete or do not exist: names, locks, temporary files, and writes past the page
-# cache.
-
-
 TEMPORARY = ".tmp-"
 """The beginning of the name of a file that is still being written; its writer holds a lock on
 it."""

@@ -1,9 +1,9 @@
 """Frees space in a folder of packs. It deletes files of crashed writers and packs that no manifest
 needs. It rewrites packs if manifests need less than half of their bytes.
 
-A collection keeps no state of its own: after an interrupted collection, the next one continues. It
-holds the folder's exclusive lock for a few files at a time, and copies bytes without it. So
-captures and readers are not blocked.
+A collection keeps no state: after an interrupted collection, the next one continues. It holds the
+folder's exclusive lock for a few files at a time, and copies bytes without it. So captures and
+readers are not blocked.
 """
 
 from __future__ import annotations
@@ -284,9 +284,6 @@ def _read(path: Path) -> _Old:
     return _Old(path, data, tuple(found))
 
 
-# A collection in a folder of packs.
-
-
 _BATCH = 32
 """The number of files that are deleted while the lock is held once."""
 
@@ -331,7 +328,7 @@ class Collector:
         self._collected = Collected()
 
     def look(self) -> Collected:
-        """The result that a collection would have. Nothing is changed."""
+        """The result that a collection would have, without any change."""
         done = self._collected
         for path in self._temporaries():
             if is_abandoned(path):

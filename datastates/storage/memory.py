@@ -299,8 +299,8 @@ class MemoryTier(Tier):
             )
 
     def recall(self, size: int) -> bool:
-        """Ask readers of removed states to close, until that will free ``size`` bytes. Returns
-        whether any reader was asked. The reader that read least recently is asked first."""
+        """Ask readers of removed states to close, until that will free ``size`` bytes. The least
+        recently used readers come first. Returns whether there was any."""
         told: list[Callable[[], None]] = []
         with self._lock:
             uses = Counter[Held]()

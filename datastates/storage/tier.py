@@ -92,7 +92,7 @@ class Reader(ABC):
         """
 
     def when_wanted(self, tell: Callable[[], None]) -> None:
-        """Call ``tell``, on any thread, when the memory that this reader keeps is wanted back.
+        """``tell`` is called, on any thread, when the memory that this reader keeps is wanted back.
         Close the reader soon then.
 
         Does nothing if the reader keeps no memory.

@@ -88,8 +88,8 @@ def export(address: int) -> bytes:
 
 
 def open_handle(raw: bytes) -> tuple[int, int]:
-    """The address here of another process's memory on the selected device, and its length, as the
-    driver knows it.
+    """The address here of another process's memory on the selected device, and its length from the
+    driver.
 
     :raises RuntimeError: it is not a handle, or the driver refuses it.
     """
@@ -190,10 +190,6 @@ def _meaning(error: int) -> str:
     return "" if said is None else f": {said.decode(errors='replace')}"
 
 
-# The single door to accelerators: streams, events, pinned memory and generators of CUDA, ROCm and
-# XPU, as ``torch`` offers them.
-
-
 _ASYNCHRONOUS = frozenset({"cuda", "xpu"})
 """Kinds of devices (ROCm's call themselves ``cuda``) that have streams and events; others are
 read and written like host memory."""
@@ -232,7 +228,7 @@ class Shared(Protocol):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """All of the memory: flat, ``uint8``; valid until ``close``."""
+        """All of the memory, flat and ``uint8``, valid until ``close``."""
 
     @property
     def handle(self) -> bytes:

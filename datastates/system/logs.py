@@ -322,7 +322,7 @@ def _value(key: str, value: _Value) -> _Value | str:
 def _in_full(said: str) -> str:
     """The text with all secrets masked.
 
-    What a name hides may end a parameter of a URL elsewhere, which is looked at again."""
+    Masked values may end a parameter of a URL elsewhere, which is checked again."""
     return text(_without_assigned(text(said)))
 
 

@@ -102,9 +102,6 @@ def _events(spans: Sequence[Span]) -> Iterator[dict[str, object]]:
         yield {**event, "pid": pid, "tid": threads[span.thread, span.thread_name], "args": said}
 
 
-# Counts and times of the work of this process.
-
-
 _logger = logging.getLogger(__name__)
 
 BOUNDS_S = (0.0001, 0.001, 0.01, 0.1, 1.0, 10.0)
