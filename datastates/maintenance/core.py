@@ -49,12 +49,20 @@ from .location import Location, check_whole
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-    from .keeper import Keeper
-
 _logger = logging.getLogger(__name__)
 
 _FREE_S = 2.0
 """How long we wait for a lease to end in a folder that does not answer, in seconds."""
+
+
+class BackgroundRetention(Protocol):
+    """Retention in the background of this process's trainings."""
+
+    def stop(self) -> None:
+        """Start no more work, and wait for the current pass."""
+
+    def finish(self) -> None:
+        """Apply retention one last time, once captures have ended; raises nothing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +78,7 @@ class Belongings:
     arena: Arena
     runner: Runner
     backups: Backups
-    keeper: Keeper | None = None
+    keeper: BackgroundRetention | None = None
     is_let_go: bool = False
 
     @property

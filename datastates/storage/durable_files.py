@@ -73,7 +73,7 @@ class Pace:
             self._free_at = begin + size / self.bytes_per_s
         while (left := begin - self._clock()) > 0 and not self.is_lifted:
             at("pace", path)
-            self._bell.wait_for(lambda: self.is_lifted, min(left, _SIGN_S))
+            self._sleep(min(left, _SIGN_S))
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
@@ -86,6 +86,9 @@ class Pace:
         finally:
             with self._lock:
                 self._lifts -= 1
+
+    def _sleep(self, seconds: float) -> None:
+        self._bell.wait_for(lambda: self.is_lifted, seconds)
 
 
 TEMPORARY = ".tmp-"
