@@ -28,7 +28,7 @@ from datastates.lineage.views.branch_rows import Branch
 from datastates.lineage.views.branches import processes
 from datastates.lineage.views.study_trees import ReportDetail
 from datastates.lineage.write import runs
-from datastates.maintenance.lease import Home, beat_at, life_of
+from datastates.maintenance.lease import PackFolder, beat_at, life_of
 from datastates.thumbnails import image_of
 
 from .models import Processes, ProcessInfo, RunInfo, TrainingInfo
@@ -300,7 +300,7 @@ class Listener:
 # processes that are tracking now.
 
 
-def infos(session: Session, found: Sequence[Run], home: Home) -> list[RunInfo]:
+def infos(session: Session, found: Sequence[Run], home: PackFolder) -> list[RunInfo]:
     """These runs, in their order; ``home`` is the folder in which leases are looked for."""
     heads = runs.branches_of(session, [run.uid for run in found])
     died = runs.died(session, {run.process for run in found if run.process is not None})
@@ -318,7 +318,7 @@ def infos(session: Session, found: Sequence[Run], home: Home) -> list[RunInfo]:
     return made
 
 
-def now(session: Session, home: Home, *, metric: str | None = None, limit: int) -> Processes:
+def now(session: Session, home: PackFolder, *, metric: str | None = None, limit: int) -> Processes:
     """The processes that are tracking now, at most ``limit``; ``home`` is the folder in which
     leases are looked for."""
     found, metric = processes(session, partial(life_of, home=home), metric=metric)

@@ -175,7 +175,7 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         """Let other connections have the place until the next request."""
-        self._place.loosen()
+        self._place.release_hold()
         super().on_response_complete()
         self._await_taking()
 

@@ -804,13 +804,16 @@ class Upkeep(Opened):
             will be.
         :raises Unavailable: the repository can only be read, or another process is pruning it.
         """
-        from datastates.maintenance.retention_pass import prune, untold  # few ask for it by hand
+        from datastates.maintenance.retention_pass import (  # few ask for it by hand
+            no_progress,
+            prune,
+        )
 
         return prune(
             self.core,
             None if policy is None else retention_of(policy, "policy"),
             dry_run=dry_run,
-            tell=on_progress or untold,
+            tell=on_progress or no_progress,
         )
 
     @values.checked

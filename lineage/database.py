@@ -38,7 +38,7 @@ from datastates.lineage.migrations import new
 from datastates.system import logs
 from datastates.system.files import FILE_MODE, make_folders, share
 from datastates.system.interrupts import Mutex, checkpoint, undisturbed
-from datastates.system.threads import deed
+from datastates.system.threads import thread_work
 
 from . import sqlite_files
 from .migrations import HEAD, KNOWN
@@ -323,7 +323,7 @@ class Database:
             with (
                 undisturbed(),
                 self._used(),
-                deed(f"asking the lineage {self._shown}"),
+                thread_work(f"asking the lineage {self._shown}"),
                 Session(engine) as session,
                 enforced(session),
             ):

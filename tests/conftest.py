@@ -93,7 +93,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
 def pytest_collection_finish() -> None:
     """From here on garbage is collected, among what the tests make.
 
-    Seldom: as often as Python does it, it is a sixth of all work."""
+    RateLimitFilter: as often as Python does it, it is a sixth of all work."""
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
     gc.enable()

@@ -298,7 +298,7 @@ def _torn(name: str, tree: ast.AST) -> Iterator[str]:
                 attr in LEFT_LOCKED
             ):
                 yield (
-                    f"{name}:{line} takes threading.{attr}: wait with a Bell or a Latch"
+                    f"{name}:{line} takes threading.{attr}: wait with a Notifier or a Latch"
                     " (datastates/system/threads.py)"
                 )
             case ast.ImportFrom(module="threading", names=names, lineno=line):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from datastates.errors import DatastatesError, Disconnected, InvalidInput, NotFound, Unavailable
-from datastates.system.logs import Seldom
+from datastates.system.logs import RateLimitFilter
 
 from .contract import Feed, Sink, Source, Store, Tls, Transport
 from .fetch import Fetched, fetch
@@ -261,7 +261,7 @@ def _unavailable(error: DatastatesError) -> Unavailable:
 
 
 _logger = logging.getLogger(__name__)
-_logger.addFilter(Seldom())
+_logger.addFilter(RateLimitFilter())
 _LINGER_S = 30.0
 _TRIES = 8
 _FAILED = 100

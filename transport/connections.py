@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from datastates.system.admission import Admission, Place
-from datastates.system.logs import Seldom
+from datastates.system.logs import RateLimitFilter
 
 _credentials = struct.Struct("3i")
 
@@ -171,7 +171,7 @@ _TICK_S = 0.05
 _PAUSE_S = 1.0
 _SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _logger = logging.getLogger(__name__)
-_logger.addFilter(Seldom())
+_logger.addFilter(RateLimitFilter())
 
 
 class Visitors:

@@ -19,7 +19,7 @@ import msgspec
 
 from datastates.errors import Corrupt, DatastatesError, Disconnected, InvalidInput, Unavailable
 from datastates.system.failures import describe, revive
-from datastates.system.logs import Seldom
+from datastates.system.logs import RateLimitFilter
 
 from .contract import Feed, Sink
 from .data_plane import mark_retrieved, surely
@@ -133,7 +133,7 @@ _THREADS = 2
 _TICK_S = 0.1
 _AT_ONCE = 3  # how many verdicts wake the loop together
 _logger = logging.getLogger(__name__)
-_logger.addFilter(Seldom())
+_logger.addFilter(RateLimitFilter())
 
 
 @dataclass(frozen=True, slots=True)

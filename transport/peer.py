@@ -33,7 +33,7 @@ from datastates.storage.parallel_read import open_shared
 from datastates.storage.reading import of_state, refuse_parts
 from datastates.storage.tier import Reader
 from datastates.system.interrupts import undisturbed
-from datastates.system.threads import Bell, Latch
+from datastates.system.threads import Latch, Notifier
 from datastates.values import Count, FilePath, Patterns, Seconds, Text, Token
 
 from . import loop
@@ -259,7 +259,7 @@ class _Coming(Sink):
         self.lengths = lengths
         self._manifest, self._shadow = manifest, shadow
         self._missing, self._here = dict.fromkeys(wanted), set[int]()
-        self._lock, self._changed = threading.Lock(), Bell()
+        self._lock, self._changed = threading.Lock(), Notifier()
         self._ended = Latch()
         self._future: Future[Fetched] | None = None
 
@@ -309,7 +309,7 @@ class _Coming(Sink):
                 self._here.add(index)
             else:
                 self._missing[index] = None
-        self._changed.ring()
+        self._changed.notify_all()
         return is_right
 
     def forget(self, index: int) -> None:
@@ -324,7 +324,7 @@ class _Coming(Sink):
 
     def _end(self, future: Future[Fetched]) -> None:
         self._ended.set()
-        self._changed.ring()
+        self._changed.notify_all()
 
 
 async def _awaited(fetch: Fetch, sink: Sink) -> Fetched:

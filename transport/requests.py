@@ -21,7 +21,7 @@ import msgspec
 from datastates.errors import DatastatesError, Disconnected, InvalidInput, PeerFault, Unavailable
 from datastates.state.digest import body_of
 from datastates.system.failures import again, describe, revive
-from datastates.system.logs import Seldom
+from datastates.system.logs import RateLimitFilter
 
 from .contract import Feed, Store
 from .data_plane import mark_retrieved
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from .chain import Chains
 
 _logger = logging.getLogger(__name__)
-_logger.addFilter(Seldom())
+_logger.addFilter(RateLimitFilter())
 
 _PUSHES_AT_ONCE = 2  # that may wait for memory
 _T = TypeVar("_T")

@@ -24,7 +24,7 @@ from datastates.errors import (
     Unavailable,
 )
 from datastates.system.failures import again, describe, revive
-from datastates.system.logs import Seldom
+from datastates.system.logs import RateLimitFilter
 
 from .contract import Link, OnDevice, Source
 from .data_plane import Plane, surely
@@ -162,7 +162,7 @@ HANDLES = 64
 _FINISH_S = 1.0
 _CLOSED = "the state is no longer held open for sending: open it again"
 _logger = logging.getLogger(__name__)
-_logger.addFilter(Seldom())
+_logger.addFilter(RateLimitFilter())
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from datastates.errors import Closed, DatastatesError, InvalidInput, Unavailable
 from datastates.system import admission
 from datastates.system.admission import Admission
-from datastates.system.logs import Seldom
+from datastates.system.logs import RateLimitFilter
 
 from .connections import Door
 from .contract import Channel, Listener, Store, Tls, Transport
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .chain import Chains
 
 _logger = logging.getLogger(__name__)
-_logger.addFilter(Seldom())
+_logger.addFilter(RateLimitFilter())
 _THREADS = 8
 _CONNECTIONS = 8  # for each session: its own, those for data, and as many that prove nothing
 

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from datastates.errors import Disconnected, InvalidInput, PeerFault, Unavailable
-from datastates.system.logs import Seldom
+from datastates.system.logs import RateLimitFilter
 
 from .connections import Arrival, Door, Visitors, keep_from_children, let_go_by, set_up
 from .contract import Channel, Listener, Tls
@@ -31,7 +31,7 @@ _TLS_S = 10.0
 _BACKLOG = 128
 _GONE = (OSError, EOFError)
 _logger = logging.getLogger(__name__)
-_logger.addFilter(Seldom())
+_logger.addFilter(RateLimitFilter())
 
 
 class TcpChannel(Channel):

@@ -440,10 +440,10 @@ def _descriptors() -> Check:
     """Whether servers may use enough descriptors, and how many a process has."""
     import resource
 
-    from datastates.system.admission import of_process
+    from datastates.system.admission import process_descriptors
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = of_process().limit
+    most = process_descriptors().limit
     hint = (
         None
         if most >= _FEW_CONNECTIONS

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from datastates.api.models import StateDetail
     from datastates.lineage.query.incomplete import GivenUpState, Waiting
     from datastates.lineage.query.names import Replica
-    from datastates.maintenance.lease import Home
+    from datastates.maintenance.lease import PackFolder
 
     from .tables import TextTable
 
@@ -351,17 +351,19 @@ def _quoted(key: str) -> str:
 
 
 @contextmanager
-def _looking(shell: Shell) -> Iterator[tuple[Session, Home]]:
+def _looking(shell: Shell) -> Iterator[tuple[Session, PackFolder]]:
     """A transaction that reads the lineage, and the folder whose leases show which processes
     live."""
-    from datastates.maintenance.lease import look_at
+    from datastates.maintenance.lease import read_only_folder
 
-    home = look_at(shell.location())
+    home = read_only_folder(shell.location())
     with shell.reading() as session:
         yield session, home
 
 
-def _ask(where: tuple[Session, Home], query: str, rising: bool | None, **choice: Any) -> Branches:
+def _ask(
+    where: tuple[Session, PackFolder], query: str, rising: bool | None, **choice: Any
+) -> Branches:
     from datastates.lineage.views import branches as overview
     from datastates.lineage.views.text import Direction
     from datastates.maintenance.lease import life_of
@@ -712,10 +714,10 @@ def incomplete(
     """Show the states of several ranks that still wait for parts, and those that were given up,
     and why."""
     from datastates.lineage.query.incomplete import incomplete as ask
-    from datastates.maintenance.lease import look_at
+    from datastates.maintenance.lease import read_only_folder
 
     shell = Shell(context, repo, as_json)
-    home = look_at(shell.location())
+    home = read_only_folder(shell.location())
     with shell.reading() as session:
         found = ask(session, limit=limit or 2**31)
         advice = [] if shell.as_json else _advice(session, home, found.waiting)
@@ -795,7 +797,7 @@ def part_facts(state: StateDetail) -> Iterator[tuple[str, str]]:
         )
 
 
-def _advice(session: Session, home: Home, found: Sequence[Waiting]) -> list[str]:
+def _advice(session: Session, home: PackFolder, found: Sequence[Waiting]) -> list[str]:
     """A line for each of at most ``LISTED`` late processes: which process it is, and what to do."""
     from datastates.lineage.write.runs import of_ranks
     from datastates.maintenance.lease import life_of

@@ -29,7 +29,7 @@ from datastates.state.manifest import Content, Manifest
 from datastates.state.tree import Flat, Number
 from datastates.storage.tier import Tier
 from datastates.system.devices import devices
-from datastates.system.threads import Bell
+from datastates.system.threads import Notifier
 from datastates.values import Seconds, checked
 
 from .cadence_stats import Taken
@@ -58,7 +58,7 @@ class Progress:
         self.processor_error: ProcessorFailed | None = None
         self.given_up: str | None = None
         self.held_up: Unavailable | None = None
-        self.changed = Bell()
+        self.changed = Notifier()
         self.asked: weakref.ref[Capture] | None = None
 
     @property
@@ -69,12 +69,12 @@ class Progress:
     def advance(self, state: State) -> None:
         """Note that the state is recorded, or has reached a later status."""
         self.state, self.held_up = state, None
-        self.changed.ring()
+        self.changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """Note that the background failed: callers that wait for a later status get this error."""
         self.error = error
-        self.changed.ring()
+        self.changed.notify_all()
 
     def note(self, error: ProcessorFailed) -> None:
         """Note that a user's processor failed, which does not hold the state up.
@@ -86,7 +86,7 @@ class Progress:
         """Note that the capture cannot continue for now. Waiting callers get this error, and may
         wait again."""
         self.held_up = why
-        self.changed.ring()
+        self.changed.notify_all()
 
     def skip(self, why: str | None = None) -> None:
         """Note that there was no memory, so the capture will have no state.
@@ -94,14 +94,14 @@ class Progress:
         ``why`` is the reason, unless the back-pressure was ``skip``.
         """
         self.is_skipped, self.why_skipped = True, why
-        self.changed.ring()
+        self.changed.notify_all()
 
     def give_up(self, why: str) -> None:
         """Note that the state's bytes left memory before they were on disk.
 
         The first reason is kept, since it is the one that helps."""
         self.given_up = self.given_up or why
-        self.changed.ring()
+        self.changed.notify_all()
 
 
 class Capture:

@@ -21,7 +21,7 @@ from datastates.storage.memory import MemoryTier
 from datastates.system.interrupts import Mutex
 from datastates.system.logs import event
 from datastates.system.telemetry import Recorder
-from datastates.system.threads import Bell
+from datastates.system.threads import Notifier
 
 from .cadence_stats import Taken
 from .handle import Line, Progress, Staged
@@ -55,7 +55,7 @@ class Locked:
 
     engine: Engine
     lock: Mutex
-    changed: Bell
+    changed: Notifier
     post: Callable[[*tuple[Event, ...]], list[Action]]
 
 
@@ -383,7 +383,7 @@ class Register:
                 ),
             )
             progress.skip(f"it was given up because of {given_up}")
-        self._changed.ring()
+        self._changed.notify_all()
 
     def _on_durable(self, uid: str, added: int) -> None:
         """Note that the lineage records a state as being on this node's disk."""
@@ -455,7 +455,7 @@ class Register:
         with self._lock:
             if uid in self._left and not self.journal.is_pending(uid):
                 self._forget(uid, self._left.pop(uid))
-        self._changed.ring()
+        self._changed.notify_all()
 
 
 def _current(progress: Progress) -> State:

@@ -26,7 +26,7 @@ from datastates.storage.memory import STATE_BYTES, MemoryTier
 from datastates.system.interrupts import Mutex, checkpoint
 from datastates.system.logs import event
 from datastates.system.memory import available_memory_bytes
-from datastates.system.threads import Bell
+from datastates.system.threads import Notifier
 
 from .handle import Line
 from .in_flight import Locked, Register
@@ -82,7 +82,7 @@ class Warmer:
         self._sizes: dict[str, int] = {}
         self._said: int | None = None
         self._is_closed = False
-        self._lock, self._changed = Mutex(), Bell()
+        self._lock, self._changed = Mutex(), Notifier()
         self._thread = threading.Thread(target=self._run, name="datastates-arena", daemon=True)
         self._thread.start()
 
@@ -124,7 +124,7 @@ class Warmer:
                 self._arena.warm >> 20,
                 extra=event("memory.short", bytes=self._arena.warm),
             )
-        self._changed.ring()
+        self._changed.notify_all()
 
     @property
     def ahead(self) -> int:
@@ -141,7 +141,7 @@ class Warmer:
             if is_more:
                 self._sizes[line] = size
         if is_more:
-            self._changed.ring()
+            self._changed.notify_all()
 
     def forget(self, line: str) -> None:
         """Forget a line that has ended."""
@@ -182,7 +182,7 @@ class Warmer:
     def close(self) -> None:
         """End the thread; idempotent."""
         self._is_closed = True
-        self._changed.ring()
+        self._changed.notify_all()
         self._thread.join()
 
     def _kept(self) -> int:
@@ -367,7 +367,7 @@ class Room:
     def release(self, slots: list[int]) -> None:
         """Give back slots of a capture that did not come about."""
         self._arena.release(slots)
-        self._changed.ring()
+        self._changed.notify_all()
 
     def has(self, lengths: tuple[int, ...]) -> bool:
         """Whether chunks of these lengths fit now, within the memory that is meant for states."""

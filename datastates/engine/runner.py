@@ -36,7 +36,7 @@ from datastates.storage.memory import MemoryTier
 from datastates.storage.tier import Tier
 from datastates.system.interrupts import Mutex, undisturbed
 from datastates.system.telemetry import Recorder
-from datastates.system.threads import Bell
+from datastates.system.threads import Notifier
 
 from . import threads
 from .commit import Coming, Commits, Named, Pipeline
@@ -102,12 +102,12 @@ class Runner:
         self._pulse = Pulse(beat)
         self._trouble = Trouble()
         self.recorder = Recorder(config.trace)
-        self._lock, self._changed = Mutex(), Bell()
+        self._lock, self._changed = Mutex(), Notifier()
         self._engine = Engine(config.memory_latest)
         self._paces = Paces(books.database)
-        self._processors = Processors(config.processors, memory, self._changed.ring)
+        self._processors = Processors(config.processors, memory, self._changed.notify_all)
         self._copies = Copies(
-            local, further, books.database, self._changed.ring, config.group_patience_s
+            local, further, books.database, self._changed.notify_all, config.group_patience_s
         )
         locked = Locked(self._engine, self._lock, self._changed, self._post)
         self._register = Register(
@@ -169,7 +169,7 @@ class Runner:
             ),
         )
         self._memory = memory
-        memory.on_let_go = self._changed.ring
+        memory.on_let_go = self._changed.notify_all
         self._asked = weakref.WeakValueDictionary[str, Progress]()
         self._on_durable: Callable[[int], None] = lambda added: None
         self._named = Named(books.database, self._register.journal)
@@ -375,7 +375,7 @@ class Runner:
             if self._engine.hold_of(uid, is_captured=self._register.has_begun(uid)) is not None:
                 return 0
             freed = self._register.leave(uid, f"state {uid} was dropped before it became durable")
-        self._changed.ring()
+        self._changed.notify_all()
         return freed
 
     def line_of(self, uid: str) -> Line | None:
@@ -584,7 +584,7 @@ class Runner:
                 for staged in captures:
                     staged.job = staged.work = None  # they keep the copied tensors alive
                 self._rounds.end(len(captures))
-                self._changed.ring()
+                self._changed.notify_all()
                 self.recorder.add_up()
 
     def _finish(self, captures: list[Staged]) -> None:
@@ -654,7 +654,7 @@ class Runner:
                     # more states may leave than were named
                     left.append(replace(event, is_blocked=isinstance(full, GiveWay)))
         self._paces.say()
-        self._changed.ring()
+        self._changed.notify_all()
         return done
 
     def _act(self, action: Action) -> None:

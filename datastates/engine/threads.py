@@ -26,7 +26,7 @@ from datastates.policy.contract import noted
 from datastates.system.interrupts import Mutex, undisturbed
 from datastates.system.logs import event
 from datastates.system.telemetry import Recorder
-from datastates.system.threads import Bell, Deed, deed, deed_of, yield_disk
+from datastates.system.threads import Notifier, ThreadWork, thread_work, work_of, yield_disk
 from datastates.values import Value
 
 from .commit import Pipeline
@@ -198,7 +198,7 @@ class Writer:
     def _write(self, uids: tuple[str, ...]) -> None:
         began, used = time.monotonic(), time.thread_time()
         try:
-            with deed(
+            with thread_work(
                 f"writing state {uids[0]}" + (f" and {len(uids) - 1} more" if len(uids) > 1 else "")
             ):
                 size = self._pipeline.write(uids)
@@ -268,7 +268,7 @@ class Rounds:
         self._turn = Mutex()
         self._last = -math.inf
         self._is_closed = self._is_woken = False
-        self._bell = Bell()
+        self._notifier = Notifier()
         self.on_hurry: Callable[[], None] = lambda: None
         """Called when a caller waits for anything."""
         self.room_bytes = 0
@@ -302,14 +302,14 @@ class Rounds:
         if staged.job is not None and staged.job.error is not None:
             self._hurried = self._begun
         if self._is_due():
-            self._bell.ring()
+            self._notifier.notify_all()
 
     def hurry(self) -> None:
         """Start a round soon, because a caller waits for what has begun. Callable from any
         thread. If two call at once, one of them may wait for the next round."""
         if self._hurried < self._begun:
             self._hurried = self._begun
-            self._bell.ring()
+            self._notifier.notify_all()
         self.on_hurry()
 
     def wake(self) -> None:
@@ -317,7 +317,7 @@ class Rounds:
 
         Callable from any thread."""
         self._is_woken = True
-        self._bell.ring()
+        self._notifier.notify_all()
 
     def take(self, timeout_s: float) -> list[Staged] | None:
         """The captures of a round, which begins now; an empty list if none is due within
@@ -331,7 +331,7 @@ class Rounds:
             if now >= deadline:
                 return []
             pause = self._last + ROUND_S - now
-            self._bell.wait_for(
+            self._notifier.wait_for(
                 lambda: self._is_due() or self._is_closed or self._is_woken,
                 min(deadline - now, pause if pause > 0 else math.inf),
             )
@@ -349,7 +349,7 @@ class Rounds:
     def close(self) -> None:
         """Let the engine thread end, once it has taken what is ready."""
         self._is_closed = True
-        self._bell.ring()
+        self._notifier.notify_all()
 
     def _is_due(self) -> bool:
         if not self._ready:
@@ -411,23 +411,23 @@ class Pulse:
     """Calls ``beat`` whenever the engine reports that it works. Safe from any thread."""
 
     def __init__(self, beat: Callable[[], None]) -> None:
-        self._beat, self._bell = beat, Bell()
+        self._beat, self._notifier = beat, Notifier()
         self._is_due = self._is_closed = False
         threading.Thread(target=self._run, name="datastates-beat", daemon=True).start()
 
     def beat(self) -> None:
         """Report that the engine works; never waits."""
         self._is_due = True
-        self._bell.ring()
+        self._notifier.notify_all()
 
     def close(self) -> None:
         """End the thread, without waiting for it, as it may be held up."""
         self._is_closed = True
-        self._bell.ring()
+        self._notifier.notify_all()
 
     def _run(self) -> None:
         while True:
-            self._bell.wait_for(lambda: self._is_due or self._is_closed)
+            self._notifier.wait_for(lambda: self._is_due or self._is_closed)
             if self._is_closed:
                 return
             self._is_due = False
@@ -527,14 +527,14 @@ class Watch:
             trouble.describe_lost(names), trouble=f"unwritten: {self._register.folder}"
         )
 
-    def _begins_trouble(self, stalled: Deed | None) -> bool:
+    def _begins_trouble(self, stalled: ThreadWork | None) -> bool:
         if stalled is not None:
             self._trouble.begin(stalled.describe(time.monotonic()))
         return stalled is not None
 
 
-def _stalled(thread: threading.Thread, limit_s: float) -> Deed | None:
-    one = deed_of(thread)
+def _stalled(thread: threading.Thread, limit_s: float) -> ThreadWork | None:
+    one = work_of(thread)
     return one if one is not None and one.is_stalled(time.monotonic(), limit_s) else None
 
 

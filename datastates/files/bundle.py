@@ -38,7 +38,7 @@ from datastates.state.manifest import Manifest, PackInfo
 from datastates.storage.copying import are_equal
 from datastates.storage.dedup import NAME
 from datastates.storage.durable_files import next_step, write_file
-from datastates.storage.local import LocalTier, Staged
+from datastates.storage.local import LocalTier, StagedPut
 from datastates.storage.pack import PAGE, alignment, padded
 from datastates.storage.pack_reader import MappedReader
 from datastates.storage.parallel_read import DIGEST_BYTES, SealedChunks, seal_of
@@ -447,12 +447,12 @@ def _stage(
     states: dict[str, State],
     sealed: dict[str, str],
     stack: ExitStack,
-) -> dict[str, tuple[Staged, Manifest, str]]:
+) -> dict[str, tuple[StagedPut, Manifest, str]]:
     """Check every state with bytes and write it, not yet visible, with its seal."""
     folder = root / PACKS
     if not folder.is_dir():
         raise NotFound(f"{folder} is not there: the bundle is not whole")
-    source, staged = LocalTier(folder), dict[str, tuple[Staged, Manifest, str]]()
+    source, staged = LocalTier(folder), dict[str, tuple[StagedPut, Manifest, str]]()
     known: dict[tuple[bytes, int, bytes], tuple[PackInfo, int]] = {}
     for uid in lineage.held:
         try:
@@ -518,7 +518,7 @@ def _check_same(core: Core, manifest: Manifest, chunks: SealedChunks) -> None:
             )
 
 
-def _committed(staged: Staged, uid: str) -> Placed:
+def _committed(staged: StagedPut, uid: str) -> Placed:
     placed = staged.commit()
     if placed is None:
         raise Unavailable(
@@ -530,7 +530,7 @@ def _committed(staged: Staged, uid: str) -> Placed:
 
 def _commit(
     core: Core,
-    staged: dict[str, tuple[Staged, Manifest, str]],
+    staged: dict[str, tuple[StagedPut, Manifest, str]],
     states: dict[str, State],
     made_by: dict[str, Run],
     written: Sequence[Note],
@@ -541,7 +541,7 @@ def _commit(
     """Make lineage and files visible together: files first, and they are removed again if the
     lineage refuses the states."""
     placed: dict[str, Placed] = {}
-    done: list[Staged] = []
+    done: list[StagedPut] = []
     tier = core.tiers.durable
     try:
         with core.writing() as session:

@@ -47,7 +47,7 @@ _ENDINGS = {
 }
 
 
-class _Door(Opened, Protocol):
+class _Repository(Opened, Protocol):
     """A repository, as far as this module needs it."""
 
     def refs(self) -> list[Ref]:
@@ -169,7 +169,7 @@ def _matching(folder: str | os.PathLike[str], pattern: str) -> dict[int, tuple[s
 
 @values.checked
 def import_files(
-    repository: _Door,
+    repository: _Repository,
     folder: str | os.PathLike[str],
     pattern: str,
     *,
@@ -226,7 +226,7 @@ def import_files(
     return Imported(branch, tuple(made), tuple(done), (), refused)
 
 
-def _known(repository: _Door, branch: str) -> tuple[int | None, set[str]]:
+def _known(repository: _Repository, branch: str) -> tuple[int | None, set[str]]:
     """The step at which a branch stands, and the files from which it was imported."""
     if all(ref.name != branch for ref in repository.refs()):
         return None, set()
@@ -256,7 +256,7 @@ class _Part:
 class _Line:
     """The branch that is made, with one tracker for as long as the files have the same parts."""
 
-    def __init__(self, repository: _Door, branch: str) -> None:
+    def __init__(self, repository: _Repository, branch: str) -> None:
         self._repository, self._branch = repository, branch
         self._parts: dict[str, _Part] = {}
         self._run: Any = None
@@ -295,7 +295,7 @@ class _Line:
 
 @values.checked
 def export_files(
-    repository: _Door,
+    repository: _Repository,
     revs: Sequence[Revision],
     folder: values.FilePath,
     *,

@@ -39,7 +39,7 @@ from datastates.lineage.query import names
 from datastates.lineage.states import RefKind, State
 from datastates.lineage.write import refs
 from datastates.maintenance.core import Core, core_of
-from datastates.maintenance.verify import naming_a_way_on
+from datastates.maintenance.verify import suggest_sound_state
 from datastates.state.adapters import Adapted
 from datastates.state.encoding import decode_values
 from datastates.state.generators import RngState
@@ -483,7 +483,7 @@ class Reader(StorageReader):
         )
         paths = _paths(plain, wanted, is_flat=is_flat, under=under)
         paths |= {join("", name) for name in whole}
-        with undisturbed(), naming_a_way_on(core, state), core.open_payload(state) as reader:
+        with undisturbed(), suggest_sound_state(core, state), core.open_payload(state) as reader:
             tree: Any = unwrapped(
                 read_tree(
                     reader, wants=lambda path: _is_under(path, paths), is_borrowing=not whole

@@ -109,7 +109,7 @@ def _copy(source: sqlite3.Connection, packs: Path, written_at: int) -> None:
     sync_folder(packs)
 
 
-def looking_at(path: Path) -> closing[sqlite3.Connection]:
+def open_read_only(path: Path) -> closing[sqlite3.Connection]:
     """A connection to a database to which no process writes; it makes no other files."""
     return closing(sqlite3.connect(f"{path.as_uri()}?immutable=1", uri=True))
 
@@ -117,7 +117,7 @@ def looking_at(path: Path) -> closing[sqlite3.Connection]:
 def damage_of(path: Path) -> str | None:
     """Why a database to which no process writes cannot be used, in words; None if it is sound."""
     try:
-        with looking_at(path) as found:
+        with open_read_only(path) as found:
             (said,) = found.execute("PRAGMA integrity_check(1)").fetchone()
             found.execute("SELECT uid FROM repository").fetchone()
     except sqlite3.Error as exc:
@@ -134,7 +134,7 @@ def is_behind(lineage: sqlite3.Connection, backup: Path) -> bool:
     if not backup.is_file():
         return False
     try:
-        with looking_at(backup) as found:
+        with open_read_only(backup) as found:
             newest = [(there, found.execute(query).fetchone()) for query, there in _NEWEST]
     except sqlite3.DatabaseError:
         return False  # a damaged one is replaced
@@ -160,7 +160,7 @@ def unknown_to(backup: Path, uids: Iterable[str]) -> list[str]:
     """The states that a backup does not have; all of them if there is no sound backup."""
     known: set[str] = set()
     if backup.is_file():
-        with suppress(sqlite3.Error), looking_at(backup) as found:
+        with suppress(sqlite3.Error), open_read_only(backup) as found:
             known.update(uid for (uid,) in found.execute("SELECT uid FROM state"))
     return [uid for uid in uids if uid not in known]
 

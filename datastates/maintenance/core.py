@@ -36,14 +36,14 @@ from datastates.storage.local import LocalTier
 from datastates.storage.memory import MemoryTier
 from datastates.storage.tier import Reader
 from datastates.storage.tiers import DURABLE, VOLATILE, Tiers
-from datastates.system.files import Held
+from datastates.system.files import FileLock
 from datastates.system.interrupts import Mutex, undisturbed
 from datastates.system.logs import event, say
 from datastates.system.memory import available_memory_bytes
 
 from .backup import Backups, back_up
 from .environment import describe_run
-from .lease import FOLDER, LEASES, PACKS, Home, held_in, is_alive, is_dead, settle_in
+from .lease import FOLDER, LEASES, PACKS, PackFolder, held_in, is_alive, is_dead, register_folder
 from .location import Location, check_whole
 
 if TYPE_CHECKING:
@@ -66,35 +66,35 @@ class BackgroundRetention(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Belongings:
+class ProcessResources:
     """What a tracking process owns.
 
     It has no reference to the repository, whose ``close`` or collection releases all of it."""
 
     database: Database
     tiers: Tiers
-    lease: Held
+    lease: FileLock
     run: Run
     arena: Arena
     runner: Runner
     backups: Backups
     keeper: BackgroundRetention | None = None
-    is_let_go: bool = False
+    is_shut_down: bool = False
 
     @property
     def memory(self) -> MemoryTier:
         assert self.tiers.captured is not None, "it was made before this"
         return self.tiers.captured
 
-    def let_go(self) -> None:
+    def shut_down(self) -> None:
         """Make durable what must be, end the threads, finish the run. Idempotent: a call after an
         interrupt continues there."""
-        if self.is_let_go:
+        if self.is_shut_down:
             return
         try:
             if self.keeper is not None:
                 self.keeper.stop()
-            with self.tiers.durable.hurrying():
+            with self.tiers.durable.unthrottled():
                 self.runner.close()
             if self.keeper is not None and not self.runner.has_given_up:
                 self.keeper.finish()
@@ -146,16 +146,16 @@ class Belongings:
         self.memory.close()
         self.arena.close()
         self.tiers.close()
-        self.is_let_go = True
+        self.is_shut_down = True
 
     def end_unowned(self) -> None:
         """Release everything for a repository that was dropped without a close.
 
         Errors are logged, since no caller can get them."""
-        if self.is_let_go:
+        if self.is_shut_down:
             return
         try:
-            self.let_go()
+            self.shut_down()
         finally:
             self.database.close()
         for error in self.runner.errors():
@@ -338,7 +338,7 @@ def _unasked(core: Core, session: Session, state: State) -> str:
 # their files.
 
 
-def recover(database: Database, local: LocalTier, home: Home) -> list[runs.Recovered]:
+def recover(database: Database, local: LocalTier, home: PackFolder) -> list[runs.Recovered]:
     """Settle the runs of this folder whose process died, whatever its host was called; returns
     which branches moved back, and to where.
 
@@ -440,13 +440,13 @@ class Core:
                 on_step=config.on_step,
             )
             self.tiers = Tiers(packs, config.tiers)
-            self.home = settle_in(location, self.database)
+            self.home = register_folder(location, self.database)
             self.tiers.durable.node = self.home.uid or ""
             self.recovered = recover(self.database, self.tiers.durable, self.home)
         except BaseException:
             self.database.close()
             raise
-        self.engaged: Belongings | None = None
+        self.engaged: ProcessResources | None = None
         self.trainings: weakref.WeakSet[Training] = weakref.WeakSet()
         self.savers: dict[str, Closable] = {}
         self.servers: list[Closable] = []
@@ -455,7 +455,7 @@ class Core:
 
     # --- what captures and arrivals need ----------------------------------------------------------
 
-    def engage(self) -> Belongings:
+    def engage(self) -> ProcessResources:
         """The threads, memory, lease and run of this process, made on the first call.
 
         :raises Unavailable: the repository can only be read.
@@ -466,7 +466,7 @@ class Core:
                 close_at_exit(self, self.engaged.end_unowned)
             return self.engaged
 
-    def _engage(self) -> Belongings:
+    def _engage(self) -> ProcessResources:
         budget = self.config.memory_bytes or max(2 * CHUNK_BYTES, available_memory_bytes() // 4)
         folder = self.home.check_writable()
         run = describe_run({FOLDER: folder, PACKS: str(self.location.packs)})
@@ -492,7 +492,7 @@ class Core:
             raise
         self.tiers.captured = memory
         backups = Backups(self.database, self.location)
-        return Belongings(self.database, self.tiers, lease, run, arena, runner, backups)
+        return ProcessResources(self.database, self.tiers, lease, run, arena, runner, backups)
 
     def host(self) -> Runner:
         """The engine behind captures, merges and clones, made on the first call."""
@@ -642,7 +642,7 @@ class Core:
                         extra=event("closing.waits", states=pending),
                     )
 
-        with self.tiers.durable.hurrying():
+        with self.tiers.durable.unthrottled():
             self.running.drain(say)
 
     def close(self, error: BaseException | None = None) -> None:
@@ -665,7 +665,7 @@ class Core:
                 errors.append(exc)
         try:
             if self.engaged is not None:
-                self.engaged.let_go()
+                self.engaged.shut_down()
                 closed(self.engaged.end_unowned)
             else:
                 if self._has_written:

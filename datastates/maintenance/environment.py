@@ -46,7 +46,7 @@ def network_id() -> str:
     return f"{node_id()} {network}"
 
 
-def whereabouts() -> dict[str, Value]:
+def process_identity() -> dict[str, Value]:
     """An id of this process, if the kernel has one; else empty."""
     node, namespace, found = _boot(), _namespace(), _stat(os.getpid())
     if node is None or namespace is None or found is None:
@@ -116,7 +116,7 @@ def describe_run(config: Mapping[str, Value]) -> Run:
         argv=tuple(sys.argv),
         git_commit=commit,
         git_dirty=is_dirty,
-        config={**config, **whereabouts(), **checkout},
+        config={**config, **process_identity(), **checkout},
         versions={"python": platform.python_version(), **_versions()},
         started_at=datetime.now(UTC),
     )

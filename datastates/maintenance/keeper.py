@@ -32,25 +32,25 @@ from datastates.policy.retention import (
     retention_of,
 )
 from datastates.system.interrupts import undisturbed
-from datastates.system.logs import Seldom, event
+from datastates.system.logs import RateLimitFilter, event
 from datastates.system.threads import Latch
 
 from .core import Core
 from .retention_pass import (
-    Grounds,
+    PruneContext,
     Pruned,
     Survey,
     budget,
     carry_out,
     half_of_room,
-    reckoned,
+    prune_lock,
+    recorded_policies,
     survey,
-    taking_turns,
-    told_policies,
+    with_budget,
 )
 
 _logger = logging.getLogger(__name__)
-_logger.addFilter(Seldom())
+_logger.addFilter(RateLimitFilter())
 
 LEAST_S = 10.0
 """The least time between two passes, in seconds."""
@@ -89,15 +89,17 @@ def keep(core: Core, branch: str, asked: Retention | None, state_bytes: int) -> 
 
     ``state_bytes`` is the approximate size of the training's states.
     """
-    belongings = core.engage()
-    if not isinstance(belongings.keeper, Keeper):
-        belongings.keeper = keeper = Keeper(Grounds.of(core), retention_of(core.config.retention))
-        belongings.runner.when_durable(keeper.on_durable)
-        belongings.runner.when_full(keeper.on_full)
+    resources = core.engage()
+    if not isinstance(resources.keeper, Keeper):
+        resources.keeper = keeper = Keeper(
+            PruneContext.of(core), retention_of(core.config.retention)
+        )
+        resources.runner.when_durable(keeper.on_durable)
+        resources.runner.when_full(keeper.on_full)
         if core.config.retention not in (DEFAULT, Retention.all()):
             _logger.info("states on disk are kept by %r%s", str(core.config.retention), keeper.said)
-    belongings.keeper.follow(branch, asked, state_bytes)
-    return belongings.keeper.said
+    resources.keeper.follow(branch, asked, state_bytes)
+    return resources.keeper.said
 
 
 def beside(
@@ -120,19 +122,19 @@ class Keeper:
 
     ``report`` is what the last pass did, ``error`` is why it failed."""
 
-    def __init__(self, grounds: Grounds, configured: Retention) -> None:
-        self._grounds = grounds
-        stored = grounds.durable.bytes_stored
-        self._half = max(stored, half_of_room(grounds.home.path, stored))
+    def __init__(self, context: PruneContext, configured: Retention) -> None:
+        self._context = context
+        stored = context.durable.bytes_stored
+        self._half = max(stored, half_of_room(context.home.path, stored))
         self._state_bytes = 0
         self._configured = Policies(configured)
-        self.retention = self._reckoned(self._configured).default
+        self.retention = self._with_budget(self._configured).default
         self.report: Pruned | None = None
         self.error: Exception | None = None
         self._asked: dict[str, Retention | None] = {}
         self._taken, self._added, self._is_choosing = stored, 0, False
         self._next_at = 0.0
-        with grounds.database.read() as session:
+        with context.database.read() as session:
             newest = (retained.newest_at(session) or 0) / 1e6
         is_near = not newest or -_SET_S < time.time() - newest < _AWAY_S
         self._offset, self._doubted_until = (
@@ -142,8 +144,8 @@ class Keeper:
         self._over, self._lock = Latch(), threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def _reckoned(self, policies: Policies) -> Policies:
-        return reckoned(policies, budget(self._half, self._state_bytes))
+    def _with_budget(self, policies: Policies) -> Policies:
+        return with_budget(policies, budget(self._half, self._state_bytes))
 
     @property
     def said(self) -> str:
@@ -160,7 +162,7 @@ class Keeper:
         approximate size of its states."""
         with self._lock:
             self._asked[branch], self._state_bytes = asked, max(self._state_bytes, state_bytes)
-            self.retention = self._reckoned(self._configured).default
+            self.retention = self._with_budget(self._configured).default
             policies = [each or self.retention.bounded(None) for each in self._asked.values()]
             # whether states may be dropped although no bound requires it
             self._is_choosing = any(
@@ -211,7 +213,7 @@ class Keeper:
 
         Does not wait for a disk that stalls."""
         if self._added and self._is_due() and self._thread is None:
-            self._grounds = replace(self._grounds, host=None)
+            self._context = replace(self._context, host=None)
             since = time.monotonic()
             self._start(lambda: self._try(lambda: time.monotonic() - since > _LAST_S))
             self._join()
@@ -224,7 +226,7 @@ class Keeper:
                 _logger.warning(
                     "retention is not over after %.0f s, and is not waited for: %s stalls",
                     _PATIENCE_S,
-                    self._grounds.home.path,
+                    self._context.home.path,
                 )
 
     def _is_due(self) -> bool:
@@ -261,26 +263,26 @@ class Keeper:
 
     def _pass(self, is_over: Callable[[], bool]) -> Pruned | None:
         """Look, decide and drop; returns None while another process prunes the folder."""
-        grounds = self._grounds
-        with taking_turns(grounds.home.path, 0.0) as held:
+        context = self._context
+        with prune_lock(context.home.path, 0.0) as held:
             if held is None:
                 return None
             with self._lock:
                 added, asked = self._added, dict(self._asked)
-            policies = self._reckoned(beside(told_policies(grounds), self.retention, asked))
-            found = survey(grounds, policies)
+            policies = self._with_budget(beside(recorded_policies(context), self.retention, asked))
+            found = survey(context, policies)
             bound = policies.default.bound
             if isinstance(bound, int) and found.bytes > bound:
                 policies = replace(
                     policies, default=policies.default.bounded(bound - bound // _ROOM)
                 )
             report = carry_out(
-                grounds, held, found, policies, self._decided(found, policies), is_over=is_over
+                context, held, found, policies, self._decided(found, policies), is_over=is_over
             )
         with self._lock:
             self._taken = sum(
                 {
-                    name: size for files in grounds.durable.files().values() for name, size in files
+                    name: size for files in context.durable.files().values() for name, size in files
                 }.values()
             )
             if not is_over():  # else it may have been broken off, and the last pass makes up for it

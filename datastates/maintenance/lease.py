@@ -24,7 +24,7 @@ from datastates.errors import Conflict, Unavailable
 from datastates.lineage.database import Database
 from datastates.lineage.states import Life, Run
 from datastates.system.files import (
-    Held,
+    FileLock,
     hold,
     is_held,
     make_folder_like,
@@ -44,7 +44,7 @@ LEASES = "leases"
 """The folder of the leases, inside the folder of packs."""
 
 
-class Seen(StrEnum):
+class LeaseState(StrEnum):
     """The state of a lease: held, free, a copy of a lease, or missing."""
 
     HELD = "held"
@@ -68,28 +68,30 @@ def held_in(packs: Path, *, is_held: bool = True) -> list[str]:
     return [
         name
         for name in sorted(os.listdir(folder) if folder.is_dir() else ())
-        if (look(packs, name) is Seen.HELD) is is_held
+        if (look(packs, name) is LeaseState.HELD) is is_held
     ]
 
 
-def look(packs: Path, uid: str) -> Seen:
+def look(packs: Path, uid: str) -> LeaseState:
     """The state of a lease, seen from here.
 
     It counts as held if it cannot be read, or if the file system has no locks."""
     path = packs / LEASES / uid
     try:
         if is_held(path):
-            return Seen.HELD
+            return LeaseState.HELD
         note = path.read_bytes()
         inode = path.stat().st_ino
     except FileNotFoundError:
-        return Seen.NOTHING
+        return LeaseState.NOTHING
     except OSError:
-        return Seen.HELD
+        return LeaseState.HELD
     try:
-        return Seen.FREE if not note or json.loads(note)["inode"] == inode else Seen.COPY
+        return (
+            LeaseState.FREE if not note or json.loads(note)["inode"] == inode else LeaseState.COPY
+        )
     except (ValueError, LookupError, TypeError):
-        return Seen.FREE
+        return LeaseState.FREE
 
 
 # The folder of packs, which a repository recognizes by a uid stored in it, not by its path or by
@@ -109,7 +111,7 @@ _LINES = re.compile(r"([0-9a-f]{24})\n([0-9a-f]{24})")
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class PackFolder:
     """A folder of packs. ``uid`` is None if it has none and none could be written.
 
     ``is_beside``: the lineage is in the same folder, so both are copied together. ``read_only`` is
@@ -133,7 +135,7 @@ class Home:
             )
         return self.uid
 
-    def lease(self, run: str) -> Held:
+    def lease(self, run: str) -> FileLock:
         """A lock on the run's file in ``leases``, which shows that this process lives. ``touch``
         shows that it is at work, for ``beat_at``.
 
@@ -160,7 +162,7 @@ class Home:
         return held
 
 
-def look_at(location: Location) -> Home:
+def read_only_folder(location: Location) -> PackFolder:
     """The folder of packs for a caller that only reads; nothing is written.
 
     :raises Unavailable: its identity cannot be read.
@@ -168,10 +170,10 @@ def look_at(location: Location) -> Home:
     is_beside = location.root is not None and location.packs == location.root / "packs"
     found = owner_of(location.packs)
     uid = None if found is None else found[0]
-    return Home(location.packs, uid, is_beside, "it was opened for looking only")
+    return PackFolder(location.packs, uid, is_beside, "it was opened for looking only")
 
 
-def settle_in(location: Location, database: Database) -> Home:
+def register_folder(location: Location, database: Database) -> PackFolder:
     """The folder of packs. If both may be written, the folder is recorded in its lineage.
 
     :raises Unavailable: its identity cannot be read, or cannot be written.
@@ -195,7 +197,7 @@ def settle_in(location: Location, database: Database) -> Home:
         if known is None or known.path != str(packs):
             with database.write() as session:
                 attachments.note(session, uid, path=str(packs), host=socket.gethostname())
-    return Home(packs, uid, is_beside, read_only)
+    return PackFolder(packs, uid, is_beside, read_only)
 
 
 def identity(packs: Path, lineage: str, *, may_write: bool = True) -> str | None:
@@ -287,7 +289,7 @@ def _identify(packs: Path, lineage: str) -> tuple[str, str]:
 # Whether the process of a run lives, as far as this process can know. Imports no torch.
 
 
-def is_dead(run: Run, home: Home) -> bool:
+def is_dead(run: Run, home: PackFolder) -> bool:
     """Whether the process of a run that did not finish has certainly ended, as far as this folder
     is concerned.
 
@@ -300,26 +302,26 @@ def is_dead(run: Run, home: Home) -> bool:
     if folder is not None and folder != home.uid:
         return False
     seen = look(home.path, run.process or run.uid)
-    if seen is Seen.HELD:
+    if seen is LeaseState.HELD:
         return False
-    if seen is Seen.COPY and home.is_beside:
+    if seen is LeaseState.COPY and home.is_beside:
         return True
     running = is_running(run)
-    if seen is Seen.FREE:
+    if seen is LeaseState.FREE:
         return running is not True
     return running is False and folder is not None
 
 
-def is_alive(run: Run, home: Home) -> bool:
+def is_alive(run: Run, home: PackFolder) -> bool:
     """Whether the process of a run is seen to live.
 
     A process that is neither alive nor dead is unknown."""
     if run.finished_at is not None or is_dead(run, home):
         return False
-    return look(home.path, run.process or run.uid) is Seen.HELD or is_running(run) is True
+    return look(home.path, run.process or run.uid) is LeaseState.HELD or is_running(run) is True
 
 
-def life_of(run: Run, home: Home) -> Life:
+def life_of(run: Run, home: PackFolder) -> Life:
     """What is known of a run's process."""
     if run.is_imported and run.finished_at is None:
         return Life.UNKNOWN
@@ -328,7 +330,7 @@ def life_of(run: Run, home: Home) -> Life:
     return Life.RUNNING if is_alive(run, home) else Life.UNKNOWN
 
 
-def check_idle(session: Session, branch: str, home: Home) -> None:
+def check_idle(session: Session, branch: str, home: PackFolder) -> None:
     """Raise if a training may still move a branch.
 
     :raises Conflict: the process of one is alive, or nothing can be found out about it; the error

@@ -30,7 +30,7 @@ from datastates.state.per_rank import boxes_here, lies_as, put_together
 from datastates.state.report import Findings, RestoreReport, Selection, Target, leaf_paths
 from datastates.state.restore import check_into, reads, write
 from datastates.state.xxh3 import Part, split_by_chunk
-from datastates.storage.copying import Piece, SupportsPouring, pieces_by_chunk
+from datastates.storage.copying import Piece, SupportsParallelRead, pieces_by_chunk
 from datastates.storage.parallel_read import SealedChunks, SharedReader, open_shared
 from datastates.storage.reading import (
     Region,
@@ -47,13 +47,13 @@ from datastates.system.devices import Mark, devices
 from datastates.system.interrupts import undisturbed
 
 from .core import Core
-from .verify import naming_a_way_on
+from .verify import suggest_sound_state
 
 _ROOM_CHUNKS = 16
 """The number of chunks that one of the rooms holds."""
 
 
-class Lift:
+class DeviceFill:
     """Fills ``homes``, all of which are on devices.
 
     Belongs to one thread; what it does follows what the current streams have to do."""
@@ -61,7 +61,7 @@ class Lift:
     def __init__(
         self, reader: Reader, specs: Sequence[TensorSpec], homes: Mapping[int, Home]
     ) -> None:
-        assert isinstance(reader, SupportsPouring), "the caller looked"
+        assert isinstance(reader, SupportsParallelRead), "the caller looked"
         self._reader = reader
         self._parts: dict[int, list[Part]] = {}  # by chunk, the live bytes that belong there
         for index, home in homes.items():
@@ -110,7 +110,7 @@ class Lift:
             for chunk in some:
                 end = max(offset + part.numel() for offset, part in self._parts[chunk])
                 pieces[chunk] = [Piece(0, memoryview(here[chunk][:end].numpy().data))]
-            self._reader.pour(pieces)
+            self._reader.read_pieces(pieces)
             self._copy(here)
             left[turn % 2] = self._marks()
 
@@ -245,12 +245,12 @@ def restore_from(
     wants, specs, adapted = own.reads(reads(into, only)), specs_of(reader), Adapted(into)
     check = partial(check_into, into, only=only, strict=strict, adapted=adapted)
     homes, spread = dict[int, Home](), dict[int, torch.Tensor]()
-    is_pouring = (
-        isinstance(reader, SupportsPouring)
+    is_parallel = (
+        isinstance(reader, SupportsParallelRead)
         and sum(bytes_of(spec) for spec in specs if wants(spec.path)) >= _WORTH_BYTES
     )
     copies = dict[int, tuple[Home, torch.Tensor]]()
-    if is_pouring or has_spread(adapted) or meeting is not None or near:
+    if is_parallel or has_spread(adapted) or meeting is not None or near:
         with torch.inference_mode(False):
             sketch, tensors = sketch_tree(reader, specs, wants=wants)
             findings = check(own(sketch, into, wants), has_values=False)
@@ -269,30 +269,32 @@ def restore_from(
                     )
                 )
             spread = boxes.read(reader)
-        found = _homes(specs, tensors, findings.targets) if is_pouring or near else {}
+        found = _homes(specs, tensors, findings.targets) if is_parallel or near else {}
         for index, home in found.items() if near else ():
             if devices().is_on(home.live):
                 piece = piece_of(near, specs[index])
                 if piece is not None and devices().of(piece) == devices().of(home.live):
                     copies[index] = home, piece
-        homes = {index: home for index, home in found.items() if is_pouring and index not in copies}
+        homes = {
+            index: home for index, home in found.items() if is_parallel and index not in copies
+        }
     in_place = {**homes, **{index: home for index, (home, _) in copies.items()}}
     given = {index: home.live for index, home in in_place.items()} | spread
     tree = read_tree(reader, wants=wants, is_borrowing=True, given=given, specs=specs)
     findings = check(own(tree, into, wants))
     lifted = {index: home for index, home in homes.items() if devices().is_on(home.live)}
     poured = {index: home for index, home in homes.items() if index not in lifted}
-    if poured and isinstance(reader, SupportsPouring):
+    if poured and isinstance(reader, SupportsParallelRead):
         pieces = pieces_by_chunk(
             (specs[index].shards[0].start, memoryview(home.flat.numpy().data))
             for index, home in poured.items()
         )
         reader.check(list(pieces))
         findings.writes.insert(
-            0, partial(_fill, partial(reader.pour, pieces), into, [*poured.values()])
+            0, partial(_fill, partial(reader.read_pieces, pieces), into, [*poured.values()])
         )
     if lifted:
-        lift = Lift(reader, specs, lifted)
+        lift = DeviceFill(reader, specs, lifted)
         lift.check()
         findings.writes.insert(0, partial(_fill, lift.fill, into, [*lifted.values()]))
     if copies:
@@ -384,7 +386,11 @@ def load(
             f"state {state.uid} has {state.world_size} parts, and rank is {rank}: give one below"
             " that"
         )
-    with undisturbed(), naming_a_way_on(core, state), core.open_payload(state, rank=rank) as reader:
+    with (
+        undisturbed(),
+        suggest_sound_state(core, state),
+        core.open_payload(state, rank=rank) as reader,
+    ):
         selection = Selection(only)
         tree = read_tree(reader, wants=selection.wants, device=device)
     if only is not None:
@@ -417,7 +423,7 @@ def restore(
     snapshots = nullcontext(()) if host is None else host.snapshots.reading(state.uid, state.digest)
     with (
         undisturbed(),
-        naming_a_way_on(core, state),
+        suggest_sound_state(core, state),
         core.open_payload(state, rank=own.source) as reader,
         snapshots as near,
     ):
@@ -437,7 +443,7 @@ def _open_together(
     own = Redivision(state.world_size, group.rank, group.size)
     meeting = Meeting(group, f"{what} state {state.uid}")
     opened = partial(core.tiers.open_part, state, verify=core.config.verify)
-    with meeting.united(), undisturbed(), naming_a_way_on(core, state), ExitStack() as stack:
+    with meeting.united(), undisturbed(), suggest_sound_state(core, state), ExitStack() as stack:
         mine = f"{state.uid} with the digest {state.digest[:16]}"
         everyone = [said.decode() for said in meeting.meet(mine.encode())]
         for rank, said in enumerate(everyone):
@@ -454,7 +460,7 @@ def load_values(core: Core, state: State, group: Group, *, wants: Callable[[str]
     """The state's tree with its plain values, and with the tensors at the paths that are wanted
     if this process is alone. Collective."""
     if group.size == 1:
-        with undisturbed(), naming_a_way_on(core, state), core.open_payload(state) as reader:
+        with undisturbed(), suggest_sound_state(core, state), core.open_payload(state) as reader:
             return read_tree(reader, wants=wants)
     with _open_together(core, state, group, "read") as (reader, _, _):
         return read_tree(reader, wants=lambda path: False)

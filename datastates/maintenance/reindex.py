@@ -37,7 +37,7 @@ from datastates.storage.tiers import VOLATILE
 from datastates.system.files import hold, share, sync_folder
 from datastates.system.interrupts import checkpoint, undisturbed
 
-from .backup import BACKUP, back_up, damage_of, is_behind, looking_at
+from .backup import BACKUP, back_up, damage_of, is_behind, open_read_only
 from .lease import held_in, identity, owner_of
 from .location import DATABASE, Location, locate
 
@@ -331,7 +331,7 @@ def _copied(final: Path, making: Path, backup: Path) -> bool:
     with suppress(sqlite3.Error), closing(sqlite3.connect(making)) as copy:
         copy.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     if damage_of(making) is None:
-        with looking_at(making) as lineage:
+        with open_read_only(making) as lineage:
             if not is_behind(lineage, backup):
                 return True
     _remove(making)

@@ -28,7 +28,7 @@ from datastates.lineage.write import attachments
 from datastates.lineage.write.clones import known, note
 from datastates.state.digest import chunk_digest
 from datastates.state.manifest import Chunk, Manifest
-from datastates.storage.garbage import Moved, Place
+from datastates.storage.garbage import MovedChunks, Place
 from datastates.storage.local import LocalTier
 from datastates.storage.parallel_read import seal_of
 from datastates.storage.tier import Payload, Reader, Tier
@@ -42,7 +42,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Hurt:
+class DamagedState:
     """A state that stays damaged, why, and the uid of the nearest ancestor that is here and
     sound; None if there is none."""
 
@@ -58,7 +58,7 @@ class RepairReport:
     ``unread`` as in ``VerifyReport``."""
 
     repaired: tuple[str, ...]
-    hurt: tuple[Hurt, ...]
+    hurt: tuple[DamagedState, ...]
     unread: tuple[str, ...]
 
 
@@ -106,7 +106,7 @@ class _Repair:
     def __init__(self, core: Core, sources: Sequence[Tier | Peer], found: VerifyReport) -> None:
         self._core, self._sources, self._found = core, list(sources), found
         self._tier = core.tiers.durable
-        self._moved: Moved = {}
+        self._moved: MovedChunks = {}
         self._given: dict[bytes, str] = {}
         self._noted: set[tuple[str, str]] = set()
 
@@ -128,7 +128,10 @@ class _Repair:
         hurt = {uid: problems.pop(uid) for uid, _ in left}
         return RepairReport(
             tuple(problems),
-            tuple(Hurt(uid, problem, self._nearest(uid, hurt)) for uid, problem in hurt.items()),
+            tuple(
+                DamagedState(uid, problem, self._nearest(uid, hurt))
+                for uid, problem in hurt.items()
+            ),
             self._found.unread,
         )
 
@@ -157,7 +160,7 @@ class _Repair:
                     )
                     _check_seal(seal, manifest, mended)
             self._note(uid, [manifest.content.chunks[index] for index in bad])
-            self._tier.mend(uid, rank, places, self._moved, chunk)
+            self._tier.rewrite_chunks(uid, rank, places, self._moved, chunk)
 
     def _put_again(self, uid: str, rank: int) -> None:
         """Write a state again, because its manifest is damaged or gone, from a place that has all

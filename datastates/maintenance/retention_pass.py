@@ -49,11 +49,11 @@ from datastates.policy.retention import (
 from datastates.storage.durable_files import next_step
 from datastates.storage.local import LocalTier
 from datastates.storage.tiers import CAPTURED, DURABLE, VOLATILE
-from datastates.system.files import Held, hold
+from datastates.system.files import FileLock, hold
 from datastates.system.interrupts import undisturbed
 
 from .core import Core
-from .lease import Home, check_idle
+from .lease import PackFolder, check_idle
 
 _logger = logging.getLogger(__name__)
 
@@ -70,19 +70,19 @@ _ASK_AGAIN_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Grounds:
+class PruneContext:
     """The parts of an open repository for pruning: its lineage, its folder of packs, and the engine
     of this process, if there is one."""
 
     database: Database
     durable: LocalTier
-    home: Home
+    home: PackFolder
     holder: str
     host: Runner | None
 
     @classmethod
     def of(cls, core: Core) -> Self:
-        """The grounds of a repository as it is now."""
+        """The context of a repository as it is now."""
         return cls(
             core.database,
             core.tiers.durable,
@@ -147,7 +147,7 @@ class Survey:
         return Ledger(self.facts).bytes
 
 
-def untold(done: int, total: int) -> None:
+def no_progress(done: int, total: int) -> None:
     """Report no progress."""
 
 
@@ -156,12 +156,12 @@ def prune(
     policy: Retention | None = None,
     *,
     dry_run: bool = False,
-    tell: Callable[[int, int], None] = untold,
+    tell: Callable[[int, int], None] = no_progress,
 ) -> Pruned:
     """Drop the states of all branches that a policy does not keep; see ``Repository.prune``."""
     core.check_open()
     core.settle()
-    grounds = Grounds.of(core)
+    context = PruneContext.of(core)
 
     def policies(told: Mapping[str, Retention]) -> Policies:
         if policy is None:
@@ -174,9 +174,9 @@ def prune(
         return Policies(policy, bests)
 
     if dry_run:
-        return _planned(*_decided(grounds, policies, tell))
+        return _planned(*_decided(context, policies, tell))
     with _turn(core) as held:
-        return carry_out(grounds, held, *_decided(grounds, policies, tell), tell=tell)
+        return carry_out(context, held, *_decided(context, policies, tell), tell=tell)
 
 
 def drop_ref(core: Core, name: str, *, dry_run: bool = False) -> Pruned:
@@ -188,13 +188,13 @@ def drop_ref(core: Core, name: str, *, dry_run: bool = False) -> Pruned:
     """
     core.check_open()
     core.settle()
-    grounds, policies = Grounds.of(core), Policies(Retention.all())
+    context, policies = PruneContext.of(core), Policies(Retention.all())
     with nullcontext() if dry_run else _turn(core) as held:
         with core.database.read() if dry_run else core.writing() as session:
             get(session, name)  # raises if there is none
             check_idle(session, name, core.home)
             own = retained.only_of(session, name)
-            found = survey(grounds, policies, own=own)
+            found = survey(context, policies, own=own)
             if not dry_run:
                 delete_ref(session, name, reason="delete with its bytes")
         decisions = [
@@ -208,19 +208,19 @@ def drop_ref(core: Core, name: str, *, dry_run: bool = False) -> Pruned:
         done = (
             _planned(found, policies, decisions)
             if held is None
-            else carry_out(grounds, held, found, policies, decisions)
+            else carry_out(context, held, found, policies, decisions)
         )
     return replace(done, policy=f"delete {name}")
 
 
 @contextmanager
-def _turn(core: Core) -> Iterator[Held]:
+def _turn(core: Core) -> Iterator[FileLock]:
     """Prune alone.
 
     :raises Unavailable: another process goes on pruning, or nothing may be written.
     """
     core.home.check_writable()
-    with taking_turns(core.home.path, _PATIENCE_S) as held:
+    with prune_lock(core.home.path, _PATIENCE_S) as held:
         if held is None:
             raise Unavailable(
                 f"another process has been pruning {core.home.path} for {_PATIENCE_S:.0f} s: wait"
@@ -230,24 +230,24 @@ def _turn(core: Core) -> Iterator[Held]:
 
 
 def _decided(
-    grounds: Grounds,
+    context: PruneContext,
     policies: Callable[[Mapping[str, Retention]], Policies],
     tell: Callable[[int, int], None],
 ) -> tuple[Survey, Policies, list[Decision]]:
-    chosen = policies(told_policies(grounds))
-    found = survey(grounds, chosen, tell=tell)
+    chosen = policies(recorded_policies(context))
+    found = survey(context, chosen, tell=tell)
     largest = max((sum(size for _, size in fact.files) for fact in found.facts), default=0)
-    chosen = reckoned(chosen, budget(half_of_room(grounds.home.path, found.bytes), largest))
+    chosen = with_budget(chosen, budget(half_of_room(context.home.path, found.bytes), largest))
     return found, chosen, decide(found.facts, chosen, time.time())
 
 
 # --- looking --------------------------------------------------------------------------------------
 
 
-def told_policies(grounds: Grounds) -> dict[str, Retention]:
+def recorded_policies(context: PruneContext) -> dict[str, Retention]:
     """The policies of the newest training of each branch, by branch."""
     found: dict[str, Retention] = {}
-    with grounds.database.read() as session:
+    with context.database.read() as session:
         told = retained.told(session, KEY)
     for branch, text in told.items():
         try:
@@ -261,11 +261,11 @@ def told_policies(grounds: Grounds) -> dict[str, Retention]:
 
 
 def survey(
-    grounds: Grounds,
+    context: PruneContext,
     policies: Policies,
     *,
     own: Collection[int] = (),
-    tell: Callable[[int, int], None] = untold,
+    tell: Callable[[int, int], None] = no_progress,
 ) -> Survey:
     """What the folder holds, with the facts for which the policies ask. No name counts on the
     states ``own``, by row id.
@@ -273,7 +273,7 @@ def survey(
     It is read in many short transactions, so ``withdraw_all`` looks again at what is to go.
     ``tell`` gets the number of the folder's states that were read.
     """
-    node, tier = grounds.home.uid or "", grounds.durable.name
+    node, tier = context.home.uid or "", context.durable.name
     keys = {
         rule.key
         for policy in (policies.default, *policies.own.values())
@@ -281,20 +281,20 @@ def survey(
         if isinstance(rule, Best)
     }
     if EACH in keys:
-        with grounds.database.read() as session:
+        with context.database.read() as session:
             keys |= {key for key in metrics_of(session) if named_direction(key) is not None}
-    files, found = grounds.durable.files(), list[retained.Durable]()
-    for page in retained.durable(grounds.database, tier=tier, node=node, keys=keys):
+    files, found = context.durable.files(), list[retained.Durable]()
+    for page in retained.durable(context.database, tier=tier, node=node, keys=keys):
         found += page
         tell(len(found), max(len(found), len(files)))
-    held = retained.counted_on(grounds.database, {each.id for each in found})
-    with grounds.database.read() as session:
+    held = retained.counted_on(context.database, {each.id for each in found})
+    with context.database.read() as session:
         segments = retained.segments_of(session)
         elsewhere = retained.elsewhere(
-            session, [each.id for each in found], volatile=VOLATILE, holder=grounds.holder
+            session, [each.id for each in found], volatile=VOLATILE, holder=context.holder
         )
-    best = _best_before_forks(grounds.database, segments, policies) if keys else {}
-    asked = grounds.host.asked() if grounds.host is not None else frozenset()
+    best = _best_before_forks(context.database, segments, policies) if keys else {}
+    asked = context.host.asked() if context.host is not None else frozenset()
     facts = []
     for each in found:
         why = (
@@ -393,7 +393,7 @@ def budget(half: int, state_bytes: int) -> int:
     return max(1, min(half, max(_BUDGET_BYTES, _BUDGET_STATES * state_bytes)))
 
 
-def reckoned(policies: Policies, size: int) -> Policies:
+def with_budget(policies: Policies, size: int) -> Policies:
     """The same policies with numbers for bounds."""
 
     def exact(policy: Retention) -> Retention:
@@ -410,22 +410,22 @@ def reckoned(policies: Policies, size: int) -> Policies:
 
 
 def carry_out(
-    grounds: Grounds,
-    held: Held,
+    context: PruneContext,
+    held: FileLock,
     found: Survey,
     policies: Policies,
     decisions: Sequence[Decision],
     *,
     is_over: Callable[[], bool] = bool,
-    tell: Callable[[int, int], None] = untold,
+    tell: Callable[[int, int], None] = no_progress,
 ) -> Pruned:
     """Drop the states that the decisions name, batch by batch, until ``is_over``; returns which
     were dropped. An interrupt is raised between two batches.
 
-    ``held`` is the turn, from ``taking_turns``. The oldest states go first: then no batch walks
+    ``held`` is the turn, from ``prune_lock``. The oldest states go first: then no batch walks
     through the states of an earlier one.
     """
-    _finish(grounds, held)
+    _finish(context, held)
     going = sorted(
         (each for each in decisions if not each.is_kept), key=lambda each: found.ids[each.fact.uid]
     )
@@ -435,11 +435,11 @@ def carry_out(
             break
         batch = going[start : start + _BATCH]
         with undisturbed():
-            gone.update(_drop(grounds, held, [found.ids[each.fact.uid] for each in batch], batch))
+            gone.update(_drop(context, held, [found.ids[each.fact.uid] for each in batch], batch))
         tell(start + len(batch), len(going))
     if any("@" in name for each in going if each.fact.uid in gone for name, _ in each.fact.files):
         with suppress(Conflict):  # another process collects
-            grounds.durable.collect()
+            context.durable.collect()
     done = [
         (
             each
@@ -454,43 +454,45 @@ def carry_out(
 _STAYED = "somebody counts on it since"
 
 
-def _drop(grounds: Grounds, held: Held, ids: Sequence[int], batch: Sequence[Decision]) -> list[str]:
+def _drop(
+    context: PruneContext, held: FileLock, ids: Sequence[int], batch: Sequence[Decision]
+) -> list[str]:
     free = []
     for id_, each in zip(ids, batch, strict=True):
         with suppress(Conflict):  # a training is at the state, or the state is being written
-            if grounds.host is not None:
-                grounds.host.check_withdrawal(each.fact.uid)
+            if context.host is not None:
+                context.host.check_withdrawal(each.fact.uid)
             free.append(id_)
     with suppress(OSError):
         # a full disk is the very reason for this; without the note, gc finds what a kill leaves
         held.write("\n".join(each.fact.uid for each in batch))
-    with grounds.database.write(durable=True) as session:
-        tier, node = grounds.durable.name, grounds.home.check_writable()
+    with context.database.write(durable=True) as session:
+        tier, node = context.durable.name, context.home.check_writable()
         uids = withdraw_all(
-            session, free, tier=tier, node=node, volatile=VOLATILE, holder=grounds.holder
+            session, free, tier=tier, node=node, volatile=VOLATILE, holder=context.holder
         )
-    _remove(grounds, uids, _packs_of(name for each in batch for name, _ in each.fact.files))
+    _remove(context, uids, _packs_of(name for each in batch for name, _ in each.fact.files))
     held.write("")
-    if grounds.host is not None:
-        grounds.host.withdrawn(uids)
+    if context.host is not None:
+        context.host.withdrawn(uids)
     return uids
 
 
-def _finish(grounds: Grounds, held: Held) -> None:
+def _finish(context: PruneContext, held: FileLock) -> None:
     """Remove what a process that died in the middle had withdrawn and not removed yet."""
     begun = held.path.read_text().split()
     if not begun:
         return
-    tier, node = grounds.durable.name, grounds.home.check_writable()
-    files, gone = grounds.durable.files(), list[str]()
-    with suppress(NotFound), grounds.database.read() as session:
+    tier, node = context.durable.name, context.home.check_writable()
+    files, gone = context.durable.files(), list[str]()
+    with suppress(NotFound), context.database.read() as session:
         here = replicas.held(session, begun, tier=tier, node=node)
         gone += [
             state.uid
             for state in states(session, begun)
             if state.uid not in here and state.status is not Status.CAPTURED
         ]
-    _remove(grounds, gone, _packs_of(name for uid in gone for name, _ in files.get(uid, ())))
+    _remove(context, gone, _packs_of(name for uid in gone for name, _ in files.get(uid, ())))
     held.write("")
 
 
@@ -502,23 +504,23 @@ def _packs_of(files: Iterable[str]) -> set[str]:
     }
 
 
-def _remove(grounds: Grounds, uids: Sequence[str], packs: Iterable[str]) -> None:
+def _remove(context: PruneContext, uids: Sequence[str], packs: Iterable[str]) -> None:
     """Delete the files of states that were withdrawn. States that were added again stay.
 
     Manifests are deleted inside a transaction that writes, so that no process adds one between the
     check and its deletion.
     """
-    with grounds.database.write() as session:
+    with context.database.write() as session:
         take_turns(session)
         here = replicas.held(
-            session, uids, tier=grounds.durable.name, node=grounds.home.check_writable()
+            session, uids, tier=context.durable.name, node=context.home.check_writable()
         )
-        grounds.durable.forget(uid for uid in uids if uid not in here)
-    grounds.durable.discard(packs)
+        context.durable.forget(uid for uid in uids if uid not in here)
+    context.durable.discard(packs)
 
 
 @contextmanager
-def taking_turns(folder: Path, patience_s: float) -> Iterator[Held | None]:
+def prune_lock(folder: Path, patience_s: float) -> Iterator[FileLock | None]:
     """Prune alone; yields None if another process prunes for ``patience_s``."""
     since = time.monotonic()
     try:
@@ -595,7 +597,7 @@ class Usage:
     states: tuple[StateUse, ...]
 
 
-def usage(core: Core, *, on_progress: Callable[[int, int], None] = untold) -> Usage:
+def usage(core: Core, *, on_progress: Callable[[int, int], None] = no_progress) -> Usage:
     """How much each branch takes of the folder of packs, by the lineage and the manifests.
 
     ``on_progress`` is called with the number of states that were read, and about how many there
@@ -603,7 +605,7 @@ def usage(core: Core, *, on_progress: Callable[[int, int], None] = untold) -> Us
     """
     core.check_open()
     core.settle()
-    facts = survey(Grounds.of(core), Policies(Retention.all()), tell=on_progress).facts
+    facts = survey(PruneContext.of(core), Policies(Retention.all()), tell=on_progress).facts
     everything = Ledger(facts)
     by_branch: defaultdict[str, list[Fact]] = defaultdict(list)
     for fact in facts:

@@ -344,7 +344,7 @@ _TRIED = 32
 
 
 @contextmanager
-def naming_a_way_on(core: Core, state: State) -> Iterator[None]:
+def suggest_sound_state(core: Core, state: State) -> Iterator[None]:
     """Add to errors of damage inside the block the nearest state that verifies, and how to continue
     from it.
 

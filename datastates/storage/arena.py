@@ -37,7 +37,7 @@ from datastates.errors import Closed, InvalidInput, OverBudget, Unavailable
 from datastates.state.manifest import CHUNK_BYTES
 from datastates.system.devices import devices
 from datastates.system.interrupts import Mutex
-from datastates.system.threads import Bell
+from datastates.system.threads import Notifier
 
 _logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class Pinned:
         with self._lock:
             return bisect_right(self._edges, first) == bisect_right(self._edges, last)
 
-    def let_go(self) -> None:
+    def unregister_all(self) -> None:
         """Unregister all, then release the owner; idempotent."""
         with self._lock:
             starts, self._starts = self._starts, []
@@ -198,7 +198,7 @@ class Arena:
         self._pinned: Pinned | None = None
         self._registered = 0
         self._is_closed = False
-        self._changed = Bell()
+        self._changed = Notifier()
         self._lock, self._registering = Mutex(), Mutex()
         _arenas.add(self)
 
@@ -290,7 +290,7 @@ class Arena:
                 self._coming -= len(fresh) * CHUNK_BYTES
                 if not self._is_closed:
                     self._join(fresh.start, fresh.stop)
-            self._changed.ring()
+            self._changed.notify_all()
         return bool(fresh)
 
     @property
@@ -341,7 +341,7 @@ class Arena:
             if self._pinned is not None:
                 return
             self._pinned = Pinned(registrar, self._view)
-            weakref.finalize(self, self._pinned.let_go)
+            weakref.finalize(self, self._pinned.unregister_all)
         self._register()
 
     @property
@@ -413,9 +413,9 @@ class Arena:
             if self._is_closed:
                 return
             self._forget()
-        self._changed.ring()
+        self._changed.notify_all()
         if self._pinned is not None:
-            self._pinned.let_go()
+            self._pinned.unregister_all()
 
     def _touch(self, block: int, *, is_awaited: bool) -> None:
         """Make one of the caller's blocks real; its contents are lost.

@@ -44,9 +44,9 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Leg:
+class ReadStep:
     """Bytes of a chunk that are read at once, straight into ``memory``. If that is None, they are
-    read into a ``Room``, from which ``pieces`` are copied."""
+    read into a ``ThreadBuffer``, from which ``pieces`` are copied."""
 
     offset: int
     length: int
@@ -55,7 +55,7 @@ class Leg:
 
 
 @runtime_checkable
-class SupportsPouring(Protocol):
+class SupportsParallelRead(Protocol):
     """A reader from which several threads may read chunks at once."""
 
     def check(self, indices: Sequence[int]) -> None:
@@ -64,7 +64,7 @@ class SupportsPouring(Protocol):
         :raises Corrupt: a chunk fails its digest.
         """
 
-    def pour(self, pieces: Mapping[int, Sequence[Piece]]) -> None:
+    def read_pieces(self, pieces: Mapping[int, Sequence[Piece]]) -> None:
         """Copy pieces, given by chunk, to their memory. Bytes that may have changed since their
         check are checked again.
 
@@ -73,7 +73,7 @@ class SupportsPouring(Protocol):
         """
 
 
-class Room(threading.local):
+class ThreadBuffer(threading.local):
     """Memory for each thread, used again and again."""
 
     def __init__(self) -> None:
@@ -95,18 +95,20 @@ def pieces_by_chunk(stretches: Iterable[tuple[int, memoryview]]) -> dict[int, li
     return found
 
 
-def legs(pieces: Sequence[Piece], length: int, *, is_whole: bool = True) -> Iterator[Leg]:
-    """The legs that read a chunk of ``length`` bytes. Each large piece has its own leg, and
+def read_steps(
+    pieces: Sequence[Piece], length: int, *, is_whole: bool = True
+) -> Iterator[ReadStep]:
+    """The steps that read a chunk of ``length`` bytes. Each large piece has its own step, and
     everything between large pieces is read together. Unless ``is_whole``, they read no more than
     the pieces need."""
     if not is_whole:
-        for leg in legs(pieces, length):
-            if leg.memory is not None:
-                yield leg
-            elif leg.pieces:
-                begin, last = leg.pieces[0].offset, leg.pieces[-1]
+        for step in read_steps(pieces, length):
+            if step.memory is not None:
+                yield step
+            elif step.pieces:
+                begin, last = step.pieces[0].offset, step.pieces[-1]
                 end = last.offset + last.memory.nbytes
-                yield Leg(begin, end - begin, None, leg.pieces)
+                yield ReadStep(begin, end - begin, None, step.pieces)
         return
     small: list[Piece] = []
     begin = 0
@@ -118,7 +120,7 @@ def legs(pieces: Sequence[Piece], length: int, *, is_whole: bool = True) -> Iter
         small = []
         for at in range(0, piece.memory.nbytes, STRIDE_BYTES):
             stride = piece.memory[at : at + STRIDE_BYTES]
-            yield Leg(piece.offset + at, stride.nbytes, stride)
+            yield ReadStep(piece.offset + at, stride.nbytes, stride)
         begin = piece.offset + piece.memory.nbytes
     yield from _through_room(begin, length, small)
 
@@ -172,8 +174,8 @@ def _each(indices: Sequence[int], work: Callable[[int], object]) -> None:
         work(index)
 
 
-def _through_room(begin: int, end: int, pieces: Sequence[Piece]) -> Iterator[Leg]:
-    """Legs through a ``Room`` from ``begin`` to ``end``, each with its pieces, or parts of
+def _through_room(begin: int, end: int, pieces: Sequence[Piece]) -> Iterator[ReadStep]:
+    """Steps through a ``ThreadBuffer`` from ``begin`` to ``end``, each with its pieces, or parts of
     pieces."""
     left = list(pieces)
     for at in range(begin, end, STRIDE_BYTES):
@@ -184,7 +186,7 @@ def _through_room(begin: int, end: int, pieces: Sequence[Piece]) -> Iterator[Leg
             inside.append(Piece(piece.offset, head))
             if head.nbytes < piece.memory.nbytes:
                 left.insert(0, Piece(stop, piece.memory[head.nbytes :]))
-        yield Leg(at, stop - at, None, tuple(inside))
+        yield ReadStep(at, stop - at, None, tuple(inside))
 
 
 # Memory for many chunks of a state, which a few threads fill, so that tensors over several chunks

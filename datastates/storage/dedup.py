@@ -475,7 +475,7 @@ name."""
 
 
 @dataclass(frozen=True, slots=True)
-class Borrowed:
+class SharedChunks:
     """Chunks of a state that are stored in packs of other states. ``stamps`` identify the packs
     whose bytes were compared."""
 
@@ -483,13 +483,13 @@ class Borrowed:
     stamps: Mapping[str, Stamp] = field(default_factory=dict)
 
 
-def find_borrowed(
+def find_shared(
     root: Path,
     hinted: Mapping[_Key, Sequence[Hint]],
     payload: Payload,
     known: Container[_Key],
     likely: Places,
-) -> Borrowed:
+) -> SharedChunks:
     """The chunks of a state that are stored in packs of ``root``, except ``known`` ones. The
     ``hinted`` and the ``likely`` places are compared.
     """
@@ -499,7 +499,7 @@ def find_borrowed(
         if key not in known and (key in hinted or key in likely):
             first.setdefault(key, number)
     if not first:
-        return Borrowed()
+        return SharedChunks()
     places: dict[_Key, tuple[PackInfo, int]] = {}
     stamps: dict[str, Stamp] = {}
     hints = [Hint(key, likely[key][0].name, likely[key][1]) for key in first if key in likely]
@@ -517,7 +517,7 @@ def find_borrowed(
             if found:
                 places |= found
                 stamps[name] = pack.stamp
-    return Borrowed(places, stamps)
+    return SharedChunks(places, stamps)
 
 
 def stamp_of(status: os.stat_result) -> Stamp:

@@ -27,7 +27,7 @@ from datastates.system.files import (
     sync_folder,
 )
 from datastates.system.interrupts import Mutex, undisturbed
-from datastates.system.threads import Bell, at
+from datastates.system.threads import Notifier, at
 
 from .pack import PAGE, PackLayout, padded
 
@@ -50,7 +50,7 @@ class Pace:
     def __init__(self, bytes_per_s: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.bytes_per_s = bytes_per_s
         self._clock = clock
-        self._bell, self._lock = Bell(), Mutex()
+        self._notifier, self._lock = Notifier(), Mutex()
         self._free_at = 0.0
         self._lifts = 0
 
@@ -80,7 +80,7 @@ class Pace:
         """Lift the limit until the end of the block; such blocks of several threads may overlap."""
         with self._lock:
             self._lifts += 1
-        self._bell.ring()
+        self._notifier.notify_all()
         try:
             yield
         finally:
@@ -88,7 +88,7 @@ class Pace:
                 self._lifts -= 1
 
     def _sleep(self, seconds: float) -> None:
-        self._bell.wait_for(lambda: self.is_lifted, seconds)
+        self._notifier.wait_for(lambda: self.is_lifted, seconds)
 
 
 TEMPORARY = ".tmp-"

@@ -42,19 +42,19 @@ from .durable_files import (
     write_chunks,
     write_file,
 )
-from .pack import Catalogue, Member, free_name, padded, uid_of
+from .pack import Catalogue, ManifestEntry, free_name, padded, uid_of
 from .pack_reader import MappedReader
 from .tier import Reader
 
 Place = tuple[str, int]
 """A pack, and the offset of a chunk in it."""
 
-Moved = dict[Place, tuple[PackInfo, int]]
+MovedChunks = dict[Place, tuple[PackInfo, int]]
 """The new place of each chunk that was moved, by its old place."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sparse:
+class SparsePack:
     """A pack of which less than half is needed, and the names of the manifests that need it."""
 
     name: str
@@ -62,7 +62,7 @@ class Sparse:
     dead_bytes: int
 
 
-def sparse_packs(manifests: Mapping[str, Sequence[Member]]) -> list[Sparse]:
+def sparse_packs(manifests: Mapping[str, Sequence[ManifestEntry]]) -> list[SparsePack]:
     """The packs most of whose bytes none of these manifests needs, given by file."""
     live: dict[str, dict[int, int]] = {}
     users: dict[str, dict[str, None]] = {}
@@ -75,7 +75,7 @@ def sparse_packs(manifests: Mapping[str, Sequence[Member]]) -> list[Sparse]:
             for ref in member.refs:
                 live.setdefault(member.packs[ref.pack].name, {})[ref.offset] = padded(ref.length)
     found = [
-        Sparse(pack, tuple(users[pack]), sizes[pack] - sum(spots.values()))
+        SparsePack(pack, tuple(users[pack]), sizes[pack] - sum(spots.values()))
         for pack, spots in live.items()
     ]
     return sorted(
@@ -85,7 +85,7 @@ def sparse_packs(manifests: Mapping[str, Sequence[Member]]) -> list[Sparse]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Old:
+class _OldFile:
     """A file of manifests as it was read, and its bytes."""
 
     path: Path
@@ -108,14 +108,14 @@ class Rewriting:
         self._root, self._catalogue, self._index = root, catalogue, index
         self._is_direct, self._on_step = is_direct, on_step
 
-    def rewrite(self, pack: Sparse) -> int | None:
+    def rewrite(self, pack: SparsePack) -> int | None:
         """Move what is needed of a pack, and delete it; returns by how many bytes the folder
         shrank, None if the pack is still needed.
 
         :raises Corrupt: a chunk of it is damaged; it stays where it is.
         :raises OSError: the disk is full, or fails.
         """
-        moved: Moved = {}
+        moved: MovedChunks = {}
         added = 0
         for name in pack.manifests:
             checkpoint()
@@ -136,12 +136,12 @@ class Rewriting:
         self._on_step("pack-removed")
         return freed - added
 
-    def mend(
+    def rewrite_chunks(
         self,
         uid: str,
         rank: int,
         bad: Collection[Place],
-        moved: Moved,
+        moved: MovedChunks,
         chunk: Callable[[Reader, int], memoryview],
     ) -> None:
         """Write a state's chunks at ``bad`` places again. ``chunk`` returns their checked bytes.
@@ -156,7 +156,7 @@ class Rewriting:
         self,
         name: str,
         is_left: Callable[[Place], bool],
-        moved: Moved,
+        moved: MovedChunks,
         chunk: Callable[[Reader, int], memoryview],
         only: tuple[str, int] | None = None,
     ) -> int:
@@ -177,9 +177,9 @@ class Rewriting:
     def _carry_out(
         self,
         plan: PutPlan,
-        old: _Old,
+        old: _OldFile,
         file: Temporary,
-        moved: Moved,
+        moved: MovedChunks,
         chunk: Callable[[Reader, int], memoryview],
     ) -> int | None:
         """The size of the pack that was written; None if the plan relies on packs that are gone
@@ -236,7 +236,7 @@ class Rewriting:
         self,
         manifests: Sequence[Manifest],
         is_left: Callable[[Place], bool],
-        moved: Moved,
+        moved: MovedChunks,
         only: tuple[str, int] | None,
     ) -> PutPlan | None:
         """The plan for the states of a file; None if they no longer need any of those places."""
@@ -276,12 +276,12 @@ def _place(manifests: Sequence[Manifest], mine: tuple[int, int]) -> Place:
     return manifest.packs[ref.pack].name, ref.offset
 
 
-def _read(path: Path) -> _Old:
+def _read(path: Path) -> _OldFile:
     data, first, found = read_regular(path, most=MAX_MANIFEST), memoryview(b""), list[Manifest]()
     for _, frame in frames(data):
         first = first or frame
         found.append(decode_sound(frame, source=str(path), first=first).manifest)
-    return _Old(path, data, tuple(found))
+    return _OldFile(path, data, tuple(found))
 
 
 _BATCH = 32
@@ -291,7 +291,7 @@ _ONE_AT_A_TIME = ".collecting"
 
 
 @dataclass(slots=True)
-class Collected:
+class CollectReport:
     """The result of a collection, or of a dry run. Sizes are file sizes.
 
     ``left`` lists the files that were not touched, with the reason."""
@@ -325,9 +325,9 @@ class Collector:
     ) -> None:
         self._root, self._catalogue, self._rewriting = root, catalogue, rewriting
         self._tell, self._without = tell, frozenset(without)
-        self._collected = Collected()
+        self._collected = CollectReport()
 
-    def look(self) -> Collected:
+    def look(self) -> CollectReport:
         """The result that a collection would have, without any change."""
         done = self._collected
         for path in self._temporaries():
@@ -344,7 +344,7 @@ class Collector:
                 done.rewritten_bytes += pack.dead_bytes
         return done
 
-    def collect(self) -> Collected:
+    def collect(self) -> CollectReport:
         """Collect; returns what was done."""
         held = hold(self._root / _ONE_AT_A_TIME)
         if held is None:
@@ -375,7 +375,7 @@ class Collector:
     def _temporaries(self) -> list[Path]:
         return [self._root / name for name in os.listdir(self._root) if name.startswith(TEMPORARY)]
 
-    def _manifests(self) -> dict[str, list[Member]] | None:
+    def _manifests(self) -> dict[str, list[ManifestEntry]] | None:
         """The manifests in each file; None if one cannot be read, since it may need any pack."""
         listed = self._catalogue.listed()
         unread = sorted(
@@ -396,7 +396,7 @@ class Collector:
             for name, each in listed.items()
         }
 
-    def _unneeded(self, manifests: Mapping[str, list[Member]]) -> list[str]:
+    def _unneeded(self, manifests: Mapping[str, list[ManifestEntry]]) -> list[str]:
         needed = {
             pack.name
             for members in manifests.values()
@@ -442,7 +442,7 @@ class Collector:
                 sync_folder(self._root)
             self._say(total)
 
-    def _rewrite(self, pack: Sparse) -> None:
+    def _rewrite(self, pack: SparsePack) -> None:
         try:
             freed = self._rewriting.rewrite(pack)
         except (Corrupt, NotFound, Unavailable, Unsupported, OSError) as exc:

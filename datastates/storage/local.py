@@ -40,14 +40,14 @@ from datastates.system.files import make_folders, read_regular, sync_folder
 from .copying import are_equal
 from .dedup import (
     SHARED_BYTES,
-    Borrowed,
     ChunkIndex,
     Hint,
     Places,
     PutPlan,
+    SharedChunks,
     Stamp,
     chunk_hints,
-    find_borrowed,
+    find_shared,
     is_there,
     places_of,
     plan_put,
@@ -68,10 +68,10 @@ from .durable_files import (
     write_chunks,
     write_file,
 )
-from .garbage import Collected, Collector, Moved, Place, Rewriting
+from .garbage import Collector, CollectReport, MovedChunks, Place, Rewriting
 from .pack import (
     Catalogue,
-    Listed,
+    ManifestFile,
     bytes_of_packs,
     free_name,
     manifest_name,
@@ -174,7 +174,7 @@ class LocalTier(Tier):
         )
         try:
             wishes = [
-                _Wish(
+                _PutRequest(
                     put.payload,
                     places_of(put.base if put.is_of_base else None),
                     places_of(put.base),
@@ -184,7 +184,9 @@ class LocalTier(Tier):
             with self._staged(wishes) as staged:
                 placed = staged.commit_all()
             if placed is None:  # a pack to which it refers was removed meanwhile
-                with self._staged([_Wish(put.payload) for put in puts], is_sharing=False) as staged:
+                with self._staged(
+                    [_PutRequest(put.payload) for put in puts], is_sharing=False
+                ) as staged:
                     placed = staged.commit_all()
         except OSError as exc:
             if not self.root.is_dir():
@@ -382,7 +384,7 @@ class LocalTier(Tier):
         is_dry: bool = False,
         without: Iterable[str] = (),
         tell: Callable[[int, int], None] = lambda done, total: None,
-    ) -> Collected:
+    ) -> CollectReport:
         """``sweep``, and rewrite packs if manifests need less than half of their bytes. It handles
         a few files at a time, and blocks no other work.
 
@@ -400,12 +402,12 @@ class LocalTier(Tier):
         except OSError as exc:
             raise Unavailable(f"no room was made in {self.root} ({exc})") from exc
 
-    def mend(
+    def rewrite_chunks(
         self,
         uid: str,
         rank: int,
         bad: Collection[Place],
-        moved: Moved,
+        moved: MovedChunks,
         chunk: Callable[[Reader, int], memoryview],
     ) -> None:
         """Write the chunks of a state at ``bad`` places again, with the bytes that ``chunk``
@@ -414,12 +416,12 @@ class LocalTier(Tier):
         """
         self._check_open()
         try:
-            self._rewriting.mend(uid, rank, bad, moved, chunk)
+            self._rewriting.rewrite_chunks(uid, rank, bad, moved, chunk)
         except OSError as exc:
             raise Unavailable(f"state {uid} was not mended in {self.root} ({exc})") from exc
 
     @contextmanager
-    def hurrying(self) -> Iterator[None]:
+    def unthrottled(self) -> Iterator[None]:
         """Write without the rate limit until the end of the block, because a caller wants to
         end."""
         with nullcontext() if self._pace is None else self._pace.lifted():
@@ -437,7 +439,7 @@ class LocalTier(Tier):
         known: Places | None = None,
         likely: Places | None = None,
         is_sharing: bool = True,
-    ) -> Iterator[Staged]:
+    ) -> Iterator[StagedPut]:
         """A state that is written but not visible. ``commit`` makes it visible; otherwise nothing
         of it is left at the end of the block.
 
@@ -450,7 +452,7 @@ class LocalTier(Tier):
         self._check_open()
         payload.check()
         with self._staged(
-            [_Wish(payload, known or {}, likely or {})], is_sharing=is_sharing
+            [_PutRequest(payload, known or {}, likely or {})], is_sharing=is_sharing
         ) as staged:
             yield staged
 
@@ -528,7 +530,9 @@ class LocalTier(Tier):
         return None
 
     @contextmanager
-    def _staged(self, wishes: Sequence[_Wish], *, is_sharing: bool = True) -> Iterator[Staged]:
+    def _staged(
+        self, wishes: Sequence[_PutRequest], *, is_sharing: bool = True
+    ) -> Iterator[StagedPut]:
         """States whose bytes are written, and that are not visible."""
         origin = wishes[0].payload.manifest.origin
         if any(
@@ -561,13 +565,13 @@ class LocalTier(Tier):
             }
             new = [wish for number, wish in enumerate(wishes) if number not in here]
             if not new:
-                yield Staged(self, here, None, (), None, file, {})
+                yield StagedPut(self, here, None, (), None, file, {})
                 return
             found = [
                 (
-                    find_borrowed(self.root, hints, wish.payload, wish.known, wish.likely)
+                    find_shared(self.root, hints, wish.payload, wish.known, wish.likely)
                     if is_sharing
-                    else Borrowed()
+                    else SharedChunks()
                 )
                 for wish in new
             ]
@@ -596,7 +600,7 @@ class LocalTier(Tier):
                 )
                 self._on_step("pack-written")
             stamps = {name: stamp for borrowed in found for name, stamp in borrowed.stamps.items()}
-            yield Staged(self, here, plan, encoded, pack, file, stamps)
+            yield StagedPut(self, here, plan, encoded, pack, file, stamps)
 
     def _same(self, payload: Payload, hints: Sequence[Hint]) -> Manifest | None:
         """The manifest of a state that is already here, if it is the same state. Its bytes are
@@ -643,7 +647,7 @@ class LocalTier(Tier):
             for hint in hints
         }
 
-        def going(name: str, each: Listed) -> set[int]:
+        def going(name: str, each: ManifestFile) -> set[int]:
             is_named = (uid_of(name, "manifest") or ("",))[0] in uids
             damaged = {at for at in each.damaged if (name, at) in owned or (is_named and not at)}
             return damaged.union(member.offset for member in each.members if member.uid in uids)
@@ -666,7 +670,7 @@ class LocalTier(Tier):
             self._on_step("manifest-removed")
         return has_any
 
-    def _cut(self, path: Path, going: Callable[[str, Listed], set[int]]) -> None:
+    def _cut(self, path: Path, going: Callable[[str, ManifestFile], set[int]]) -> None:
         """Remove manifests from a file that others share."""
         with temporary(path) as file:  # no other process writes this file meanwhile
             try:
@@ -692,7 +696,7 @@ class LocalTier(Tier):
             owner = {member.offset: (member.uid, member.rank) for member in listed.members}
             self._index.add(state_hints(path.stem, [owner.get(at) for at, _ in kept], encoded))
 
-    def _commit(self, staged: Staged, plan: PutPlan) -> bool:
+    def _commit(self, staged: StagedPut, plan: PutPlan) -> bool:
         file = staged.file
         try:
             with locked(self.root, is_shared=True):
@@ -740,7 +744,7 @@ class LocalTier(Tier):
 
 
 @dataclass(frozen=True, slots=True)
-class _Wish:
+class _PutRequest:
     """A state to write, with the places of its chunks that are ``known``, or only ``likely``."""
 
     payload: Payload
@@ -753,7 +757,7 @@ class _Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StagedPut:
     """States that are written together; those ``here`` were there before, by their number.
 
     Without ``plan`` all of them were."""

@@ -611,8 +611,8 @@ class _MemoryReader(Reader):
             between=checkpoint,
         )
 
-    def pour(self, pieces: Mapping[int, Sequence[Piece]]) -> None:
-        """See ``SupportsPouring``; nothing is checked twice, since chunks in our own memory do
+    def read_pieces(self, pieces: Mapping[int, Sequence[Piece]]) -> None:
+        """See ``SupportsParallelRead``; nothing is checked twice, since chunks in our own memory do
         not change."""
         self.check(list(pieces))
 

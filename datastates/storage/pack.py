@@ -415,7 +415,7 @@ _NEVER = -1  # a time that no file has
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ManifestEntry:
     """One manifest in a file: whose it is, where its frame is, and the places of its chunks."""
 
     uid: str
@@ -427,13 +427,13 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ManifestFile:
     """A manifest file: its ``members``, and the offsets of manifests that are ``damaged``.
 
     ``is_read``: the file could be read at all."""
 
     stamp: _Stamp
-    members: tuple[Member, ...]
+    members: tuple[ManifestEntry, ...]
     damaged: tuple[int, ...] = ()
     is_read: bool = True
 
@@ -452,7 +452,7 @@ class Catalogue:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._known: dict[str, Listed] = {}
+        self._known: dict[str, ManifestFile] = {}
         self._turn = Mutex()
 
     def needed(self) -> frozenset[str] | None:
@@ -494,7 +494,7 @@ class Catalogue:
                 users[member.packs[ref.pack].name].add((member.uid, member.rank))
         totals = {pack: sum(chunks.values()) for pack, chunks in live.items()}
 
-        def shares(member: Member) -> Iterator[tuple[str, int]]:
+        def shares(member: ManifestEntry) -> Iterator[tuple[str, int]]:
             for number, pack in enumerate(member.packs):
                 if len(users[pack.name]) < 2:
                     yield pack.name, pack.size
@@ -519,11 +519,11 @@ class Catalogue:
             for member in each.members
         }
 
-    def listed(self) -> dict[str, Listed]:
+    def listed(self) -> dict[str, ManifestFile]:
         """Every manifest file, read again if its stamp has changed: a uid may have come back
         with other packs."""
         with self._turn:
-            found: dict[str, Listed] = {}
+            found: dict[str, ManifestFile] = {}
             with os.scandir(self._root) as entries:
                 for entry in entries:
                     if uid_of(entry.name, "manifest") is not None:
@@ -532,7 +532,7 @@ class Catalogue:
             self._known = found
             return found
 
-    def look(self, path: Path) -> Listed:
+    def look(self, path: Path) -> ManifestFile:
         """One manifest file; other files are not read.
 
         :raises FileNotFoundError: it was removed.
@@ -540,13 +540,13 @@ class Catalogue:
         with self._turn:
             return self._look(path)
 
-    def _look(self, entry: os.DirEntry[str] | Path) -> Listed:
+    def _look(self, entry: os.DirEntry[str] | Path) -> ManifestFile:
         status = entry.stat(follow_symlinks=False)
         stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
         known = self._known.get(entry.name)
         if known is not None and known.stamp == stamp:
             return known
-        members, damaged = list[Member](), list[int]()
+        members, damaged = list[ManifestEntry](), list[int]()
         try:
             data = read_regular(Path(entry), most=MAX_MANIFEST)
         except FileNotFoundError:
@@ -554,7 +554,7 @@ class Catalogue:
         except OSError as exc:
             _logger.warning("no pack is removed while a manifest cannot be read: %s", exc)
             is_passing = exc.errno in LACKING  # it is tried again
-            return Listed(
+            return ManifestFile(
                 (stamp[0], _NEVER if is_passing else stamp[1], stamp[2]), (), is_read=False
             )
         first = memoryview(b"")
@@ -563,11 +563,11 @@ class Catalogue:
             try:
                 read = decode_places(frame, source=os.fspath(entry), first=first)
                 members.append(
-                    Member(
+                    ManifestEntry(
                         read.origin.uid, read.origin.rank, offset, len(frame), read.packs, read.refs
                     )
                 )
             except (Corrupt, Unavailable) as exc:
                 damaged.append(offset)
                 _logger.warning("no pack is removed while a manifest cannot be read: %s", exc)
-        return Listed(stamp, tuple(members), tuple(damaged))
+        return ManifestFile(stamp, tuple(members), tuple(damaged))

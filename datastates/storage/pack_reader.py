@@ -23,7 +23,7 @@ from datastates.system.files import open_regular, read_at
 from datastates.system.interrupts import checkpoint
 from datastates.system.memory import available_memory_bytes
 
-from .copying import Piece, Room, Stage, copy, legs, on_threads
+from .copying import Piece, Stage, ThreadBuffer, copy, on_threads, read_steps
 from .durable_files import next_step
 from .pack import LACKING, MAX_HEADER, padded, places_of
 from .tier import Reader
@@ -152,15 +152,15 @@ class MappedReader(Reader):
         wanted = [index for index in indices if index in self._unverified]
         for index in wanted:
             self._pack(index)  # checks its header, on this thread
-        room = Room()
+        room = ThreadBuffer()
         on_threads(wanted, lambda index: self._read(index, room.memory), between=checkpoint)
 
-    def pour(self, pieces: Mapping[int, Sequence[Piece]]) -> None:
-        """See ``SupportsPouring``; chunks are checked again, since the file may have been
+    def read_pieces(self, pieces: Mapping[int, Sequence[Piece]]) -> None:
+        """See ``SupportsParallelRead``; chunks are checked again, since the file may have been
         written to meanwhile."""
         self._check_open()
-        room = Room()
-        on_threads(list(pieces), lambda index: self._pour(index, pieces[index], room))
+        room = ThreadBuffer()
+        on_threads(list(pieces), lambda index: self._read_pieces(index, pieces[index], room))
 
     def lying(self, index: int) -> memoryview:
         """A chunk as it is mapped, for other processes to read: a file that was cut short gives
@@ -210,23 +210,23 @@ class MappedReader(Reader):
         elif count < length:
             raise self._cut(index, count)
 
-    def _pour(self, index: int, pieces: Sequence[Piece], room: Room) -> None:
-        """Read each leg into place or into ``room``, and digest it while it is in the cache.
+    def _read_pieces(self, index: int, pieces: Sequence[Piece], room: ThreadBuffer) -> None:
+        """Read each step into place or into ``room``, and digest it while it is in the cache.
 
         Runs on any thread."""
 
         def strides() -> Iterator[memoryview]:
-            for leg in legs(
+            for step in read_steps(
                 pieces, self.manifest.content.chunks[index].length, is_whole=self._verifies
             ):
-                stride = room.memory[: leg.length] if leg.memory is None else leg.memory
-                offset = self.manifest.refs[index].offset + leg.offset
+                stride = room.memory[: step.length] if step.memory is None else step.memory
+                offset = self.manifest.refs[index].offset + step.offset
                 count = read_at(self._pack(index).fd, stride, offset)
                 if count < stride.nbytes:
-                    raise self._cut(index, leg.offset + count)
+                    raise self._cut(index, step.offset + count)
                 yield stride
-                for piece in leg.pieces:
-                    copy(piece.memory, stride[piece.offset - leg.offset :][: piece.memory.nbytes])
+                for piece in step.pieces:
+                    copy(piece.memory, stride[piece.offset - step.offset :][: piece.memory.nbytes])
 
         if not self._verifies:
             for _ in strides():

@@ -32,7 +32,7 @@ NOT_HERE = 255
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
+class ChunkTransfer:
     """The transfer of a chunk from the rank that reads it to the other ranks that want it."""
 
     chunk: int
@@ -40,9 +40,9 @@ class Passage:
     to: tuple[int, ...]
 
 
-def passages(
+def plan_transfers(
     wants: Sequence[Sequence[int]], places: Sequence[Sequence[int]], starts: Sequence[int]
-) -> list[Passage]:
+) -> list[ChunkTransfer]:
     """Which rank reads which chunk for which others, for every chunk that is passed on.
 
     ``wants`` has the chunks by rank. ``places`` has the distance of each part, by rank and part:
@@ -66,7 +66,7 @@ def passages(
         loads[root] += 1
         to = tuple(rank for rank in ranks if rank != root)
         if to:
-            found.append(Passage(chunk, root, to))
+            found.append(ChunkTransfer(chunk, root, to))
     return found
 
 
@@ -113,8 +113,8 @@ class SharedReader(PartsReader):
         ]
         rank = self._meeting.group.rank
         error: Exception | None = None
-        bad: list[Passage] = []
-        planned = passages(wants, self._places, self._first)
+        bad: list[ChunkTransfer] = []
+        planned = plan_transfers(wants, self._places, self._first)
         given = {each.chunk for each in planned if rank in each.to}
         self.ahead(
             [
@@ -127,11 +127,11 @@ class SharedReader(PartsReader):
             # chunks that follow each other in the stream do so there, so tensors over several
             # chunks are views
             self._passed = Stage(sorted(shared), self.manifest.content.chunks[max(shared)].length)
-        for passage in planned:
-            if passage.root == rank:
-                error = self._give(passage, error)
-            elif rank in passage.to and not self._take(passage):
-                bad.append(passage)
+        for transfer in planned:
+            if transfer.root == rank:
+                error = self._give(transfer, error)
+            elif rank in transfer.to and not self._take(transfer):
+                bad.append(transfer)
         if error is not None:
             raise error
         self._meeting.meet()
@@ -177,21 +177,21 @@ class SharedReader(PartsReader):
             else self._passed.view(self.chunks_of(start, length), start % CHUNK_BYTES, length)
         )
 
-    def _give(self, passage: Passage, error: Exception | None) -> Exception | None:
+    def _give(self, transfer: ChunkTransfer, error: Exception | None) -> Exception | None:
         """Read a chunk and pass it on.
 
         An error is returned, not raised, since the other ranks wait for the chunk."""
-        length = self.manifest.content.chunks[passage.chunk].length
+        length = self.manifest.content.chunks[transfer.chunk].length
         data: memoryview | None = None
         if error is None:
             try:
-                data = self._read(passage.chunk, length)
+                data = self._read(transfer.chunk, length)
             except Exception as exc:  # the other ranks must not wait for ever
                 error = exc
         self._meeting.group.pass_on(
             memoryview(bytes(length)) if data is None else data,
-            passage.root,
-            self._receivers(passage),
+            transfer.root,
+            self._receivers(transfer),
         )
         return error
 
@@ -204,19 +204,19 @@ class SharedReader(PartsReader):
         part.gather((index - start) * CHUNK_BYTES, room)
         return room
 
-    def _take(self, passage: Passage) -> bool:
+    def _take(self, transfer: ChunkTransfer) -> bool:
         """Receive a chunk; returns whether it matches its digest."""
-        chunk = self.manifest.content.chunks[passage.chunk]
+        chunk = self.manifest.content.chunks[transfer.chunk]
         assert self._passed is not None
-        room = self._passed.room(passage.chunk, chunk.length)
-        self._meeting.group.pass_on(room, passage.root, self._receivers(passage))
+        room = self._passed.room(transfer.chunk, chunk.length)
+        self._meeting.group.pass_on(room, transfer.root, self._receivers(transfer))
         return chunk_digest(room) == chunk.digest
 
-    def _receivers(self, passage: Passage) -> tuple[int, ...] | None:
-        return None if len(passage.to) == self._meeting.group.size - 1 else passage.to
+    def _receivers(self, transfer: ChunkTransfer) -> tuple[int, ...] | None:
+        return None if len(transfer.to) == self._meeting.group.size - 1 else transfer.to
 
 
-class _Elsewhere(Reader):
+class _RemotePart(Reader):
     """A reader in place of a part that only other ranks reach."""
 
     def __init__(self, manifest: Manifest) -> None:
@@ -263,7 +263,7 @@ def open_shared(
             parts[number], near[number] = stack.enter_context(part), min(far, NOT_HERE - 1)
         places = meeting.meet(bytes(near))
         parts |= {
-            number: _Elsewhere(found)
+            number: _RemotePart(found)
             for number, found in _manifests(meeting, uid, parts, places).items()
         }
         reader = SharedReader(meeting, [parts[number] for number in range(size)], places, rank=rank)

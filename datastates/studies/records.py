@@ -22,7 +22,7 @@ from datastates.lineage.write import clones
 from datastates.lineage.write.refs import check_name
 from datastates.maintenance.core import Core, explain
 from datastates.maintenance.lease import LEASES
-from datastates.system.files import Held, hold, is_held, make_folder_like
+from datastates.system.files import FileLock, hold, is_held, make_folder_like
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -248,7 +248,7 @@ class Claim:
 
     Made by ``take``; a context manager."""
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: FileLock) -> None:
         self._held = held
 
     @classmethod

@@ -88,7 +88,7 @@ class Place:
         """Keep the place from now on, so that it does not give way."""
         self.is_held = True
 
-    def loosen(self) -> None:
+    def release_hold(self) -> None:
         """Let the place give way again to newcomers."""
         self.is_held = False
 
@@ -111,7 +111,7 @@ class Admission:
         unlimited: Collection[str] = (),
     ) -> None:
         self.limits = Limits() if limits is None else limits
-        self._descriptors = of_process() if descriptors is None else descriptors
+        self._descriptors = process_descriptors() if descriptors is None else descriptors
         self._descriptors.join(self)
         self._unlimited = frozenset(map(_host, unlimited))
         self._places: dict[str, dict[Place, None]] = {}  # by host, the oldest first
@@ -176,7 +176,7 @@ class Admission:
         self._descriptors.give()
 
 
-def of_process() -> Descriptors:
+def process_descriptors() -> Descriptors:
     """The places of this process: all its servers share them."""
     return _ours
 

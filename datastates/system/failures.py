@@ -11,10 +11,10 @@ from msgspec import Meta, Struct
 from datastates.errors import Corrupt, DatastatesError, SyntaxProblem, Unavailable
 from datastates.values import MESSAGE_LENGTH
 
-from .logs import Seldom
+from .logs import RateLimitFilter
 
 _logger = logging.getLogger(__name__)
-_logger.addFilter(Seldom())
+_logger.addFilter(RateLimitFilter())
 _CHARACTERS = 8 << 10
 
 Uid = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[0-9a-zA-Z_-]+\\Z")]

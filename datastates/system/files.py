@@ -261,7 +261,7 @@ _REFUSED = (
     errno.EAGAIN,
     errno.EACCES,
 )
-_held: weakref.WeakSet[Held] = weakref.WeakSet()
+_held: weakref.WeakSet[FileLock] = weakref.WeakSet()
 _lockable: set[int] = set()
 _forking = threading.RLock()
 """Held while a process is forked, and while a descriptor is opened or closed that no child may
@@ -290,7 +290,7 @@ def close_lockable(fd: int) -> None:
         os.close(fd)
 
 
-class Held:
+class FileLock:
     """A file that this process has locked, as long as the process lives or until ``close``.
 
     Made by ``hold``."""
@@ -334,7 +334,7 @@ class Held:
             close_lockable(fd)
 
 
-def hold(path: Path) -> Held | None:
+def hold(path: Path) -> FileLock | None:
     """Make the file and lock it; None if this process or another holds it.
 
     The file is readable for every user who may enter its folder. A process that could not read it
@@ -351,7 +351,7 @@ def hold(path: Path) -> Held | None:
             if is_ours(fd, path):
                 may_read(path.parent, fd)
                 share(path.parent, fd)
-                return Held(path, fd)
+                return FileLock(path, fd)
         except BaseException:
             close_lockable(fd)
             raise

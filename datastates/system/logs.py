@@ -115,7 +115,7 @@ _TRACE_CHARACTERS = 8000
 _plain = logging.Formatter()
 
 
-class Seldom(logging.Filter):
+class RateLimitFilter(logging.Filter):
     """A filter that passes one message a minute for each text (without its arguments), and counts
     the suppressed ones."""
 

@@ -26,8 +26,8 @@ _LOOK_S = 0.5
 wakes no waiter."""
 
 
-class Bell:
-    """Wakes waiting threads after a change: make the change, then ``ring``.
+class Notifier:
+    """Wakes waiting threads after a change: make the change, then ``notify_all``.
 
     Any thread may ring; no thread ever holds it."""
 
@@ -35,7 +35,7 @@ class Bell:
         self._waiters: set[threading.Lock] = set()  # one call adds to it, or takes from it
         self._pid = os.getpid()
 
-    def ring(self) -> None:
+    def notify_all(self) -> None:
         """Wake every thread that waits now."""
         for waiter in self._waiters.copy():
             # making a tuple of it may collect garbage, and let another thread change it meanwhile
@@ -77,10 +77,10 @@ class Bell:
 class Latch:
     """A flag that one thread sets once, and that is never unset."""
 
-    __slots__ = ("_bell", "_is_set")
+    __slots__ = ("_is_set", "_notifier")
 
     def __init__(self) -> None:
-        self._bell, self._is_set = Bell(), False
+        self._notifier, self._is_set = Notifier(), False
 
     def is_set(self) -> bool:
         """Whether it has been set."""
@@ -89,30 +89,30 @@ class Latch:
     def set(self) -> None:
         """Wake the waiting threads."""
         self._is_set = True
-        self._bell.ring()
+        self._notifier.notify_all()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until it is set; False if ``timeout_s`` passes first."""
-        return self._bell.wait_for(self.is_set, timeout_s)
+        return self._notifier.wait_for(self.is_set, timeout_s)
 
 
 # The slow calls of each thread. A thread that makes no progress can be found and named, and tests
 # can delay or fail its calls.
 
 
-Hindrance = Callable[[str, Path, int], None]
+IoHook = Callable[[str, Path, int], None]
 """Called with the next call, its file, and its number of bytes: waits, raises or does nothing."""
 
 _SLOWEST = 20e6
 """Bytes a second of a slow disk: one call may bring gigabytes from the page cache to the disk,
 without a sign of progress."""
 
-_hindrances: list[Hindrance] = []
-_deeds: dict[int, Deed] = {}
+_io_hooks: list[IoHook] = []
+_work: dict[int, ThreadWork] = {}
 
 
 @dataclass(slots=True)
-class Deed:
+class ThreadWork:
     """One thing that a thread does.
 
     ``call`` and ``path`` are its current call, since ``since`` (of the monotonic clock)."""
@@ -135,42 +135,42 @@ class Deed:
 
 
 @contextmanager
-def deed(what: str) -> Iterator[Deed]:
+def thread_work(what: str) -> Iterator[ThreadWork]:
     """Note what this thread does until the end of the block."""
     thread = threading.get_ident()
-    before = _deeds.get(thread)
-    one = _deeds[thread] = Deed(what)
+    before = _work.get(thread)
+    one = _work[thread] = ThreadWork(what)
     try:
         yield one
     finally:
         if before is None:
-            _deeds.pop(thread, None)
+            _work.pop(thread, None)
         else:
-            _deeds[thread] = before
+            _work[thread] = before
 
 
-def deed_of(thread: threading.Thread) -> Deed | None:
+def work_of(thread: threading.Thread) -> ThreadWork | None:
     """The work that a thread has noted, if any."""
-    return None if thread.ident is None else _deeds.get(thread.ident)
+    return None if thread.ident is None else _work.get(thread.ident)
 
 
 def at(call: str, path: Path, size: int = 0) -> None:
     """Note that this thread is about to make a call that may take long, with this many bytes."""
-    one = _deeds.get(threading.get_ident())
+    one = _work.get(threading.get_ident())
     if one is not None:
         one.call, one.path, one.size, one.since = call, path, size, time.monotonic()
-    for hinder in tuple(_hindrances):
+    for hinder in tuple(_io_hooks):
         hinder(call, path, size)
 
 
 @contextmanager
-def hindered(hinder: Hindrance) -> Iterator[None]:
+def io_hook(hinder: IoHook) -> Iterator[None]:
     """Hinder every such call of this process until the end of the block; for tests."""
-    _hindrances.append(hinder)
+    _io_hooks.append(hinder)
     try:
         yield
     finally:
-        _hindrances.remove(hinder)
+        _io_hooks.remove(hinder)
 
 
 # Threads that give way to others at the disk.

@@ -20,7 +20,7 @@ from datastates.errors import Unavailable, Unsupported
 from datastates.maintenance.core import core_of
 from datastates.state.manifest import Manifest
 from datastates.storage.tier import Payload, Placed, Reader, SupportsRemoval, Tier
-from datastates.system.threads import hindered
+from datastates.system.threads import io_hook
 
 if TYPE_CHECKING:
     from sqlalchemy.pool import PoolProxiedConnection
@@ -148,7 +148,7 @@ class FaultyDisk(Fault):
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(hindered(self._hinder))
+        self._stack.enter_context(io_hook(self._hinder))
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -32,7 +32,7 @@ from datastates.lineage.views.detail import failures
 from datastates.lineage.write import refs, runs, segments
 from datastates.lineage.write.record import FIRST, Reduce
 from datastates.maintenance.core import Core, explain, is_elsewhere, nearest_here, nearest_kept
-from datastates.maintenance.environment import PROCESS, whereabouts
+from datastates.maintenance.environment import PROCESS, process_identity
 from datastates.maintenance.keeper import keep
 from datastates.maintenance.lease import is_alive
 from datastates.maintenance.location import DATABASE, Location
@@ -122,7 +122,7 @@ def holders(core: Core, session: Session, branch: str, *, takeover: bool) -> lis
 
     :raises Conflict: there is one, and ``takeover`` is False.
     """
-    here = core.node, os.getpid(), whereabouts().get(PROCESS)
+    here = core.node, os.getpid(), process_identity().get(PROCESS)
     others = [
         run
         for run in runs.unfinished(session, branch)

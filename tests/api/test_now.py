@@ -19,7 +19,7 @@ from datastates import Config, Repository, Status
 from datastates.cli.app import app
 from datastates.lineage.write import clones
 from datastates.maintenance.lease import LEASES, beat_at
-from datastates.system.files import Held
+from datastates.system.files import FileLock
 from datastates.testing import FaultyDisk
 from tests.api.conftest import BASE, NAME, Serve
 from tests.support.parts import run_job
@@ -79,13 +79,13 @@ def test_the_engine_says_again_and_again_that_it_is_at_work(
     repo: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beats = threading.Semaphore(0)
-    plain = Held.touch
+    plain = FileLock.touch
 
-    def beat(self: Held) -> None:
+    def beat(self: FileLock) -> None:
         plain(self)
         beats.release()
 
-    monkeypatch.setattr(Held, "touch", beat)
+    monkeypatch.setattr(FileLock, "touch", beat)
     with repo.track(branch="one", rng=False, value=1):
         uid = repo.core.run_uid
         assert uid is not None

@@ -170,7 +170,7 @@ def test_a_validated_step_is_a_state_however_seldom_captures_are(
     ], "every fifth, wherever the training ended before"
 
 
-class Seldom(Automatic):
+class RateLimitFilter(Automatic):
     """It logs something in its third step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
@@ -181,9 +181,9 @@ class Seldom(Automatic):
 
 @pytest.mark.long
 def test_no_state_has_the_metrics_of_an_earlier_step(repo: Repository, tmp_path: Path) -> None:
-    fit(repo, tmp_path, module=Seldom, every=3, max_epochs=1)
+    fit(repo, tmp_path, module=RateLimitFilter, every=3, max_epochs=1)
     assert ["third" in state.metrics for state in repo.log("main")] == [False, False, True]
-    fit(repo, tmp_path, module=Seldom, every=5, branch="seldom", max_epochs=1)
+    fit(repo, tmp_path, module=RateLimitFilter, every=5, branch="seldom", max_epochs=1)
     assert not any("third" in state.metrics for state in repo.log("seldom"))
     noted = Validating()
     fit(

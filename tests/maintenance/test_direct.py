@@ -20,7 +20,7 @@ from datastates.errors import Corrupt, Dirty, InvalidInput
 from datastates.maintenance import loading
 from datastates.state.manifest import CHUNK_BYTES
 from datastates.storage import copying, pack_reader
-from datastates.storage.copying import STRIDE_BYTES, Piece, Stage, copy, legs, pieces_by_chunk
+from datastates.storage.copying import STRIDE_BYTES, Piece, Stage, copy, pieces_by_chunk, read_steps
 from datastates.storage.memory import _MemoryReader
 from datastates.storage.pack_reader import MappedReader
 from datastates.system.files import read_at
@@ -98,13 +98,15 @@ def is_used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The chunks that were poured."""
     poured: list[int] = []
     for reader in (MappedReader, _MemoryReader):
-        pour = reader.pour
+        read_pieces = reader.read_pieces
 
-        def noting(self: Any, pieces: Mapping[int, Sequence[Piece]], pour: Any = pour) -> None:
+        def noting(
+            self: Any, pieces: Mapping[int, Sequence[Piece]], read_pieces: Any = read_pieces
+        ) -> None:
             poured.extend(pieces)
-            pour(self, pieces)
+            read_pieces(self, pieces)
 
-        monkeypatch.setattr(reader, "pour", noting)
+        monkeypatch.setattr(reader, "read_pieces", noting)
     return poured
 
 
@@ -177,15 +179,15 @@ def test_a_file_that_changes_after_it_was_checked_is_told_and_what_it_spoilt_is_
 ) -> None:
     pack = saved(tmp_path, {"w": LARGE})
     into: dict[str, Any] = {"w": torch.zeros_like(LARGE)}
-    pour = MappedReader.pour
+    read_pieces = MappedReader.read_pieces
     with datastates.open(tmp_path) as repo:
         places = places_of(repo)
 
         def changed(self: MappedReader, pieces: Mapping[int, Sequence[Piece]]) -> None:
             flip(pack, places[2] + MIB)
-            pour(self, pieces)
+            read_pieces(self, pieces)
 
-        monkeypatch.setattr(MappedReader, "pour", changed)
+        monkeypatch.setattr(MappedReader, "read_pieces", changed)
         with pytest.raises(Corrupt, match=r"fail their digest: chunk 2 .*half old, half new"):
             repo.restore("main", objects=into)
         monkeypatch.undo()
@@ -327,7 +329,7 @@ def test_legs_cover_a_chunk_once_and_bring_each_byte_to_its_piece(
     data = memoryview(torch.randint(0, 256, (length,), dtype=torch.uint8).numpy().data)
     memory = [memoryview(bytearray(size)) for _, size in extents]
     last = 0
-    for leg in legs(
+    for leg in read_steps(
         [Piece(begin, into) for (begin, _), into in zip(extents, memory, strict=True)],
         length,
         is_whole=is_whole,

@@ -32,7 +32,7 @@ from datastates.lineage.query.names import replicas_of
 from datastates.lineage.views import detail
 from datastates.lineage.write.clones import repository_uid
 from datastates.maintenance import environment
-from datastates.maintenance.lease import LEASES, Home, Seen, look, settle_in
+from datastates.maintenance.lease import LEASES, LeaseState, PackFolder, look, register_folder
 from datastates.maintenance.location import locate
 from datastates.maintenance.retention_pass import evict
 from datastates.storage.durable_files import locked
@@ -109,11 +109,11 @@ def test_a_training_that_copied_its_own_folder_still_holds_its_lease(
 
 
 def test_a_lease_is_held_whoever_opens_and_closes_its_file(tmp_path: Path) -> None:
-    lease = Home(tmp_path, "f", is_beside=False, read_only=None).lease("r")
+    lease = PackFolder(tmp_path, "f", is_beside=False, read_only=None).lease("r")
     (tmp_path / LEASES / "r").read_bytes()
-    assert look(tmp_path, "r") is Seen.HELD
+    assert look(tmp_path, "r") is LeaseState.HELD
     lease.close()
-    assert look(tmp_path, "r") is Seen.NOTHING
+    assert look(tmp_path, "r") is LeaseState.NOTHING
     lease.close()
 
 
@@ -124,7 +124,7 @@ def test_a_claim_that_cannot_be_noted_is_not_held(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as full:
-        full.setattr("datastates.system.files.Held.write", refuse)
+        full.setattr("datastates.system.files.FileLock.write", refuse)
         with pytest.raises(OSError, match="No space left"):
             Claim.take(tmp_path, "study", "mine")
     claim = Claim.take(tmp_path, "study", "mine")
@@ -481,7 +481,7 @@ def test_a_folder_keeps_one_identity_whoever_opens_it_first(tmp_path: Path) -> N
 
     def open_it(_: int) -> str | None:
         barrier.wait()
-        return settle_in(locate(tmp_path), database).uid
+        return register_folder(locate(tmp_path), database).uid
 
     with ThreadPoolExecutor(8) as pool:
         uids = set(pool.map(open_it, range(8)))

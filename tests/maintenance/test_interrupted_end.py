@@ -61,7 +61,7 @@ def ended(folder: Path, interruption: Interruption) -> Callable[[], None]:
     held = repo.core.engage()
     try:
         with interruption.here():
-            held.let_go()
+            held.shut_down()
     except Torn:
         pass
     return held.end_unowned

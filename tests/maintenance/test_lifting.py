@@ -89,7 +89,7 @@ def test_from_memory_that_the_device_reads(
     late: LateDevices, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scribbling: None
 ) -> None:
     monkeypatch.setattr(
-        loading.Lift,
+        loading.DeviceFill,
         "_fill_by_rooms",
         lambda self, chunks: list(chunks) == [] or pytest.fail("through rooms"),
     )
@@ -138,7 +138,7 @@ def test_without_its_waits_something_else_is_restored(
     is_pinned: bool,
 ) -> None:
     late = LateDevices(Lateness.COMPUTE)
-    without(monkeypatch, loading.Lift, name, "mark.synchronize()")
+    without(monkeypatch, loading.DeviceFill, name, "mark.synchronize()")
     with late.running(), datastates.open(tmp_path, config=CONFIG) as repo:
         with repo.track(
             rng=False, state=state(late.put if is_pinned else lambda tensor: tensor)
@@ -180,7 +180,7 @@ def test_memory_that_has_rotted_changes_nothing(
 def test_a_file_that_changes_after_the_check_is_told_and_what_it_spoilt_is_dirty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_rooms: None
 ) -> None:
-    late, pour = LateDevices(Lateness.COPIES), MappedReader.pour
+    late, read_pieces = LateDevices(Lateness.COPIES), MappedReader.read_pieces
     with (
         datastates.open(tmp_path, config=CONFIG) as repo,
         repo.track(rng=False, state=state()) as run,
@@ -193,9 +193,9 @@ def test_a_file_that_changes_after_the_check_is_told_and_what_it_spoilt_is_dirty
             with pack.open("r+b") as file:
                 file.seek(self.manifest.refs[2].offset + 1000)
                 file.write(b"x" * 8)
-        pour(self, pieces)
+        read_pieces(self, pieces)
 
-    monkeypatch.setattr(MappedReader, "pour", changed)
+    monkeypatch.setattr(MappedReader, "read_pieces", changed)
     with late.running(), datastates.open(tmp_path, config=CONFIG) as repo:
         into = {"large": late.put(torch.zeros(WORDS))}
         with pytest.raises(Corrupt, match="half old, half new"):

@@ -21,7 +21,7 @@ from datastates.lineage.states import Status
 from datastates.lineage.write import replicas
 from datastates.maintenance import retention_pass
 from datastates.maintenance.retention_pass import evict, usage
-from datastates.system.files import Held, hold
+from datastates.system.files import FileLock, hold
 from datastates.testing import fail_at
 
 EACH = Config(
@@ -316,7 +316,7 @@ def test_state_that_somebody_brings_again_while_it_is_dropped_keeps_its_files(
     training.run.close()
     remove = retention_pass._remove
 
-    def bring_first(grounds: retention_pass.Grounds, uids: list[str], packs: set[str]) -> None:
+    def bring_first(grounds: retention_pass.PruneContext, uids: list[str], packs: set[str]) -> None:
         with repo.core.database.write() as session:
             replicas.mark(
                 session,
@@ -340,11 +340,11 @@ def test_a_disk_that_takes_no_note_of_what_goes_is_pruned_all_the_same(
 ) -> None:
     training.go(4)
 
-    def full(held: Held, note: str) -> None:
+    def full(held: FileLock, note: str) -> None:
         if note:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Held, "write", full)
+    monkeypatch.setattr(FileLock, "write", full)
     assert len(training.repo.prune("latest:1").dropped) == 3
     assert steps(training.repo) == [4]
 

@@ -21,7 +21,7 @@ from datastates.lineage.query.names import replicas_of
 from datastates.ranks import SoloGroup
 from datastates.storage import KeyedTier, Tier
 from datastates.storage.local import LocalTier
-from datastates.system.threads import Bell
+from datastates.system.threads import Notifier
 from tests.storage.test_tiers import Archive
 from tests.support.jobs import Say, run
 from tests.support.sharding import deposit, sharded, shares_of
@@ -146,18 +146,18 @@ class Waiting:
     def __init__(self, state: State) -> None:
         self.state: State | None = state
         self.given_up = ""
-        self.changed = Bell()
+        self.changed = Notifier()
 
     def advance(self, state: State) -> None:
         self.state = state
-        self.changed.ring()
+        self.changed.notify_all()
 
     def hold_up(self, why: Unavailable) -> None:
         raise AssertionError("the tier is never away") from why
 
     def give_up(self, why: str) -> None:
         self.given_up = why
-        self.changed.ring()
+        self.changed.notify_all()
 
     @property
     def status(self) -> Status | None:

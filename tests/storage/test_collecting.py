@@ -15,7 +15,7 @@ from datastates.state.digest import encode
 from datastates.state.manifest import Manifest
 from datastates.storage import dedup
 from datastates.storage.durable_files import temporary
-from datastates.storage.garbage import Collected
+from datastates.storage.garbage import CollectReport
 from datastates.storage.local import LocalTier
 from datastates.system.files import hold
 from datastates.testing import fail_at
@@ -78,7 +78,7 @@ def test_a_pack_most_of_whose_bytes_are_dead_is_rewritten(tmp_path: Path) -> Non
     )
     check(tier, "b", "c")
     check(LocalTier(tmp_path), "b", "c")
-    assert tier.collect() == Collected()
+    assert tier.collect() == CollectReport()
 
 
 def test_a_pack_that_is_mostly_needed_stays(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_pack_that_is_mostly_needed_stays(tmp_path: Path) -> None:
     base = tier.put(small("a", *SEEDS["a"])).manifest
     tier.put(small("x", 1, 2, 3), base=base)
     tier.forget(["a"])
-    assert tier.collect() == Collected()
+    assert tier.collect() == CollectReport()
 
 
 def test_a_reader_goes_on_with_a_pack_that_is_rewritten(tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_a_collection_that_is_killed_loses_nothing_and_the_next_one_goes_on(
     check(tier, "b", "c")
     assert "a.0.safetensors" not in packs(wrecks / step)
     assert not list((wrecks / step).glob(".tmp-*"))
-    assert tier.collect() == Collected()
+    assert tier.collect() == CollectReport()
 
 
 def test_the_digest_of_a_state_covers_no_places(tmp_path: Path) -> None:

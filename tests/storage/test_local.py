@@ -25,7 +25,7 @@ from datastates.storage.durable_files import Temporary, temporary
 from datastates.storage.local import LocalTier
 from datastates.storage.tier import Payload, Tier
 from datastates.system.files import close_lockable, open_regular
-from datastates.system.threads import hindered
+from datastates.system.threads import io_hook
 from datastates.testing import TierSuite, fail_at
 from datastates.testing.states import chunks_of, numbers, part, payload, small, stream
 
@@ -605,7 +605,7 @@ def test_buffered_writes_are_brought_to_the_disk_as_they_go(tmp_path: Path) -> N
 
     what = payload("a", *({f"w{seed}": numbers(10 * MIB, seed)} for seed in range(4)))
     tier = LocalTier(tmp_path, direct=False)
-    with hindered(note):
+    with io_hook(note):
         tier.put(what)
     assert 64 * MIB <= max(unsynced) <= 80 * MIB
     assert unsynced[-1] == 0

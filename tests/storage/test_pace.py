@@ -12,7 +12,7 @@ import datastates
 from datastates import Config
 from datastates.storage.durable_files import Pace, supports_direct
 from datastates.storage.local import LocalTier
-from datastates.system.threads import deed, hindered
+from datastates.system.threads import io_hook, thread_work
 from datastates.testing.states import numbers, payload
 
 MIB = 1 << 20
@@ -53,7 +53,7 @@ def test_states_are_written_at_the_rate_that_was_asked_for(
         if call == "write" and ".safetensors" in path.name:
             written.append((clock.now, size))
 
-    with hindered(note):
+    with io_hook(note):
         for index in range(4):
             tier.put(payload(f"{index}", {"w": numbers(index + MIB) + index}))
     span = written[-1][0] - written[0][0]
@@ -76,7 +76,7 @@ def test_what_was_not_used_is_not_made_up_for(monkeypatch: pytest.MonkeyPatch) -
 
 def test_waiting_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
     pace, _ = paced(MIB, monkeypatch)
-    with deed("writing") as one:
+    with thread_work("writing") as one:
         pace.wait(Path("a"), 100 * MIB)
         one.since = 0.0
         pace.wait(Path("a"), MIB)

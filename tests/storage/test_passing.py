@@ -17,7 +17,7 @@ from datastates.collective import Meeting
 from datastates.errors import Corrupt, InvalidInput, NotFound
 from datastates.maintenance.loading import restore_from
 from datastates.state.data_position import Redivision
-from datastates.storage.parallel_read import open_shared, passages
+from datastates.storage.parallel_read import open_shared, plan_transfers
 from datastates.storage.tier import Payload, Reader
 from tests.support.effort import examples
 from tests.support.sharding import Opened, rows, sharded
@@ -237,7 +237,7 @@ def test_everybody_gets_what_it_wants_once_from_one_that_has_it(data: st.DataObj
         sorted(data.draw(st.sets(st.integers(0, max(0, starts[-1] - 1))))) if starts[-1] else []
         for _ in range(size)
     ]
-    found = passages(wants, places, starts)
+    found = plan_transfers(wants, places, starts)
     got = [Counter[int]() for _ in range(size)]
     for each in found:
         part = next(

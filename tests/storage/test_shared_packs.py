@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from datastates.errors import Conflict, Corrupt, NotFound, Unavailable, Unsupported
 from datastates.state.manifest import CHUNK_BYTES
 from datastates.storage.local import LocalTier, Put
-from datastates.storage.pack import Catalogue, Listed
+from datastates.storage.pack import Catalogue, ManifestFile
 from datastates.storage.tier import Payload, Placed
 from datastates.testing import fail_at
 from datastates.testing.states import chunks_of, numbers, part, payload, small, stream
@@ -172,7 +172,7 @@ def test_the_folder_is_listed_once_to_remove_states_of_many_groups(
         put(tier, *group)
     listings, listed = 0, Catalogue.listed
 
-    def counted(catalogue: Catalogue) -> dict[str, Listed]:
+    def counted(catalogue: Catalogue) -> dict[str, ManifestFile]:
         nonlocal listings
         listings += 1
         return listed(catalogue)

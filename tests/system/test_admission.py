@@ -9,7 +9,7 @@ import resource
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datastates.system.admission import Admission, Descriptors, Limits, Place, of_process
+from datastates.system.admission import Admission, Descriptors, Limits, Place, process_descriptors
 
 FAR, FARTHER = "192.0.2.7", "192.0.2.8"
 
@@ -85,7 +85,7 @@ def test_full_house_of_connections_that_are_used_refuses() -> None:
 
     assert Visitor(door, FAR).place is None
     assert visitors[0].place is not None
-    visitors[0].place.loosen()
+    visitors[0].place.release_hold()
     assert Visitor(door, FAR).place is not None
     assert visitors[0].is_gone
 
@@ -147,26 +147,28 @@ def test_place_is_released_once() -> None:
 
 def test_descriptors_are_those_of_the_process() -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert 0 < of_process().limit <= max(1, soft // 4)
-    assert of_process() is of_process()
+    assert 0 < process_descriptors().limit <= max(1, soft // 4)
+    assert process_descriptors() is process_descriptors()
     visitor = held(Admission(), FAR)
-    taken = of_process().taken
+    taken = process_descriptors().taken
     assert taken >= 1
     child = os.fork()
     if child == 0:
-        os._exit(of_process().taken)
+        os._exit(process_descriptors().taken)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, (
         "a child has none of its parent's connections"
     )
-    assert of_process().taken == taken
+    assert process_descriptors().taken == taken
     visitor.go()
-    assert of_process().taken == taken - 1
+    assert process_descriptors().taken == taken - 1
 
 
 _ADDRESSES = st.sampled_from([FAR, FARTHER, "2001:db8::1", "127.0.0.1"])
 _STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["come", "come", "hold", "loosen", "leave"]), _ADDRESSES, st.integers(0, 30)
+        st.sampled_from(["come", "come", "hold", "release_hold", "leave"]),
+        _ADDRESSES,
+        st.integers(0, 30),
     ),
     max_size=120,
 )
@@ -183,7 +185,7 @@ def test_limits_hold_whatever_happens(steps: list[tuple[str, str, int]]) -> None
         if what == "come":
             visitors.append(Visitor(door, address))
         elif place is not None:
-            {"hold": place.hold, "loosen": place.loosen, "leave": place.release}[what]()
+            {"hold": place.hold, "release_hold": place.release_hold, "leave": place.release}[what]()
         here = [each for each in visitors if each.place is not None and not each.place.is_released]
         assert door.connections == descriptors.taken == len(here) <= 6
         assert all(door.of(far) <= 3 for far in (FAR, FARTHER, "2001:db8::1"))

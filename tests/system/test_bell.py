@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import threading
 
-from datastates.system.threads import Bell
+from datastates.system.threads import Notifier
 
 
 def test_a_waiter_may_come_while_the_bell_rings_and_garbage_is_collected() -> None:
-    bell = Bell()
+    bell = Notifier()
 
     def come(phase: str, _: object) -> None:
         if phase == "start":
@@ -25,7 +25,7 @@ def test_a_waiter_may_come_while_the_bell_rings_and_garbage_is_collected() -> No
         gc.collect()
         gc.set_threshold(1 + number % 5)
         try:
-            bell.ring()
+            bell.notify_all()
         finally:
             gc.set_threshold(*thresholds)
             gc.callbacks.remove(come)

@@ -6,7 +6,7 @@ import importlib
 import logging
 from typing import TYPE_CHECKING
 
-from datastates.system.logs import Seldom
+from datastates.system.logs import RateLimitFilter
 
 if TYPE_CHECKING:
     import pytest
@@ -17,7 +17,7 @@ def test_a_message_comes_once_a_minute_and_says_how_many_did_not(
 ) -> None:
     now = 0.0
     logger = logging.getLogger("tests.seldom.often")
-    logger.addFilter(Seldom(lambda: now))
+    logger.addFilter(RateLimitFilter(lambda: now))
     for number in range(1000):
         logger.warning("turned away: %s", number)
     logger.warning("another thing: %s", 1)
@@ -36,7 +36,7 @@ def test_what_a_peer_says_is_cut_and_cannot_steer_a_terminal(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     logger = logging.getLogger("tests.seldom.long")
-    logger.addFilter(Seldom())
+    logger.addFilter(RateLimitFilter())
     logger.error("it said %s", "\x1b[2J\n" + "x" * 100_000, exc_info=ValueError("y" * 100_000))
 
     assert caplog.messages[0].startswith("it said ?[2J?xxx")
@@ -48,5 +48,5 @@ def test_strangers_do_not_fill_the_log() -> None:
     for name in ("system.failures", *(f"transport.{name}" for name in names)):
         module = importlib.import_module(f"datastates.{name}")
         assert any(
-            isinstance(each, Seldom) for each in logging.getLogger(module.__name__).filters
+            isinstance(each, RateLimitFilter) for each in logging.getLogger(module.__name__).filters
         ), name
