@@ -14,7 +14,7 @@ from datastates.errors import DatastatesError, Disconnected, InvalidInput, NotFo
 from datastates.system.logs import RateLimitFilter
 
 from .contract import Feed, Sink, Source, Store, Tls, Transport
-from .fetch import Fetched, fetch
+from .fetch import Fetched, FetchProgress, fetch_with_fallback
 from .handshake import may_dial
 from .protocol import BODY_BYTES, Identity
 from .server import Server
@@ -345,44 +345,40 @@ class Forwarder:
         finally from the source itself."""
         relay = Relay(self.manifest, sink)
         self._store.relay.set_result(relay)
-        counted = _Counted(sum(sink.lengths[index] for index in sink.missing()), on_progress)
-        began = asyncio.get_running_loop().time()
-        while True:
-            counted.begin(self._feed.name)
-            try:
-                fetched = await fetch(
-                    relay,
-                    [self._feed],
-                    origin=self._origin,
-                    timeout_s=timeout_s,
-                    on_progress=counted,
-                )
-            except (Disconnected, Unavailable) as exc:
-                if (
-                    self._upstream is None
-                    or len(self._failed) >= _TRIES
-                    or not self._session.is_open
-                ):
-                    relay.fail(exc)
-                    raise
-                _logger.info(
-                    "%s failed while it forwarded %s: asking the source again (%s)",
-                    self._upstream[0],
-                    self._uid[:10],
-                    exc,
-                )
-                self._failed.append(self._upstream[0])
-                self._feed = await self._ask()
-            except DatastatesError as exc:
-                relay.fail(exc)
-                raise
-            else:
-                return Fetched(
-                    counted.bytes_by_feed(),
-                    fetched.chunks,
-                    asyncio.get_running_loop().time() - began,
-                    fetched.lost,
-                )
+        total = sum(sink.lengths[index] for index in sink.missing())
+        try:
+            return await fetch_with_fallback(
+                relay,
+                [self._feed],
+                self._next_feed,
+                progress=FetchProgress(total, on_progress),
+                origin=self._origin,
+                timeout_s=timeout_s,
+            )
+        except DatastatesError as exc:
+            relay.fail(exc)
+            raise
+
+    async def _next_feed(
+        self, failed: Sequence[Feed], error: DatastatesError
+    ) -> tuple[Sequence[Feed], Feed | None]:
+        """The feed to use after the receiver ahead has failed."""
+        if (
+            not isinstance(error, Disconnected | Unavailable)
+            or self._upstream is None
+            or len(self._failed) >= _TRIES
+            or not self._session.is_open
+        ):
+            raise error
+        _logger.info(
+            "%s failed while it forwarded %s: asking the source again (%s)",
+            self._upstream[0],
+            self._uid[:10],
+            error,
+        )
+        self._failed.append(self._upstream[0])
+        self._feed = await self._ask()
+        return [self._feed], self._origin
 
     async def drain(self) -> None:
         """Wait, for up to half a minute, until the receivers behind have everything that was
@@ -502,25 +498,3 @@ def _own_url(transport: Transport, session: Session) -> str:
         if host is None
         else f"{transport.scheme}://{f'[{host}]' if ':' in host else host}:0"
     )
-
-
-class _Counted:
-    """Counts progress over several attempts, and how much came from which source."""
-
-    def __init__(self, total: int, on_progress: Callable[[int, int], None] | None) -> None:
-        self._total, self._on_progress = total, on_progress
-        self._by_feed: dict[str, int] = {}
-        self._name, self._before, self._done = "", 0, 0
-
-    def begin(self, name: str) -> None:
-        self._name, self._before = name, self._done
-
-    def __call__(self, done: int, total: int) -> None:
-        self._done = self._total - total + done
-        self._by_feed[self._name] = self._by_feed.get(self._name, 0) + self._done - self._before
-        self._before = self._done
-        if self._on_progress is not None:
-            self._on_progress(self._done, self._total)
-
-    def bytes_by_feed(self) -> dict[str, int]:
-        return dict(self._by_feed)

@@ -59,6 +59,20 @@ def who(connection: Any) -> tuple[int, int, int]:
     return pid, user, group
 
 
+async def receive_exactly(connection: socket.socket, count: int) -> bytes:
+    """So many bytes of a non-blocking socket.
+
+    :raises EOFError: it ended before.
+    """
+    found = b""
+    while len(found) < count:
+        more = await asyncio.get_running_loop().sock_recv(connection, count - len(found))
+        if not more:
+            raise EOFError
+        found += more
+    return found
+
+
 async def stop_listening(server: asyncio.Server) -> None:
     """Close an asyncio server, once connections accepted before have arrived: it fails for those
     half in, and leaves their sockets open."""

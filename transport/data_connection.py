@@ -26,16 +26,16 @@ from typing import Any, Final
 from datastates.errors import DatastatesError, Disconnected, InvalidInput, PeerFault, Unavailable
 
 from . import tcp
-from .connections import Arrival, Door, keep_from_children, set_up
+from .connections import Arrival, Door, keep_from_children, receive_exactly, set_up
 from .contract import Channel, End, Link, Listener, Terms, Tls, Transport
-from .data_plane import surely
+from .data_plane import fail, surely
 from .loop import at_stop
 from .tcp import JOIN
 
 NAME_BYTES: Final = 16
 _NONCE_BYTES = 32
-_header_joining = struct.Struct(f">{len(JOIN)}s{NAME_BYTES}sQc{_NONCE_BYTES}s")
-HEADER_BYTES: Final = _header_joining.size
+_header = struct.Struct(f">{len(JOIN)}s{NAME_BYTES}sQc{_NONCE_BYTES}s")
+HEADER_BYTES: Final = _header.size
 
 Direction = bytes
 """``b">"``: bytes go from the end that dialled; ``b"<"``: to it."""
@@ -51,14 +51,6 @@ class Join:
     raw: bytes
 
 
-def read_header(raw: bytes) -> Join | None:
-    """The header's content; None if the header is not ours."""
-    if len(raw) != HEADER_BYTES:
-        return None
-    magic, name, generation, direction, _ = _header_joining.unpack(raw)
-    return Join(name, generation, direction, raw) if magic == JOIN and direction in b"<>" else None
-
-
 def greet(
     connection: socket.socket, terms: Terms, generation: int, direction: Direction
 ) -> socket.socket:
@@ -67,7 +59,7 @@ def greet(
 
     :raises PeerFault: the other end does not know the session's key.
     """
-    header = _header_joining.pack(
+    header = _header.pack(
         JOIN, terms.name, generation, direction, secrets.token_bytes(_NONCE_BYTES)
     )
     connection.sendall(header)
@@ -142,6 +134,7 @@ _PLACE = b"lanes"
 _message = struct.Struct(">QQ")
 _FROM_DIALLER = b">"
 _TO_DIALLER = b"<"
+_DIRECTIONS = (_FROM_DIALLER, _TO_DIALLER)
 _logger = logging.getLogger(__name__)
 
 
@@ -245,40 +238,37 @@ class Lanes(End):
             await self._link.abort()
 
 
+def _no_callback() -> None:
+    pass
+
+
+@dataclass(slots=True, eq=False)
 class _Moving:
     """The pieces of a chunk under way; the link guards ``left``.
 
     ``is_alone``: the task that waits for it is woken at once."""
 
-    __slots__ = ("done", "is_alone", "left", "moved")
-
-    def __init__(
-        self, left: int, moved: Callable[[], None] | None, done: asyncio.Future[None]
-    ) -> None:
-        self.left, self.moved, self.done, self.is_alone = (
-            left,
-            moved or _unheard,
-            done,
-            moved is None,
-        )
+    left: int
+    done: asyncio.Future[None]
+    moved: Callable[[], None] = _no_callback
+    is_alone: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class _Slot:
     """Memory that waits for a message."""
 
-    __slots__ = ("into", "moving")
-
-    def __init__(self, into: memoryview, moving: _Moving) -> None:
-        self.into, self.moving = into, moving
+    into: memoryview
+    moving: _Moving
 
 
+@dataclass(slots=True, eq=False)
 class _Outgoing:
     """Messages that wait to be sent, with consecutive tags."""
 
-    __slots__ = ("data", "moving", "tag")
-
-    def __init__(self, tag: int, data: Sequence[memoryview], moving: _Moving) -> None:
-        self.tag, self.data, self.moving = tag, data, moving
+    tag: int
+    data: Sequence[memoryview]
+    moving: _Moving
 
 
 class _LanesLink(Link):
@@ -304,27 +294,42 @@ class _LanesLink(Link):
     # --- the loop thread --------------------------------------------------------------------------
 
     async def send(self, tag: int, data: memoryview) -> None:
-        """Send to the receiver of the tag at the other end, straight from where the bytes are."""
-        await self._send_all(tag, [data], None)
+        await self.send_all(tag, [data], None)
 
     async def receive(self, tag: int, into: memoryview) -> None:
-        """Receive from the sender of the tag at the other end, straight to where the bytes
-        belong."""
         if into.readonly:
             raise InvalidInput(f"the message of tag {tag} was to be received into read-only memory")
-        await self._receive_all(tag, [into], None)
+        await self.receive_all(tag, [into], None)
 
     def send_all(
-        self, tag: int, data: Sequence[memoryview], moved: Callable[[], None]
+        self, tag: int, data: Sequence[memoryview], moved: Callable[[], None] | None
     ) -> asyncio.Future[None]:
-        """Let one lane send all of it. The link must be aborted when the future is cancelled."""
-        return self._send_all(tag, data, moved)
+        """Let one lane send all of it, straight from where the bytes are. The link must be aborted
+        when the future is cancelled."""
+        moving = self._moving(len(data), moved)
+        if self._begin(_FROM_DIALLER, moving):
+            with self._changed:
+                self._wait_for(moving)
+            self._outgoing.put(_Outgoing(tag, [_flat(piece) for piece in data], moving))
+        return moving.done
 
     def receive_all(
-        self, tag: int, into: Sequence[memoryview], moved: Callable[[], None]
+        self, tag: int, into: Sequence[memoryview], moved: Callable[[], None] | None
     ) -> asyncio.Future[None]:
-        """Let memory wait for any lane. The link must be aborted when the future is cancelled."""
-        return self._receive_all(tag, into, moved)
+        """Let memory wait for any lane, which receives straight into it. The link must be aborted
+        when the future is cancelled."""
+        moving = self._moving(len(into), moved)
+        if self._begin(_TO_DIALLER, moving):
+            with self._changed:
+                if any(tag + n in self._slots for n in range(len(into))):
+                    _fail(moving.done, PeerFault(f"tag {tag} is used twice at once"))
+                    return moving.done
+                self._wait_for(moving)
+                self._slots.update(
+                    (tag + n, _Slot(_flat(piece), moving)) for n, piece in enumerate(into)
+                )
+                self._changed.notify_all()
+        return moving.done
 
     async def posted(self) -> None:
         """Return at once: memory that waits here waits for anyone's bytes."""
@@ -350,31 +355,9 @@ class _LanesLink(Link):
             lane.cut()
         return len(self._lanes)
 
-    def _send_all(
-        self, tag: int, data: Sequence[memoryview], moved: Callable[[], None] | None
-    ) -> asyncio.Future[None]:
-        moving = _Moving(len(data), moved, self._loop.create_future())
-        if self._begin(_FROM_DIALLER, moving):
-            with self._changed:
-                self._wait_for(moving)
-            self._outgoing.put(_Outgoing(tag, [_flat(piece) for piece in data], moving))
-        return moving.done
-
-    def _receive_all(
-        self, tag: int, into: Sequence[memoryview], moved: Callable[[], None] | None
-    ) -> asyncio.Future[None]:
-        moving = _Moving(len(into), moved, self._loop.create_future())
-        if self._begin(_TO_DIALLER, moving):
-            with self._changed:
-                if any(tag + n in self._slots for n in range(len(into))):
-                    _fail(moving.done, PeerFault(f"tag {tag} is used twice at once"))
-                    return moving.done
-                self._wait_for(moving)
-                self._slots.update(
-                    (tag + n, _Slot(_flat(piece), moving)) for n, piece in enumerate(into)
-                )
-                self._changed.notify_all()
-        return moving.done
+    def _moving(self, left: int, moved: Callable[[], None] | None) -> _Moving:
+        done = self._loop.create_future()
+        return _Moving(left, done, moved or _no_callback, is_alone=moved is None)
 
     def _begin(self, direction: Direction, moving: _Moving) -> bool:
         if self._error is None and self._terms.where is not None and direction not in self._dialled:
@@ -446,9 +429,6 @@ class _LanesLink(Link):
             if not done.done():
                 done.set_result(None)
 
-    def _look(self) -> None:
-        self._idle.set()
-
     # --- the lanes' threads -----------------------------------------------------------------------
 
     def next_slot(self, lane: _Lane, tag: int, length: int) -> _Slot | None:
@@ -507,7 +487,7 @@ class _LanesLink(Link):
                     f" {error or 'it closed the connection'}"
                 )
             )
-        self._look()
+        self._idle.set()
 
     def _refuse(self, slot: _Slot, fault: PeerFault) -> None:
         _fail(slot.moving.done, fault)
@@ -655,13 +635,7 @@ def _flat(memory: memoryview) -> memoryview:
 
 
 def _fail(done: asyncio.Future[None], error: DatastatesError) -> None:
-    if not done.done():
-        done.set_exception(error if isinstance(error, PeerFault) else Disconnected(str(error)))
-        done.exception()  # marks it as retrieved: the task that began it may wait no more
-
-
-def _unheard() -> None:
-    pass
+    fail(done, error if isinstance(error, PeerFault) else Disconnected(str(error)))
 
 
 # ``tcp://host:port``: control frames over a connection of ours, and data over further connections
@@ -699,7 +673,6 @@ class TcpTransport(Transport):
         return await tcp.listen(url, accept, tls=tls, join=self._join, door=door)
 
     async def dial(self, url: str, *, timeout_s: float, tls: Tls | None = None) -> Channel:
-        """Open a control channel."""
         return await tcp.dial(url, timeout_s=timeout_s, tls=tls)
 
     def end(self, plane: str, terms: Terms, generation: Callable[[], int]) -> End:
@@ -755,23 +728,14 @@ class TcpTransport(Transport):
     ) -> None:
         try:
             async with asyncio.timeout(_HEADER_S):
-                join = await _header_tcp_transport(connection)
-        except (OSError, TimeoutError):
-            join = None
-        lanes = None if join is None else self._sessions.get(join.name)
-        if join is None or lanes is None:
+                raw = await receive_exactly(connection, HEADER_BYTES)
+        except (OSError, EOFError, TimeoutError):
+            raw = bytes(HEADER_BYTES)
+        magic, name, generation, direction, _ = _header.unpack(raw)
+        lanes = self._sessions.get(name)
+        if magic != JOIN or direction not in _DIRECTIONS or lanes is None:
             connection.close()
             arrival.release()
         else:
             arrival.hold()  # only the peer knows the name
-            lanes.join(connection, join, context, arrival.release)
-
-
-async def _header_tcp_transport(connection: socket.socket) -> Join | None:
-    loop, raw = asyncio.get_running_loop(), b""
-    while len(raw) < HEADER_BYTES:
-        more = await loop.sock_recv(connection, HEADER_BYTES - len(raw))
-        if not more:
-            return None
-        raw += more
-    return read_header(raw)
+            lanes.join(connection, Join(name, generation, direction, raw), context, arrival.release)

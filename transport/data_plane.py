@@ -22,6 +22,9 @@ from datastates.system.failures import Failure, describe, revive
 
 from .contract import End, Link
 from .protocol import Message, Moved
+from .ucx_messages import Lending
+
+_ABORTED = "the link was aborted"
 
 _MEET_S = (
     30.0  # for a peer that is alive to tell the address of its end; it may have to start a process
@@ -213,33 +216,66 @@ def mark_retrieved(future: asyncio.Future[Any]) -> None:
         future.exception()
 
 
-# The transfers under way on a link, each in a task of its own, which continues when the caller
-# that began it is cancelled.
+def fail(future: asyncio.Future[Any], error: BaseException) -> None:
+    """Give the error to the waiting task, unless it is done."""
+    if not future.done():
+        future.set_exception(error)
+        mark_retrieved(future)
 
 
-class Transfers:
-    """The tasks of one link. Belongs to the loop thread."""
+class StagedLink(Link):
+    """A link whose messages pass through memory that is shared with another process.
+
+    Each transfer has a task of its own, which continues when the caller that began it is cancelled.
+    Belongs to the loop thread."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
+        self._waiting: set[asyncio.Future[Any]] = set()  # for the other process
+        self._unposted: set[asyncio.Future[None]] = set()
+        self._lendings: set[Lending] = set()
+        self._aborting: asyncio.Task[None] | None = None
 
-    def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Begin a task, and return it."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
+    async def posted(self) -> None:
+        """Wait until each receive that was begun has memory in the other process."""
+        await asyncio.sleep(0)
+        if self._unposted:
+            await asyncio.wait(list(self._unposted))
 
-    async def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Wait for a task that continues if the caller is cancelled."""
-        await asyncio.shield(self.begin(work))
+    async def abort(self) -> None:
+        """Abort; takes only as long as the copies under way, whatever other processes do."""
+        if self._aborting is None:
+            self._aborting = asyncio.create_task(self._abort())
+        await asyncio.shield(self._aborting)
 
-    async def end(self) -> None:
-        """Wait until no task is left."""
+    async def _abort(self) -> None:
+        for future in list(self._waiting):
+            fail(future, Disconnected(_ABORTED))
+        for lending in self._lendings:
+            lending.refuse(self, Disconnected(_ABORTED))
         while self._tasks:
             await asyncio.wait(list(self._tasks))
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # marks it as retrieved: the task that began it may wait no more
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(mark_retrieved)
+        return task
+
+    def _begin_post(self) -> asyncio.Future[None]:
+        """A future for ``posted``, to be set when a receive has its memory."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._unposted.add(future)
+        future.add_done_callback(self._unposted.discard)
+        return future
+
+    def _wait_for(self, future: asyncio.Future[Any]) -> asyncio.Future[Any]:
+        """The same future; ``abort`` makes it fail."""
+        self._waiting.add(future)
+        future.add_done_callback(self._waiting.discard)
+        return future
+
+    def _check(self) -> None:
+        if self._aborting is not None:
+            raise Disconnected(_ABORTED)

@@ -199,6 +199,67 @@ async def fetch(
     return run.fetched()
 
 
+class FetchProgress:
+    """The progress of several fetches together; used on the loop thread."""
+
+    def __init__(self, total: int, on_progress: Callable[[int, int], None] | None) -> None:
+        self._total, self._done, self._on_progress = total, 0, on_progress
+
+    def add(self, count: int) -> None:
+        """Count ``count`` more bytes as received."""
+        self._done += count
+        if self._on_progress is not None:
+            self._on_progress(self._done, self._total)
+
+
+async def fetch_with_fallback(
+    sink: Sink,
+    feeds: Sequence[Feed],
+    fallback: Callable[
+        [Sequence[Feed], DatastatesError], Awaitable[tuple[Sequence[Feed], Feed | None]]
+    ],
+    *,
+    progress: FetchProgress,
+    origin: Feed | None = None,
+    window: int = 8,
+    timeout_s: float = 10.0,
+) -> Fetched:
+    """``fetch``, and again for the rest when that fails. ``fallback`` gets the feeds that failed,
+    and returns the feeds and the origin for the rest; or it raises."""
+    moved, lost = Counter[str](), dict[str, BaseException]()
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    while True:
+        done = 0
+
+        def advance(now: int, _: int) -> None:
+            nonlocal done
+            before, done = done, now
+            progress.add(now - before)
+
+        try:
+            fetched = await fetch(
+                sink,
+                feeds,
+                origin=origin,
+                window=window,
+                timeout_s=timeout_s,
+                on_progress=advance,
+            )
+        except DatastatesError as exc:
+            names = ", ".join(feed.name for feed in feeds)
+            moved[names] += done
+            lost[names] = exc
+            feeds, origin = await fallback(feeds, exc)
+        else:
+            return Fetched(
+                moved + Counter(fetched.bytes_by_feed),
+                fetched.chunks,
+                clock() - began,
+                {**lost, **fetched.lost},
+            )
+
+
 class _Verdict(Enum):
     """What came: the right chunk, a chunk other than the origin says, or bytes that fail the
     manifest's digest."""

@@ -13,6 +13,7 @@ from datastates.errors import Disconnected, InvalidInput, PeerFault, Unavailable
 
 from .connections import Arrival, Door
 from .contract import Channel, Link, Listener, Tls, Transport
+from .data_plane import fail
 
 _FRAMES = 64
 """How many frames wait in a channel before its sender must wait."""
@@ -208,9 +209,7 @@ class _Link(Link):
         self._links.discard(self)
         for tag in [tag for tag, meeting in self._meetings.items() if meeting.link is self]:
             meeting = self._meetings.pop(tag)
-            if not meeting.done.done():
-                meeting.done.set_exception(Disconnected("the link was aborted"))
-                meeting.done.exception()  # its waiter may be gone
+            fail(meeting.done, Disconnected("the link was aborted"))
 
     async def _meet(self, tag: int, memory: memoryview, *, is_sender: bool) -> None:
         if self._is_aborted:
@@ -229,8 +228,7 @@ class _Link(Link):
         if first.is_sender or problem is None:
             first.done.set_result(None)
         else:
-            first.done.set_exception(problem)
-            first.done.exception()  # its waiter may be gone
+            fail(first.done, problem)
         if problem is not None and not is_sender:
             raise problem
 

@@ -26,11 +26,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from datastates.errors import Disconnected, InvalidInput, PeerFault, Unavailable
+from datastates.errors import InvalidInput, PeerFault, Unavailable
 from datastates.system.devices import Devices, Mark, Shared, Stream, devices
 
 from .contract import End, Link, OnDevice
-from .data_plane import Transfers
+from .data_plane import StagedLink, mark_retrieved
 from .protocol import Laid, Land, Message, Room
 from .same_host import address_of
 from .ucx_messages import PART_BYTES, Lending, Stretch
@@ -42,7 +42,6 @@ _LANDING_BYTES = 64 << 20
 _REGIONS = 16  # how many regions a peer may have us open
 _ROOMS = 4096  # how many rooms a peer may announce before anything is sent there
 _COPIES = 2
-_ABORTED = "the link was aborted"
 
 _Key = tuple[int, int, int]
 """Identifies a part of a message: generation, tag, number."""
@@ -89,7 +88,7 @@ class IpcEnd(End):
         self._landings: dict[torch.device, _Landing] = {}
         self._making = asyncio.Lock()
         self._opened: dict[int, asyncio.Future[_Opened]] = {}
-        self._rooms: dict[_Key, asyncio.Future[Room]] = {}
+        self.rooms: dict[_Key, asyncio.Future[Room]] = {}
         self._laid: dict[_Key, asyncio.Future[Laid]] = {}
         self._threads = ThreadPoolExecutor(_COPIES, "datastates-ipc")
         self._has_left = False
@@ -103,8 +102,8 @@ class IpcEnd(End):
         if address != ADDRESS:
             raise PeerFault(f"{self.peer} says that its end of the data plane is where none can be")
         present = self._generation()
-        for key in [key for key in self._rooms if key[0] < present]:
-            del self._rooms[key]
+        for key in [key for key in self.rooms if key[0] < present]:
+            del self.rooms[key]
         return _IpcLink(self, present)
 
     def take(self, message: Land | Room | Laid) -> None:
@@ -123,11 +122,11 @@ class IpcEnd(End):
                 opening = self._opened[region] = asyncio.ensure_future(
                     self.apart(lambda: _open(handle))
                 )
-                opening.add_done_callback(lambda done: done.cancelled() or done.exception())
+                opening.add_done_callback(mark_retrieved)
             case Room():
                 key = message.generation, message.tag, message.number
                 room = self.room(key)
-                if room.done() or len(self._rooms) > _ROOMS:
+                if room.done() or len(self.rooms) > _ROOMS:
                     raise PeerFault(
                         f"{self.peer} says twice where a message belongs, or says it of more than"
                         f" {_ROOMS}"
@@ -144,7 +143,7 @@ class IpcEnd(End):
         if self._has_left:
             return
         self._has_left = True
-        self._rooms.clear()
+        self.rooms.clear()
         for opening in self._opened.values():
             await asyncio.wait({opening})
             if not opening.cancelled() and opening.exception() is None:
@@ -156,7 +155,7 @@ class IpcEnd(End):
         self._threads.shutdown(wait=False)
 
     async def landing(self, device: torch.device) -> _Landing:
-        """Landing memory on a device; ``introduce`` it before use.
+        """Landing memory on a device; the peer must get its handle before use.
 
         :raises Unavailable: no memory can be shared.
         """
@@ -166,12 +165,6 @@ class IpcEnd(End):
                 shared, stream = await self.apart(lambda: _share(device))
                 found = self._landings[device] = _Landing(len(self._landings), shared, stream)
             return found
-
-    async def introduce(self, landing: _Landing) -> None:
-        """Tell the peer about landing memory, once."""
-        if not landing.is_told:
-            landing.is_told = True
-            await self.post(Land(landing.number, landing.shared.handle))
 
     async def opened(self, region: int) -> _Opened:
         """Landing memory of the peer.
@@ -186,11 +179,7 @@ class IpcEnd(End):
 
     def room(self, key: _Key) -> asyncio.Future[Room]:
         """The room for a part, once the peer announces it."""
-        return self._rooms.setdefault(key, asyncio.get_running_loop().create_future())
-
-    def no_room(self, key: _Key) -> None:
-        """Forget a room that nobody waits for any more."""
-        self._rooms.pop(key, None)
+        return self.rooms.setdefault(key, asyncio.get_running_loop().create_future())
 
     def laid(self, key: _Key) -> asyncio.Future[Laid]:
         """The peer's message that a part is there.
@@ -209,19 +198,15 @@ class IpcEnd(End):
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
-class _IpcLink(Link):
+class _IpcLink(StagedLink):
     def __init__(self, end: IpcEnd, generation: int) -> None:
+        super().__init__()
         self._end, self._generation = end, generation
-        self._transfers = Transfers()
-        self._waiting: set[asyncio.Future[Any]] = set()  # wait for the peer
         # wait until the peer reads, which it may never do again
-        self._telling: set[asyncio.Future[Any]] = set()
-        self._unposted: set[asyncio.Future[None]] = set()
-        self._lenders: set[Lending] = set()
-        self._aborting: asyncio.Task[None] | None = None
+        self._posting: set[asyncio.Future[Any]] = set()
 
     async def send(self, tag: int, data: memoryview) -> None:
-        await self._transfers.run(self._send(tag, data.cast("B")))
+        await asyncio.shield(self._begin(self._send(tag, data.cast("B"))))
 
     async def receive(self, tag: int, into: memoryview) -> None:
         if into.readonly:
@@ -242,28 +227,10 @@ class _IpcLink(Link):
 
         return asyncio.ensure_future(receiving())
 
-    async def posted(self) -> None:
-        await asyncio.sleep(0)
-        if self._unposted:
-            await asyncio.wait(list(self._unposted))
-
-    async def abort(self) -> None:
-        """Abort; takes only as long as this process's own copies under way, whatever the peer
-        does."""
-        if self._aborting is None:
-            self._aborting = asyncio.create_task(self._abort())
-        await asyncio.shield(self._aborting)
-
     async def _abort(self) -> None:
-        for future in list(self._waiting):
-            if not future.done():
-                future.set_exception(Disconnected(_ABORTED))
-                future.exception()  # marks it as retrieved: the task that began it may wait no more
-        for telling in list(self._telling):
-            telling.cancel()
-        for lender in self._lenders:
-            lender.refuse(self, Disconnected(_ABORTED))
-        await self._transfers.end()
+        for posting in list(self._posting):
+            posting.cancel()
+        await super()._abort()
 
     # --- out --------------------------------------------------------------------------------------
 
@@ -273,14 +240,12 @@ class _IpcLink(Link):
             self._check()
             key = self._generation, tag, number
             try:
-                room = await self._waits(self._end.room(key))
+                room = await self._wait_for(self._end.room(key))
             finally:
-                self._end.no_room(key)
+                self._end.rooms.pop(key, None)  # nobody waits for it any more
             if room.total != data.nbytes:
-                await self._told(
-                    self._end.post(
-                        Laid(tag, number, data.nbytes, is_other=True, generation=self._generation)
-                    )
+                await self._post(
+                    Laid(tag, number, data.nbytes, is_other=True, generation=self._generation)
                 )
                 return
             opened = await self._end.opened(room.region)
@@ -296,11 +261,9 @@ class _IpcLink(Link):
                 opened.shared.tensor[room.start :][: room.length],
                 data[done : done + room.length],
             )
-            await self._end.apart(partial(_copy_in, opened.stream, there, part))
+            await self._end.apart(partial(_copy, opened.stream, there, _as_tensor(part), None))
             self._check()
-            await self._told(
-                self._end.post(Laid(tag, number, room.length, generation=self._generation))
-            )
+            await self._post(Laid(tag, number, room.length, generation=self._generation))
             done, number = done + room.length, number + 1
 
     # --- in ---------------------------------------------------------------------------------------
@@ -310,10 +273,8 @@ class _IpcLink(Link):
     ) -> None:
         if into is None:
             return
-        posted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._unposted.add(posted)
-        posted.add_done_callback(self._unposted.discard)
-        await self._transfers.run(self._receive(tag, device, into, ready, posted))
+        receiving = self._receive(tag, device, into, ready, self._begin_post())
+        await asyncio.shield(self._begin(receiving))
 
     async def _receive(
         self,
@@ -327,26 +288,24 @@ class _IpcLink(Link):
         try:
             self._check()
             landing = await self._end.landing(device)
-            await self._told(self._end.introduce(landing))
-            self._lenders.add(landing.lending)
+            if not landing.is_told:
+                landing.is_told = True
+                await self._post(Land(landing.number, landing.shared.handle))
+            self._lendings.add(landing.lending)
             for number, part in enumerate(_parts(into)):
                 self._check()
                 stretch = await landing.lending.take(self, part.numel())
                 try:
                     self._check()
-                    laid = self._waits(self._end.laid((self._generation, tag, number)))
+                    laid = self._wait_for(self._end.laid((self._generation, tag, number)))
                     where = landing.number, stretch.start, stretch.length
-                    await self._told(
-                        self._end.post(
-                            Room(tag, number, into.numel(), *where, generation=self._generation)
-                        )
+                    await self._post(
+                        Room(tag, number, into.numel(), *where, generation=self._generation)
                     )
                 except BaseException:
                     landing.lending.give_back(stretch)
                     raise
-                arriving.append(
-                    self._transfers.begin(self._land(landing, laid, stretch, part, ready))
-                )
+                arriving.append(self._begin(self._land(landing, laid, stretch, part, ready)))
         finally:
             posted.set_result(None)
         await asyncio.gather(*arriving)
@@ -373,26 +332,17 @@ class _IpcLink(Link):
         finally:
             landing.lending.give_back(stretch)
 
-    def _waits(self, future: asyncio.Future[Any]) -> asyncio.Future[Any]:
-        self._waiting.add(future)
-        future.add_done_callback(self._waiting.discard)
-        return future
-
-    async def _told(self, telling: Awaitable[Any]) -> Any:
-        """Tell the peer something, or stop when this is aborted."""
-        task = asyncio.ensure_future(telling)
-        self._telling.add(task)
+    async def _post(self, message: Message) -> None:
+        """Send a message to the peer, or stop when this is aborted."""
+        task = asyncio.ensure_future(self._end.post(message))
+        self._posting.add(task)
         try:
-            return await task
+            await task
         except asyncio.CancelledError:
             self._check()
             raise
         finally:
-            self._telling.discard(task)
-
-    def _check(self) -> None:
-        if self._aborting is not None:
-            raise Disconnected(_ABORTED)
+            self._posting.discard(task)
 
 
 def _share(device: torch.device) -> tuple[Shared, Stream]:
@@ -431,11 +381,7 @@ def _copy(stream: Stream, into: torch.Tensor, data: torch.Tensor, ready: Mark | 
     devices().mark(stream).synchronize()
 
 
-def _copy_in(stream: Stream, into: torch.Tensor, data: memoryview) -> None:
-    _copy(stream, into, _lying(data), None)
-
-
-def _lying(data: memoryview) -> torch.Tensor:
+def _as_tensor(data: memoryview) -> torch.Tensor:
     """The bytes as a tensor without a copy; the caller keeps them alive. torch has no read-only
     tensors, but nothing writes to this one."""
     return torch.frombuffer(

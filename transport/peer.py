@@ -6,12 +6,12 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, suppress
 from functools import partial
 from types import TracebackType
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import msgspec
 
@@ -28,7 +28,6 @@ from datastates.state.data_position import Redivision
 from datastates.state.digest import chunk_digest
 from datastates.state.in_place import wait_for_copies
 from datastates.state.manifest import CHUNK_BYTES, Manifest
-from datastates.state.report import RestoreReport
 from datastates.storage.parallel_read import open_shared
 from datastates.storage.reading import of_state, refuse_parts
 from datastates.storage.tier import Reader
@@ -40,13 +39,13 @@ from . import loop
 from .contract import AnyTls, Sink
 from .fetch import Fetched
 from .handshake import read_token
-from .protocol import Offer, RunRecord, StateRecord
+from .protocol import Offer, StateRecord
 from .receive_buffers import Shadow, Shadows
 from .serving import StateSource
 from .session import Session
 from .sources import PAGE, OpenState, Page, Sources, all_pages
 from .state_parts import fetch_part
-from .transfer import Arrival, Cloned, IntoObjects, IntoRepository, Move, Progress, Pull, Transfer
+from .transfer import Cloned, IntoObjects, IntoRepository, Move, Progress, Pull, Transfer
 from .untrusted import (
     distrusting,
     join_parts,
@@ -74,7 +73,7 @@ class Push(Move):
             core.open_payload(state, verify=False), partial(core.tiers.reopen, state, verify=False)
         )
         self.bytes_total = sum(self._source.lengths)
-        self._landed: StateRecord | None = None
+        self._recorded: StateRecord | None = None
 
     async def run(self, progress: Progress) -> Fetched:
         url, source, clock = self._sources.urls[0], self._source, asyncio.get_running_loop()
@@ -83,7 +82,7 @@ class Push(Move):
         try:
             session = await self._sources.connected(url)
             try:
-                self._landed = await session.push(
+                self._recorded = await session.push(
                     source, self.state.uid, await self._offer(session)
                 )
             finally:
@@ -93,37 +92,30 @@ class Push(Move):
         progress(source.moved, source.moved)  # the peer had the rest
         return Fetched({url: source.moved}, source.chunks, clock.time() - began, {})
 
-    def land(self, fetched: Fetched) -> tuple[State, None]:
+    def commit(self, fetched: Fetched) -> tuple[State, None]:
         del fetched
-        assert self._landed is not None, "it ran to its end"
-        return state_of(self._landed), None
+        assert self._recorded is not None, "it ran to its end"
+        return state_of(self._recorded), None
 
-    def give_up(self, error: BaseException) -> BaseException:
+    def fail(self, error: BaseException) -> BaseException:
         self._source.close()  # also of a push that was cancelled before it began
         return error
 
-    def drop(self) -> None:
-        pass  # nothing came
-
     async def _offer(self, session: Session) -> Offer:
-        ancestry = await self._unknown_there(session)
-        refs = (
-            await asyncio.to_thread(
-                self._tags_of, {self.state.uid, *(each.uid for each in ancestry)}
-            )
-            if self._tags
-            else []
-        )
-        state, records, made_by = await asyncio.to_thread(self._records, ancestry)
-        return Offer(
-            self._source.manifest, state, records, tuple(map(record_of_ref, refs)), made_by
-        )
+        return await asyncio.to_thread(self._described, await self._unknown_there(session))
 
-    def _records(
-        self, ancestry: Sequence[State]
-    ) -> tuple[StateRecord, tuple[StateRecord, ...], tuple[RunRecord, ...]]:
+    def _described(self, ancestry: Sequence[State]) -> Offer:
+        uids = {self.state.uid, *(each.uid for each in ancestry)}
         with self._core.database.read() as session:
-            return record_of(session, self.state), *records_of(session, ancestry)
+            tags = names.refs(session, RefKind.TAG) if self._tags else []
+            records, made_by = records_of(session, ancestry)
+            return Offer(
+                self._source.manifest,
+                record_of(session, self.state),
+                records,
+                tuple(record_of_ref(tag) for tag in tags if tag.state in uids),
+                made_by,
+            )
 
     async def _unknown_there(self, session: Session) -> list[State]:
         """The ancestors of the state, newest first, down to the first page behind which the peer
@@ -143,10 +135,6 @@ class Push(Move):
     def _ancestors(self, after: str) -> list[State]:
         with self._core.database.read() as session:
             return walk.log(session, self.state.uid, limit=PAGE, after=after)
-
-    def _tags_of(self, uids: set[str]) -> list[Ref]:
-        with self._core.database.read() as session:
-            return [ref for ref in names.refs(session, RefKind.TAG) if ref.state in uids]
 
 
 class _CountedSource(StateSource):
@@ -185,26 +173,27 @@ async def _knows_all(session: Session, uids: set[str], known: set[str]) -> bool:
 # in the background, many at once.
 
 
-Fetch = Callable[[Sink], Awaitable[Fetched]]
+Fetch = Callable[[Sink], Coroutine[Any, Any, Fetched]]
 
 
 class PeerReader(Reader):
-    """Reads a part from peers; ``fetch`` brings what is missing in a sink. Used by one thread, and
-    closed before the feeds behind ``fetch`` are.
+    """Reads a part from peers; ``fetch`` brings what is missing in a sink. Used by one thread.
+    ``opened`` is closed with the reader. Without it, the caller closes what ``fetch`` uses, after
+    the reader.
 
     Every chunk is checked as it arrives. ``bytes_by_source`` counts what came, by peer.
     """
 
     is_waited_for: ClassVar[bool] = True
 
-    def __init__(self, manifest: Manifest, fetch: Fetch) -> None:
-        self.manifest = manifest
+    def __init__(self, manifest: Manifest, fetch: Fetch, opened: OpenState | None = None) -> None:
+        self.manifest, self._opened = manifest, opened
         self.bytes_by_source: dict[str, int] = {}
         self._fetch = fetch
         self._lengths = tuple(chunk.length for chunk in manifest.content.chunks)
         self._shadow = Shadow(len(self._lengths))
-        self._coming: dict[int, _Coming] = {}
-        self._all: list[_Coming] = []
+        self._batches: dict[int, _ChunkBatch] = {}
+        self._all: list[_ChunkBatch] = []
         self._is_closed = False
 
     def ahead(self, chunks: Sequence[int]) -> None:
@@ -214,12 +203,12 @@ class PeerReader(Reader):
             raise Closed(
                 f"the reader of state {self.manifest.origin.uid} is closed: clone it again"
             )
-        wanted = [index for index in dict.fromkeys(chunks) if index not in self._coming]
+        wanted = [index for index in dict.fromkeys(chunks) if index not in self._batches]
         if wanted:
-            coming = _Coming(self.manifest, self._lengths, wanted, self._shadow)
-            self._coming |= dict.fromkeys(wanted, coming)
-            self._all.append(coming)
-            coming.begin(self._fetch)
+            batch = _ChunkBatch(self.manifest, self._lengths, wanted, self._shadow)
+            self._batches |= dict.fromkeys(wanted, batch)
+            self._all.append(batch)
+            batch.begin(self._fetch)
 
     def chunk(self, index: int) -> memoryview:
         """One chunk, once it is here.
@@ -227,7 +216,7 @@ class PeerReader(Reader):
         :raises DatastatesError: the chunk is not available.
         """
         self.ahead([index])
-        self._coming[index].wait(index)
+        self._batches[index].wait(index)
         return self._shadow.memory(index * CHUNK_BYTES, self._lengths[index]).toreadonly()
 
     def span(self, start: int, length: int) -> memoryview | None:
@@ -244,14 +233,17 @@ class PeerReader(Reader):
     def close(self) -> None:
         """Stop what is on its way, so that nobody writes to the memory any more. Idempotent."""
         self._is_closed = True
-        for coming in self._all:
-            for name, count in coming.end().items():
+        for batch in self._all:
+            for name, count in batch.end().items():
                 self.bytes_by_source[name] = self.bytes_by_source.get(name, 0) + count
         self._all.clear()
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            loop.run(opened.close())
 
 
-class _Coming(Sink):
-    """Some chunks on their way, as a sink: each lies in the shadow at its place in the stream."""
+class _ChunkBatch(Sink):
+    """Some chunks on their way. Each is stored in the shadow at its place in the stream."""
 
     def __init__(
         self, manifest: Manifest, lengths: tuple[int, ...], wanted: Sequence[int], shadow: Shadow
@@ -265,7 +257,7 @@ class _Coming(Sink):
 
     def begin(self, fetch: Fetch) -> None:
         """Begin to fetch them."""
-        self._future = loop.submit(_awaited(fetch, self))
+        self._future = loop.submit(fetch(self))
         self._future.add_done_callback(self._end)
 
     def wait(self, index: int) -> None:
@@ -327,19 +319,8 @@ class _Coming(Sink):
         self._changed.notify_all()
 
 
-async def _awaited(fetch: Fetch, sink: Sink) -> Fetched:
-    return await fetch(sink)
-
-
 # A clone of one state by all ranks of a job at once: each asks the sources for its share, and
 # passes on what the others want too.
-
-
-class _Chosen(msgspec.Struct, frozen=True, array_like=True):
-    """The state that all ranks clone."""
-
-    uid: str
-    digest: str
 
 
 def clone_together(
@@ -359,13 +340,13 @@ def clone_together(
     """
     began, meeting = time.monotonic(), Meeting(group, f"clone {rev}")
     with meeting.united(), undisturbed():
-        chosen = _chosen(sources, rev, meeting)
+        uid, digest = _chosen(sources, rev, meeting)
         wait_for_copies(into)
-        opened = loop.run(sources.open(chosen.uid))
+        opened = loop.run(sources.open(uid))
         try:
-            if opened.state.digest != chosen.digest:
+            if opened.state.digest != digest:
                 raise Conflict(
-                    f"{opened.source} has another state of the uid {chosen.uid} than rank 0 found:"
+                    f"{opened.source} has another state of the uid {uid} than rank 0 found:"
                     " clone from the same peer"
                 )
             with distrusting():
@@ -383,13 +364,13 @@ def clone_together(
             loop.run(opened.close())
 
 
-def _chosen(sources: Sources, rev: str, meeting: Meeting) -> _Chosen:
-    """The state that rank 0 finds."""
+def _chosen(sources: Sources, rev: str, meeting: Meeting) -> tuple[str, str]:
+    """The uid and the digest of the state that rank 0 finds."""
     body = b""
     if meeting.group.rank == 0:
         state = next(iter(loop.run(sources.resolve(rev)).values()))
-        body = msgspec.msgpack.encode(_Chosen(state.uid, state.digest))
-    return msgspec.msgpack.decode(meeting.meet(body)[0], type=_Chosen)
+        body = msgspec.msgpack.encode((state.uid, state.digest))
+    return msgspec.msgpack.decode(meeting.meet(body)[0], type=tuple[str, str])
 
 
 def _clone(
@@ -421,7 +402,8 @@ def _clone(
         report = restore_from(
             of_state(shared, state), into, only=only, strict=strict, own=own, meeting=meeting
         )
-    return _cloned(state, report, readers, began)
+    moved = sum((Counter(reader.bytes_by_source) for reader in readers), Counter[str]())
+    return Cloned(state, report, moved.total(), time.monotonic() - began, dict(moved))
 
 
 def _readers(
@@ -445,13 +427,6 @@ def _readers(
         )
         for part in opened.parts.parts
     ]
-
-
-def _cloned(
-    state: State, report: RestoreReport, readers: Sequence[PeerReader], began: float
-) -> Cloned:
-    moved = sum((Counter(reader.bytes_by_source) for reader in readers), Counter[str]())
-    return Cloned(state, report, moved.total(), time.monotonic() - began, dict(moved))
 
 
 class _Counted:
@@ -694,9 +669,9 @@ class Peer:
             )
         opened = loop.run(self.sources.open(str(rev), chain=chain))
         try:
-            arrival: Arrival
+            move: Pull
             if repo is None:
-                arrival = IntoObjects(
+                move = IntoObjects(
                     opened,
                     into,
                     only=only,
@@ -704,13 +679,14 @@ class Peer:
                     atomic=atomic,
                     skip_equal=skip_equal,
                     shadows=self._shadows,
+                    timeout_s=self.sources.timeout_s,
+                    is_resumable=resumable,
                 )
             else:
-                arrival = IntoRepository.of(self.sources, opened, repo.core, tags=tags)
-            return Transfer(
-                Pull(opened, arrival, timeout_s=self.sources.timeout_s, is_kept=resumable),
-                on_progress,
-            )
+                move = IntoRepository.of(
+                    self.sources, opened, repo.core, tags=tags, is_resumable=resumable
+                )
+            return Transfer(move, on_progress)
         except BaseException:
             loop.run(opened.close())
             raise
@@ -814,33 +790,9 @@ def _reader(opened: OpenState, rank: int, timeout_s: float) -> Reader:
                 f"state {opened.state.uid} has one part at {opened.source}, and not that of rank"
                 f" {rank}"
             )
-        return _Reader(
-            opened, PeerReader(opened.manifest.manifest, partial(opened.fetch, timeout_s=timeout_s))
-        )
+        fetch: Fetch = partial(opened.fetch, timeout_s=timeout_s)
+        return PeerReader(opened.manifest.manifest, fetch, opened)
     part = next((each for each in opened.parts.parts if each.rank == rank), None)
     if part is None:
         raise NotFound(f"rank {rank} of state {opened.state.uid} is not at {opened.source}")
-    return _Reader(
-        opened, PeerReader(part.manifest, partial(fetch_part, part=part, timeout_s=timeout_s))
-    )
-
-
-class _Reader(Reader):
-    """A reader that also closes what was opened for it."""
-
-    def __init__(self, opened: OpenState, inner: PeerReader) -> None:
-        self.manifest = inner.manifest
-        self._opened, self._inner = opened, inner
-        self._is_closed = False
-
-    def chunk(self, index: int) -> memoryview:
-        return self._inner.chunk(index)
-
-    def span(self, start: int, length: int) -> memoryview | None:
-        return self._inner.span(start, length)
-
-    def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._inner.close()
-            loop.run(self._opened.close())
+    return PeerReader(part.manifest, partial(fetch_part, part=part, timeout_s=timeout_s), opened)

@@ -31,7 +31,7 @@ from typing import Final
 
 import numpy as np
 
-from .connections import keep_from_children, stop_listening, who
+from .connections import keep_from_children, receive_exactly, stop_listening, who
 from .contract import Terms
 from .data_plane import surely
 
@@ -113,11 +113,6 @@ def address_of(view: memoryview) -> int:
 def is_wanted() -> bool:
     """Whether processes of one host may read each other here."""
     return _readv is not None and os.environ.get(SWITCH) != "0"
-
-
-def own_beacon() -> tuple[int, bytes]:
-    """The address of this process's random bytes, and the bytes."""
-    return ctypes.addressof(_random), _random.raw
 
 
 class NearChunks:
@@ -266,7 +261,10 @@ class Neighbours:
         if name not in self._expected:
             return None  # the session ended meanwhile
         self._here[name] = writer
-        writer.write(_code(terms, b"server", hello + nonce) + _place.pack(*own_beacon()))
+        writer.write(
+            _code(terms, b"server", hello + nonce)
+            + _place.pack(ctypes.addressof(_random), _random.raw)
+        )
         return name
 
 
@@ -300,24 +298,14 @@ async def _met(connection: socket.socket, name: str, terms: Terms) -> Near | Non
         return None
     hello = terms.name + secrets.token_bytes(_NONCE_BYTES)
     await loop.sock_sendall(connection, hello)
-    nonce = await _exactly(connection, _NONCE_BYTES)
+    nonce = await receive_exactly(connection, _NONCE_BYTES)
     await loop.sock_sendall(connection, _code(terms, b"client", hello + nonce))
-    said = await _exactly(connection, _CODE_BYTES + _place.size)
+    said = await receive_exactly(connection, _CODE_BYTES + _place.size)
     if not hmac.compare_digest(said[:_CODE_BYTES], _code(terms, b"server", hello + nonce)):
         return None
     near, seen = Near(pid, connection), bytearray(_NONCE_BYTES)
     address, beacon = _place.unpack(said[_CODE_BYTES:])
     return near if near.read(address, [memoryview(seen)]) and bytes(seen) == beacon else None
-
-
-async def _exactly(connection: socket.socket, count: int) -> bytes:
-    found = b""
-    while len(found) < count:
-        more = await asyncio.get_running_loop().sock_recv(connection, count - len(found))
-        if not more:
-            raise EOFError
-        found += more
-    return found
 
 
 def _code(terms: Terms, role: bytes, said: bytes) -> bytes:

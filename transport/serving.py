@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 _ASK_AGAIN_S = 0.05
 
 
-class PushRoom:
+class PushBudget:
     """The bytes of one repository's arena that pushed states may have together, while they are
     on their way and until they are durable."""
 
@@ -79,10 +79,6 @@ class PushRoom:
         self._core, self._patience_s = core, patience_s
         self._lock = threading.Lock()
         self._coming = 0
-
-    def share(self) -> Room:
-        """Room for one state."""
-        return Room(self)
 
     def acquire(self, lengths: Sequence[int]) -> list[int]:
         """Take slots for chunks of these lengths, besides what captures need. Waits at most
@@ -141,25 +137,6 @@ class PushRoom:
         host = self._core.host()
         for uid in host.unwritten_clones():
             host.want(uid)
-
-
-class Room:
-    """The room that one state has, until ``close``."""
-
-    def __init__(self, room: PushRoom) -> None:
-        self._room = room
-        self._size = 0
-
-    def acquire(self, lengths: Sequence[int]) -> list[int]:
-        """The slots of the state (see ``PushRoom.acquire``)."""
-        slots = self._room.acquire(lengths)
-        self._size += sum(lengths)
-        return slots
-
-    def close(self) -> None:
-        """Give up the room of a state that is here, or that does not come; idempotent."""
-        self._room.give(self._size)
-        self._size = 0
 
 
 # A repository as other processes see it over a transport: its lineage, and the states that its
@@ -233,8 +210,8 @@ class RepositoryStore(Store):
         self._core, self._is_writable = core, is_writable
         self.others: tuple[str, ...] = ()
         """The urls at which the other processes of this one's job serve."""
-        self._room = PushRoom(core, patience_s)
-        self._rooms: dict[Sink, Room] = {}
+        self._budget = PushBudget(core, patience_s)
+        self._pushed: dict[Sink, int] = {}
 
     def identity(self) -> Identity:
         """The identity of the served repository."""
@@ -338,16 +315,23 @@ class RepositoryStore(Store):
         state, ancestry, tags, made_by = _told(offer)
         with self._core.database.read() as session:
             clones.check_arrival(session, state, ancestry, tags, made_by)
-        room = self._room.share()
         relatives = [state.uid for state in offer.ancestry[:10]]
+        taken = 0
+
+        def acquire(lengths: Sequence[int]) -> list[int]:
+            nonlocal taken
+            slots = self._budget.acquire(lengths)
+            taken += sum(lengths)
+            return slots
+
         try:
             sink = receive_states.make_room(
-                self._core, checked, party=_PUSHERS, relatives=relatives, acquire=room.acquire
+                self._core, checked, party=_PUSHERS, relatives=relatives, acquire=acquire
             )
         except BaseException:
-            room.close()
+            self._budget.give(taken)
             raise
-        self._rooms[sink] = room
+        self._pushed[sink] = taken
         return sink
 
     def received(self, offer: Offer, sink: Sink) -> StateRecord:
@@ -358,7 +342,7 @@ class RepositoryStore(Store):
         state = receive_states.land(
             self._core, sink, state, ancestry=ancestry, tags=tags, came=came
         )
-        self._rooms.pop(sink).close()
+        self._budget.give(self._pushed.pop(sink))
         with self._core.reading() as session:
             return record_of(session, state)
 
@@ -366,8 +350,7 @@ class RepositoryStore(Store):
         """Free the memory of a push that ended early."""
         assert isinstance(sink, StateSink), "receive made it"
         receive_states.abandon(self._core, sink)
-        if (room := self._rooms.pop(sink, None)) is not None:
-            room.close()
+        self._budget.give(self._pushed.pop(sink, 0))
 
 
 def _told(offer: Offer) -> tuple[State, list[State], list[Ref], dict[str, Run]]:
@@ -541,25 +524,26 @@ def serve_together(group: Group, begin: Callable[[], Server]) -> Server:
     """
     meeting, server = Meeting(group, "serve its states"), None
     try:
-        with meeting.united():
+        with meeting.telling():
             server = begin()
-            met = _meeting_others(server)
-        urls = [said.decode() for said in meeting.meet(announced(server.url).encode())]
+            serving = _for_peers(server)
+            url = announced(server.url)
+        urls = [each.decode() for each in meeting.meet(url.encode())]
     except BaseException:
         if server is not None:
             server.close(grace_s=0.0)
         raise
-    met([url for rank, url in enumerate(urls) if rank != group.rank])
+    serving.meet([each for rank, each in enumerate(urls) if rank != group.rank])
     return server
 
 
-def _meeting_others(server: Server) -> Callable[[Sequence[str]], None]:
+def _for_peers(server: Server) -> PeerServer:
     if not isinstance(server, PeerServer):
         raise InvalidInput(
             f"{server.url} is for browsers, who clone no states: leave group= out, or serve at a"
             " tcp:// address"
         )
-    return server.meet
+    return server
 
 
 def announced(url: str) -> str:

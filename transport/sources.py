@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from datastates.config import Data
 from datastates.errors import Closed, DatastatesError, Disconnected, InvalidInput, PeerFault
@@ -335,11 +335,9 @@ PAGE = 1000
 """States in a page."""
 
 
-class Page(Protocol):
-    """A question that is answered in pages."""
-
-    async def __call__(self, *, limit: int, after: str | None, room: Share) -> StatePage:
-        """At most ``limit`` states, those behind ``after``; they take ``room``."""
+Page = Callable[..., Awaitable[StatePage]]
+"""A request that is answered in pages: called with ``limit``, ``after`` and ``room`` (see
+``Session.find``)."""
 
 
 async def all_pages(page: Page, limit: int | None) -> list[State]:

@@ -28,8 +28,9 @@ from datastates.system.failures import describe, revive
 
 from .contract import Feed, Sink
 from .data_plane import surely
-from .fetch import Fetched, fetch
+from .fetch import Fetched, FetchProgress, fetch_with_fallback
 from .handshake import may_dial
+from .limits import Budget
 from .protocol import BODY_BYTES, PARTS
 from .session import Session, SessionFeed
 from .untrusted import CheckedManifest, join_parts, read_part
@@ -218,10 +219,10 @@ async def fetch_parts(
     missing = set(sink.missing())
     views = [_View(sink, part.indices) for part in parts if not missing.isdisjoint(part.indices)]
     wanted = [part for part in parts if not missing.isdisjoint(part.indices)]
-    counted = _Counted(sum(sink.lengths[index] for index in missing), on_progress)
+    progress = FetchProgress(sum(sink.lengths[index] for index in missing), on_progress)
     window = _window(wanted)
     fetching = [
-        asyncio.create_task(_fetch_part(view, part, counted, window=window, timeout_s=timeout_s))
+        asyncio.create_task(_fetch_part(view, part, progress, window=window, timeout_s=timeout_s))
         for view, part in zip(views, wanted, strict=True)
     ]
     began = asyncio.get_running_loop().time()
@@ -276,8 +277,8 @@ async def fetch_part(
 ) -> Fetched:
     """Bring every chunk of one part that is missing in ``sink``, which receives that part alone."""
     missing = sink.missing()
-    counted = _Counted(sum(sink.lengths[index] for index in missing), on_progress)
-    return await _fetch_part(sink, part, counted, window=_WINDOW, timeout_s=timeout_s)
+    progress = FetchProgress(sum(sink.lengths[index] for index in missing), on_progress)
+    return await _fetch_part(sink, part, progress, window=_WINDOW, timeout_s=timeout_s)
 
 
 def scratch_for(parts: Sequence[OpenPart]) -> int:
@@ -297,50 +298,33 @@ def _has_ended_well(task: asyncio.Task[Fetched]) -> tuple[bool, bool]:
 
 
 async def _fetch_part(
-    view: Sink, part: OpenPart, counted: _Counted, *, window: int, timeout_s: float
+    view: Sink, part: OpenPart, progress: FetchProgress, *, window: int, timeout_s: float
 ) -> Fetched:
     """Fetch one part from the feeds that serve it; when these have failed, fetch the rest from
     the next holder that has it."""
-    moved, lost, feeds = Counter[str](), dict[str, BaseException](), part.feeds
-    while True:
-        attempt = counted.attempt()
-        try:
-            fetched = await fetch(
-                view, feeds, window=window, timeout_s=timeout_s, on_progress=attempt
-            )
-        except (Disconnected, Unavailable, Corrupt, PeerFault) as exc:
-            names = ", ".join(feed.name for feed in feeds)
-            moved[names] += attempt.done
-            lost[names] = exc
-            if isinstance(exc, Corrupt) and len(feeds) > 1:
-                # they disagree: nobody here knows which one is right
-                raise _of_part(part, exc) from exc
-            feeds = [await _next(part, exc)]
-        except DatastatesError as exc:
-            raise _of_part(part, exc) from exc
-        else:
-            return Fetched(
-                moved + Counter(fetched.bytes_by_feed),
-                fetched.chunks,
-                fetched.seconds,
-                {**lost, **fetched.lost},
-            )
 
+    async def fallback(
+        failed: Sequence[Feed], error: DatastatesError
+    ) -> tuple[Sequence[Feed], Feed | None]:
+        # if several feeds disagree, nobody here knows which one is right
+        is_final = isinstance(error, Corrupt) and len(failed) > 1
+        if is_final or not isinstance(error, Disconnected | Unavailable | Corrupt | PeerFault):
+            raise _of_part(part, error) from error
+        while part.spare:
+            try:
+                feed = await part.spare.pop(0)()
+            except DatastatesError as exc:
+                error = exc
+                continue
+            _logger.warning(
+                "the rest of the part of rank %d comes from %s: %s", part.rank, feed.name, error
+            )
+            return [feed], None
+        raise _of_part(part, error) from error
 
-async def _next(part: OpenPart, why: DatastatesError) -> Feed:
-    """A feed from the next holder of a part of which the earlier ones did not bring everything."""
-    while part.spare:
-        opened = part.spare.pop(0)
-        try:
-            feed = await opened()
-        except DatastatesError as exc:
-            why = exc
-            continue
-        _logger.warning(
-            "the rest of the part of rank %d comes from %s: %s", part.rank, feed.name, why
-        )
-        return feed
-    raise _of_part(part, why) from why
+    return await fetch_with_fallback(
+        view, part.feeds, fallback, progress=progress, window=window, timeout_s=timeout_s
+    )
 
 
 def _of_part(part: OpenPart, error: DatastatesError) -> DatastatesError:
@@ -399,11 +383,11 @@ async def _open_each(
             f" {', '.join(lacking)}: {asked} were asked{away}; give the url of whoever has it, or"
             " clone a state that is durable"
         )
-    room, left = asyncio.Semaphore(_PARTS_AT_ONCE), _Allowance(_MANIFESTS_BYTES)
+    room, budget = asyncio.Semaphore(_PARTS_AT_ONCE), Budget(_MANIFESTS_BYTES)
 
     async def opened(rank: int, who: Holders) -> OpenPart:
         async with room:
-            return await _open_one(state, rank, who, holders, left)
+            return await _open_one(state, rank, who, holders, budget)
 
     opening = [asyncio.create_task(opened(rank, who)) for rank, who in enumerate(plans)]
     try:
@@ -415,14 +399,13 @@ async def _open_each(
 
 
 async def _open_one(
-    state: State, rank: int, who: Holders, holders: Sequence[Holder], left: _Allowance
+    state: State, rank: int, who: Holders, holders: Sequence[Holder], budget: Budget
 ) -> OpenPart:
     """Open a part at the holders that should serve it, or at the first other one that has it."""
 
     async def open_at(number: int) -> tuple[Manifest, SessionFeed]:
-        return await holders[number].open(
-            state.uid, rank, state.world_size, limit=min(BODY_BYTES, left.take(0))
-        )
+        limit = min(BODY_BYTES, max(0, budget.limit - budget.taken))
+        return await holders[number].open(state.uid, rank, state.world_size, limit=limit)
 
     found, failed, spare = (
         list[tuple[Manifest, SessionFeed]](),
@@ -443,7 +426,12 @@ async def _open_one(
     if not found:
         raise _about(state.uid, rank, state.world_size, failed[-1]) from failed[-1]
     manifest = found[0][0]
-    left.take(len(found[0][1].manifest))
+    budget.taken += len(found[0][1].manifest)
+    if budget.taken > budget.limit:
+        raise PeerFault(
+            f"the manifests of the parts of one state have more than {_MANIFESTS_BYTES} bytes:"
+            " it is refused as a trap"
+        )
     feeds: list[Feed] = [feed for each, feed in found if each.digest == manifest.digest]
     if len(feeds) < len(found):
         _logger.warning(
@@ -465,26 +453,6 @@ async def _open_spare(holder: Holder, manifest: Manifest) -> Feed:
             f"{holder.url} has another part of rank {origin.rank} of state {origin.uid[:10]}"
         )
     return feed
-
-
-class _Allowance:
-    """The bytes that are still allowed."""
-
-    def __init__(self, most: int) -> None:
-        self._left = most
-
-    def take(self, count: int) -> int:
-        """Take ``count`` bytes; returns how many are left.
-
-        :raises PeerFault: more were taken than there were.
-        """
-        self._left -= count
-        if self._left < 0:
-            raise PeerFault(
-                f"the manifests of the parts of one state have more than {_MANIFESTS_BYTES} bytes:"
-                " it is refused as a trap"
-            )
-        return self._left
 
 
 class _View(Sink):
@@ -509,31 +477,3 @@ class _View(Sink):
 
     def pieces(self, index: int) -> Sequence[memoryview] | None:
         return self._sink.pieces(self._indices[index])
-
-
-class _Counted:
-    """The progress of all parts together; used on the loop thread."""
-
-    def __init__(self, total: int, on_progress: Progress | None) -> None:
-        self._total, self._done, self._on_progress = total, 0, on_progress
-
-    def attempt(self) -> _Attempt:
-        """One call of ``fetch``."""
-        return _Attempt(self)
-
-    def add(self, count: int) -> None:
-        """Note that ``count`` more bytes are here."""
-        self._done += count
-        if self._on_progress is not None:
-            self._on_progress(self._done, self._total)
-
-
-class _Attempt:
-    """What one call of ``fetch`` has brought."""
-
-    def __init__(self, counted: _Counted) -> None:
-        self._counted, self.done = counted, 0
-
-    def __call__(self, done: int, total: int) -> None:
-        before, self.done = self.done, done
-        self._counted.add(done - before)

@@ -79,33 +79,29 @@ class Move(ABC):
 
     state: State
     bytes_total: int
+    is_resumable: bool = False
+    """Whether what came is kept if the transfer fails."""
 
     @abstractmethod
     async def run(self, progress: Progress) -> Fetched:
         """Move the bytes."""
 
     @abstractmethod
-    def land(self, fetched: Fetched) -> tuple[State, RestoreReport | None]:
+    def commit(self, fetched: Fetched) -> tuple[State, RestoreReport | None]:
         """Finish a transfer of which every byte is here."""
 
     @abstractmethod
-    def give_up(self, error: BaseException) -> BaseException:
+    def fail(self, error: BaseException) -> BaseException:
         """Release the other side, even if the transfer never ran.
 
         Returns the error for the waiting caller."""
 
-    @property
-    def is_resumable(self) -> bool:
-        """Whether what came is kept if the transfer fails."""
-        return False
-
-    def resumed(self, sources: Sources) -> Move:
-        """The rest of this failed transfer, from other sources; only if it is resumable."""
+    def resume_from(self, sources: Sources) -> None:
+        """Let ``run`` bring the rest from other sources; only if it is resumable."""
         raise NotImplementedError
 
-    @abstractmethod
-    def drop(self) -> None:
-        """Release what came; called once, after ``give_up``."""
+    def drop(self) -> None:  # noqa: B027 # a push keeps nothing
+        """Release what came; called once, after ``fail``."""
 
 
 class Transfer:
@@ -197,7 +193,8 @@ class Transfer:
                 )
             self._is_kept = False
         try:
-            return Transfer(self._move.resumed(peer.sources), on_progress)
+            self._move.resume_from(peer.sources)
+            return Transfer(self._move, on_progress)
         except BaseException:
             self._is_kept = True
             raise
@@ -258,13 +255,13 @@ class Transfer:
             if self._result is None and self._error is None:
                 try:
                     fetched = self._fetched()
-                    state, report = self._move.land(fetched)
+                    state, report = self._move.commit(fetched)
                     moved = sum(fetched.bytes_by_feed.values())
                     self._result = Cloned(
                         state, report, moved, fetched.seconds, fetched.bytes_by_feed
                     )
                 except BaseException as exc:
-                    self._error = self._move.give_up(exc)
+                    self._error = self._move.fail(exc)
                     if not self._is_kept:
                         self._move.drop()
                     if self._error is not exc:
@@ -310,30 +307,45 @@ class Transfer:
 _SPARE = 1.25
 
 
-class Arrival(ABC):
-    """The destination of a clone."""
+class Pull(Move):
+    """A state on its way into ``sink``, which the caller of ``begin_clone`` chose."""
 
-    sink: Sink
+    def __init__(
+        self, opened: OpenState, sink: Sink, *, timeout_s: float, is_resumable: bool
+    ) -> None:
+        self.state, self.is_resumable = opened.state, is_resumable
+        self.bytes_total = sum(sink.lengths[index] for index in sink.missing())
+        self._opened, self._into, self._timeout_s = opened, sink, timeout_s
 
-    @abstractmethod
-    def land(self, opened: OpenState, fetched: Fetched) -> tuple[State, RestoreReport | None]:
-        """Finish: every chunk is in the sink."""
+    async def run(self, progress: Progress) -> Fetched:
+        opened = self._opened
+        try:
+            return await opened.fetch(self._into, timeout_s=self._timeout_s, on_progress=progress)
+        finally:  # a cancellation at this point must not leave a connection behind
+            if opened.forwarder is None:  # else it forwards the state
+                await surely(asyncio.create_task(opened.close()))
 
-    @abstractmethod
-    def drop(self) -> None:
-        """Release what came."""
-
-    def explain(self, error: BaseException) -> BaseException:
-        """The error that a waiting caller gets for an error."""
+    def fail(self, error: BaseException) -> BaseException:
+        with suppress(Closed):  # the process is ending
+            loop.run(self._opened.close())  # it may have been cancelled before it began
         return error
 
-    def joined_by(self, opened: OpenState) -> None:
-        """Note that the rest comes from elsewhere."""
-        del opened
+    def resume_from(self, sources: Sources) -> None:
+        """See ``Move``. The sink knows which chunks are missing, and every digest."""
+        opened = loop.run(sources.open(self.state.uid))
+        if opened.state.digest != self.state.digest:
+            loop.run(opened.close())
+            raise Conflict(
+                f"{opened.source} has another state of the uid {self.state.uid}: resume from"
+                " another peer"
+            )
+        self._opened, self._timeout_s = opened, sources.timeout_s
+        self.bytes_total = sum(self._into.lengths[index] for index in self._into.missing())
 
 
-class IntoObjects(Arrival):
-    """Live objects, written by the thread that owns them; see ``Peer.clone`` for the options."""
+class IntoObjects(Pull):
+    """A clone into live objects, written by the thread that owns them; see ``Peer.clone`` for the
+    options."""
 
     def __init__(
         self,
@@ -345,13 +357,15 @@ class IntoObjects(Arrival):
         atomic: bool | None,
         skip_equal: bool,
         shadows: Shadows,
+        timeout_s: float,
+        is_resumable: bool,
     ) -> None:
         if atomic is None:
             atomic = not skip_equal and available_memory_bytes() > _SPARE * sum(
                 opened.manifest.lengths
             )
-        self._names, self._uid = tuple(into), opened.state.uid
-        self._sink = self.sink = ObjectsSink(
+        self._names = ", ".join(into)
+        self._sink = ObjectsSink(
             opened.manifest,
             into,
             only=only,
@@ -362,43 +376,43 @@ class IntoObjects(Arrival):
             shadows=shadows,
             scratch=opened.scratch,
         )
+        super().__init__(opened, self._sink, timeout_s=timeout_s, is_resumable=is_resumable)
 
-    def land(self, opened: OpenState, fetched: Fetched) -> tuple[State, RestoreReport]:
+    def commit(self, fetched: Fetched) -> tuple[State, RestoreReport]:
+        opened = self._opened
         report = self._sink.commit()
         loop.run(opened.end_chain())
         self._sink.close()
-        sources = ", ".join(fetched.bytes_by_feed)
-        landed = event(
-            "clone.landed",
-            state=opened.state.uid,
-            step=opened.state.step,
-            bytes=sum(fetched.bytes_by_feed.values()),
-        )
         _logger.info(
             "cloned state %s, step %d, from %s",
             opened.state.uid[:10],
             opened.state.step,
-            sources,
-            extra=landed,
+            ", ".join(fetched.bytes_by_feed),
+            extra=event(
+                "clone.landed",
+                state=opened.state.uid,
+                step=opened.state.step,
+                bytes=sum(fetched.bytes_by_feed.values()),
+            ),
         )
         return opened.state, report
 
-    def explain(self, error: BaseException) -> BaseException:
+    def fail(self, error: BaseException) -> BaseException:
+        error = super().fail(error)
         if not self._sink.is_dirty or not isinstance(error, Exception):
             return error
-        names = ", ".join(self._names)
         return Dirty(
-            f"{names} are half old, half new: the clone of {self._uid[:10]} failed ({error}); clone"
-            " again, or restore them"
+            f"{self._names} are half old, half new: the clone of {self.state.uid[:10]} failed"
+            f" ({error}); clone again, or restore them"
         )
 
     def drop(self) -> None:
         self._sink.close()
 
 
-class IntoRepository(Arrival):
-    """A repository's memory and lineage, with the ancestors that it lacks, and with ``tags`` on
-    what comes if they are asked for."""
+class IntoRepository(Pull):
+    """A clone into a repository's memory and lineage, with the ancestors that it lacks, and with
+    ``tags`` on what comes if they are asked for."""
 
     def __init__(
         self,
@@ -407,100 +421,61 @@ class IntoRepository(Arrival):
         ancestry: Sequence[State],
         tags: Sequence[Ref],
         made_by: Mapping[str, Run],
+        *,
+        timeout_s: float,
+        is_resumable: bool,
     ) -> None:
         self._core, self._ancestry, self._tags, self._made_by = core, ancestry, tags, made_by
         relatives = [state.uid for state in ancestry[:10]]
-        self._sink = self.sink = receive_states.make_room(
+        self._sink = receive_states.make_room(
             core, opened.manifest, party=opened.source, relatives=relatives
         )
+        super().__init__(opened, self._sink, timeout_s=timeout_s, is_resumable=is_resumable)
 
     @classmethod
-    def of(cls, sources: Sources, opened: OpenState, core: Core, *, tags: bool) -> IntoRepository:
-        """Room for the state, once it is known which of its ancestors come with it."""
+    def of(
+        cls, sources: Sources, opened: OpenState, core: Core, *, tags: bool, is_resumable: bool
+    ) -> IntoRepository:
+        """A clone of the state and of those of its ancestors that the repository lacks."""
         with core.database.read() as session:
             is_same = clones.repository_uid(session) == opened.repository
             # else one of the two is a copy of the other
             is_shared = is_same and bool(clones.known(session, [opened.state.uid]))
-        if is_shared:
-            return cls(opened, core, [], [], {})
-        coming = sources.listed(
-            lambda session: _ancestry(session, core, opened.state, tags=tags), among=opened.urls
-        )
-        return cls(opened, core, *loop.run(coming))
+        coming: tuple[list[State], list[Ref], dict[str, Run]] = [], [], {}
+        if not is_shared:
+            coming = loop.run(
+                sources.listed(
+                    lambda session: _ancestry(session, core, opened.state, tags=tags),
+                    among=opened.urls,
+                )
+            )
+        return cls(opened, core, *coming, timeout_s=sources.timeout_s, is_resumable=is_resumable)
 
-    def land(self, opened: OpenState, fetched: Fetched) -> tuple[State, None]:
-        loop.run(opened.end_chain())
+    def commit(self, fetched: Fetched) -> tuple[State, None]:
+        loop.run(self._opened.end_chain())
         state = receive_states.land(
             self._core,
             self._sink,
-            opened.state,
+            self._opened.state,
             ancestry=self._ancestry,
             tags=self._tags,
             came=clones.Provenance(
                 self._sink.party,
-                opened.repository,
+                self._opened.repository,
                 sum(fetched.bytes_by_feed.values()),
                 self._made_by,
             ),
         )
         return state, None
 
-    def joined_by(self, opened: OpenState) -> None:
-        self._sink.party = f"{self._sink.party}, {opened.source}"
+    def resume_from(self, sources: Sources) -> None:
+        before = self._opened.source
+        super().resume_from(sources)
+        if self._opened.source != before:
+            self._sink.party = f"{self._sink.party}, {self._opened.source}"
 
     def drop(self) -> None:
         receive_states.abandon(self._core, self._sink)
-
-
-class Pull(Move):
-    """A state on its way here."""
-
-    def __init__(
-        self, opened: OpenState, arrival: Arrival, *, timeout_s: float, is_kept: bool
-    ) -> None:
-        self.state = opened.state
-        self.bytes_total = sum(arrival.sink.lengths[index] for index in arrival.sink.missing())
-        self._opened, self._arrival = opened, arrival
-        self._timeout_s, self._is_kept = timeout_s, is_kept
-
-    async def run(self, progress: Progress) -> Fetched:
-        opened = self._opened
-        try:
-            return await opened.fetch(
-                self._arrival.sink, timeout_s=self._timeout_s, on_progress=progress
-            )
-        finally:  # a cancellation at this point must not leave a connection behind
-            if opened.forwarder is None:  # else it passes the state on
-                await surely(asyncio.create_task(opened.close()))
-
-    def land(self, fetched: Fetched) -> tuple[State, RestoreReport | None]:
-        return self._arrival.land(self._opened, fetched)
-
-    def give_up(self, error: BaseException) -> BaseException:
-        with suppress(Closed):  # the process is ending
-            loop.run(self._opened.close())  # it may have been cancelled before it began
-        return self._arrival.explain(error)
-
-    def drop(self) -> None:
-        self._arrival.drop()
-
-    @property
-    def is_resumable(self) -> bool:
-        return self._is_kept
-
-    def resumed(self, sources: Sources) -> Pull:
-        """The rest of this transfer: the sink knows which chunks are missing, and every digest."""
-        before = self._opened
-        opened = loop.run(sources.open(self.state.uid))
-        if opened.state.digest != self.state.digest:
-            loop.run(opened.close())
-            raise Conflict(
-                f"{opened.source} has another state of the uid {self.state.uid}: resume from"
-                " another peer"
-            )
-        if opened.source != before.source:
-            self._arrival.joined_by(opened)
-        return Pull(opened, self._arrival, timeout_s=sources.timeout_s, is_kept=self._is_kept)
 
 
 async def _ancestry(

@@ -25,9 +25,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 from urllib.parse import urlsplit
 
+import msgspec
 import numpy as np
 from blake3 import blake3
 
@@ -37,7 +38,7 @@ from datastates.system.failures import again
 from .connections import Door, device_of, rdma_devices
 from .contract import Channel, Link, Listener, Tls
 from .data_connection import TcpTransport
-from .data_plane import Transfers
+from .data_plane import StagedLink, fail
 from .loop import at_stop
 from .ucx_messages import (
     PART_BYTES,
@@ -48,6 +49,7 @@ from .ucx_messages import (
     Ended,
     Failed,
     Go,
+    Inbox,
     Order,
     Receive,
     Region,
@@ -56,7 +58,6 @@ from .ucx_messages import (
     Started,
     Stretch,
     frame,
-    reports,
 )
 
 _OUT_BYTES = 64 << 20
@@ -383,7 +384,8 @@ class Helper:
 
 class _Protocol(asyncio.Protocol):
     def __init__(self, helper: Helper) -> None:
-        self._helper, self._inbox = helper, reports()
+        self._helper = helper
+        self._inbox = Inbox(msgspec.msgpack.Decoder(Report))
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -467,13 +469,6 @@ def _spawn(
     )
 
 
-def fail(future: asyncio.Future[Any], error: DatastatesError) -> None:
-    """Give the error to the waiting task, unless it is done."""
-    if not future.done():
-        future.set_exception(error)
-        future.exception()  # marks it as retrieved: the task that began it may wait no more
-
-
 def _settle(future: asyncio.Future[None], error: DatastatesError | None) -> None:
     if error is not None:
         fail(future, error)
@@ -523,11 +518,10 @@ os.register_at_fork(after_in_child=_leave_all)
 # One endpoint of UCX, held by a helper, and the transfers under way on it.
 
 
-_ABORTED = "the link was aborted"
 _COPIED_AT_ONCE = 256 << 10  # on the loop's thread: waking another thread takes as long
 
 
-class UcxLink(Link):
+class UcxLink(StagedLink):
     """Tag messages to and from one peer; UCX matches tags over all peers of the helper.
 
     What is sent is copied into the helper's memory, and what arrives is copied out of it, so a
@@ -544,58 +538,33 @@ class UcxLink(Link):
         threads: ThreadPoolExecutor,
         on_abort: Callable[[UcxLink], None],
     ) -> None:
-        self._helper, self._number, self._threads, self._on_abort = (
-            helper,
-            number,
-            threads,
-            on_abort,
-        )
-        self._transfers = Transfers()
-        self._waiting: set[asyncio.Future[None]] = set()  # wait for the helper
-        self._unposted: set[asyncio.Future[None]] = set()
-        self._aborting: asyncio.Task[None] | None = None
+        super().__init__()
+        self._helper, self._number = helper, number
+        self._threads, self._on_abort = threads, on_abort
+        self._lendings |= {helper.out, helper.into}
 
     async def send(self, tag: int, data: memoryview) -> None:
         """Send to the receiver of the tag in the peer's process."""
-        await self._transfers.run(self._send(tag, data.cast("B")))
+        await asyncio.shield(self._begin(self._send(tag, data.cast("B"))))
 
     async def receive(self, tag: int, into: memoryview) -> None:
         """Receive from the sender of the tag to this process."""
         if into.readonly:
             raise InvalidInput(f"the message of tag {tag} was to be received into read-only memory")
-        posted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._unposted.add(posted)
-        posted.add_done_callback(self._unposted.discard)
+        receiving = self._receive(tag, into.cast("B"), self._begin_post())
         try:
-            await self._transfers.run(self._receive(tag, into.cast("B"), posted))
+            await asyncio.shield(self._begin(receiving))
         except PeerFault as exc:
             raise PeerFault(
                 f"the message of tag {tag} has more than the {into.nbytes} bytes that were"
                 " waited for"
             ) from exc
 
-    async def posted(self) -> None:
-        """Wait until each receive that was begun has memory in the helper."""
-        await asyncio.sleep(0)
-        if self._unposted:
-            await asyncio.wait(list(self._unposted))
-
-    async def abort(self) -> None:
-        """Abort; takes only as long as the copies under way, whatever the peer and the helper
-        do."""
-        if self._aborting is None:
-            self._aborting = asyncio.create_task(self._abort())
-        await asyncio.shield(self._aborting)
-
     async def _abort(self) -> None:
         closing = asyncio.create_task(self._helper.disconnect(self._number))
         self._helper.closing.add(closing)
         closing.add_done_callback(self._helper.closing.discard)
-        for future in list(self._waiting):
-            fail(future, Disconnected(_ABORTED))
-        for region in (self._helper.out, self._helper.into):
-            region.refuse(self, Disconnected(_ABORTED))
-        await self._transfers.end()
+        await super()._abort()
         self._on_abort(self)
 
     async def _send(self, tag: int, data: memoryview) -> None:
@@ -605,7 +574,7 @@ class UcxLink(Link):
             stretch = await region.take(self, part.nbytes)
             try:
                 await self._copy(region.view(stretch), part)
-                sent.append(self._waits(self._helper.send(self._number, tag, stretch)))
+                sent.append(self._wait_for(self._helper.send(self._number, tag, stretch)))
             except BaseException:
                 region.give_back(stretch)
                 raise
@@ -620,11 +589,11 @@ class UcxLink(Link):
                 stretch = await region.take(self, part.nbytes)
                 try:
                     self._check()
-                    arrived = self._waits(self._helper.receive(self._number, tag, stretch))
+                    arrived = self._wait_for(self._helper.receive(self._number, tag, stretch))
                 except BaseException:
                     region.give_back(stretch)
                     raise
-                landing.append(self._transfers.begin(self._land(arrived, stretch, part)))
+                landing.append(self._begin(self._land(arrived, stretch, part)))
         finally:
             posted.set_result(None)
         await asyncio.gather(*landing)
@@ -645,15 +614,6 @@ class UcxLink(Link):
         else:
             await asyncio.get_running_loop().run_in_executor(self._threads, _copy, into, data)
         self._check()
-
-    def _waits(self, future: asyncio.Future[None]) -> asyncio.Future[None]:
-        self._waiting.add(future)
-        future.add_done_callback(self._waiting.discard)
-        return future
-
-    def _check(self) -> None:
-        if self._aborting is not None:
-            raise Disconnected(_ABORTED)
 
 
 def _parts(memory: memoryview) -> Iterator[memoryview]:

@@ -25,6 +25,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
+import msgspec
+
 from .ucx_messages import (
     Close,
     Closed,
@@ -33,13 +35,13 @@ from .ucx_messages import (
     Ended,
     Failed,
     Go,
+    Inbox,
     Order,
     Receive,
     Report,
     Send,
     Started,
     frame,
-    orders,
 )
 
 SWITCH: Final = "DATASTATES_UCX_CONFINED"
@@ -370,7 +372,8 @@ class Helper:
         self._too_long: type[Exception] = exceptions.UCXMessageTruncatedError
         self._tag, self._whole_tag = types.Tag, types.TagMaskFull
         self._array, self._libucxx, self._place = arr.Array, libucxx, get_ucx_address_from_buffer
-        self._control, self._fds, self._inbox = control, (out, into), orders()
+        self._control, self._fds = control, (out, into)
+        self._inbox = Inbox(msgspec.msgpack.Decoder(Order))
         self._links: dict[int, Any] = {}
         self._under_way: dict[int, tuple[int, Any]] = {}
         self._said = bytearray()
@@ -496,8 +499,6 @@ class Helper:
 
 
 def _mapped(fd: int, *, is_writable: bool) -> memoryview:
-    import os
-
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
     return memoryview(mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED, protection))
 

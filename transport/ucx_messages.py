@@ -154,16 +154,6 @@ class Inbox(Generic[_T]):
         del rest[:start]
 
 
-def orders() -> Inbox[Order]:
-    """The inbox for the orders that the helper receives."""
-    return Inbox(msgspec.msgpack.Decoder(Order))
-
-
-def reports() -> Inbox[Report]:
-    """The inbox for the reports that the training receives."""
-    return Inbox(msgspec.msgpack.Decoder(Report))
-
-
 # Memory that a training shares with the process that runs UCX for it: one region for bytes that
 # leave, one for bytes that arrive.
 

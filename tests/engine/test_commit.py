@@ -72,8 +72,7 @@ _LANDING = (
     | codes_of(
         receive_states.land,
         StateSink.adopt,
-        transfer.Pull.land,
-        transfer.IntoRepository.land,
+        transfer.IntoRepository.commit,
         transfer.Transfer._finish,
     )
 )

@@ -348,7 +348,7 @@ def test_what_was_said_on_one_connection_is_good_on_no_other() -> None:
                 server.url, token=TOKEN, transport=near, timeout_s=PATIENCE_S
             )
             (name,) = near._sessions
-            heard = data_connection._header_joining.pack(tcp.JOIN, name, 0, b"<", bytes(32))
+            heard = data_connection._header.pack(tcp.JOIN, name, 0, b"<", bytes(32))
             for proof in (bytes(32), secrets.token_bytes(32)):
                 reader, writer = await asyncio.open_connection(*tcp.split(server.url)[1:])
                 writer.write(heard)
