@@ -162,7 +162,6 @@ class Lanes(End):
         return _PLACE
 
     async def link(self, address: bytes) -> Link:
-        """A link of the session's generation."""
         if address != _PLACE or self._is_closed:
             raise PeerFault(
                 f"{self.terms.peer} names {address[:20]!r} as its end of a data plane that needs no"
@@ -654,7 +653,6 @@ class TcpTransport(Transport):
 
     @property
     def planes(self) -> tuple[str, ...]:
-        """Only our own plane."""
         return ("tcp",)
 
     def __init__(self) -> None:
@@ -676,7 +674,6 @@ class TcpTransport(Transport):
         return await tcp.dial(url, timeout_s=timeout_s, tls=tls)
 
     def end(self, plane: str, terms: Terms, generation: Callable[[], int]) -> End:
-        """One session's end of our own plane."""
         if plane != "tcp":
             return super().end(plane, terms, generation)
         if not self._is_watched:

@@ -191,11 +191,6 @@ class _Feed:
             self.moved_at = now
             self.done += 1
 
-    def forget_pace(self, now: float) -> None:
-        """Forget the pace of a feed that was robbed: until it delivers again it counts as slow
-        as it just was."""
-        self.busy_s, self.done = max(self.busy_s / max(self.done, 1), now - self.moved_at), 0
-
 
 class Schedule:
     """The state behind the decisions for one clone.
@@ -282,13 +277,8 @@ class Schedule:
 
     def _no_room(self, starts: tuple[Start, ...], now: float) -> None:
         for start in reversed(starts):
-            feed = self._feeds[start.feed]
-            feed.give(start.index, now, is_done=False)
-            feed.taken -= 1
-            (self._again.append if start.index in self._wrong else self._queue.appendleft)(
-                start.index
-            )
-            self._settle(feed)
+            self._put_back(self._feeds[start.feed], start.index, now)
+            self._feeds[start.feed].taken -= 1
         self._is_full = True
 
     def _tick(self, now: float) -> Iterator[Action]:
@@ -313,7 +303,9 @@ class Schedule:
             needs_s = max(now - feed.moved_at, chunks * feed.busy_s / max(feed.done, 1))
             if needs_s > max(_ROB_S, _ROB_FACTOR * chunks * best):
                 feed.is_dropped = True
-                feed.forget_pace(now)
+                # measured again: until it delivers, it counts as slow as it just was
+                feed.busy_s = max(feed.busy_s / max(feed.done, 1), now - feed.moved_at)
+                feed.done = 0
                 yield Drop(feed.number)
 
     def _assign(self, now: float) -> Iterator[Action]:
@@ -387,20 +379,18 @@ class Schedule:
         if self._left == 0 and not self._is_over:
             self._is_over = True
             yield Done()
-        elif not self._is_over and self._last_lost is not None and self._is_deserted():
+        elif (
+            not self._is_over
+            and self._last_lost is not None
+            and not self._expected
+            and all(feed.is_lost for feed in self._feeds.values())
+            and not self._is_busy()
+        ):
             self._is_over = True
             yield GiveUp(self._last_lost)
 
     def _usable(self) -> Iterator[_Feed]:
         return (feed for feed in self._feeds.values() if not feed.is_dropped)
-
-    def _is_deserted(self) -> bool:
-        """Whether no feed is left, none will come, and nothing that came is still being checked."""
-        return (
-            not self._expected
-            and all(feed.is_lost for feed in self._feeds.values())
-            and not self._is_busy()
-        )
 
     def _is_busy(self) -> bool:
         return bool(self._checking) or any(feed.flying for feed in self._feeds.values())

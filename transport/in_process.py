@@ -52,7 +52,6 @@ class MemoryTransport(Transport):
         return listener
 
     async def dial(self, url: str, *, timeout_s: float, tls: Tls | None = None) -> Channel:
-        """Connect to a listener of this process."""
         listener = self._listeners.get(_name(url))
         if listener is None:
             raise Disconnected(f"nobody listens at {url}: serve there first")
@@ -63,11 +62,9 @@ class MemoryTransport(Transport):
 
     @property
     def located(self) -> bytes:
-        """The same for both ends."""
         return _ADDRESS
 
     async def address(self) -> bytes:
-        """The same for both ends."""
         return _ADDRESS
 
     async def link(self, address: bytes) -> Link:
@@ -79,7 +76,6 @@ class MemoryTransport(Transport):
         return link
 
     async def close(self) -> None:
-        """Stop listening, and abort every link."""
         for listener in list(self._listeners.values()):
             await listener.close()
         for link in list(self._links):

@@ -94,11 +94,9 @@ class IpcEnd(End):
         self._has_left = False
 
     async def address(self) -> bytes:
-        """The same for every session."""
         return ADDRESS
 
     async def link(self, address: bytes) -> Link:
-        """A link of the present generation."""
         if address != ADDRESS:
             raise PeerFault(f"{self.peer} says that its end of the data plane is where none can be")
         present = self._generation()

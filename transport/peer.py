@@ -211,10 +211,6 @@ class PeerReader(Reader):
             batch.begin(self._fetch)
 
     def chunk(self, index: int) -> memoryview:
-        """One chunk, once it is here.
-
-        :raises DatastatesError: the chunk is not available.
-        """
         self.ahead([index])
         self._batches[index].wait(index)
         return self._shadow.memory(index * CHUNK_BYTES, self._lengths[index]).toreadonly()

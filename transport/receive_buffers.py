@@ -102,7 +102,10 @@ class Shadow:
         if keep is not None:
             done = 0
             for start, length in [*sorted(keep), (self._length, 0)]:
-                self._drop(done, start)
+                begin = -(-done // mmap.PAGESIZE) * mmap.PAGESIZE
+                end = start // mmap.PAGESIZE * mmap.PAGESIZE
+                if begin < end:
+                    _advise(self._address + begin, end - begin, _MADV_DONTNEED)
                 done = start + length
 
     def _touch(self, extents: Sequence[Extent]) -> None:
@@ -111,14 +114,6 @@ class Shadow:
                 return
             begin = start // mmap.PAGESIZE * mmap.PAGESIZE
             _advise(self._address + begin, start + length - begin, _MADV_POPULATE_WRITE)
-
-    def _drop(self, begin: int, end: int) -> None:
-        begin, end = (
-            -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE,
-            end // mmap.PAGESIZE * mmap.PAGESIZE,
-        )
-        if begin < end:
-            _advise(self._address + begin, end - begin, _MADV_DONTNEED)
 
 
 class Shadows:
@@ -210,7 +205,17 @@ def route(
     pieces: dict[int, list[Piece]] = {}
     for stretch in stretches:
         for index, piece in _cut(stretch):
-            _append(pieces.setdefault(index, []), piece)
+            found = pieces.setdefault(index, [])
+            last = found[-1] if found else None
+            # pieces next to each other in the shadow become one
+            if (
+                last is not None
+                and last.home is None is piece.home
+                and last.offset + last.length == piece.offset
+            ):
+                found[-1] = Piece(last.offset, last.length + piece.length, None, last.start)
+            else:
+                found.append(piece)
     return {
         index: tuple(_segments(lengths[index], found, shadow)) for index, found in pieces.items()
     }
@@ -233,26 +238,14 @@ def _cut(stretch: Stretch) -> Iterator[tuple[int, Piece]]:
         done += length
 
 
-def _append(pieces: list[Piece], piece: Piece) -> None:
-    """Append a piece; pieces that lie side by side in the shadow become one."""
-    last = pieces[-1] if pieces else None
-    if (
-        last is not None
-        and last.home is None is piece.home
-        and last.offset + last.length == piece.offset
-    ):
-        pieces[-1] = Piece(last.offset, last.length + piece.length, None, last.start)
-    else:
-        pieces.append(piece)
-
-
 def _segments(length: int, pieces: Sequence[Piece], shadow: Shadow) -> Iterator[Segment]:
     begin, packed = 0, list[Piece]()
     for piece in pieces:
-        memory = _straight(piece, length, shadow)
-        if memory is None:
+        is_on_device = piece.home is not None and devices().is_on(piece.home)
+        if is_on_device or (piece.length < DIRECT_BYTES and piece.length != length):
             packed.append(piece)
             continue
+        memory = shadow.memory(piece.start, piece.length) if piece.home is None else piece.view()
         if begin < piece.offset:
             yield Segment(begin, piece.offset - begin, None, tuple(packed))
             packed = []
@@ -260,14 +253,6 @@ def _segments(length: int, pieces: Sequence[Piece], shadow: Shadow) -> Iterator[
         begin = piece.offset + piece.length
     if begin < length:
         yield Segment(begin, length - begin, None, tuple(packed))
-
-
-def _straight(piece: Piece, length: int, shadow: Shadow) -> memoryview | None:
-    if piece.length < DIRECT_BYTES and piece.length != length:
-        return None
-    if piece.home is None:
-        return shadow.memory(piece.start, piece.length)
-    return None if devices().is_on(piece.home) else piece.view()
 
 
 # Copies from host memory to live tensors on devices: after everything that their owner queued,
@@ -415,10 +400,14 @@ def placeholders(
 ) -> list[torch.Tensor | None]:
     """Every wanted tensor, over untouched memory: of the shadow or, for a tensor of several
     shards, its own."""
-    tensors = [
-        _placeholder(spec, shadow) if spec.alias is None and index in wanted else None
-        for index, spec in enumerate(specs)
-    ]
+    tensors: list[torch.Tensor | None] = [None] * len(specs)
+    for index in wanted:
+        spec = specs[index]
+        if spec.alias is None and is_whole(spec):
+            shard = spec.shards[0]
+            tensors[index] = rebuild(shadow.tensor(shard.start, shard.length), spec)
+        elif spec.alias is None:
+            tensors[index] = rebuild(empty(spec), spec)
     tie(specs, tensors, wanted)
     return tensors
 
@@ -435,12 +424,6 @@ def gather(
         if specs[index].alias is None and not is_whole(specs[index]):
             flat = assemble(specs[index], lambda shard: shadow.tensor(shard.start, shard.length))
             tensors[index] = rebuild(flat, specs[index])
-
-
-def _placeholder(spec: TensorSpec, shadow: Shadow) -> torch.Tensor:
-    if is_whole(spec):
-        return rebuild(shadow.tensor(spec.shards[0].start, spec.shards[0].length), spec)
-    return rebuild(empty(spec), spec)
 
 
 def tie(
@@ -506,8 +489,8 @@ class Desk:
         return found
 
     def can_digest(self, length: int) -> bool:
-        """Whether the device can digest a chunk of this length that lies here, in few enough
-        launches to be worth it."""
+        """Whether the device can digest a chunk of this length in few enough launches to be worth
+        it."""
         return (
             can_digest(length, [(0, self.memory[:length])])
             and self.digester(length)[0].launches <= _MOST_LAUNCHES

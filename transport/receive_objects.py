@@ -150,7 +150,6 @@ class ObjectsSink(Sink):
             return list(self._missing)
 
     def buffers(self, index: int) -> Sequence[memoryview] | None:
-        """Where to receive a chunk; None while all scratch buffers are in use."""
         self._check_open(is_thorough=False)
         segments = self._routes[index]
         scratch = None
@@ -214,7 +213,6 @@ class ObjectsSink(Sink):
         return is_right
 
     def forget(self, index: int) -> None:
-        """Note that a chunk does not come."""
         self._settle(index, is_accepted=False)
 
     def pieces(self, index: int) -> Sequence[memoryview] | None:
@@ -222,7 +220,16 @@ class ObjectsSink(Sink):
         with self._lock:
             if index not in self._accepted or self._is_closed:
                 return None
-        return self._bytes_of(index)
+        found = []
+        for segment in self._routes[index]:
+            if segment.memory is not None:
+                found.append(segment.memory)
+            elif self._keeps:
+                start = index * CHUNK_BYTES + segment.offset
+                found.append(self._shadow.memory(start, segment.length))
+            else:
+                return None
+        return found
 
     # --- the end: the thread that owns the objects ------------------------------------------------
 
@@ -337,15 +344,18 @@ class ObjectsSink(Sink):
             return route(self.lengths, stretches, self._shadow)
         # Whole chunks: a chunk is received in one piece, including what is not wanted of it.
         touched = {
-            index: None for each in stretches for index in _chunks_of(each.start, each.length)
+            index: None
+            for each in stretches
+            for index in range(
+                each.start // CHUNK_BYTES, -(-(each.start + each.length) // CHUNK_BYTES)
+            )
         }
-        return {index: (self._whole(index),) for index in touched}
-
-    def _whole(self, index: int) -> Segment:
-        start, length = index * CHUNK_BYTES, self.lengths[index]
-        return Segment(
-            0, length, self._shadow.memory(start, length), (Piece(0, length, None, start),)
-        )
+        whole = {}
+        for index in touched:
+            start, length = index * CHUNK_BYTES, self.lengths[index]
+            memory = self._shadow.memory(start, length)
+            whole[index] = (Segment(0, length, memory, (Piece(0, length, None, start),)),)
+        return whole
 
     def _fresh_extents(self) -> Iterator[tuple[int, int]]:
         """The extents of the shadow that will be written, in the order in which they are asked
@@ -406,19 +416,6 @@ class ObjectsSink(Sink):
         if arriving.desk is not None:
             self._desks[self._there[index]].give(arriving.desk)
 
-    def _bytes_of(self, index: int) -> list[memoryview] | None:
-        found = []
-        for segment in self._routes[index]:
-            if segment.memory is not None:
-                found.append(segment.memory)
-            elif self._keeps:
-                found.append(
-                    self._shadow.memory(index * CHUNK_BYTES + segment.offset, segment.length)
-                )
-            else:
-                return None
-        return found
-
     def _skip_equal(self) -> None:
         """Mark chunks whose bytes the objects already hold as accepted."""
         for index in list(self._missing):
@@ -439,7 +436,3 @@ class ObjectsSink(Sink):
                 self._accepted.add(index)
                 for piece, view in zip(pieces, views, strict=True) if self._keeps else ():
                     self._shadow.memory(index * CHUNK_BYTES + piece.offset, piece.length)[:] = view
-
-
-def _chunks_of(start: int, length: int) -> range:
-    return range(start // CHUNK_BYTES, -(-(start + length) // CHUNK_BYTES))

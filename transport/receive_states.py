@@ -128,7 +128,6 @@ class StateSink(Sink):
             return list(self._missing)
 
     def buffers(self, index: int) -> Sequence[memoryview]:
-        """The slot of a chunk."""
         with self._lock:
             if self._is_ended:
                 raise Closed("the clone has ended: begin another one")
@@ -137,13 +136,11 @@ class StateSink(Sink):
         return [self._slot(index)]
 
     def accept(self, index: int) -> bool:
-        """Check a chunk in the slot where it was received."""
         is_right = chunk_digest(self._slot(index)) == self.manifest.content.chunks[index].digest
         self._settle(index, is_accepted=is_right)
         return is_right
 
     def forget(self, index: int) -> None:
-        """Note that a chunk does not come."""
         self._settle(index, is_accepted=False)
 
     def pieces(self, index: int) -> Sequence[memoryview] | None:

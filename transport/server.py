@@ -91,11 +91,6 @@ class Server:
         return self._url if self._listener is None else self._listener.url
 
     @property
-    def refused(self) -> int:
-        """The number of connections that never became a peer."""
-        return self.door.refused
-
-    @property
     def sessions(self) -> tuple[Session, ...]:
         """The peers that are connected."""
         return tuple(self._sessions)
@@ -138,17 +133,14 @@ class Server:
             await self._listener.close()
         for channel in list(self._arriving):
             await channel.close()
-        await asyncio.gather(*(self._dismiss(session, grace_s) for session in self.sessions))
+        await asyncio.gather(*(session.drain(grace_s) for session in self.sessions))
+        await asyncio.gather(*(session.close("the server was closed") for session in self.sessions))
         if self._visits:
             await asyncio.wait(self._visits)
         if self._service is not None:
             await self._service.neighbours.close()
             self._service.digests.close()
             self._service.threads.shutdown(wait=False)
-
-    async def _dismiss(self, session: Session, grace_s: float) -> None:
-        await session.drain(grace_s)
-        await session.close("the server was closed")
 
     async def _visit(self, channel: Channel) -> None:
         visit = asyncio.current_task()

@@ -166,21 +166,17 @@ class StateSource(Source):
         self.lengths = tuple(chunk.length for chunk in reader.manifest.content.chunks)
 
     async def chunk(self, index: int) -> Sequence[memoryview]:
-        """The chunk where it lies, or read from disk in the meantime."""
         if self._reader.is_waited_for:
             return [await asyncio.to_thread(self._reader.chunk, index)]
         return [self._reader.chunk(index)]
 
     def addresses(self) -> list[int]:
-        """The address of each chunk."""
         return [address_of(self._reader.lying(index)) for index in range(len(self.lengths))]
 
     def is_whole(self, index: int, pieces: Sequence[memoryview]) -> bool:
-        """Whether these are the bytes that were captured."""
         return digest.pieces_digest(pieces) == self._reader.manifest.content.chunks[index].digest
 
     def when_wanted(self, tell: Callable[[], None]) -> None:
-        """Call ``tell`` when a capture wants the memory back."""
         self._reader.when_wanted(tell)
 
     def recall(self) -> bool:
@@ -193,7 +189,6 @@ class StateSource(Source):
         return found is not None
 
     def close(self) -> None:
-        """Unpin it."""
         self._reader.close()
 
 
@@ -214,7 +209,6 @@ class RepositoryStore(Store):
         self._pushed: dict[Sink, int] = {}
 
     def identity(self) -> Identity:
-        """The identity of the served repository."""
         with self._core.database.read() as session:
             return Identity(clones.repository_uid(session), self._core.node, _VERSION)
 
@@ -225,12 +219,10 @@ class RepositoryStore(Store):
             yield session
 
     def refs(self) -> list[RefRecord]:
-        """Every branch and tag."""
         with self._asked() as session:
             return [record_of_ref(ref) for ref in names.refs(session)]
 
     def find(self, query: str, limit: int, after: str | None) -> StatePage:
-        """A page of the states that match a query."""
         with self._asked() as session:
             check_names(session, query)
             page = pages.find(session, query, after=after, limit=min(limit, _PAGE))
@@ -238,7 +230,6 @@ class RepositoryStore(Store):
         return StatePage(states, page.next, made_by)
 
     def log(self, rev: str, limit: int, after: str | None) -> StatePage:
-        """A page of a state and its ancestors, newest first."""
         limit = min(limit, _PAGE)
         with self._asked() as session:
             found = walk.log(
@@ -248,12 +239,10 @@ class RepositoryStore(Store):
         return StatePage(states, states[-1].uid if len(found) > limit else None, made_by)
 
     def resolve(self, rev: str) -> StateRecord:
-        """The state that a revision names."""
         with self._asked() as session:
             return record_of(session, revision.resolve(session, rev))
 
     def open(self, uid: str) -> Source:
-        """Pin a state: in memory if it is there, else on disk."""
         with database.within(ANSWER_S):
             state = self._core.state(uid)
         refuse_parts(state, "a clone as a whole")
@@ -261,7 +250,6 @@ class RepositoryStore(Store):
         return StateSource(self._core.open_payload(state, verify=False), reopen)
 
     def open_part(self, uid: str, rank: int) -> Source:
-        """Pin one rank's part of a state, in memory if it is there, else on disk."""
         with database.within(ANSWER_S):
             state = self._core.state(uid)
         tiers = self._core.tiers
@@ -274,8 +262,6 @@ class RepositoryStore(Store):
         return StateSource(reader, partial(tiers.reopen, state, rank=rank, verify=False))
 
     def reach(self, uid: str) -> Reached:
-        """How far away the parts of a state are, and where the other ranks of this one's job
-        serve."""
         with database.within(ANSWER_S):
             state = self._core.state(uid)
         if state.world_size > PARTS:
@@ -296,7 +282,6 @@ class RepositoryStore(Store):
         return min(far, NOT_HERE - 1)
 
     def check_writable(self) -> None:
-        """Refuse pushes unless they were allowed."""
         if not self._is_writable:
             raise InvalidInput(
                 "this server takes no states: serve with is_writable=True (datastates serve"
@@ -304,7 +289,6 @@ class RepositoryStore(Store):
             )
 
     def receive(self, offer: Offer) -> Sink:
-        """Check everything that a peer says of a state; then make room for its bytes."""
         self.check_writable()
         checked = read_manifest(offer.manifest, source=f"the pushed state {offer.state.uid}")
         manifest = checked.manifest
@@ -335,7 +319,6 @@ class RepositoryStore(Store):
         return sink
 
     def received(self, offer: Offer, sink: Sink) -> StateRecord:
-        """Record the state that was pushed."""
         assert isinstance(sink, StateSink), "receive made it"
         state, ancestry, tags, made_by = _told(offer)
         came = clones.Provenance(_PUSHERS, "", sink.bytes_missing, made_by)
@@ -347,7 +330,6 @@ class RepositoryStore(Store):
             return record_of(session, state)
 
     def abandon(self, offer: Offer, sink: Sink) -> None:
-        """Free the memory of a push that ended early."""
         assert isinstance(sink, StateSink), "receive made it"
         receive_states.abandon(self._core, sink)
         self._budget.give(self._pushed.pop(sink, 0))
@@ -481,7 +463,7 @@ class PeerServer:
             chunks_sent=server.sent.chunks,
             peers=len(server.sessions),
             peers_ever=server.arrived,
-            refused=server.refused,
+            refused=server.door.refused,
             refused_for={kind: count for kind, count in refused_for.items() if count},
             connections=door.admission.connections,
             made_way=server.made_way,

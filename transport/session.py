@@ -615,7 +615,6 @@ class SessionFeed(Feed):
         return [found[start : start + DIGEST_BYTES] for start in range(0, size, DIGEST_BYTES)]
 
     async def close(self) -> None:
-        """Let the peer unpin the state; idempotent, and does nothing once the session is over."""
         if self._is_closed:
             return
         self._is_closed = True

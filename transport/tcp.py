@@ -57,7 +57,6 @@ class TcpChannel(Channel):
         keep_from_children(self, socket_)
 
     async def send(self, frame: bytes) -> None:
-        """Hand a frame to the socket; waits while its buffer is full."""
         try:
             if self._is_closed or self._writer.is_closing():
                 raise ConnectionError("the connection was lost")
@@ -92,7 +91,6 @@ class TcpChannel(Channel):
         return frame
 
     def hold(self) -> None:
-        """Keep the connection's place."""
         if self._arrival is not None:
             self._arrival.hold()
 

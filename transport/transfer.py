@@ -331,7 +331,6 @@ class Pull(Move):
         return error
 
     def resume_from(self, sources: Sources) -> None:
-        """See ``Move``. The sink knows which chunks are missing, and every digest."""
         opened = loop.run(sources.open(self.state.uid))
         if opened.state.digest != self.state.digest:
             loop.run(opened.close())

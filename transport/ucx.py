@@ -268,7 +268,13 @@ class Helper:
                 made = self._connecting.pop(link, None)
                 if made is None:
                     raise ValueError(f"a link {link} that nobody asked for")
-                _settle(made, None if problem is None else Disconnected(_unreachable(problem)))
+                error = None
+                if problem is not None:
+                    error = Disconnected(
+                        f"the peer's data plane cannot be reached ({_printable(problem)}): see"
+                        " UCX_NET_DEVICES and UCX_TLS"
+                    )
+                _settle(made, error)
             case Closed(link):
                 closed = self._closing.pop(link, None)
                 if closed is None:
@@ -486,13 +492,6 @@ def _cause(code: int | None) -> str:
     return f"was ended by signal {-code}"
 
 
-def _unreachable(problem: str) -> str:
-    return (
-        f"the peer's data plane cannot be reached ({_printable(problem)}): see UCX_NET_DEVICES and"
-        " UCX_TLS"
-    )
-
-
 def _printable(text: str) -> str:
     return "".join(each if each.isprintable() else "?" for each in text)
 
@@ -544,11 +543,9 @@ class UcxLink(StagedLink):
         self._lendings |= {helper.out, helper.into}
 
     async def send(self, tag: int, data: memoryview) -> None:
-        """Send to the receiver of the tag in the peer's process."""
         await asyncio.shield(self._begin(self._send(tag, data.cast("B"))))
 
     async def receive(self, tag: int, into: memoryview) -> None:
-        """Receive from the sender of the tag to this process."""
         if into.readonly:
             raise InvalidInput(f"the message of tag {tag} was to be received into read-only memory")
         receiving = self._receive(tag, into.cast("B"), self._begin_post())
@@ -677,7 +674,6 @@ class UcxTransport(TcpTransport):
 
     @property
     def planes(self) -> tuple[str, ...]:
-        """Our own plane and UCX."""
         return ("tcp", "ucx")
 
     @property
@@ -696,7 +692,6 @@ class UcxTransport(TcpTransport):
         return _told((await self._started()).address)
 
     async def link(self, address: bytes) -> Link:
-        """An endpoint to a worker, as a link."""
         raw = _checked(address)
         helper = await self._started()
         assert self._threads is not None, "made with the helper"
@@ -705,7 +700,6 @@ class UcxTransport(TcpTransport):
         return link
 
     async def close(self) -> None:
-        """Abort every link, and end the helper."""
         helper, threads, self._helper, self._threads, self._making = (
             self._helper,
             self._threads,

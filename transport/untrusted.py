@@ -206,15 +206,10 @@ def _spread(packed: Packed, length: int, depth: int = 0) -> int:
         case ["dict" | "odict" | "counter", [*keys], [*items]]:
             pairs = zip(keys, items, strict=False)
             return length + sum(
-                _spread(item, length + 1 + _width(key), depth + 1) for key, item in pairs
+                _spread(item, length + 1 + len(str(key)), depth + 1) for key, item in pairs
             )
         case _:
             return length
-
-
-def _width(key: Packed) -> int:
-    """At least the number of characters that a key takes in a path."""
-    return len(key) if isinstance(key, str) else len(str(key))
 
 
 def _check_shards(specs: Sequence[TensorSpec]) -> None:

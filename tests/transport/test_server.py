@@ -70,7 +70,7 @@ def test_who_does_not_know_the_token_is_turned_away_and_counted() -> None:
                 await world.connect(token=wrong)
         async with session(world, token=TOKEN) as peer:
             assert await peer.refs()
-        assert (world.server.arrived, world.server.refused) == (1, 2)
+        assert (world.server.arrived, world.server.door.refused) == (1, 2)
 
     run(test, token=TOKEN)
 
