@@ -31,7 +31,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from datastates.errors import DatastatesError, InvalidInput
 from datastates.system.admission import Admission, Limits
 from datastates.system.files import is_sendable, read_secret
-from datastates.transport.connections import Arrival, Door, Visitors, keep_from_children, let_go_by
+from datastates.transport.connections import (
+    Acceptor,
+    AdmittedConnection,
+    ConnectionLimiter,
+    keep_from_children,
+    let_go_by,
+)
 
 from .routing import Refusal, Scope, respond
 
@@ -130,7 +136,7 @@ class Connection(H11Protocol):
     """Runs on the server's loop once the head of its first request is there; until then the
     connection is an ``arrival``."""
 
-    def __init__(self, *args: Any, arrival: Arrival, **options: Any) -> None:
+    def __init__(self, *args: Any, arrival: AdmittedConnection, **options: Any) -> None:
         super().__init__(*args, **options)
         self.logger = _logger
         self._arrival = arrival
@@ -553,16 +559,16 @@ class Listening:
         self,
         listening: socket.socket,
         admission: Admission,
-        made: Callable[[Arrival], asyncio.Protocol],
+        made: Callable[[AdmittedConnection], asyncio.Protocol],
     ) -> None:
         listening.setblocking(False)
         name = f"port {listening.getsockname()[1]}"
         self._made = made
         self._beginning: set[asyncio.Task[None]] = set()
         keep_from_children(self, listening)
-        self._visitors = Visitors(
+        self._visitors = Acceptor(
             listening,
-            Door(admission),
+            ConnectionLimiter(admission),
             word=_word,
             arrived=self._begin,
             name=name,
@@ -580,12 +586,12 @@ class Listening:
         if self._beginning:
             await asyncio.wait(self._beginning)
 
-    def _begin(self, connection: socket.socket, arrival: Arrival, _: bytes) -> None:
+    def _begin(self, connection: socket.socket, arrival: AdmittedConnection, _: bytes) -> None:
         beginning = asyncio.create_task(self._give(connection, arrival))
         self._beginning.add(beginning)
         beginning.add_done_callback(self._beginning.discard)
 
-    async def _give(self, connection: socket.socket, arrival: Arrival) -> None:
+    async def _give(self, connection: socket.socket, arrival: AdmittedConnection) -> None:
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: self._made(arrival), connection

@@ -33,7 +33,7 @@ from .security import Connection, Listening, limits
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from datastates.transport.connections import Arrival
+    from datastates.transport.connections import AdmittedConnection
     from datastates.transport.contract import Tls
 
 _logger = logging.getLogger(__name__)
@@ -196,7 +196,7 @@ class _Uvicorn(uvicorn.Server):
         ]
         self.is_ready.set()
 
-    def _connection(self, arrival: Arrival) -> Connection:
+    def _connection(self, arrival: AdmittedConnection) -> Connection:
         return Connection(self.config, self.server_state, self.lifespan.state, arrival=arrival)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -838,12 +838,12 @@ class Upkeep(Opened):
         :param on_progress: as in ``verify``.
         """
         from datastates.maintenance.repair import repair  # few ask for it
-        from datastates.transport.peer import PeerPlace
+        from datastates.transport.peer import PeerTier
 
         folder = None if source is None else Path(source)
         return repair(
             self.core,
             source=folder,
-            peers=[PeerPlace(peer) for peer in peers],
+            peers=[PeerTier(peer) for peer in peers],
             on_progress=on_progress,
         )

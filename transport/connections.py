@@ -105,9 +105,8 @@ os.register_at_fork(after_in_child=_let_go_of_inherited)
 # deadline for the proof.
 
 
-class Door:
-    """The door through which connections come in, counted by an ``Admission``. Belongs to the loop
-    thread.
+class ConnectionLimiter:
+    """Admits connections while an ``Admission`` has room for them. Belongs to the loop thread.
 
     ``late`` counts those whose time was up, ``foreign`` those that began with nothing that could be
     ours. ``unproved`` counts these and all others that ended without having proved anything, except
@@ -123,21 +122,23 @@ class Door:
         """The number of connections that never became a peer's."""
         return self.admission.refused + self.admission.displaced + self.late + self.unproved
 
-    def enter(self, address: str, descriptor: int, end: Callable[[], None]) -> Arrival | None:
+    def admit(
+        self, address: str, descriptor: int, end: Callable[[], None]
+    ) -> AdmittedConnection | None:
         """A place for a connection, whose end ``end`` causes; None if there is no room."""
         place = self.admission.admit(address, descriptor, end)
-        return None if place is None else Arrival(self, place, end)
+        return None if place is None else AdmittedConnection(self, place, end)
 
 
-class Arrival:
+class AdmittedConnection:
     """A connection that was let in. Until it is held it gives way to others, and it ends when
     its time is up, at ``due`` on the loop's clock."""
 
-    def __init__(self, door: Door, place: Place, end: Callable[[], None]) -> None:
-        self._door, self._place, self._end = door, place, end
+    def __init__(self, limiter: ConnectionLimiter, place: Place, end: Callable[[], None]) -> None:
+        self._limiter, self._place, self._end = limiter, place, end
         self._is_counted = False
         loop = asyncio.get_running_loop()
-        self.due = loop.time() + door.admission.limits.proof_s
+        self.due = loop.time() + limiter.admission.limits.proof_s
         self._timer = loop.call_at(self.due, self._expire)
 
     def hold(self) -> None:
@@ -159,13 +160,13 @@ class Arrival:
         """Give the place back once the connection is closed; idempotent."""
         self._timer.cancel()
         if not (self._is_counted or self._place.is_released):  # it was not sent away either
-            self._door.unproved += 1
+            self._limiter.unproved += 1
             self._is_counted = True
         self._place.release()
 
     def _expire(self) -> None:
         if not self._place.is_released:
-            self._door.late += 1
+            self._limiter.late += 1
         self._is_counted = True
         self._end()
 
@@ -188,8 +189,8 @@ _logger = logging.getLogger(__name__)
 _logger.addFilter(RateLimitFilter())
 
 
-class Visitors:
-    """Accepts connections from ``listening`` through a ``door`` until ``close``; belongs to the
+class Acceptor:
+    """Accepts connections from ``listening`` through a ``limiter`` until ``close``; belongs to the
     loop thread.
 
     ``word`` gets the first bytes, at most ``head_bytes``, and returns how many there must be in
@@ -202,20 +203,20 @@ class Visitors:
     def __init__(
         self,
         listening: socket.socket,
-        door: Door,
+        limiter: ConnectionLimiter,
         *,
         word: Callable[[bytes], int],
-        arrived: Callable[[socket.socket, Arrival, bytes], None],
+        arrived: Callable[[socket.socket, AdmittedConnection, bytes], None],
         name: str,
         head_bytes: int = HEAD_BYTES,
         is_crowd_silent: bool = False,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self._socket, self._number, self._name = listening, listening.fileno(), name
-        self.door, self.word, self.arrived = door, word, arrived
+        self.limiter, self.word, self.arrived = limiter, word, arrived
         self.least, self.head_bytes = word(b""), head_bytes
         self._is_crowd_silent = is_crowd_silent
-        self.here: set[_Visitor] = set()
+        self.here: set[_NewConnection] = set()
         self._credit, self._counted_at = float(_BURST), self.loop.time()
         self._rest: asyncio.TimerHandle | None = None
         self._is_closed = False
@@ -261,7 +262,7 @@ class Visitors:
                 _logger.warning("no connection can be taken at %s: %s", self._name, exc)
                 return self._pause(_PAUSE_S if exc.errno in _SHORT else _TICK_S)
             connection.setblocking(False)
-            _Visitor(self, connection).enter(address[0])
+            _NewConnection(self, connection).enter(address[0])
         return self._count(_AT_ONCE)
 
     def _count(self, taken: int) -> None:
@@ -273,54 +274,54 @@ class Visitors:
             self._pause(_TICK_S)
 
 
-class _Visitor:
+class _NewConnection:
     """One such connection."""
 
     __slots__ = (
-        "_arrival",
+        "_acceptor",
+        "_admitted",
         "_connection",
         "_is_waiting",
         "_loop",
         "_number",
-        "_visitors",
         "_wanted",
     )
 
-    def __init__(self, visitors: Visitors, connection: socket.socket) -> None:
-        self._visitors, self._connection, self._loop = visitors, connection, visitors.loop
+    def __init__(self, acceptor: Acceptor, connection: socket.socket) -> None:
+        self._acceptor, self._connection, self._loop = acceptor, connection, acceptor.loop
         # given to the loop instead of the socket, whose text a selector would make each time
         self._number = connection.fileno()
-        self._wanted, self._is_waiting = visitors.least, False
-        self._arrival: Arrival | None = None
+        self._wanted, self._is_waiting = acceptor.least, False
+        self._admitted: AdmittedConnection | None = None
 
     def enter(self, address: str) -> None:
         """Take a place, if there is one, and look at what has already been sent."""
-        self._arrival = self._visitors.door.enter(address, self._connection.fileno(), self._end)
-        if self._arrival is None:
+        self._admitted = self._acceptor.limiter.admit(address, self._connection.fileno(), self._end)
+        if self._admitted is None:
             self._connection.close()
             return
-        keep_from_children(self._arrival, self._connection)
-        self._visitors.here.add(self)
+        keep_from_children(self._admitted, self._connection)
+        self._acceptor.here.add(self)
         self._look()
 
     def leave(self) -> None:
         """Close the connection."""
         self._stop_waiting()
         self._connection.close()
-        assert self._arrival is not None, "it was let in"
-        self._arrival.release()
+        assert self._admitted is not None, "it was let in"
+        self._admitted.release()
 
     def _look(self) -> None:
-        head = self._visitors.head_bytes
+        head = self._acceptor.head_bytes
         try:
             said = self._connection.recv(max(self._wanted, head), socket.MSG_PEEK)
         except BlockingIOError:
             return self._wait(self._wanted)
         except OSError:
             return self.leave()
-        wanted = self._visitors.word(said[:head])
+        wanted = self._acceptor.word(said[:head])
         if not said or not wanted:
-            self._visitors.door.foreign += bool(said)
+            self._acceptor.limiter.foreign += bool(said)
             return self.leave()
         if len(said) >= wanted:
             return self._arrive(said[:head])
@@ -340,13 +341,13 @@ class _Visitor:
 
     def _arrive(self, said: bytes) -> None:
         self._stop_waiting()
-        assert self._arrival is not None, "it was let in"
+        assert self._admitted is not None, "it was let in"
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
-        self._visitors.spoke()
-        self._visitors.arrived(self._connection, self._arrival, said)
+        self._acceptor.spoke()
+        self._acceptor.arrived(self._connection, self._admitted, said)
 
     def _stop_waiting(self) -> None:
-        self._visitors.here.discard(self)
+        self._acceptor.here.discard(self)
         if self._is_waiting:
             self._is_waiting = False
             self._loop.remove_reader(self._number)
@@ -355,7 +356,7 @@ class _Visitor:
         """End it: its time is up, or others need its place.
 
         Whichever layer waits on it by now notices and closes it."""
-        if self in self._visitors.here:
+        if self in self._acceptor.here:
             self.leave()
         else:
             with suppress(OSError):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from datastates.system.devices import Mark
 
-    from .connections import Door
+    from .connections import ConnectionLimiter
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,7 @@ class Channel(ABC):
         """
 
     def hold(self) -> None:
-        """Keep this channel when others arrive, since the other end has proved itself (see
-        ``arrival``)."""
+        """Keep this channel when others arrive, since the other end has proved itself."""
         return
 
     @abstractmethod
@@ -263,12 +262,12 @@ class Transport(End):
         accept: Callable[[Channel], Awaitable[None]],
         *,
         tls: Tls | None = None,
-        door: Door | None = None,
+        limiter: ConnectionLimiter | None = None,
     ) -> Listener:
         """Run ``accept`` in a task of its own for each peer that arrives and sends something. Port
         0 takes any free port.
 
-        ``door`` decides which connections are let in, and ends those that prove nothing in time.
+        ``limiter`` decides which connections are let in, and ends those that prove nothing in time.
 
         :raises Unavailable: the address cannot be bound.
         """

@@ -26,9 +26,15 @@ from typing import Any, Final
 from datastates.errors import DatastatesError, Disconnected, InvalidInput, PeerFault, Unavailable
 
 from . import tcp
-from .connections import Arrival, Door, keep_from_children, receive_exactly, set_up
+from .connections import (
+    AdmittedConnection,
+    ConnectionLimiter,
+    keep_from_children,
+    receive_exactly,
+    set_up,
+)
 from .contract import Channel, End, Link, Listener, Terms, Tls, Transport
-from .data_plane import fail, surely
+from .data_plane import fail, finish
 from .loop import at_stop
 from .tcp import JOIN
 
@@ -337,7 +343,7 @@ class _LanesLink(Link):
         """Shut every lane down, and wait until none of them uses the caller's memory."""
         if self._aborting is None:
             self._aborting = asyncio.create_task(self._abort())
-        await surely(self._aborting)
+        await finish(self._aborting)
 
     def take(self, lane: _Lane) -> None:
         """Take in a lane that has proved itself."""
@@ -665,10 +671,10 @@ class TcpTransport(Transport):
         accept: Callable[[Channel], Awaitable[None]],
         *,
         tls: Tls | None = None,
-        door: Door | None = None,
+        limiter: ConnectionLimiter | None = None,
     ) -> Listener:
         """Listen on one address, for control channels and for the data of their sessions."""
-        return await tcp.listen(url, accept, tls=tls, join=self._join, door=door)
+        return await tcp.listen(url, accept, tls=tls, join=self._join, limiter=limiter)
 
     async def dial(self, url: str, *, timeout_s: float, tls: Tls | None = None) -> Channel:
         return await tcp.dial(url, timeout_s=timeout_s, tls=tls)
@@ -721,7 +727,10 @@ class TcpTransport(Transport):
         await TcpTransport.close(self)
 
     async def _join(
-        self, connection: socket.socket, context: ssl.SSLContext | None, arrival: Arrival
+        self,
+        connection: socket.socket,
+        context: ssl.SSLContext | None,
+        admitted: AdmittedConnection,
     ) -> None:
         try:
             async with asyncio.timeout(_HEADER_S):
@@ -732,7 +741,9 @@ class TcpTransport(Transport):
         lanes = self._sessions.get(name)
         if magic != JOIN or direction not in _DIRECTIONS or lanes is None:
             connection.close()
-            arrival.release()
+            admitted.release()
         else:
-            arrival.hold()  # only the peer knows the name
-            lanes.join(connection, Join(name, generation, direction, raw), context, arrival.release)
+            admitted.hold()  # only the peer knows the name
+            lanes.join(
+                connection, Join(name, generation, direction, raw), context, admitted.release
+            )

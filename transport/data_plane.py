@@ -22,7 +22,7 @@ from datastates.system.failures import Failure, describe, revive
 
 from .contract import End, Link
 from .protocol import Message, Moved
-from .ucx_messages import Lending
+from .ucx_messages import Allocator
 
 _ABORTED = "the link was aborted"
 
@@ -47,7 +47,7 @@ class Plane:
         peer: str,
         post: Callable[[Message], Awaitable[None]],
     ) -> None:
-        self._end, self._told, self._address, self._peer, self._post = (
+        self._end, self._announced, self._address, self._peer, self._post = (
             end,
             told,
             address,
@@ -71,7 +71,7 @@ class Plane:
         """
         async with self._making:
             for abort in list(self._aborts.values()):
-                await surely(abort)
+                await finish(abort)
             if self._link is None and not self._is_closed:
                 self._link = await self._settled()
             if self._is_closed or self._link is None:
@@ -89,9 +89,9 @@ class Plane:
             self.generation += 1
         self._give_up(link)
         for abort in list(self._aborts.values()):
-            await surely(abort)
-        if self._told and self._end.located != self._told and not self._is_closed:
-            self._told = b""
+            await finish(abort)
+        if self._announced and self._end.located != self._announced and not self._is_closed:
+            self._announced = b""
             with suppress(Disconnected):  # the session is over
                 await self._post(Moved(b""))
 
@@ -112,7 +112,7 @@ class Plane:
             address, failure = await self._end.address(), None
         except DatastatesError as exc:
             address, failure = b"", describe(exc)
-        self._told, self._is_answering = address, False
+        self._announced, self._is_answering = address, False
         await self._post(Moved(address, failure=failure))
 
     def follow(self, generation: int) -> None:
@@ -140,12 +140,12 @@ class Plane:
     async def _connected(self) -> Link:
         """A link; if the known address fails, it may be that of an end that is gone, so the peer
         is asked, once."""
-        await self._meet()
+        await self._exchange_addresses()
         try:
             return await self._reached()
         except Disconnected:
             self._address = b""
-        await self._meet()
+        await self._exchange_addresses()
         return await self._reached()
 
     async def _reached(self) -> Link:
@@ -156,19 +156,19 @@ class Plane:
             raise Disconnected(f"the data plane of {self._peer} moved meanwhile")
         return link
 
-    async def _meet(self) -> None:
+    async def _exchange_addresses(self) -> None:
         """Make sure that each end knows the address of the other one."""
         own = await self._end.address()
         asks = not self._address
         if asks:
             self._failure = None
-        if asks or own != self._told:
-            self._told = own
+        if asks or own != self._announced:
+            self._announced = own
             await self._post(Moved(own, asks))
         if asks:
-            await self._hear()
+            await self._wait_for_address()
 
-    async def _hear(self) -> None:
+    async def _wait_for_address(self) -> None:
         try:
             async with asyncio.timeout(_MEET_S):
                 while not self._address and self._failure is None and not self._is_closed:
@@ -196,7 +196,7 @@ class Plane:
             del self._aborts[id(link)]
 
 
-async def surely(task: asyncio.Future[Any]) -> None:
+async def finish(task: asyncio.Future[Any]) -> None:
     """Wait for a task to end, whatever its outcome.
 
     If the caller is cancelled meanwhile, it keeps waiting, and is cancelled afterwards."""
@@ -233,7 +233,7 @@ class StagedLink(Link):
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: set[asyncio.Future[Any]] = set()  # for the other process
         self._unposted: set[asyncio.Future[None]] = set()
-        self._lendings: set[Lending] = set()
+        self._allocators: set[Allocator] = set()
         self._aborting: asyncio.Task[None] | None = None
 
     async def posted(self) -> None:
@@ -251,8 +251,8 @@ class StagedLink(Link):
     async def _abort(self) -> None:
         for future in list(self._waiting):
             fail(future, Disconnected(_ABORTED))
-        for lending in self._lendings:
-            lending.refuse(self, Disconnected(_ABORTED))
+        for allocator in self._allocators:
+            allocator.refuse(self, Disconnected(_ABORTED))
         while self._tasks:
             await asyncio.wait(list(self._tasks))
 

@@ -22,7 +22,7 @@ from datastates.system.failures import describe, revive
 from datastates.system.logs import RateLimitFilter
 
 from .contract import Feed, Sink
-from .data_plane import mark_retrieved, surely
+from .data_plane import finish, mark_retrieved
 from .fetch_schedule import (
     Absent,
     Accepted,
@@ -47,7 +47,7 @@ from .sending import DAMAGED, digest_of
 _BATCH = 8  # chunks in one question; the next question is asked along with it
 
 
-class Binding:
+class OriginDigests:
     """Digests by index, in the ``order`` in which the chunks will come. Belongs to the loop thread.
 
     ``origins`` returns the peers that may be asked now, the best first; if one cannot answer, the
@@ -195,7 +195,7 @@ async def fetch(
         run.begin(feeds, late)
         await run.end
     finally:
-        await surely(asyncio.create_task(run.stop()))
+        await finish(asyncio.create_task(run.stop()))
     return run.fetched()
 
 
@@ -302,11 +302,11 @@ class _Run:
         self._checking: dict[int, int] = {}
         self._lock = threading.Lock()
         self._verdicts: list[tuple[int, tuple[Feed, bytes] | None, Future[_Verdict]]] = []
-        self._judging = 0
+        self._verifying = 0
         self._buffers: dict[int, Sequence[memoryview]] = {}
         self._origin = origin
-        self._binding = Binding(missing, self._origins)
-        self._confronting: set[asyncio.Task[None]] = set()
+        self._digests = OriginDigests(missing, self._origins)
+        self._rechecking: set[asyncio.Task[None]] = set()
         self._is_stopping, self._is_quiet = False, asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self.end: asyncio.Future[None] = self._loop.create_future()
@@ -330,9 +330,9 @@ class _Run:
             future.cancel()
         for task in self._flying.values():
             task.cancel()
-        for confronting in self._confronting:
+        for confronting in self._rechecking:
             confronting.cancel()
-        await self._binding.close()
+        await self._digests.close()
         while self._connecting or self._flying or self._checking:
             self._is_quiet.clear()
             await self._is_quiet.wait()
@@ -381,7 +381,7 @@ class _Run:
                 return False
             receiving, self._buffers[index] = feed.receive(index, buffers), buffers
         if not is_sure:
-            self._binding.ahead(index)
+            self._digests.ahead(index)
         task = self._loop.create_task(receiving)
         self._flying[number, index] = task
         task.add_done_callback(partial(self._on_received, number, index))
@@ -424,7 +424,7 @@ class _Run:
             if task.result() and self._is_origin(number):
                 self._check(index, None)
             else:
-                self._binding.of(index).add_done_callback(partial(self._on_told, index))
+                self._digests.of(index).add_done_callback(partial(self._on_told, index))
             self._handle(Received(number, index, self._clock()))
             return
         self._forget(index)
@@ -448,21 +448,23 @@ class _Run:
 
     def _check(self, index: int, told: tuple[Feed, bytes] | None) -> None:
         with self._lock:
-            self._judging += 1
+            self._verifying += 1
         future = self._threads.submit(self._verify, index, None if told is None else told[1])
-        future.add_done_callback(lambda done: self._judged(index, told, done))
+        future.add_done_callback(lambda done: self._verified(index, told, done))
 
-    def _judged(self, index: int, told: tuple[Feed, bytes] | None, done: Future[_Verdict]) -> None:
+    def _verified(
+        self, index: int, told: tuple[Feed, bytes] | None, done: Future[_Verdict]
+    ) -> None:
         """Report some verdicts to the loop at once, unless no further one is to come; runs in a
         thread."""
         with self._lock:
             self._verdicts.append((index, told, done))
-            self._judging -= 1
-            is_due = len(self._verdicts) >= _AT_ONCE or not self._judging
+            self._verifying -= 1
+            is_due = len(self._verdicts) >= _AT_ONCE or not self._verifying
         if is_due:
-            self._loop.call_soon_threadsafe(self._on_judged)
+            self._loop.call_soon_threadsafe(self._on_verified)
 
-    def _on_judged(self) -> None:
+    def _on_verified(self) -> None:
         with self._lock:
             verdicts, self._verdicts = self._verdicts, []
         for verdict in verdicts:
@@ -495,14 +497,14 @@ class _Run:
             and told[0] is not self._feeds[number]
             and not self._is_stopping
         ):
-            task = self._loop.create_task(self._confront(number, index, *told))
-            self._confronting.add(task)
-            task.add_done_callback(partial(self._on_confronted, index))
+            task = self._loop.create_task(self._check_with_feed(number, index, *told))
+            self._rechecking.add(task)
+            task.add_done_callback(partial(self._on_rechecked, index))
         else:
             self._refute(index)
         self._look()
 
-    async def _confront(self, number: int, index: int, origin: Feed, wanted: bytes) -> None:
+    async def _check_with_feed(self, number: int, index: int, origin: Feed, wanted: bytes) -> None:
         """Ask a source whether it stands by a chunk that differs from what the origin says.
 
         :raises Corrupt: it does.
@@ -519,8 +521,8 @@ class _Run:
                 " one that you trust"
             )
 
-    def _on_confronted(self, index: int, task: asyncio.Task[None]) -> None:
-        self._confronting.discard(task)
+    def _on_rechecked(self, index: int, task: asyncio.Task[None]) -> None:
+        self._rechecking.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             del self._checking[index]
             self._fail(error)

@@ -8,7 +8,7 @@ Rules:
   that would deliver it first. So feeds share the work by speed without being measured in advance.
 - While some feeds are still connecting, those that are here take at most their equal share, for no
   longer than ``GRACE_S``.
-- Near the end a feed takes no chunk that it would deliver long after the others could have
+- ProcessMemory the end a feed takes no chunk that it would deliver long after the others could have
   delivered everything.
 - A feed that fails gives its chunks back. So does a feed that holds the last chunks while an idle
   one could deliver them much sooner: it is *robbed*, and measured anew.

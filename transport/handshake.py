@@ -60,7 +60,7 @@ MAC_BYTES = 16
 _place_sealed = struct.Struct(">cQ")
 
 
-class Seal:
+class FrameSigner:
     """The codes of one direction: HMAC-SHA256 over (direction, counter, body), the first 16
     bytes."""
 
@@ -77,11 +77,13 @@ class Seal:
         return mac.digest()[:MAC_BYTES]
 
 
-class Sealed:
+class SecureChannel:
     """A channel whose two ends have proved themselves. One task sends, one receives; after a
     cancelled ``send`` it cannot be used any more."""
 
-    def __init__(self, channel: Channel, outgoing: Seal, incoming: Seal, root: bytes) -> None:
+    def __init__(
+        self, channel: Channel, outgoing: FrameSigner, incoming: FrameSigner, root: bytes
+    ) -> None:
         self.peer, self.host, self.is_secret, self.remote = (
             channel.peer,
             channel.host,
@@ -137,7 +139,7 @@ _Expected = TypeVar("_Expected", bound=Message)
 
 async def greet(
     channel: Channel, ready: Ready, *, token: bytes, timeout_s: float
-) -> tuple[Sealed, Ready]:
+) -> tuple[SecureChannel, Ready]:
     """The client's side: returns an authenticated channel, and what the server says of itself.
 
     :raises Unauthorized: one side does not know the other's token.
@@ -153,7 +155,7 @@ async def greet(
 
 async def admit(
     channel: Channel, ready: Callable[[], Ready], *, token: bytes, timeout_s: float
-) -> tuple[Sealed, Ready]:
+) -> tuple[SecureChannel, Ready]:
     """The server's side.
 
     ``ready`` is called once the client has proved itself; an error that it raises is sent to the
@@ -212,8 +214,10 @@ def check_writers(url: str, token: bytes) -> None:
 
 
 async def _bounded(
-    channel: Channel, timeout_s: float, handshake: Coroutine[None, None, tuple[Sealed, Ready]]
-) -> tuple[Sealed, Ready]:
+    channel: Channel,
+    timeout_s: float,
+    handshake: Coroutine[None, None, tuple[SecureChannel, Ready]],
+) -> tuple[SecureChannel, Ready]:
     try:
         async with asyncio.timeout(timeout_s):
             return await handshake
@@ -228,7 +232,7 @@ async def _bounded(
         raise
 
 
-async def _greet(channel: Channel, ready: Ready, token: bytes) -> tuple[Sealed, Ready]:
+async def _greet(channel: Channel, ready: Ready, token: bytes) -> tuple[SecureChannel, Ready]:
     hello = encode(Hello(MAGIC, PROTOCOL_VERSION, secrets.token_bytes(32)))
     await channel.send(hello)
     frame = await channel.receive(FIRST_FRAME_BYTES)
@@ -259,7 +263,7 @@ async def _greet(channel: Channel, ready: Ready, token: bytes) -> tuple[Sealed, 
 
 async def _admit(
     channel: Channel, ready: Callable[[], Ready], token: bytes
-) -> tuple[Sealed, Ready]:
+) -> tuple[SecureChannel, Ready]:
     frame = await channel.receive(FIRST_FRAME_BYTES)
     hello = _expect(Hello, frame, channel)
     if hello.magic != MAGIC:
@@ -286,7 +290,7 @@ async def _admit(
     return sealed, await _first(sealed)
 
 
-async def _first(sealed: Sealed) -> Ready:
+async def _first(sealed: SecureChannel) -> Ready:
     message = await sealed.receive()
     if isinstance(message, Refused):
         raise revive(message.failure)
@@ -322,13 +326,15 @@ def _proof(token: bytes, role: bytes, transcript: bytes) -> bytes:
     return hmac.digest(token, b"datastates proof " + role + transcript, "sha256")
 
 
-def _seal(channel: Channel, token: bytes, transcript: bytes, *, mine: bytes, its: bytes) -> Sealed:
+def _seal(
+    channel: Channel, token: bytes, transcript: bytes, *, mine: bytes, its: bytes
+) -> SecureChannel:
     master = hmac.digest(transcript, token, "sha256")
     outgoing, incoming = (
-        Seal(hmac.digest(master, b"datastates frames " + role + b"\x01", "sha256"), role)
+        FrameSigner(hmac.digest(master, b"datastates frames " + role + b"\x01", "sha256"), role)
         for role in (mine, its)
     )
-    return Sealed(
+    return SecureChannel(
         channel, outgoing, incoming, hmac.digest(master, b"datastates further keys\x01", "sha256")
     )
 

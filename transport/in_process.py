@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from datastates.errors import Disconnected, InvalidInput, PeerFault, Unavailable
 
-from .connections import Arrival, Door
+from .connections import AdmittedConnection, ConnectionLimiter
 from .contract import Channel, Link, Listener, Tls, Transport
 from .data_plane import fail
 
@@ -29,7 +29,7 @@ class MemoryTransport(Transport):
 
     def __init__(self) -> None:
         self._listeners: dict[str, _Listener] = {}
-        self._meetings: dict[int, _Meeting] = {}
+        self._rendezvous: dict[int, _Rendezvous] = {}
         self._links: set[_Link] = set()
 
     async def listen(
@@ -38,7 +38,7 @@ class MemoryTransport(Transport):
         accept: Callable[[Channel], Awaitable[None]],
         *,
         tls: Tls | None = None,
-        door: Door | None = None,
+        limiter: ConnectionLimiter | None = None,
     ) -> Listener:
         """Accept peers under a name; ``tls`` has nothing to protect here."""
         name = _name(url) or secrets.token_hex(4)
@@ -47,7 +47,7 @@ class MemoryTransport(Transport):
                 f"memory://{name} is taken: choose another name, or memory:// for any"
             )
         listener = self._listeners[name] = _Listener(
-            self._listeners, name, accept, Door() if door is None else door
+            self._listeners, name, accept, ConnectionLimiter() if limiter is None else limiter
         )
         return listener
 
@@ -71,7 +71,7 @@ class MemoryTransport(Transport):
         """A link; tags are matched over all links of the process, as UCX does."""
         if address != _ADDRESS:
             raise PeerFault(f"{address[:20]!r} is no address in this process's memory")
-        link = _Link(self._meetings, self._links)
+        link = _Link(self._rendezvous, self._links)
         self._links.add(link)
         return link
 
@@ -88,15 +88,15 @@ class _Listener(Listener):
         listeners: dict[str, _Listener],
         name: str,
         accept: Callable[[Channel], Awaitable[None]],
-        door: Door,
+        limiter: ConnectionLimiter,
     ) -> None:
         self.url = f"memory://{name}"
-        self._listeners, self._name, self._accept, self._door = listeners, name, accept, door
+        self._listeners, self._name, self._accept, self._limiter = listeners, name, accept, limiter
         self._visits: set[asyncio.Future[None]] = set()
 
     def visit(self, channel: _Channel) -> None:
-        channel.arrival = self._door.enter("", 0, channel.end)
-        if channel.arrival is None:
+        channel.admitted = self._limiter.admit("", 0, channel.end)
+        if channel.admitted is None:
             channel.end()
             return
         visit = asyncio.ensure_future(self._accept(channel))
@@ -112,7 +112,7 @@ class _Channel(Channel):
     still arrives, as over TCP."""
 
     other: _Channel
-    arrival: Arrival | None = None
+    admitted: AdmittedConnection | None = None
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
@@ -147,8 +147,8 @@ class _Channel(Channel):
         raise self._gone()
 
     def hold(self) -> None:
-        if self.arrival is not None:
-            self.arrival.hold()
+        if self.admitted is not None:
+            self.admitted.hold()
 
     async def close(self) -> None:
         self.end()
@@ -157,8 +157,8 @@ class _Channel(Channel):
         self._is_closed = True
         for each in (self, self.other):
             each._changed.set()
-        if self.arrival is not None:
-            self.arrival.release()
+        if self.admitted is not None:
+            self.admitted.release()
 
     async def _change(self) -> None:
         """Wait until anything has changed; sender and receiver of this end may both wait."""
@@ -175,7 +175,7 @@ class _Channel(Channel):
 
 
 @dataclass(slots=True)
-class _Meeting:
+class _Rendezvous:
     """The first end to reach a tag: a sender with its bytes or a receiver with its memory;
     ``done`` tells it the outcome."""
 
@@ -188,8 +188,8 @@ class _Meeting:
 class _Link(Link):
     """Sender and receiver of a tag wait for each other; the one that comes second copies."""
 
-    def __init__(self, meetings: dict[int, _Meeting], links: set[_Link]) -> None:
-        self._meetings, self._links = meetings, links
+    def __init__(self, meetings: dict[int, _Rendezvous], links: set[_Link]) -> None:
+        self._rendezvous, self._links = meetings, links
         self._is_aborted = False
 
     async def send(self, tag: int, data: memoryview) -> None:
@@ -203,22 +203,22 @@ class _Link(Link):
     async def abort(self) -> None:
         self._is_aborted = True
         self._links.discard(self)
-        for tag in [tag for tag, meeting in self._meetings.items() if meeting.link is self]:
-            meeting = self._meetings.pop(tag)
+        for tag in [tag for tag, meeting in self._rendezvous.items() if meeting.link is self]:
+            meeting = self._rendezvous.pop(tag)
             fail(meeting.done, Disconnected("the link was aborted"))
 
     async def _meet(self, tag: int, memory: memoryview, *, is_sender: bool) -> None:
         if self._is_aborted:
             raise Disconnected("the link was aborted")
-        first = self._meetings.get(tag)
+        first = self._rendezvous.get(tag)
         if first is None:
             done = asyncio.get_running_loop().create_future()
-            self._meetings[tag] = _Meeting(self, memory, is_sender, done)
+            self._rendezvous[tag] = _Rendezvous(self, memory, is_sender, done)
             await asyncio.shield(done)
             return
         if first.is_sender == is_sender:
             raise PeerFault(f"tag {tag} is used twice at once")
-        del self._meetings[tag]
+        del self._rendezvous[tag]
         data, into = (memory, first.memory) if is_sender else (first.memory, memory)
         problem = _deliver(data, into, tag)
         if first.is_sender or problem is None:

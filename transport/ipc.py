@@ -33,7 +33,7 @@ from .contract import End, Link, OnDevice
 from .data_plane import StagedLink, mark_retrieved
 from .protocol import Laid, Land, Message, Room
 from .same_host import address_of
-from .ucx_messages import PART_BYTES, Lending, Stretch
+from .ucx_messages import PART_BYTES, Allocator, Stretch
 
 ADDRESS = b"datastates ipc 1"
 """The place of the other end, which is always in the session."""
@@ -51,18 +51,18 @@ _lock = threading.Lock()
 
 
 @dataclass(slots=True)
-class _Landing:
+class _OwnRegion:
     """Landing memory of ours, and which stretch of it each owner has."""
 
     number: int
     shared: Shared
     stream: Stream
     is_told: bool = False
-    lending: Lending = field(default_factory=lambda: Lending(_LANDING_BYTES))
+    allocator: Allocator = field(default_factory=lambda: Allocator(_LANDING_BYTES))
 
 
 @dataclass(slots=True)
-class _Opened:
+class _PeerRegion:
     """Landing memory of the peer."""
 
     shared: Shared
@@ -85,9 +85,9 @@ class IpcEnd(End):
     ) -> None:
         self.peer, self.post = peer, post
         self._generation, self._is_near = generation, is_near
-        self._landings: dict[torch.device, _Landing] = {}
+        self._landings: dict[torch.device, _OwnRegion] = {}
         self._making = asyncio.Lock()
-        self._opened: dict[int, asyncio.Future[_Opened]] = {}
+        self._opened: dict[int, asyncio.Future[_PeerRegion]] = {}
         self.rooms: dict[_Key, asyncio.Future[Room]] = {}
         self._laid: dict[_Key, asyncio.Future[Laid]] = {}
         self._threads = ThreadPoolExecutor(_COPIES, "datastates-ipc")
@@ -152,7 +152,7 @@ class IpcEnd(End):
         self._landings.clear()
         self._threads.shutdown(wait=False)
 
-    async def landing(self, device: torch.device) -> _Landing:
+    async def landing(self, device: torch.device) -> _OwnRegion:
         """Landing memory on a device; the peer must get its handle before use.
 
         :raises Unavailable: no memory can be shared.
@@ -161,10 +161,10 @@ class IpcEnd(End):
             found = self._landings.get(device)
             if found is None:
                 shared, stream = await self.apart(lambda: _share(device))
-                found = self._landings[device] = _Landing(len(self._landings), shared, stream)
+                found = self._landings[device] = _OwnRegion(len(self._landings), shared, stream)
             return found
 
-    async def opened(self, region: int) -> _Opened:
+    async def opened(self, region: int) -> _PeerRegion:
         """Landing memory of the peer.
 
         :raises PeerFault: the peer announced none with this number.
@@ -289,10 +289,10 @@ class _IpcLink(StagedLink):
             if not landing.is_told:
                 landing.is_told = True
                 await self._post(Land(landing.number, landing.shared.handle))
-            self._lendings.add(landing.lending)
+            self._allocators.add(landing.allocator)
             for number, part in enumerate(_parts(into)):
                 self._check()
-                stretch = await landing.lending.take(self, part.numel())
+                stretch = await landing.allocator.take(self, part.numel())
                 try:
                     self._check()
                     laid = self._wait_for(self._end.laid((self._generation, tag, number)))
@@ -301,7 +301,7 @@ class _IpcLink(StagedLink):
                         Room(tag, number, into.numel(), *where, generation=self._generation)
                     )
                 except BaseException:
-                    landing.lending.give_back(stretch)
+                    landing.allocator.give_back(stretch)
                     raise
                 arriving.append(self._begin(self._land(landing, laid, stretch, part, ready)))
         finally:
@@ -310,7 +310,7 @@ class _IpcLink(StagedLink):
 
     async def _land(
         self,
-        landing: _Landing,
+        landing: _OwnRegion,
         coming: asyncio.Future[Laid],
         stretch: Stretch,
         into: torch.Tensor,
@@ -328,7 +328,7 @@ class _IpcLink(StagedLink):
             await self._end.apart(lambda: _copy(landing.stream, into, there, ready))
             self._check()
         finally:
-            landing.lending.give_back(stretch)
+            landing.allocator.give_back(stretch)
 
     async def _post(self, message: Message) -> None:
         """Send a message to the peer, or stop when this is aborted."""
@@ -359,7 +359,7 @@ def _share(device: torch.device) -> tuple[Shared, Stream]:
         ) from exc
 
 
-def _open(handle: bytes) -> _Opened:
+def _open(handle: bytes) -> _PeerRegion:
     try:
         shared = devices().open_shared(handle)
     except RuntimeError as exc:
@@ -367,7 +367,7 @@ def _open(handle: bytes) -> _Opened:
             f"the memory of the other process cannot be opened here ({exc}): connect with"
             " data='auto'"
         ) from exc
-    return _Opened(shared, devices().stream(devices().of(shared.tensor)))
+    return _PeerRegion(shared, devices().stream(devices().of(shared.tensor)))
 
 
 def _copy(stream: Stream, into: torch.Tensor, data: torch.Tensor, ready: Mark | None) -> None:

@@ -40,7 +40,7 @@ from .contract import AnyTls, Sink
 from .fetch import Fetched
 from .handshake import read_token
 from .protocol import Offer, StateRecord
-from .receive_buffers import Shadow, Shadows
+from .receive_buffers import StreamMemory, StreamMemoryCache
 from .serving import StateSource
 from .session import Session
 from .sources import PAGE, OpenState, Page, Sources, all_pages
@@ -69,7 +69,7 @@ class Push(Move):
             "a push",
             instead="serve it here, and clone it there with repo=, which takes any number of parts",
         )
-        self._source = _CountedSource(
+        self._source = _CountingSource(
             core.open_payload(state, verify=False), partial(core.tiers.reopen, state, verify=False)
         )
         self.bytes_total = sum(self._source.lengths)
@@ -137,7 +137,7 @@ class Push(Move):
             return walk.log(session, self.state.uid, limit=PAGE, after=after)
 
 
-class _CountedSource(StateSource):
+class _CountingSource(StateSource):
     """A source that counts what a peer asks for of a pushed state: ``moved`` bytes in ``chunks``
     chunks so far."""
 
@@ -191,7 +191,7 @@ class PeerReader(Reader):
         self.bytes_by_source: dict[str, int] = {}
         self._fetch = fetch
         self._lengths = tuple(chunk.length for chunk in manifest.content.chunks)
-        self._shadow = Shadow(len(self._lengths))
+        self._stream_memory = StreamMemory(len(self._lengths))
         self._batches: dict[int, _ChunkBatch] = {}
         self._all: list[_ChunkBatch] = []
         self._is_closed = False
@@ -205,7 +205,7 @@ class PeerReader(Reader):
             )
         wanted = [index for index in dict.fromkeys(chunks) if index not in self._batches]
         if wanted:
-            batch = _ChunkBatch(self.manifest, self._lengths, wanted, self._shadow)
+            batch = _ChunkBatch(self.manifest, self._lengths, wanted, self._stream_memory)
             self._batches |= dict.fromkeys(wanted, batch)
             self._all.append(batch)
             batch.begin(self._fetch)
@@ -213,7 +213,7 @@ class PeerReader(Reader):
     def chunk(self, index: int) -> memoryview:
         self.ahead([index])
         self._batches[index].wait(index)
-        return self._shadow.memory(index * CHUNK_BYTES, self._lengths[index]).toreadonly()
+        return self._stream_memory.memory(index * CHUNK_BYTES, self._lengths[index]).toreadonly()
 
     def span(self, start: int, length: int) -> memoryview | None:
         """None: no memory here outlives the reader."""
@@ -224,7 +224,7 @@ class PeerReader(Reader):
         self.ahead(self.chunks_of(start, length))
         for index in self.chunks_of(start, length):
             self.chunk(index)
-        return self._shadow.memory(start, length).toreadonly()
+        return self._stream_memory.memory(start, length).toreadonly()
 
     def close(self) -> None:
         """Stop what is on its way, so that nobody writes to the memory any more. Idempotent."""
@@ -239,13 +239,17 @@ class PeerReader(Reader):
 
 
 class _ChunkBatch(Sink):
-    """Some chunks on their way. Each is stored in the shadow at its place in the stream."""
+    """Some chunks on their way. Each is stored in the stream_memory at its place in the stream."""
 
     def __init__(
-        self, manifest: Manifest, lengths: tuple[int, ...], wanted: Sequence[int], shadow: Shadow
+        self,
+        manifest: Manifest,
+        lengths: tuple[int, ...],
+        wanted: Sequence[int],
+        stream_memory: StreamMemory,
     ) -> None:
         self.lengths = lengths
-        self._manifest, self._shadow = manifest, shadow
+        self._manifest, self._stream_memory = manifest, stream_memory
         self._missing, self._here = dict.fromkeys(wanted), set[int]()
         self._lock, self._changed = threading.Lock(), Notifier()
         self._ended = Latch()
@@ -308,7 +312,7 @@ class _ChunkBatch(Sink):
         return [self._memory(index).toreadonly()] if index in self._here else None
 
     def _memory(self, index: int) -> memoryview:
-        return self._shadow.memory(index * CHUNK_BYTES, self.lengths[index])
+        return self._stream_memory.memory(index * CHUNK_BYTES, self.lengths[index])
 
     def _end(self, future: Future[Fetched]) -> None:
         self._ended.set()
@@ -415,7 +419,7 @@ def _readers(
         ]
     if own.source:
         join_parts(opened.manifest.parts, rank=own.source)  # their values were not looked at yet
-    counted = _Counted(on_progress)
+    counted = _PartsProgress(on_progress)
     return [
         PeerReader(
             part.manifest,
@@ -425,7 +429,7 @@ def _readers(
     ]
 
 
-class _Counted:
+class _PartsProgress:
     """What this rank asked for of all parts, and how much of it is here; used on the loop
     thread."""
 
@@ -501,7 +505,7 @@ class Peer:
 
     def __init__(self, sources: Sources) -> None:
         self.sources = sources
-        self._shadows = Shadows()
+        self._memory_cache = StreamMemoryCache()
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -674,7 +678,7 @@ class Peer:
                     strict=strict,
                     atomic=atomic,
                     skip_equal=skip_equal,
-                    shadows=self._shadows,
+                    memory_cache=self._memory_cache,
                     timeout_s=self.sources.timeout_s,
                     is_resumable=resumable,
                 )
@@ -735,7 +739,7 @@ class Peer:
             self.sources.is_closed = True
             with suppress(Closed):  # the process is ending
                 loop.run(self.sources.close())
-            self._shadows.close()
+            self._memory_cache.close()
 
     def __enter__(self) -> Self:
         return self
@@ -756,7 +760,7 @@ class Peer:
 # that are asked for are moved.
 
 
-class PeerPlace:
+class PeerTier:
     """A peer's states, part by part. ``party`` says whose bytes they are."""
 
     def __init__(self, peer: Peer) -> None:

@@ -212,7 +212,7 @@ class Ready(Struct, frozen=True, tag=True):
 
 
 class Refused(Struct, frozen=True, tag=True):
-    """Sent instead of ``Ready``: the peer knows the token, but is not let in now."""
+    """SendStats instead of ``Ready``: the peer knows the token, but is not let in now."""
 
     failure: Failure
 

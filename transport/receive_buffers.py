@@ -34,7 +34,7 @@ Extent = tuple[int, int]
 """Start and length in bytes."""
 
 
-class Shadow:
+class StreamMemory:
     """Memory in which byte ``i`` of a stream lies at byte ``i``. It is freed once no view of it is
     left.
 
@@ -116,27 +116,27 @@ class Shadow:
             _advise(self._address + begin, start + length - begin, _MADV_POPULATE_WRITE)
 
 
-class Shadows:
+class StreamMemoryCache:
     """Keeps the memory of the last clone for the next one: pages that were touched before take
     bytes many times as fast."""
 
     def __init__(self) -> None:
-        self._kept: Shadow | None = None
+        self._kept: StreamMemory | None = None
         self._lock = threading.Lock()
 
-    def take(self, chunk_count: int) -> Shadow:
-        """A shadow of at least ``chunk_count`` chunks, with arbitrary contents."""
+    def take(self, chunk_count: int) -> StreamMemory:
+        """A stream_memory of at least ``chunk_count`` chunks, with arbitrary contents."""
         with self._lock:
             kept, self._kept = self._kept, None
-        return kept if kept is not None and kept.reopen(chunk_count) else Shadow(chunk_count)
+        return kept if kept is not None and kept.reopen(chunk_count) else StreamMemory(chunk_count)
 
-    def give(self, shadow: Shadow) -> None:
-        """Keep a closed shadow that nobody looks at any more, and release the one before it."""
+    def give(self, stream_memory: StreamMemory) -> None:
+        """Cache a closed memory that nobody reads any more, and release the one before it."""
         with self._lock:
-            self._kept = shadow
+            self._kept = stream_memory
 
     def close(self) -> None:
-        """Release the shadow that is kept; idempotent."""
+        """Release the stream_memory that is kept; idempotent."""
         with self._lock:
             self._kept = None
 
@@ -161,7 +161,7 @@ DIRECT_BYTES = 256 << 10
 class Stretch:
     """A wanted tensor in the stream.
 
-    ``home`` is the bytes of the live tensor, flat; None: it belongs in the shadow."""
+    ``home`` is the bytes of the live tensor, flat; None: it belongs in the stream_memory."""
 
     start: int
     length: int
@@ -171,7 +171,7 @@ class Stretch:
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
     """Bytes of a chunk that belong together: in ``home`` from ``start`` on, or at that place of
-    the shadow."""
+    the stream_memory."""
 
     offset: int
     length: int
@@ -198,7 +198,7 @@ class Segment:
 
 
 def route(
-    lengths: Sequence[int], stretches: Sequence[Stretch], shadow: Shadow
+    lengths: Sequence[int], stretches: Sequence[Stretch], stream_memory: StreamMemory
 ) -> dict[int, tuple[Segment, ...]]:
     """The segments of every chunk that a stretch touches; ``stretches`` are in ascending order
     and do not overlap."""
@@ -207,7 +207,7 @@ def route(
         for index, piece in _cut(stretch):
             found = pieces.setdefault(index, [])
             last = found[-1] if found else None
-            # pieces next to each other in the shadow become one
+            # pieces next to each other in the stream_memory become one
             if (
                 last is not None
                 and last.home is None is piece.home
@@ -217,7 +217,8 @@ def route(
             else:
                 found.append(piece)
     return {
-        index: tuple(_segments(lengths[index], found, shadow)) for index, found in pieces.items()
+        index: tuple(_segments(lengths[index], found, stream_memory))
+        for index, found in pieces.items()
     }
 
 
@@ -238,14 +239,18 @@ def _cut(stretch: Stretch) -> Iterator[tuple[int, Piece]]:
         done += length
 
 
-def _segments(length: int, pieces: Sequence[Piece], shadow: Shadow) -> Iterator[Segment]:
+def _segments(
+    length: int, pieces: Sequence[Piece], stream_memory: StreamMemory
+) -> Iterator[Segment]:
     begin, packed = 0, list[Piece]()
     for piece in pieces:
         is_on_device = piece.home is not None and devices().is_on(piece.home)
         if is_on_device or (piece.length < DIRECT_BYTES and piece.length != length):
             packed.append(piece)
             continue
-        memory = shadow.memory(piece.start, piece.length) if piece.home is None else piece.view()
+        memory = (
+            stream_memory.memory(piece.start, piece.length) if piece.home is None else piece.view()
+        )
         if begin < piece.offset:
             yield Segment(begin, piece.offset - begin, None, tuple(packed))
             packed = []
@@ -259,7 +264,7 @@ def _segments(length: int, pieces: Sequence[Piece], shadow: Shadow) -> Iterator[
 # and before what the owner queues next.
 
 
-class Unloading:
+class DeviceWriter:
     """A stream for each device on which something lands. Made and joined on the thread that owns
     the tensors, which must stay alive.
 
@@ -310,8 +315,8 @@ class Unloading:
 def scatter(
     segments: Sequence[Segment],
     memory: Sequence[memoryview],
-    shadow: Shadow,
-    unloading: Unloading,
+    stream_memory: StreamMemory,
+    device_writer: DeviceWriter,
     *,
     is_in_shadow: bool,
 ) -> Sequence[Mark]:
@@ -326,15 +331,15 @@ def scatter(
             data = received[piece.offset - segment.offset :][: piece.length]
             if piece.home is None:
                 if not is_in_shadow:
-                    shadow.memory(piece.start, piece.length)[:] = data
+                    stream_memory.memory(piece.start, piece.length)[:] = data
             elif not devices().is_on(piece.home):
                 piece.view()[:] = data
             else:
                 homes.append(piece.home[piece.start : piece.start + piece.length])
                 # pinned where the scratch buffer is
                 sources.append(torch.frombuffer(data, dtype=torch.uint8))
-    unloading.put(homes, sources)
-    return unloading.marks(homes)
+    device_writer.put(homes, sources)
+    return device_writer.marks(homes)
 
 
 # A few reusable buffers of one chunk each, for bytes that cannot be received in place.
@@ -396,16 +401,16 @@ def holders(specs: Sequence[TensorSpec], wanted: Sequence[bool]) -> dict[int, No
 
 
 def placeholders(
-    specs: Sequence[TensorSpec], wanted: Collection[int], shadow: Shadow
+    specs: Sequence[TensorSpec], wanted: Collection[int], stream_memory: StreamMemory
 ) -> list[torch.Tensor | None]:
-    """Every wanted tensor, over untouched memory: of the shadow or, for a tensor of several
+    """Every wanted tensor, over untouched memory: of the stream_memory or, for a tensor of several
     shards, its own."""
     tensors: list[torch.Tensor | None] = [None] * len(specs)
     for index in wanted:
         spec = specs[index]
         if spec.alias is None and is_whole(spec):
             shard = spec.shards[0]
-            tensors[index] = rebuild(shadow.tensor(shard.start, shard.length), spec)
+            tensors[index] = rebuild(stream_memory.tensor(shard.start, shard.length), spec)
         elif spec.alias is None:
             tensors[index] = rebuild(empty(spec), spec)
     tie(specs, tensors, wanted)
@@ -416,13 +421,15 @@ def gather(
     specs: Sequence[TensorSpec],
     tensors: list[torch.Tensor | None],
     wanted: Collection[int],
-    shadow: Shadow,
+    stream_memory: StreamMemory,
 ) -> None:
     """Put in its place each wanted tensor of several shards, assembled from the shards in the
-    shadow."""
+    stream_memory."""
     for index in wanted:
         if specs[index].alias is None and not is_whole(specs[index]):
-            flat = assemble(specs[index], lambda shard: shadow.tensor(shard.start, shard.length))
+            flat = assemble(
+                specs[index], lambda shard: stream_memory.tensor(shard.start, shard.length)
+            )
             tensors[index] = rebuild(flat, specs[index])
 
 
@@ -469,7 +476,7 @@ _MOST_LAUNCHES = 16
 """More launches take longer than the host: without Triton's kernels the host checks all chunks."""
 
 
-class Desk:
+class StagingBuffer:
     """Room for a chunk on a device. Belongs to one thread at a time."""
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -497,24 +504,24 @@ class Desk:
         )
 
 
-class Desks:
-    """At most ``count`` desks on the device of ``like``, made when they are first needed. Safe from
-    any thread.
+class StagingBuffers:
+    """At most ``count`` staging buffers on the device of ``like``, made when they are first needed.
+    Safe from any thread.
 
-    All work on them is queued on one stream, that of ``unloading``, so a desk may be given back
-    while copies from it are still to come.
+    All work on them is queued on the stream of ``device_writer``. So a buffer may be given back
+    before copies from it are done.
     """
 
-    def __init__(self, like: torch.Tensor, unloading: Unloading, count: int) -> None:
-        self._like, self._unloading, self._left = like, unloading, count
-        self._stream = unloading.stream(devices().of(like))
-        self._free: list[Desk] = []
+    def __init__(self, like: torch.Tensor, device_writer: DeviceWriter, count: int) -> None:
+        self._like, self._device_writer, self._left = like, device_writer, count
+        self._stream = device_writer.stream(devices().of(like))
+        self._free: list[StagingBuffer] = []
         self._is_worth: dict[int, bool] = {}
         self._is_given_up = False
         self._lock = threading.Lock()
 
-    def take(self, length: int) -> Desk | None:
-        """A desk for a chunk of this length; None if all are in use, or the host should check
+    def take(self, length: int) -> StagingBuffer | None:
+        """A buffer for a chunk of this length; None if all are in use, or the host should check
         the chunk."""
         with self._lock:
             if (
@@ -523,58 +530,58 @@ class Desks:
                 or not (self._free or self._left)
             ):
                 return None
-            desk = self._free.pop() if self._free else None
-            self._left -= desk is None
-        if desk is None:
+            staging = self._free.pop() if self._free else None
+            self._left -= staging is None
+        if staging is None:
             try:
                 with devices().on(self._stream):
-                    desk = Desk(self._like.new_empty(CHUNK_BYTES, dtype=torch.uint8))
+                    staging = StagingBuffer(self._like.new_empty(CHUNK_BYTES, dtype=torch.uint8))
             except RuntimeError as exc:
                 self._give_up(f"find no room there ({exc!r})")
                 return None
         with self._lock:
             if length not in self._is_worth:
-                self._is_worth[length] = desk.can_digest(length)
+                self._is_worth[length] = staging.can_digest(length)
             if self._is_worth[length]:
-                return desk
-        self.give(desk)
+                return staging
+        self.give(staging)
         return None
 
-    def give(self, desk: Desk) -> None:
-        """Take back a desk that was taken."""
+    def give(self, staging: StagingBuffer) -> None:
+        """Take back a buffer."""
         with self._lock:
-            self._free.append(desk)
+            self._free.append(staging)
 
     def ready(self) -> Mark:
-        """The point behind which other streams may write to the desks that are taken now."""
+        """The point behind which other streams may write to the buffers that are taken now."""
         return devices().mark(self._stream)
 
-    def bring(self, desk: Desk, data: torch.Tensor) -> None:
+    def bring(self, staging: StagingBuffer, data: torch.Tensor) -> None:
         """Begin to copy a chunk from pinned memory; that memory is free again after
         ``is_right``."""
         with devices().on(self._stream):
-            desk.memory[: data.numel()].copy_(data, non_blocking=True)
+            staging.memory[: data.numel()].copy_(data, non_blocking=True)
 
-    def is_right(self, desk: Desk, length: int, digest: bytes) -> bool:
-        """Whether a chunk that lies on a desk has this digest.
+    def is_right(self, staging: StagingBuffer, length: int, digest: bytes) -> bool:
+        """Whether a chunk in a buffer has this digest.
 
         The host waits for 64 bytes, and checks a wrong chunk itself."""
         found: bytes | None = None
         try:
-            found = self._digest(desk, length)
+            found = self._digest(staging, length)
         except Exception as exc:  # a kernel that cannot be compiled here, or no memory for it
             self._give_up(f"cannot be digested there ({exc!r})")
         if found == digest:
             return True
         here = devices().pinned((length,), torch.uint8)
         with devices().on(self._stream):
-            here.copy_(desk.memory[:length])
+            here.copy_(staging.memory[:length])
         is_right = chunk_digest(memoryview(here.numpy().data)) == digest
         if is_right and found is not None:
             self._give_up("had other digests there than on the host")
         return is_right
 
-    def put(self, desk: Desk, pieces: Sequence[Piece]) -> None:
+    def put(self, staging: StagingBuffer, pieces: Sequence[Piece]) -> None:
         """Begin to copy a chunk with the right digest to its places."""
         homes = [
             piece.home[piece.start : piece.start + piece.length]
@@ -582,12 +589,12 @@ class Desks:
             if piece.home is not None
         ]
         assert len(homes) == len(pieces), "all of it belongs on the device"
-        self._unloading.put(
-            homes, [desk.memory[piece.offset :][: piece.length] for piece in pieces]
+        self._device_writer.put(
+            homes, [staging.memory[piece.offset :][: piece.length] for piece in pieces]
         )
 
-    def _digest(self, desk: Desk, length: int) -> bytes:
-        digester, here = desk.digester(length)
+    def _digest(self, staging: StagingBuffer, length: int) -> bytes:
+        digester, here = staging.digester(length)
         with devices().on(self._stream):
             here.copy_(digester.lanes(), non_blocking=True)
         devices().mark(self._stream).synchronize()
@@ -601,14 +608,14 @@ class Desks:
             _logger.warning("chunks of a clone on a device %s: the host checks them", why)
 
 
-def desks_of(
-    homes: Mapping[int, Home], unloading: Unloading, count: int
-) -> dict[torch.device, Desks]:
-    """The desks of each device on which something lands."""
-    found: dict[torch.device, Desks] = {}
+def staging_buffers_of(
+    homes: Mapping[int, Home], device_writer: DeviceWriter, count: int
+) -> dict[torch.device, StagingBuffers]:
+    """The staging_buffers of each device on which something lands."""
+    found: dict[torch.device, StagingBuffers] = {}
     for home in homes.values():
         if devices().is_on(home.flat) and devices().of(home.flat) not in found:
-            found[devices().of(home.flat)] = Desks(home.flat, unloading, count)
+            found[devices().of(home.flat)] = StagingBuffers(home.flat, device_writer, count)
     return found
 
 

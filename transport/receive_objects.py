@@ -1,4 +1,4 @@
-"""A clone into live objects: through a shadow that is written at the end, or in place."""
+"""A clone into live objects: through a stream_memory that is written at the end, or in place."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from datastates.system.devices import Mark, devices
 from .contract import OnDevice, Sink
 from .receive_buffers import (
     DIRECT_BYTES,
-    Desk,
+    DeviceWriter,
     Piece,
     Scratch,
     Segment,
-    Shadow,
-    Shadows,
+    StagingBuffer,
+    StreamMemory,
+    StreamMemoryCache,
     Stretch,
-    Unloading,
-    desks_of,
     gather,
     givable,
     holders,
     placeholders,
     route,
     scatter,
+    staging_buffers_of,
     tie,
     wholly_on,
 )
@@ -55,11 +55,11 @@ takes each chunk by itself."""
 @dataclass(slots=True)
 class _Arriving:
     """A chunk on its way: where its segments are received, the scratch buffer that holds some of
-    them, and the desk to which it comes."""
+    them, and the staging buffer on the device to which it comes."""
 
     memory: list[memoryview]
     scratch: torch.Tensor | None
-    desk: Desk | None = None
+    staging: StagingBuffer | None = None
 
 
 class ObjectsSink(Sink):
@@ -71,8 +71,8 @@ class ObjectsSink(Sink):
     ``close`` if no buffer was handed out. ``only`` and ``strict`` are as in ``restore_into``.
     ``skip_equal`` leaves out chunks that the objects hold already (not with ``atomic``). ``keep``
     keeps every accepted chunk for ``pieces`` until ``close``. ``scratch`` is the number of chunks
-    that may be on their way and cannot be received in place. ``shadows`` keeps the memory of one
-    clone for the next.
+    that may be on their way and cannot be received in place. ``memory_cache`` keeps the memory of
+    one clone for the next.
 
     :raises InvalidInput: the state does not fit the objects.
     :raises Corrupt: the manifest's tree is not one of named objects.
@@ -89,7 +89,7 @@ class ObjectsSink(Sink):
         skip_equal: bool = False,
         keep: bool = False,
         scratch: int = 16,
-        shadows: Shadows | None = None,
+        memory_cache: StreamMemoryCache | None = None,
     ) -> None:
         self.manifest = checked.manifest
         self.lengths = checked.lengths
@@ -107,12 +107,14 @@ class ObjectsSink(Sink):
         self._wanted = holders(
             self._parts.specs, [self._wants(spec.path) for spec in self._parts.specs]
         )
-        self._shadows = shadows
-        self._shadow = (
-            Shadow(len(self.lengths)) if shadows is None else shadows.take(len(self.lengths))
+        self._memory_cache = memory_cache
+        self._stream_memory = (
+            StreamMemory(len(self.lengths))
+            if memory_cache is None
+            else memory_cache.take(len(self.lengths))
         )
         with distrusting():
-            self._tensors = placeholders(self._parts.specs, self._wanted, self._shadow)
+            self._tensors = placeholders(self._parts.specs, self._wanted, self._stream_memory)
         targets = self._check()
         self._homes = {} if atomic else self._find_homes(targets)
         self._routes = self._route(is_atomic=atomic)
@@ -129,12 +131,12 @@ class ObjectsSink(Sink):
         self._given: list[tuple[int, int]] = []
         if skip_equal and not atomic:
             self._skip_equal()
-        self._shadow.warm(list(self._fresh_extents()))
+        self._stream_memory.warm(list(self._fresh_extents()))
         if self._homes:
             wait_for_copies(objects)
             in_place.mark(((home.path, home.live) for home in self._homes.values()), self._token)
-        self._unloading = Unloading(home.flat for home in self._homes.values())
-        self._desks = desks_of(self._homes, self._unloading, scratch)
+        self._device_writer = DeviceWriter(home.flat for home in self._homes.values())
+        self._staging_buffers = staging_buffers_of(self._homes, self._device_writer, scratch)
         self._there = {
             index: device
             for index, each in self._routes.items()
@@ -158,7 +160,7 @@ class ObjectsSink(Sink):
             if scratch is None:
                 return None
         packed = (
-            self._shadow.memory(index * CHUNK_BYTES, CHUNK_BYTES)
+            self._stream_memory.memory(index * CHUNK_BYTES, CHUNK_BYTES)
             if scratch is None
             else memoryview(scratch.numpy().data)
         )
@@ -181,16 +183,20 @@ class ObjectsSink(Sink):
         ``buffers`` is better."""
         self._check_open(is_thorough=False)
         device = self._there.get(index)
-        desk = (
-            None if device is None or self._keeps else self._desks[device].take(self.lengths[index])
+        staging = (
+            None
+            if device is None or self._keeps
+            else self._staging_buffers[device].take(self.lengths[index])
         )
-        if device is None or desk is None:
+        if device is None or staging is None:
             return None
         with self._lock:
             self._is_touched = True
             del self._missing[index]
-            self._arriving[index] = _Arriving([], None, desk)
-        return OnDevice(desk.memory[: self.lengths[index]], self._desks[device].ready())
+            self._arriving[index] = _Arriving([], None, staging)
+        return OnDevice(
+            staging.memory[: self.lengths[index]], self._staging_buffers[device].ready()
+        )
 
     def accept(self, index: int) -> bool:
         """Check a chunk that was received, and move packed bytes to their places."""
@@ -205,8 +211,8 @@ class ObjectsSink(Sink):
                 marks = scatter(
                     self._routes[index],
                     arriving.memory,
-                    self._shadow,
-                    self._unloading,
+                    self._stream_memory,
+                    self._device_writer,
                     is_in_shadow=self._keeps,
                 )
         self._settle(index, is_accepted=is_right, marks=marks)
@@ -226,7 +232,7 @@ class ObjectsSink(Sink):
                 found.append(segment.memory)
             elif self._keeps:
                 start = index * CHUNK_BYTES + segment.offset
-                found.append(self._shadow.memory(start, segment.length))
+                found.append(self._stream_memory.memory(start, segment.length))
             else:
                 return None
         return found
@@ -258,12 +264,12 @@ class ObjectsSink(Sink):
                 f"{left} of {len(self._routes)} chunks are still missing: resume the clone before"
                 " it is committed"
             )
-        self._unloading.join()
+        self._device_writer.join()
         tensors = [
             self._homes[index].live if index in self._homes else tensor
             for index, tensor in enumerate(self._tensors)
         ]
-        gather(self._parts.specs, tensors, self._wanted, self._shadow)
+        gather(self._parts.specs, tensors, self._wanted, self._stream_memory)
         tie(self._parts.specs, tensors, self._wanted)
         tree = unflatten(self._parts.skeleton, self._parts.values, tensors)
         extents = givable(self._parts.specs, tensors, self._wanted, self._homes)
@@ -294,17 +300,17 @@ class ObjectsSink(Sink):
             if self._is_closed:
                 return
             self._is_closed = True
-        self._unloading.join()
+        self._device_writer.join()
         if not self._is_touched and in_place.are_marked(
             (home.live for home in self._homes.values()), self._token
         ):
             in_place.clean(home.live for home in self._homes.values())
-        self._shadow.close(keep=self._given if self._given else None)
+        self._stream_memory.close(keep=self._given if self._given else None)
         self._tensors.clear()
         self._routes.clear()
         self._arriving.clear()
-        if self._shadows is not None and not self._given:
-            self._shadows.give(self._shadow)
+        if self._memory_cache is not None and not self._given:
+            self._memory_cache.give(self._stream_memory)
 
     # --- where everything goes --------------------------------------------------------------------
 
@@ -341,7 +347,7 @@ class ObjectsSink(Sink):
             ]
         stretches.sort(key=lambda stretch: stretch.start)
         if not is_atomic:
-            return route(self.lengths, stretches, self._shadow)
+            return route(self.lengths, stretches, self._stream_memory)
         # Whole chunks: a chunk is received in one piece, including what is not wanted of it.
         touched = {
             index: None
@@ -350,16 +356,15 @@ class ObjectsSink(Sink):
                 each.start // CHUNK_BYTES, -(-(each.start + each.length) // CHUNK_BYTES)
             )
         }
-        whole = {}
+        whole: dict[int, tuple[Segment, ...]] = {}
         for index in touched:
             start, length = index * CHUNK_BYTES, self.lengths[index]
-            memory = self._shadow.memory(start, length)
+            memory = self._stream_memory.memory(start, length)
             whole[index] = (Segment(0, length, memory, (Piece(0, length, None, start),)),)
         return whole
 
     def _fresh_extents(self) -> Iterator[tuple[int, int]]:
-        """The extents of the shadow that will be written, in the order in which they are asked
-        for."""
+        """The extents of the stream memory that will be written, in the order of the requests."""
         for index in self._missing:
             for segment in self._routes[index]:
                 if self._keeps and segment.memory is None:
@@ -385,21 +390,23 @@ class ObjectsSink(Sink):
         """``accept`` on the one device to which all of a chunk belongs; None if the host has to
         do it."""
         device = self._there.get(index)
-        if device is None or (arriving.scratch is None and arriving.desk is None):
+        if device is None or (arriving.scratch is None and arriving.staging is None):
             return None
-        desks, length = self._desks[device], self.lengths[index]
-        if arriving.desk is None and arriving.scratch is not None:
+        staging_buffers, length = self._staging_buffers[device], self.lengths[index]
+        if arriving.staging is None and arriving.scratch is not None:
             if len(os.sched_getaffinity(0)) >= _CORES:
                 return None
-            arriving.desk = desks.take(length)  # given back with the chunk, right or not
-            if arriving.desk is None:
+            arriving.staging = staging_buffers.take(
+                length
+            )  # given back with the chunk, right or not
+            if arriving.staging is None:
                 return None
-            desks.bring(arriving.desk, arriving.scratch[:length])
-        assert arriving.desk is not None, "it came there, or was brought"
-        is_right = desks.is_right(arriving.desk, length, digest)
+            staging_buffers.bring(arriving.staging, arriving.scratch[:length])
+        assert arriving.staging is not None, "it came there, or was brought"
+        is_right = staging_buffers.is_right(arriving.staging, length, digest)
         if is_right:
-            desks.put(
-                arriving.desk,
+            staging_buffers.put(
+                arriving.staging,
                 [piece for segment in self._routes[index] for piece in segment.pieces],
             )
         return is_right
@@ -413,8 +420,8 @@ class ObjectsSink(Sink):
                 self._missing[index] = None
         if arriving.scratch is not None:
             self._scratch.give(arriving.scratch, marks)
-        if arriving.desk is not None:
-            self._desks[self._there[index]].give(arriving.desk)
+        if arriving.staging is not None:
+            self._staging_buffers[self._there[index]].give(arriving.staging)
 
     def _skip_equal(self) -> None:
         """Mark chunks whose bytes the objects already hold as accepted."""
@@ -435,4 +442,6 @@ class ObjectsSink(Sink):
                 del self._missing[index]
                 self._accepted.add(index)
                 for piece, view in zip(pieces, views, strict=True) if self._keeps else ():
-                    self._shadow.memory(index * CHUNK_BYTES + piece.offset, piece.length)[:] = view
+                    self._stream_memory.memory(index * CHUNK_BYTES + piece.offset, piece.length)[
+                        :
+                    ] = view

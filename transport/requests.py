@@ -49,8 +49,8 @@ from .protocol import (
     StatePage,
     decode_offer,
 )
-from .same_host import Neighbours
-from .sending import HANDLES, DigestCache, Sending, Sent
+from .same_host import LocalPeers
+from .sending import HANDLES, ChunkSender, DigestCache, SendStats
 
 if TYPE_CHECKING:
     from .chain import Chains
@@ -72,9 +72,9 @@ class Service:
     store: Store
     threads: Executor
     relays: Chains | None = None
-    sent: Sent = field(default_factory=Sent)
+    sent: SendStats = field(default_factory=SendStats)
     digests: DigestCache = field(default_factory=DigestCache)
-    neighbours: Neighbours = field(default_factory=Neighbours)
+    local_peers: LocalPeers = field(default_factory=LocalPeers)
     pushing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_PUSHES_AT_ONCE))
     offers: Budget = field(default_factory=lambda: Budget(Limits().offer_bytes))
 
@@ -213,7 +213,7 @@ class IncomingRequests:
     def __init__(
         self,
         service: Service | None,
-        sending: Sending,
+        sending: ChunkSender,
         *,
         lifecycle: Lifecycle,
         post: Callable[[Message], Awaitable[None]],

@@ -33,7 +33,7 @@ import numpy as np
 
 from .connections import keep_from_children, receive_exactly, stop_listening, who
 from .contract import Terms
-from .data_plane import surely
+from .data_plane import finish
 
 SWITCH: Final = "DATASTATES_NEAR"
 """If this is 0 in the environment, no process of this host is read directly; chunks then travel
@@ -67,7 +67,7 @@ if _readv is not None:
     _readv.restype = ctypes.c_ssize_t
 
 
-class Near:
+class ProcessMemory:
     """A process whose memory can be read, for as long as it keeps ``connection`` open.
 
     Safe from any thread."""
@@ -115,7 +115,7 @@ def is_wanted() -> bool:
     return _readv is not None and os.environ.get(SWITCH) != "0"
 
 
-class NearChunks:
+class LocalChunks:
     """Chunks of one state in the memory of a near process; ``addresses`` are those of all chunks.
     Belongs to the loop thread; ``close`` it there.
 
@@ -123,7 +123,7 @@ class NearChunks:
     """
 
     def __init__(
-        self, near: Near, addresses: Sequence[int], took: Callable[[int, int], None]
+        self, near: ProcessMemory, addresses: Sequence[int], took: Callable[[int, int], None]
     ) -> None:
         self._near, self._addresses, self._took = near, addresses, took
         self._threads = ThreadPoolExecutor(_NEAR_AT_ONCE, "datastates-near")
@@ -138,7 +138,7 @@ class NearChunks:
         try:
             is_read = await asyncio.shield(reading)
         except asyncio.CancelledError:
-            await surely(reading)  # a millisecond; then nobody writes any more
+            await finish(reading)  # a millisecond; then nobody writes any more
             raise
         if is_read:
             self._chunks += 1
@@ -169,7 +169,7 @@ _NEIGHBOURS_AT_ONCE = 64
 _place = struct.Struct(f">Q{_NONCE_BYTES}s")
 
 
-class Neighbours:
+class LocalPeers:
     """Where processes of this host connect, for all sessions of one server. Belongs to the loop
     thread; ``name`` is empty where none can."""
 
@@ -268,7 +268,7 @@ class Neighbours:
         return name
 
 
-async def meet(name: str, terms: Terms) -> Near | None:
+async def meet(name: str, terms: Terms) -> ProcessMemory | None:
     """The process behind such a socket, if it is of this host and user, knows the session, and
     can be read."""
     if not is_wanted() or not _NAME.fullmatch(name):
@@ -290,7 +290,7 @@ async def meet(name: str, terms: Terms) -> Near | None:
     return near
 
 
-async def _met(connection: socket.socket, name: str, terms: Terms) -> Near | None:
+async def _met(connection: socket.socket, name: str, terms: Terms) -> ProcessMemory | None:
     loop = asyncio.get_running_loop()
     await loop.sock_connect(connection, "\0" + name)
     pid, user, _ = who(connection)
@@ -303,7 +303,7 @@ async def _met(connection: socket.socket, name: str, terms: Terms) -> Near | Non
     said = await receive_exactly(connection, _CODE_BYTES + _place.size)
     if not hmac.compare_digest(said[:_CODE_BYTES], _code(terms, b"server", hello + nonce)):
         return None
-    near, seen = Near(pid, connection), bytearray(_NONCE_BYTES)
+    near, seen = ProcessMemory(pid, connection), bytearray(_NONCE_BYTES)
     address, beacon = _place.unpack(said[_CODE_BYTES:])
     return near if near.read(address, [memoryview(seen)]) and bytes(seen) == beacon else None
 

@@ -27,13 +27,13 @@ from datastates.system.failures import again, describe, revive
 from datastates.system.logs import RateLimitFilter
 
 from .contract import Link, OnDevice, Source
-from .data_plane import Plane, surely
+from .data_plane import Plane, finish
 from .protocol import PIECES, Digests, Gone, Message, Took, Want
 
 DIGEST_BYTES: Final = 32
 
 DAMAGED: Final = bytes(DIGEST_BYTES)
-"""Sent for a chunk that does not match its manifest here."""
+"""SendStats for a chunk that does not match its manifest here."""
 
 _STATES = 64  # how many states' digests are kept: 32 bytes for each 4 MiB
 _AT_ONCE = 2  # threads that compute: the training needs the other processors
@@ -166,7 +166,7 @@ _logger.addFilter(RateLimitFilter())
 
 
 @dataclass(slots=True)
-class Sent:
+class SendStats:
     """The bytes that left this process through all sessions that share it. ``states`` counts
     bytes by uid, ``recalled`` counts states whose memory was wanted back while a peer held them
     open."""
@@ -178,7 +178,7 @@ class Sent:
 
 
 @dataclass(slots=True)
-class _Held:
+class _OpenSource:
     source: Source
     uid: str
     lengths: tuple[int, ...]
@@ -192,7 +192,7 @@ class _Held:
     error: DatastatesError | None = None
 
 
-class Sending:
+class ChunkSender:
     """Open sources by handle. A source is closed only when nothing reads its memory any more."""
 
     def __init__(
@@ -201,7 +201,7 @@ class Sending:
         post: Callable[[Message], Awaitable[None]],
         clock: Callable[[], float],
         peer: str,
-        sent: Sent,
+        sent: SendStats,
         digests: DigestCache,
     ) -> None:
         self._plane, self._post, self._clock, self._peer, self._sent = (
@@ -212,7 +212,7 @@ class Sending:
             sent,
         )
         self._digests = digests
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _OpenSource] = {}
         self._next = 0
         self._refusals: set[asyncio.Task[None]] = set()
         self.end: Callable[[DatastatesError], None] = lambda error: None
@@ -258,7 +258,7 @@ class Sending:
                 f"{self._peer} holds {HANDLES} states open: release one of them first"
             )
         handle, self._next = self._next, self._next + 1
-        self._held[handle] = _Held(
+        self._held[handle] = _OpenSource(
             source,
             uid,
             tuple(source.lengths),
@@ -399,7 +399,7 @@ class Sending:
         else:
             held.recall = asyncio.create_task(self._recall(held, error))
 
-    async def _recall(self, held: _Held, error: DatastatesError) -> None:
+    async def _recall(self, held: _OpenSource, error: DatastatesError) -> None:
         """Stop its sends; the peer may ask for the chunks again if the state can be read on from
         elsewhere."""
         cut_off = await _cut_off(held)
@@ -432,7 +432,7 @@ class Sending:
         )
         self._held.clear()
 
-    async def _send(self, held: _Held, want: Want) -> None:
+    async def _send(self, held: _OpenSource, want: Want) -> None:
         link: Link | None = None
         is_read = False
         try:
@@ -476,7 +476,7 @@ class Sending:
         with suppress(DatastatesError):  # the session is over: nobody waits any more
             await self._post(Gone(want.tag, describe(error), self._plane.generation, is_link))
 
-    async def _close(self, held: _Held) -> None:
+    async def _close(self, held: _OpenSource) -> None:
         if held.recall is not None:
             await asyncio.wait({held.recall})
         await _cut_off(held)
@@ -485,12 +485,12 @@ class Sending:
                 read.cancel()
             await asyncio.wait(held.reads)
         try:
-            await surely(asyncio.ensure_future(asyncio.to_thread(held.source.close)))
+            await finish(asyncio.ensure_future(asyncio.to_thread(held.source.close)))
         except Exception:  # a store of ours may fail in any way; the connection goes on
             _logger.exception("state %s could not be let go", held.uid)
 
 
-async def _cut_off(held: _Held) -> list[Want]:
+async def _cut_off(held: _OpenSource) -> list[Want]:
     """Stop all sends under way; returns what they were."""
     cut_off = list(held.sends.values())
     if held.sends:
@@ -500,7 +500,7 @@ async def _cut_off(held: _Held) -> list[Want]:
     return cut_off
 
 
-async def _settled(held: _Held) -> None:
+async def _settled(held: _OpenSource) -> None:
     """Wait until it is known where a state is now.
 
     :raises Unavailable: its memory was wanted back, and it is nowhere else.
@@ -511,7 +511,7 @@ async def _settled(held: _Held) -> None:
         raise again(held.error)
 
 
-async def _read(held: _Held, index: int) -> Sequence[memoryview]:
+async def _read(held: _OpenSource, index: int) -> Sequence[memoryview]:
     """The pieces of a chunk, from where the state now is."""
     await _settled(held)
     pieces = await held.source.chunk(index)
@@ -539,7 +539,7 @@ class _Broken(Exception):
         self.error = error
 
 
-class Receiving:
+class ChunkReceiver:
     """The chunks that were asked for on one session."""
 
     def __init__(

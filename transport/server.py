@@ -15,14 +15,14 @@ from datastates.system import admission
 from datastates.system.admission import Admission
 from datastates.system.logs import RateLimitFilter
 
-from .connections import Door
+from .connections import ConnectionLimiter
 from .contract import Channel, Listener, Store, Tls, Transport
 from .handshake import offer
 from .limits import Budget, Limits
 from .protocol import Identity
 from .registry import transport_for
 from .requests import Service
-from .sending import Sent
+from .sending import SendStats
 from .session import Session
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Server:
         self._timeout_s, self._relays = timeout_s, relays
         self.limits = Limits() if limits is None else limits
         most = _CONNECTIONS * self.limits.sessions
-        self.door = Door(
+        self.limiter = ConnectionLimiter(
             Admission(admission.Limits(connections=most, per_address=most // 2, proof_s=timeout_s))
         )
         self._listener: Listener | None = None
@@ -81,7 +81,7 @@ class Server:
         self._leaving: set[Session] = set()
         self._visits: set[asyncio.Task[object]] = set()
         self._is_closing = False
-        self.sent = Sent()
+        self.sent = SendStats()
         self.arrived = self.made_way = 0
         self.turned_away = Counter[str]()
 
@@ -115,14 +115,14 @@ class Server:
                 self.sent,
                 offers=Budget(self.limits.offer_bytes),
             )
-            await self._service.neighbours.open()
+            await self._service.local_peers.open()
             self._listener = await self._transport.listen(
-                self._url, self._visit, tls=self._tls, door=self.door
+                self._url, self._visit, tls=self._tls, limiter=self.limiter
             )
         except BaseException:
             threads.shutdown(wait=False)
             if self._service is not None:
-                await self._service.neighbours.close()
+                await self._service.local_peers.close()
             raise
 
     async def close(self, *, grace_s: float = 1.0) -> None:
@@ -138,7 +138,7 @@ class Server:
         if self._visits:
             await asyncio.wait(self._visits)
         if self._service is not None:
-            await self._service.neighbours.close()
+            await self._service.local_peers.close()
             self._service.digests.close()
             self._service.threads.shutdown(wait=False)
 

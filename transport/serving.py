@@ -442,30 +442,30 @@ class PeerServer:
 
     def stats(self) -> ServerStats:
         """Counts of what the server has done so far."""
-        server, door = self._server, self._server.door
+        server, limiter = self._server, self._server.limiter
         tried = Counter(
             {kind: count for kind, count in server.turned_away.items() if kind != Disconnected.kind}
         )
-        tried[PeerFault.kind] += door.foreign
+        tried[PeerFault.kind] += limiter.foreign
         refused_for = (
             Counter(
                 {
-                    "room": door.admission.refused,
-                    "gave way": door.admission.displaced,
-                    "late": door.late,
+                    "room": limiter.admission.refused,
+                    "gave way": limiter.admission.displaced,
+                    "late": limiter.late,
                 }
             )
             + tried
         )
-        refused_for["left"] = max(0, door.unproved - tried.total())
+        refused_for["left"] = max(0, limiter.unproved - tried.total())
         return ServerStats(
             bytes_sent=server.sent.bytes,
             chunks_sent=server.sent.chunks,
             peers=len(server.sessions),
             peers_ever=server.arrived,
-            refused=server.door.refused,
+            refused=server.limiter.refused,
             refused_for={kind: count for kind, count in refused_for.items() if count},
-            connections=door.admission.connections,
+            connections=limiter.admission.connections,
             made_way=server.made_way,
             pins_revoked=server.sent.recalled,
         )

@@ -38,7 +38,7 @@ from . import same_host, tcp
 from .contract import Channel, Feed, OnDevice, Source, Terms, Tls, Transport
 from .data_connection import NAME_BYTES
 from .data_plane import Plane
-from .handshake import Sealed, admit, agree, greet, offer
+from .handshake import SecureChannel, admit, agree, greet, offer
 from .limits import ANSWER_TIMEOUTS, SILENT_TIMEOUTS, Share, weigh
 from .protocol import (
     BODY_BYTES,
@@ -78,8 +78,8 @@ from .protocol import (
 )
 from .registry import transport_for
 from .requests import Clock, IncomingRequests, Lifecycle, OutgoingRequests, Service
-from .same_host import NearChunks, meet
-from .sending import DIGEST_BYTES, DigestCache, Receiving, Sending, Sent
+from .same_host import LocalChunks, meet
+from .sending import DIGEST_BYTES, ChunkReceiver, ChunkSender, DigestCache, SendStats
 
 if TYPE_CHECKING:
     from .ipc import IpcEnd
@@ -94,18 +94,18 @@ class _Handshake:
     is the data plane that they agreed on; ``local`` is the memory of the other process, if that can
     be read."""
 
-    sealed: Sealed
+    sealed: SecureChannel
     transport: Transport
     own: Ready
     its: Ready
     plane: str
     terms: Terms
-    local: same_host.Near | None
+    local: same_host.ProcessMemory | None
     service: Service | None
 
 
 async def _finish_handshake(
-    sealed: Sealed,
+    sealed: SecureChannel,
     transport: Transport,
     own: Ready,
     its: Ready,
@@ -124,7 +124,7 @@ async def _finish_handshake(
 
 
 def _terms(
-    sealed: Sealed, timeout_s: float, url: str | None = None, tls: Tls | None = None
+    sealed: SecureChannel, timeout_s: float, url: str | None = None, tls: Tls | None = None
 ) -> Terms:
     """What both ends know of the session; only the end that dialled knows the url."""
     name, key = sealed.derive(b"name")[:NAME_BYTES], sealed.derive(b"data")
@@ -178,17 +178,17 @@ class Session:
         )
         self._plane = Plane(end, own_address, address, self.peer, self._post)
         self._outgoing = OutgoingRequests(self._post, self._clock, self.peer)
-        self._receiving = Receiving(self._plane, self._post, self._clock)
+        self._receiving = ChunkReceiver(self._plane, self._post, self._clock)
         self._digests = DigestCache() if service is None else service.digests
-        sent = Sent() if service is None else service.sent
-        self._sending = Sending(
+        sent = SendStats() if service is None else service.sent
+        self._sending = ChunkSender(
             self._plane, self._post, self._clock, self.peer, sent, self._digests
         )
         self._sending.end = lambda error: self._lifecycle.fall(error, farewell=str(error))
         # over TLS, and by the driver, everything is the peer's own
         self._is_bound = self._ipc is not None or (self.data == "tcp" and sealed.is_secret)
         if service is not None:
-            service.neighbours.expect(terms)
+            service.local_peers.expect(terms)
         self._incoming = IncomingRequests(
             service,
             self._sending,
@@ -208,7 +208,7 @@ class Session:
         """Whether the other end has proved to be a process of this host and user."""
         if self._service is None:
             return self._local is not None
-        return self._service.neighbours.has(self._terms.name)
+        return self._service.local_peers.has(self._terms.name)
 
     # --- how a session begins and ends ------------------------------------------------------------
 
@@ -270,7 +270,7 @@ class Session:
             _milliseconds(timeout_s),
             identity,
             wish,
-            service.neighbours.name,
+            service.local_peers.name,
         )
 
         def ready() -> Ready:
@@ -552,7 +552,7 @@ class Session:
         try:
             await self._plane.close()  # from here on no buffer is read or written
             if self._service is not None:
-                self._service.neighbours.forget(self._terms.name)
+                self._service.local_peers.forget(self._terms.name)
             if farewell is not None:
                 with suppress(TimeoutError, DatastatesError):  # the peer will notice
                     async with asyncio.timeout(_FAREWELL_S), self._writing:
@@ -587,9 +587,9 @@ class SessionFeed(Feed):
         self._session, self._handle, self._lifecycle = session, handle, session._lifecycle
         self.name, self.manifest, self.lengths = session.peer, manifest, lengths
         self.reaches_devices = session._ipc is not None
-        self._near: NearChunks | None = None
+        self._near: LocalChunks | None = None
         if session._local is not None and len(addresses) == len(lengths):
-            self._near = NearChunks(session._local, addresses, self._took)
+            self._near = LocalChunks(session._local, addresses, self._took)
         self.is_bound = session._is_bound or self._near is not None
         self._is_closed = False
 

@@ -83,7 +83,7 @@ class OpenState:
 
 
 @dataclass(slots=True)
-class _Found:
+class _OpenedSource:
     """What one source says of a state that it opened."""
 
     url: str
@@ -212,7 +212,7 @@ class Sources:
         if chain:
             return await self._join_chain(url, state)
         opened = await asyncio.gather(*(self._open_at(url, state) for url, state in states.items()))
-        found = [each for each in opened if isinstance(each, _Found)]
+        found = [each for each in opened if isinstance(each, _OpenedSource)]
         errors = [each for each in opened if isinstance(each, DatastatesError)]
         if not found:
             raise errors[0]
@@ -230,7 +230,7 @@ class Sources:
             sessions=[each.session for each in found],
         )
 
-    async def _open_at(self, url: str, state: State) -> _Found | DatastatesError:
+    async def _open_at(self, url: str, state: State) -> _OpenedSource | DatastatesError:
         """What a source has of a state, or the reason why the source is left out."""
         session = None
         try:
@@ -243,7 +243,7 @@ class Sources:
             if isinstance(exc, DatastatesError):
                 return exc
             raise
-        return _Found(url, manifest, feed, session)
+        return _OpenedSource(url, manifest, feed, session)
 
     async def resolve(self, rev: str) -> Mapping[str, State]:
         """The state that a revision names, by the urls of the sources that agree on it."""

@@ -27,7 +27,7 @@ from datastates.storage.parallel_read import NOT_HERE
 from datastates.system.failures import describe, revive
 
 from .contract import Feed, Sink
-from .data_plane import surely
+from .data_plane import finish
 from .fetch import Fetched, FetchProgress, fetch_with_fallback
 from .handshake import may_dial
 from .limits import Budget
@@ -204,7 +204,7 @@ async def open_parts(state: State, urls: Sequence[str], connect: Connect) -> Ope
     try:
         return await _open(state, holders, connect)
     except BaseException:
-        await surely(asyncio.ensure_future(_end(holders)))
+        await finish(asyncio.ensure_future(_end(holders)))
         raise
 
 
@@ -217,7 +217,9 @@ async def fetch_parts(
     :raises DatastatesError: a part is no longer available; says whose.
     """
     missing = set(sink.missing())
-    views = [_View(sink, part.indices) for part in parts if not missing.isdisjoint(part.indices)]
+    views = [
+        _SinkRange(sink, part.indices) for part in parts if not missing.isdisjoint(part.indices)
+    ]
     wanted = [part for part in parts if not missing.isdisjoint(part.indices)]
     progress = FetchProgress(sum(sink.lengths[index] for index in missing), on_progress)
     window = _window(wanted)
@@ -232,7 +234,7 @@ async def fetch_parts(
     finally:
         for task in fetching:
             task.cancel()
-        await surely(asyncio.gather(*fetching, return_exceptions=True))
+        await finish(asyncio.gather(*fetching, return_exceptions=True))
     found = [task.result() for task in sorted(fetching, key=_has_ended_well)]
     seconds = asyncio.get_running_loop().time() - began
     lost = {name: error for each in found for name, error in each.lost.items()}
@@ -395,7 +397,7 @@ async def _open_each(
     finally:
         for task in opening:
             task.cancel()
-        await surely(asyncio.gather(*opening, return_exceptions=True))
+        await finish(asyncio.gather(*opening, return_exceptions=True))
 
 
 async def _open_one(
@@ -455,7 +457,7 @@ async def _open_spare(holder: Holder, manifest: Manifest) -> Feed:
     return feed
 
 
-class _View(Sink):
+class _SinkRange(Sink):
     """A stretch of a sink's chunks, as a sink."""
 
     def __init__(self, sink: Sink, indices: range) -> None:

@@ -15,7 +15,14 @@ from urllib.parse import urlsplit
 from datastates.errors import Disconnected, InvalidInput, PeerFault, Unavailable
 from datastates.system.logs import RateLimitFilter
 
-from .connections import Arrival, Door, Visitors, keep_from_children, let_go_by, set_up
+from .connections import (
+    Acceptor,
+    AdmittedConnection,
+    ConnectionLimiter,
+    keep_from_children,
+    let_go_by,
+    set_up,
+)
 from .contract import Channel, Listener, Tls
 
 JOIN = b"Datum\0\0\2"
@@ -41,9 +48,9 @@ class TcpChannel(Channel):
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        arrival: Arrival | None = None,
+        admitted: AdmittedConnection | None = None,
     ) -> None:
-        self._reader, self._writer, self._arrival = reader, writer, arrival
+        self._reader, self._writer, self._admitted = reader, writer, admitted
         self.peer = _printable(writer.get_extra_info("peername"))
         self.host: str = writer.get_extra_info("sockname")[0]
         self.remote = writer.get_extra_info("peername")[:2]
@@ -91,8 +98,8 @@ class TcpChannel(Channel):
         return frame
 
     def hold(self) -> None:
-        if self._arrival is not None:
-            self._arrival.hold()
+        if self._admitted is not None:
+            self._admitted.hold()
 
     async def close(self) -> None:
         """Send what was handed over, for a second at most, and close."""
@@ -109,8 +116,8 @@ class TcpChannel(Channel):
         except (TimeoutError, OSError):
             self._writer.transport.abort()
         let_go_by(self)
-        if self._arrival is not None:
-            self._arrival.release()
+        if self._admitted is not None:
+            self._admitted.release()
 
     def _lost(self, exc: BaseException) -> Disconnected:
         if self._is_closed:
@@ -119,7 +126,9 @@ class TcpChannel(Channel):
         return Disconnected(f"{self.peer} is gone: {reason}")
 
 
-_Arrive = Callable[[socket.socket, Arrival, bytes, Callable[[], None]], Coroutine[Any, Any, None]]
+_Arrive = Callable[
+    [socket.socket, AdmittedConnection, bytes, Callable[[], None]], Coroutine[Any, Any, None]
+]
 
 
 class TcpListener(Listener):
@@ -133,17 +142,17 @@ class TcpListener(Listener):
         url: str,
         word: Callable[[bytes], int],
         arrive: _Arrive,
-        door: Door,
+        limiter: ConnectionLimiter,
     ) -> None:
         self._socket, self.url, self._arrive = listening, url, arrive
-        self._silent: dict[asyncio.Task[None], tuple[socket.socket, Arrival]] = {}
+        self._silent: dict[asyncio.Task[None], tuple[socket.socket, AdmittedConnection]] = {}
         self._visits: set[asyncio.Task[None]] = set()
         keep_from_children(self, listening)
-        self._visitors = Visitors(listening, door, word=word, arrived=self._begin, name=url)
+        self._acceptor = Acceptor(listening, limiter, word=word, arrived=self._begin, name=url)
 
     async def close(self) -> None:
         """Accept no more peers; connections that have not said a word are closed."""
-        self._visitors.close()
+        self._acceptor.close()
         silent = dict(self._silent)
         for task in silent:
             task.cancel()
@@ -151,18 +160,18 @@ class TcpListener(Listener):
             await asyncio.wait(silent)
         for (
             connection,
-            arrival,
+            admitted,
         ) in silent.values():  # a task that was cancelled before it began has closed nothing
-            _let_go(connection, arrival)
+            _let_go(connection, admitted)
         self._socket.close()
         let_go_by(self)
 
-    def _begin(self, connection: socket.socket, arrival: Arrival, first: bytes) -> None:
+    def _begin(self, connection: socket.socket, admitted: AdmittedConnection, first: bytes) -> None:
         visit: asyncio.Task[None] = asyncio.create_task(
-            self._arrive(connection, arrival, first, lambda: self._spoke(visit))
+            self._arrive(connection, admitted, first, lambda: self._spoke(visit))
         )
         self._visits.add(visit)
-        self._silent[visit] = connection, arrival
+        self._silent[visit] = connection, admitted
         visit.add_done_callback(self._visits.discard)
         visit.add_done_callback(self._spoke)
 
@@ -171,9 +180,9 @@ class TcpListener(Listener):
 
 
 Accept = Callable[[Channel], Awaitable[None]]
-Join = Callable[[socket.socket, ssl.SSLContext | None, Arrival], Awaitable[None]]
-"""Holds the arrival once the connection has proved itself, and releases it on the loop thread
-when the connection is closed."""
+Join = Callable[[socket.socket, ssl.SSLContext | None, AdmittedConnection], Awaitable[None]]
+"""Called with a data connection. It calls ``hold`` once the connection has proved itself, and
+``release`` on the loop thread when the connection is closed."""
 
 
 async def listen(
@@ -182,7 +191,7 @@ async def listen(
     *,
     tls: Tls | None = None,
     join: Join | None = None,
-    door: Door | None = None,
+    limiter: ConnectionLimiter | None = None,
 ) -> TcpListener:
     """Listen on ``scheme://host:port``; ``accept`` runs for each peer once it has said a word.
     ``join`` gets data connections as they arrive, before any byte of them is read.
@@ -194,21 +203,24 @@ async def listen(
     context = _server_context(tls)
 
     async def arrive(
-        connection: socket.socket, arrival: Arrival, first: bytes, spoke: Callable[[], None]
+        connection: socket.socket,
+        admitted: AdmittedConnection,
+        first: bytes,
+        spoke: Callable[[], None],
     ) -> None:
         try:
             if first == JOIN and join is not None:
                 spoke()
-                await join(connection, context, arrival)
+                await join(connection, context, admitted)
                 return
-            channel = await _channel(connection, context, arrival)
+            channel = await _channel(connection, context, admitted)
             spoke()
         except (OSError, TimeoutError) as exc:
             _logger.debug("a connection to %s was given up: %s", url, exc)
-            _let_go(connection, arrival)
+            _let_go(connection, admitted)
             return
         except BaseException as exc:
-            _let_go(connection, arrival)
+            _let_go(connection, admitted)
             if isinstance(exc, Exception):
                 _logger.exception("a connection to %s was given up", url)
                 return
@@ -227,7 +239,9 @@ async def listen(
         f"{scheme}://{_bracketed(bound_host)}:{bound_port}",
         partial(_word, is_tls=context is not None, has_data=join is not None),
     )
-    return TcpListener(listening, bound, word, arrive, Door() if door is None else door)
+    return TcpListener(
+        listening, bound, word, arrive, ConnectionLimiter() if limiter is None else limiter
+    )
 
 
 def _listening(host: str, port: int) -> socket.socket:
@@ -247,9 +261,9 @@ def _listening(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _let_go(connection: socket.socket, arrival: Arrival) -> None:
+def _let_go(connection: socket.socket, admitted: AdmittedConnection) -> None:
     connection.close()
-    arrival.release()
+    admitted.release()
 
 
 def _word(said: bytes, *, is_tls: bool, has_data: bool) -> int:
@@ -267,7 +281,7 @@ def _word(said: bytes, *, is_tls: bool, has_data: bool) -> int:
 
 
 async def _channel(
-    connection: socket.socket, context: ssl.SSLContext | None, arrival: Arrival
+    connection: socket.socket, context: ssl.SSLContext | None, admitted: AdmittedConnection
 ) -> TcpChannel:
     """An accepted connection as a channel, after TLS's handshake if there is any."""
     loop = asyncio.get_running_loop()
@@ -282,7 +296,7 @@ async def _channel(
     if transport.get_extra_info("peername") is None:
         transport.abort()
         raise ConnectionResetError("it left at once")
-    return TcpChannel(reader, asyncio.StreamWriter(transport, protocol, reader, loop), arrival)
+    return TcpChannel(reader, asyncio.StreamWriter(transport, protocol, reader, loop), admitted)
 
 
 async def dial(url: str, *, timeout_s: float, tls: Tls | None = None) -> TcpChannel:

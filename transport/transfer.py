@@ -27,10 +27,10 @@ from datastates.system.threads import Latch
 
 from . import loop, receive_states
 from .contract import Sink
-from .data_plane import surely
+from .data_plane import finish
 from .fetch import Fetched
 from .limits import LISTED_BYTES, Budget, Share
-from .receive_buffers import Shadows
+from .receive_buffers import StreamMemoryCache
 from .receive_objects import ObjectsSink
 from .session import Session
 from .sources import PAGE, OpenState, Sources, enter
@@ -301,7 +301,7 @@ class Transfer:
         return fetched
 
 
-# Receiving a state: what is asked for, where it lands, and how a failed clone continues.
+# ChunkReceiver a state: what is asked for, where it lands, and how a failed clone continues.
 
 
 _SPARE = 1.25
@@ -323,7 +323,7 @@ class Pull(Move):
             return await opened.fetch(self._into, timeout_s=self._timeout_s, on_progress=progress)
         finally:  # a cancellation at this point must not leave a connection behind
             if opened.forwarder is None:  # else it forwards the state
-                await surely(asyncio.create_task(opened.close()))
+                await finish(asyncio.create_task(opened.close()))
 
     def fail(self, error: BaseException) -> BaseException:
         with suppress(Closed):  # the process is ending
@@ -355,7 +355,7 @@ class IntoObjects(Pull):
         strict: bool,
         atomic: bool | None,
         skip_equal: bool,
-        shadows: Shadows,
+        memory_cache: StreamMemoryCache,
         timeout_s: float,
         is_resumable: bool,
     ) -> None:
@@ -372,7 +372,7 @@ class IntoObjects(Pull):
             atomic=atomic,
             skip_equal=skip_equal,
             keep=opened.forwarder is not None,
-            shadows=shadows,
+            memory_cache=memory_cache,
             scratch=opened.scratch,
         )
         super().__init__(opened, self._sink, timeout_s=timeout_s, is_resumable=is_resumable)

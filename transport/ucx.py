@@ -35,7 +35,7 @@ from blake3 import blake3
 from datastates.errors import DatastatesError, Disconnected, InvalidInput, PeerFault, Unavailable
 from datastates.system.failures import again
 
-from .connections import Door, device_of, rdma_devices
+from .connections import ConnectionLimiter, device_of, rdma_devices
 from .contract import Channel, Link, Listener, Tls
 from .data_connection import TcpTransport
 from .data_plane import StagedLink, fail
@@ -121,7 +121,7 @@ class Helper:
         self._ending: asyncio.Task[None] | None = None
         self._error: DatastatesError | None = None
         self._channel: asyncio.WriteTransport | None = None
-        self._words = _Words()
+        self._log = _HelperLog()
         self.closing: set[asyncio.Task[None]] = set()
         self.moved = 0
         self.address = b""
@@ -307,7 +307,7 @@ class Helper:
     # --- life and death ---------------------------------------------------------------------------
 
     async def _connect(self) -> None:
-        await self._loop.connect_read_pipe(lambda: self._words, self._said)
+        await self._loop.connect_read_pipe(lambda: self._log, self._said)
         self._channel, _ = await self._loop.create_connection(
             lambda: _Protocol(self), sock=self._control
         )
@@ -340,9 +340,9 @@ class Helper:
     def _end(self, error: DatastatesError | None) -> None:
         if self._error is None:
             self._error = error or Disconnected("the process that runs UCX ended")
-            self._ending = self._loop.create_task(self._bury(is_told=error is not None))
+            self._ending = self._loop.create_task(self._clean_up(is_told=error is not None))
 
-    async def _bury(self, *, is_told: bool) -> None:
+    async def _clean_up(self, *, is_told: bool) -> None:
         if is_told:
             self._process.kill()
         try:
@@ -351,11 +351,11 @@ class Helper:
             if not is_told:
                 self._error = Disconnected(
                     f"the process that runs UCX (pid {self.pid})"
-                    f" {_cause(self._process.returncode)}{self._words.last}"
+                    f" {_cause(self._process.returncode)}{self._log.last}"
                 )
             if self._channel is not None:
                 self._channel.close()
-            self._words.close()
+            self._log.close()
             _alive.discard(self)
             self._fail()
             self._ended.set_result(None)
@@ -406,7 +406,7 @@ class _Protocol(asyncio.Protocol):
         self._helper.lost()
 
 
-class _Words(asyncio.Protocol):
+class _HelperLog(asyncio.Protocol):
     """The log of UCX, which is copied to standard error, and its last words, which say why it
     ended."""
 
@@ -540,7 +540,7 @@ class UcxLink(StagedLink):
         super().__init__()
         self._helper, self._number = helper, number
         self._threads, self._on_abort = threads, on_abort
-        self._lendings |= {helper.out, helper.into}
+        self._allocators |= {helper.out, helper.into}
 
     async def send(self, tag: int, data: memoryview) -> None:
         await asyncio.shield(self._begin(self._send(tag, data.cast("B"))))
@@ -659,10 +659,10 @@ class UcxTransport(TcpTransport):
         accept: Callable[[Channel], Awaitable[None]],
         *,
         tls: Tls | None = None,
-        door: Door | None = None,
+        limiter: ConnectionLimiter | None = None,
     ) -> Listener:
         """Listen on one address; bytes over UCX may then also travel by its device."""
-        listener = await super().listen(url, accept, tls=tls, door=door)
+        listener = await super().listen(url, accept, tls=tls, limiter=limiter)
         await self.bind(urlsplit(listener.url).hostname)
         return listener
 
@@ -728,7 +728,7 @@ class UcxTransport(TcpTransport):
             return self._helper
         async with self._making:
             if self._helper is None or self._helper.is_over:
-                await self._look_back()
+                await self._check_last_helper()
                 self._helper = await Helper.start(self._environment())
                 if self._helper.open:
                     _logger.info(
@@ -737,7 +737,7 @@ class UcxTransport(TcpTransport):
                     )
             return self._helper
 
-    async def _look_back(self) -> None:
+    async def _check_last_helper(self) -> None:
         """Check why the last helper ended. After several that moved nothing, no helper is started
         for a while.
 

@@ -184,7 +184,7 @@ class Stretch:
         return self.start + max(-(-self.length // _ALIGNED), 1) * _ALIGNED
 
 
-class Lending:
+class Allocator:
     """Lends out stretches of ``size`` bytes; belongs to the loop thread.
 
     The lowest free stretch is lent first, since memory that is used again and again stays in the
@@ -287,7 +287,7 @@ class Lending:
                 self._holes[left : left + 2] = [(self._holes[left][0], self._holes[left + 1][1])]
 
 
-class Region(Lending):
+class Region(Allocator):
     """Shared memory whose stretches are lent out. Pages are allocated when they are first used."""
 
     def __init__(self, name: str, size: int, *, is_written_here: bool) -> None:

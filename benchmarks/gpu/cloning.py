@@ -14,7 +14,7 @@ import torch
 
 import datastates
 from datastates.transport import receive_objects
-from datastates.transport.receive_buffers import Desks
+from datastates.transport.receive_buffers import StagingBuffers
 
 from .case import Case, Found, Skip
 from .place import Place
@@ -65,7 +65,7 @@ def _cloned(place: Place, data: str) -> Found:
         samples: dict[str, list[float]] = {"cloned_ms": [], "GB_per_s": []}
         with (
             datastates.connect(url, token=TOKEN, data=data) as peer,
-            _counted(Desks, "_digest") as digested,
+            _counted(StagingBuffers, "_digest") as digested,
         ):
             for index in range(2 if place.is_quick else 6):
                 for tensor in model.tensors:

@@ -140,7 +140,7 @@ def test_programs_that_connect_for_each_request_are_not_kept_waiting(
     repo: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(visitors.Visitors, "_pause", lambda self, pause_s: pauses.append(pause_s))
+    monkeypatch.setattr(visitors.Acceptor, "_pause", lambda self, pause_s: pauses.append(pause_s))
     with serve_in_thread(repo, tokens=TOKENS) as server:
         for _ in range(200):
             with connected(

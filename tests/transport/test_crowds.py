@@ -83,8 +83,10 @@ def test_connections_that_prove_nothing_are_bounded_and_keep_nobody_out(
         async with served(tls) as (server, transport):
             before = len(os.listdir("/proc/self/fd"))
             strangers = await crowd(server, 150, words)
-            await until(lambda: server.door.admission.connections + server.refused >= 150)
-            assert server.door.admission.connections <= MOST
+            await until(
+                lambda: server.limiter.admission.connections + server.limiter.refused >= 150
+            )
+            assert server.limiter.admission.connections <= MOST
             # whoever gives way is closed in a moment
             assert len(os.listdir("/proc/self/fd")) <= before + 150 + MOST + 10
             peer = await Session.connect(
@@ -97,7 +99,9 @@ def test_connections_that_prove_nothing_are_bounded_and_keep_nobody_out(
             for each in strangers:
                 each.close()
             # the last wait in the kernel
-            await until(lambda: server.refused == 300 and not server.door.admission.connections)
+            await until(
+                lambda: server.limiter.refused == 300 and not server.limiter.admission.connections
+            )
             assert server.arrived == 1
 
     asyncio.run(asyncio.wait_for(work(), PATIENCE_S))
@@ -109,7 +113,9 @@ def test_connections_that_prove_nothing_in_time_end(certificates: Tls, words: by
     async def work() -> None:
         async with served(certificates, timeout_s=0.3) as (server, _):
             strangers = await crowd(server, 10, words)
-            await until(lambda: server.refused == 10 and not server.door.admission.connections)
+            await until(
+                lambda: server.limiter.refused == 10 and not server.limiter.admission.connections
+            )
             for each in strangers:
                 each.close()
 
@@ -125,7 +131,9 @@ def test_connections_that_are_reset_at_once_leave_nothing_and_nothing_in_the_log
                 for each in await crowd(server, 1, words):
                     each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     each.close()
-            await until(lambda: server.refused == 90 and not server.door.admission.connections)
+            await until(
+                lambda: server.limiter.refused == 90 and not server.limiter.admission.connections
+            )
 
     asyncio.run(asyncio.wait_for(work(), PATIENCE_S))
     gc.collect()  # of tasks that failed asyncio tells when they are collected
@@ -137,8 +145,8 @@ def test_a_server_that_closes_leaves_no_connection() -> None:
         before = set(os.listdir("/proc/self/fd"))
         async with served() as (server, _):
             strangers = await crowd(server, 20, b"") + await crowd(server, 10, b"\0\0")
-            await until(lambda: server.door.admission.connections == 30)
-        assert server.door.admission.connections == 0
+            await until(lambda: server.limiter.admission.connections == 30)
+        assert server.limiter.admission.connections == 0
         for each in strangers:
             each.close()
         await until(lambda: set(os.listdir("/proc/self/fd")) <= before)

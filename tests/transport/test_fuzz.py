@@ -23,10 +23,10 @@ from msgspec import msgpack
 
 from datastates.errors import Disconnected, PeerFault
 from datastates.transport import connections, tcp
-from datastates.transport.connections import Door
+from datastates.transport.connections import ConnectionLimiter
 from datastates.transport.contract import Channel, Listener, Tls
 from datastates.transport.data_connection import HEADER_BYTES, TcpTransport
-from datastates.transport.handshake import Sealed, greet
+from datastates.transport.handshake import SecureChannel, greet
 from datastates.transport.in_process import MemoryTransport
 from datastates.transport.protocol import (
     FIRST_FRAME_BYTES,
@@ -86,9 +86,9 @@ class TcpMemory(MemoryTransport):
         accept: Callable[[Channel], Awaitable[None]],
         *,
         tls: Tls | None = None,
-        door: Door | None = None,
+        limiter: ConnectionLimiter | None = None,
     ) -> Listener:
-        return await tcp.listen(url, accept, tls=tls, door=door, join=TcpTransport()._join)
+        return await tcp.listen(url, accept, tls=tls, limiter=limiter, join=TcpTransport()._join)
 
     async def dial(self, url: str, *, timeout_s: float, tls: Tls | None = None) -> Channel:
         return await tcp.dial(url, timeout_s=timeout_s, tls=tls)
@@ -329,7 +329,7 @@ class Fuzzer:
                 await self._ask_behind(sealed, encode(Ask(0, Open(UID))), 1)
         await channel.close()
 
-    async def _authenticated(self) -> tuple[tcp.TcpChannel, Sealed]:
+    async def _authenticated(self) -> tuple[tcp.TcpChannel, SecureChannel]:
         channel = await self.dial()
         sealed, _ = await greet(
             channel,
@@ -339,7 +339,7 @@ class Fuzzer:
         )
         return channel, sealed
 
-    async def _ask_behind(self, sealed: Sealed, body: bytes, number: int) -> str:
+    async def _ask_behind(self, sealed: SecureChannel, body: bytes, number: int) -> str:
         """``closed``, or ``answered``, by an error or as asked; what is no message at all must
         close the connection."""
         began = time.process_time()

@@ -11,7 +11,7 @@ import pytest
 
 from datastates.errors import Disconnected, InvalidInput, PeerFault, Unauthorized, Unavailable
 from datastates.transport import protocol
-from datastates.transport.handshake import Sealed, admit, greet, read_token
+from datastates.transport.handshake import SecureChannel, admit, greet, read_token
 from datastates.transport.protocol import (
     Challenge,
     Hello,
@@ -30,7 +30,7 @@ from tests.transport.worlds import PATIENCE_S
 TOKEN = b"0123456789abcdef"
 CLIENT = Ready((), b"client's address", 10_000)
 SERVER = Ready(("x",), b"server's address", 5_000, Identity("f00d", "node", "0"))
-Side = tuple[Sealed, Ready] | BaseException
+Side = tuple[SecureChannel, Ready] | BaseException
 
 
 async def shake(
@@ -42,7 +42,7 @@ async def shake(
     timeout_s: float = PATIENCE_S,
 ) -> tuple[Side, Side]:
     """What both sides got."""
-    sides: tuple[Awaitable[tuple[Sealed, Ready]], ...] = (
+    sides: tuple[Awaitable[tuple[SecureChannel, Ready]], ...] = (
         greet(left, CLIENT, token=client, timeout_s=timeout_s),
         admit(right, lambda: SERVER, token=server, timeout_s=timeout_s),
     )
@@ -50,7 +50,7 @@ async def shake(
     return near, far
 
 
-async def shaken(left: QueueChannel, right: QueueChannel) -> tuple[Sealed, Sealed]:
+async def shaken(left: QueueChannel, right: QueueChannel) -> tuple[SecureChannel, SecureChannel]:
     near, far = await shake(left, right)
     assert not isinstance(near, BaseException)
     assert not isinstance(far, BaseException)
@@ -238,7 +238,7 @@ def test_a_flipped_bit_anywhere_in_the_handshake_is_noticed() -> None:
     asyncio.run(test())
 
 
-async def _drain(sealed: Sealed) -> None:
+async def _drain(sealed: SecureChannel) -> None:
     while True:
         await sealed.receive()
 

@@ -22,7 +22,7 @@ from datastates.transport import loop, same_host
 from datastates.transport.contract import Terms
 from datastates.transport.fetch import Fetched, fetch
 from datastates.transport.protocol import Open, Opened
-from datastates.transport.same_host import Neighbours, meet
+from datastates.transport.same_host import LocalPeers, meet
 from datastates.transport.server import Server
 from datastates.transport.session import Session
 from tests.support import warm
@@ -171,7 +171,7 @@ def test_a_process_that_is_gone_is_not_read_even_if_its_pid_is_anothers(
 ) -> None:
     line_of(other)
     here, there = socket.socketpair()
-    target, into = same_host.Near(os.getpid(), here), memoryview(bytearray(10))
+    target, into = same_host.ProcessMemory(os.getpid(), here), memoryview(bytearray(10))
     data = np.arange(10, dtype=np.uint8)
     assert target.read(same_host.address_of(data.data), [into])
     there.close()
@@ -183,7 +183,7 @@ def test_a_process_that_is_gone_is_not_read_even_if_its_pid_is_anothers(
 def test_memory_of_several_pieces_is_filled_in_order(other: subprocess.Popen[str]) -> None:
     line_of(other)
     here, there = socket.socketpair()
-    target = same_host.Near(os.getpid(), here)  # the call itself does not mind
+    target = same_host.ProcessMemory(os.getpid(), here)  # the call itself does not mind
     data = np.arange(1000, dtype=np.uint8)
     pieces = [memoryview(bytearray(size)) for size in (1, 0, 600, 399)]
     assert target.read(same_host.address_of(data.data), [piece for piece in pieces if piece.nbytes])
@@ -198,10 +198,10 @@ def test_memory_of_several_pieces_is_filled_in_order(other: subprocess.Popen[str
 TERMS = Terms(bytes(16), bytes(32), "peer", ("127.0.0.1", 1))
 
 
-def visitor(door: Neighbours) -> socket.socket:
+def visitor(limiter: LocalPeers) -> socket.socket:
     guest = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     guest.settimeout(PATIENCE_S)
-    guest.connect("\0" + door.name)
+    guest.connect("\0" + limiter.name)
     return guest
 
 
@@ -211,13 +211,13 @@ def heard(guest: socket.socket) -> bytes:
     return b""
 
 
-async def knock(door: Neighbours, terms: Terms) -> bool:
-    """Whether a process that this one started is let in by its door; it would read this one."""
+async def knock(limiter: LocalPeers, terms: Terms) -> bool:
+    """Whether a process that this one started is let in by its limiter; it would read this one."""
     script = f"""
 import asyncio
 from datastates.transport.contract import Terms
 from datastates.transport.same_host import meet
-print(asyncio.run(meet({door.name!r}, Terms({terms.name!r}, {terms.key!r}, "x"))) is not None)
+print(asyncio.run(meet({limiter.name!r}, Terms({terms.name!r}, {terms.key!r}, "x"))) is not None)
 """
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", script, stdout=subprocess.PIPE
@@ -229,19 +229,19 @@ print(asyncio.run(meet({door.name!r}, Terms({terms.name!r}, {terms.key!r}, "x"))
 @pytest.mark.parametrize("knows", ["all", "another key", "another session", "it is over"])
 def test_only_who_knows_the_session_is_let_in(knows: str) -> None:
     async def test() -> None:
-        door = Neighbours()
-        await door.open()
-        door.expect(TERMS)
+        limiter = LocalPeers()
+        await limiter.open()
+        limiter.expect(TERMS)
         if knows == "it is over":
-            door.forget(TERMS.name)
+            limiter.forget(TERMS.name)
         said = {
             "another key": Terms(bytes(16), b"x" * 32, ""),
             "another session": Terms(b"x" * 16, bytes(32), ""),
         }.get(knows, TERMS)
-        assert await knock(door, said) is (knows == "all")
+        assert await knock(limiter, said) is (knows == "all")
         if knows != "all":
-            assert not door.has(TERMS.name)
-        await door.close()
+            assert not limiter.has(TERMS.name)
+        await limiter.close()
 
     loop.run(test(), PATIENCE_S)
 
@@ -253,12 +253,12 @@ def test_a_door_that_closes_while_somebody_comes_in_sends_them_away(
     monkeypatch.setattr(same_host, "_MEET_S", 10 * PATIENCE_S)
 
     async def test() -> None:
-        door = Neighbours()
-        await door.open()
-        with visitor(door) as guest:
+        limiter = LocalPeers()
+        await limiter.open()
+        with visitor(limiter) as guest:
             for _ in range(turns):
                 await asyncio.sleep(0)
-            await door.close()
+            await limiter.close()
             assert await asyncio.to_thread(heard, guest) == b""
 
     loop.run(test(), PATIENCE_S)
@@ -266,18 +266,18 @@ def test_a_door_that_closes_while_somebody_comes_in_sends_them_away(
 
 def test_whoever_proves_that_they_are_near_when_the_session_is_over_is_sent_away() -> None:
     async def test() -> None:
-        door = Neighbours()
-        await door.open()
-        door.expect(TERMS)
-        with visitor(door) as guest:
+        limiter = LocalPeers()
+        await limiter.open()
+        limiter.expect(TERMS)
+        with visitor(limiter) as guest:
             hello = TERMS.name + bytes(32)
             guest.sendall(hello)
             nonce = await asyncio.to_thread(heard, guest)
-            door.forget(TERMS.name)
+            limiter.forget(TERMS.name)
             guest.sendall(same_host._code(TERMS, b"client", hello + nonce))
             assert await asyncio.to_thread(heard, guest) == b""
-            assert not door.has(TERMS.name)
-        await door.close()
+            assert not limiter.has(TERMS.name)
+        await limiter.close()
 
     loop.run(test(), PATIENCE_S)
 
@@ -308,10 +308,10 @@ def test_a_door_of_another_name_is_not_tried_and_one_that_is_not_there_is_none(n
 
 def test_the_process_itself_is_no_neighbour() -> None:
     async def test() -> None:
-        door = Neighbours()
-        await door.open()
-        door.expect(TERMS)
-        assert await meet(door.name, TERMS) is None
-        await door.close()
+        limiter = LocalPeers()
+        await limiter.open()
+        limiter.expect(TERMS)
+        assert await meet(limiter.name, TERMS) is None
+        await limiter.close()
 
     loop.run(test(), 10)

@@ -70,7 +70,7 @@ def test_who_does_not_know_the_token_is_turned_away_and_counted() -> None:
                 await world.connect(token=wrong)
         async with session(world, token=TOKEN) as peer:
             assert await peer.refs()
-        assert (world.server.arrived, world.server.door.refused) == (1, 2)
+        assert (world.server.arrived, world.server.limiter.refused) == (1, 2)
 
     run(test, token=TOKEN)
 
@@ -99,7 +99,7 @@ def test_peers_that_never_finish_the_handshake_give_way_and_are_dropped() -> Non
             assert await peer.refs()
             await until(lambda: all(channel.other.is_closed for channel in silent))
             assert await peer.refs()
-        assert (world.server.refused, world.server.door.admission.displaced) == (17, 2)
+        assert (world.server.limiter.refused, world.server.limiter.admission.displaced) == (17, 2)
 
     run(test, timeout_s=2.0, limits=Limits(sessions=2))
 

@@ -377,13 +377,13 @@ def test_a_listener_that_is_closed_as_somebody_arrives_leaves_no_connection(turn
 def test_beyond_a_rate_connections_are_taken_in_batches_and_whoever_speaks_is_heard(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    wakes, take = [], connections.Visitors._take
+    wakes, take = [], connections.Acceptor._take
 
-    def noted(self: connections.Visitors) -> None:
+    def noted(self: connections.Acceptor) -> None:
         wakes.append(time.monotonic())
         take(self)
 
-    monkeypatch.setattr(connections.Visitors, "_take", noted)
+    monkeypatch.setattr(connections.Acceptor, "_take", noted)
     monkeypatch.setattr(connections, "_BURST", 0.001)
 
     async def work() -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 
 from datastates.errors import DatastatesError, Disconnected, PeerFault
-from datastates.transport.connections import Arrival, Door
+from datastates.transport.connections import AdmittedConnection, ConnectionLimiter
 from datastates.transport.contract import Channel, Link, Listener, Tls, Transport
 
 Change = Callable[[int, bytes], Iterable[bytes]]
@@ -23,7 +23,7 @@ class QueueChannel(Channel):
         self.change: Change = lambda number, frame: [frame]
         self.is_closed = False
         self.other: QueueChannel
-        self.arrival: Arrival | None = None
+        self.arrival: AdmittedConnection | None = None
         self.frames: asyncio.Queue[bytes | None] = asyncio.Queue()
 
     @classmethod
@@ -126,7 +126,7 @@ class QueueTransport(Transport):
         self.problem: DatastatesError | None = None
         self.links: list[QueueLink] = []
         self.accept: Callable[[Channel], Awaitable[None]] | None = None
-        self.door = Door()
+        self.limiter = ConnectionLimiter()
         self.visits: set[asyncio.Task[None]] = set()
         self.processes[self.name] = self
         self.dead.pop(self.name, None)
@@ -140,9 +140,9 @@ class QueueTransport(Transport):
         accept: Callable[[Channel], Awaitable[None]],
         *,
         tls: Tls | None = None,
-        door: Door | None = None,
+        limiter: ConnectionLimiter | None = None,
     ) -> Listener:
-        self.accept, self.door = accept, door or Door()
+        self.accept, self.limiter = accept, limiter or ConnectionLimiter()
         transport = self
 
         class _Listener(Listener):
@@ -159,7 +159,7 @@ class QueueTransport(Transport):
         if server is None or server.accept is None:
             raise Disconnected(f"nobody listens at {url}")
         here, there = QueueChannel.pair()
-        there.arrival = server.door.enter("", 0, there.end)
+        there.arrival = server.limiter.admit("", 0, there.end)
         if there.arrival is None:
             there.end()
             return here

@@ -108,9 +108,11 @@ def url(lateness: Lateness, fault: str, data: str) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def way(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Near processes know each other, but no chunk is read from the other one's memory."""
+    """ProcessMemory processes know each other, but no chunk is read from the other one's memory."""
     monkeypatch.setenv(same_host.SWITCH, "1")
-    monkeypatch.setattr(same_host.NearChunks, "receive", lambda *_: pytest.fail("a chunk was read"))
+    monkeypatch.setattr(
+        same_host.LocalChunks, "receive", lambda *_: pytest.fail("a chunk was read")
+    )
     return "near"
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from datastates.state.device_digest import Digester
-from datastates.transport.receive_buffers import Desks
+from datastates.transport.receive_buffers import StagingBuffers
 from datastates.transport.receive_objects import ObjectsSink
 from tests.support.cloning import Sent, check_landing, feed, fill, sent
 from tests.support.counted import counted
@@ -70,12 +70,18 @@ def test_a_chunk_is_checked_where_it_belongs_and_lands_in_order(
 
 PLANTED: dict[str, tuple[Lateness, type, str, str, str]] = {
     "the digest is read before it is there": (
-        *(Lateness.BOTH, Desks, "_digest", "devices().mark(self._stream).synchronize()", "pass"),
+        *(
+            Lateness.BOTH,
+            StagingBuffers,
+            "_digest",
+            "devices().mark(self._stream).synchronize()",
+            "pass",
+        ),
     ),
     "the digest is that of what lay there before": (
         *(
             Lateness.BOTH,
-            Desks,
+            StagingBuffers,
             "bring",
             "with devices().on(self._stream):",
             "with devices().on(devices().current(devices().of(self._like))):",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from datastates.transport.receive_buffers import Unloading
+from datastates.transport.receive_buffers import DeviceWriter
 from datastates.transport.receive_objects import ObjectsSink
 from tests.support.cloning import Sent, check_landing, feed, sent
 from tests.support.late import LateDevices, Lateness
@@ -39,7 +39,7 @@ PLANTED: dict[str, tuple[Lateness, type, str, str, str]] = {
     "copies do not wait for the owner": (
         *(
             Lateness.COMPUTE,
-            Unloading,
+            DeviceWriter,
             "__init__",
             "devices().wait(side, devices().mark(devices().current(device)))",
             "pass",

@@ -19,7 +19,7 @@ from datastates.state import in_place
 from datastates.state.generators import RngState
 from datastates.state.manifest import CHUNK_BYTES
 from datastates.state.restore import restore_into
-from datastates.transport.receive_buffers import Shadows
+from datastates.transport.receive_buffers import StreamMemoryCache
 from datastates.transport.receive_objects import ObjectsSink
 from tests.state.test_optimizer_state import stored
 from tests.support.cloning import feed, fill, sent
@@ -380,20 +380,20 @@ def test_chunks_may_be_accepted_by_several_threads_at_once() -> None:
 
 
 def test_the_memory_of_one_clone_serves_the_next() -> None:
-    shadows, here, addresses = Shadows(), mlp(9), set()
+    memory_cache, here, addresses = StreamMemoryCache(), mlp(9), set()
     for seed in (1, 2, 3):
         state = sent(mlp(seed))
-        sink = ObjectsSink(state.checked, here, shadows=shadows)
-        addresses.add(sink._shadow.tensor(0, 1).data_ptr())
+        sink = ObjectsSink(state.checked, here, memory_cache=memory_cache)
+        addresses.add(sink._stream_memory.tensor(0, 1).data_ptr())
         feed(sink, state.chunks)
         assert sink.commit()
         assert digest(here) == state.manifest.digest
     assert len(addresses) == 1
     fresh = mlp(5, steps=0)
-    sink = ObjectsSink(state.checked, fresh, shadows=shadows)
+    sink = ObjectsSink(state.checked, fresh, memory_cache=memory_cache)
     feed(sink, state.chunks)
     sink.commit()  # gives its memory to the optimizer
-    assert sink._shadow is not shadows.take(1)
+    assert sink._stream_memory is not memory_cache.take(1)
     assert digest(fresh) == digest(here)
 
 
@@ -417,9 +417,9 @@ def test_memory_that_a_clone_gave_away_before_it_failed_serves_no_other() -> Non
     def moments(objects: Objects) -> list[Tensor]:
         return [entry["exp_avg"] for entry in objects["optimizer"].state.values()]
 
-    shadows, first, second, failed = Shadows(), sent(make(1)), sent(make(2)), make(3)
+    memory_cache, first, second, failed = StreamMemoryCache(), sent(make(1)), sent(make(2)), make(3)
     for state, here in ((first, failed), (second, make(4))):
-        sink = ObjectsSink(state.checked, here, shadows=shadows)
+        sink = ObjectsSink(state.checked, here, memory_cache=memory_cache)
         feed(sink, state.chunks)
         with pytest.raises(InvalidInput, match="not this one"):
             sink.commit()
