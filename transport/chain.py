@@ -103,8 +103,7 @@ class Relay(Sink):
         return pieces
 
     def fail(self, error: DatastatesError) -> None:
-        """End this clone, which has failed for good or is over: waiting peers get ``Unavailable``,
-        and nothing more is served.
+        """End this clone: waiting peers get ``Unavailable``, and nothing more is served.
 
         Do not call it when only one source failed and the clone continues with another.
         """
@@ -123,7 +122,7 @@ class Relay(Sink):
         self.fail(Unavailable("this receiver forwards no more: take the state from the source"))
 
     async def idle(self) -> None:
-        """Wait until no peer holds this open any more: then nobody reads the sink's memory."""
+        """Wait until no peer holds this open. Then no peer reads the sink's memory any more."""
         with self._lock:
             if not self._readers:
                 return
@@ -172,8 +171,8 @@ class _Reader(Source):
 
 @dataclass(slots=True)
 class _Chain:
-    """The receivers that forward a state, in order, and the one that each was told to take it
-    from (None: the server itself)."""
+    """The receivers that forward a state, in order. ``above`` has the source of each (None: the
+    server itself)."""
 
     order: list[str] = field(default_factory=list)
     above: dict[str, str | None] = field(default_factory=dict)
@@ -407,12 +406,12 @@ class Forwarder:
         await self._session.close()
 
     async def _ask(self) -> Feed:
-        """The feed to use now; the source says from which receiver."""
+        """The feed to use now, from the receiver that the source names."""
         while True:
             if self._upstream is not None:
                 await self._upstream[1].close()
                 self._upstream = None
-            # after so many tries the source itself is asked for the bytes
+            # after so many tries the bytes come from the source itself
             is_tired = len(self._failed) >= _TRIES
             opened, origin = await self._session.open(
                 self._uid,
@@ -452,8 +451,8 @@ class Forwarder:
             return feed
 
     def _limit(self) -> int:
-        """The limit for what a peer says of a known state: no more than was said of it before,
-        plus where its chunks are."""
+        """The most bytes of a further answer about the state: those of the first answer, plus the
+        addresses of its chunks."""
         if self._origin is None:
             return BODY_BYTES
         return len(self._origin.manifest) + 16 * len(self._origin.lengths) + _SPARE_BYTES

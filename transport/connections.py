@@ -1,4 +1,4 @@
-"""What all our sockets have in common: their options, and that a forked child closes its copies."""
+"""Options of all our sockets, and the closing of their copies in a forked child."""
 
 from __future__ import annotations
 
@@ -48,9 +48,8 @@ def let_go_by(owner: object) -> None:
 
 
 def who(connection: Any) -> tuple[int, int, int]:
-    """Pid, user and group of a Unix socket's other end, as the kernel knows them; for a
-    listener, those of the process that made it listen. Where the kernel does not tell, those of
-    nobody."""
+    """Pid, user and group of a Unix socket's other end, from the kernel. For a listener, they are
+    those of the process that made it listen. On other systems than Linux: 0, -1, -1."""
     if sys.platform != "linux":
         return 0, -1, -1
     pid, user, group = _credentials.unpack(
@@ -60,7 +59,7 @@ def who(connection: Any) -> tuple[int, int, int]:
 
 
 async def receive_exactly(connection: socket.socket, count: int) -> bytes:
-    """So many bytes of a non-blocking socket.
+    """Exactly ``count`` bytes from a non-blocking socket.
 
     :raises EOFError: it ended before.
     """
@@ -92,7 +91,7 @@ def _let_go_of_inherited() -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for inherited in list(_open.values()):
         if inherited.fileno() >= 0:
-            # keeps the number taken: a later close closes nothing else
+            # keeps the number in use, so that a later close does not close another file
             os.dup2(nothing, inherited.fileno(), inheritable=False)
     os.close(nothing)
     _open.clear()
@@ -190,8 +189,8 @@ _logger.addFilter(RateLimitFilter())
 
 
 class Acceptor:
-    """Accepts connections from ``listening`` through a ``limiter`` until ``close``; belongs to the
-    loop thread.
+    """Accepts connections from ``listening``, as far as ``limiter`` admits them, until ``close``.
+    Belongs to the loop thread.
 
     ``word`` gets the first bytes, at most ``head_bytes``, and returns how many there must be in
     all; 0 means that they cannot be ours. ``arrived`` gets each connection whose first word is
@@ -252,7 +251,7 @@ class Acceptor:
     def _take(self) -> None:
         """Accept what waits.
 
-        A connection belongs to its visitor before anything can come in between."""
+        Each connection gets its owner before another callback can run."""
         for taken in range(_AT_ONCE):
             try:
                 connection, address = self._socket.accept()

@@ -165,8 +165,8 @@ class Link(ABC):
     async def posted(self) -> None:
         """Wait until every receive begun so far has its destination ready, or the link is over.
 
-        A peer that is asked to send earlier than that may fill the room that other peers' bytes
-        need, and those then wait for this receive."""
+        If a peer sends earlier, its bytes may fill memory that other peers' bytes need, and those
+        then wait for this receive."""
         await asyncio.sleep(0)  # lets every receive run up to its first wait
 
     @abstractmethod
@@ -264,10 +264,11 @@ class Transport(End):
         tls: Tls | None = None,
         limiter: ConnectionLimiter | None = None,
     ) -> Listener:
-        """Run ``accept`` in a task of its own for each peer that arrives and sends something. Port
-        0 takes any free port.
+        """Run ``accept`` in a new task for each peer that connects and sends something. Port 0
+        takes any free port.
 
-        ``limiter`` decides which connections are let in, and ends those that prove nothing in time.
+        ``limiter`` decides which connections are admitted, and ends those that prove nothing in
+        time.
 
         :raises Unavailable: the address cannot be bound.
         """
@@ -284,7 +285,7 @@ class Transport(End):
         """Release threads and memory; idempotent."""
 
 
-# Where the chunks of a clone go, and where they come from.
+# The destination of a clone's chunks, and their origin.
 
 
 class Sink(ABC):
@@ -322,8 +323,8 @@ class Sink(ABC):
 
     @abstractmethod
     def forget(self, index: int) -> None:
-        """Mark a chunk as missing again after ``buffers`` was called for it. Nobody writes to those
-        buffers any more."""
+        """Mark a chunk as missing again after ``buffers`` was called for it. Its buffers are not
+        written any more."""
 
     @abstractmethod
     def pieces(self, index: int) -> Sequence[memoryview] | None:
@@ -345,7 +346,7 @@ class Feed(ABC):
     @abstractmethod
     async def receive(self, index: int, buffers: Sequence[memoryview]) -> bool:
         """Fill ``buffers`` with the bytes of a chunk. Several calls run at once. However a call
-        ends, even if it is cancelled, nobody writes to its buffers afterwards.
+        ends, even if it is cancelled, its buffers are not written afterwards.
 
         True means that the channel proves that the peer sent the bytes. Otherwise anybody may have
         sent them. In both cases the caller compares digests.
@@ -361,8 +362,7 @@ class Feed(ABC):
 
     @abstractmethod
     async def digests(self, indexes: Sequence[int]) -> Sequence[bytes]:
-        """BLAKE3 of these chunks, as the peer has them, over a channel that nobody else can write
-        to."""
+        """BLAKE3 of these chunks, as the peer has them, over an authenticated channel."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -401,12 +401,12 @@ class Source(ABC):
         return True
 
     def when_wanted(self, tell: Callable[[], None]) -> None:  # noqa: B027 # optional
-        """Register ``tell``, which is called on any thread, any number of times, when the memory
-        is wanted back."""
+        """Register ``tell``, which is called when the owner needs the memory back: on any thread,
+        any number of times."""
 
     def recall(self) -> bool:
-        """Release the memory, which nobody reads now. Returns whether the state can still be read,
-        from somewhere else."""
+        """Release the memory, which is not being read now. Returns whether the state can still be
+        read, from somewhere else."""
         return False
 
     @abstractmethod
@@ -468,7 +468,7 @@ class Store(ABC):
         raise _not_served()
 
     def receive(self, offer: Offer) -> Sink:
-        """Check everything that a peer says of a state that it pushes, then make room for it.
+        """Check the description of a state that a peer pushes, then allocate memory for it.
 
         :raises InvalidInput: something of it is wrong.
         """

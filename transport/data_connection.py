@@ -1,10 +1,10 @@
-"""Our own data plane: connections beside a session's control channel, over which chunks go from
-memory to memory.
+"""Our own data plane: TCP connections in addition to a session's control channel, over which chunks
+go from memory to memory.
 
-A *lane* is one connection that goes one way, with a thread of its own at each end. The kernel
-copies straight from and to the given memory, while the interpreter's lock is released. The end that
+A *lane* is one connection for one direction, with its own thread at each end. The kernel copies
+directly from and to the given memory, while the interpreter's lock is released. The end that
 dialled the control channel dials the lanes too, at the same port, when a direction is first used.
-So at either end lanes may come before the link that they are for, or after it.
+At either end, a lane may arrive before its link is made, or after it.
 """
 
 from __future__ import annotations
@@ -119,10 +119,6 @@ def _check(
         )
 
 
-# Our own data plane: connections beside a session's control channel, over which chunks go from
-# memory to memory.
-
-
 LANES: Final = 2
 """Connections in one direction.
 
@@ -186,7 +182,7 @@ class Lanes(End):
         context: ssl.SSLContext | None,
         left: Callable[[], None],
     ) -> None:
-        """Take a connection that names this session; a thread checks whether it knows the key.
+        """Take a connection that names this session. A thread checks its proof of the key.
 
         ``left`` is called once it is closed."""
         if self._is_closed or self._joining + len(self._early) >= 2 * MOST:
@@ -499,7 +495,7 @@ class _LanesLink(Link):
         self.fail(Disconnected(str(fault)))
 
     def _call(self, work: Callable[..., object], *arguments: Any) -> None:
-        with suppress(RuntimeError):  # the loop was closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop was closed, and its tasks ended
             self._loop.call_soon_threadsafe(work, *arguments)
 
 
@@ -536,7 +532,7 @@ class _Lane:
         ).start()
 
     def give(self, link: _LanesLink) -> None:
-        """Tell the lane which link to work for."""
+        """Give the lane the link to work for."""
         self._link.put(link)
 
     def end(self) -> None:
@@ -626,7 +622,7 @@ class _Lane:
 
 
 def _rest(left: Sequence[memoryview], sent: int) -> list[memoryview]:
-    """What is left of some pieces after so many bytes were sent."""
+    """The rest of some pieces after ``sent`` bytes were sent."""
     rest = []
     for piece in left:
         if sent < piece.nbytes:
@@ -643,8 +639,8 @@ def _fail(done: asyncio.Future[None], error: DatastatesError) -> None:
     fail(done, error if isinstance(error, PeerFault) else Disconnected(str(error)))
 
 
-# ``tcp://host:port``: control frames over a connection of ours, and data over further connections
-# to the same port (``lanes``).
+# The transport of ``tcp://host:port``: one connection for control frames, and further ones for
+# data, to the same port.
 
 
 _HEADER_S = 10.0
@@ -743,7 +739,7 @@ class TcpTransport(Transport):
             connection.close()
             admitted.release()
         else:
-            admitted.hold()  # only the peer knows the name
+            admitted.hold()  # the name is known to the peer only
             lanes.join(
                 connection, Join(name, generation, direction, raw), context, admitted.release
             )

@@ -1,13 +1,12 @@
 """A session's end of the data plane: a link made on first use, and dropped as a whole when buffers
 must be taken back.
 
-Both ends must drop theirs, or else what is sent over the old one hangs and breaks the new one. So
-each reset begins a *generation*, whose number travels with each request, and an end that hears of a
-later one follows.
+Both ends must drop their links. Otherwise messages over the old one hang, and break the new one.
+Each reset begins a *generation*, whose number is sent with each request. An end that receives a
+later number resets itself too.
 
-The peer is told the address of an end in the first frame or when the end is first needed, and again
-whenever the end has moved: bytes may be moved by a process of its own, which may die and be started
-anew.
+Each end sends its address to the peer in the first frame, or when the end is first needed. It sends
+the address again whenever that changes: a helper process may die and be restarted.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _MEET_S = (
 
 
 class Plane:
-    """The link to one peer. A single transfer cannot be stopped: to get memory back, drop the link;
+    """The link to one peer. A single transfer cannot be stopped. To get memory back, drop the link;
     the next use makes a new one.
 
     ``end`` makes the links. ``told`` is the own address that the peer knows, ``address`` is the
@@ -104,7 +103,7 @@ class Plane:
         self._news.set()
 
     async def answer(self) -> None:
-        """Tell the peer, which asks, the address of this end, or why there is none."""
+        """Send the peer the address of this end, or the error that keeps it from being made."""
         if self._is_answering:
             return
         self._is_answering = True
@@ -116,13 +115,13 @@ class Plane:
         await self._post(Moved(address, failure=failure))
 
     def follow(self, generation: int) -> None:
-        """Reset this end because the peer has reset its own, unless that is already done."""
+        """Reset this end after the peer has reset its own, unless that was done before."""
         if generation > self.generation:
             self.generation = generation
             self._give_up(self._link)
 
     async def close(self) -> None:
-        """Drop the link for good; idempotent."""
+        """Drop the link, and make no new one; idempotent."""
         self._is_closed = True
         self._news.set()
         await self.drop()
@@ -138,8 +137,8 @@ class Plane:
             await link.abort()
 
     async def _connected(self) -> Link:
-        """A link; if the known address fails, it may be that of an end that is gone, so the peer
-        is asked, once."""
+        """A link. If the known address fails, its end may be gone, so the peer is asked once for a
+        new address."""
         await self._exchange_addresses()
         try:
             return await self._reached()
@@ -157,7 +156,7 @@ class Plane:
         return link
 
     async def _exchange_addresses(self) -> None:
-        """Make sure that each end knows the address of the other one."""
+        """Exchange addresses with the peer, as far as that is needed."""
         own = await self._end.address()
         asks = not self._address
         if asks:

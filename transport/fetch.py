@@ -1,6 +1,6 @@
 """One clone: chunks from feeds into a sink.
 
-``schedule`` decides, this module acts. All but ``Sink.accept`` runs on the loop thread."""
+``fetch_schedule`` decides, this module acts. All but ``Sink.accept`` runs on the loop thread."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from .fetch_schedule import (
 )
 from .sending import DAMAGED, digest_of
 
-_BATCH = 8  # chunks in one question; the next question is asked along with it
+_BATCH = 8  # chunks in one request; the next request is sent along with it
 
 
 class OriginDigests:
     """Digests by index, in the ``order`` in which the chunks will come. Belongs to the loop thread.
 
-    ``origins`` returns the peers that may be asked now, the best first; if one cannot answer, the
-    next is asked.
+    ``origins`` returns the feeds that can give digests now, the best first. If one cannot answer,
+    the next is used.
     """
 
     def __init__(self, order: Sequence[int], origins: Callable[[], Sequence[Feed]]) -> None:
@@ -66,8 +66,7 @@ class OriginDigests:
         self._asking: set[asyncio.Task[None]] = set()
 
     def ahead(self, index: int) -> None:
-        """Note that a chunk is being asked for: its digest will be needed, and those of the next
-        chunks."""
+        """Request the digest of a chunk that is being fetched, and those of the next chunks."""
         for number in (self._place[index], self._place[index] + 1):
             if number < len(self._batches) and self._batches[number][0] not in self._told:
                 self._ask(self._batches[number])
@@ -125,10 +124,6 @@ class OriginDigests:
                 self._told[index].set_exception(error)
 
 
-# One clone: chunks from feeds into a sink. ``schedule`` decides, this module acts. All but
-# ``Sink.accept`` runs on the loop thread.
-
-
 _THREADS = 2
 _TICK_S = 0.1
 _AT_ONCE = 3  # how many verdicts wake the loop together
@@ -159,16 +154,16 @@ async def fetch(
 ) -> Fetched:
     """Fetch every chunk that is missing in ``sink`` from ``feeds`` that hold the same state.
 
-    However this ends, nobody writes to the sink's buffers afterwards, and accepted chunks stay
-    accepted: when it is called again with the same sink, only the rest is moved.
+    However this ends, the sink's buffers are not written afterwards, and accepted chunks stay
+    accepted. Another call with the same sink moves only the missing chunks.
 
-    :param late: Feeds that are still being connected; each must come or fail in time by itself.
+    :param late: Feeds that are still being connected; each must come or fail in time.
         They are cancelled when they are no longer needed.
-    :param origin: The peer that says what the chunks of the state are, whichever feed brings them.
+    :param origin: The feed whose digests count, whichever feed brings the chunks.
         By default it is the first of ``feeds``, and when that fails the next one.
     :param window: How many chunks each feed has under way.
-    :param timeout_s: How long the sink may have no room while nothing is under way. A feed itself
-        notices when its peer is silent.
+    :param timeout_s: How long the sink may be full while nothing is under way. A feed detects a
+        silent peer itself.
     :param on_progress: Called on the loop thread with the bytes that were accepted and the total
         that this call is to fetch.
     :raises Corrupt: a chunk came with a wrong digest twice, or two feeds disagree about what it is.
@@ -224,8 +219,8 @@ async def fetch_with_fallback(
     window: int = 8,
     timeout_s: float = 10.0,
 ) -> Fetched:
-    """``fetch``, and again for the rest when that fails. ``fallback`` gets the feeds that failed,
-    and returns the feeds and the origin for the rest; or it raises."""
+    """``fetch``, repeated for the missing chunks whenever it fails. ``fallback`` gets the feeds
+    that failed. It returns the next feeds and their origin, or raises."""
     moved, lost = Counter[str](), dict[str, BaseException]()
     clock = asyncio.get_running_loop().time
     began = clock()
@@ -261,7 +256,7 @@ async def fetch_with_fallback(
 
 
 class _Verdict(Enum):
-    """What came: the right chunk, a chunk other than the origin says, or bytes that fail the
+    """The right chunk, a chunk with another digest than the origin's, or bytes that fail the
     manifest's digest."""
 
     RIGHT = auto()
@@ -505,7 +500,7 @@ class _Run:
         self._look()
 
     async def _check_with_feed(self, number: int, index: int, origin: Feed, wanted: bytes) -> None:
-        """Ask a source whether it stands by a chunk that differs from what the origin says.
+        """Check whether a feed's own digest of a chunk differs from that of the origin.
 
         :raises Corrupt: it does.
         """
@@ -536,7 +531,7 @@ class _Run:
         self._handle(Refuted(index, self._clock()))
 
     def _origins(self) -> Sequence[Feed]:
-        """The feeds that may say what the chunks are, the best first."""
+        """The feeds whose digests may be used, the best first."""
         if self._origin is not None:
             return [self._origin]
         return [self._feeds[number] for number in sorted(self._feeds) if number not in self._errors]

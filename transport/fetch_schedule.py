@@ -1,20 +1,19 @@
-"""Decides which chunk is asked of which feed, and when. Events come in, actions go out.
+"""Decides which chunk to request from which feed, and when. Events come in, actions go out.
 
-This module touches no task, clock or byte, so every rule is tested by calling ``handle``; ``fetch``
-acts.
+This module touches no task, clock or byte, so a test of a rule calls ``handle``. ``fetch`` acts.
 
 Rules:
 - Chunks are pulled: each feed has up to ``window`` of them under way, and the next goes to the feed
-  that would deliver it first. So feeds share the work by speed without being measured in advance.
+  that would deliver it first. This divides the work by speed.
 - While some feeds are still connecting, those that are here take at most their equal share, for no
   longer than ``GRACE_S``.
-- ProcessMemory the end a feed takes no chunk that it would deliver long after the others could have
+- Near the end a feed takes no chunk that it would deliver long after all feeds together could have
   delivered everything.
-- A feed that fails gives its chunks back. So does a feed that holds the last chunks while an idle
-  one could deliver them much sooner: it is *robbed*, and measured anew.
-- A chunk whose digest is wrong is asked of another feed, or of the same if there is only one. If it
-  is wrong twice, the clone is given up.
-- The clone is also given up when no feed is left and none is coming, or when there is no room
+- A feed that fails gives its chunks back. A feed that holds the last chunks also gives them
+  back if an idle one could deliver them much sooner. It is *robbed*, and measured again.
+- A chunk whose digest is wrong is requested from another feed, or from the same one if it is the
+  only one. If the chunk is wrong twice, the clone fails.
+- The clone also fails when no feed is left and none is coming, or when the sink has no free buffer
   although nothing is under way.
 """
 
@@ -35,7 +34,7 @@ _LATE_FACTOR = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """These feeds are connected; those of one event begin together."""
+    """These feeds are connected. Feeds of one event begin together."""
 
     feeds: tuple[int, ...]
     now: float
@@ -76,7 +75,7 @@ class Refuted:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """A chunk of a dropped feed will not come, and nobody writes to its buffers any more."""
+    """A chunk of a dropped feed will not come. Its buffers are not written any more."""
 
     feed: int
     index: int
@@ -85,7 +84,7 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A feed failed with this chunk; nobody writes to its buffers any more."""
+    """A feed failed with this chunk. Its buffers are not written any more."""
 
     feed: int
     index: int
@@ -147,8 +146,8 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """There was no room for a chunk for this long, and nothing is under way that could make
-    room."""
+    """The sink has had no free buffer for this long, and no chunk is under way that could free
+    one."""
 
     seconds: float
 
@@ -364,7 +363,7 @@ class Schedule:
     def _index_for(self, feed: _Feed, *, is_in_time: bool) -> int | None:
         """The next chunk for this feed.
 
-        A chunk that was wrong comes first, even if it would be late: few feeds may be asked for
+        A chunk that was wrong comes first, even if it would be late, because few feeds may bring
         it."""
         is_alone = not self._expected and not any(
             each is not feed and not each.is_lost for each in self._feeds.values()

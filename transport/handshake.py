@@ -140,7 +140,7 @@ _Expected = TypeVar("_Expected", bound=Message)
 async def greet(
     channel: Channel, ready: Ready, *, token: bytes, timeout_s: float
 ) -> tuple[SecureChannel, Ready]:
-    """The client's side: returns an authenticated channel, and what the server says of itself.
+    """The client's side: returns an authenticated channel, and the server's ``Ready``.
 
     :raises Unauthorized: one side does not know the other's token.
     :raises PeerFault: the other end does not speak this protocol and version.
@@ -168,8 +168,8 @@ def read_token(
     token_file: str | os.PathLike[str] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> bytes:
-    """The token that both sides share: as given, from a file, or from ``DATASTATES_TOKEN``; empty
-    if there is none.
+    """The token that both sides share: the argument, or the content of the file, or
+    ``DATASTATES_TOKEN``. Empty if there is none.
 
     :raises InvalidInput: two were given, the file cannot be read, or others can read it too, or it
         has fewer than 16 bytes.
@@ -200,8 +200,8 @@ def read_token(
 
 
 def check_writers(url: str, token: bytes) -> None:
-    """Refuse to let peers write without a token. A ``memory:`` address needs none: only this
-    process reaches it.
+    """Refuse to let peers write without a token. A ``memory:`` address needs none, since
+    only this process reaches it.
 
     :raises InvalidInput: there is no token.
     """
@@ -402,7 +402,7 @@ def _address(host: str) -> _Address | None:
     return found.ipv4_mapped or found if isinstance(found, ipaddress.IPv6Address) else found
 
 
-# Chooses a session's data plane, from what each side can use and was asked to use.
+# The choice of a session's data plane, from the planes and the wish of each side.
 
 
 Offer = tuple[tuple[str, ...], str]
@@ -410,12 +410,12 @@ Offer = tuple[tuple[str, ...], str]
 
 
 def offer(planes: Sequence[str], scheme: str, data: str, *, is_secret: bool = False) -> Offer:
-    """The offer that a side makes in ``Ready``, from its transport's planes and what its user asked
-    for (``config.Data``). ``ipc`` is offered only if it was asked for. ``is_secret`` means that
-    there is TLS, which UCX lacks: UCX is then chosen only if a side asks for it.
+    """The offer that a side makes in ``Ready``, from its transport's planes and its user's choice
+    (``config.Data``). ``ipc`` is offered only if the user chose it. ``is_secret`` means that there
+    is TLS, which UCX lacks. UCX is then used only if a user chose it.
 
-    :raises InvalidInput: UCX was asked for, and the url rules it out.
-    :raises Unsupported: UCX was asked for, and is not installed.
+    :raises InvalidInput: the user chose UCX, and the url rules it out.
+    :raises Unsupported: the user chose UCX, which is not installed.
     """
     if data == "ipc":
         if "tcp" not in planes:
@@ -445,7 +445,7 @@ def offer(planes: Sequence[str], scheme: str, data: str, *, is_secret: bool = Fa
 
 
 def agree(own: Ready, its: Ready, peer: str) -> str:
-    """The plane on which both sides agree, each deciding by itself.
+    """The plane on which both sides agree. Each side computes it.
 
     :raises Unsupported: they have none in common, or one side insists on UCX, which the other
         cannot use.

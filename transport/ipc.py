@@ -1,15 +1,15 @@
 """The data plane between two processes of one host and user for bytes that belong on a device: the
 sender puts them there.
 
-A receiver has *landing memory* on its device, which the sender opens by a handle of the driver
-(``Land``). The receiver says where in that memory a part of a message has room (``Room``). The
-sender copies the part there on a stream of its own, waits until the copy is done, and says so
-(``Laid``). The receiver copies the part out before anything reads it, so whatever the sender does
-to landing memory later changes nothing. The three messages travel on the session's control channel,
-within a generation of the data plane, as requests for chunks do.
+A receiver has *shared regions* on its device, which the sender opens by a handle of the driver
+(``Land``). The receiver announces the place of each part of a message in a region (``Room``). The
+sender copies the part to this place on its own stream, waits until the copy is done, and reports it
+(``Laid``). The receiver copies the part out before anything reads it, so later writes of the sender
+have no effect. The three messages travel on the session's control channel. They belong to a
+generation of the data plane, as requests for chunks do.
 
-Landing memory is not given back to the driver while the process lives, since nobody can know when
-the other process has released it. It is kept for the next session.
+A region is not returned to the driver while the process lives, since this process cannot detect
+when the other one has released it. It is kept for the next session.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _lock = threading.Lock()
 
 @dataclass(slots=True)
 class _OwnRegion:
-    """Landing memory of ours, and which stretch of it each owner has."""
+    """A region of ours, and which stretch of it each owner has."""
 
     number: int
     shared: Shared
@@ -63,7 +63,7 @@ class _OwnRegion:
 
 @dataclass(slots=True)
 class _PeerRegion:
-    """Landing memory of the peer."""
+    """A region of the peer."""
 
     shared: Shared
     stream: Stream
@@ -153,7 +153,7 @@ class IpcEnd(End):
         self._threads.shutdown(wait=False)
 
     async def landing(self, device: torch.device) -> _OwnRegion:
-        """Landing memory on a device; the peer must get its handle before use.
+        """The region on a device; the peer must get its handle before use.
 
         :raises Unavailable: no memory can be shared.
         """
@@ -172,11 +172,11 @@ class IpcEnd(End):
         """
         opening = self._opened.get(region)
         if opening is None:
-            raise PeerFault(f"{self.peer} would have bytes put into memory that it did not tell of")
+            raise PeerFault(f"{self.peer} sends bytes to a region that it did not announce")
         return await asyncio.shield(opening)
 
     def room(self, key: _Key) -> asyncio.Future[Room]:
-        """The room for a part, once the peer announces it."""
+        """The place of a part, once the peer announces it."""
         return self.rooms.setdefault(key, asyncio.get_running_loop().create_future())
 
     def laid(self, key: _Key) -> asyncio.Future[Laid]:
@@ -191,8 +191,7 @@ class IpcEnd(End):
         return found
 
     async def apart(self, work: Callable[[], Any]) -> Any:
-        """Do ``work`` in a thread of its own: a copy that was begun is finished, even when this
-        is cancelled."""
+        """Do ``work`` in a thread. A copy that was begun is finished, even if this is cancelled."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
@@ -240,7 +239,7 @@ class _IpcLink(StagedLink):
             try:
                 room = await self._wait_for(self._end.room(key))
             finally:
-                self._end.rooms.pop(key, None)  # nobody waits for it any more
+                self._end.rooms.pop(key, None)  # no task waits for it any more
             if room.total != data.nbytes:
                 await self._post(
                     Laid(tag, number, data.nbytes, is_other=True, generation=self._generation)
@@ -344,7 +343,7 @@ class _IpcLink(StagedLink):
 
 
 def _share(device: torch.device) -> tuple[Shared, Stream]:
-    """Landing memory: left by an earlier session, or new."""
+    """A region: left by an earlier session, or new."""
     with _lock:
         kept = _kept.get(devices(), {}).get(device, [])
         found = kept.pop() if kept else None

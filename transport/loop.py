@@ -2,8 +2,8 @@
 ``datastates-transport``.
 
 Callers are ordinary threads: ``run`` waits for a coroutine there, ``submit`` returns a future. The
-loop starts on first use, and again after ``stop``. A forked child inherits none of it, and gets a
-loop of its own on first use.
+loop starts on first use, and again after ``stop``. A forked child inherits none of it, and gets its
+own loop on first use.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _logger = logging.getLogger(__name__)
 def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
     """Start a coroutine on the loop.
 
-    The future is done when the coroutine has *ended*. ``cancel`` asks the coroutine to end, and a
-    caller that waits for the future then waits until nothing of it runs any more.
+    The future is done when the coroutine has *ended*. After ``cancel``, a caller that waits for
+    the future waits until the coroutine has ended.
 
     :raises Closed: the process is ending.
     """
@@ -82,7 +82,7 @@ def at_stop(close: Callable[[], Coroutine[Any, Any, None]]) -> None:
 def stop() -> None:
     """Cancel everything that runs, close what was registered, and end the loop.
 
-    Runs by itself at the end of the process; idempotent."""
+    The process runs it when it ends; idempotent."""
     global _current
     if _is_own_thread():
         raise InvalidInput(

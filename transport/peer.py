@@ -58,9 +58,8 @@ from .untrusted import (
 
 
 class Push(Move):
-    """A state on its way to the first of some sources.
-
-    ``tags`` says whether tags on it and its ancestors go with it."""
+    """A push of a state to the first of some sources. With ``tags``, tags on it and on its
+    ancestors go with it."""
 
     def __init__(self, sources: Sources, core: Core, state: State, *, tags: bool) -> None:
         self.state, self._sources, self._core, self._tags = state, sources, core, tags
@@ -138,8 +137,7 @@ class Push(Move):
 
 
 class _CountingSource(StateSource):
-    """A source that counts what a peer asks for of a pushed state: ``moved`` bytes in ``chunks``
-    chunks so far."""
+    """A source that counts the bytes and chunks of a pushed state that the peer has fetched."""
 
     def __init__(self, reader: Reader, reopen: Callable[[], Reader]) -> None:
         super().__init__(reader, reopen)
@@ -148,7 +146,6 @@ class _CountingSource(StateSource):
         self.on_chunk: Callable[[int], None] = lambda _: None
 
     async def chunk(self, index: int) -> Sequence[memoryview]:
-        """The chunk, where it lies."""
         found = await super().chunk(index)
         if index not in self._counted:
             # it is read for its digest too, and again when a link breaks
@@ -169,8 +166,8 @@ async def _knows_all(session: Session, uids: set[str], known: set[str]) -> bool:
     return True
 
 
-# A reader of a part of a state that peers hold open for us: chunks that are asked for ahead come
-# in the background, many at once.
+# A reader of a part of a state that peers hold open for us. ``ahead`` fetches many chunks at once
+# in the background.
 
 
 Fetch = Callable[[Sink], Coroutine[Any, Any, Fetched]]
@@ -197,8 +194,7 @@ class PeerReader(Reader):
         self._is_closed = False
 
     def ahead(self, chunks: Sequence[int]) -> None:
-        """Begin to fetch those of these chunks that are neither here nor on their way; never
-        waits."""
+        """Begin to fetch these chunks, unless that has begun before; never waits."""
         if self._is_closed:
             raise Closed(
                 f"the reader of state {self.manifest.origin.uid} is closed: clone it again"
@@ -227,7 +223,7 @@ class PeerReader(Reader):
         return self._stream_memory.memory(start, length).toreadonly()
 
     def close(self) -> None:
-        """Stop what is on its way, so that nobody writes to the memory any more. Idempotent."""
+        """Stop every fetch: afterwards the memory is not written any more. Idempotent."""
         self._is_closed = True
         for batch in self._all:
             for name, count in batch.end().items():
@@ -239,7 +235,7 @@ class PeerReader(Reader):
 
 
 class _ChunkBatch(Sink):
-    """Some chunks on their way. Each is stored in the stream_memory at its place in the stream."""
+    """Some chunks that are being received, each at its place in the stream memory."""
 
     def __init__(
         self,
@@ -319,8 +315,8 @@ class _ChunkBatch(Sink):
         self._changed.notify_all()
 
 
-# A clone of one state by all ranks of a job at once: each asks the sources for its share, and
-# passes on what the others want too.
+# A clone of one state by all ranks of a job at once. Each rank fetches its share from the sources,
+# and sends it to the other ranks that need it.
 
 
 def clone_together(
@@ -430,7 +426,7 @@ def _readers(
 
 
 class _PartsProgress:
-    """What this rank asked for of all parts, and how much of it is here; used on the loop
+    """The bytes of all parts that this rank requested, and how many are here; used on the loop
     thread."""
 
     def __init__(self, on_progress: Progress | None) -> None:
@@ -438,7 +434,7 @@ class _PartsProgress:
         self._parts: dict[int, tuple[int, int]] = {}
 
     def of(self, part: int) -> Callable[[int, int], None] | None:
-        """A callback that is told how far one part is."""
+        """The progress callback of one part."""
         return None if self._on_progress is None else partial(self._hear, part)
 
     def _hear(self, part: int, done: int, total: int) -> None:
@@ -499,7 +495,7 @@ def connect(
 
 
 class Peer:
-    """The repositories of other processes, as one: questions go to the first that answers.
+    """The repositories of other processes, as one. Requests go to the first that answers.
 
     Safe from any thread but the transport's."""
 
@@ -756,12 +752,12 @@ class Peer:
         return f"<Peer {', '.join(self.urls)}{' (closed)' if self.sources.is_closed else ''}>"
 
 
-# Peers as a place from which states are repaired: each state is opened there, and only the chunks
-# that are asked for are moved.
+# Peers as a source for repairs. A state is opened at the peer, and only the chunks that the repair
+# reads are moved.
 
 
 class PeerTier:
-    """A peer's states, part by part. ``party`` says whose bytes they are."""
+    """A peer's states, part by part. ``party`` is the peer, as the lineage records it."""
 
     def __init__(self, peer: Peer) -> None:
         self.party = ", ".join(peer.urls)

@@ -171,20 +171,20 @@ class Hello(Struct, frozen=True, tag=True):
 class Challenge(Struct, frozen=True, tag=True):
     """The server's answer.
 
-    It reveals nothing else before the client has proved that it knows the token."""
+    The server reveals nothing else before the client has proved the token."""
 
     version: Annotated[int, Meta(ge=0, le=1 << 16)]
     nonce: _Nonce
 
 
 class Proof(Struct, frozen=True, tag=True):
-    """The client's proof that it knows the token: its code over everything said so far."""
+    """The client's proof of the token: its code over both first frames."""
 
     mac: _Mac
 
 
 class Welcome(Struct, frozen=True, tag=True):
-    """The server's proof that it knows the token, too."""
+    """The server's proof of the token."""
 
     mac: _Mac
 
@@ -194,13 +194,13 @@ class Denied(Struct, frozen=True, tag=True):
 
 
 class Ready(Struct, frozen=True, tag=True):
-    """What each side says of itself in its first authenticated frame.
+    """The description of each side in its first authenticated frame.
 
-    ``planes`` are the data planes that it can use, and ``wish`` is the one that it was asked to
-    use, if any (see ``choice``). ``near`` is the socket where processes of its host prove that they
-    are on it (see ``near``). ``address`` is its end of the data plane; empty if that was not needed
-    yet (``Moved`` sends it then). A peer that is silent for ``timeout_ms`` is treated as dead. A
-    client has no ``identity``.
+    ``planes`` are the data planes that it can use. ``wish`` is the one that its user chose, if any
+    (see ``handshake.offer``). ``near`` is the socket where processes of its host prove that they
+    are on it (see ``same_host``). ``address`` is its end of the data plane. It is empty until the
+    end is needed; ``Moved`` sends it then. A peer that is silent for ``timeout_ms`` is treated as
+    dead. A client has no ``identity``.
     """
 
     planes: Annotated[tuple[Name, ...], Meta(max_length=8)]
@@ -212,12 +212,12 @@ class Ready(Struct, frozen=True, tag=True):
 
 
 class Refused(Struct, frozen=True, tag=True):
-    """SendStats instead of ``Ready``: the peer knows the token, but is not let in now."""
+    """Sent instead of ``Ready``: the peer has proved the token, but is not admitted now."""
 
     failure: Failure
 
 
-# --- questions and answers ------------------------------------------------------------------------
+# --- requests and answers -------------------------------------------------------------------------
 
 
 class Refs(Struct, frozen=True, tag=True):
@@ -250,10 +250,10 @@ class Open(Struct, frozen=True, tag=True):
     """Pin a state -> Opened.
 
     ``relay`` is the url at which the asking side will itself serve this state, if it joins a chain;
-    ``failed`` are urls of the chain that did not answer it. ``here`` asks for this server's own
-    copy, whatever the chain. ``near``: the asking side has proved to be a process of this host and
-    user (see ``near``) and asks where the chunks are in memory. ``part``: of a state of several
-    parts, open only the part of this rank.
+    ``failed`` are urls of the chain that did not answer it. With ``here``, the server sends its
+    own copy, whatever the chain. With ``near``, the client is a process of this host and user (see
+    ``same_host``), and the answer has the addresses of the chunks in memory. ``part``: of a state
+    of several parts, open only the part of this rank.
     """
 
     uid: Uid
@@ -266,10 +266,10 @@ class Open(Struct, frozen=True, tag=True):
 
 class Opened(Struct, frozen=True):
     """A state that is pinned under ``handle``, with the bytes of each of its chunks. In a chain,
-    ``upstream`` is the url of the peer to ask for the chunks instead. Their digests are still asked
-    of this server (``Digests``), so the state is pinned in any case.
+    ``upstream`` is the url of the peer to ask for the chunks instead. Their digests still come
+    from this server (``Digests``), so the state is pinned in any case.
 
-    ``addresses`` says where the chunks are in the memory of the answering process, or nothing.
+    ``addresses`` are those of the chunks in the memory of the answering process, or empty.
     """
 
     handle: _Id
@@ -378,7 +378,7 @@ class Gone(Struct, frozen=True, tag=True):
     """The chunk that was wanted on ``tag`` will not come. Both sides then reset the data plane, so
     that nothing is left in transit.
 
-    ``is_link`` says that only the link broke: the chunk may be asked for again."""
+    With ``is_link``, only the link broke: the chunk may be requested again."""
 
     tag: _Tag
     failure: Failure
@@ -390,7 +390,7 @@ class Moved(Struct, frozen=True, tag=True):
     """The sender's end of the data plane has moved; what was under way to the old one is lost.
 
     An empty ``address`` means that there is no end, because it stopped or (``failure``) cannot be
-    made. A sender that ``asks`` wants to be told the other end's address."""
+    made. With ``asks``, the receiver answers with its own address."""
 
     address: _Address
     asks: bool = False
@@ -398,8 +398,8 @@ class Moved(Struct, frozen=True, tag=True):
 
 
 class Took(Struct, frozen=True, tag=True):
-    """How many chunks the side that has a state open has read directly from memory (see
-    ``near.py``), since it last said so."""
+    """The chunks and bytes that the receiver has read directly from memory (see ``same_host``),
+    since its last message of this kind."""
 
     handle: _Id
     chunks: Annotated[int, Meta(ge=1, le=1 << 24)]
@@ -408,7 +408,7 @@ class Took(Struct, frozen=True, tag=True):
 
 class Land(Struct, frozen=True, tag=True):
     """Memory on a device of the sender's, with the handle by which the driver opens it; the
-    other side puts what it sends there (see ``wire/ipc.py``)."""
+    other side copies what it sends to this memory (see ``ipc``)."""
 
     region: _Id
     handle: Annotated[bytes, Meta(min_length=1, max_length=512)]
@@ -430,8 +430,8 @@ class Room(Struct, frozen=True, tag=True):
 class Laid(Struct, frozen=True, tag=True):
     """That part is there.
 
-    Or, if the message has another length than was said, it has ``length``, and nothing was put
-    there."""
+    With ``is_other``, the message has ``length`` bytes, which is not the announced length, and no
+    byte was copied."""
 
     tag: _Tag
     number: _Id
@@ -447,7 +447,7 @@ class Ping(Struct, frozen=True, tag=True):
 
 
 class Bye(Struct, frozen=True, tag=True):
-    """The sender closes this connection, and says why."""
+    """The sender closes this connection, for the reason in ``failure``."""
 
     failure: Failure
 

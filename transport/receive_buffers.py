@@ -1,5 +1,5 @@
-"""Memory for a state that is on its way: as large as its stream, with real pages only where
-something lands."""
+"""Memory for a state that is being received: as large as its stream, with real pages only for the
+bytes that are received."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ Extent = tuple[int, int]
 
 
 class StreamMemory:
-    """Memory in which byte ``i`` of a stream lies at byte ``i``. It is freed once no view of it is
-    left.
+    """Memory in which byte ``i`` of a stream is at byte ``i``. It is freed with its last view.
 
     It uses huge pages if the kernel gives them: touching them for the first time costs a third of
     touching small ones, and a helper thread touches them ahead of the transfer.
@@ -86,15 +85,14 @@ class StreamMemory:
             self._helper.start()
 
     def reopen(self, chunk_count: int) -> bool:
-        """Begin anew with the existing pages; False if there are too few."""
+        """Reuse the existing pages; False if there are too few."""
         self._is_closed = False
         return chunk_count * CHUNK_BYTES <= self._length
 
     def close(self, keep: Iterable[Extent] | None = None) -> None:
         """Stop touching.
 
-        With ``keep``, the pages of everything else are given back, and nobody may look at them
-        any more."""
+        With ``keep``, all other pages are returned to the kernel, and must not be read again."""
         self._is_closed = True
         if self._helper is not None:
             self._helper.join()
@@ -117,15 +115,15 @@ class StreamMemory:
 
 
 class StreamMemoryCache:
-    """Keeps the memory of the last clone for the next one: pages that were touched before take
-    bytes many times as fast."""
+    """Caches the memory of the last clone for the next one. Writing to pages that were touched
+    before is many times as fast."""
 
     def __init__(self) -> None:
         self._kept: StreamMemory | None = None
         self._lock = threading.Lock()
 
     def take(self, chunk_count: int) -> StreamMemory:
-        """A stream_memory of at least ``chunk_count`` chunks, with arbitrary contents."""
+        """Memory for at least ``chunk_count`` chunks, with arbitrary contents."""
         with self._lock:
             kept, self._kept = self._kept, None
         return kept if kept is not None and kept.reopen(chunk_count) else StreamMemory(chunk_count)
@@ -136,7 +134,7 @@ class StreamMemoryCache:
             self._kept = stream_memory
 
     def close(self) -> None:
-        """Release the stream_memory that is kept; idempotent."""
+        """Release the cached memory; idempotent."""
         with self._lock:
             self._kept = None
 
@@ -149,19 +147,19 @@ def _advise(address: int, length: int, advice: int) -> None:
         _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), advice)
 
 
-# How each chunk is received: which stretches go straight to their places, and which are packed
-# together, to be scattered later.
+# The route of each chunk: large stretches are received at their places, small ones are packed
+# together and scattered later.
 
 
 DIRECT_BYTES = 256 << 10
-"""From this size on, a stretch is worth a message of its own."""
+"""A stretch of at least this size has its own message."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stretch:
     """A wanted tensor in the stream.
 
-    ``home`` is the bytes of the live tensor, flat; None: it belongs in the stream_memory."""
+    ``home`` is the bytes of the live tensor, flat; None: it belongs in the stream memory."""
 
     start: int
     length: int
@@ -207,7 +205,7 @@ def route(
         for index, piece in _cut(stretch):
             found = pieces.setdefault(index, [])
             last = found[-1] if found else None
-            # pieces next to each other in the stream_memory become one
+            # pieces next to each other in the stream memory become one
             if (
                 last is not None
                 and last.home is None is piece.home
@@ -260,13 +258,13 @@ def _segments(
         yield Segment(begin, length - begin, None, tuple(packed))
 
 
-# Copies from host memory to live tensors on devices: after everything that their owner queued,
-# and before what the owner queues next.
+# Copies from host memory to live tensors on devices. They run after the work that the owner of the
+# tensors queued before, and before the work that it queues afterwards.
 
 
 class DeviceWriter:
-    """A stream for each device on which something lands. Made and joined on the thread that owns
-    the tensors, which must stay alive.
+    """A stream for each device that receives something. Made and joined on the thread that owns the
+    tensors, which must stay alive.
 
     Do not change memory that a copy reads until a mark that was made after the copy is reached.
     """
@@ -278,7 +276,7 @@ class DeviceWriter:
             devices().wait(side, devices().mark(devices().current(device)))
 
     def stream(self, device: torch.device) -> Stream:
-        """The stream of a device on which something lands; valid before ``join``."""
+        """The stream of a device; valid before ``join``."""
         return self._streams[device]
 
     def put(self, homes: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -403,7 +401,7 @@ def holders(specs: Sequence[TensorSpec], wanted: Sequence[bool]) -> dict[int, No
 def placeholders(
     specs: Sequence[TensorSpec], wanted: Collection[int], stream_memory: StreamMemory
 ) -> list[torch.Tensor | None]:
-    """Every wanted tensor, over untouched memory: of the stream_memory or, for a tensor of several
+    """Every wanted tensor, over untouched memory: of the stream memory or, for a tensor of several
     shards, its own."""
     tensors: list[torch.Tensor | None] = [None] * len(specs)
     for index in wanted:
@@ -466,8 +464,8 @@ def givable(
     return found
 
 
-# Memory on a device in which chunks are checked: each arrives whole, is digested there, and is
-# copied from there to its places.
+# Memory on a device in which chunks are checked. Each chunk arrives whole, is digested on the
+# device, and is copied to its places.
 
 
 _logger = logging.getLogger(__name__)
@@ -484,8 +482,7 @@ class StagingBuffer:
         self._digesters: dict[int, tuple[Digester, torch.Tensor]] = {}
 
     def digester(self, length: int) -> tuple[Digester, torch.Tensor]:
-        """The digester for a chunk of this length that lies here, and host memory for its
-        result."""
+        """The digester for a chunk of this length, and host memory for its result."""
         found = self._digesters.get(length)
         if found is None:
             here = devices().pinned((1, 8), torch.int64)
@@ -611,7 +608,7 @@ class StagingBuffers:
 def staging_buffers_of(
     homes: Mapping[int, Home], device_writer: DeviceWriter, count: int
 ) -> dict[torch.device, StagingBuffers]:
-    """The staging_buffers of each device on which something lands."""
+    """The staging buffers of each device that receives something."""
     found: dict[torch.device, StagingBuffers] = {}
     for home in homes.values():
         if devices().is_on(home.flat) and devices().of(home.flat) not in found:

@@ -1,4 +1,4 @@
-"""A clone into live objects: through a stream_memory that is written at the end, or in place."""
+"""A clone into live objects: through memory that is copied at the end, or in place."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ takes each chunk by itself."""
 
 @dataclass(slots=True)
 class _Arriving:
-    """A chunk on its way: where its segments are received, the scratch buffer that holds some of
-    them, and the staging buffer on the device to which it comes."""
+    """A chunk that is being received: the memory of its segments, the scratch buffer that holds
+    some of them, and the staging buffer on a device."""
 
     memory: list[memoryview]
     scratch: torch.Tensor | None

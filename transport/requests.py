@@ -1,4 +1,4 @@
-"""The requests of one session: those of the peer, which are answered here, and our own.
+"""The requests of one session: the peer's requests, which are answered here, and our own.
 
 Ask   -> take -> _answer, _reply            a few at once
 Ask   -> take -> _begin_upload              a push: the description of its state follows in parts
@@ -88,7 +88,7 @@ _TASKS = 4096
 class Lifecycle:
     """Belongs to the loop thread.
 
-    ``end`` is run once, with the error and what to tell the peer; it must set ``ended``."""
+    ``end`` is run once, with the error and the farewell to the peer; it must set ``ended``."""
 
     def __init__(
         self, peer: str, end: Callable[[DatastatesError, str | None], Coroutine[Any, Any, None]]
@@ -105,7 +105,7 @@ class Lifecycle:
             raise again(self.error)
 
     def spawn(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        """Run ``work`` in a task of its own, which ends with the session.
+        """Run ``work`` in a new task, which ends with the session.
 
         Each task holds something, so they may not be too many."""
         if len(self._tasks) > _TASKS:
@@ -128,13 +128,13 @@ class Lifecycle:
             raise again(self.error) from None
 
     def depend_on(self, work: Callable[..., Awaitable[None]], *arguments: object) -> None:
-        """Run ``work`` in a task of its own; if it fails, the session is over."""
+        """Run ``work`` in a new task. If it fails, the session ends."""
         self.spawn(self._or_fall(work, *arguments))
 
     def fall(self, error: DatastatesError, *, farewell: str | None = None) -> None:
         """End the session with an error, unless it already has one.
 
-        The peer is told its fault, or the ``farewell``."""
+        The peer gets the ``farewell``, or the text of its fault."""
         if self.error is None:
             self.error = error
             if farewell is None and isinstance(error, PeerFault):
@@ -186,7 +186,7 @@ class Clock:
             self._stood_still_s += late
 
 
-# The requests of the peer: accepted as they come, answered by tasks of their own.
+# The requests of the peer. They are accepted as they come, and each is answered by a task.
 
 
 _ANSWERED_AT_ONCE = 8  # more wait
@@ -433,8 +433,8 @@ class IncomingRequests:
 
     async def _receive(self, upload: _Upload) -> bytes:
         """Fetch a state that the peer pushes; the body of the answer is its record."""
-        # Threads work on it. So it is not cancelled: it fails once the session is over, and what it
-        # holds counts until then.
+        # It is not cancelled, because threads work on it. It fails once the session is over, and
+        # what it holds counts until then.
         receiving = asyncio.create_task(self._fetch_pushed(upload.push, upload.body))
         receiving.add_done_callback(mark_retrieved)
         try:
@@ -488,7 +488,7 @@ def _release_late(late: Callable[[_T], object], done: Future[_T]) -> None:
         return  # there is no result
     try:
         late(done.result())
-    except Exception:  # the request was cancelled, so there is nobody to report it to
+    except Exception:  # the request was cancelled, so no task gets the error
         _logger.exception("the result of a cancelled request could not be released")
 
 

@@ -8,9 +8,9 @@ whose ends the kernel identifies.
     client ->  HMAC(key, "near client", name, both nonces)
     server ->  HMAC(key, "near server", …), where its beacon is, the beacon
 
-Only then does the server reveal where chunks are, and the client read them. The connection stays
-open as long as the session. While it does, the process that the kernel identified is alive, and no
-other process has its pid.
+After this proof, the server reveals the addresses of chunks, and the client reads them. The
+connection stays open as long as the session. While it does, the process that the kernel identified
+is alive, and no other process has its pid.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def is_wanted() -> bool:
 
 
 class LocalChunks:
-    """Chunks of one state in the memory of a near process; ``addresses`` are those of all chunks.
-    Belongs to the loop thread; ``close`` it there.
+    """Chunks of one state in the memory of a near process; ``addresses`` has the address of each
+    chunk. Belongs to the loop thread; ``close`` it there.
 
     ``took`` is called with numbers of chunks and bytes from time to time, and at the end.
     """
@@ -138,7 +138,7 @@ class LocalChunks:
         try:
             is_read = await asyncio.shield(reading)
         except asyncio.CancelledError:
-            await finish(reading)  # a millisecond; then nobody writes any more
+            await finish(reading)  # a millisecond; then the buffers are not written any more
             raise
         if is_read:
             self._chunks += 1
@@ -170,8 +170,8 @@ _place = struct.Struct(f">Q{_NONCE_BYTES}s")
 
 
 class LocalPeers:
-    """Where processes of this host connect, for all sessions of one server. Belongs to the loop
-    thread; ``name`` is empty where none can."""
+    """The Unix socket to which processes of this host connect, for all sessions of one server.
+    Belongs to the loop thread. ``name`` is empty if no process can connect."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -210,7 +210,7 @@ class LocalPeers:
             writer.close()
 
     async def close(self) -> None:
-        """Let nobody in any more, and disconnect everybody; idempotent."""
+        """Accept no more processes, and disconnect those that are here; idempotent."""
         self._is_closed = True
         server, self._server = self._server, None
         if server is not None:
@@ -269,8 +269,8 @@ class LocalPeers:
 
 
 async def meet(name: str, terms: Terms) -> ProcessMemory | None:
-    """The process behind such a socket, if it is of this host and user, knows the session, and
-    can be read."""
+    """The memory of the process behind such a socket, if it is of this host and user, proves the
+    session's key, and can be read."""
     if not is_wanted() or not _NAME.fullmatch(name):
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -48,7 +48,7 @@ def digest_of(pieces: Sequence[memoryview]) -> bytes:
 
 
 class DigestCache:
-    """Digests that are computed once for all sessions that share this, in threads of its own.
+    """Digests that are computed once for all sessions that share this cache, in its own threads.
 
     Belongs to the loop thread."""
 
@@ -104,7 +104,7 @@ class DigestCache:
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
-            await asyncio.wait({work})  # a millisecond; after that nobody reads the source any more
+            await asyncio.wait({work})  # a millisecond; after that the source is not read any more
             raise
 
 
@@ -119,8 +119,8 @@ def _digest_or_damaged(source: Source, index: int, pieces: Sequence[memoryview])
 
 
 def cut(pieces: Sequence[memoryview], lengths: Sequence[int]) -> list[memoryview]:
-    """The same bytes as pieces of other lengths: views if a new piece lies in one old piece, else
-    copies.
+    """The same bytes as pieces of other lengths. A new piece inside one old piece is a view, any
+    other a copy.
 
     Old and new pieces have the same total length.
     """
@@ -249,7 +249,7 @@ class ChunkSender:
 
     def add(self, source: Source, uid: str, *, is_near: bool = False) -> int:
         """Hold a source open; it is closed with the handle, or with the session. ``is_near``: the
-        peer knows where it is in memory.
+        peer has its addresses in memory.
 
         :raises InvalidInput: the peer holds too many already.
         """
@@ -276,7 +276,7 @@ class ChunkSender:
         return handle
 
     def want(self, want: Want) -> bool:
-        """Send a chunk, in a task of its own; returns whether it had not been wanted before.
+        """Send a chunk, in a new task. Returns whether this is the first request for it.
 
         :raises PeerFault: there is no such chunk, it has another length, or too many are under way.
         """
@@ -473,7 +473,7 @@ class ChunkSender:
         self._has_moved = True
 
     async def _gone(self, want: Want, error: BaseException, *, is_link: bool = False) -> None:
-        with suppress(DatastatesError):  # the session is over: nobody waits any more
+        with suppress(DatastatesError):  # the session is over, and the chunk is not awaited
             await self._post(Gone(want.tag, describe(error), self._plane.generation, is_link))
 
     async def _close(self, held: _OpenSource) -> None:
@@ -524,7 +524,7 @@ async def _read(held: _OpenSource, index: int) -> Sequence[memoryview]:
     return pieces
 
 
-# The chunks that were asked for on one session, and how they are received.
+# The chunks that were requested on one session.
 
 
 _WORD_S = 0.1
@@ -540,7 +540,7 @@ class _Broken(Exception):
 
 
 class ChunkReceiver:
-    """The chunks that were asked for on one session."""
+    """The chunks that were requested on one session."""
 
     def __init__(
         self, plane: Plane, post: Callable[[Message], Awaitable[None]], clock: Callable[[], float]
@@ -555,7 +555,7 @@ class ChunkReceiver:
 
     @property
     def stalled_s(self) -> float:
-        """The seconds for which nothing has come of what was asked for, as of the last check."""
+        """The seconds for which no byte of the requested chunks has come, as of the last check."""
         if self._has_moved:
             self._moved_at, self._has_moved = self._clock(), False
         return self._clock() - self._moved_at if self._wanted else 0.0
@@ -563,11 +563,10 @@ class ChunkReceiver:
     async def chunk(
         self, handle: int, index: int, buffers: Sequence[memoryview] | OnDevice
     ) -> None:
-        """Receive a chunk: first the receives are posted, then the peer is asked.
+        """Receive a chunk: first the receives are posted, then the request is sent.
 
-        A link that breaks while the session stands does not fail the chunk, which is asked for
-        again over a new link. UCX may take down a new connection together with one that either end
-        closes at that moment.
+        If the link breaks while the session is open, the chunk is requested again over a new link.
+        UCX may take down a new connection together with one that either end closes at that moment.
         """
         if not isinstance(buffers, OnDevice) and len(buffers) > PIECES:
             raise InvalidInput(
@@ -627,8 +626,8 @@ class ChunkReceiver:
             here.cancel()
 
     def claim(self, sent: int) -> bool:
-        """Check what the peer says that it has sent; False if that cannot be true. Only what
-        arrives counts as progress."""
+        """Check the number of bytes that the peer claims to have sent; False if it cannot be true.
+        The claim does not count as progress."""
         if not self._claimed <= sent <= self.bytes_wanted:
             return False
         self._claimed = sent
@@ -655,7 +654,7 @@ class ChunkReceiver:
 
 
 async def _outcome(here: asyncio.Future[Any], gone: asyncio.Future[Gone]) -> None:
-    """Wait until every piece is here, or one fails, or the peer says that they will not come."""
+    """Wait until every piece is here, or one fails, or the peer reports that they will not come."""
     try:
         await here
     except asyncio.CancelledError:
@@ -663,7 +662,7 @@ async def _outcome(here: asyncio.Future[Any], gone: asyncio.Future[Gone]) -> Non
         if not gone.done() or (caller is not None and caller.cancelling()):
             raise
     except DatastatesError as exc:
-        # the peer's own message says more than a broken link
+        # the peer's own message is more precise than a broken link
         await asyncio.wait({gone}, timeout=_WORD_S)
         if not gone.done():
             if isinstance(exc, Disconnected):

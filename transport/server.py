@@ -1,4 +1,4 @@
-"""A server: it listens, lets in peers that know the token, and answers from a store."""
+"""A server: it listens, admits peers that prove the token, and sends states of a store."""
 
 from __future__ import annotations
 
@@ -183,8 +183,7 @@ class Server:
         return session
 
     def _make_room(self, channel: Channel) -> None:
-        """Make room for a session that is just beginning, by ending the one whose peer has been
-        idle the longest."""
+        """End the session that has been idle the longest, if a new session needs its place."""
         if self._is_closing:
             raise Unavailable(f"the server at {self.url} is being closed")
         here = self._sessions - self._leaving
@@ -209,8 +208,8 @@ class Server:
 
 
 def is_loopback(url: str) -> bool:
-    """Whether only this machine can reach a url: it names 127.0.0.0/8, ::1 or localhost, or
-    stays in this process."""
+    """Whether only this machine can reach a url: its host is in 127.0.0.0/8, ::1 or localhost, or
+    its scheme is ``memory``."""
     parts = urlsplit(url)
     if parts.scheme == "memory" or parts.hostname == "localhost":
         return True

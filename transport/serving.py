@@ -81,8 +81,8 @@ class PushBudget:
         self._coming = 0
 
     def acquire(self, lengths: Sequence[int]) -> list[int]:
-        """Take slots for chunks of these lengths, besides what captures need. Waits at most
-        ``patience_s`` for earlier pushes to be written.
+        """Acquire slots for chunks of these lengths, in addition to those that captures need. Waits
+        at most ``patience_s`` until earlier pushes are written.
 
         :raises OverBudget: there are never so many.
         :raises Unavailable: there are not so many now.
@@ -143,8 +143,8 @@ class PushBudget:
 # tiers hold.
 
 
-_PAGE = 1000  # states; a peer that wants more asks again
-_TAGS = 1000  # each is a transaction of its own
+_PAGE = 1000  # states; for more, a peer sends another request
+_TAGS = 1000  # each is one transaction
 _PUSHERS = "push"
 """The party of every peer that has the token and may write: their states lend each other chunks."""
 
@@ -197,8 +197,8 @@ ANSWER_S = 10.0
 
 
 class RepositoryStore(Store):
-    """A repository as a server sees it; every method runs in worker threads. ``is_writable``
-    accepts what peers push; a push waits at most ``patience_s`` for room.
+    """A repository as a server sees it; every method runs in worker threads. With ``is_writable``,
+    peers may push. A push waits at most ``patience_s`` for memory.
     """
 
     def __init__(self, core: Core, *, is_writable: bool = False, patience_s: float = 10.0) -> None:
@@ -353,12 +353,12 @@ def _told(offer: Offer) -> tuple[State, list[State], list[Ref], dict[str, Run]]:
 
 @dataclass(frozen=True, slots=True)
 class ServerStats:
-    """What a server has done so far: payload sent, in chunks; peers that are here and that ever
-    were; peers that were turned away.
+    """Counts of a server since its start: bytes and chunks sent; peers now and ever; connections
+    that were refused.
 
-    ``refused_for`` says why: ``room`` (no place for the connection), ``gave way`` (to others that
-    came while it proved nothing), ``late`` (it proved nothing in time), ``left``; or the kind of
-    the error that it was told, such as ``unauthorized``. ``connections`` are here now, including
+    ``refused_for`` has the reasons: ``room`` (no place for the connection), ``gave way`` (to others
+    that came while it proved nothing), ``late`` (it proved nothing in time), ``left``; or the kind
+    of the error that it was told, such as ``unauthorized``. ``connections`` are here now, including
     those that have not proved anything yet. ``made_way`` counts peers that ended because others
     waited for their place, ``pins_revoked`` counts states that peers held open and whose memory a
     capture needed.
@@ -389,7 +389,7 @@ class Server(Protocol):
         """Counts of what the server has done so far."""
 
     def close(self, *, grace_s: float = ...) -> None:
-        """Accept nobody more, let transfers under way finish for ``grace_s`` seconds, and end
+        """Accept no more peers, let transfers under way finish for ``grace_s`` seconds, and end
         every connection; idempotent."""
 
     def __enter__(self) -> Self: ...
@@ -403,12 +403,12 @@ class Server(Protocol):
 
 
 class PeerServer:
-    """Serves states of a repository while training goes on; made by ``Repository.serve``. Safe from
-    any thread.
+    """Serves states of a repository during a training; made by ``Repository.serve``. Safe from any
+    thread.
 
-    A state that a peer clones is pinned: its memory is used for new captures only once the peer is
-    done, or silent for ``timeout_s``; or at once, if a capture would have to wait for it. The clone
-    then continues from disk, or fails with a message that says so.
+    A state that a peer clones is pinned. Captures reuse its memory only once the peer is done, or
+    silent for ``timeout_s``. If a capture would have to wait, it takes the memory at once. The
+    clone then continues from disk, or fails.
     """
 
     def __init__(
@@ -436,8 +436,8 @@ class PeerServer:
         return self._server.url
 
     def meet(self, urls: Sequence[str]) -> None:
-        """Note where the other processes of this one's job serve, so that peers that clone a
-        state of all of them are told."""
+        """Set the urls of the other processes of this job. Peers that clone a state of the whole
+        job get these urls."""
         self._store.others = tuple(urls)
 
     def stats(self) -> ServerStats:
@@ -494,12 +494,12 @@ class PeerServer:
         return f"<Server {self.url}{' (closed)' if self._is_closed else ''}>"
 
 
-# The ranks of a job that serve: their group tells each of them once where the others do.
+# The ranks of a job that serve: one exchange gives each rank the urls of all.
 
 
 def serve_together(group: Group, begin: Callable[[], Server]) -> Server:
-    """The server of this rank, which knows those of the others; collective. If one cannot serve,
-    none does.
+    """The server of this rank, which has the urls of all ranks; collective. If one rank cannot
+    serve, none does.
 
     :raises InvalidInput: it is a server for browsers.
     :raises Unavailable: another rank failed, or did not come; names it.
@@ -542,7 +542,7 @@ def announced(url: str) -> str:
 
 
 def own_address() -> str:
-    """This machine's address as others see it, as far as its name and routes tell."""
+    """This machine's address for other machines, from its routes or its name."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             # nothing is sent: the kernel only picks the interface

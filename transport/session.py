@@ -9,8 +9,8 @@ chunks of what it holds open.
     tasks      one for each question of the peer (``requests``) and each chunk that is sent
                (``sending``)
 
-However a session ends, its link is aborted before any waiting caller hears of it. Then its sources
-are closed, and no task is left.
+However a session ends, its link is aborted before any waiting caller gets the error. Then its
+sources are closed, and no task is left.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ _DAY_S = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class _Handshake:
-    """The outcome of a handshake. ``own`` and ``its`` are what each side said of itself; ``plane``
-    is the data plane that they agreed on; ``local`` is the memory of the other process, if that can
-    be read."""
+    """The outcome of a handshake. ``own`` and ``its`` are the frames of the two sides. ``plane`` is
+    the data plane that they agreed on. ``local`` is the memory of the other process, if it can be
+    read."""
 
     sealed: SecureChannel
     transport: Transport
@@ -126,7 +126,7 @@ async def _finish_handshake(
 def _terms(
     sealed: SecureChannel, timeout_s: float, url: str | None = None, tls: Tls | None = None
 ) -> Terms:
-    """What both ends know of the session; only the end that dialled knows the url."""
+    """The name, the keys and the peer of the session; only the end that dialled has the url."""
     name, key = sealed.derive(b"name")[:NAME_BYTES], sealed.derive(b"data")
     if url is None or sealed.remote is None:
         return Terms(name, key, sealed.peer, timeout_s=timeout_s)
@@ -151,7 +151,7 @@ _SMALL_BYTES = 64 << 10  # an answer of fewer bytes is decoded on the loop's thr
 class Session:
     """Created by ``connect`` or ``serve``; every method belongs to the loop thread.
 
-    ``peer`` says where the other end is."""
+    ``peer`` is the address of the other end."""
 
     def __init__(self, handshake: _Handshake) -> None:
         sealed, own, its = handshake.sealed, handshake.own, handshake.its
@@ -301,8 +301,8 @@ class Session:
 
     @property
     def unused_s(self) -> float:
-        """The seconds for which the peer has sent only signs of life, while nothing that it
-        asked for is under way."""
+        """The seconds for which the peer has sent only pings, while none of its requests is under
+        way."""
         is_used = self._incoming.is_busy or bool(self._sending.running)
         return 0.0 if is_used else self._clock() - self._used_at
 
@@ -322,7 +322,7 @@ class Session:
         await self._lifecycle.ended.wait()
 
     async def close(self, reason: str = "it was closed") -> None:
-        """End it and tell the peer; idempotent.
+        """End it, and send the reason to the peer; idempotent.
 
         Callers that wait for anything on it get ``Closed``."""
         self._lifecycle.fall(
@@ -334,7 +334,7 @@ class Session:
         """Send no further chunks, and wait up to ``grace_s`` for those under way."""
         await self._sending.drain(grace_s)
 
-    # --- what can be asked ------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     async def ask(self, question: Question, *, limit: int = BODY_BYTES) -> bytes:
         """The body of the answer. An error on the other side is raised here as the same class.
@@ -351,10 +351,10 @@ class Session:
     async def find(
         self, query: str, *, limit: int = 100, after: str | None = None, room: Share | None = None
     ) -> StatePage:
-        """A page of the states that a query finds. It takes from ``room`` what it takes in memory.
+        """A page of the states that a query finds. Its memory is taken from ``room``.
 
-        :raises PeerFault: it has more states than were asked for, or ``room`` is used up; the
-            session is over.
+        :raises PeerFault: it has more than ``limit`` states, or ``room`` is used up; the session
+            is over.
         """
         return await self._told(Find(query, limit, after), StatePage, room=room)
 
@@ -573,8 +573,8 @@ class Session:
 
 
 class SessionFeed(Feed):
-    """A state that the peer of a session holds open for us under ``handle``. ``lengths`` is what
-    the peer says of its chunks; ``addresses`` are those of the chunks in the peer's memory."""
+    """A state that the peer of a session holds open for us under ``handle``. ``lengths`` has
+    the bytes of each chunk, ``addresses`` its address in the peer's memory."""
 
     def __init__(
         self,
@@ -658,7 +658,8 @@ class SessionFeed(Feed):
 
 
 def _decoded(body: bytes, kind: type[_T], most: int | None, room: Share | None) -> _T:
-    """What a body says. A page has at most ``most`` states, and takes ``room``."""
+    """The content of a body. A page has at most ``most`` states; its memory is taken from
+    ``room``."""
     weight, limit = weigh(body, BODY_BYTES), BODY_BYTES if room is None else room.limit
     if weight > BODY_BYTES or (room is not None and not room.take(weight)):
         raise ValueError(

@@ -212,7 +212,7 @@ def heard(guest: socket.socket) -> bytes:
 
 
 async def knock(limiter: LocalPeers, terms: Terms) -> bool:
-    """Whether a process that this one started is let in by its limiter; it would read this one."""
+    """Whether a process that this one started is let in by its door; it would read this one."""
     script = f"""
 import asyncio
 from datastates.transport.contract import Terms

@@ -108,7 +108,7 @@ def url(lateness: Lateness, fault: str, data: str) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def way(monkeypatch: pytest.MonkeyPatch) -> str:
-    """ProcessMemory processes know each other, but no chunk is read from the other one's memory."""
+    """Near processes know each other, but no chunk is read from the other one's memory."""
     monkeypatch.setenv(same_host.SWITCH, "1")
     monkeypatch.setattr(
         same_host.LocalChunks, "receive", lambda *_: pytest.fail("a chunk was read")
