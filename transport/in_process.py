@@ -108,8 +108,8 @@ class _Listener(Listener):
 
 
 class _Channel(Channel):
-    """One end of a channel; ``other`` is the other one. What was sent before an end was closed
-    still arrives, as over TCP."""
+    """One end of a channel; ``other`` is the other one. Frames that were sent before an end was
+    closed still arrive, as over TCP."""
 
     other: _Channel
     admitted: AdmittedConnection | None = None
@@ -177,7 +177,7 @@ class _Channel(Channel):
 @dataclass(slots=True)
 class _Rendezvous:
     """The first end to reach a tag: a sender with its bytes or a receiver with its memory;
-    ``done`` tells it the outcome."""
+    ``done`` is set to the outcome."""
 
     link: _Link
     memory: memoryview

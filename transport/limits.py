@@ -39,7 +39,7 @@ _HEADS = (
     *[1] * 32,
 )
 
-# What an item takes in CPython's memory beside these bytes. Texts count with an entry in a dict,
+# The memory of an item in CPython, in addition to these bytes. Texts count with an entry in a dict,
 # containers when they are empty.
 _WEIGHTS = (
     *[8] * 128,
@@ -91,9 +91,9 @@ def weigh(body: bytes | bytearray | memoryview, most: int) -> int:
 class Limits:
     """The limits of one server for all of its peers together.
 
-    ``sessions`` counts peers that have proved the token. ``offer_bytes`` is for what they say of
-    states that they push (manifests and ancestry), as it travels and decoded; one peer may use at
-    most half of it.
+    ``sessions`` counts peers that have proved the token. ``offer_bytes`` is for the
+    descriptions of states that they push (manifests and ancestry), encoded and decoded. One peer
+    may use at most half of it.
     """
 
     sessions: int = 64

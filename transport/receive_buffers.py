@@ -69,7 +69,7 @@ class StreamMemory:
         return self._view[start : start + length]
 
     def tensor(self, start: int, length: int) -> torch.Tensor:
-        """A stretch of it as flat ``uint8``, with a storage of its own."""
+        """A stretch of it as flat ``uint8``, with its own storage."""
         return (
             torch.frombuffer(self.memory(start, length), dtype=torch.uint8)
             if length
@@ -129,7 +129,7 @@ class StreamMemoryCache:
         return kept if kept is not None and kept.reopen(chunk_count) else StreamMemory(chunk_count)
 
     def give(self, stream_memory: StreamMemory) -> None:
-        """Cache a closed memory that nobody reads any more, and release the one before it."""
+        """Cache a closed memory that is not read any more, and release the one before it."""
         with self._lock:
             self._kept = stream_memory
 
@@ -169,7 +169,7 @@ class Stretch:
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
     """Bytes of a chunk that belong together: in ``home`` from ``start`` on, or at that place of
-    the stream_memory."""
+    the stream memory."""
 
     offset: int
     length: int
@@ -316,9 +316,9 @@ def scatter(
     stream_memory: StreamMemory,
     device_writer: DeviceWriter,
     *,
-    is_in_shadow: bool,
+    is_in_stream: bool,
 ) -> Sequence[Mark]:
-    """Begin to move the bytes. ``memory`` is where each segment was received; ``is_in_shadow``:
+    """Begin to move the bytes. ``memory`` is where each segment was received; ``is_in_stream``:
     packed ones came to their place in the stream.
 
     The memory is read until the returned marks are reached.
@@ -328,7 +328,7 @@ def scatter(
         for piece in segment.pieces if segment.memory is None else ():
             data = received[piece.offset - segment.offset :][: piece.length]
             if piece.home is None:
-                if not is_in_shadow:
+                if not is_in_stream:
                     stream_memory.memory(piece.start, piece.length)[:] = data
             elif not devices().is_on(piece.home):
                 piece.view()[:] = data
@@ -344,8 +344,8 @@ def scatter(
 
 
 class Scratch:
-    """At most ``count`` buffers, made when first needed; ``is_pinned``: their contents go on to
-    a device."""
+    """At most ``count`` buffers, made when first needed; ``is_pinned``: their contents are then
+    copied to a device."""
 
     def __init__(self, count: int, *, is_pinned: bool = False) -> None:
         self._left, self._free = count, list[tuple[torch.Tensor, Sequence[Mark]]]()
@@ -447,7 +447,7 @@ def givable(
     wanted: Collection[int],
     homes: Mapping[int, object],
 ) -> dict[int, Extent]:
-    """Placeholders that may become part of the objects, by id, with the places where they lie."""
+    """Placeholders that may become part of the objects, by id, with their places."""
     found = {}
     for index in wanted:
         spec, tensor = specs[index], tensors[index]
@@ -475,7 +475,7 @@ _MOST_LAUNCHES = 16
 
 
 class StagingBuffer:
-    """Room for a chunk on a device. Belongs to one thread at a time."""
+    """Memory for a chunk on a device. Belongs to one thread at a time."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory

@@ -213,7 +213,7 @@ class ObjectsSink(Sink):
                     arriving.memory,
                     self._stream_memory,
                     self._device_writer,
-                    is_in_shadow=self._keeps,
+                    is_in_stream=self._keeps,
                 )
         self._settle(index, is_accepted=is_right, marks=marks)
         return is_right
@@ -315,7 +315,7 @@ class ObjectsSink(Sink):
     # --- where everything goes --------------------------------------------------------------------
 
     def _check(self) -> list[Target]:
-        """Refuse what does not fit, before a byte is asked for."""
+        """Refuse what does not fit, before a byte is requested."""
         with distrusting():
             tree = unflatten(
                 self._parts.skeleton, self._parts.values, self._tensors, is_sketch=True

@@ -56,11 +56,11 @@ class StateSink(Sink):
     A sink that is lost, for example to an interrupt, gives everything back once nothing (such as a
     data plane) refers to it any more.
 
-    ``acquire`` returns slots of ``arena``; it waits for room as a capture does, or raises
+    ``acquire`` returns slots of ``arena``; it waits for memory as a capture does, or raises
     OverBudget. ``party`` is the sender of the state. Chunks in memory that are ours, or came from
     the same party, are used in place, and stay here; chunks that one of ``relatives`` (uids of
     states that are ours or the party's) has on ``lender`` are read from there. Each other distinct
-    chunk is asked for once.
+    chunk is requested once.
 
     :raises OverBudget: the state can never fit.
     """
@@ -174,7 +174,7 @@ class StateSink(Sink):
         return placed
 
     def abandon(self) -> None:
-        """Give everything back; nobody writes to a buffer any more.
+        """Release everything; no buffer is written any more.
 
         Idempotent; does nothing after ``adopt``."""
         with self._lock:
@@ -196,7 +196,7 @@ class StateSink(Sink):
         return dict(zip(keys, slots, strict=True))
 
     def _read(self, lender: Tier, relatives: Iterable[str], first: dict[_Key, int]) -> None:
-        """Copy chunks that relatives have on disk; chunks that cannot be read are asked for."""
+        """Copy chunks that relatives have on disk; chunks that cannot be read are requested."""
         for uid in relatives:
             if not self._missing:
                 return
@@ -251,7 +251,7 @@ def _key(chunk: Chunk) -> _Key:
     return chunk.digest, chunk.length
 
 
-# Landing a state from another process in a repository: first in its memory, then in its lineage.
+# Recording a state from another process in a repository: first in its memory, then in its lineage.
 
 
 _logger = logging.getLogger(__name__)
@@ -265,7 +265,7 @@ def make_room(
     relatives: Iterable[str] = (),
     acquire: Callable[[Sequence[int]], Sequence[int] | None] | None = None,
 ) -> StateSink:
-    """Room for the chunks of a state in the repository's arena. May wait for room, as a capture
+    """A sink for the chunks of a state in the repository's arena. May wait for memory, as a capture
     does, unless ``acquire`` gets it.
 
     ``party`` is the sender, as ``land`` will record it. Parents and ``relatives`` that are on disk
@@ -294,15 +294,15 @@ def make_room(
 
 
 def abandon(core: Core, sink: StateSink) -> None:
-    """Free the memory of a clone that ended without landing."""
+    """Free the memory of a clone that ended without being recorded."""
     with undisturbed():
         sink.abandon()
         if core.running is not None:
-            core.running.release([])  # tells captures that wait for room
+            core.running.release([])  # wakes captures that wait for memory
 
 
 def missing_ancestry(core: Core, states: Sequence[State]) -> list[State]:
-    """Those of the states that the repository does not have."""
+    """The states that the repository does not have."""
     with core.database.read() as session:
         here = clones.known(session, (state.uid for state in states))
     return [state for state in states if state.uid not in here]

@@ -31,10 +31,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class OpenState:
-    """A state that sources hold open for us: each through a feed of its own, or all through the
-    chain of which ``forwarder`` is a link, or one of several ``parts`` through the holders of each.
-    ``urls`` are those of the sources that have it; ``sessions`` end with the state, so that a clone
-    that is cut off disturbs no other.
+    """A state that sources hold open for us. Its chunks come through ``feeds``, one for each
+    source. Or they come through a chain, by ``forwarder``; or in several ``parts``, from the
+    holders of each. ``urls`` names the sources that have it. ``sessions`` belong to this state
+    alone, and end with it.
     """
 
     state: State
@@ -84,7 +84,7 @@ class OpenState:
 
 @dataclass(slots=True)
 class _OpenedSource:
-    """What one source says of a state that it opened."""
+    """A state that one source has opened."""
 
     url: str
     manifest: CheckedManifest
@@ -121,7 +121,7 @@ class Sources:
     # --- questions --------------------------------------------------------------------------------
 
     async def sessions(self) -> list[tuple[str, Session]]:
-        """A session for questions with every url that answers.
+        """A session for requests with every url that answers.
 
         :raises Disconnected: none does.
         """
@@ -202,7 +202,7 @@ class Sources:
     # --- states -----------------------------------------------------------------------------------
 
     async def open(self, rev: str, *, chain: bool = False) -> OpenState:
-        """Open a state at every source that has it, each through a connection of its own; with
+        """Open a state at every source that has it, each through its own connection; with
         ``chain``, as a link of the first one's chain.
         """
         states = await self.resolve(rev)
@@ -231,7 +231,7 @@ class Sources:
         )
 
     async def _open_at(self, url: str, state: State) -> _OpenedSource | DatastatesError:
-        """What a source has of a state, or the reason why the source is left out."""
+        """The state at one source, or the reason why the source is left out."""
         session = None
         try:
             session = await self.connected(url)

@@ -50,8 +50,8 @@ class Holders:
 
 
 def plan(places: Sequence[bytes], parts: int) -> list[Holders]:
-    """For each part, the sources that serve it. ``places``: by source and part, how far away that
-    source has the part; 255 if it does not.
+    """For each part, the sources that serve it. ``places``: by source and part, how far away the
+    part is from that source; 255 if it does not have it.
 
     The nearest sources serve, at most four. Each part begins with the next source, so that the load
     is even.
@@ -76,7 +76,7 @@ _MANIFESTS_BYTES = 1 << 30
 """The most bytes that the manifests of all parts may have together."""
 
 _PARTS_AT_ONCE = 8  # parts that are being opened, processes that are being dialled
-_HELD = 32  # states that one session is asked to hold open: the other side allows twice as many
+_HELD = 32  # states that one session holds open; the other side allows twice as many
 _IN_FLIGHT = 32
 _WINDOW = 8
 
@@ -86,9 +86,8 @@ Progress = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class OpenPart:
-    """One rank's part: its manifest, the index of its first chunk in the joined state, the feeds
-    that serve it, and functions that open further holders, the best first, when all of these have
-    failed.
+    """One rank's part. ``first`` is the index of its first chunk in the joined state. ``spare``
+    are functions that open further holders, the best first, for when all ``feeds`` have failed.
     """
 
     manifest: Manifest
@@ -294,21 +293,20 @@ def _window(parts: Sequence[OpenPart]) -> int:
 
 
 def _has_ended_well(task: asyncio.Task[Fetched]) -> tuple[bool, bool]:
-    """A sort key: tasks that failed by themselves come first, then those that were cancelled
-    because of that."""
+    """A sort key: failed tasks come first, then the tasks that were cancelled because of them."""
     return not task.cancelled() and task.exception() is None, task.cancelled()
 
 
 async def _fetch_part(
     view: Sink, part: OpenPart, progress: FetchProgress, *, window: int, timeout_s: float
 ) -> Fetched:
-    """Fetch one part from the feeds that serve it; when these have failed, fetch the rest from
-    the next holder that has it."""
+    """Fetch one part from the feeds that serve it. When these have failed, fetch the missing chunks
+    from the next holder that has it."""
 
     async def fallback(
         failed: Sequence[Feed], error: DatastatesError
     ) -> tuple[Sequence[Feed], Feed | None]:
-        # if several feeds disagree, nobody here knows which one is right
+        # if several feeds disagree, it cannot be decided here which one is right
         is_final = isinstance(error, Corrupt) and len(failed) > 1
         if is_final or not isinstance(error, Disconnected | Unavailable | Corrupt | PeerFault):
             raise _of_part(part, error) from error

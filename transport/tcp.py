@@ -1,4 +1,4 @@
-"""Control frames over TCP, with TLS if it is asked for: four bytes of length, then the frame."""
+"""Control frames over TCP, optionally with TLS: four bytes of length, then the frame."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class TcpListener(Listener):
         self._acceptor = Acceptor(listening, limiter, word=word, arrived=self._begin, name=url)
 
     async def close(self) -> None:
-        """Accept no more peers; connections that have not said a word are closed."""
+        """Accept no more peers, and close connections that have sent nothing."""
         self._acceptor.close()
         silent = dict(self._silent)
         for task in silent:
@@ -193,7 +193,8 @@ async def listen(
     join: Join | None = None,
     limiter: ConnectionLimiter | None = None,
 ) -> TcpListener:
-    """Listen on ``scheme://host:port``; ``accept`` runs for each peer once it has said a word.
+    """Listen on ``scheme://host:port``; ``accept`` runs for each peer that has sent its first
+    message.
     ``join`` gets data connections as they arrive, before any byte of them is read.
 
     :raises Unavailable: the address cannot be bound.
@@ -267,10 +268,10 @@ def _let_go(connection: socket.socket, admitted: AdmittedConnection) -> None:
 
 
 def _word(said: bytes, *, is_tls: bool, has_data: bool) -> int:
-    """The length of the first message, as far as its first bytes tell; 0 if they begin neither a
-    frame (or, with TLS, a TLS record) nor a data connection."""
+    """The length of the first message, from its first bytes. 0 if they begin neither a frame (or,
+    with TLS, a TLS record) nor a data connection."""
     if has_data and said and JOIN.startswith(said):
-        return len(JOIN)  # the join itself checks the rest
+        return len(JOIN)  # the join itself checks what follows
     known = _TLS_HEAD_BYTES if is_tls else _LENGTH_BYTES
     if is_tls and said and said[:1] != _TLS_FIRST:
         return 0

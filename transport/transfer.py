@@ -45,7 +45,7 @@ quick."""
 
 @dataclass(frozen=True, slots=True)
 class Cloned:
-    """The result of a clone or a push. ``report`` is that of a clone into live objects;
+    """The result of a clone or a push. ``report`` describes a clone into live objects;
     ``by_source`` counts the bytes that moved, by peer.
     """
 
@@ -97,7 +97,7 @@ class Move(ABC):
         Returns the error for the waiting caller."""
 
     def resume_from(self, sources: Sources) -> None:
-        """Let ``run`` bring the rest from other sources; only if it is resumable."""
+        """Let ``run`` bring the missing chunks from other sources; only if it is resumable."""
         raise NotImplementedError
 
     def drop(self) -> None:  # noqa: B027 # a push keeps nothing
@@ -301,7 +301,7 @@ class Transfer:
         return fetched
 
 
-# ChunkReceiver a state: what is asked for, where it lands, and how a failed clone continues.
+# Clones: into live objects, or into a repository.
 
 
 _SPARE = 1.25
@@ -411,7 +411,7 @@ class IntoObjects(Pull):
 
 class IntoRepository(Pull):
     """A clone into a repository's memory and lineage, with the ancestors that it lacks, and with
-    ``tags`` on what comes if they are asked for."""
+    the ``tags`` on these states."""
 
     def __init__(
         self,
@@ -435,7 +435,7 @@ class IntoRepository(Pull):
     def of(
         cls, sources: Sources, opened: OpenState, core: Core, *, tags: bool, is_resumable: bool
     ) -> IntoRepository:
-        """A clone of the state and of those of its ancestors that the repository lacks."""
+        """A clone of the state and of the ancestors that the repository lacks."""
         with core.database.read() as session:
             is_same = clones.repository_uid(session) == opened.repository
             # else one of the two is a copy of the other

@@ -1,9 +1,9 @@
-"""Bytes over UCX: control frames over our own TCP channel, data as tag messages between workers
-that run in processes of their own.
+"""Bytes over UCX: control frames over our own TCP channel, data as tag messages between workers in
+helper processes.
 
-UCX's own listeners are not used: they bind every interface and authenticate nobody. The port of a
+UCX's own listeners are not used: they bind every interface, without authentication. The port of a
 worker cannot be avoided, so UCX runs in a process that has nothing to lose (``ucx_helper``). It is
-started when bytes first have to travel, and started anew when it ends.
+started when the first bytes have to travel, and restarted when it ends.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class _Transfer:
 class Helper:
     """A helper, created by ``start``; belongs to the loop thread.
 
-    ``address`` says where it is, ``open`` what it could not be forbidden. Once it ``is_over``,
-    everything raises ``Disconnected``, with the reason why it ended.
+    ``address`` is that of its worker. ``open`` lists the rights that it could not give up. Once it
+    ``is_over``, everything raises ``Disconnected``, with the reason why it ended.
     """
 
     def __init__(
@@ -407,8 +407,7 @@ class _Protocol(asyncio.Protocol):
 
 
 class _HelperLog(asyncio.Protocol):
-    """The log of UCX, which is copied to standard error, and its last words, which say why it
-    ended."""
+    """The log of UCX, which is copied to standard error. Its last lines explain why UCX ended."""
 
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=3)
@@ -523,11 +522,11 @@ _COPIED_AT_ONCE = 256 << 10  # on the loop's thread: waking another thread takes
 class UcxLink(StagedLink):
     """Tag messages to and from one peer; UCX matches tags over all peers of the helper.
 
-    What is sent is copied into the helper's memory, and what arrives is copied out of it, so a
-    later check covers bytes that no other process can change. A message of more than ``PART_BYTES``
+    Bytes are copied into the helper's memory to be sent, and out of it when they arrive. So a later
+    check covers bytes that no other process can change. A message of more than ``PART_BYTES``
     travels as several with its tag, which UCX keeps in order. UCX notices a message that is longer
-    than the memory. A shorter one leaves the rest of the memory as it was, and nothing reports
-    that: the digest reveals it.
+    than the memory. A shorter one leaves the end of the memory unchanged, without an error;
+    the digest detects it.
     """
 
     def __init__(
@@ -623,8 +622,7 @@ def _copy(into: memoryview, data: memoryview) -> None:
     np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))
 
 
-# Bytes over UCX: control frames over our own TCP channel, data as tag messages between workers
-# that run in processes of their own.
+# The transport of ``ucx://host:port``.
 
 
 _MAGIC = b"datastates-ucx-1"
@@ -760,8 +758,8 @@ class UcxTransport(TcpTransport):
             )
 
     async def bind(self, host: str | None) -> None:
-        """Let bytes also travel by the device of this address; None: by all devices. A helper
-        that lacks it is replaced by one that has it."""
+        """Use the device of this address for data too; None: all devices. A helper without the
+        device is replaced."""
         device = device_of(host) if host is not None else None
         if device in self._devices:
             return
@@ -772,8 +770,8 @@ class UcxTransport(TcpTransport):
             await helper.close()
 
     def _environment(self) -> dict[str, str]:
-        """The devices that UCX uses: those of our addresses, and RDMA; all devices if one of the
-        addresses has no device or is every address."""
+        """The devices that UCX uses: the devices of our addresses, and RDMA. All devices, if one
+        address has no device or is the address of all interfaces."""
         if None in self._devices:
             return {}
         found = sorted(device for device in self._devices if device is not None) or ["lo"]

@@ -4,8 +4,8 @@ IN PARENT``.
 OUT, IN and SOCKET are descriptors.
 
 Anyone who reaches UCX's TCP port may write to any address of the process that opened it, and a bad
-address from a peer ends that process. So this process holds nothing worth having: no secret, no
-file, and no memory except what is in transit. It is single-threaded: it waits for UCX and for
+address from a peer ends that process. This process therefore holds no secret, no file, and no
+memory except bytes in transit. It is single-threaded: it waits for UCX and for
 orders at once, and reports everything that has ended by then together.
 """
 
@@ -90,7 +90,7 @@ def before() -> list[str]:
     if not _drop_capabilities():
         problems.append("capabilities")
     if os.environ.get(SWITCH) == "0" or not _landlock({**_FILES, "/tmp": _ANYTHING}):
-        # tmpfile() knows no other place
+        # tmpfile() uses no other folder
         problems.append("Landlock")
     return problems
 
@@ -125,8 +125,8 @@ def _drop_capabilities() -> bool:
 
 
 def _landlock(files: Mapping[str, int]) -> bool:
-    """Allow reading what the kernel says of devices, and no other file; signals, abstract
-    sockets and debugging stay in this process."""
+    """Allow reading the kernel's files about devices, and no other file. Forbid signals, abstract
+    sockets and debugging to other processes."""
     version = _libc.syscall(_LANDLOCK_CREATE, None, 0, 1)
     if version < 1:
         return False
@@ -395,7 +395,7 @@ class Helper:
         self._say(Started(bytes(self._worker.address), versions, resources, tuple(still_open)))
 
     def serve(self) -> None:
-        """Follow orders until nobody is left to give any."""
+        """Follow orders until the training closes the socket."""
         poller = select.epoll()
         poller.register(self._control, select.EPOLLIN)
         poller.register(self._worker.epoll_file_descriptor, select.EPOLLIN)

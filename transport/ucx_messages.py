@@ -2,8 +2,8 @@
 socket between the two.
 
 Orders go to the helper, reports come back. Either side treats what it receives as bytes from a
-process that may have been taken over: every field has bounds, and a report that nobody asked for
-ends the helper.
+process that may have been taken over: every field has bounds, and an unexpected report ends the
+helper.
 """
 
 from __future__ import annotations
@@ -188,8 +188,8 @@ class Allocator:
     """Lends out stretches of ``size`` bytes; belongs to the loop thread.
 
     The lowest free stretch is lent first, since memory that is used again and again stays in the
-    processor's cache. An owner gets no more than what is left to the others, so that one whose peer
-    stands still cannot keep everything.
+    processor's cache. An owner gets no more than the other owners have left, so that one whose peer
+    is stuck cannot keep everything.
     """
 
     def __init__(self, size: int) -> None:
@@ -202,20 +202,20 @@ class Allocator:
         self._waiting: deque[tuple[object, int, asyncio.Future[Stretch]]] = deque()
 
     def close(self, error: Exception) -> None:
-        """Give ``error`` to callers that wait for room, now or later."""
+        """Give ``error`` to callers that wait for memory, now or later."""
         self._error = error
         for owner in [owner for owner, _, _ in self._waiting]:
             self.refuse(owner, error)
 
     def refuse(self, owner: object, error: Exception) -> None:
-        """Give ``error`` to callers that wait for room for ``owner``."""
+        """Give ``error`` to callers that wait for memory for ``owner``."""
         for waiting, _, future in self._waiting:
             if waiting is owner and not future.done():
                 future.set_exception(error)
                 future.exception()  # marks it as retrieved: the task that began it may wait no more
 
     async def take(self, owner: object, length: int) -> Stretch:
-        """Room for some bytes, at most ``PART_BYTES``; waits its turn."""
+        """A stretch for some bytes, at most ``PART_BYTES``; waits its turn."""
         if self._error is not None:
             raise self._error
         if (
@@ -233,7 +233,7 @@ class Allocator:
             raise
 
     def give_back(self, stretch: Stretch) -> None:
-        """Take back a stretch that nobody reads or writes any more."""
+        """Take back a stretch that is not read or written any more."""
         self._count -= 1
         self._lent[id(stretch.owner)] -= stretch.end - stretch.start
         if not self._lent[id(stretch.owner)]:
@@ -299,8 +299,8 @@ class Region(Allocator):
         self._memory = memoryview(mmap.mmap(self.fd, size, mmap.MAP_SHARED, protection))
 
     def hand_over(self, *, is_writable_there: bool) -> None:
-        """Close our descriptor; from now on nobody else can map it for writing, unless that was
-        agreed."""
+        """Close our descriptor. From now on the region can be mapped for writing only if
+        ``is_writable_there``."""
         fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEAL | (0 if is_writable_there else _FUTURE_WRITE))
         os.close(self.fd)
         self.fd = -1

@@ -54,9 +54,9 @@ _FOREIGN = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckedManifest:
-    """A manifest from outside that can be relied on, and its decoded parts: every tensor lies
-    inside the stream, apart from others, under one path. Only ``read_manifest``, ``check_manifest``
-    and ``join_parts`` make one, so that a function that is given one checks nothing again.
+    """A checked manifest from a peer, with its decoded parts: every tensor is inside the stream,
+    overlaps no other, and has one path. ``read_manifest``, ``check_manifest`` and ``join_parts``
+    make it, so functions that get one check nothing again.
     ``parts`` are the manifests, by rank, from which a state of several ranks was joined.
     """
 
@@ -86,7 +86,7 @@ def check_manifest(sound: Sound) -> CheckedManifest:
     """Check what a consistent manifest must also fulfil if others have made it.
 
     :raises Corrupt: its tensors overlap, or its tree has other tensors.
-    :raises PeerFault: it asks for far more memory than it brings bytes, or is one part of a state
+    :raises PeerFault: it takes far more memory than it brings bytes, or is one part of a state
         of several ranks.
     """
     with distrusting():
@@ -102,7 +102,7 @@ def read_part(raw: bytes | memoryview, uid: str, rank: int, size: int, *, source
     """The manifest of one rank's part of a state of ``size`` parts, in what a peer sent.
 
     :raises Corrupt: as ``read_manifest``.
-    :raises PeerFault: it is that of another part, or of another state.
+    :raises PeerFault: it belongs to another part, or to another state.
     """
     manifest = _sound(raw, source).manifest
     origin = manifest.origin
@@ -125,7 +125,7 @@ def _sound(raw: bytes | memoryview, source: str) -> Sound:
 
 def join_parts(parts: Sequence[Manifest], *, rank: int = 0) -> CheckedManifest:
     """The whole state, from the manifests of all its parts by rank, as ``read_part`` returned them.
-    Values are those of ``rank``.
+    Values come from ``rank``.
 
     :raises Corrupt: they are not the parts of one state, or do not make a state together.
     :raises PeerFault: as ``check_manifest``.
@@ -347,8 +347,8 @@ def _short(message: str | None) -> str | None:
 
 
 def state_of(record: StateRecord, configs: Mapping[str, dict[str, Value]] | None = None) -> State:
-    """The state in a peer's record. ``configs`` are those of the runs that came with the list that
-    contains it, by the run's uid.
+    """The state in a peer's record. ``configs`` has, by the run's uid, the configurations of the
+    runs that came with its list.
 
     :raises PeerFault: it has a status, a kind or a time that does not exist.
     """
