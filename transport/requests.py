@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -52,15 +52,93 @@ from .protocol import (
 from .same_host import LocalPeers
 from .sending import HANDLES, ChunkSender, DigestCache, SendStats
 
-if TYPE_CHECKING:
-    from .chain import Chains
-
 _logger = logging.getLogger(__name__)
 _logger.addFilter(RateLimitFilter())
 
 _PUSHES_AT_ONCE = 2  # that may wait for memory
 _T = TypeVar("_T")
 _encode = msgspec.msgpack.Encoder().encode
+
+
+# The chains of a server: the order in which receivers take a state from each other.
+
+
+RECEIVERS = 1000
+"""The most receivers in the chain of one state; the server itself serves those beyond."""
+
+STATES = 1000
+"""The most states that have a chain at once."""
+
+
+@dataclass(slots=True)
+class _Chain:
+    """The receivers that forward a state, in order. ``above`` has the source of each (None: the
+    server itself)."""
+
+    order: list[str] = field(default_factory=list)
+    above: dict[str, str | None] = field(default_factory=dict)
+
+    def is_fed_by(self, url: str, other: str) -> bool:
+        """Whether the bytes that ``url`` gets pass through ``other``."""
+        seen = set()
+        at: str | None = url
+        while at is not None and at not in seen:
+            if at == other:
+                return True
+            seen.add(at)
+            at = self.above.get(at)
+        return False
+
+
+class Chains:
+    """The chains of one server: receivers form a line, so that only one copy leaves the server.
+
+    Belongs to the loop thread."""
+
+    def __init__(self) -> None:
+        self._chains: dict[str, _Chain] = {}
+
+    def join(self, uid: str, relay_url: str, failed: Sequence[str]) -> str | None:
+        """Put a receiver at the end of the line, or let it ask again from its place. Returns the
+        url to ask; None: this server.
+
+        The receivers in ``failed`` did not answer it; they leave the line. No receiver is sent to
+        one that waits for it.
+        """
+        chain = self._chains.get(uid)
+        if chain is None:
+            if len(self._chains) >= STATES:
+                return None
+            chain = self._chains[uid] = _Chain()
+        chain.order = [url for url in chain.order if url == relay_url or url not in failed]
+        if relay_url not in chain.order:
+            if len(chain.above) >= RECEIVERS and relay_url not in chain.above:
+                return None
+            chain.order.append(relay_url)
+        ahead = chain.order[: chain.order.index(relay_url)]
+        upstream = next(
+            (url for url in reversed(ahead) if not chain.is_fed_by(url, relay_url)), None
+        )
+        chain.above[relay_url] = upstream
+        return upstream
+
+    def leave(self, uid: str, relay_url: str) -> None:
+        """Remove a receiver that serves no more; idempotent."""
+        chain = self._chains.get(uid)
+        if chain is None:
+            return
+        chain.order = [url for url in chain.order if url != relay_url]
+        chain.above.pop(relay_url, None)
+        if not chain.above:
+            del self._chains[uid]
+
+    def line(self, uid: str) -> tuple[str, ...]:
+        """The receivers that forward a state, in order."""
+        chain = self._chains.get(uid)
+        return () if chain is None else tuple(chain.order)
+
+
+# What the sessions of one server share.
 
 
 @dataclass(frozen=True, slots=True)

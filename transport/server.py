@@ -7,7 +7,6 @@ import ipaddress
 import logging
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from datastates.errors import Closed, DatastatesError, InvalidInput, Unavailable
@@ -21,12 +20,9 @@ from .handshake import offer
 from .limits import Budget, Limits
 from .protocol import Identity
 from .registry import transport_for
-from .requests import Service
+from .requests import Chains, Service
 from .sending import SendStats
 from .session import Session
-
-if TYPE_CHECKING:
-    from .chain import Chains
 
 _logger = logging.getLogger(__name__)
 _logger.addFilter(RateLimitFilter())

@@ -49,10 +49,10 @@ from datastates.storage.tier import Reader
 
 from . import loop, receive_states
 from . import server as transport_server
-from .chain import Chains
 from .contract import Sink, Source, Store, Tls
 from .protocol import PARTS, Identity, Offer, Reached, RefRecord, StatePage, StateRecord
 from .receive_states import StateSink
+from .requests import Chains
 from .same_host import address_of
 from .untrusted import (
     read_manifest,

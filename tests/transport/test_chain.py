@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datastates.errors import DatastatesError, Disconnected, Unavailable
-from datastates.transport import chain
-from datastates.transport.chain import Chains, Relay
+from datastates.transport import requests
+from datastates.transport.chain import Relay
 from datastates.transport.fetch import fetch
+from datastates.transport.requests import Chains
 from tests.transport.sinks import (
     BytesFeed,
     BytesSink,
@@ -299,8 +300,8 @@ def test_nobody_is_sent_to_one_who_waits_for_him() -> None:
 
 
 def test_lines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chain, "RECEIVERS", 3)
-    monkeypatch.setattr(chain, "STATES", 2)
+    monkeypatch.setattr(requests, "RECEIVERS", 3)
+    monkeypatch.setattr(requests, "STATES", 2)
     chains = Chains()
     assert [chains.join("one", url, ()) for url in "abcd"] == [None, "a", "b", None]
     assert chains.line("one") == tuple("abc")

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import pytest
 
 from datastates.transport import loop
-from datastates.transport.chain import Chains, Forwarder
+from datastates.transport.chain import Forwarder
 from datastates.transport.data_connection import TcpTransport
 from datastates.transport.handshake import is_at, may_dial
+from datastates.transport.requests import Chains
 from datastates.transport.server import Server
 from datastates.transport.session import Session
 from tests.transport.stores import UID, MemorySink, MemoryStore

@@ -18,11 +18,12 @@ import pytest
 
 from datastates.errors import DatastatesError, Disconnected
 from datastates.transport import loop
-from datastates.transport.chain import Chains, Relay
+from datastates.transport.chain import Relay
 from datastates.transport.contract import Source
 from datastates.transport.fetch import Fetched, fetch
 from datastates.transport.protocol import Opened
 from datastates.transport.registry import transport_for
+from datastates.transport.requests import Chains
 from datastates.transport.server import Server
 from datastates.transport.session import Session, SessionFeed
 from tests.support.hosts import Host, hosts, need_hosts

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from datastates.errors import Disconnected, InvalidInput, PeerFault, Unavailable
 from datastates.transport import requests
 from datastates.transport import session as session_module
-from datastates.transport.chain import Chains
 from datastates.transport.limits import Budget, Limits, Share, weigh
 from datastates.transport.protocol import (
     PART_BYTES,
@@ -29,6 +28,7 @@ from datastates.transport.protocol import (
     StateRecord,
     Want,
 )
+from datastates.transport.requests import Chains
 from datastates.transport.sending import HANDLES
 from datastates.transport.session import Session
 from tests.drivers.peers import offer_bodies
