@@ -8,9 +8,8 @@ import math
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import fields
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
@@ -18,22 +17,14 @@ from sqlalchemy import select
 
 from datastates.compare.diff import pieces, untied
 from datastates.errors import Closed, Unavailable
-from datastates.lineage import lookup
-from datastates.lineage.query.incomplete import parts_of
-from datastates.lineage.query.names import notes, reflog, replicas_of
 from datastates.lineage.schema import STATE
-from datastates.lineage.states import State, Status
-from datastates.lineage.views import detail
-from datastates.lineage.views.branch_rows import branches_of
-from datastates.lineage.views.detail import child_uids, refs_at
+from datastates.lineage.states import Status
 from datastates.lineage.views.graph import Skeleton
-from datastates.lineage.write import runs
 from datastates.maintenance.retention_pass import prune
-from datastates.state.manifest import PackInfo
 from datastates.storage.reading import specs_of
 from datastates.system.threads import Latch
 
-from .models import Dropping, Forecast, StateDetail, Stats, StoredPack, TensorInfo
+from .models import Dropping, Forecast, TensorInfo
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -197,26 +188,26 @@ _STATUSES = [status.value for status in Status if status.is_restorable]
 _IDS = select(STATE.c.id).where(STATE.c.status.in_(_STATUSES)).limit(_MOST + 1)
 
 
-class Restorable:
+class Restorable(Kept[list[int]]):
     """The counts of one repository. Any thread may use it."""
 
     def __init__(self, reading: Callable[[], AbstractContextManager[Session]]) -> None:
-        self._kept = Kept(
+        super().__init__(
             "restorable",
             reading,
             lambda session: list(session.execute(_IDS).scalars()),
             fresh_s=_RESTORABLE_FRESH_S,
         )
-        self._lock = threading.Lock()
+        self._counting = threading.Lock()
         self._counted: tuple[Skeleton, list[int], Mapping[int, int]] | None = None
 
     def by_node(self, session: Session, skeleton: Skeleton) -> Mapping[int, int] | None:
         """The count for each node of a skeleton; None if there are too many states to count
         within a request."""
-        ids = self._kept.of(session)
+        ids = self.of(session)
         if len(ids) > _MOST:
             return None
-        with self._lock:
+        with self._counting:
             if (
                 self._counted is None
                 or self._counted[0] is not skeleton
@@ -224,47 +215,6 @@ class Restorable:
             ):
                 self._counted = skeleton, ids, Counter(map(skeleton.node, ids))
             return self._counted[2]
-
-    def warm(self) -> None:
-        """Begin to read, so that the first request waits less."""
-        self._kept.warm()
-
-    def close(self) -> None:
-        """End the reading; idempotent."""
-        self._kept.close()
-
-
-# Numbers about a whole repository.
-
-
-_COUNTED = tuple(field.name for field in fields(detail.Counts))
-
-
-class Statistics:
-    """The counts of one repository, renewed as in ``Kept``. Safe from any thread."""
-
-    def __init__(
-        self,
-        reading: Callable[[], AbstractContextManager[Session]],
-        bytes_stored: Callable[[], int],
-    ) -> None:
-        self._kept = Kept(
-            "statistics", reading, lambda session: (detail.count(session), bytes_stored())
-        )
-
-    def of(self, session: Session) -> Stats:
-        """The counts as last known; the newest state is always current."""
-        counts, stored = self._kept.of(session)
-        known = {name: getattr(counts, name) for name in _COUNTED}
-        return Stats(**known, bytes_stored=stored, newest=detail.newest_stats(session))
-
-    def warm(self) -> None:
-        """Begin to count, so that the first request waits less."""
-        self._kept.warm()
-
-    def close(self) -> None:
-        """End the counting; idempotent."""
-        self._kept.close()
 
 
 # Norms of a state's tensors: read once, a few MiB at a time, and cached.
@@ -364,36 +314,6 @@ class Forecasts:
             found.bytes_after,
             found.kept,
         )
-
-
-# Everything that is known of one state, for the API and for ``datastates show --json``.
-
-
-_EVER = 2**62  # the log of most states has no line, which is no error
-
-
-def detail_of(session: Session, uid: str, packs: Sequence[PackInfo] = ()) -> StateDetail:
-    """The state of this uid, and everything that refers to it; ``packs`` are the files that it
-    needs here.
-
-    :raises NotFound: there is no such state.
-    """
-    state = lookup.state(session, uid)
-    children = tuple(child_uids(session, uid))
-    return StateDetail(
-        **{field.name: getattr(state, field.name) for field in fields(State)},
-        refs=tuple(refs_at(session, uid)),
-        children=children,
-        origins=branches_of(session, [uid, *children]),
-        replicas=tuple(replicas_of(session, uid)),
-        packs=tuple(
-            StoredPack(pack.name, pack.size) for pack in sorted(packs, key=lambda pack: pack.name)
-        ),
-        run_record=None if state.run is None else runs.get(session, state.run),
-        notes=tuple(notes(session, state=uid)),
-        added=tuple(reflog(session, uid, before=_EVER)),
-        parts=tuple(parts_of(session, uid)) if state.world_size > 1 else (),
-    )
 
 
 # The ETags of refs and notes, which the server sends, and which clients return in ``If-Match``.

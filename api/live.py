@@ -12,9 +12,9 @@ import asyncio
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,16 +22,15 @@ from starlette.concurrency import run_in_threadpool
 
 from datastates.errors import Closed, DatastatesError, Unavailable
 from datastates.lineage.query.names import last_event
-from datastates.lineage.states import Life, RefEvent, Run, ending_of
+from datastates.lineage.states import RefEvent, Run
 from datastates.lineage.views import detail as events
 from datastates.lineage.views.branch_rows import Branch
 from datastates.lineage.views.branches import processes
 from datastates.lineage.views.study_trees import ReportDetail
-from datastates.lineage.write import runs
 from datastates.maintenance.lease import PackFolder, beat_at, life_of
 from datastates.thumbnails import image_of
 
-from .models import Processes, ProcessInfo, RunInfo, TrainingInfo
+from .models import Processes, ProcessInfo, TrainingInfo
 from .routing import Refusal
 
 if TYPE_CHECKING:
@@ -296,26 +295,7 @@ class Listener:
                 self._loop.call_soon_threadsafe(self._woken.set)
 
 
-# Runs and what became of their processes, for the API and for ``datastates runs``; and the
-# processes that are tracking now.
-
-
-def infos(session: Session, found: Sequence[Run], home: PackFolder) -> list[RunInfo]:
-    """These runs, in their order; ``home`` is the folder in which leases are looked for."""
-    heads = runs.branches_of(session, [run.uid for run in found])
-    died = runs.died(session, {run.process for run in found if run.process is not None})
-    made = []
-    for run in found:
-        life = life_of(run, home)
-        made.append(
-            RunInfo(
-                **{field.name: getattr(run, field.name) for field in fields(Run)},
-                life=life,
-                branches=tuple(heads.get(run.uid, ())),
-                ending=ending_of(run, died, is_over=life is Life.ENDED),
-            )
-        )
-    return made
+# The processes that are tracking now.
 
 
 def now(session: Session, home: PackFolder, *, metric: str | None = None, limit: int) -> Processes:

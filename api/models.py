@@ -6,17 +6,42 @@ Numbers that JSON cannot express (NaN, infinities) are written as null.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from datetime import datetime
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from datastates.lineage.query.incomplete import Part
-from datastates.lineage.query.names import Replica
-from datastates.lineage.states import Ending, Life, Note, Ref, RefEvent, RefKind, Run, State, Status
+from datastates.lineage import lookup
+from datastates.lineage.query.incomplete import Part, parts_of
+from datastates.lineage.query.names import Replica, notes, reflog, replicas_of
+from datastates.lineage.states import (
+    Ending,
+    Life,
+    Note,
+    Ref,
+    RefEvent,
+    RefKind,
+    Run,
+    State,
+    Status,
+    ending_of,
+)
+from datastates.lineage.views import detail
+from datastates.lineage.views.branch_rows import branches_of
 from datastates.lineage.views.detail import Counts, Held
+from datastates.lineage.write import runs
+from datastates.maintenance.lease import PackFolder, life_of
 from datastates.values import Value
 
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+    from datastates.state.manifest import PackInfo
+
 T = TypeVar("T")
+
+_EVER = 2**62
+"""The log of most states has no line. With this bound, that is no error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +94,34 @@ class StateDetail(State):
     added: tuple[RefEvent, ...] = ()
 
 
+def detail_of(session: Session, uid: str, packs: Sequence[PackInfo] = ()) -> StateDetail:
+    """The state of this uid, and everything that refers to it; ``packs`` are the files that it
+    needs here.
+
+    :raises NotFound: there is no such state.
+    """
+    state = lookup.state(session, uid)
+    children = tuple(detail.child_uids(session, uid))
+    return StateDetail(
+        **_fields_of(state),
+        refs=tuple(detail.refs_at(session, uid)),
+        children=children,
+        origins=branches_of(session, [uid, *children]),
+        replicas=tuple(replicas_of(session, uid)),
+        packs=tuple(
+            StoredPack(pack.name, pack.size) for pack in sorted(packs, key=lambda pack: pack.name)
+        ),
+        run_record=None if state.run is None else runs.get(session, state.run),
+        notes=tuple(notes(session, state=uid)),
+        added=tuple(reflog(session, uid, before=_EVER)),
+        parts=tuple(parts_of(session, uid)) if state.world_size > 1 else (),
+    )
+
+
+def _fields_of(record: State | Run | Counts) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in fields(record)}
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """One tensor of a state.
@@ -95,6 +148,19 @@ class RunInfo(Run):
     life: Life
     branches: tuple[str, ...]
     ending: Ending | None = None
+
+
+def run_infos(session: Session, found: Sequence[Run], home: PackFolder) -> list[RunInfo]:
+    """These runs, in their order; ``home`` is the folder in which leases are looked for."""
+    heads = runs.branches_of(session, [run.uid for run in found])
+    died = runs.died(session, {run.process for run in found if run.process is not None})
+    made = []
+    for run in found:
+        life = life_of(run, home)
+        ending = ending_of(run, died, is_over=life is Life.ENDED)
+        branches = tuple(heads.get(run.uid, ()))
+        made.append(RunInfo(**_fields_of(run), life=life, branches=branches, ending=ending))
+    return made
 
 
 # What is going on
@@ -361,6 +427,12 @@ class Stats(Counts):
 
     bytes_stored: int
     newest: State | None
+
+
+def stats_of(session: Session, counts: Counts, bytes_stored: int) -> Stats:
+    """The counts, as last known, with the newest state of now."""
+    newest = detail.newest_stats(session)
+    return Stats(**_fields_of(counts), bytes_stored=bytes_stored, newest=newest)
 
 
 # Request bodies

@@ -12,9 +12,10 @@ from fastapi import Depends, Path, Request
 from datastates.errors import NotFound, Unavailable
 from datastates.lineage.database import within
 from datastates.lineage.views.branch_rows import Lines, counts_of
+from datastates.lineage.views.detail import count
 from datastates.maintenance.core import Core
 
-from .cache import Forecasts, Kept, Norms, Statistics
+from .cache import Forecasts, Kept, Norms
 from .curves import Curves
 from .graph_windows import Windows
 from .live import LiveEvents, Pictures
@@ -55,7 +56,11 @@ class Served:
         self.windows = Windows(self.reading_all)
         self.curves = Curves()
         self.forecasts = Forecasts(core)
-        self.statistics = Statistics(self.reading_all, lambda: core.tiers.durable.bytes_stored)
+        self.counts = Kept(
+            "statistics",
+            self.reading_all,
+            lambda session: (count(session), core.tiers.durable.bytes_stored),
+        )
         self.lines = Lines()
         self.branch_counts = Kept("branch-counts", self.reading_all, counts_of)
         self._questions = threading.BoundedSemaphore(QUESTIONS)
@@ -99,17 +104,18 @@ class Served:
     def warm(self) -> None:
         """Read everything once, in the background: otherwise the first request about a million
         states would wait for seconds."""
-        self.windows.warm(then=self._warm_counts)
 
-    def _warm_counts(self) -> None:
-        self.statistics.warm()
-        self.branch_counts.warm()
+        def warm_counts() -> None:
+            self.counts.warm()
+            self.branch_counts.warm()
+
+        self.windows.warm(then=warm_counts)
 
     def close(self) -> None:
         """End the work that it began; idempotent."""
         self.live.close()
         self.windows.close()
-        self.statistics.close()
+        self.counts.close()
         self.branch_counts.close()
 
 

@@ -132,7 +132,7 @@ def terminal() -> str:
     """Every command with its arguments and options, from its own help."""
     from typer.main import get_command
 
-    from datastates.cli.app import EXAMPLES, app
+    from datastates.cli.app import EXAMPLES, app, command_of
 
     group: Any = get_command(app)
     above = group.make_context("datastates", [], resilient_parsing=True)
@@ -143,7 +143,8 @@ def terminal() -> str:
             " commands in one table, and the exit codes."
         ),
     ]
-    for name, command in sorted(group.commands.items()):
+    for name in sorted(EXAMPLES):
+        command = command_of(name)
         context = command.context_class(command, info_name=name, parent=above)
         usage = " ".join([name, *command.collect_usage_pieces(context)])
         parts += [

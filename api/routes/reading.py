@@ -8,10 +8,9 @@ from typing import Annotated
 
 from fastapi import Path, Query, Request, Response  # read at run time
 
-from datastates.api.cache import detail_of, tensors_of
+from datastates.api.cache import tensors_of
 from datastates.api.curves import Shape
 from datastates.api.graph_windows import Look
-from datastates.api.live import infos
 from datastates.api.models import (
     GraphPage,
     Overview,
@@ -21,6 +20,9 @@ from datastates.api.models import (
     StateDetail,
     Stats,
     TensorInfo,
+    detail_of,
+    run_infos,
+    stats_of,
 )
 from datastates.api.payload import etag_of, is_known, reply, stop_after, stop_when_gone
 from datastates.api.routing import Routes, Scope, placeless
@@ -565,7 +567,7 @@ def stats(served: Chosen, request: Request) -> Response:
     """What the repository holds: states by status, the keys of metrics, attributes and
     configurations."""
     with served.reading() as session:
-        found = served.statistics.of(session)
+        found = stats_of(session, *served.counts.of(session))
     return reply(found, request=request, etag=True)
 
 
@@ -593,7 +595,7 @@ def list_runs(
     counts as one."""
     with served.reading() as session:
         found, following = runs.listing(session, limit=limit, after=after)
-        page = Page(tuple(infos(session, found, served.core.home)), following)
+        page = Page(tuple(run_infos(session, found, served.core.home)), following)
     return reply(page, request=request, fields=fields, etag=True)
 
 
@@ -601,5 +603,5 @@ def list_runs(
 def run_detail(served: Chosen, request: Request, uid: RunUid) -> Response:
     """One training: its process, host and user, its code and configuration."""
     with served.reading() as session:
-        (run,) = infos(session, [runs.get(session, uid)], served.core.home)
+        (run,) = run_infos(session, [runs.get(session, uid)], served.core.home)
     return reply(run, request=request, etag=True)

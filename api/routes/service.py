@@ -131,19 +131,19 @@ def storage(served: Chosen, request: Request) -> Response:
 
     Bytes by branch are in `/branches?sort=bytes`."""
     with served.reading() as session:
-        found = served.statistics.of(session)
+        counts, bytes_stored = served.counts.of(session)
     total, free = _disk(served)
     arena = served.core.arena
     size = None if arena is None else arena.capacity
     used = None if arena is None else arena.capacity - arena.available
     trouble = None if served.core.running is None else served.core.running.trouble
     made = Storage(
-        bytes_stored=found.bytes_stored,
+        bytes_stored=bytes_stored,
         disk_total=total,
         disk_free=free,
         memory_total=size,
         memory_used=used,
-        tiers=found.tiers,
+        tiers=counts.tiers,
         trouble=None if trouble is None else logs.text(trouble),
     )
     return reply(made, request=request, etag=True)

@@ -11,10 +11,10 @@ import os
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,7 +27,7 @@ from datastates.lineage.views.text import clean
 from datastates.system import logs
 
 from .interrupt import INTERRUPTED, orderly
-from .tables import Cleaned, TextTable, clean_line, clean_lines, cut
+from .tables import TextTable, clean_line, clean_lines, cut
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -86,46 +86,45 @@ EXAMPLES = {
 
 
 COMMANDS = {
-    "branches": ("Look", "lists.register_overview"),
-    "best": ("Look", "lists.register_overview"),
-    "watch": ("Look", "lists.register_overview"),
-    "runs": ("Look", "lists.register_overview"),
-    "stats": ("Look", "lists.register_overview"),
-    "incomplete": ("Look", "lists.register_incomplete"),
-    "du": ("Look", "upkeep.register_room"),
-    "cadence": ("Look", "compare.register_cadence"),
-    "log": ("Look", "history.register"),
-    "show": ("Look", "history.register"),
-    "find": ("Look", "history.register"),
-    "compare": ("Look", "compare.register_compare"),
-    "diff": ("Look", "compare.register_diff"),
-    "blame": ("Look", "compare.register_blame"),
-    "bisect": ("Look", "compare.register_bisect"),
-    "config": ("Look", "compare.register_configured"),
-    "refs": ("Look", "names.register_refs"),
-    "reflog": ("Look", "names.register_refs"),
-    "tag": ("Name", "names.register_refs"),
-    "branch": ("Name", "names.register_refs"),
-    "rm": ("Name", "names.register_refs"),
-    "note": ("Name", "names.register_notes"),
-    "annotate": ("Name", "names.register_notes"),
-    "restore": ("Move states", "move.register_payload"),
-    "export": ("Move states", "move.register_bundle"),
-    "import": ("Move states", "move.register_bundle"),
-    "clone": ("Move states", "move.register_clone"),
-    "serve": ("Serve", "serve.register_serve"),
-    "token": ("Serve", "serve.register_token"),
-    "init": ("Set up and check", "doctor.register_setup"),
-    "verify": ("Set up and check", "upkeep.register_upkeep"),
-    "repair": ("Set up and check", "upkeep.register_upkeep"),
-    "gc": ("Set up and check", "upkeep.register_upkeep"),
-    "reindex": ("Set up and check", "upkeep.register_upkeep"),
-    "prune": ("Set up and check", "upkeep.register_room"),
-    "doctor": ("Set up and check", "doctor.register_doctor"),
-    "demo": ("Set up and check", "doctor.register_setup"),
+    "branches": ("Look", "lists.branches"),
+    "best": ("Look", "lists.best"),
+    "watch": ("Look", "lists.watch"),
+    "runs": ("Look", "lists.runs"),
+    "stats": ("Look", "lists.stats"),
+    "incomplete": ("Look", "lists.incomplete"),
+    "du": ("Look", "upkeep.du"),
+    "cadence": ("Look", "compare.cadence"),
+    "log": ("Look", "history.log"),
+    "show": ("Look", "history.show"),
+    "find": ("Look", "history.find"),
+    "compare": ("Look", "compare.compare"),
+    "diff": ("Look", "compare.diff"),
+    "blame": ("Look", "compare.blame"),
+    "bisect": ("Look", "compare.bisect"),
+    "config": ("Look", "compare.show_config"),
+    "refs": ("Look", "names.list_refs"),
+    "reflog": ("Look", "names.reflog"),
+    "tag": ("Name", "names.tag"),
+    "branch": ("Name", "names.branch"),
+    "rm": ("Name", "names.rm"),
+    "note": ("Name", "names.note"),
+    "annotate": ("Name", "names.annotate"),
+    "restore": ("Move states", "move.restore"),
+    "export": ("Move states", "move.export_states"),
+    "import": ("Move states", "move.import_states"),
+    "clone": ("Move states", "move.clone"),
+    "serve": ("Serve", "serve.serve"),
+    "token": ("Serve", "serve.token"),
+    "init": ("Set up and check", "doctor.init"),
+    "verify": ("Set up and check", "upkeep.verify"),
+    "repair": ("Set up and check", "upkeep.repair"),
+    "gc": ("Set up and check", "upkeep.gc"),
+    "reindex": ("Set up and check", "upkeep.reindex"),
+    "prune": ("Set up and check", "upkeep.prune"),
+    "doctor": ("Set up and check", "doctor.doctor"),
+    "demo": ("Set up and check", "doctor.demo"),
 }
-"""The heading of each command, and the function that adds it to a ``typer.Typer``, by its
-module."""
+"""The heading of each command, and its function, by module."""
 
 Repo = Annotated[
     str | None,
@@ -188,45 +187,15 @@ class Command(TyperCommand):
         return simplify(super().get_params(ctx))
 
 
-class LazyCommands(MutableMapping[str, Any]):
-    """The commands by name. Each is made when it is looked up."""
-
-    def __init__(self) -> None:
-        self._made: dict[str, Any] = {}
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._made:
-            self._made[name] = _make(name)
-        return self._made[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(COMMANDS)
-
-    def __len__(self) -> int:
-        return len(COMMANDS)
-
-    def __contains__(self, name: object) -> bool:
-        return name in COMMANDS
-
-    def __setitem__(self, name: str, command: Any) -> None:
-        raise TypeError(f"{name} is not in the table of commands: add it there")
-
-    def __delitem__(self, name: str) -> None:
-        raise TypeError(f"{name} stays")
-
-
-def _make(name: str) -> Any:
+@cache
+def command_of(name: str) -> Any:
+    """The command of this name. Its module is imported now."""
     heading, path = COMMANDS[name]
-    module, register = path.split(".")
+    module, function = path.split(".")
     app = typer.Typer(add_completion=False)
-    getattr(import_module(f".{module}", __package__), register)(app)
-    app.registered_commands = [
-        one
-        for one in app.registered_commands
-        if name == (one.name or getattr(one.callback, "__name__", None))
-    ]
-    (info,) = app.registered_commands
-    info.rich_help_panel, info.cls, info.epilog = heading, Command, f"Example: {EXAMPLES[name]}"
+    app.command(name, cls=Command, rich_help_panel=heading, epilog=f"Example: {EXAMPLES[name]}")(
+        getattr(import_module(f".{module}", __package__), function)
+    )
     return typer.main.get_command(app)
 
 
@@ -407,12 +376,17 @@ class Shell:
                 sys.stdout.write(line.plain + "\n")
 
     def _write_rich(self, item: RenderableType) -> None:
-        item = Cleaned(item)
+        from rich.segment import Segments
+
+        segments = (
+            each if each.control else each._replace(text=clean_lines(each.text))
+            for each in self.console.render(item)
+        )
         if self.console.is_terminal:
-            self.console.print(item)
+            self.console.print(Segments(segments))
             return
         with self.console.capture() as captured:
-            self.console.print(item)
+            self.console.print(Segments(segments))
         sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
     def hint(self, text: str) -> None:
@@ -424,10 +398,12 @@ class Shell:
         is_dim = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
         sys.stderr.write((typer.style(text, dim=True) if is_dim else text) + "\n")
 
-    def write_json(self, value: object) -> None:
-        """Write one object, on a separate line."""
+    def write_json(self, value: object, **more: object) -> None:
+        """Write one object, on a separate line. ``more`` are fields that are not in ``value``."""
         import msgspec
 
+        if more:
+            value = {**msgspec.to_builtins(value, enc_hook=str), **more}
         sys.stdout.write(msgspec.json.encode(value, enc_hook=str).decode() + "\n")
 
     def write_lines(self, values: Iterable[object]) -> None:
@@ -437,12 +413,15 @@ class Shell:
 
     def write_states(self, states: Iterable[State]) -> None:
         """Write one state a line. ``restorable`` is whether some tier holds its bytes."""
-        import msgspec
+        for each in states:
+            self.write_json(each, restorable=each.status.is_restorable)
 
-        self.write_lines(
-            {**msgspec.to_builtins(each, enc_hook=str), "restorable": each.status.is_restorable}
-            for each in states
-        )
+    def report(self, record: object, *lines: str) -> None:
+        """Write a record: with ``--json`` as an object, else as these lines."""
+        if self.as_json:
+            self.write_json(record)
+        else:
+            self.write(*lines)
 
 
 def is_terminal() -> bool:
@@ -460,15 +439,14 @@ class Group(TyperGroup):
     Every command that fails ends in the same way: with a message on standard error and a
     documented exit code."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.commands = LazyCommands()
-
     def get_params(self, ctx: Any) -> list[Any]:
         return simplify(super().get_params(ctx))
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(self.commands)
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return command_of(cmd_name) if cmd_name in COMMANDS else None
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -477,19 +455,10 @@ class Group(TyperGroup):
             _leave_pipe()
             raise typer.Exit(0) from None
         except (DatastatesError, OSError) as error:
-            raise typer.Exit(_complain(error, as_json=_wants_json(ctx))) from None
+            as_json = isinstance(ctx.obj, Globals) and ctx.obj.as_json
+            raise typer.Exit(complain(error, as_json=as_json)) from None
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
-
-
-def _wants_json(context: Any) -> bool:
-    return isinstance(context.obj, Globals) and context.obj.as_json
-
-
-def _complain(error: BaseException, *, as_json: bool) -> int:
-
-    complain(error, as_json=as_json)
-    return code_of(error)
 
 
 app = typer.Typer(
@@ -539,19 +508,14 @@ def run() -> None:
     try:
         app()
     except SystemExit:
-        _flush()
+        try:  # write buffered output now, while a closed pipe is not an error yet
+            sys.stdout.flush()
+        except BrokenPipeError:
+            _leave_pipe()
         raise
     except Exception as error:
         # the one place where a command ends: an error that no user caused is shown with its trace
-        sys.exit(_complain(error, as_json="--json" in sys.argv[1:]))
-
-
-def _flush() -> None:
-    """Write buffered output now, while a closed pipe is not an error yet."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _leave_pipe()
+        sys.exit(complain(error, as_json="--json" in sys.argv[1:]))
 
 
 def _leave_pipe() -> None:
@@ -568,16 +532,17 @@ def code_of(error: BaseException) -> int:
     return EXIT_CODES.get(error.kind, 1) if isinstance(error, DatastatesError) else 1
 
 
-def complain(error: BaseException, *, as_json: bool) -> None:
-    """Report an error on standard error: one red message, or a JSON object. The traceback is
-    optional."""
+def complain(error: BaseException, *, as_json: bool) -> int:
+    """Report an error on standard error: one red message, or a JSON object. Returns the exit code.
+
+    The traceback is optional."""
     if os.environ.get("DATASTATES_TRACEBACK"):
         traceback.print_exception(error)
     if as_json:
         import msgspec
 
         sys.stderr.write(msgspec.json.encode({"error": _describe(error)}).decode() + "\n")
-        return
+        return code_of(error)
     if isinstance(error, DatastatesError):
         text = str(error)
     elif isinstance(error, OSError) and error.strerror:
@@ -590,6 +555,7 @@ def complain(error: BaseException, *, as_json: bool) -> None:
     said = clean_lines(logs.text(f"error: {text}"))
     has_colours = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     sys.stderr.write((typer.style(said, fg="red") if has_colours else said) + "\n")
+    return code_of(error)
 
 
 def _describe(error: BaseException) -> dict[str, object]:

@@ -13,18 +13,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
 from datastates.errors import InvalidInput, Unavailable
+from datastates.lineage.query import revision
+from datastates.lineage.views import comparison
+from datastates.lineage.views.comparison import changes, configured
+from datastates.lineage.views.text import short, step_text, time_text
+from datastates.policy.contract import read_duration, read_percent, span
 
-from .app import AsJson, Repo, Shell, branch_names, ref_names
-from .move import progress_of
-from .tables import Column, TextTable
+from .app import AsJson, Repo, Shell, branch_names, function_of, ref_names
+from .move import counting, progress_of
+from .tables import Column, TextTable, facts_table, state_text, stored_text, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rich.console import RenderableType
-    from rich.text import Text
 
     from datastates.compare.blame import Bisection, Blame, Judge, Verdict
     from datastates.compare.diff import Diff, TensorChange
@@ -73,11 +78,6 @@ Overhead = Annotated[
 ]
 
 
-def register_compare(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(compare)
-
-
 def compare(
     context: typer.Context,
     revs: Annotated[
@@ -96,9 +96,6 @@ def compare(
 ) -> None:
     """Compare states: configuration, metrics, attributes, and where each can be restored. No
     payload is read."""
-    from datastates.lineage.query import revision
-    from datastates.lineage.views import comparison
-
     shell = Shell(context, repo, as_json)
     comparison.check_count(len(revs))
     with shell.reading() as session:
@@ -114,12 +111,6 @@ def compare(
 
 def _table_compare(found: Comparison, *, show_same: bool) -> TextTable:
     """A table with a column for each state; the best value of each metric is green."""
-    from rich.text import Text
-
-    from datastates.lineage.views.text import short, step_text
-
-    from .tables import Column, TextTable, stored_text
-
     table = TextTable(
         [
             Column("", is_flexible=True),
@@ -148,8 +139,6 @@ def _table_compare(found: Comparison, *, show_same: bool) -> TextTable:
 
 
 def _cells(row: ComparisonRow) -> list[Text]:
-    from rich.text import Text
-
     best = _best(row)
     return [
         Text(_value_compare(value), "green" if best is not None and value == best else "")
@@ -179,11 +168,6 @@ class Order(StrEnum):
 
     TREE = "tree"
     CHANGE = "change"
-
-
-def register_diff(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(diff)
 
 
 def diff(
@@ -274,10 +258,6 @@ def _instead(found: Diff) -> list[str]:
 
 
 def _heading(found: Diff) -> list[RenderableType]:
-    from datastates.lineage.views.text import short
-
-    from .tables import state_text
-
     base = (
         "they have no common ancestor"
         if found.base is None
@@ -291,8 +271,6 @@ def _heading(found: Diff) -> list[RenderableType]:
 
 def _settings(found: Diff) -> list[RenderableType]:
     """The lines about the configuration, which explains the other changes."""
-    from .tables import facts_table
-
     return [
         facts_table(
             [
@@ -304,8 +282,6 @@ def _settings(found: Diff) -> list[RenderableType]:
 
 
 def _tensors_table(tensors: list[TensorChange]) -> RenderableType:
-    from .tables import table
-
     made = table("tensor", "shape", "norm", "change / norm", "cosine", "largest change", "changed")
     for tensor in tensors:
         if tensor.distance is None:
@@ -330,8 +306,6 @@ def _tensors_table(tensors: list[TensorChange]) -> RenderableType:
 
 
 def _rest(found: Diff) -> list[RenderableType]:
-    from .tables import facts_table
-
     counts = [
         f"{found.count(change)} {change}"
         for change in dict.fromkeys(tensor.change for tensor in found.tensors)
@@ -368,11 +342,6 @@ def _value_diff(value: object) -> str:
 # --- ``blame``: the state that last changed each tensor ---
 
 
-def register_blame(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(blame)
-
-
 def blame(
     context: typer.Context,
     rev: Annotated[
@@ -406,8 +375,6 @@ def blame(
 
     It compares digests, and reads bytes only where small tensors share what changed.
     """
-    from .move import counting
-
     shell = Shell(context, repo, as_json)
     with shell.repository() as repository, counting(shell, "states") as count:
         found = repository.blame(rev, only=only or None, size=size, on_progress=count)
@@ -416,8 +383,6 @@ def blame(
 
         shell.write_lines(to_plain(each) for each in found)
         return
-    from .tables import table
-
     made = table("tensor", "shape", "last changed", *(["change / norm"] if size else []), "how")
     for each in found:
         shape = "[" + ", ".join(map(str, each.shape)) + "]"
@@ -446,11 +411,6 @@ def _how(found: Blame) -> str:
 
 
 # --- ``bisect``: the first bad state ---
-
-
-def register_bisect(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(bisect)
 
 
 def bisect(
@@ -539,8 +499,6 @@ def bisect(
         if kind == "run":
             judge = _command_judge(repository, said, only)
         else:
-            from .app import function_of
-
             judge = judge_of(
                 repository.core, function_of(said, "says whether a state is bad"), only
             )
@@ -627,8 +585,6 @@ def _say_bisect(shell: Shell, found: Bisection, question: str) -> None:
             }
         )
         return
-    from .tables import state_text
-
     if found.first is not None:
         shell.write(state_text(found.first))
         shell.write(
@@ -648,11 +604,6 @@ def _say_bisect(shell: Shell, found: Bisection, question: str) -> None:
 # --- ``cadence``: how often states of a branch should become durable, by the measured costs ---
 
 
-def register_cadence(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(cadence)
-
-
 def cadence(
     context: typer.Context,
     branch: Branch = None,
@@ -665,7 +616,6 @@ def cadence(
     """Show how often states became durable and why, what that cost, and what each computed cadence
     would choose."""
     from datastates.policy.computed import CheckFreq, TwoLevel
-    from datastates.policy.contract import read_duration, read_percent
     from datastates.policy.text import advise
 
     shell = Shell(context, repo, as_json)
@@ -693,9 +643,6 @@ def cadence(
 
 
 def _facts(found: Advice) -> Iterator[str]:
-    from datastates.lineage.views.text import short, time_text
-    from datastates.policy.contract import span
-
     if found.run is not None and found.started_at is not None:
         yield (
             f"branch {found.branch or '-'}, training {short(found.run)} of"
@@ -717,8 +664,6 @@ def _facts(found: Advice) -> Iterator[str]:
 
 
 def _table_cadence(found: Advice) -> TextTable:
-    from datastates.policy.contract import span
-
     table = TextTable(
         [
             Column("cadence"),
@@ -735,11 +680,6 @@ def _table_cadence(found: Advice) -> TextTable:
 
 
 # --- ``config``: the configuration of a state ---
-
-
-def register_configured(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("config")(show_config)
 
 
 def show_config(
@@ -767,11 +707,6 @@ def show_config(
 ) -> None:
     """Show the configuration that a state was trained with, since when each value holds, and
     what it was before."""
-    from datastates.lineage.query import revision
-    from datastates.lineage.views.comparison import changes, configured
-
-    from .tables import state_text
-
     shell = Shell(context, repo, as_json)
     with shell.reading() as session:
         state = revision.resolve(session, rev)
@@ -792,8 +727,6 @@ def show_config(
 
 
 def _say_configured(shell: Shell, found: Configured) -> None:
-    from .tables import facts_table, state_text
-
     before, state = found.before, found.state
     if shell.as_json:
         return shell.write_json(

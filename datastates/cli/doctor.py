@@ -25,14 +25,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
 from datastates.errors import DatastatesError, Unavailable
+from datastates.lineage import Database
 from datastates.lineage.views.text import plural, size_text
 from datastates.maintenance.location import Location, check_whole
 from datastates.state.manifest import CHUNK_BYTES
+from datastates.system.memory import available_memory_bytes
 
 from .app import AsJson, Repo, Shell
 from .interrupt import orderly
+from .tables import table
 
 if TYPE_CHECKING:
     from datastates.transport.ucx import UcxTransport
@@ -50,19 +54,10 @@ _LITTLE_MEMORY_BYTES = 2 << 30
 _LITTLE_DISK_BYTES = 5 << 30
 
 
-def register_doctor(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(doctor)
-
-
 def doctor(context: typer.Context, repo: Repo = None, as_json: AsJson = False) -> None:
     """Check torch, CUDA, UCX, MPI, databases, memory and disk.
 
     Writes 64 MiB where the packs are, twice, and moves as much over UCX."""
-    from rich.text import Text
-
-    from .tables import table
-
     shell = Shell(context, repo, as_json)
     location = shell.location(must_exist=False)
     found = [*interpreter()]
@@ -369,7 +364,6 @@ def _lineage(location: Location) -> Check:
         return Check("lineage", Verdict.MISSING, f"no repository in {location}", "datastates init")
     from sqlalchemy import func, select
 
-    from datastates.lineage import Database
     from datastates.lineage.query import names as names_query
     from datastates.lineage.schema import STATE
 
@@ -410,8 +404,6 @@ def _machine() -> Iterator[Check]:
         f"{usable} of {os.cpu_count()} usable",
         hint,
     )
-    from datastates.system.memory import available_memory_bytes
-
     available = available_memory_bytes()
     budget = (
         f"{size_text(available)} available, {size_text(available // 4)} of it is the default budget"
@@ -581,12 +573,6 @@ def _run(*command: str) -> tuple[bool, str]:
 # --- ``init`` and ``demo``: the first commands to run ---
 
 
-def register_setup(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command()(init)
-    app.command()(demo)
-
-
 def init(
     context: typer.Context,
     url: Annotated[
@@ -602,8 +588,6 @@ def init(
 ) -> None:
     """Make a repository; one that exists is migrated to this version and otherwise left as it
     is."""
-    from datastates.lineage import Database
-
     shell = Shell(context, url or repo, as_json)
     location = shell.location(must_exist=False)
     check_whole(location)

@@ -13,12 +13,37 @@ import typer
 from rich.text import Text
 
 from datastates.errors import InvalidInput, SyntaxProblem
-from datastates.lineage.states import Ref, State
+from datastates.lineage.lookup import ids_of
+from datastates.lineage.query import names as refs
+from datastates.lineage.query import walk
+from datastates.lineage.states import GIT_REMOTE, GIT_ROOT, Ref, RefKind, State
+from datastates.lineage.views.branch_rows import branches_of, kept_of, newest_id, states_after
 from datastates.lineage.views.graph import draw, lanes
-from datastates.lineage.views.text import age_text, clean, metrics_text, step_text, time_text
+from datastates.lineage.views.text import (
+    age_text,
+    by_rank,
+    clean,
+    kept_text,
+    metrics_text,
+    short,
+    size_text,
+    spread_text,
+    step_text,
+    time_text,
+)
 
 from .app import MOST, AsJson, Limit, Repo, Shell, ref_names
-from .tables import by_state, refs_text, state_text, stored_text
+from .tables import (
+    Known,
+    by_state,
+    csv_lines,
+    facts_table,
+    refs_text,
+    state_text,
+    states_table,
+    status_text,
+    stored_text,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -138,13 +163,6 @@ def _later(since: str) -> Node:
 # --- ``log``, ``show`` and ``find`` ---
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command()(log)
-    app.command()(show)
-    app.command()(find)
-
-
 def log(
     context: typer.Context,
     rev: Annotated[
@@ -178,8 +196,6 @@ def log(
     as_json: AsJson = False,
 ) -> None:
     """Show states and their ancestors, newest first; with --columns or --sort as a table."""
-    from datastates.lineage.query import names as refs
-
     if rev is not None and all_refs:
         raise typer.BadParameter("--all begins everywhere: leave REV out", param_hint="--all")
     shell = Shell(context, repo, as_json)
@@ -242,11 +258,9 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show all that is known of one state."""
-    from datastates.api.cache import detail_of
+    from datastates.api.models import detail_of
     from datastates.lineage import lookup
     from datastates.lineage.query import revision
-    from datastates.lineage.views.branch_rows import kept_of
-    from datastates.lineage.views.text import kept_text
     from datastates.storage.pack import packs_of
 
     shell = Shell(context, repo, as_json)
@@ -312,7 +326,7 @@ def find(
         shown = states[: limit or None]
         if shown and not shell.as_json:
             _write_table(shell, session, shown, chosen=chosen, asked=asked.fields, as_csv=as_csv)
-        is_empty = not shown and _is_empty(session)
+        is_empty = not shown and not refs.refs(session)
     if shell.as_json:
         shell.write_states(shown)
     if len(shown) < len(states):
@@ -357,8 +371,6 @@ def _write_table(
     asked: Sequence[Field],
     as_csv: bool,
 ) -> None:
-    from .tables import Known, csv_lines, states_table
-
     with_runs = any(one.name.startswith("run.") for one in (*(chosen or ()), *asked))
     known = Known.of(session, states, with_runs=with_runs)
     if as_csv:
@@ -376,7 +388,6 @@ def _asked(session: Session, sort: str | None) -> Sequence[Field]:
 
 def _within(session: Session, rev: str | None, *, all_refs: bool) -> Query:
     """The states that ``log`` would show, as a query; with ``--all`` every state."""
-    from datastates.lineage.query import names as refs
     from datastates.lineage.query import revision
     from datastates.lineage.query.grammar import parse_query
 
@@ -394,18 +405,12 @@ def _within(session: Session, rev: str | None, *, all_refs: bool) -> Query:
     return parse_query(reach(heads["main"] if rev is None else revision.resolve(session, rev).uid))
 
 
-def _is_empty(session: Session) -> bool:
-    from datastates.lineage.query import names as refs
-
-    return not refs.refs(session)
-
-
 def _say_empty(shell: Shell) -> None:
     """Print what to do with a repository in which nothing was captured."""
-    where = shell.url
     shell.hint(
-        f"no states yet in {where}: a training that captures records them there, `datastates clone`"
-        " and `datastates import` bring them, `datastates demo` makes some to look at"
+        f"no states yet in {shell.url}: a training that captures records them there,"
+        " `datastates clone` and `datastates import` bring them, `datastates demo` makes some to"
+        " look at"
     )
 
 
@@ -423,9 +428,6 @@ def _late(session: Session, shown: Sequence[State]) -> str | None:
 
 def _select(session: Session, rev: str | None, limit: int | None, *, all_refs: bool) -> list[State]:
     """The states for the log to show, newest first."""
-    from datastates.lineage.query import names as refs
-    from datastates.lineage.query import walk
-
     if rev is not None:
         from datastates.lineage.query import revision  # its grammar takes a while to import
 
@@ -444,9 +446,6 @@ def _merge(session: Session, heads: list[str], limit: int | None) -> list[State]
 
     The newest ``limit`` states are therefore on the paths of the newest ``limit`` heads.
     """
-    from datastates.lineage.lookup import ids_of
-    from datastates.lineage.query import walk
-
     heads = [
         head for _, head in sorted(zip(ids_of(session, heads), heads, strict=True), reverse=True)
     ][:limit]
@@ -460,68 +459,36 @@ def _merge(session: Session, heads: list[str], limit: int | None) -> list[State]
 def _facts(
     state: StateDetail, parents: list[State], children: list[State], kept: str | None
 ) -> Table:
-    from datastates.lineage.views.text import (
-        age_text,
-        by_rank,
-        short,
-        size_text,
-        spread_text,
-        step_text,
-        time_text,
-    )
-
     from .lists import part_facts
-    from .tables import facts_table, refs_text, state_text, status_text
 
     was = "" if state.status.is_restorable else "was "
-    named = str(refs_text(state.refs)).strip(" ()")
     kinds = {edge.parent: f"  {edge.kind.value}, weight {edge.weight:g}" for edge in state.edges}
+    metrics, of_ranks = by_rank(state.metrics, state.world_size)
+    message = (state.message or "").splitlines()
     facts: list[tuple[str, object]] = [
         ("state", state.uid),
         ("digest", state.digest),
-        ("refs", named),
+        ("refs", str(refs_text(state.refs)).strip(" ()")),
         ("status", status_text(state.status)),
-    ]
-    facts += [
         ("step", step_text(state)),
         ("captured", f"{time_text(state.created_at)}, {age_text(state.created_at)}"),
-    ]
-    facts += [
-        ("message" if number == 0 else " ", line)
-        for number, line in enumerate((state.message or "").splitlines())
-    ]
-    metrics, of_ranks = by_rank(state.metrics, state.world_size)
-    facts += [("metric", f"{key} = {value:.9g}") for key, value in sorted(metrics.items())]
-    facts += [
-        ("by rank", f"{key} = {spread_text(values, 9)}") for key, values in sorted(of_ranks.items())
-    ]
-    facts += [
-        ("attribute", f"{key} = {value!r}") for key, value in sorted(state.attributes.items())
-    ]
-    facts += [("added", f"{each.reason}, {age_text(each.created_at)}") for each in state.added]
-    facts += [("config", f"{key} = {value!r}") for key, value in sorted(state.config.items())]
-    facts += [
-        ("parent", state_text(parent).append(kinds.get(parent.uid, ""))) for parent in parents
-    ]
-    facts += [("child", state_text(child)) for child in children]
-    facts += [
+        *(("message" if number == 0 else " ", line) for number, line in enumerate(message)),
+        *(("metric", f"{key} = {value:.9g}") for key, value in sorted(metrics.items())),
+        *(("by rank", f"{key} = {spread_text(each, 9)}") for key, each in sorted(of_ranks.items())),
+        *(("attribute", f"{key} = {value!r}") for key, value in sorted(state.attributes.items())),
+        *(("added", f"{each.reason}, {age_text(each.created_at)}") for each in state.added),
+        *(("config", f"{key} = {value!r}") for key, value in sorted(state.config.items())),
+        *(("parent", state_text(each).append(kinds.get(each.uid, ""))) for each in parents),
+        *(("child", state_text(child)) for child in children),
         ("size", f"{was}{size_text(state.bytes_total)}, {size_text(state.bytes_new)} of it new"),
         ("generation", state.generation),
+        ("ranks", state.world_size if state.world_size > 1 else None),
     ]
-    facts += [("ranks", state.world_size if state.world_size > 1 else None)]
     if state.world_size > 1:
         facts += part_facts(state)
-    else:
-        facts += [
-            (
-                "replica",
-                (
-                    f"{one.tier} on {one.node or '?'}, rank {one.rank}, {size_text(one.bytes)}"
-                    " added there"
-                ),
-            )
-            for one in state.replicas
-        ]
+    for each in state.replicas if state.world_size == 1 else ():
+        place = f"{each.tier} on {each.node or '?'}, rank {each.rank}"
+        facts.append(("replica", f"{place}, {size_text(each.bytes)} added there"))
     facts += [("pack", f"{pack.name}, {size_text(pack.bytes)}") for pack in state.packs]
     if state.run_record is not None:
         facts += [*_run_facts(state.run_record, short(state.run_record.uid)), ("kept", kept)]
@@ -529,9 +496,6 @@ def _facts(
 
 
 def _run_facts(run: Run, name: str) -> list[tuple[str, object]]:
-    from datastates.lineage.states import GIT_REMOTE, GIT_ROOT
-    from datastates.lineage.views.text import time_text
-
     ended = (
         "no end is recorded" if run.finished_at is None else f"until {time_text(run.finished_at)}"
     )
@@ -641,9 +605,6 @@ def follow_log(shell: Shell, rev: str | None, limit: int, *, all_refs: bool) -> 
 
 def _branch(session: Session, rev: str | None, *, all_refs: bool) -> str | None:
     """The branch to follow, or None for all."""
-    from datastates.lineage.query import names as refs
-    from datastates.lineage.states import RefKind
-
     names = [ref.name for ref in refs.refs(session, RefKind.BRANCH)]
     if rev is not None and rev not in names:
         raise InvalidInput(
@@ -655,10 +616,6 @@ def _branch(session: Session, rev: str | None, *, all_refs: bool) -> str | None:
 
 def _arriving(database: Database, branch: str | None, limit: int) -> Iterator[list[State]]:
     """The newest states, then at each look the new ones; parents before children."""
-    from datastates.lineage.query import names as refs
-    from datastates.lineage.query import walk
-    from datastates.lineage.views.branch_rows import branches_of, newest_id, states_after
-
     with database.read() as session:
         last = newest_id(session)
         seen = {state.uid for state in states_after(session, max(0, last - _AGAIN))}
@@ -684,13 +641,6 @@ def _write(shell: Shell, database: Database, states: list[State], *, with_branch
     if shell.as_json or not states:
         shell.write_states(states)
         return
-    from rich.text import Text
-
-    from datastates.lineage.query import names as refs
-    from datastates.lineage.views.branch_rows import branches_of
-
-    from .tables import by_state, state_text
-
     with database.read() as session:
         names = by_state(refs.refs(session))
         origins = branches_of(session, [state.uid for state in states]) if with_branch else {}

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import count, groupby
@@ -18,12 +18,19 @@ import typer
 from rich.style import Style
 from rich.text import Text
 
-from datastates.api.models import RunInfo, Stats
+from datastates.api.models import RunInfo, Stats, run_infos, stats_of
+from datastates.lineage.query.fields import check_names
+from datastates.lineage.query.incomplete import incomplete as ask
+from datastates.lineage.query.incomplete import ranks_text
 from datastates.lineage.states import Ending, How, Life
+from datastates.lineage.views import branches as overview
+from datastates.lineage.views import detail
 from datastates.lineage.views.branch_rows import Branch, Branches, Point
 from datastates.lineage.views.cards import colour_of
 from datastates.lineage.views.text import (
+    Direction,
     age_text,
+    by_rank,
     clean,
     plural,
     ranks_of,
@@ -31,10 +38,12 @@ from datastates.lineage.views.text import (
     size_text,
     time_text,
 )
+from datastates.maintenance.lease import life_of, read_only_folder
+from datastates.storage.pack import bytes_of_packs
 
 from .app import MOST, AsJson, Limit, Repo, Shell
 from .interrupt import orderly
-from .tables import facts_table, table
+from .tables import Column, TextTable, facts_table, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -46,7 +55,6 @@ if TYPE_CHECKING:
     from datastates.lineage.query.names import Replica
     from datastates.maintenance.lease import PackFolder
 
-    from .tables import TextTable
 
 NOTHING = (
     "nothing is captured here yet: run.capture() in a training makes the first state, 'datastates"
@@ -129,12 +137,6 @@ _WHAT_TO_DO = {
 }
 
 
-def register_overview(app: typer.Typer) -> None:
-    """Add the commands."""
-    for command in (branches, best, runs, stats, watch):
-        app.command()(command)
-
-
 def branches(
     context: typer.Context,
     query: Query = "",
@@ -185,8 +187,6 @@ def best(
 ) -> None:
     """Show the branches with the best values of a metric, and how to get the best that can be
     restored."""
-    from datastates.lineage.query.fields import check_names
-
     shell = Shell(context, repo, as_json)
     with _looking(shell) as (session, home):
         check_names(session, f"metrics.{_quoted(metric)} > 0")
@@ -212,13 +212,12 @@ def runs(
     as_json: AsJson = False,
 ) -> None:
     """List the trainings, the newest first, and whether they still run."""
-    from datastates.api.live import infos
     from datastates.lineage.write import runs as lineage_runs
 
     shell = Shell(context, repo, as_json)
     with _looking(shell) as (session, home):
         known, more = lineage_runs.listing(session, limit=limit or sys.maxsize >> 1)
-        found = infos(session, known, home)
+        found = run_infos(session, known, home)
     if shell.as_json:
         shell.write_lines(found)
     elif not found:
@@ -232,16 +231,10 @@ def runs(
 def stats(context: typer.Context, repo: Repo = None, as_json: AsJson = False) -> None:
     """Show how much there is: states by status, names, runs, bytes, and the range of each
     metric."""
-    from datastates.api.models import Stats
-    from datastates.lineage.views import detail
-    from datastates.storage.pack import bytes_of_packs
-
     shell = Shell(context, repo, as_json)
     stored = bytes_of_packs(shell.location().packs)
     with shell.reading() as session:
-        counts = detail.count(session)
-        known = {field.name: getattr(counts, field.name) for field in fields(counts)}
-        found = Stats(**known, bytes_stored=stored, newest=detail.newest_stats(session))
+        found = stats_of(session, detail.count(session), stored)
     if shell.as_json:
         shell.write_json(found)
         return
@@ -354,8 +347,6 @@ def _quoted(key: str) -> str:
 def _looking(shell: Shell) -> Iterator[tuple[Session, PackFolder]]:
     """A transaction that reads the lineage, and the folder whose leases show which processes
     live."""
-    from datastates.maintenance.lease import read_only_folder
-
     home = read_only_folder(shell.location())
     with shell.reading() as session:
         yield session, home
@@ -364,10 +355,6 @@ def _looking(shell: Shell) -> Iterator[tuple[Session, PackFolder]]:
 def _ask(
     where: tuple[Session, PackFolder], query: str, rising: bool | None, **choice: Any
 ) -> Branches:
-    from datastates.lineage.views import branches as overview
-    from datastates.lineage.views.text import Direction
-    from datastates.maintenance.lease import life_of
-
     session, home = where
     choice["direction"] = None if rising is None else Direction.MAX if rising else Direction.MIN
     choice["living"] = partial(life_of, home=home)
@@ -691,11 +678,6 @@ def _range(least: float | None, most: float | None) -> str:
 # --- ``incomplete``: states that lack parts of ranks; for ``show``, the parts of a state ---
 
 
-def register_incomplete(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(incomplete)
-
-
 def incomplete(
     context: typer.Context,
     limit: Annotated[
@@ -713,9 +695,6 @@ def incomplete(
 ) -> None:
     """Show the states of several ranks that still wait for parts, and those that were given up,
     and why."""
-    from datastates.lineage.query.incomplete import incomplete as ask
-    from datastates.maintenance.lease import read_only_folder
-
     shell = Shell(context, repo, as_json)
     home = read_only_folder(shell.location())
     with shell.reading() as session:
@@ -741,10 +720,6 @@ def incomplete(
 
 def late_text(found: Sequence[Waiting]) -> str | None:
     """The line of ``log`` about states that wait; None if none has waited for long."""
-    from datetime import UTC, datetime
-
-    from datastates.lineage.views.text import age_text
-
     late = [each for each in found if (datetime.now(UTC) - each.since).total_seconds() > LATE_S]
     if not late:
         return None
@@ -757,9 +732,6 @@ def late_text(found: Sequence[Waiting]) -> str | None:
 
 def part_facts(state: StateDetail) -> Iterator[tuple[str, str]]:
     """The facts for ``show`` about a state of several ranks: whose part is where."""
-    from datastates.lineage.query.incomplete import ranks_text
-    from datastates.lineage.views.text import by_rank, short, size_text
-
     if state.world_size <= LISTED:
         runs = {part.rank: part.run for part in state.parts}
         sizes = {part.rank: part.bytes_total for part in state.parts}
@@ -800,7 +772,6 @@ def part_facts(state: StateDetail) -> Iterator[tuple[str, str]]:
 def _advice(session: Session, home: PackFolder, found: Sequence[Waiting]) -> list[str]:
     """A line for each of at most ``LISTED`` late processes: which process it is, and what to do."""
     from datastates.lineage.write.runs import of_ranks
-    from datastates.maintenance.lease import life_of
 
     lines: dict[str, None] = {}
     for each in found[:LISTED]:
@@ -819,8 +790,6 @@ def _advice(session: Session, home: PackFolder, found: Sequence[Waiting]) -> lis
 
 
 def _held(replica: Replica) -> str:
-    from datastates.lineage.views.text import size_text
-
     where = f"{replica.tier} on {replica.node or '?'}"
     return (
         f"{where}, {size_text(replica.bytes)} added there"
@@ -830,13 +799,6 @@ def _held(replica: Replica) -> str:
 
 
 def _waiting_table(found: tuple[Waiting, ...]) -> TextTable:
-    from rich.text import Text
-
-    from datastates.lineage.query.incomplete import ranks_text
-    from datastates.lineage.views.text import age_text, short
-
-    from .tables import Column, TextTable
-
     made = TextTable(
         [
             *(
@@ -869,12 +831,6 @@ def _waiting_table(found: tuple[Waiting, ...]) -> TextTable:
 
 
 def _given_up_table(found: tuple[GivenUpState, ...]) -> TextTable:
-    from rich.text import Text
-
-    from datastates.lineage.views.text import age_text, short
-
-    from .tables import Column, TextTable
-
     made = TextTable(
         [
             *(

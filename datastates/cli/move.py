@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from datastates.config import Data
+from datastates.config import Config, Data
 from datastates.errors import Conflict, InvalidInput, NotFound, OverBudget, Unavailable
-from datastates.lineage.views.text import plural
+from datastates.lineage.views.text import plural, size_text
+from datastates.lineage.write.refs import check_name
 from datastates.maintenance.location import DATABASE, Location
 
 from .app import AsJson, Repo, Shell, ref_names
@@ -65,11 +66,6 @@ TlsCa = Annotated[
 ]
 _FORM = "tcp://HOST:PORT/REV"
 _SPARE_BYTES = 64 << 20
-
-
-def register_payload(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(restore)
 
 
 def restore(
@@ -133,8 +129,6 @@ def restore(
     if shell.as_json:
         shell.write_json({"state": state.uid, "step": state.step, "files": written})
         return
-    from datastates.lineage.views.text import size_text
-
     for file in written:
         shell.write(
             f"{file['path']}: {file['tensors']} tensors, {size_text(int(str(file['bytes'])))}"
@@ -177,12 +171,6 @@ def progress_of(shell: Shell) -> Progress:
 
 
 # --- ``export`` and ``import``: states as a folder, and checkpoint files of other tools ---
-
-
-def register_bundle(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command("export")(export_states)
-    app.command("import")(import_states)
 
 
 def export_states(
@@ -416,8 +404,6 @@ def _say(shell: Shell, done: Bundle, where: str, what: str) -> None:
             }
         )
         return
-    from datastates.lineage.views.text import size_text
-
     tags = f", tags {', '.join(ref.name for ref in done.tags)}" if done.tags else ""
     said = f"{plural(len(done.states), 'state')} {where}, {size_text(done.bytes_new)} {what}"
     shell.write(f"{said}; {plural(done.ancestors, 'ancestor')} without bytes{tags}")
@@ -435,11 +421,6 @@ def trusting(ca: Path | None) -> Tls | None:
 
 
 # --- ``clone``: a state that another process serves becomes a state of a local repository ---
-
-
-def register_clone(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(clone)
 
 
 def clone(
@@ -599,8 +580,6 @@ class _Name:
 
 
 def _check_name(branch: str) -> None:
-    from datastates.lineage.write.refs import check_name
-
     check_name(branch)
 
 
@@ -670,7 +649,6 @@ def _is_empty(path: Path) -> bool:
 def _opened(location: Location, state: State) -> Iterator[Repository]:
     """The repository, with memory for the state: the size in DATASTATES_MEMORY, else a quarter
     of what is free, or what the state takes."""
-    from datastates.config import Config
     from datastates.repository import open as open_repository
     from datastates.system.memory import available_memory_bytes
 
@@ -758,8 +736,6 @@ def _report(
             }
         )
         return
-    from datastates.lineage.views.text import size_text
-
     came = (
         f"{size_text(moved)} of {size_text(state.bytes_total)} came in {seconds:.2f} s"
         if done

@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from datastates.errors import NotFound
+from datastates.lineage import lookup
+from datastates.lineage.query import names
+from datastates.lineage.states import RefKind
+from datastates.lineage.views.text import age_text, short
+from datastates.maintenance.environment import user_name
 
 from .app import EXIT_CODES, AsJson, Limit, Repo, Shell, branch_names, ref_names, tag_names
+from .tables import events_table, refs_table
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
-
-    from datastates.lineage import Note, Ref, RefKind
+    from datastates.lineage import Note
 
 RefRev = Annotated[
     str | None,
@@ -108,15 +112,6 @@ Author = Annotated[
 ]
 
 
-def register_refs(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command()(tag)
-    app.command()(branch)
-    app.command()(rm)
-    app.command("refs")(list_refs)
-    app.command()(reflog)
-
-
 def tag(
     context: typer.Context,
     name: TagName = None,
@@ -131,8 +126,6 @@ def tag(
     """List the tags; make, move or delete one.
 
     A tag of a state whose bytes are gone is made, with a warning and exit code 7."""
-    from datastates.lineage.states import RefKind
-
     _change(
         Shell(context, repo, as_json),
         RefKind.TAG,
@@ -157,8 +150,6 @@ def branch(
     as_json: AsJson = False,
 ) -> None:
     """List the branches; make, move, rename or delete one."""
-    from datastates.lineage.states import RefKind
-
     shell = Shell(context, repo, as_json)
     if not rename:
         return _change(
@@ -170,7 +161,7 @@ def branch(
         )
     with shell.repository() as repository:
         renamed = repository.rename(name, rev)
-    return _say_refs(shell, renamed, f"{renamed.kind} {name} is {renamed.name} now")
+    return shell.report(renamed, f"{renamed.kind} {name} is {renamed.name} now")
 
 
 def rm(
@@ -225,10 +216,6 @@ def reflog(
     as_json: AsJson = False,
 ) -> None:
     """Show where a branch or a tag stood, newest first."""
-    from datastates.lineage.query import names
-
-    from .tables import events_table
-
     shell = Shell(context, repo, as_json)
     with shell.reading() as session:
         events = names.reflog(session, name, limit=limit or None)
@@ -249,36 +236,51 @@ def _change(
     move: bool,
     expected: str | None,
 ) -> None:
+    """Make, move or delete a ref; list them if none is named."""
     if name is None:
         if delete or move or expected or message:
             raise typer.BadParameter("name the ref that is meant", param_hint="NAME")
-        _list_refs(shell, kind)
-    elif delete:
-        if move or rev or expected or message:
-            raise typer.BadParameter("--delete takes nothing but the name", param_hint="--delete")
-        _delete_refs(shell, kind, name)
-    elif rev is None:
+        return _list_refs(shell, kind)
+    if delete and (move or rev or expected or message):
+        raise typer.BadParameter("--delete takes nothing but the name", param_hint="--delete")
+    if rev is None and not delete:
         raise typer.BadParameter(
             f"name the state that {name!r} is to name: {kind.value} {name} REV", param_hint="REV"
         )
-    elif move:
-        if message:
-            raise typer.BadParameter(
-                "a message is given when the tag is made", param_hint="--message"
-            )
-        _move(shell, kind, name, rev, expected)
-    else:
-        if expected:
-            raise typer.BadParameter("it goes with --move", param_hint="--expected")
-        _make(shell, kind, name, rev, message)
+    if move and message:
+        raise typer.BadParameter("a message is given when the tag is made", param_hint="--message")
+    if expected and not move:
+        raise typer.BadParameter("it goes with --move", param_hint="--expected")
+    from datastates.lineage.query import revision
+    from datastates.lineage.write import refs
+
+    with shell.writing() as session:
+        old = names.get(session, name) if delete or move else None
+        if old is not None and old.kind is not kind:
+            raise NotFound(f"{name!r} is a {old.kind}, not a {kind}: use `datastates {old.kind} …`")
+        if rev is None:
+            ref, is_gone = refs.delete_ref(session, name), False
+            text = f"{ref.kind} {ref.name} is forgotten; it named {ref.state}"
+        else:
+            state = revision.resolve(session, rev)
+            if old is not None:
+                seen = old.state if expected is None else revision.resolve(session, expected).uid
+                ref = refs.move(session, name, state.uid, expected=seen)
+                text = f"{kind} {ref.name} moved from {old.state[:10]} to {ref.state[:10]}"
+            else:
+                if kind is RefKind.TAG:
+                    ref = refs.tag(session, name, state.uid, message=message)
+                else:
+                    ref = refs.branch(session, name, state.uid)
+                text = f"{kind} {ref.name} names {ref.state[:10]} (step {state.step})"
+            is_gone = refs.warn(session, ref)
+    shell.report(ref, text)
+    if is_gone:  # the bytes of the state
+        raise typer.Exit(EXIT_CODES["unavailable"])
+    return None
 
 
 def _list_refs(shell: Shell, kind: RefKind | None) -> None:
-    from datastates.lineage import lookup
-    from datastates.lineage.query import names
-
-    from .tables import refs_table
-
     with shell.reading() as session:
         found = names.refs(session, kind)
         states = {
@@ -296,81 +298,7 @@ def _list_refs(shell: Shell, kind: RefKind | None) -> None:
         )
 
 
-def _make(shell: Shell, kind: RefKind, name: str, rev: str, message: str | None) -> None:
-    from datastates.lineage.query import revision
-    from datastates.lineage.states import RefKind
-    from datastates.lineage.write import refs
-
-    with shell.writing() as session:
-        state = revision.resolve(session, rev)
-        made = (
-            refs.tag(session, name, state.uid, message=message)
-            if kind is RefKind.TAG
-            else refs.branch(session, name, state.uid)
-        )
-        is_gone = refs.warn(session, made)
-    _say_refs(
-        shell,
-        made,
-        f"{made.kind} {made.name} names {made.state[:10]} (step {state.step})",
-        is_gone=is_gone,
-    )
-
-
-def _move(shell: Shell, kind: RefKind, name: str, rev: str, expected: str | None) -> None:
-    from datastates.lineage.query import revision
-    from datastates.lineage.write import refs
-
-    with shell.writing() as session:
-        old = _get(session, kind, name)
-        wanted = old.state if expected is None else revision.resolve(session, expected).uid
-        moved = refs.move(session, name, revision.resolve(session, rev).uid, expected=wanted)
-        is_gone = refs.warn(session, moved)
-    _say_refs(
-        shell,
-        moved,
-        f"{moved.kind} {moved.name} moved from {old.state[:10]} to {moved.state[:10]}",
-        is_gone=is_gone,
-    )
-
-
-def _delete_refs(shell: Shell, kind: RefKind, name: str) -> None:
-    from datastates.lineage.write import refs
-
-    with shell.writing() as session:
-        _get(session, kind, name)
-        gone = refs.delete_ref(session, name)
-    _say_refs(shell, gone, f"{gone.kind} {gone.name} is forgotten; it named {gone.state}")
-
-
-def _get(session: Session, kind: RefKind, name: str) -> Ref:
-    from datastates.lineage.query import names
-
-    found = names.get(session, name)
-    if found.kind is not kind:
-        raise NotFound(f"{name!r} is a {found.kind}, not a {kind}: use `datastates {found.kind} …`")
-    return found
-
-
-def _say_refs(shell: Shell, ref: Ref, text: str, *, is_gone: bool = False) -> None:
-    """Write what was done.
-
-    If the bytes of the state ``is_gone``, the command then ends with the exit code for that."""
-    if shell.as_json:
-        shell.write_json(ref)
-    else:
-        shell.write(text)
-    if is_gone:
-        raise typer.Exit(EXIT_CODES["unavailable"])
-
-
 # --- ``note`` and ``annotate``: notes on states and branches, and metrics that people add ---
-
-
-def register_notes(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command()(note)
-    app.command()(annotate)
 
 
 def annotate(
@@ -402,13 +330,8 @@ def annotate(
     metrics = dict(map(_metric, metric))
     with shell.repository() as repository:
         state = repository.annotate(rev, metrics=metrics, replace=replace, author=author)
-    if shell.as_json:
-        shell.write_json(state)
-    else:
-        shell.write(
-            f"state {state.uid[:10]} has"
-            f" {', '.join(f'{key} = {state.metrics[key]:.9g}' for key in metrics)}"
-        )
+    added = ", ".join(f"{key} = {state.metrics[key]:.9g}" for key in metrics)
+    shell.report(state, f"state {state.uid[:10]} has {added}")
 
 
 def _metric(text: str) -> tuple[str, float]:
@@ -440,18 +363,45 @@ def note(
         )
     if edit is not None and message is None:
         raise typer.BadParameter("say by -m what the note is to be", param_hint="--edit")
-    if delete is not None:
-        _delete_notes(shell, delete)
-    elif edit is not None:
-        _edit(shell, edit, message or "")
-    elif message is not None:
-        _write(shell, rev, branch, message, author)
-    else:
-        _list_notes(shell, rev, branch)
+    if message is None and delete is None:
+        return _list_notes(shell, rev, branch)
+    if rev is None and branch is None and edit is None and delete is None:
+        raise typer.BadParameter(
+            "name the state or the branch that the note is on", param_hint="REV"
+        )
+    from datastates.lineage.query import revision
+    from datastates.lineage.write import refs
+
+    with shell.writing() as session:
+        if delete is not None:
+            written = refs.remove(session, delete)
+            text = f"note {written.uid} is deleted; it read: {_beginning(written)}"
+        elif edit is not None:
+            before = names.get_note(session, edit)
+            written = refs.edit(session, edit, message or "", seen=before)
+            text = f"note {written.uid} is changed; it read: {_beginning(before)}"
+        else:
+            written = refs.write(
+                session,
+                message or "",
+                state=None if rev is None else revision.resolve(session, rev).uid,
+                branch=branch,
+                author=user_name() if author is None else author,
+            )
+            text = f"note {written.uid} is on {_subject(written)}"
+    return shell.report(written, text)
+
+
+def _beginning(note: Note) -> str:
+    return note.text.splitlines()[0][:60]
+
+
+def _subject(note: Note) -> str:
+    return f"state {short(note.state)}" if note.branch is None else f"branch {note.branch}"
 
 
 def _list_notes(shell: Shell, rev: str | None, branch: str | None) -> None:
-    from datastates.lineage.query import names, revision
+    from datastates.lineage.query import revision
 
     with shell.reading() as session:
         uid = None if rev is None else revision.resolve(session, rev).uid
@@ -469,75 +419,10 @@ def _list_notes(shell: Shell, rev: str | None, branch: str | None) -> None:
 
 
 def _lines(found: Sequence[Note]) -> list[str]:
-    from datastates.lineage.views.text import age_text, short
-
     lines: list[str] = []
     for note in found:
-        of = (
-            f"branch {note.branch}"
-            if note.branch is not None
-            else f"state {short(note.state or '')}"
-        )
         edited = f", edited {age_text(note.edited_at)}" if note.edited_at else ""
-        lines.append(f"{note.uid}  {of}  {note.author}, {age_text(note.created_at)}{edited}")
+        written = f"{note.author}, {age_text(note.created_at)}{edited}"
+        lines.append(f"{note.uid}  {_subject(note)}  {written}")
         lines += [f"    {line}" for line in note.text.splitlines()]
     return lines
-
-
-def _write(
-    shell: Shell, rev: str | None, branch: str | None, text: str, author: str | None
-) -> None:
-    from datastates.lineage.query import revision
-    from datastates.lineage.write import refs
-    from datastates.maintenance.environment import user_name
-
-    if rev is None and branch is None:
-        raise typer.BadParameter(
-            "name the state or the branch that the note is on", param_hint="REV"
-        )
-    with shell.writing() as session:
-        uid = None if rev is None else revision.resolve(session, rev).uid
-        made = refs.write(
-            session,
-            text,
-            state=uid,
-            branch=branch,
-            author=user_name() if author is None else author,
-        )
-    _say_notes(
-        shell,
-        made,
-        f"note {made.uid} is on"
-        f" {f'branch {made.branch}' if made.branch else f'state {(made.state or str())[:10]}'}",
-    )
-
-
-def _edit(shell: Shell, uid: str, text: str) -> None:
-    from datastates.lineage.query import names
-    from datastates.lineage.write import refs
-
-    with shell.writing() as session:
-        before = names.get_note(session, uid)
-        changed = refs.edit(session, uid, text, seen=before)
-    _say_notes(
-        shell,
-        changed,
-        f"note {changed.uid} is changed; it read: {before.text.splitlines()[0][:60]}",
-    )
-
-
-def _delete_notes(shell: Shell, uid: str) -> None:
-    from datastates.lineage.write import refs
-
-    with shell.writing() as session:
-        gone = refs.remove(session, uid)
-    _say_notes(
-        shell, gone, f"note {gone.uid} is deleted; it read: {gone.text.splitlines()[0][:60]}"
-    )
-
-
-def _say_notes(shell: Shell, note: Note, text: str) -> None:
-    if shell.as_json:
-        shell.write_json(note)
-    else:
-        shell.write(text)

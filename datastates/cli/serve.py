@@ -21,9 +21,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
 from datastates.config import Data
 from datastates.errors import InvalidInput
+from datastates.lineage.views.text import size_text
 from datastates.maintenance.location import locate
 from datastates.system import logs
 from datastates.system.files import append_secret, make_token, write_secret
@@ -114,7 +116,6 @@ def serve_web(
     from datastates.api.routing import Scope
     from datastates.api.security import read_tokens
     from datastates.api.serve import WebServer
-    from datastates.system.files import make_token
 
     show = (
         None
@@ -190,11 +191,6 @@ def _log_access() -> None:
 
 
 # --- ``serve`` ---
-
-
-def register_serve(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(serve)
 
 
 def serve(
@@ -538,7 +534,6 @@ def _announce(
 
 def _dialled(url: str) -> str:
     """The address that others dial: a server on all interfaces is reached by the host's name."""
-
     for everywhere in ("//0.0.0.0:", "//[::]:"):
         url = url.replace(everywhere, f"//{socket.gethostname()}:")
     return url
@@ -575,9 +570,6 @@ def _status(shell: Shell) -> Iterator[_Seen]:
         yield lambda stats: None
         return
     from rich.live import Live
-    from rich.text import Text
-
-    from datastates.lineage.views.text import size_text
 
     with Live(console=shell.console, auto_refresh=False, transient=True) as live:
 
@@ -600,11 +592,6 @@ class Scope(StrEnum):
     READ = "read"
     WRITE = "write"
     ADMIN = "admin"
-
-
-def register_token(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(token)
 
 
 def token(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from rich.cells import cell_len
 from rich.text import Text
 
+from datastates.lineage.query import names as refs
 from datastates.lineage.states import Ref, RefEvent, RefKind, State, Status
 from datastates.lineage.views.text import (
     age_text,
@@ -31,7 +32,6 @@ from datastates.lineage.views.text import (
 
 if TYPE_CHECKING:
     import rich.table
-    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
     from sqlalchemy.orm import Session
 
     from datastates.lineage.query.grammar import Field
@@ -302,7 +302,6 @@ class Known:
 
     @classmethod
     def of(cls, session: Session, states: Sequence[State], *, with_runs: bool) -> Known:
-        from datastates.lineage.query import names as refs
         from datastates.lineage.views.branch_rows import branches_of
 
         found: dict[str, Run] = {}
@@ -501,14 +500,3 @@ def clean_line(line: Text) -> Text:
 def clean_lines(text: str) -> str:
     """A text of several lines."""
     return "\n".join(map(clean, text.split("\n")))
-
-
-class Cleaned:
-    """Anything that rich can print."""
-
-    def __init__(self, item: RenderableType) -> None:
-        self._item = item
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for segment in console.render(self._item, options):
-            yield segment if segment.control else segment._replace(text=clean_lines(segment.text))

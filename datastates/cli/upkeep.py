@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from datastates.errors import InvalidInput
-from datastates.lineage.views.text import plural
+from datastates import values
+from datastates.errors import InvalidInput, NotFound
+from datastates.lineage.views.text import plural, short, size_text
 
 from .app import EXIT_CODES, AsJson, Limit, Repo, Shell, branch_names, ref_names
 from .interrupt import orderly
-from .move import TlsCa, TokenFile, counting, trusting
+from .move import TlsCa, TokenFile, counting, progress_of, trusting
+from .tables import Column, TextTable
 
 if TYPE_CHECKING:
     from datastates.maintenance.gc import GcReport
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from datastates.maintenance.verify import VerifyReport
     from datastates.transport.peer import Peer
 
-    from .tables import TextTable
 
 _LISTED = 20
 Keep = Annotated[
@@ -39,14 +40,6 @@ Keep = Annotated[
         show_default=False,
     ),
 ]
-
-
-def register_upkeep(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command()(verify)
-    app.command()(gc)
-    app.command()(reindex)
-    app.command()(repair)
 
 
 def gc(
@@ -67,8 +60,6 @@ def gc(
 ) -> None:
     """Free disk space: delete what crashes and evictions left, rewrite packs most of whose bytes no
     state needs. Trainings may continue."""
-    from .move import progress_of
-
     shell = Shell(context, repo, as_json)
     with shell.repository() as repository, progress_of(shell) as progress:
         bar = progress.add_task("making room", total=None)
@@ -133,8 +124,6 @@ def verify(
             {"state": state.uid, "digest": state.digest, "bytes": state.bytes_total, "ok": True}
         )
         return None
-    from datastates.lineage.views.text import size_text
-
     shell.write(
         f"state {state.uid} (step {state.step}): {size_text(state.bytes_total)}, every byte as it"
         " was captured"
@@ -147,10 +136,7 @@ def _verify_all(shell: Shell, since: str | None, limit: float | None) -> None:
 
     If Ctrl-C ends it, the output explains how to continue.
     """
-    from datastates import values
     from datastates.maintenance.verify import Limits, check_all
-
-    from .move import progress_of
 
     marks: list[str] = []
     limits = Limits(since, None if limit is None else values.seconds(limit, "--for"))
@@ -179,8 +165,6 @@ def _say_checked(shell: Shell, found: VerifyReport) -> None:
         return shell.write_json(
             {**msgspec.to_builtins(found), "ok": not found.damage and not found.unread}
         )
-    from datastates.lineage.views.text import size_text
-
     for each in found.damage:
         what = (
             "manifest"
@@ -201,8 +185,6 @@ def _say_checked(shell: Shell, found: VerifyReport) -> None:
 
 
 def _say(shell: Shell, done: GcReport) -> None:
-    from datastates.lineage.views.text import size_text
-
     shell.write(f"{size_text(done.bytes_freed)} {'can be freed' if done.is_dry_run else 'freed'}")
     for count, what, size in (
         (
@@ -314,8 +296,6 @@ def repair(
 ) -> None:
     """Check everything, and restore damaged files from other places. For damage that stays, name
     states that can be restored instead."""
-    from .move import progress_of
-
     shell = Shell(context, repo, as_json)
     with ExitStack() as stack:
         repository = stack.enter_context(shell.repository())
@@ -353,12 +333,6 @@ def repair(
 # --- ``du`` and ``prune``: disk use of each branch, and dropping bytes ---
 
 
-def register_room(app: typer.Typer) -> None:
-    """Add the commands."""
-    for command in (du, prune):
-        app.command()(command)
-
-
 def du(
     context: typer.Context,
     branch: Annotated[
@@ -375,7 +349,6 @@ def du(
 ) -> None:
     """Show what each branch, or each state of one, takes on disk: what dropping it would free,
     and what others need as well."""
-    from datastates.errors import NotFound
     from datastates.maintenance.retention_pass import usage
 
     shell = Shell(context, repo, as_json)
@@ -419,8 +392,6 @@ def prune(
 
 
 def _show_branches(shell: Shell, found: Usage, limit: int) -> None:
-    from datastates.lineage.views.text import size_text
-
     made = _table("branch", "states")
     for use in found.branches[: limit or None]:
         made.add(
@@ -436,10 +407,6 @@ def _show_branches(shell: Shell, found: Usage, limit: int) -> None:
 
 
 def _show_states(shell: Shell, states: list[StateUse], limit: int) -> None:
-    from datastates.lineage.views.text import short, size_text
-
-    from .tables import Column
-
     made = _table("state", "step")
     made.columns.append(Column("stays because of", is_flexible=True, rank=1))
     for use in states[: limit or None]:
@@ -456,8 +423,6 @@ def _show_states(shell: Shell, states: list[StateUse], limit: int) -> None:
 
 
 def _table(name: str, number: str) -> TextTable:
-    from .tables import Column, TextTable
-
     numbers = (
         Column(each, is_number=True) for each in (number, "dropping it frees", "shared with others")
     )
@@ -470,8 +435,6 @@ def show_pruned(shell: Shell, report: Pruned) -> None:
         import msgspec
 
         return shell.write_json({**msgspec.to_builtins(report), "bytes_freed": report.bytes_freed})
-    from datastates.lineage.views.text import short, size_text
-
     would = "would be dropped" if report.is_dry_run else "dropped"
     for each in report.dropped[:_LISTED] if report.is_dry_run else ():
         shell.write(

@@ -303,13 +303,9 @@ def script() -> int:
         return main()
     except DatastatesError as error:
         # the terminal is imported only for an error
-        from datastates.cli.app import (
-            code_of,
-            complain,
-        )
+        from datastates.cli.app import complain
 
-        complain(error, as_json=False)
-        return code_of(error)
+        return complain(error, as_json=False)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 from datastates import Repository
 from datastates.api import cache
-from datastates.api.cache import Statistics
+from datastates.api.cache import Kept
+from datastates.api.models import stats_of
+from datastates.lineage.views.detail import count
 from tests.api.conftest import BASE, train
 
 if TYPE_CHECKING:
@@ -58,15 +60,16 @@ def test_large_ones_are_counted_in_the_background(
 ) -> None:
     monkeypatch.setattr(cache, "_AT_ONCE_S", 0.0)
     monkeypatch.setattr(cache, "SHARE", 1e9)
-    numbers = Statistics(repo.core.reading, lambda: 0)
+    numbers = Kept("statistics", repo.core.reading, count)
     with repo.core.reading() as session:
         before = numbers.of(session)
     train(repo, "main", 2)
 
     with repo.core.reading() as session:
         during = numbers.of(session)
-        assert (during.states, during.newest) == (before.states, repo.state("main"))
-        numbers._kept._background.join()
+        assert during.states == before.states
+        assert stats_of(session, during, 0).newest == repo.state("main")
+        numbers._background.join()
         assert numbers.of(session).states == before.states + 2
     train(repo, "main", 1)
     monkeypatch.setattr(cache, "_OLD_S", 0.0)

@@ -11,7 +11,7 @@ import torch
 import typer.main
 
 import datastates
-from datastates.cli.app import EXAMPLES, app
+from datastates.cli.app import EXAMPLES, app, command_of
 
 from .conftest import Invoke
 
@@ -59,7 +59,7 @@ def test_the_example_of_a_clone_runs(trained: Path, invoke: Invoke) -> None:
 @pytest.mark.parametrize("name", sorted(GO_ON))
 def test_the_example_of_a_command_that_goes_on_is_understood(name: str) -> None:
     group: Any = typer.main.get_command(app)
-    command = group.commands[name]
+    command = command_of(name)
     assert command.make_context(
         name,
         shlex.split(EXAMPLES[name])[2:],

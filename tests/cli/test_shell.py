@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 import datastates
-from datastates.cli.app import MOST, LazyCommands, Shell, complain
+from datastates.cli.app import COMMANDS, MOST, Shell, command_of, complain
 from datastates.cli.tables import Column, TextTable, facts_table, table
 from datastates.errors import NotFound
 from tests.cli.conftest import Invoke
@@ -110,8 +110,8 @@ def test_names_and_values_of_others_are_shown_harmless_and_are_exact_as_json(
 def test_every_option_that_counts_has_bounds() -> None:
     counts = {
         f"{name} {option.opts[0]}": option.max
-        for name, made in LazyCommands().items()
-        for option in made.params
+        for name in COMMANDS
+        for option in command_of(name).params
         if has_type(option, int)
     }
 
