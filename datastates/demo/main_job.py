@@ -35,7 +35,7 @@ from torch.optim.lr_scheduler import LinearLR
 import datastates
 from datastates import Config, PermutationSampler, Repository
 from datastates.demo.model import FULL, GPT, SHORT, Size, Text, read_text
-from datastates.demo.outliers import find_outliers, show_outliers
+from datastates.demo.outliers import find_outliers
 from datastates.demo.report import Cost, Outcome, examine, show
 from datastates.errors import DatastatesError, InvalidInput, Unsupported
 
@@ -186,7 +186,7 @@ def run_demo(root: Path, *, short: bool = False, console: Console | None = None)
             repo, root / "losses.png", costs, {each.branch: each.of for each in resumptions}
         )
         show(outcome, repo, console)
-    show_outliers(find_outliers(root / "pictures", size), console)
+    find_outliers(root / "pictures", size, console)
     return outcome
 
 
@@ -229,12 +229,14 @@ def resume(root: Path, size: Size, what: Resumption) -> None:
     # the state has the branch's learning rate
     variant = replace(settings, branch=what.branch, learning_rate_factor=1.0)
     with datastates.open(root, config=CONFIG) as repo:
-        train(repo, size, variant, what.until, _say_a_line, start=f"{what.of}@step:{what.start}")
-
-
-def _say_a_line() -> None:
-    sys.stdout.write("step\n")
-    sys.stdout.flush()
+        train(
+            repo,
+            size,
+            variant,
+            what.until,
+            partial(Console().print, "step"),
+            start=f"{what.of}@step:{what.start}",
+        )
 
 
 def check_extra() -> None:

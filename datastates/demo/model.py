@@ -72,36 +72,6 @@ SHORT = Size(
 )
 
 
-class Block(nn.Module):
-    """Attention and a feed-forward layer, each added to its input after a layer norm (GPT-2's
-    order)."""
-
-    def __init__(self, shape: Shape, dropout: float) -> None:
-        super().__init__()
-        self.heads = shape.heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(shape.width), nn.LayerNorm(shape.width)
-        self.qkv, self.proj = (
-            nn.Linear(shape.width, 3 * shape.width),
-            nn.Linear(shape.width, shape.width),
-        )
-        self.up, self.down = (
-            nn.Linear(shape.width, 4 * shape.width),
-            nn.Linear(4 * shape.width, shape.width),
-        )
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the block; shapes: (batch, time, width) in and out."""
-        batch, time, width = x.shape
-        q, k, v = (
-            self.qkv(self.norm_1(x)).view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        )
-        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.dropout(self.proj(seen.transpose(1, 2).reshape(batch, time, width)))
-        expanded = functional.gelu(self.up(self.norm_2(x)))
-        return torch.add(x, self.dropout(self.down(expanded)))
-
-
 class GPT(nn.Module):
     """A decoder that returns its loss; the head is tied to the embedding, so one storage has two
     names."""
@@ -111,7 +81,18 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(shape.vocabulary, shape.width)
         self.position = nn.Embedding(shape.context, shape.width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(shape, dropout) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                shape.width,
+                shape.heads,
+                4 * shape.width,
+                dropout,
+                functional.gelu,
+                batch_first=True,
+                norm_first=True,  # GPT-2's order
+            )
+            for _ in range(shape.layers)
+        )
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         for parameter in self.parameters():
@@ -124,8 +105,9 @@ class GPT(nn.Module):
         the tokens before."""
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         x = self.dropout(self.embed(inputs) + self.position.weight[: inputs.shape[1]])
+        causal = nn.Transformer.generate_square_subsequent_mask(inputs.shape[1], x.device, x.dtype)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, causal, is_causal=True)
         return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 

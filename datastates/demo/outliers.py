@@ -18,7 +18,7 @@ from torch.optim import AdamW
 from datastates.config import Config
 from datastates.repository import Repository
 from datastates.repository import open as open_repository
-from datastates.studies import OutlierReport, outliers
+from datastates.studies import outliers
 from datastates.studies.outlier_report import tables
 
 if TYPE_CHECKING:
@@ -103,27 +103,12 @@ class Pictures:
         return f"labelled {words[self.labels[index]]}{made}"
 
     def loss(self, model: nn.Module, rows: Tensor) -> Tensor:
-        """One loss for each picture."""
         return cross_entropy(model(self.images[rows]), self.labels[rows], reduction="none")
 
 
-@dataclass(frozen=True, slots=True)
-class Suspicion:
-    """What the report says of the pictures, and where its page is."""
-
-    report: OutlierReport
-    pictures: Pictures
-    page: Path
-
-    @property
-    def found(self) -> int:
-        """How many of the suspects were made wrong on purpose."""
-        return sum(sample.index in self.pictures.wrong for sample in self.report.suspects())
-
-
-def find_outliers(root: Path, size: Size) -> Suspicion:
-    """Train in a repository of its own at ``root``, capture each epoch, score every picture,
-    write the page."""
+def find_outliers(root: Path, size: Size, console: Console) -> None:
+    """Train in a separate repository at ``root``, capture each epoch, score every picture, write
+    the page. Print the highest ranked pictures, and how many of the planted ones were found."""
     pictures = spoil(size.pictures)
     with open_repository(root, config=Config(durable_every=1)) as repo:
         branches = [train(repo, pictures, size.epochs, seed) for seed in SEEDS]
@@ -137,7 +122,19 @@ def find_outliers(root: Path, size: Size) -> Suspicion:
         show=lambda index: show[index],
         describe=pictures.describe,
     )
-    return Suspicion(report, pictures, page)
+    console.print(
+        f"\n{pictures.name}; {len(pictures.wrong)} labels were made wrong on purpose, and"
+        f" {len(SEEDS)} runs trained on them"
+    )
+    for part in tables(report, most=8, describe=pictures.describe):
+        console.print(part)
+    suspects = report.suspects()
+    found = sum(sample.index in pictures.wrong for sample in suspects)
+    console.print(
+        f"{found} of {len(suspects)} suspects are among the {len(pictures.wrong)} that were made"
+        " wrong"
+    )
+    console.print(f"page: {os.path.relpath(page)}", soft_wrap=True)
 
 
 def spoil(count: int) -> Pictures:
@@ -151,7 +148,6 @@ def spoil(count: int) -> Pictures:
 
 
 def build(pictures: Pictures) -> nn.Module:
-    """A small classifier."""
     return nn.Sequential(
         nn.Flatten(), nn.Linear(pictures.images[0].numel(), 128), nn.ReLU(), nn.Linear(128, 10)
     )
@@ -170,20 +166,3 @@ def train(repo: Repository, pictures: Pictures, epochs: int, seed: int) -> str:
                 optimizer.step()
             run.capture(attributes={"epoch": epoch})
     return run.branch
-
-
-def show_outliers(found: Suspicion, console: Console) -> None:
-    """Print the highest ranked pictures, how many of the planted ones were found, and where the
-    page is."""
-    pictures = found.pictures
-    console.print(
-        f"\n{pictures.name}; {len(pictures.wrong)} labels were made wrong on purpose, and"
-        f" {len(SEEDS)} runs trained on them"
-    )
-    for part in tables(found.report, most=8, describe=pictures.describe):
-        console.print(part)
-    console.print(
-        f"{found.found} of {len(found.report.suspects())} suspects are among the"
-        f" {len(pictures.wrong)} that were made wrong"
-    )
-    console.print(f"page: {os.path.relpath(found.page)}", soft_wrap=True)

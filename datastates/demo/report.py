@@ -245,15 +245,16 @@ def show(outcome: Outcome, repo: Repository, console: Console) -> None:
     """Print the graph, the comparisons, the best state, the cost of capturing, what is on disk,
     where the picture is, and how to browse."""
     # the terminal's own view of a history; loaded only when it is shown
-    from datastates.cli.history import (
-        log_lines,
-        write_lines,
-    )
+    from datastates.cli.history import log_lines
 
     refs = repo.refs()
     states = [state for ref in refs for state in repo.log(ref.name)]
     named = outline(states, {ref.state for ref in refs} | {outcome.best.uid, states[-1].uid})
-    write_lines(console, log_lines(named, refs, is_drawn=True, is_short=True))
+    for line in log_lines(named, refs, is_drawn=True, is_short=True):
+        if console.is_terminal:
+            console.print(line, no_wrap=True, overflow="ellipsis")
+        else:
+            console.print(line, soft_wrap=True)
     for proof in outcome.proofs:
         console.print(_comparison(proof))
         verdict = "[green]equal bit for bit[/]" if proof.is_bit_exact else "[red]NOT equal[/]"
