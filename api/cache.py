@@ -65,7 +65,6 @@ class Background:
         return True
 
     def is_running(self, task: object) -> bool:
-        """Whether the task is under way."""
         return task in self._threads
 
     def pacer(self) -> Callable[[], None]:
@@ -88,7 +87,6 @@ class Background:
         return pause
 
     def join(self) -> None:
-        """Wait until the work under way has ended."""
         for thread in list(self._threads.values()):
             thread.join()
 
@@ -105,21 +103,21 @@ class Background:
         except Unavailable as error:  # the database does not answer: the next caller tries again
             _logger.warning("%s failed: %s", self._name, error)
         except Exception:
-            # the work may raise anything: nobody waits for it, and the next caller tries again
+            # the work may raise anything; no caller waits for it, and the next one tries again
             _logger.exception("%s failed", self._name)
         finally:
             with self._lock:
                 del self._threads[task]
 
 
-# What is costly to read of a lineage, and may be some seconds old: it is kept, and renewed in the
+# Results that are costly to read may be some seconds old. They are kept, and renewed in the
 # background.
 
 
 Found = TypeVar("Found")
 
-_AT_ONCE_S = 0.05  # what takes no longer is read anew for each request
-_OLD_S = 30.0  # nobody asked for so long: a request reads it, if that takes at most
+_AT_ONCE_S = 0.05  # shorter reads are repeated for each request
+_OLD_S = 30.0  # the next request reads an older result again, if that takes at most
 _WAIT_S = 1.0
 
 
@@ -159,11 +157,9 @@ class Kept(Generic[Found]):
         return found
 
     def warm(self) -> None:
-        """Begin to read, so that the first request waits less."""
         self._background.start("read", self._read_again)
 
     def close(self) -> None:
-        """End the reading; idempotent."""
         self._background.close()
 
     def _renew(self, session: Session) -> None:
@@ -173,12 +169,11 @@ class Kept(Generic[Found]):
         self._took_s = self._read_at - began
 
     def _read_again(self) -> None:
-        """Read again, on a thread of its own."""
         with self._lock, self._reading() as session:
             self._renew(session)
 
 
-# How many states of each stretch can be restored. Nothing signals when that changes, so it is
+# How many states of each stretch can be restored. No event reports when that changes, so it is
 # read again from time to time.
 
 
@@ -231,7 +226,6 @@ class Norms:
         self._lock = threading.Lock()
 
     def get(self, uid: str) -> dict[str, float] | None:
-        """The norms of a state, if they are kept."""
         with self._lock:
             if uid in self._kept:
                 self._kept.move_to_end(uid)
@@ -258,8 +252,8 @@ class Norms:
 
 
 def tensors_of(reader: Reader, norms: dict[str, float] | None) -> list[TensorInfo]:
-    """What the manifest says of each tensor, in tree order; a tied tensor has the bytes of the
-    one it is tied to."""
+    """The records of all tensors, in tree order, from the manifest. A tied tensor has the bytes
+    of the one it is tied to."""
     specs = specs_of(reader)
     return [
         TensorInfo(

@@ -105,8 +105,8 @@ class Shape(StrEnum):
     """What is kept of a curve with more points than fit: the points that show its extremes, or the
     means of stretches.
 
-    Extremes show how a single curve behaves. Means serve to average several curves: extremes do not
-    tell how many values lie near them.
+    Extremes show how a single curve behaves. Means serve to average several curves: extremes do
+    not show how many values are near them.
     """
 
     EXTREMES = "extremes"
@@ -153,7 +153,7 @@ class Curves:
         :param ids: the row ids of their states.
         :param keys: metrics.
         :param points: the most points of a line.
-        :param axis: what is given of each point beside its step.
+        :param axis: what is given of each point besides its step.
         :param shape: what is kept of lines with more points.
         :param groups: the group of each state, by row id.
         """
@@ -184,7 +184,13 @@ class Curves:
         return Series(tuple(lines), tuple(_forks(session, heads, ids)), tuple(gone))
 
     def _long(self, session: Session, head: int, key: _Key, points: int, shape: Shape) -> _Kept:
-        found = self._outline_of(session, head, key, shape)
+        with self._lock:
+            known = self._outlines.pop((key, head, shape), None)
+        found = known or (means if shape is Shape.MEANS else outline)(session, head, key[1])
+        with self._lock:
+            self._outlines[key, head, shape] = found
+            while len(self._outlines) > _OUTLINES:
+                self._outlines.popitem(last=False)
         if isinstance(found, Means):
             ends, values = pool(found.sums, found.counts, points)
             return _Kept(np.asarray(found.ids)[ends].tolist(), values, found.count)
@@ -192,16 +198,6 @@ class Curves:
         return _Kept(
             np.asarray(found.ids)[kept].tolist(), np.asarray(found.values)[kept], found.count
         )
-
-    def _outline_of(self, session: Session, head: int, key: _Key, shape: Shape) -> Outline | Means:
-        with self._lock:
-            found = self._outlines.pop((key, head, shape), None)
-        made = found or (means if shape is Shape.MEANS else outline)(session, head, key[1])
-        with self._lock:
-            self._outlines[key, head, shape] = made
-            while len(self._outlines) > _OUTLINES:
-                self._outlines.popitem(last=False)
-        return made
 
     def _of(self, session: Session, head: int, key: _Key) -> Curve:
         with self._lock:
@@ -220,22 +216,16 @@ class Curves:
             if met == other:
                 break
         made = curve(session, head, key[1], base=base, above=above)
-        self._keep(key, head, made, passed if passed == above else None)
-        return made
-
-    def _keep(self, key: _Key, head: int, made: Curve, passed: int | None) -> None:
-        """Keep a curve.
-
-        ``passed`` is a head on the way to this one: its curve is part of this one's and is
-        dropped."""
         with self._lock:
-            if passed is not None:
+            if passed is not None and passed == above:
+                # a head on the way to this one: its curve is part of this one's
                 self._kept.pop((key, passed), None)
             self._kept[key, head] = made
             while (
                 len(self._kept) > 1 and sum(len(one.ids) for one in self._kept.values()) > _POINTS
             ):
                 self._kept.popitem(last=False)
+        return made
 
 
 def _short(found: Curve, points: int, shape: Shape) -> _Kept:
@@ -262,7 +252,7 @@ def _line(
 ) -> SeriesLine:
     """One line of an answer.
 
-    Where its steps are not known they are read, with the uids, for the points that are shown."""
+    If its steps are not known, they and the uids are read for the points that are shown."""
     ids, values, xs = kept.ids, kept.values.tolist(), along(session, kept.ids, axis)
     if kept.steps is None:
         named = names_of(session, ids)

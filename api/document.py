@@ -12,7 +12,6 @@ from .app import create_app
 
 
 def main() -> None:
-    """Print the document."""
     json.dump(create_app({}).openapi(), sys.stdout, indent=2, ensure_ascii=False)
     sys.stdout.write("\n")
 

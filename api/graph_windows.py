@@ -2,8 +2,8 @@
 rows.
 
 When heads move by captures, the new rows on top are drawn at once. A drawing that takes longer is
-made in the background. Until it is done, windows come from the drawing before it, and a page says
-that it is not current.
+made in the background. Until it is done, windows come from the drawing before it, and
+``is_current`` of a page is false.
 """
 
 from __future__ import annotations
@@ -44,29 +44,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How to fold: each stretch is one row, except those with a state in ``opened``; states in
-    ``alone`` get rows of their own. Both are uids."""
+    """How to fold: each stretch is one row, except those with a state in ``opened``; each state
+    in ``alone`` has a separate row. Both are uids."""
 
     opened: tuple[str, ...] = ()
     alone: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """The stretch that a row stands for: its newest state, by row id, and how many states it
-    has."""
-
-    newest: int
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
 class Folded:
-    """A drawing; the skeleton whose nodes are its rows, where ``is_folded``; and the branch of each
-    node.
+    """A drawing with the branch of each node. If ``is_folded``, its rows are the nodes of
+    ``skeleton``.
 
-    ``base`` and ``base_drawing`` are those with nothing opened; ``states`` counts all states that
-    the rows stand for.
+    ``base`` and ``base_drawing`` are those with nothing opened; ``states`` counts the states of
+    all rows.
     """
 
     drawing: Drawing
@@ -79,10 +70,9 @@ class Folded:
     version: str
     is_folded: bool
 
-    def stretch_of(self, id_: int) -> Stretch | None:
-        """The stretch of the row with this id, if the row stands for several states."""
-        count = self.skeleton.counts.get(id_, 1) if self.is_folded else 1
-        return Stretch(self.skeleton.newest[id_], count) if count > 1 else None
+    def count_of(self, id_: int) -> int:
+        """The number of states in the row with this id."""
+        return self.skeleton.counts.get(id_, 1) if self.is_folded else 1
 
     def row_of(self, id_: int) -> int | None:
         """The row that contains a state; None if no row does."""
@@ -138,7 +128,7 @@ class Folds:
         known: Names,
         look: Look | None,
     ) -> Folded:
-        """What is shown of a drawing of all states; ``uids`` are those of its heads."""
+        """The folded form of a drawing of all states. ``uids`` are the uids of its heads."""
         with self._lock:
             if self._base is None or self._base[0] is not drawing or self._base[1] is not known:
                 self._base, self._folded = self._skeleton_of(drawing, known), {}
@@ -217,7 +207,7 @@ _HEADS = select(REF.c.state_id).distinct()
 
 
 class Windows:
-    """The drawings of one repository; ``reading`` opens sessions for work beside requests. Safe
+    """The drawings of one repository; ``reading`` opens sessions for work outside requests. Safe
     from any thread."""
 
     def __init__(self, reading: Callable[[], AbstractContextManager[Session]]) -> None:
@@ -239,10 +229,10 @@ class Windows:
         around: str | None = None,
         look: Look | None = None,
     ) -> GraphPage:
-        """Rows of the history of ``heads``, which are revisions; none: of everything that a ref
-        names.
+        """Rows of the history of ``heads``, which are revisions. Without heads, the history of
+        all refs.
 
-        ``around`` is the uid of a state to be put in the middle, whatever ``first`` says. With
+        ``around`` is the uid of a state to be put in the middle. ``first`` is then ignored. With
         ``look`` stretches of states are one row each; None gives every state its own row.
 
         :raises NotFound: a head names nothing, or ``around`` is not in the history.
@@ -285,7 +275,10 @@ class Windows:
         with self._naming:  # whoever comes meanwhile need not read them again
             self._names = known = names(session, self._names)
         kept = self._of(tuple(sorted(set(heads))))
-        ids = _ids_of(session, heads)
+        if heads:
+            ids = frozenset(revision.resolve_id(session, head) for head in heads)
+        else:
+            ids = frozenset(session.execute(_HEADS).scalars())
         drawing, uids, is_current = kept.drawing_of(
             session, ids, known.trunk if known.trunk in ids else None
         )
@@ -295,21 +288,11 @@ class Windows:
         self, session: Session, folded: Folded, first: int, count: int
     ) -> tuple[tuple[GraphRow, ...], dict[int, str]]:
         placed = folded.drawing.rows(first, count)
-        stretches = [folded.stretch_of(one.id) for one in placed]
-        states = lookup.states(
-            session,
-            [
-                one.id if stretch is None else stretch.newest
-                for one, stretch in zip(placed, stretches, strict=True)
-            ],
-        )
-        oldest = dict(
-            zip(
-                wide := [one.id for one, stretch in zip(placed, stretches, strict=True) if stretch],
-                uids_of(session, wide),
-                strict=True,
-            )
-        )
+        counts = {one.id: folded.count_of(one.id) for one in placed}
+        wide = [id_ for id_, size in counts.items() if size > 1]
+        newest = {id_: folded.skeleton.newest[id_] for id_ in wide}
+        states = lookup.states(session, [newest.get(one.id, one.id) for one in placed])
+        oldest = dict(zip(wide, uids_of(session, wide), strict=True))
         counted = (
             self.restorable.by_node(session, folded.skeleton) if wide and folded.is_folded else None
         )
@@ -333,12 +316,12 @@ class Windows:
                 branch(one.id),
                 tuple([branch(id_) for id_ in one.sources_above]),
                 tuple([branch(id_) for id_ in one.sources_below]),
-                () if stretch else folded.names.at.get(one.id, ()),
-                stretch.count if stretch else 1,
-                counted.get(one.id, 0) if stretch and counted is not None else None,
+                () if one.id in newest else folded.names.at.get(one.id, ()),
+                counts[one.id],
+                counted.get(one.id, 0) if one.id in newest and counted is not None else None,
                 oldest.get(one.id),
             )
-            for one, state, stretch in zip(placed, states, stretches, strict=True)
+            for one, state in zip(placed, states, strict=True)
         )
         return rows, {rank: folded.names.branches[rank] for rank in sorted(seen)}
 
@@ -357,7 +340,6 @@ class Windows:
         self.background.start("warm", draw)
 
     def close(self) -> None:
-        """End the drawing; idempotent."""
         self.background.close()
         self.restorable.close()
 
@@ -418,7 +400,6 @@ class _Kept:
     def _redraw(
         self, heads: frozenset[int], trunk: int | None, uids: tuple[str, ...], old: Drawing | None
     ) -> None:
-        """Draw again, on a thread of its own."""
         drawing = draw_history(
             self._windows.topology,
             heads,
@@ -428,9 +409,3 @@ class _Kept:
         )
         if drawing is not None:
             self._drawing = drawing, uids
-
-
-def _ids_of(session: Session, heads: Sequence[str]) -> frozenset[int]:
-    if not heads:
-        return frozenset(session.execute(_HEADS).scalars())
-    return frozenset(revision.resolve_id(session, head) for head in heads)

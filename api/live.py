@@ -1,7 +1,7 @@
 """Live events: one poller for all listeners of a repository.
 
 The poller is a thread, since the database is read only in threads and listeners may belong to
-several event loops. It polls while somebody listens, and keeps the newest events. A listener is
+several event loops. It polls while there are listeners, and keeps the newest events. A listener is
 only the id of the last event that it got. One that falls behind the kept events reads pages from
 the database, so that nothing is missed or repeated, and no queue can grow.
 """
@@ -100,11 +100,9 @@ class LiveEvents:
 
     @property
     def listeners(self) -> int:
-        """The number of listeners."""
         return len(self._listeners)
 
     def close(self) -> None:
-        """End every listener; idempotent."""
         with self._lock:
             self._is_closed = True
             for listener in self._listeners:
@@ -130,7 +128,6 @@ class LiveEvents:
             return tuple(found)
 
     def _page(self, position: int) -> tuple[RefEvent, ...]:
-        """The events after a position, from the database."""
         with self._read() as session:
             return events.read(
                 session,
@@ -220,28 +217,21 @@ class LiveEvents:
             assert horizon is not None, "the branch above made it"
             if not horizon.is_settled:
                 return horizon, False
-            self._begin(horizon.id)
+            with self._lock:
+                self._newest = self._kept_after = horizon.id
+                self._lock.notify_all()
             return None, True
-        self._take(found.items)
+        if found.items:
+            with self._lock:
+                self._kept.extend(found.items)
+                while len(self._kept) > _KEPT:
+                    self._kept_after = self._kept.popleft().id
+                self._newest = found.items[-1].id
+                for listener in self._listeners:
+                    listener._wake()
         return found.horizon, len(found.items) == _PAGE or (
             found.horizon is not None and found.horizon.is_settled
         )
-
-    def _begin(self, newest: int) -> None:
-        with self._lock:
-            self._newest = self._kept_after = newest
-            self._lock.notify_all()
-
-    def _take(self, found: tuple[RefEvent, ...]) -> None:
-        if not found:
-            return
-        with self._lock:
-            self._kept.extend(found)
-            while len(self._kept) > _KEPT:
-                self._kept_after = self._kept.popleft().id
-            self._newest = found[-1].id
-            for listener in self._listeners:
-                listener._wake()
 
 
 def _refusal_live(detail: str) -> Refusal:
@@ -285,11 +275,9 @@ class Listener:
         return ()
 
     def close(self) -> None:
-        """Stop listening; idempotent."""
         self._live._leave(self)
 
     def _wake(self) -> None:
-        """Wake a listener, from any thread."""
         if self._loop is not None:
             with suppress(RuntimeError):  # its loop has ended
                 self._loop.call_soon_threadsafe(self._woken.set)
@@ -320,7 +308,7 @@ def now(session: Session, home: PackFolder, *, metric: str | None = None, limit:
 
 
 def _training(run: Run, branch: Branch | None) -> TrainingInfo:
-    """A training that is going on. ``branch`` is the one whose newest state it captured."""
+    """A running training. ``branch`` is the one whose newest state it captured."""
     return TrainingInfo(
         uid=run.uid,
         branch=run.branch,
@@ -372,8 +360,8 @@ class Pictures:
         try:
             image = image_of(self._show(index), index)
         except Exception as error:
-            # the user's function may raise anything; the log tells all of it to the person who
-            # started the server
+            # the user's function may raise anything; the log has the whole error, for the person
+            # who started the server
             _logger.exception("the function that shows samples failed for sample %d", index)
             said = (
                 str(error)

@@ -46,18 +46,16 @@ class Meter:
         self._under_way = 0
 
     def begin(self) -> None:
-        """Count a request that came."""
         with self._lock:
             self._under_way += 1
 
     def sent(self, count: int) -> None:
-        """Count bytes of a body that were sent."""
         with self._lock:
             self._bytes_sent += count
 
     def end(self, route: str, method: str, status: int, first_byte_s: float) -> None:
         """Count an answered request; ``first_byte_s`` is the time to its first byte, since a
-        stream may go on for hours."""
+        stream may last for hours."""
         with self._lock:
             self._under_way -= 1
             self._requests[route, method, status] += 1
@@ -65,7 +63,6 @@ class Meter:
             self._seconds[route] += first_byte_s
 
     def totals(self) -> Totals:
-        """The totals of all routes."""
         with self._lock:
             refused = sum(
                 count for (_, _, status), count in self._requests.items() if status in (401, 403)
@@ -115,7 +112,6 @@ class Metered:
         self._app, self._meter = app, meter
 
     async def __call__(self, scope: Request, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -161,7 +157,6 @@ _METHODS = frozenset(("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"
 def family(
     name: str, kind: str, said: str, samples: Iterable[tuple[Labels, float]]
 ) -> Iterator[str]:
-    """The lines of one metric."""
     yield f"# HELP {name} {said}"
     yield f"# TYPE {name} {kind}"
     for labels, value in samples:

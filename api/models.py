@@ -1,5 +1,5 @@
-"""What the API answers and what ``--json`` writes: plain values, one shape for both. The lineage's
-own values are used as they are.
+"""The records of the API and of ``--json``: plain values, one shape for both. Records of the
+lineage are used as they are.
 
 Numbers that JSON cannot express (NaN, infinities) are written as null.
 """
@@ -79,8 +79,8 @@ class StateDetail(State):
     """Everything that is known of one state. ``children`` are uids, oldest first. ``origins`` has
     the branches to which it and its children belong, by uid: those that captured them.
     ``run_record`` is the training that captured it. ``notes`` are those on the state, newest first.
-    ``parts`` are those of its ranks; none if one process captured all of it. ``added`` is the log
-    of the metrics that were added after the capture, newest first.
+    ``parts`` has one part for each rank; none if one process captured all of it. ``added`` is the
+    log of the metrics that were added after the capture, newest first.
     """
 
     refs: tuple[Ref, ...]
@@ -126,8 +126,8 @@ def _fields_of(record: State | Run | Counts) -> dict[str, Any]:
 class TensorInfo:
     """One tensor of a state.
 
-    ``tied_to`` is the path of the tensor whose bytes it shares; ``norm`` is set if it was asked
-    for."""
+    ``tied_to`` is the path of the tensor whose bytes it shares; ``norm`` is set if it was
+    requested."""
 
     path: str
     dtype: str
@@ -142,7 +142,7 @@ class RunInfo(Run):
     """A process that tracked, whether it still runs, and the names of the branches whose newest
     states it captured.
 
-    ``ending`` says how it ended; null while it goes on, as far as is known.
+    ``ending`` says how it ended; null while it runs, as far as is known.
     """
 
     life: Life
@@ -163,13 +163,13 @@ def run_infos(session: Session, found: Sequence[Run], home: PackFolder) -> list[
     return made
 
 
-# What is going on
+# What is running now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingInfo:
-    """A training that is going on: its run and branch, and the ``state`` that it captured last,
-    null before the first.
+    """A running training: its run and branch, and the ``state`` that it captured last, null
+    before the first.
 
     ``last`` is the branch's last value of the metric; ``steps_per_s`` is measured over its latest
     captures.
@@ -273,11 +273,11 @@ class Dropping:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What would lose its bytes here if retention were applied now, in order; ``total`` is the
-    number of these states.
+    """The states that would lose their bytes here if retention were applied now, in order.
+    ``total`` is their number.
 
-    ``policy`` applies to branches whose trainings asked for none; ``kept`` says how many states
-    stay for each reason. Bytes are those of the files that states need, before and after.
+    ``policy`` applies to branches whose trainings have no policy; ``kept`` says how many states
+    stay for each reason. The bytes are the sizes of the files that states need, before and after.
     """
 
     policy: str
@@ -322,7 +322,7 @@ class GraphRow:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where a branch stands in a drawing: its column, its first and last row, and the row that
+    """The place of a branch in a drawing: its column, its first and last row, and the row that
     it was forked from, if any."""
 
     branch: str
@@ -336,7 +336,7 @@ class Span:
 class Overview:
     """An overview of a whole drawing: a span for each branch.
 
-    Rows are those of ``GraphPage`` with the same ``version``."""
+    The rows are the same as in a ``GraphPage`` with the same ``version``."""
 
     version: str
     total: int
@@ -352,7 +352,7 @@ class GraphPage:
 
     ``lanes`` is how many columns the whole graph needs. ``version`` changes when the graph or a
     name does: rows of different versions do not fit together. ``branches`` are those that its rows
-    refer to. ``states`` is how many states the rows of the whole graph stand for. If ``is_current``
+    refer to. ``states`` is the number of states in all rows of the graph. If ``is_current``
     is false, the heads have moved on meanwhile and a large graph is being redrawn: ask again in
     some seconds.
     """
@@ -376,8 +376,8 @@ class SeriesLine:
     """One metric along the first parents of ``head``, steps rising. Out of ``total`` points these
     are the ones that a curve needs.
 
-    ``xs`` are the positions of the points when they were asked for over something other than steps:
-    seconds since 1970, or epochs; None where a state has none. With times, ``began`` is when the
+    ``xs`` are the positions of the points if the axis is not steps: seconds since 1970, or
+    epochs. It is None where a state has none. With times, ``began`` is when the
     first state that belongs to the head's branch was captured. ``group`` is the value that the
     head's state has for the requested grouping.
     """
@@ -407,8 +407,8 @@ class Fork:
 class Series:
     """Curves of several heads, and where they fork.
 
-    ``lost`` are the steps that the branches among the heads lost with a process that died: lines of
-    their own, with the same ``head``, each from the state at which the branch went on.
+    ``lost`` are the steps that the branches among the heads lost with a process that died: separate
+    lines, with the same ``head``, each from the state at which the branch resumed.
     """
 
     lines: tuple[SeriesLine, ...]

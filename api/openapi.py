@@ -1,9 +1,7 @@
-"""The OpenAPI document: FastAPI's, and what FastAPI does not know: problems, tokens, null for
-NaN."""
+"""The OpenAPI document of FastAPI, with additions: problems, tokens, null for NaN."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +82,9 @@ def _finish(made: dict[str, Any]) -> None:
     schemas["Problem"] = _problem()
     for name in ("State", "StateDetail"):
         if name in schemas:
-            _allow_null(schemas[name]["properties"]["metrics"])
+            metrics = schemas[name]["properties"]["metrics"]
+            numbers = metrics["additionalProperties"]
+            metrics["additionalProperties"] = {"anyOf": [numbers, {"type": "null"}]}
     for name in ("NewRef", "RefMove"):
         if name in schemas:
             schemas[name]["properties"]["rev"]["minLength"] = 1
@@ -96,17 +96,14 @@ def _finish(made: dict[str, Any]) -> None:
         }
     }
     used = set()
-    for operation in _operations(made):
-        used.update(operation.get("tags", ()))
-        _finish_operation(operation)
+    for path in made["paths"].values():
+        for operation in path.values():
+            if "responses" in operation:
+                used.update(operation.get("tags", ()))
+                _finish_operation(operation)
     made["tags"] = [
         {"name": name, "description": said} for name, said in _TAGS.items() if name in used
     ]
-
-
-def _operations(made: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for path in made["paths"].values():
-        yield from (operation for operation in path.values() if "responses" in operation)
 
 
 def _finish_operation(operation: dict[str, Any]) -> None:
@@ -147,7 +144,3 @@ def _problem() -> dict[str, Any]:
             said.pop("default", None)
     made["required"] = ["type", "title", "status", "detail", "kind"]
     return made
-
-
-def _allow_null(mapping: dict[str, Any]) -> None:
-    mapping["additionalProperties"] = {"anyOf": [mapping["additionalProperties"], {"type": "null"}]}

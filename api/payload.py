@@ -4,7 +4,6 @@ are read and checked on demand."""
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 import threading
 import time
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio.from_thread
 import msgspec
+import numpy as np
 import torch
 from fastapi import Request, Response
 
@@ -38,7 +38,7 @@ PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A tensor that begins at ``start`` in the file; ``spec`` says where its bytes are stored."""
+    """A tensor that begins at ``start`` in the file; ``spec`` has the places of its bytes."""
 
     start: int
     bytes: int
@@ -46,8 +46,8 @@ class _Part:
 
 
 class StateFile:
-    """The file of one open state: every tensor that ``only`` selects, under its path, as
-    ``plan_export`` lays them out; tied tensors are written each.
+    """The file of one open state: every tensor that ``only`` selects, under its path, in the
+    layout of ``plan_export``. Each of several tied tensors is written.
 
     :raises InvalidInput: ``only`` selects something that is not there.
     """
@@ -55,7 +55,11 @@ class StateFile:
     def __init__(self, reader: Reader, state: State, only: Sequence[str] | None) -> None:
         self._reader = reader
         specs = specs_of(reader)
-        chosen = _choose(specs, only, state)
+        selection = Selection(only or None)
+        chosen = {spec.path: spec for spec in specs if selection.wants(spec.path)}
+        selection.refuse_unused(spec.path for spec in specs)
+        if not chosen:
+            raise InvalidInput(f"state {state.uid} has no tensors: there is nothing to download")
         entries = in_order(
             Entry(spec.path, dtype_of(spec.dtype), spec.shape) for spec in chosen.values()
         )
@@ -85,7 +89,6 @@ class StateFile:
             yield b"".join(gathered)
 
     def close(self) -> None:
-        """Release the state."""
         self._reader.close()
 
     def _pieces(self, start: int, end: int) -> Iterator[bytes]:
@@ -99,17 +102,6 @@ class StateFile:
                     if _is_plain(part)
                     else _turned(self._reader, part.spec, first, last)
                 )
-
-
-def _choose(
-    specs: Sequence[TensorSpec], only: Sequence[str] | None, state: State
-) -> dict[str, TensorSpec]:
-    selection = Selection(only or None)
-    chosen = {spec.path: spec for spec in specs if selection.wants(spec.path)}
-    selection.refuse_unused(spec.path for spec in specs)
-    if not chosen:
-        raise InvalidInput(f"state {state.uid} has no tensors: there is nothing to download")
-    return chosen
 
 
 def _is_plain(part: _Part) -> bool:
@@ -152,7 +144,7 @@ def _turned(reader: Reader, spec: TensorSpec, first: int, last: int) -> Iterator
     rows = max(1, PIECE_BYTES // row)
     for outer in range(first // (size * row), -(-last // (size * row))):
         base = outer * size * row
-        block = tensor[_indices(outer, tensor.shape[: dim - 1])]
+        block = tensor[tuple(map(int, np.unravel_index(outer, tensor.shape[: dim - 1])))]
         for at in range(max(first - base, 0) // row // rows * rows, size, rows):
             begin = base + at * row
             if begin >= last:
@@ -161,31 +153,19 @@ def _turned(reader: Reader, spec: TensorSpec, first: int, last: int) -> Iterator
             yield dense.numpy()[max(first - begin, 0) : last - begin].tobytes()
 
 
-def _indices(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """The indices of an element, from its number in row-major order."""
-    found = []
-    for position, size in enumerate(shape):
-        number, flat = divmod(flat, math.prod(shape[position + 1 :]))
-        assert number < size
-        found.append(number)
-    return tuple(found)
+# Limits on what requests do at once, and on requests of clients that have hung up.
 
 
-# Requests that read payload: a few at a time, and none for a client that has hung up.
-
-
-_AT_ONCE = 4
-_WAIT_S = 2.0
 _LOOK_S = 0.25
 
 
-class PayloadReads:
-    """A limit on how many requests of one repository read payload at once: each occupies a
-    thread, and the disk."""
+class ConcurrencyLimit:
+    """A limit on how many requests do something at once. Further requests wait for ``wait_s``.
+    They are then refused with ``detail``, and may try again after ``retry_s``."""
 
-    def __init__(self, at_once: int = _AT_ONCE, wait_s: float = _WAIT_S) -> None:
+    def __init__(self, at_once: int, detail: str, *, wait_s: float, retry_s: int) -> None:
         self._free = threading.BoundedSemaphore(at_once)
-        self._at_once, self._wait_s = at_once, wait_s
+        self._detail, self._wait_s, self._retry_s = detail, wait_s, retry_s
 
     @contextmanager
     def one(self) -> Iterator[None]:
@@ -194,11 +174,8 @@ class PayloadReads:
         :raises Refusal: none became free in time.
         """
         if not self._free.acquire(timeout=self._wait_s):
-            detail = (
-                f"{self._at_once} requests read states of this repository just now: try again in a"
-                " few seconds"
-            )
-            raise Refusal(503, Unavailable.kind, detail, {"Retry-After": "2"})
+            headers = {"Retry-After": str(self._retry_s)}
+            raise Refusal(503, Unavailable.kind, self._detail, headers)
         try:
             yield
         finally:
@@ -238,15 +215,15 @@ def stop_after(seconds: float, what: str, instead: str) -> Callable[[], None]:
     return look
 
 
-# The range of bytes that a request asks for (RFC 9110, 14).
+# The range of bytes of a request (RFC 9110, 14).
 
 
 _RANGE = re.compile(r"bytes\s*=\s*(\d{0,18})\s*-\s*(\d{0,18})\s*", re.ASCII | re.IGNORECASE)
 
 
 def range_of(header: str | None, size: int) -> tuple[int, int] | None:
-    """``[start, end)`` of something of ``size`` bytes. None means the whole: no range was asked
-    for, or several, or the header is no range.
+    """``[start, end)`` of something of ``size`` bytes. None means the whole: the request has no
+    range, or several, or the header is no range.
 
     An empty range (``start == end``) cannot be satisfied: 416.
     """
@@ -262,7 +239,7 @@ def range_of(header: str | None, size: int) -> tuple[int, int] | None:
     return start, max(min(int(last) + 1, size) if last else size, start)
 
 
-# Answers that are sent piece by piece, and end when the client has hung up.
+# Responses that are sent piece by piece, and end when the client has hung up.
 
 
 STALLED_S = 60.0
@@ -324,15 +301,15 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-# Answers: values as JSON, with only the fields that were asked for; a client that already has the
-# answer gets 304.
+# Responses: values as JSON, with only the requested fields. A client that already has the
+# response gets 304.
 
 
 _encoder = msgspec.json.Encoder(enc_hook=str)
 
 
 def reply(
-    value: object,
+    value: Any,
     *,
     request: Request | None = None,
     fields: str | None = None,
@@ -351,12 +328,13 @@ def reply(
     sent = dict(headers or {})
     if isinstance(etag, str) and request is not None and is_known(request, etag):
         return Response(status_code=304, headers={**sent, "ETag": etag})
-    chosen = (
-        value
-        if not fields
-        else _project(msgspec.to_builtins(value, enc_hook=str), fields.split(","))
-    )
-    body = _encoder.encode(chosen)
+    if fields:
+        value, chosen = msgspec.to_builtins(value, enc_hook=str), fields.split(",")
+        if {"items", "next"} <= set(value):
+            value["items"] = [_pick(item, chosen) for item in value["items"]]
+        else:
+            value = _pick(value, chosen)
+    body = _encoder.encode(value)
     if etag is True:
         etag = _tag(body)
         if request is not None and is_known(request, etag):
@@ -386,12 +364,6 @@ def _tag(data: bytes) -> str:
     import blake3
 
     return f'"{blake3.blake3(data).hexdigest(16)}"'
-
-
-def _project(value: Any, fields: Sequence[str]) -> Any:
-    if isinstance(value, dict) and {"items", "next"} <= set(value):
-        return value | {"items": [_pick(item, fields) for item in value["items"]]}
-    return _pick(value, fields)
 
 
 def _pick(item: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -63,7 +63,7 @@ class Routes:
         ``returns`` is the type of the body, for the document; the function itself returns a
         ``Response`` (see ``replies``). The first line of its docstring is the summary, its name the
         operation's id. Functions that use the database are plain ``def``. HEAD is answered like
-        GET; ``has_head=False`` turns that off, for streams and for routes with a HEAD of their own.
+        GET; ``has_head=False`` turns that off, for streams and for routes with a separate HEAD.
         """
 
         def register(handler: Handler) -> Handler:
@@ -108,8 +108,7 @@ def _needs(scope: Scope) -> Callable[[Request], None]:
     return check
 
 
-# Errors as ``application/problem+json`` (RFC 9457): one table says which kind has which HTTP
-# status.
+# Errors as ``application/problem+json`` (RFC 9457): one table gives each kind its HTTP status.
 
 
 MEDIA_TYPE = "application/problem+json"
@@ -167,8 +166,8 @@ class Problem:
 
 
 class Refusal(Exception):
-    """A refusal that only the web makes, with a status of its own; ``kind`` is the kind of one
-    of our errors."""
+    """A refusal that only the web makes, with its own status. ``kind`` is the kind of one of our
+    errors."""
 
     def __init__(
         self, status: int, kind: str, detail: str, headers: Mapping[str, str] | None = None
@@ -188,13 +187,14 @@ def install(app: FastAPI) -> None:
 def respond(error: Exception, scope: AsgiScope) -> Response:
     """The answer to a request that ended in ``error``.
 
-    An error that nobody raised on purpose is logged, and not disclosed."""
+    An unexpected error is logged, and not disclosed."""
     if isinstance(error, Refusal):
         return _response(error.problem, error.headers)
-    problem = _placeless(problem_of(error), scope)
+    problem = problem_of(error)
+    problem = replace(problem, detail=placeless(problem.detail, scope))
     if problem.kind == "unauthorized":
         is_known = scope.get("state", {}).get("is_known", False)
-        problem = problem if not is_known else _with(problem, 403)
+        problem = _with(problem, 403) if is_known else problem
     if problem.status >= 500:
         trace = error if problem.status == 500 else None
         _logger.error(
@@ -232,14 +232,8 @@ def placeless(text: str, scope: AsgiScope) -> str:
     return logs.text(text)
 
 
-def _placeless(problem: Problem, scope: AsgiScope) -> Problem:
-    detail = placeless(problem.detail, scope)
-    return problem if detail == problem.detail else _with(problem, problem.status, detail=detail)
-
-
 def _with(problem: Problem, status: int, **more: Any) -> Problem:
-    said = {field.name: getattr(problem, field.name) for field in fields(problem)}
-    return Problem(**{**said, "status": status, "title": _title(status), **more})
+    return replace(problem, status=status, title=_title(status), **more)
 
 
 def _response(problem: Problem, headers: Mapping[str, str] | None = None) -> Response:
@@ -280,7 +274,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 
 def _allowed(request: Request) -> str:
-    """The methods that a path answers over all its routes; the framework gives only those of the
+    """The methods of a path over all its routes. The framework gives only the methods of the
     first."""
     routes = request.app.router.routes
     plain = [route for route in routes if not isinstance(route, Mount)]

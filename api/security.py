@@ -5,7 +5,7 @@ chosen.
   headers that browsers need.
 - ``Gatekeeper``: Host, origin, sizes, token. Access is denied by default: only the page's files and
   ``/healthz`` are open. Everything else needs ``read``, and any method but GET, HEAD and OPTIONS
-  needs ``write``, whatever the route says; a route may require more.
+  needs ``write``. A route may require more, not less.
 
 They are plain ASGI, so that streams flow through them.
 """
@@ -128,7 +128,6 @@ _logger.setLevel(logging.ERROR)  # nothing is logged of what strangers send: tha
 
 
 def limits() -> Limits:
-    """The limits of a web server."""
     return Limits(proof_s=REQUEST_S)
 
 
@@ -151,7 +150,6 @@ class Connection(H11Protocol):
         self._await_request(self._arrival.due)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Give the place back."""
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         self._stop_waiting()
@@ -255,8 +253,8 @@ def is_open(method: str, path: str) -> bool:
 
 
 class Tokens:
-    """Tokens and what each allows. Only their digests are kept; a token is compared with all of
-    them, in constant time.
+    """Tokens and what each allows. The server keeps only their digests. It compares a token with
+    all of them, in constant time.
 
     :raises InvalidInput: a token can be guessed, or can never arrive.
     """
@@ -304,8 +302,8 @@ class Origins:
     """The origins whose pages may send requests. A page of another site can make a browser send any
     request, though not read the answer.
 
-    Browsers say where a request comes from (``Sec-Fetch-Site``; older ones, and over plain HTTP,
-    only ``Origin``); programs do not.
+    Browsers send the origin of a request: as ``Sec-Fetch-Site``, or in older ones and over plain
+    HTTP as ``Origin``. Programs do not.
     """
 
     def __init__(self, hosts: Hosts, allowed: Iterable[str] = ()) -> None:
@@ -323,13 +321,12 @@ class Origins:
 
 
 class Shield:
-    """Turns failures into answers, and puts the headers on every answer."""
+    """Turns failures into responses, and puts the headers on every response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Request, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -372,7 +369,6 @@ class Gatekeeper:
         )
 
     async def __call__(self, scope: Request, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -542,7 +538,7 @@ def _is_address(name: str) -> bool:
 
 # The web server's listening sockets. The kernel holds a connection's bytes, and we only peek at
 # them, until the head of its first request is complete: a crowd that only connects costs a
-# training next to nothing (see ``visitors``).
+# training next to nothing (see ``transport.connections``).
 
 
 _LEAST_BYTES = 8  # no request is shorter
@@ -552,7 +548,7 @@ _SPACE = 0x20
 
 
 class Listening:
-    """One listening socket; ``made`` creates the protocol that reads and answers an arrival.
+    """One listening socket; ``made`` creates the protocol that serves an arrival.
     Belongs to the server's loop, which treats it as an ``asyncio.Server``."""
 
     def __init__(

@@ -1,5 +1,4 @@
-"""The web server: uvicorn on a thread of its own, both in ``datastates serve`` and beside a
-training."""
+"""The web server: uvicorn on a separate thread, both in ``datastates serve`` and in a training."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ class WebServer:
     """Repositories by name, served over HTTP until ``close``. Safe from any thread.
 
     ``url`` is ``http://HOST:PORT``; port 0 takes any that is free. ``trusted_proxies`` are
-    addresses whose ``X-Forwarded-…`` headers are believed. The other arguments are those of
+    addresses whose ``X-Forwarded-…`` headers are believed. The other arguments are the same as of
     ``create_app``.
 
     :raises InvalidInput: other machines can reach it and there is no token, or the address is not
@@ -76,7 +75,11 @@ class WebServer:
                 " 127.0.0.1"
             )
         prefix = _prefix(prefix)
-        names = [*allowed_hosts, host, *([socket.gethostname()] if _is_wildcard(host) else [])]
+        names = [
+            *allowed_hosts,
+            host,
+            *([socket.gethostname()] if host in ("0.0.0.0", "::") else []),
+        ]
         self.app = create_app(
             repositories, tokens=tokens, allowed_hosts=names, prefix=prefix, cors=cors
         )
@@ -110,16 +113,16 @@ class WebServer:
             served.pictures = Pictures(show)
 
     def stats(self) -> ServerStats:
-        """Counts of this server: bytes sent; as ``peers``, the requests under way and all requests
-        so far. Chunks are not counted here. ``refused`` counts requests without a sufficient token,
-        and connections for which there was no room.
+        """Counts of this server: bytes sent, and as ``peers`` the requests under way and all
+        requests so far. Chunks are not counted here. ``refused`` counts requests without a
+        sufficient token, and connections beyond the limits.
         """
         totals = self.app.state.meter.totals()
         turned_away = totals.refused + self._admission.refused + self._admission.displaced
         return ServerStats(totals.bytes_sent, 0, totals.under_way, totals.requests, turned_away)
 
     def close(self, *, grace_s: float = _GRACE_S) -> None:
-        """Stop: take no more requests, end event streams, let answers that were begun finish.
+        """Stop: take no more requests, end event streams, finish the responses under way.
 
         Idempotent."""
         if self._is_closed or self._pid != os.getpid():
@@ -146,7 +149,7 @@ class WebServer:
     def _run(self) -> None:
         try:
             self._uvicorn.run(sockets=[self._socket])
-        except Exception:  # uvicorn may raise anything, and nobody waits for this thread
+        except Exception:  # uvicorn may raise anything, and no caller waits for this thread
             _logger.exception("the server at %s ended", self._shown)
         finally:
             self._socket.close()
@@ -155,7 +158,7 @@ class WebServer:
 
 class _Uvicorn(uvicorn.Server):
     """A uvicorn server that signals when it listens, leaves signals alone, and first ends event
-    streams, which would never end by themselves."""
+    streams, which have no end."""
 
     def __init__(
         self,
@@ -212,9 +215,9 @@ class _Uvicorn(uvicorn.Server):
 def serve_in_thread(
     repositories: Opened | Mapping[str, Opened], url: str = "http://127.0.0.1:0", **options: object
 ) -> WebServer:
-    """A server beside whatever this process does; a context manager.
+    """A server on a thread of this process; a context manager.
 
-    Its ``url`` is the address; ``options`` are those of ``WebServer``."""
+    Its ``url`` is the address; ``options`` are passed to ``WebServer``."""
     named = (
         repositories if isinstance(repositories, Mapping) else {name_of(repositories): repositories}
     )
@@ -233,7 +236,7 @@ def serve_repository(
     """``Repository.serve`` for an ``http://`` address. The one token allows reading, and also
     writing if ``is_writable``.
 
-    :raises Unsupported: TLS was asked for; over HTTP a proxy does that.
+    :raises Unsupported: ``tls`` was given; over HTTP a proxy does that.
     :raises InvalidInput: it should be writable, and there is no token.
     """
     if tls is not None:
@@ -256,7 +259,7 @@ def serve_repository(
 
 
 def name_of(repository: Opened) -> str:
-    """The default name of a repository: that of its folder or its database."""
+    """The default name of a repository: the name of its folder or database."""
     location = core_of(repository, "repository").location
     name = (
         location.root.name
@@ -317,7 +320,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _is_wildcard(host: str) -> bool:
-    return host in ("0.0.0.0", "::")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Depends, Path, Request
 
-from datastates.errors import NotFound, Unavailable
+from datastates.errors import NotFound
 from datastates.lineage.database import within
 from datastates.lineage.views.branch_rows import Lines, counts_of
 from datastates.lineage.views.detail import count
@@ -19,8 +18,7 @@ from .cache import Forecasts, Kept, Norms
 from .curves import Curves
 from .graph_windows import Windows
 from .live import LiveEvents, Pictures
-from .payload import PayloadReads
-from .routing import Refusal
+from .payload import ConcurrencyLimit
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -31,6 +29,9 @@ DOWNLOADS = 8
 
 QUESTIONS = 8
 """How many requests may read the lineage at once: the training needs the processor too."""
+
+PAYLOAD_READS = 4
+"""How many requests may read payload at once: each occupies a thread, and the disk."""
 
 ANSWER_S = 10.0
 """How long an answer may use the database, and how long it may wait for its turn."""
@@ -52,19 +53,36 @@ class Served:
     def __init__(self, name: str, core: Core) -> None:
         self.name, self.core = name, core
         self.live = LiveEvents(core.looking, name=name)
-        self.downloads = threading.BoundedSemaphore(DOWNLOADS)
-        self.windows = Windows(self.reading_all)
+        self.downloads = ConcurrencyLimit(
+            DOWNLOADS,
+            "as many downloads as may be are under way: try again in a moment",
+            wait_s=0,
+            retry_s=1,
+        )
+        self.windows = Windows(core.reading)
         self.curves = Curves()
         self.forecasts = Forecasts(core)
         self.counts = Kept(
             "statistics",
-            self.reading_all,
+            core.reading,
             lambda session: (count(session), core.tiers.durable.bytes_stored),
         )
         self.lines = Lines()
-        self.branch_counts = Kept("branch-counts", self.reading_all, counts_of)
-        self._questions = threading.BoundedSemaphore(QUESTIONS)
-        self.payload_reads, self.norms = PayloadReads(), Norms()
+        self.branch_counts = Kept("branch-counts", core.reading, counts_of)
+        self._questions = ConcurrencyLimit(
+            QUESTIONS,
+            f"{QUESTIONS} requests ask {name!r} just now: try again later",
+            wait_s=ANSWER_S,
+            retry_s=5,
+        )
+        self.payload_reads = ConcurrencyLimit(
+            PAYLOAD_READS,
+            f"{PAYLOAD_READS} requests read states of this repository just now: try again in a few"
+            " seconds",
+            wait_s=2.0,
+            retry_s=2,
+        )
+        self.norms = Norms()
         self.pictures: Pictures | None = None
 
     @contextmanager
@@ -75,23 +93,7 @@ class Served:
         :raises InvalidInput: the query takes longer than ``ANSWER_S``.
         :raises Refusal: too many requests are reading.
         """
-        if not self._questions.acquire(timeout=ANSWER_S):
-            raise Refusal(
-                503,
-                Unavailable.kind,
-                f"{QUESTIONS} requests ask {self.name!r} just now: try again later",
-                {"Retry-After": "5"},
-            )
-        try:
-            with within(ANSWER_S), self.reading_all() as session:
-                yield session
-        finally:
-            self._questions.release()
-
-    @contextmanager
-    def reading_all(self) -> Iterator[Session]:
-        """A session for the server's own queries, however long they take."""
-        with self.core.reading() as session:
+        with self._questions.one(), within(ANSWER_S), self.core.reading() as session:
             yield session
 
     @contextmanager
@@ -112,7 +114,6 @@ class Served:
         self.windows.warm(then=warm_counts)
 
     def close(self) -> None:
-        """End the work that it began; idempotent."""
         self.live.close()
         self.windows.close()
         self.counts.close()

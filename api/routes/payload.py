@@ -30,13 +30,10 @@ _ANSWERS: dict[int | str, dict[str, object]] = {
 }
 
 routes = Routes("payload")
-_Pattern = Annotated[str, Query(max_length=500)]
 _Only = Annotated[
-    list[_Pattern] | None,
+    list[Annotated[str, Query(max_length=500)]] | None,
     Query(max_length=64, description="Objects or tensors, or patterns: `model`, `model/*.weight`"),
 ]
-_Range = Annotated[str | None, Header(description="One range; several are answered by the whole")]
-_IfRange = Annotated[str | None, Header(description="An ETag: with another one the whole is sent")]
 
 
 class File(Response):
@@ -59,8 +56,12 @@ def payload(
     uid: Uid,
     request: Request,
     only: _Only = None,
-    range: _Range = None,  # the header's name
-    if_range: _IfRange = None,
+    range: Annotated[
+        str | None, Header(description="One range; several are answered by the whole")
+    ] = None,  # the header's name
+    if_range: Annotated[
+        str | None, Header(description="An ETag: with another one the whole is sent")
+    ] = None,
 ) -> Response:
     """A state's tensors as one safetensors file, or those that `only` selects.
 
@@ -129,14 +130,7 @@ def _state(served: Served, uid: str, only: list[str] | None) -> tuple[State, str
 
 
 def _open(served: Served, state: State, only: list[str] | None, stack: ExitStack) -> StateFile:
-    if not served.downloads.acquire(blocking=False):
-        raise Refusal(
-            503,
-            "unavailable",
-            "as many downloads as may be are under way: try again in a moment",
-            {"Retry-After": "1"},
-        )
-    stack.callback(served.downloads.release)
+    stack.enter_context(served.downloads.one())
     reader = stack.enter_context(served.core.open_payload(state, verify=True))
     return StateFile(reader, state, only)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Annotated
 
@@ -27,7 +27,7 @@ from datastates.api.models import (
 from datastates.api.payload import etag_of, is_known, reply, stop_after, stop_when_gone
 from datastates.api.routing import Routes, Scope, placeless
 from datastates.api.served import Chosen, Uid
-from datastates.compare.diff import BINS, MOST_BINS, Diff, Histogram, Scale, TensorChange, to_plain
+from datastates.compare.diff import BINS, MOST_BINS, Diff, Histogram, Scale
 from datastates.compare.diff import diff as compare
 from datastates.compare.diff import histogram as count
 from datastates.errors import InvalidInput
@@ -120,7 +120,7 @@ def list_branches(
     return reply(found, request=request, fields=fields, etag=True)
 
 
-# Comparisons: states beside each other, branches by their settings and metrics, and the
+# Comparisons: states side by side, branches by their settings and metrics, and the
 # distribution of a tensor's values.
 
 
@@ -137,7 +137,7 @@ Revisions = Annotated[
 
 @comparison_routes.add("GET", "/comparison", scope=Scope.READ, returns=Comparison)
 def compare_states(served: Chosen, request: Request, rev: Revisions) -> Response:
-    """States beside each other: configuration, metrics, attributes, code, and where each can be
+    """States side by side: configuration, metrics, attributes, code, and where each can be
     restored; reads no payload."""
     comparison.check_count(len(rev))
     with served.reading() as session:
@@ -225,32 +225,16 @@ def tensor_histogram(
 diff_routes = Routes("diff")
 
 DiffRevision = Annotated[str, Query(min_length=1, max_length=500, description="A revision")]
-Pattern = Annotated[str, Query(max_length=500)]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorReport(TensorChange):
-    """One tensor of two states; ``relative`` is the distance in units of the old norm."""
-
-    relative: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiffReport(Diff):
-    """The difference between ``old`` and ``new``, as ``datastates.compare.diff.to_plain`` gives
-    it."""
-
-    tensors: tuple[TensorReport, ...]
-
-
-@diff_routes.add("GET", "/diff", scope=Scope.READ, returns=DiffReport)
+@diff_routes.add("GET", "/diff", scope=Scope.READ, returns=Diff)
 def diff(
     served: Chosen,
     request: Request,
     old: DiffRevision,
     new: DiffRevision,
     only: Annotated[
-        list[Pattern] | None,
+        list[Annotated[str, Query(max_length=500)]] | None,
         Query(max_length=64, description="Names or patterns of paths: `model`, `model/*.weight`"),
     ] = None,
     tensors: Annotated[
@@ -269,8 +253,8 @@ def diff(
     """Compare two states: each tensor, metrics, values, configuration and code, as `datastates diff
     --json` does.
 
-    Where the bytes of one of them are not available, `lacking` says why and which state can be
-    restored instead; all else is compared.
+    If the bytes of one of them are not available, `lacking` has the reason and the state that can
+    be restored instead. All else is compared.
     """
     with served.reading() as session:
         one, other = revision.resolve(session, old), revision.resolve(session, new)
@@ -289,8 +273,8 @@ def diff(
         told = tuple(
             replace(each, why=placeless(each.why, request.scope)) for each in found.lacking
         )
-        return reply(to_plain(replace(found, lacking=told)), request=request)
-    return reply(to_plain(found), request=request, etag=etag)
+        return reply(replace(found, lacking=told), request=request)
+    return reply(found, request=request, etag=etag)
 
 
 # The graph of states, a window at a time.
@@ -361,7 +345,7 @@ def overview(
         list[GraphUid] | None, Query(max_length=64, description="As for the graph")
     ] = None,
 ) -> Response:
-    """An overview of the whole graph: where each branch stands in it."""
+    """An overview of the whole graph: the place of each branch."""
     with served.reading() as session:
         look = Look(tuple(open_ or ()), tuple(alone or ())) if fold else None
         found = served.windows.overview(session, head or [], look)
@@ -376,16 +360,13 @@ series_routes = Routes("series")
 POINTS_MAX = 200_000
 """The most points that all lines of an answer have together."""
 
-SeriesRevision = Annotated[str, Query(min_length=1, max_length=500)]
-Key = Annotated[str, Query(min_length=1, max_length=255)]
-
 
 @series_routes.add("GET", "/series", scope=Scope.READ, returns=Series)
 def series(
     served: Chosen,
     request: Request,
     head: Annotated[
-        list[SeriesRevision],
+        list[Annotated[str, Query(min_length=1, max_length=500)]],
         Query(
             min_length=1,
             max_length=128,
@@ -393,7 +374,7 @@ def series(
         ),
     ],
     key: Annotated[
-        list[Key],
+        list[Annotated[str, Query(min_length=1, max_length=255)]],
         Query(
             default_factory=list,
             max_length=32,
@@ -438,7 +419,7 @@ def series(
     with served.reading() as session:
         ids = [revision.resolve_id(session, one) for one in heads]
         groups = None if group is None else groups_of(session, group, runs_of(session, ids))
-        # a lineage that is made anew has the same row ids again
+        # a lineage that is made again has the same row ids
         uids = lookup.uids_of(session, ids)
         is_fixed = x is not Axis.EPOCH  # which comes from attributes, and these change
         lost = lost_parts(session, dict(zip(heads, ids, strict=True)))
@@ -576,8 +557,6 @@ def stats(served: Chosen, request: Request) -> Response:
 
 run_routes = Routes("runs")
 
-RunUid = Annotated[str, Path(pattern="^[0-9a-f]{24}$", description="A run's uid, whole")]
-
 
 @run_routes.add("GET", "/runs", scope=Scope.READ, returns=Page[RunInfo])
 def list_runs(
@@ -600,7 +579,11 @@ def list_runs(
 
 
 @run_routes.add("GET", "/runs/{uid}", scope=Scope.READ, returns=RunInfo)
-def run_detail(served: Chosen, request: Request, uid: RunUid) -> Response:
+def run_detail(
+    served: Chosen,
+    request: Request,
+    uid: Annotated[str, Path(pattern="^[0-9a-f]{24}$", description="A run's uid, whole")],
+) -> Response:
     """One training: its process, host and user, its code and configuration."""
     with served.reading() as session:
         (run,) = run_infos(session, [runs.get(session, uid)], served.core.home)

@@ -3,10 +3,10 @@ as it was seen."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from fastapi import Header, Path, Query, Request, Response
 
@@ -25,6 +25,8 @@ from datastates.maintenance.retention_pass import evict
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
+Record = TypeVar("Record")
+
 ref_routes = Routes("refs")
 
 Name = Annotated[
@@ -37,9 +39,6 @@ Name = Annotated[
     ),
 ]
 IfMatch = Annotated[str | None, Header(description="What it must still be: the ETag of `GET`")]
-_IfNoneMatch = Annotated[
-    str | None, Header(description="`*`: with 412 instead of 409 when the name is taken")
-]
 CHANGED: dict[int | str, dict[str, object]] = {412: {}, 428: {}}
 
 
@@ -69,7 +68,12 @@ def get_ref(served: Chosen, name: Name) -> Response:
     responses={409: {}, 412: {}},
 )
 def make_ref(
-    served: Chosen, name: Name, body: NewRef, if_none_match: _IfNoneMatch = None
+    served: Chosen,
+    name: Name,
+    body: NewRef,
+    if_none_match: Annotated[
+        str | None, Header(description="`*`: with 412 instead of 409 when the name is taken")
+    ] = None,
 ) -> Response:
     """Create a branch or a tag. A name that is taken is a conflict: `PATCH` moves it."""
     if body.kind is RefKind.BRANCH and body.message is not None:
@@ -93,7 +97,7 @@ def make_ref(
 def move_ref(served: Chosen, name: Name, body: RefMove, if_match: IfMatch = None) -> Response:
     """Point a branch or a tag at another state, if its ETag is still that in `If-Match`."""
     uid = _resolve(served, body.rev)
-    with _changing_refs(served, name, if_match) as (session, ref):
+    with _changing_ref(served, name, if_match) as (session, ref):
         moved = refs.move(session, name, uid, expected=ref.state, reason="move (web)")
         if moved != replace(ref, state=uid, version=ref.version + 1):
             raise Conflict(f"{ref.kind} {name!r} changed meanwhile: look again, then move it")
@@ -106,7 +110,7 @@ def move_ref(served: Chosen, name: Name, body: RefMove, if_match: IfMatch = None
 )
 def delete_ref(served: Chosen, name: Name, if_match: IfMatch = None) -> Response:
     """Delete a name, if its ETag is still that in `If-Match`. The states and the reflog stay."""
-    with _changing_refs(served, name, if_match) as (session, ref):
+    with _changing_ref(served, name, if_match) as (session, ref):
         deleted = refs.delete_ref(session, name, reason="delete (web)")
         if deleted != ref:
             raise Conflict(f"{ref.kind} {name!r} changed meanwhile: look again, then delete it")
@@ -132,9 +136,15 @@ def reflog(
 
 
 @contextmanager
-def changing(served: Served, what: str, if_match: str | None) -> Iterator[Session]:
-    """A transaction that changes something as it was seen; if another client was faster, the answer
-    is 412.
+def _changing(
+    served: Served,
+    what: str,
+    if_match: str | None,
+    read: Callable[[Session], Record],
+    etag_of: Callable[[Record], str],
+) -> Iterator[tuple[Session, Record]]:
+    """A transaction that changes a record, and the record before. The answer is 412 if another
+    client was faster: ``If-Match`` has not the record's tag.
 
     On SQLite, whose writers queue, nothing comes between the read and the write. On PostgreSQL
     something may: the change itself compares again.
@@ -143,33 +153,26 @@ def changing(served: Served, what: str, if_match: str | None) -> Iterator[Sessio
         raise Refusal(428, "invalid-input", f"send the ETag of {what}, as it was read, as If-Match")
     try:
         with served.writing() as session:
-            yield session
+            seen = read(session)
+            _check_match(what, etag_of(seen), if_match)
+            yield session, seen
     except Conflict as error:
         raise Refusal(412, error.kind, str(error)) from error
 
 
-def check_match(what: str, etag: str, if_match: str | None) -> None:
-    """Raise unless ``If-Match`` has this tag.
-
-    :raises Conflict: the header has other tags.
-    """
-    if if_match is None or (
-        if_match.strip() != "*" and etag not in [each.strip() for each in if_match.split(",")]
-    ):
+def _check_match(what: str, etag: str, if_match: str) -> None:
+    if if_match.strip() != "*" and etag not in [each.strip() for each in if_match.split(",")]:
         raise Conflict(
-            f"{what} has the ETag {etag} now, not {str(if_match)[:50]}: read it again, then"
-            " change it"
+            f"{what} has the ETag {etag} now, not {if_match[:50]}: read it again, then change it"
         )
 
 
-@contextmanager
-def _changing_refs(
+def _changing_ref(
     served: Served, name: str, if_match: str | None
-) -> Iterator[tuple[Session, Ref]]:
-    with changing(served, repr(name), if_match) as session:
-        ref = names.get(session, name)
-        check_match(f"{ref.kind} {name!r}", etag_of_ref(ref), if_match)
-        yield session, ref
+) -> AbstractContextManager[tuple[Session, Ref]]:
+    return _changing(
+        served, repr(name), if_match, lambda session: names.get(session, name), etag_of_ref
+    )
 
 
 def _resolve(served: Served, rev: str) -> str:
@@ -229,7 +232,7 @@ def write_note(served: Chosen, body: NewNote) -> Response:
 def edit_note(served: Chosen, uid: _NoteUid, body: NoteText, if_match: IfMatch = None) -> Response:
     """Change the text of a note, if its ETag is still that in `If-Match`: its `edited_at`, or
     else its `created_at`, as a JSON string."""
-    with _changing_notes(served, uid, if_match) as (session, seen):
+    with _changing_note(served, uid, if_match) as (session, seen):
         note = refs.edit(session, uid, body.text, seen=seen)
     return reply(note, etag=etag_of_note(note))
 
@@ -239,32 +242,23 @@ def edit_note(served: Chosen, uid: _NoteUid, body: NoteText, if_match: IfMatch =
 )
 def delete_note(served: Chosen, uid: _NoteUid, if_match: IfMatch = None) -> Response:
     """Delete a note, if its ETag is still that in `If-Match`."""
-    with _changing_notes(served, uid, if_match) as (session, seen):
+    with _changing_note(served, uid, if_match) as (session, seen):
         refs.remove(session, uid, seen=seen)
     return Response(status_code=204)
 
 
-@contextmanager
-def _changing_notes(
+def _changing_note(
     served: Served, uid: str, if_match: str | None
-) -> Iterator[tuple[Session, Note]]:
-    with changing(served, f"note {uid}", if_match) as session:
-        note = names.get_note(session, uid)
-        check_match(f"note {uid}", etag_of_note(note), if_match)
-        yield session, note
+) -> AbstractContextManager[tuple[Session, Note]]:
+    return _changing(
+        served, f"note {uid}", if_match, lambda session: names.get_note(session, uid), etag_of_note
+    )
 
 
 # Changes to a state after its capture: setting attributes, and dropping its bytes.
 
 
 write_routes = Routes("states")
-
-_Force = Annotated[
-    bool,
-    Query(
-        description="Drop it although a ref names it; never all that can be restored of a branch"
-    ),
-]
 
 
 @write_routes.add("PATCH", "/states/{uid}/attributes", scope=Scope.WRITE, returns=State)
@@ -282,10 +276,21 @@ def annotate_state(served: Chosen, uid: Uid, body: Annotations) -> Response:
 @write_routes.add(
     "DELETE", "/states/{uid}/payload", scope=Scope.ADMIN, returns=Evicted, responses={409: {}}
 )
-def evict_state(served: Chosen, uid: Uid, force: _Force = False) -> Response:
+def evict_state(
+    served: Chosen,
+    uid: Uid,
+    force: Annotated[
+        bool,
+        Query(
+            description=(
+                "Drop it although a ref names it; never all that can be restored of a branch"
+            )
+        ),
+    ] = False,
+) -> Response:
     """Drop a state's bytes from the server's disk and memory.
 
-    The state's record stays, and so do the bytes that other states need. The answer says how many
-    bytes were freed.
+    The state's record stays, and so do the bytes that other states need. The response has the
+    number of bytes that were freed.
     """
     return reply(Evicted(uid, evict(served.core, uid, is_forced=force)))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from fastapi import Header, Query, Request, Response
+from fastapi.responses import PlainTextResponse
 from sqlalchemy import func, select
 
 from datastates.api import live
@@ -40,12 +41,6 @@ root = Routes("service", prefix="")
 """The routes outside ``/api/v1``."""
 
 
-class Text(Response):
-    """The type of the text, for the document."""
-
-    media_type = "text/plain"
-
-
 @service_routes.add("GET", "/repositories", scope=Scope.READ, returns=Page[RepositoryInfo])
 def repositories(request: Request) -> Response:
     """The repositories of this server, and what the client may do with them."""
@@ -57,13 +52,13 @@ def repositories(request: Request) -> Response:
     return reply(Page(tuple(items), None), request=request)
 
 
-@root.add("GET", "/healthz", scope=Scope.NONE, returns=None, response_class=Text)
+@root.add("GET", "/healthz", scope=Scope.NONE, returns=None, response_class=PlainTextResponse)
 async def healthz() -> Response:
     """Whether the server is alive: `ok`, and nothing more."""
-    return Text("ok\n")
+    return PlainTextResponse("ok\n")
 
 
-@root.add("GET", "/metrics", scope=Scope.READ, returns=None, response_class=Text)
+@root.add("GET", "/metrics", scope=Scope.READ, returns=None, response_class=PlainTextResponse)
 def metrics(request: Request) -> Response:
     """What the server counts, in Prometheus' text format."""
     meter: Meter = request.app.state.meter
@@ -98,7 +93,7 @@ def _served(request: Request) -> list[Served]:
     return [served for _, served in sorted(request.app.state.served.items())]
 
 
-# What is going on and what is stored where: processes, servers, clones, tiers.
+# The present: processes, servers, clones, tiers.
 
 
 now_routes = Routes("now")
@@ -127,20 +122,23 @@ def list_processes(
 
 @now_routes.add("GET", "/storage", scope=Scope.READ, returns=Storage)
 def storage(served: Chosen, request: Request) -> Response:
-    """What each tier of each node holds, and how much room is left here.
+    """The contents of each tier of each node, and the free space here.
 
     Bytes by branch are in `/branches?sort=bytes`."""
     with served.reading() as session:
         counts, bytes_stored = served.counts.of(session)
-    total, free = _disk(served)
+    try:
+        disk = shutil.disk_usage(served.core.location.packs)
+    except OSError:
+        disk = None
     arena = served.core.arena
     size = None if arena is None else arena.capacity
     used = None if arena is None else arena.capacity - arena.available
     trouble = None if served.core.running is None else served.core.running.trouble
     made = Storage(
         bytes_stored=bytes_stored,
-        disk_total=total,
-        disk_free=free,
+        disk_total=None if disk is None else disk.total,
+        disk_free=None if disk is None else disk.free,
         memory_total=size,
         memory_used=used,
         tiers=counts.tiers,
@@ -157,8 +155,8 @@ def forecast(
         int, Query(ge=1, le=500, description="At most so many of the states that would go")
     ] = 50,
 ) -> Response:
-    """What retention would drop if applied now, by the trainings' requests and this server's
-    configuration; nothing is dropped."""
+    """The states that retention would drop now, by the trainings' policies and this server's
+    configuration. Nothing is dropped."""
     return reply(served.forecasts.of(limit), request=request, etag=True)
 
 
@@ -202,8 +200,8 @@ def list_clones(
 
 @now_routes.add("GET", "/servers", scope=Scope.READ, returns=Page[ServerInfo])
 def list_servers(served: Chosen, request: Request) -> Response:
-    """Where the answering process serves this repository, and who is connected; only other
-    processes know what they serve."""
+    """The addresses at which the answering process serves this repository, and their connections.
+    Servers of other processes are not listed."""
     items = []
     for each in served.core.servers:
         if isinstance(each, Server):
@@ -218,15 +216,6 @@ def list_servers(served: Chosen, request: Request) -> Response:
                 )
             )
     return reply(Page(tuple(items), None), request=request, etag=True)
-
-
-def _disk(served: Served) -> tuple[int | None, int | None]:
-    """The size of the disk that holds the packs, and how much of it is free."""
-    try:
-        usage = shutil.disk_usage(served.core.location.packs)
-    except OSError:
-        return None, None
-    return usage.total, usage.free
 
 
 # Live events: what happens to refs, as it happens.
@@ -253,15 +242,6 @@ _STREAM = {
 }
 
 event_routes = Routes("events")
-_Id = Annotated[
-    int | None, Query(ge=0, lt=2**63, description="The id of the last event that is known")
-]
-_LastId = Annotated[
-    int | None,
-    Header(
-        alias="Last-Event-ID", ge=0, lt=2**63, description="The same; sent when a stream is resumed"
-    ),
-]
 
 
 class EventStream(Response):
@@ -279,7 +259,21 @@ class EventStream(Response):
     response_class=EventStream,
     responses={200: _STREAM},
 )
-def events(served: Chosen, after: _Id = None, last_event_id: _LastId = None) -> Response:
+def events(
+    served: Chosen,
+    after: Annotated[
+        int | None, Query(ge=0, lt=2**63, description="The id of the last event that is known")
+    ] = None,
+    last_event_id: Annotated[
+        int | None,
+        Header(
+            alias="Last-Event-ID",
+            ge=0,
+            lt=2**63,
+            description="The same; sent when a stream is resumed",
+        ),
+    ] = None,
+) -> Response:
     """Server-sent events of every ref, as they happen.
 
     Without `after` and `Last-Event-ID` the stream begins now. The first event is `hello`; its id is

@@ -1,4 +1,4 @@
-"""Studies and the trees of their variants; merged states; and the reports on outliers."""
+"""Studies with the trees of their variants, merged states, and reports on outliers."""
 
 from __future__ import annotations
 
@@ -28,9 +28,6 @@ _Metric = Annotated[
         max_length=255,
         description="What they are ranked by; left out: the most relevant one",
     ),
-]
-_Direction = Annotated[
-    Direction | None, Query(description="Which values are better; left out: by the metric's name")
 ]
 _Id = Annotated[int, Path(ge=1, lt=2**31, description="A report's `id`")]
 _PICTURE = {type_: {"schema": {"type": "string", "format": "binary"}} for type_ in TYPES}
@@ -72,7 +69,10 @@ def get_study(
         ),
     ],
     metric: _Metric = None,
-    direction: _Direction = None,
+    direction: Annotated[
+        Direction | None,
+        Query(description="Which values are better; left out: by the metric's name"),
+    ] = None,
     limit: Annotated[int, Query(ge=1, le=2000, description="At most so many variants")] = 500,
 ) -> Response:
     """One study: its variants as a tree, with the cost and the result of each, and which failed

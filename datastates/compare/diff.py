@@ -17,7 +17,6 @@ from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 import torch
 from msgspec.structs import replace
@@ -105,7 +104,7 @@ class TensorChange:
     Numbers are None if there is nothing to compare: added, removed, another shape, a dtype that
     torch does not compute with, or the same bytes, which are not read. ``largest`` is the largest
     change of one element, ``at`` is its indices, ``fraction`` is the share of elements that differ,
-    from 0 to 1.
+    from 0 to 1. ``relative`` is the distance in units of the old norm, None if that is 0.
     """
 
     path: str
@@ -121,13 +120,7 @@ class TensorChange:
     largest: float | None = None
     at: tuple[int, ...] | None = None
     fraction: float | None = None
-
-    @property
-    def relative(self) -> float | None:
-        """The distance in units of the old norm; None if that is 0."""
-        return (
-            self.distance / self.old_norm if self.distance is not None and self.old_norm else None
-        )
+    relative: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,15 +219,6 @@ def diff(
     )
 
 
-def to_plain(found: Diff) -> dict[str, object]:
-    """The diff as plain values for ``--json`` and the API, with ``relative`` of each tensor."""
-    plain: dict[str, object] = msgspec.to_builtins(found, enc_hook=str)
-    # a list of dicts
-    for tensor, made in zip(found.tensors, plain["tensors"], strict=True):  # type: ignore[call-overload]
-        made["relative"] = tensor.relative
-    return plain
-
-
 def _opened(
     core: Core, states: Sequence[State], stack: ExitStack
 ) -> tuple[list[Reader], tuple[Lacking, ...]]:
@@ -330,6 +314,7 @@ def compare(
         sums.largest,
         _indices(sums.at, new) if sums.differing else None,
         sums.differing / sums.count if sums.count else 0.0,
+        math.sqrt(sums.apart) / math.sqrt(sums.old) if sums.old else None,
     )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from datastates import Repository
-from datastates.api.payload import PayloadReads
+from datastates.api.payload import ConcurrencyLimit
 from datastates.api.routes import reading as routes
 from datastates.maintenance.retention_pass import evict
 from tests.api.conftest import BASE
@@ -139,7 +139,7 @@ def test_counting_ends_after_its_time_and_says_what_to_do_instead(
 def test_more_readers_than_places_are_turned_away(client: TestClient) -> None:
     # of a FastAPI application
     (served,) = client.app.state.served.values()  # type: ignore[attr-defined]
-    served.payload_reads = PayloadReads(at_once=1, wait_s=0.01)
+    served.payload_reads = ConcurrencyLimit(1, "busy", wait_s=0.01, retry_s=2)
     with served.payload_reads.one():
         answer = client.get(f"{BASE}/histogram", params={"rev": "main", "path": "model/0.weight"})
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")

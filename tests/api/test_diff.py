@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from datastates import Repository
-from datastates.api.payload import PayloadReads
+from datastates.api.payload import ConcurrencyLimit
 from datastates.api.routes import reading as routes
 from datastates.cli.app import app as terminal
 from datastates.maintenance.retention_pass import evict
@@ -113,7 +113,7 @@ def test_a_diff_names_what_it_does_not_find(client: TestClient) -> None:
 def test_more_readers_than_places_are_turned_away(client: TestClient) -> None:
     # of a FastAPI application
     (served,) = client.app.state.served.values()  # type: ignore[attr-defined]
-    served.payload_reads = PayloadReads(at_once=1, wait_s=0.01)
+    served.payload_reads = ConcurrencyLimit(1, "busy", wait_s=0.01, retry_s=2)
     with served.payload_reads.one():
         answer = client.get(f"{BASE}/diff", params={"old": "warm", "new": "main"})
         assert (answer.status_code, answer.json()["kind"], answer.headers["retry-after"]) == (
