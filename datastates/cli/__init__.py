@@ -3,4 +3,20 @@ parses, calls one function, and renders."""
 
 from __future__ import annotations
 
-from .entry import main as main
+from .interrupt import is_default, leave_at_once
+
+
+def main() -> None:
+    """Run the terminal; the process ends with the command's exit code.
+
+    Ctrl-C is handled before all other imports."""
+    is_ours = is_default()
+    if is_ours:
+        leave_at_once()
+    try:
+        from .app import run
+
+        run()
+    finally:
+        if is_ours:
+            leave_at_once()

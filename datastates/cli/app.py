@@ -140,7 +140,17 @@ Repo = Annotated[
     ),
 ]
 AsJson = Annotated[
-    bool, typer.Option("--json", help="Write JSON; lists as one object a line.", show_default=False)
+    bool,
+    typer.Option("--json", help="Write JSON; lists as one object a line.", show_default=False),
+]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--only",
+        metavar="PATTERN",
+        help="Only these objects or tensors: model, 'model/*.weight'; may be repeated.",
+        show_default=False,
+    ),
 ]
 MOST = 10**9
 """The largest number that an option which counts takes: databases count to 2**63 at most."""
@@ -272,6 +282,11 @@ class Shell:
         )
 
     @property
+    def is_watched(self) -> bool:
+        """Whether a person sees output that moves, such as a progress bar."""
+        return not self.as_json and self.console.is_terminal and sys.stderr.isatty()
+
+    @property
     def width(self) -> int | None:
         """The columns of the terminal; None if a program reads the output."""
         return shutil.get_terminal_size().columns if is_terminal() else None
@@ -312,7 +327,6 @@ class Shell:
 
     @contextmanager
     def reading(self) -> Iterator[Session]:
-        """A transaction that reads its lineage."""
         with self.database() as database, database.read() as session:
             yield session
 
@@ -407,7 +421,6 @@ class Shell:
         sys.stdout.write(msgspec.json.encode(value, enc_hook=str).decode() + "\n")
 
     def write_lines(self, values: Iterable[object]) -> None:
-        """Write one object a line."""
         for value in values:
             self.write_json(value)
 
@@ -528,7 +541,6 @@ def _leave_pipe() -> None:
 
 
 def code_of(error: BaseException) -> int:
-    """The exit code with which ``error`` ends a command."""
     return EXIT_CODES.get(error.kind, 1) if isinstance(error, DatastatesError) else 1
 
 
@@ -608,14 +620,12 @@ def ref_names(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def branch_names(context: typer.Context, incomplete: str) -> list[str]:
-    """Branches that begin with this text."""
     return [
         name for name, kind in _refs(context) if kind == "branch" and name.startswith(incomplete)
     ]
 
 
 def tag_names(context: typer.Context, incomplete: str) -> list[str]:
-    """Tags that begin with this text."""
     return [name for name, kind in _refs(context) if kind == "tag" and name.startswith(incomplete)]
 
 
@@ -630,3 +640,14 @@ def _refs(context: typer.Context) -> list[tuple[str, str]]:
             return [(ref.name, ref.kind.value) for ref in names.refs(session)]
     except (DatastatesError, OSError):
         return []
+
+
+Rev = Annotated[
+    str,
+    typer.Argument(
+        metavar="REV",
+        help="A state: uid, name, main~3, main@best:val_loss, …",
+        autocompletion=ref_names,
+    ),
+]
+"""The argument of a command about one state."""

@@ -22,8 +22,8 @@ from datastates.lineage.views.comparison import changes, configured
 from datastates.lineage.views.text import short, step_text, time_text
 from datastates.policy.contract import read_duration, read_percent, span
 
-from .app import AsJson, Repo, Shell, branch_names, function_of, ref_names
-from .move import counting, progress_of
+from .app import AsJson, Only, Repo, Rev, Shell, branch_names, function_of, ref_names
+from .move import progress
 from .tables import Column, TextTable, facts_table, state_text, stored_text, table
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from datastates.lineage.views.comparison import Comparison, ComparisonRow, Configured, Pair
     from datastates.policy.text import Advice
     from datastates.repository import Repository
-    from datastates.values import Value
 
 _KINDS = (("config", "config."), ("metrics", "metrics."), ("attributes", "attr."), ("code", ""))
 STAT = (
@@ -46,36 +45,6 @@ STAT = (
 )
 _SKIP = 125
 _NOT_RUN = (126, 127)
-Branch = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="BRANCH",
-        help="Its trainings (default: whatever was trained last).",
-        autocompletion=branch_names,
-    ),
-]
-Mtbf = Annotated[
-    str | None,
-    typer.Option(
-        "--mtbf",
-        metavar="TIME",
-        help="The time between failures of a process: 90m, 6h, 2d (default: as observed here).",
-    ),
-]
-NodeMtbf = Annotated[
-    str,
-    typer.Option(
-        "--node-mtbf",
-        metavar="TIME",
-        help="The time between losses of a node with its disk, for two levels.",
-    ),
-]
-Overhead = Annotated[
-    str,
-    typer.Option(
-        "--overhead", metavar="SHARE", help="The share of the time that CheckFreq may take."
-    ),
-]
 
 
 def compare(
@@ -141,7 +110,7 @@ def _table_compare(found: Comparison, *, show_same: bool) -> TextTable:
 def _cells(row: ComparisonRow) -> list[Text]:
     best = _best(row)
     return [
-        Text(_value_compare(value), "green" if best is not None and value == best else "")
+        Text(_value(value, "-"), "green" if best is not None and value == best else "")
         for value in row.values
     ]
 
@@ -155,8 +124,8 @@ def _best(row: ComparisonRow) -> float | None:
     return min(numbers) if row.direction == "min" else max(numbers)
 
 
-def _value_compare(value: Value) -> str:
-    text = "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+def _value(value: object, missing: str) -> str:
+    text = missing if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -164,8 +133,6 @@ def _value_compare(value: Value) -> str:
 
 
 class Order(StrEnum):
-    """The key by which tensors are sorted."""
-
     TREE = "tree"
     CHANGE = "change"
 
@@ -183,15 +150,7 @@ def diff(
     new: Annotated[
         str, typer.Argument(metavar="NEW", help="Another one.", autocompletion=ref_names)
     ] = "main",
-    only: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--only",
-            metavar="PATTERN",
-            help="Only these objects or tensors: model, 'model/*.weight'; may be repeated.",
-            show_default=False,
-        ),
-    ] = None,
+    only: Only = None,
     stat: Annotated[
         bool,
         typer.Option(
@@ -213,28 +172,21 @@ def diff(
 ) -> None:
     """Compare two states: configuration, each tensor, metrics, values and code."""
     shell = Shell(context, repo, as_json)
-    with shell.repository() as repository, progress_of(shell) as progress:
-        bar = progress.add_task("comparing", total=None)
-        found = repository.diff(
-            old,
-            new,
-            only=only or None,
-            stat=stat,
-            on_progress=lambda done, total: progress.update(bar, completed=done, total=total),
-        )
+    with shell.repository() as repository, progress(shell, "comparing") as show:
+        found = repository.diff(old, new, only=only or None, stat=stat, on_progress=show)
     if shell.as_json:
-        from datastates.compare.diff import to_plain
-
-        shell.write_json(to_plain(found))
+        shell.write_json(found)
         return
     tensors = (
         [] if stat else [tensor for tensor in found.tensors if show_same or tensor.change != "same"]
     )
     if order is Order.CHANGE:
         tensors.sort(key=lambda tensor: -(tensor.relative or 0.0))
+    # the configuration comes first, because it explains the other changes
+    settings = [("config", f"{key}: {_change(*each)}") for key, each in found.config.items()]
     shell.write(
         *_heading(found),
-        *_settings(found),
+        *([facts_table(settings)] if settings else []),
         *([_tensors_table(tensors)] if tensors else []),
         *_rest(found),
     )
@@ -269,16 +221,8 @@ def _heading(found: Diff) -> list[RenderableType]:
     return [state_text(found.old), state_text(found.new), base]
 
 
-def _settings(found: Diff) -> list[RenderableType]:
-    """The lines about the configuration, which explains the other changes."""
-    return [
-        facts_table(
-            [
-                ("config", f"{key}: {_value_diff(old)} -> {_value_diff(new)}")
-                for key, (old, new) in found.config.items()
-            ]
-        )
-    ] * bool(found.config)
+def _change(old: object, new: object) -> str:
+    return f"{_value(old, 'nothing')} -> {_value(new, 'nothing')}"
 
 
 def _tensors_table(tensors: list[TensorChange]) -> RenderableType:
@@ -315,12 +259,9 @@ def _rest(found: Diff) -> list[RenderableType]:
     ]
     for name in ("metrics", "values", "attributes", "versions"):
         word = name.removesuffix("s") if name != "values" else "value"
-        facts += [
-            (word, f"{key}: {_value_diff(old)} -> {_value_diff(new)}")
-            for key, (old, new) in getattr(found, name).items()
-        ]
+        facts += [(word, f"{key}: {_change(*each)}") for key, each in getattr(found, name).items()]
     if found.code is not None:
-        facts.append(("code", f"{_value_diff(found.code[0])} -> {_value_diff(found.code[1])}"))
+        facts.append(("code", _change(*found.code)))
     return [facts_table(facts)]
 
 
@@ -332,35 +273,13 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
-def _value_diff(value: object) -> str:
-    text = (
-        "nothing" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
-    )
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
 # --- ``blame``: the state that last changed each tensor ---
 
 
 def blame(
     context: typer.Context,
-    rev: Annotated[
-        str,
-        typer.Argument(
-            metavar="REV",
-            help="A state: uid, name, main~3, main@best:val_loss, …",
-            autocompletion=ref_names,
-        ),
-    ] = "main",
-    only: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--only",
-            metavar="PATTERN",
-            help="Only these objects or tensors: model, 'model/*.weight'; may be repeated.",
-            show_default=False,
-        ),
-    ] = None,
+    rev: Rev = "main",
+    only: Only = None,
     size: Annotated[
         bool,
         typer.Option(
@@ -376,8 +295,11 @@ def blame(
     It compares digests, and reads bytes only where small tensors share what changed.
     """
     shell = Shell(context, repo, as_json)
-    with shell.repository() as repository, counting(shell, "states") as count:
-        found = repository.blame(rev, only=only or None, size=size, on_progress=count)
+    with (
+        shell.repository() as repository,
+        progress(shell, "states", is_of_bytes=False) as show,
+    ):
+        found = repository.blame(rev, only=only or None, size=size, on_progress=show)
     if shell.as_json:
         from datastates.compare.blame import to_plain
 
@@ -385,8 +307,9 @@ def blame(
         return
     made = table("tensor", "shape", "last changed", *(["change / norm"] if size else []), "how")
     for each in found:
-        shape = "[" + ", ".join(map(str, each.shape)) + "]"
-        made.add_row(each.path, shape, _when(each), *([_much(each)] if size else []), _how(each))
+        how = f"{each.change}{', by a merge or from its other parents' * each.is_merged}"
+        much = [_number(each.relative)] if size else []
+        made.add_row(each.path, _shape(each.shape), _when(each), *much, how)
     shell.write(made)
     if any(each.earliest is not None for each in found):
         shell.hint("the bytes of the states in between are gone, or are not here")
@@ -400,14 +323,6 @@ def _when(found: Blame) -> str:
         if earliest is None
         else f"at or after step {earliest.step}, {earliest.uid[:10]}; at or before {last}"
     )
-
-
-def _much(found: Blame) -> str:
-    return "" if found.relative is None else f"{found.relative:.4g}"
-
-
-def _how(found: Blame) -> str:
-    return f"{found.change}{', by a merge or from its other parents' * found.is_merged}"
 
 
 # --- ``bisect``: the first bad state ---
@@ -539,12 +454,14 @@ def _telling(shell: Shell, judge: Judge) -> Judge:
 
 def _command_judge(repository: Repository, command: str, only: list[str] | None) -> Judge:
     from datastates.compare.blame import Verdict
+    from datastates.files.checkpoints import export, plan_export
 
     def judge(state: State) -> Verdict:
         with tempfile.TemporaryDirectory(prefix="datastates-bisect-") as folder:
             if "{path}" in command:
                 try:
-                    _write(repository, state, Path(folder), only)
+                    tree = repository.load(state, only=only or None)
+                    export(plan_export(tree, state, Path(folder)))
                 except Unavailable:
                     return Verdict.SKIPPED
             filled = command.replace("{uid}", state.uid).replace("{path}", shlex.quote(folder))
@@ -564,12 +481,6 @@ def _command_judge(repository: Repository, command: str, only: list[str] | None)
         return Verdict.GOOD if code == 0 else Verdict.SKIPPED if code == _SKIP else Verdict.BAD
 
     return judge
-
-
-def _write(repository: Repository, state: State, folder: Path, only: list[str] | None) -> None:
-    from datastates.files.checkpoints import export, plan_export
-
-    export(plan_export(repository.load(state, only=only or None), state, folder))
 
 
 def _say_bisect(shell: Shell, found: Bisection, question: str) -> None:
@@ -606,10 +517,36 @@ def _say_bisect(shell: Shell, found: Bisection, question: str) -> None:
 
 def cadence(
     context: typer.Context,
-    branch: Branch = None,
-    mtbf: Mtbf = None,
-    node_mtbf: NodeMtbf = "30d",
-    overhead: Overhead = "3.5%",
+    branch: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="BRANCH",
+            help="Its trainings (default: whatever was trained last).",
+            autocompletion=branch_names,
+        ),
+    ] = None,
+    mtbf: Annotated[
+        str | None,
+        typer.Option(
+            "--mtbf",
+            metavar="TIME",
+            help="The time between failures of a process: 90m, 6h, 2d (default: as observed here).",
+        ),
+    ] = None,
+    node_mtbf: Annotated[
+        str,
+        typer.Option(
+            "--node-mtbf",
+            metavar="TIME",
+            help="The time between losses of a node with its disk, for two levels.",
+        ),
+    ] = "30d",
+    overhead: Annotated[
+        str,
+        typer.Option(
+            "--overhead", metavar="SHARE", help="The share of the time that CheckFreq may take."
+        ),
+    ] = "3.5%",
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
@@ -630,7 +567,18 @@ def cadence(
         return
     shell.write(*_facts(found))
     if found.alternatives:
-        shell.write("", _table_cadence(found))
+        made = TextTable(
+            [
+                Column("cadence"),
+                Column("a state every", is_number=True),
+                Column("waste", is_number=True),
+                Column("why", is_flexible=True),
+            ]
+        )
+        for each in found.alternatives:
+            waste = f"{100 * each.waste:.3g}%"
+            made.add(each.choice.cadence, span(each.interval_s), waste, each.choice.why)
+        shell.write("", made)
         shell.hint(
             "waste is what writes and failures are expected to cost; say one of these as"
             ' track(cadence="…") or DATASTATES_CADENCE'
@@ -661,22 +609,6 @@ def _facts(found: Advice) -> Iterator[str]:
     why = "as given" if found.is_given else "with one in 24 h added"
     died = f"{seen.died} of {seen.processes} processes died in {span(seen.ran_s)}"
     yield f"{died}: reckoned with is a failure every {span(found.mtbf_s)}, {why}"
-
-
-def _table_cadence(found: Advice) -> TextTable:
-    table = TextTable(
-        [
-            Column("cadence"),
-            Column("a state every", is_number=True),
-            Column("waste", is_number=True),
-            Column("why", is_flexible=True),
-        ]
-    )
-    for each in found.alternatives:
-        table.add(
-            each.choice.cadence, span(each.interval_s), f"{100 * each.waste:.3g}%", each.choice.why
-        )
-    return table
 
 
 # --- ``config``: the configuration of a state ---

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import metadata
@@ -185,7 +185,8 @@ class Check:
 
 def interpreter() -> Iterator[Check]:
     """What Python and torch are: importing torch must not be interrupted."""
-    yield _python()
+    python = f"{platform.python_version()} on {platform.machine()}, {sys.executable}"
+    yield Check("python", Verdict.OK, python)
     yield from _torch()
 
 
@@ -195,17 +196,9 @@ def examine(location: Location) -> Iterator[Check]:
     yield from _mpi()
     yield _sqlite()
     yield _lineage(location)
-    yield from _postgresql()
+    yield _postgresql()
     yield from _machine()
     yield from _files(location.packs)
-
-
-def _python() -> Check:
-    return Check(
-        "python",
-        Verdict.OK,
-        f"{platform.python_version()} on {platform.machine()}, {sys.executable}",
-    )
 
 
 def _torch() -> Iterator[Check]:
@@ -382,17 +375,12 @@ def _lineage(location: Location) -> Check:
     )
 
 
-def _postgresql() -> Iterator[Check]:
-    version = _version("psycopg")
-    if version is None:
-        yield Check(
-            "postgresql",
-            Verdict.MISSING,
-            "psycopg is not installed",
-            "for a lineage on a server: pip install 'datastates[postgresql]'",
-        )
-    else:
-        yield Check("postgresql", Verdict.OK, f"psycopg {version}")
+def _postgresql() -> Check:
+    try:
+        return Check("postgresql", Verdict.OK, f"psycopg {metadata.version('psycopg')}")
+    except metadata.PackageNotFoundError:
+        hint = "for a lineage on a server: pip install 'datastates[postgresql]'"
+        return Check("postgresql", Verdict.MISSING, "psycopg is not installed", hint)
 
 
 def _machine() -> Iterator[Check]:
@@ -517,10 +505,17 @@ def _retention(packs: Path, free: int) -> Check:
 
 
 def _time_write(folder: Path, flags: int) -> float:
-    with (
-        _scratch(folder, flags) as fd,
-        mmap.mmap(-1, _PIECE_BYTES) as memory,
-    ):
+    path = folder / f".datastates-doctor-{os.getpid()}"
+    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | flags, 0o600)
+    try:
+        return _time_pieces(fd)
+    finally:
+        os.close(fd)
+        path.unlink()
+
+
+def _time_pieces(fd: int) -> float:
+    with mmap.mmap(-1, _PIECE_BYTES) as memory:
         # anonymous maps begin at page boundaries
         memory.write(os.urandom(1 << 20) * (_PIECE_BYTES >> 20))
         began = time.perf_counter()
@@ -531,24 +526,6 @@ def _time_write(folder: Path, flags: int) -> float:
                     done += os.write(fd, rest)
         os.fsync(fd)
         return time.perf_counter() - began
-
-
-@contextmanager
-def _scratch(folder: Path, flags: int) -> Iterator[int]:
-    path = folder / f".datastates-doctor-{os.getpid()}"
-    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | flags, 0o600)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-        path.unlink()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _run(*command: str) -> tuple[bool, str]:
@@ -595,20 +572,15 @@ def init(
     orderly()
     Database(location.database_url).close()
     location.packs.mkdir(parents=True, exist_ok=True)
-    root = None if location.root is None else str(location.root)
-    if shell.as_json:
-        shell.write_json(
-            {
-                "root": root,
-                "database": str(location),
-                "packs": str(location.packs),
-                "existed": existed,
-            }
-        )
-    else:
-        shell.write(
-            f"repository {'found' if existed else 'ready'} in {location}, packs in {location.packs}"
-        )
+    shell.report(
+        {
+            "root": None if location.root is None else str(location.root),
+            "database": str(location),
+            "packs": str(location.packs),
+            "existed": existed,
+        },
+        f"repository {'found' if existed else 'ready'} in {location}, packs in {location.packs}",
+    )
 
 
 def demo(

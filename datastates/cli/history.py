@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import errno
 import os
 import select
 import sys
@@ -32,11 +34,11 @@ from datastates.lineage.views.text import (
     time_text,
 )
 
-from .app import MOST, AsJson, Limit, Repo, Shell, ref_names
+from .app import MOST, AsJson, Limit, Repo, Rev, Shell, ref_names
 from .tables import (
     Known,
     by_state,
-    csv_lines,
+    csv_rows,
     facts_table,
     refs_text,
     state_text,
@@ -46,7 +48,6 @@ from .tables import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
     from sqlalchemy.orm import Session
 
@@ -246,14 +247,7 @@ def log(
 
 def show(
     context: typer.Context,
-    rev: Annotated[
-        str,
-        typer.Argument(
-            metavar="REV",
-            help="A state: uid, name, main~3, main@best:val_loss, …",
-            autocompletion=ref_names,
-        ),
-    ],
+    rev: Rev,
     repo: Repo = None,
     as_json: AsJson = False,
 ) -> None:
@@ -374,8 +368,8 @@ def _write_table(
     with_runs = any(one.name.startswith("run.") for one in (*(chosen or ()), *asked))
     known = Known.of(session, states, with_runs=with_runs)
     if as_csv:
-        for line in csv_lines(states, known, chosen=chosen):
-            sys.stdout.write(line + "\n")
+        rows = csv_rows(states, known, chosen=chosen)
+        csv.writer(sys.stdout, lineterminator="\n").writerows(rows)
     elif states:
         shell.write(states_table(states, known, chosen=chosen, asked=asked))
 
@@ -551,15 +545,6 @@ def log_lines(
     return lines
 
 
-def write_lines(console: Console, lines: Iterable[Text]) -> None:
-    """Write each line: cut to the width of a terminal, whole for a program or a file."""
-    for line in lines:
-        if console.is_terminal:
-            console.print(line, no_wrap=True, overflow="ellipsis")
-        else:
-            console.print(line, soft_wrap=True)
-
-
 def _coloured(prefix: str) -> Text:
     text = Text()
     for column, box in enumerate(prefix):
@@ -596,22 +581,21 @@ def follow_log(shell: Shell, rev: str | None, limit: int, *, all_refs: bool) -> 
     """
     with shell.database() as database:
         with database.read() as session:
-            branch = _branch(session, rev, all_refs=all_refs)
+            names = [ref.name for ref in refs.refs(session, RefKind.BRANCH)]
+        if rev is not None and rev not in names:
+            raise InvalidInput(
+                f"{rev!r} is no branch: --follow goes on with a branch, or with --all of them"
+                f" ({', '.join(names[:10]) or 'none yet'})"
+            )
+        branch = rev or ("main" if "main" in names and not all_refs else None)
+        # a reader of a pipe that has gone is otherwise noticed only when a state is written
+        poller = select.poll()
+        poller.register(sys.stdout.fileno(), 0)
         for states in _arriving(database, branch, limit):
             _write(shell, database, states, with_branch=branch is None)
             sys.stdout.flush()
-            _wait()
-
-
-def _branch(session: Session, rev: str | None, *, all_refs: bool) -> str | None:
-    """The branch to follow, or None for all."""
-    names = [ref.name for ref in refs.refs(session, RefKind.BRANCH)]
-    if rev is not None and rev not in names:
-        raise InvalidInput(
-            f"{rev!r} is no branch: --follow goes on with a branch, or with --all of them"
-            f" ({', '.join(names[:10]) or 'none yet'})"
-        )
-    return rev if rev is not None else "main" if "main" in names and not all_refs else None
+            if any(event & select.POLLERR for _, event in poller.poll(_LOOK_MS)):
+                raise BrokenPipeError(os.strerror(errno.EPIPE))
 
 
 def _arriving(database: Database, branch: str | None, limit: int) -> Iterator[list[State]]:
@@ -649,12 +633,3 @@ def _write(shell: Shell, database: Database, states: list[State], *, with_branch
         shell.write_cut(
             [line if state.uid not in origins else Text(f"{origins[state.uid]}: ").append(line)]
         )
-
-
-def _wait() -> None:
-    """Wait a moment; ends when the reader of a pipe has gone, which would otherwise be noticed
-    only when the next state is written."""
-    poller = select.poll()
-    poller.register(sys.stdout.fileno(), 0)
-    if any(said & select.POLLERR for _, said in poller.poll(_LOOK_MS)):
-        raise BrokenPipeError(os.strerror(32))

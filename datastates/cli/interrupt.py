@@ -12,8 +12,8 @@ INTERRUPTED = 130
 
 
 def is_default() -> bool:
-    """Whether Ctrl-C has Python's own handler; if not, the process that started us wants
-    something else."""
+    """Whether Ctrl-C has Python's own handler; if not, the process that started us wants something
+    else."""
     return _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
 
 

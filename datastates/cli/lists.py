@@ -6,9 +6,9 @@ import csv
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import count, groupby
@@ -19,7 +19,8 @@ from rich.style import Style
 from rich.text import Text
 
 from datastates.api.models import RunInfo, Stats, run_infos, stats_of
-from datastates.lineage.query.fields import check_names
+from datastates.lineage.query.fields import check_names, written
+from datastates.lineage.query.grammar import Field, Kind
 from datastates.lineage.query.incomplete import incomplete as ask
 from datastates.lineage.query.incomplete import ranks_text
 from datastates.lineage.states import Ending, How, Life
@@ -43,7 +44,7 @@ from datastates.storage.pack import bytes_of_packs
 
 from .app import MOST, AsJson, Limit, Repo, Shell
 from .interrupt import orderly
-from .tables import Column, TextTable, facts_table, table
+from .tables import Column, TextTable, facts_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -109,7 +110,6 @@ AsCsv = Annotated[
     bool, typer.Option("--csv", help="Write a table for a spreadsheet.", show_default=False)
 ]
 _BARS = "▁▂▃▄▅▆▇█"
-_GAP = 2  # blanks between columns
 _NAME = 24  # of a branch, if not everything fits
 _MARKS = {
     Life.RUNNING: ("●", "green"),
@@ -161,17 +161,16 @@ def branches(
     """Show each branch: its curve, its best, what can be restored, where it forked, what was
     configured, whether it runs."""
     shell = Shell(context, repo, as_json)
-    with _looking(shell) as (session, home):
-        found = _ask(
-            (session, home),
-            query,
-            rising,
-            name=name,
-            metric=metric,
-            sort=sort,
-            group=group,
-            limit=limit or None,
-        )
+    found = _ask(
+        shell,
+        query,
+        rising,
+        name=name,
+        metric=metric,
+        sort=sort,
+        group=group,
+        limit=limit or None,
+    )
     _write(shell, found, as_csv=as_csv)
 
 
@@ -188,11 +187,9 @@ def best(
     """Show the branches with the best values of a metric, and how to get the best that can be
     restored."""
     shell = Shell(context, repo, as_json)
-    with _looking(shell) as (session, home):
-        check_names(session, f"metrics.{_quoted(metric)} > 0")
-        found = _ask(
-            (session, home), query, rising, metric=metric, sort="best", limit=limit or None
-        )
+    with shell.reading() as session:
+        check_names(session, f"{written(Field('metrics', Kind.METRIC, metric))} > 0")
+    found = _ask(shell, query, rising, metric=metric, sort="best", limit=limit or None)
     found = replace(found, items=tuple(item for item in found if item.best is not None))
     _write(shell, found, as_csv=as_csv)
     points = [item.best_restorable for item in found if item.best_restorable is not None]
@@ -215,7 +212,8 @@ def runs(
     from datastates.lineage.write import runs as lineage_runs
 
     shell = Shell(context, repo, as_json)
-    with _looking(shell) as (session, home):
+    home = read_only_folder(shell.location())
+    with shell.reading() as session:
         known, more = lineage_runs.listing(session, limit=limit or sys.maxsize >> 1)
         found = run_infos(session, known, home)
     if shell.as_json:
@@ -223,7 +221,7 @@ def runs(
     elif not found:
         shell.hint(NOTHING)
     else:
-        shell.write(runs_table(found, shell.console.width))
+        shell.write(*runs_table(found, shell.console.width))
         if more:
             shell.hint(f"these are the last {limit}: -n 0 shows all")
 
@@ -265,46 +263,32 @@ def watch(
 ) -> None:
     """Show the branches while they are trained; Ctrl-C ends it. In a pipe they are written again
     whenever something changed."""
-    shell = Shell(context, repo, as_json)
-
-    def look() -> Branches:
-        with _looking(shell) as where:
-            return _ask(
-                where, query, rising, metric=metric, sort=sort, group=group, limit=limit or None
-            )
-
-    _watch(shell, look, every, times)
-
-
-def _watch(shell: Shell, look: Callable[[], Branches], every_s: float, times: int) -> None:
-    """Look again and again.
-
-    In a terminal one table is redrawn; elsewhere each table that differs is written below the
-    previous one."""
     from rich.live import Live
+
+    shell = Shell(context, repo, as_json)
 
     orderly()  # what moves hides the cursor, and shows it again when it ends
     waiting, before = threading.Event(), None
-    numbers = range(times) if times else count()
-    if shell.console.is_terminal and not shell.as_json:
-        with Live(console=shell.console, auto_refresh=False) as live:
-            for number in numbers:
-                waiting.wait(every_s if number else 0)
-                live.update(_said(look(), shell.console.width), refresh=True)
-        return
-    for number in numbers:
-        waiting.wait(every_s if number else 0)
-        found = look()
-        if found == before:
-            continue
-        before = found
-        if shell.as_json:
-            shell.write_json(found)
-        elif not found.total:
-            shell.hint(NOTHING)
-        else:
-            shell.write(branches_table(found, shell.console.width), Text())
-        sys.stdout.flush()
+    with ExitStack() as stack:
+        live: Live | None = None
+        if shell.console.is_terminal and not shell.as_json:
+            live = stack.enter_context(Live(console=shell.console, auto_refresh=False))
+        for number in range(times) if times else count():
+            waiting.wait(every if number else 0)
+            found = _ask(
+                shell, query, rising, metric=metric, sort=sort, group=group, limit=limit or None
+            )
+            if live is not None:
+                live.update(_said(found, shell.console.width), refresh=True)
+            elif found != before:  # below the table before
+                before = found
+                if shell.as_json:
+                    shell.write_json(found)
+                elif not found.total:
+                    shell.hint(NOTHING)
+                else:
+                    shell.write(*branches_table(found, shell.console.width), Text())
+                sys.stdout.flush()
 
 
 def _said(found: Branches, width: int) -> RenderableType:
@@ -315,7 +299,7 @@ def _said(found: Branches, width: int) -> RenderableType:
         f"{running} running of {found.matching} branches, {datetime.now():%H:%M:%S}; Ctrl-C ends"
         " this"
     )
-    return Group(branches_table(found, width), Text(line if found.total else NOTHING, style="dim"))
+    return Group(*branches_table(found, width), Text(line if found.total else NOTHING, style="dim"))
 
 
 def _write(shell: Shell, found: Branches, *, as_csv: bool) -> None:
@@ -334,140 +318,115 @@ def _write(shell: Shell, found: Branches, *, as_csv: bool) -> None:
     elif not len(found):
         shell.hint(f"none of {found.total} branches is so: leave out the condition")
     else:
-        shell.write(branches_table(found, shell.console.width))
+        shell.write(*branches_table(found, shell.console.width))
         if len(found) < found.matching:
             shell.hint(f"these are {len(found)} of {found.matching}: -n 0 shows all")
 
 
-def _quoted(key: str) -> str:
-    return '"' + key.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-@contextmanager
-def _looking(shell: Shell) -> Iterator[tuple[Session, PackFolder]]:
-    """A transaction that reads the lineage, and the folder whose leases show which processes
-    live."""
-    home = read_only_folder(shell.location())
-    with shell.reading() as session:
-        yield session, home
-
-
-def _ask(
-    where: tuple[Session, PackFolder], query: str, rising: bool | None, **choice: Any
-) -> Branches:
-    session, home = where
+def _ask(shell: Shell, query: str, rising: bool | None, **choice: Any) -> Branches:
     choice["direction"] = None if rising is None else Direction.MAX if rising else Direction.MIN
-    choice["living"] = partial(life_of, home=home)
-    return overview.branches(session, query, **choice)
+    choice["living"] = partial(life_of, home=read_only_folder(shell.location()))
+    with shell.reading() as session:
+        return overview.branches(session, query, **choice)
 
 
 # --- Branches, runs and the repository as rich renderables: pure functions ---
 
 
-@dataclass(frozen=True, slots=True)
-class _Column:
-    """A column. If not all fit, the column with the highest ``weight`` shrinks first."""
-
-    head: str
-    cells: tuple[Text, ...]
-    weight: int
-
-    @property
-    def width(self) -> int:
-        return max(len(self.head), *(cell.cell_len for cell in self.cells), 0)
-
-
-def branches_table(found: Branches, width: int, *, now: datetime | None = None) -> Table:
-    """A table with one row for each branch; what matters most if not everything fits into
+def branches_table(found: Branches, width: int, *, now: datetime | None = None) -> list[Text]:
+    """A header and a line for each branch; what matters most if not everything fits into
     ``width``."""
-    items, metric = found.items, found.metric or "metric"
+    items, measured = found.items, found.items if found.metric else ()
     columns = [
-        _column("", [_mark(item.life, item.ending) for item in items], 0),
-        _column("branch", [_name(item.name, width) for item in items], 0),
-        _column("group", [Text(_value(item.group)) for item in items] if found.groups else [], 1),
-        _column("step", [Text(str(item.step), justify="right") for item in items], 2),
-        _column(
-            metric,
-            [Text(spark_text(item.line.values, 12)) for item in items] if found.metric else [],
-            3,
+        Column("", cells=[_mark(item.life, item.ending) for item in items]),
+        Column("branch", cells=[_name(item.name, width) for item in items]),
+        Column("group", rank=1, cells=[Text(_value(each.group)) for each in items if found.groups]),
+        Column("step", is_number=True, rank=2, cells=[Text(str(item.step)) for item in items]),
+        Column(
+            found.metric or "metric",
+            rank=3,
+            cells=[Text(spark_text(item.line.values, 12)) for item in measured],
         ),
-        _column("best", [_point(item.best) for item in items] if found.metric else [], 1),
-        _column(
+        Column("best", rank=1, cells=[_point(item.best) for item in measured]),
+        Column(
             "at step",
-            (
-                [Text("" if item.best is None else str(item.best.step)) for item in items]
-                if found.metric
-                else []
-            ),
-            6,
+            rank=6,
+            cells=[Text("" if item.best is None else str(item.best.step)) for item in measured],
         ),
-        _column(
-            "restorable best", [_restorable(item) for item in items] if found.metric else [], 5
-        ),
-        _column("last", [_point(item.last) for item in items] if found.metric else [], 4),
-        _column("forked at", [_fork(item) for item in items], 4),
-        _column("changed", [Text(age_text(item.changed_at, now)) for item in items], 7),
-        _column(
+        Column("restorable best", rank=5, cells=[_restorable(item) for item in measured]),
+        Column("last", rank=4, cells=[_point(item.last) for item in measured]),
+        Column("forked at", rank=4, cells=[_fork(item) for item in items]),
+        Column("changed", rank=7, cells=[Text(age_text(item.changed_at, now)) for item in items]),
+        Column(
             "ended",
-            [Text("" if item.ending is None else _unwell(item.ending)) for item in items],
-            6,
+            rank=6,
+            cells=[Text("" if item.ending is None else _unwell(item.ending)) for item in items],
         ),
-        _column("states", [Text(str(item.states)) for item in items], 8),
-        _column(
-            "restorable", [Text(f"{item.restorable}, {item.durable} durable") for item in items], 9
+        Column("states", rank=8, cells=[Text(str(item.states)) for item in items]),
+        Column(
+            "restorable",
+            rank=9,
+            cells=[Text(f"{item.restorable}, {item.durable} durable") for item in items],
         ),
-        _column(
+        Column(
             "lost",
-            [
+            rank=8,
+            cells=[
                 Text("" if item.lost_step is None else f"to step {item.lost_step}", style="red")
                 for item in items
             ],
-            8,
         ),
-        _column("new bytes", [Text(size_text(item.bytes)) for item in items], 10),
-        _column(
+        Column("new bytes", rank=10, cells=[Text(size_text(item.bytes)) for item in items]),
+        Column(
             "steps/s",
-            [Text("" if item.steps_per_s is None else f"{item.steps_per_s:.3g}") for item in items],
-            10,
+            rank=10,
+            cells=[
+                Text("" if item.steps_per_s is None else f"{item.steps_per_s:.3g}")
+                for item in items
+            ],
         ),
-        _column("took", [Text(duration_text(item.took_s)) for item in items], 11),
-        _column("configured", [_settings(item) for item in items], 6),
+        Column("took", rank=11, cells=[Text(duration_text(item.took_s)) for item in items]),
+        Column("configured", rank=6, cells=[_settings(item) for item in items]),
     ]
-    return _fitted(
-        [column for column in columns if any(cell.plain for cell in column.cells)], width
-    )
+    return _lines(columns, width)
 
 
-def runs_table(found: Sequence[RunInfo], width: int, *, now: datetime | None = None) -> Table:
-    """A table with one row for each run, the latest first."""
+def runs_table(found: Sequence[RunInfo], width: int, *, now: datetime | None = None) -> list[Text]:
+    """A header and a line for each run, the latest first."""
     columns = [
-        _column("", [_mark(run.life, run.ending) for run in found], 0),
-        _column("run", [Text(short(run.uid), style="yellow") for run in found], 0),
-        _column("branches", [_names(run.branches) for run in found], 1),
-        _column("began", [Text(age_text(run.started_at, now)) for run in found], 1),
-        _column("ran", [Text(_ran(run, now)) for run in found], 3),
-        _column("host", [Text(clean(run.host)) for run in found], 2),
-        _column(
-            "process", [Text("imported" if run.is_imported else str(run.pid)) for run in found], 5
+        Column("", cells=[_mark(run.life, run.ending) for run in found]),
+        Column("run", cells=[Text(short(run.uid), style="yellow") for run in found]),
+        Column("branches", rank=1, cells=[_names(run.branches) for run in found]),
+        Column("began", rank=1, cells=[Text(age_text(run.started_at, now)) for run in found]),
+        Column("ran", rank=3, cells=[Text(_ran(run, now)) for run in found]),
+        Column("host", rank=2, cells=[Text(clean(run.host)) for run in found]),
+        Column(
+            "process",
+            rank=5,
+            cells=[Text("imported" if run.is_imported else str(run.pid)) for run in found],
         ),
-        _column("user", [Text(clean(run.user)) for run in found], 6),
-        _column(
+        Column("user", rank=6, cells=[Text(clean(run.user)) for run in found]),
+        Column(
             "commit",
-            [Text((run.git_commit or "")[:10] + ("*" if run.git_dirty else "")) for run in found],
-            4,
+            rank=4,
+            cells=[Text((run.git_commit or "")[:10] + "*" * bool(run.git_dirty)) for run in found],
         ),
-        _column("command", [Text(clean(" ".join(run.argv))) for run in found], 7),
-        _column(
-            "error", [Text(clean(run.ending.error or "") if run.ending else "") for run in found], 8
+        Column("command", rank=7, cells=[Text(clean(" ".join(run.argv))) for run in found]),
+        Column(
+            "error",
+            rank=8,
+            cells=[Text(clean(run.ending.error or "") if run.ending else "") for run in found],
         ),
     ]
-    return _fitted(
-        [column for column in columns if any(cell.plain for cell in column.cells)], width
-    )
+    return _lines(columns, width)
+
+
+def _lines(columns: Sequence[Column], width: int) -> list[Text]:
+    """The lines of the columns that have any text and that fit, the least important left out."""
+    return TextTable([each for each in columns if any(map(str, each.cells))]).lines(width)
 
 
 def stats_table(found: Stats) -> Table:
-    """The whole repository in numbers."""
     statuses = ", ".join(f"{number:,} {status}" for status, number in found.statuses.items())
     facts: list[tuple[str, object]] = [
         ("states", f"{found.states:,}" + (f": {statuses}" if statuses else "")),
@@ -498,9 +457,8 @@ def stats_table(found: Stats) -> Table:
     for key in found.metrics:
         if key.key not in of_ranks:
             own = f", and {len(ranks[key.key]):,} ranks have their own" if key.key in ranks else ""
-            facts.append(
-                ("metric", f"{key.key}: {_range(key.least, key.most)}, {key.count:,} states{own}")
-            )
+            reach = "no numbers" if key.least is None else f"{key.least:.6g} to {key.most:.6g}"
+            facts.append(("metric", f"{key.key}: {reach}, {key.count:,} states{own}"))
     facts += [("attributes", ", ".join(found.attributes)), ("settings", ", ".join(found.config))]
     return facts_table(facts)
 
@@ -569,27 +527,6 @@ def duration_text(seconds: float) -> str:
         if seconds >= length:
             return f"{seconds / length:.1f} {unit}"
     return f"{seconds / 60:.0f} min" if seconds >= 60 else f"{seconds:.0f} s"
-
-
-def _column(head: str, cells: Sequence[Text], weight: int) -> _Column:
-    return _Column(head, tuple(cells), weight)
-
-
-def _fitted(columns: list[_Column], width: int) -> Table:
-    """A table of the columns that fit, the lightest first; of those that are left, the last is
-    cut with an ellipsis."""
-    kept = list(columns)
-    while len(kept) > 2 and sum(column.width + _GAP for column in kept) - _GAP > width:
-        heaviest = max(reversed(kept), key=lambda column: column.weight)
-        if not heaviest.weight:
-            break
-        kept.remove(heaviest)
-    made = table(*(column.head for column in kept))
-    for column in made.columns:
-        column.overflow, column.no_wrap = "ellipsis", True
-    for row in zip(*(column.cells for column in kept), strict=True):
-        made.add_row(*row)
-    return made
 
 
 def _name(name: str, width: int) -> Text:
@@ -669,10 +606,6 @@ def _ran(run: RunInfo, now: datetime | None) -> str:
     return (
         f"{took}, {(run.ending and _unwell(run.ending)) or f'until {time_text(run.finished_at)}'}"
     )
-
-
-def _range(least: float | None, most: float | None) -> str:
-    return "no numbers" if least is None or most is None else f"{least:.6g} to {most:.6g}"
 
 
 # --- ``incomplete``: states that lack parts of ranks; for ``show``, the parts of a state ---

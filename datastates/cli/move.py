@@ -20,12 +20,10 @@ from datastates.lineage.views.text import plural, size_text
 from datastates.lineage.write.refs import check_name
 from datastates.maintenance.location import DATABASE, Location
 
-from .app import AsJson, Repo, Shell, ref_names
+from .app import AsJson, Only, Repo, Rev, Shell, ref_names
 from .interrupt import orderly
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from datastates.files.bundle import Bundle
     from datastates.lineage.states import State
     from datastates.repository import Repository
@@ -33,19 +31,7 @@ if TYPE_CHECKING:
     from datastates.transport.peer import Peer
     from datastates.transport.transfer import Cloned
 
-Rev = Annotated[
-    str,
-    typer.Argument(
-        metavar="REV",
-        help="A state: uid, name, main~3, main@best:val_loss, …",
-        autocompletion=ref_names,
-    ),
-]
 _SHOWN = 20
-Revs = Annotated[
-    list[str],
-    typer.Argument(metavar="REV", help="States: uids, names, main~3, …", autocompletion=ref_names),
-]
 TokenFile = Annotated[
     Path | None,
     typer.Option(
@@ -79,15 +65,7 @@ def restore(
             help="One file, or a folder with one file for each object.",
         ),
     ],
-    only: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--only",
-            metavar="PATTERN",
-            help="Only these objects or tensors: model, 'model/*.weight'; may be repeated.",
-            show_default=False,
-        ),
-    ] = None,
+    only: Only = None,
     nearest: Annotated[
         bool,
         typer.Option("--nearest", help="If its bytes are gone, take the nearest state by steps."),
@@ -118,10 +96,15 @@ def restore(
             raise InvalidInput(
                 f"{', '.join(taken)} would be replaced: name another place, or add --force"
             )
-        with progress_of(shell) as progress:
-            total = 2 * sum(file.bytes_total for file in plan.values())
-            bar = progress.add_task(f"restoring {state.uid[:10]}", total=total)
-            export(plan, on_progress=lambda count: progress.advance(bar, count))
+        total, done = 2 * sum(file.bytes_total for file in plan.values()), 0
+        with progress(shell, f"restoring {state.uid[:10]}") as show:
+
+            def advance(count: int) -> None:
+                nonlocal done
+                done += count
+                show(done, total)
+
+            export(plan, on_progress=advance)
     written = [
         {"path": str(path), "tensors": len(file.tensors), "bytes": file.bytes_total}
         for path, file in plan.items()
@@ -136,38 +119,33 @@ def restore(
 
 
 @contextmanager
-def counting(shell: Shell, what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar that counts things other than bytes: it takes how many are done, and how
-    many there are at most."""
+def progress(
+    shell: Shell, what: str, *, is_of_bytes: bool = True
+) -> Iterator[Callable[[int, int | None], None]]:
+    """A progress bar on standard error, shown only to people. The function takes how much is done,
+    and how much there is at most."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    hidden = shell.as_json or not shell.console.is_terminal
+    of_bytes = DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn()
     with Progress(
-        *columns, console=Console(stderr=True), transient=True, disable=hidden
-    ) as progress:
-        bar = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(bar, completed=done, total=total)
-
-
-def progress_of(shell: Shell) -> Progress:
-    """A progress bar on standard error, shown only to people."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-    )
-    return Progress(
-        *columns,
+        *(of_bytes if is_of_bytes else [MofNCompleteColumn()]),
         console=Console(stderr=True),
         transient=True,
-        disable=shell.as_json or not shell.console.is_terminal,
-    )
+        disable=not shell.is_watched,
+    ) as bars:
+        bar = bars.add_task(what, total=None)
+        yield lambda done, total: bars.update(bar, completed=done, total=total)
 
 
 # --- ``export`` and ``import``: states as a folder, and checkpoint files of other tools ---
@@ -175,7 +153,12 @@ def progress_of(shell: Shell) -> Progress:
 
 def export_states(
     context: typer.Context,
-    revs: Revs,
+    revs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="REV", help="States: uids, names, main~3, …", autocompletion=ref_names
+        ),
+    ],
     bundle: Annotated[
         Path | None,
         typer.Option("--bundle", metavar="FOLDER", help="A new folder.", show_default=False),
@@ -256,9 +239,9 @@ def _export_files(
         chosen |= {
             state.uid: state for state in repository.ancestors(uid) if state.status.is_restorable
         }
-    with counting(shell, "exporting") as count:
+    with progress(shell, "exporting", is_of_bytes=False) as show:
         done = export_files(
-            repository, list(chosen.values()), into, format=kind, pattern=pattern, on_progress=count
+            repository, list(chosen.values()), into, format=kind, pattern=pattern, on_progress=show
         )
     if shell.as_json:
         shell.write_lines(
@@ -359,7 +342,10 @@ def _import_files(
 ) -> None:
     from datastates.files.importing import import_files
 
-    with shell.repository(must_exist=dry_run) as repository, counting(shell, "importing") as count:
+    with (
+        shell.repository(must_exist=dry_run) as repository,
+        progress(shell, "importing", is_of_bytes=False) as show,
+    ):
         done = import_files(
             repository,
             folder,
@@ -367,7 +353,7 @@ def _import_files(
             branch=branch,
             dry_run=dry_run,
             skip_bad=skip_bad,
-            on_progress=count,
+            on_progress=show,
         )
     if shell.as_json:
         shell.write_json(
@@ -392,22 +378,19 @@ def _import_files(
 
 
 def _say(shell: Shell, done: Bundle, where: str, what: str) -> None:
-    if shell.as_json:
-        uids = [state.uid for state in done.states]
-        shell.write_json(
-            {
-                "states": uids,
-                "ancestors": done.ancestors,
-                "tags": [ref.name for ref in done.tags],
-                "bytes": done.bytes_new,
-                "digest": done.digest,
-            }
-        )
-        return
+    record = {
+        "states": [state.uid for state in done.states],
+        "ancestors": done.ancestors,
+        "tags": [ref.name for ref in done.tags],
+        "bytes": done.bytes_new,
+        "digest": done.digest,
+    }
     tags = f", tags {', '.join(ref.name for ref in done.tags)}" if done.tags else ""
-    said = f"{plural(len(done.states), 'state')} {where}, {size_text(done.bytes_new)} {what}"
-    shell.write(f"{said}; {plural(done.ancestors, 'ancestor')} without bytes{tags}")
-    shell.write(f"its digest is {done.digest}")
+    text = (
+        f"{plural(len(done.states), 'state')} {where}, {size_text(done.bytes_new)} {what};"
+        f" {plural(done.ancestors, 'ancestor')} without bytes{tags}"
+    )
+    shell.report(record, text, f"its digest is {done.digest}")
 
 
 # --- TLS for commands that connect to other processes ---
@@ -498,7 +481,7 @@ def clone(
     shell = Shell(context, repo, as_json)
     url, rev = split_source(source)
     if branch is not None:
-        _check_name(branch)
+        check_name(branch)
     location = shell.location(must_exist=False)
     import_module("datastates.repository")  # imports that take long come before anything is begun
     from datastates.transport.peer import connect
@@ -516,7 +499,7 @@ def clone(
             name = _Name.of(repository, state, branch)
             done = (
                 None
-                if _holds(repository, state.uid)
+                if repository.core.tiers.durable.has(state.uid)
                 else _fetch(shell, peer, repository, state, tags=tags)
             )
             if done is not None:
@@ -570,17 +553,12 @@ class _Name:
         return cls(kind, name, found is not None)
 
     def give(self, repository: Repository, state: State, *, source: str) -> None:
-        """Give the state this name."""
         if self.is_there:
             return
         if self.kind == "branch":
             repository.branch(self.name, state.uid)
         else:
             repository.tag(self.name, state.uid, message=f"cloned from {source}")
-
-
-def _check_name(branch: str) -> None:
-    check_name(branch)
 
 
 @contextmanager
@@ -674,19 +652,9 @@ def _opened(location: Location, state: State) -> Iterator[Repository]:
         yield repository
 
 
-def _holds(repository: Repository, uid: str) -> bool:
-    return repository.core.tiers.durable.has(uid)
-
-
 def _fetch(shell: Shell, peer: Peer, repository: Repository, state: State, *, tags: bool) -> Cloned:
-    with _progress(shell) as progress:
-        bar = progress.add_task(f"cloning {state.uid[:10]}", total=None)
-        transfer = peer.begin_clone(
-            state.uid,
-            repo=repository,
-            tags=tags,
-            on_progress=lambda done, total: progress.update(bar, completed=done, total=total),
-        )
+    with progress(shell, f"cloning {state.uid[:10]}") as show:
+        transfer = peer.begin_clone(state.uid, repo=repository, tags=tags, on_progress=show)
         try:
             return transfer.wait()
         except BaseException:
@@ -702,11 +670,11 @@ def _make_durable(shell: Shell, repository: Repository, state: State) -> None:
 
     :raises Unavailable: it could not be written.
     """
-    with shell.console.status("writing it to disk") if _is_watched(shell) else nullcontext():
+    with shell.console.status("writing it to disk") if shell.is_watched else nullcontext():
         host = repository.core.host()
         host.want(state.uid)
         host.drain()
-    if not _holds(repository, state.uid):
+    if not repository.core.tiers.durable.has(state.uid):
         raise Unavailable(
             f"state {state.uid[:10]} came, but could not be written to {repository.location.packs}:"
             " is the disk full?"
@@ -719,61 +687,26 @@ def _report(
     moved, seconds, sources = (
         (done.bytes_moved, done.seconds, dict(done.by_source)) if done else (0, 0.0, {})
     )
-    if shell.as_json:
-        shell.write_json(
-            {
-                "state": state.uid,
-                "step": state.step,
-                "digest": state.digest,
-                "bytes": state.bytes_total,
-                "bytes_moved": moved,
-            }
-            | {
-                "seconds": seconds,
-                "sources": sources,
-                "repository": str(location),
-                name.kind: name.name,
-            }
-        )
-        return
+    record = {
+        "state": state.uid,
+        "step": state.step,
+        "digest": state.digest,
+        "bytes": state.bytes_total,
+        "bytes_moved": moved,
+        "seconds": seconds,
+        "sources": sources,
+        "repository": str(location),
+        name.kind: name.name,
+    }
     came = (
         f"{size_text(moved)} of {size_text(state.bytes_total)} came in {seconds:.2f} s"
         if done
         else "it was here already"
     )
-    shell.console.print(
+    shell.report(
+        record,
         f"state {state.uid} (step {state.step}): {came}, durable in {location}, {name.kind}"
-        f" {name.name}\nto write its tensors: datastates restore {name.name} --repo {location}"
-        " --into FILE.safetensors",
-        soft_wrap=True,  # to be copied: not folded
-    )
-
-
-def _is_watched(shell: Shell) -> bool:
-    from rich.console import Console
-
-    return not shell.as_json and shell.console.is_terminal and Console(stderr=True).is_terminal
-
-
-def _progress(shell: Shell) -> Progress:
-    """A progress bar on standard error, shown only to people."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(
-        *columns, console=Console(stderr=True), transient=True, disable=not _is_watched(shell)
+        f" {name.name}",
+        f"to write its tensors: datastates restore {name.name} --repo {location} --into"
+        " FILE.safetensors",
     )

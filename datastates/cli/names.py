@@ -28,25 +28,10 @@ RefRev = Annotated[
         autocompletion=ref_names,
     ),
 ]
-TagName = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="NAME", help="The tag; without it, all are listed.", autocompletion=tag_names
-    ),
-]
-BranchName = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="NAME", help="The branch; without it, all are listed.", autocompletion=branch_names
-    ),
-]
 DeleteRef = Annotated[
     bool, typer.Option("--delete", "-d", help="Forget the name; the states stay.")
 ]
 Move = Annotated[bool, typer.Option("--move", help="Point a name that exists at REV.")]
-Rename = Annotated[
-    bool, typer.Option("--rename", "-m", help="Give branch NAME the name REV; its history stays.")
-]
 Expected = Annotated[
     str | None,
     typer.Option(
@@ -54,54 +39,6 @@ Expected = Annotated[
         help="With --move: only if the name still stands there (default: where it stands now).",
         show_default=False,
         autocompletion=ref_names,
-    ),
-]
-RefMessage = Annotated[
-    str | None,
-    typer.Option("--message", "-m", help="Why this state has a name.", show_default=False),
-]
-NoteRev = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="REV",
-        help="The state: uid, name, main~3, …; without it, all notes are listed.",
-        autocompletion=ref_names,
-    ),
-]
-Branch = Annotated[
-    str | None,
-    typer.Option(
-        "--branch",
-        "-b",
-        metavar="NAME",
-        help="A branch instead of a state.",
-        show_default=False,
-        autocompletion=branch_names,
-    ),
-]
-NoteMessage = Annotated[
-    str | None,
-    typer.Option(
-        "--message", "-m", metavar="TEXT", help="The note, in Markdown.", show_default=False
-    ),
-]
-Edit = Annotated[
-    str | None,
-    typer.Option(
-        "--edit",
-        metavar="NOTE",
-        help="Give the note of this uid the TEXT of -m.",
-        show_default=False,
-    ),
-]
-DeleteNote = Annotated[
-    str | None,
-    typer.Option(
-        "--delete",
-        "-d",
-        metavar="NOTE",
-        help="Delete the note of this uid for good.",
-        show_default=False,
     ),
 ]
 Author = Annotated[
@@ -114,9 +51,17 @@ Author = Annotated[
 
 def tag(
     context: typer.Context,
-    name: TagName = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME", help="The tag; without it, all are listed.", autocompletion=tag_names
+        ),
+    ] = None,
     rev: RefRev = None,
-    message: RefMessage = None,
+    message: Annotated[
+        str | None,
+        typer.Option("--message", "-m", help="Why this state has a name.", show_default=False),
+    ] = None,
     delete: DeleteRef = False,
     move: Move = False,
     expected: Expected = None,
@@ -140,11 +85,21 @@ def tag(
 
 def branch(
     context: typer.Context,
-    name: BranchName = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            help="The branch; without it, all are listed.",
+            autocompletion=branch_names,
+        ),
+    ] = None,
     rev: RefRev = None,
     delete: DeleteRef = False,
     move: Move = False,
-    rename: Rename = False,
+    rename: Annotated[
+        bool,
+        typer.Option("--rename", "-m", help="Give branch NAME the name REV; its history stays."),
+    ] = False,
     expected: Expected = None,
     repo: Repo = None,
     as_json: AsJson = False,
@@ -346,11 +301,50 @@ def _metric(text: str) -> tuple[str, float]:
 
 def note(
     context: typer.Context,
-    rev: NoteRev = None,
-    message: NoteMessage = None,
-    branch: Branch = None,
-    edit: Edit = None,
-    delete: DeleteNote = None,
+    rev: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="REV",
+            help="The state: uid, name, main~3, …; without it, all notes are listed.",
+            autocompletion=ref_names,
+        ),
+    ] = None,
+    message: Annotated[
+        str | None,
+        typer.Option(
+            "--message", "-m", metavar="TEXT", help="The note, in Markdown.", show_default=False
+        ),
+    ] = None,
+    branch: Annotated[
+        str | None,
+        typer.Option(
+            "--branch",
+            "-b",
+            metavar="NAME",
+            help="A branch instead of a state.",
+            show_default=False,
+            autocompletion=branch_names,
+        ),
+    ] = None,
+    edit: Annotated[
+        str | None,
+        typer.Option(
+            "--edit",
+            metavar="NOTE",
+            help="Give the note of this uid the TEXT of -m.",
+            show_default=False,
+        ),
+    ] = None,
+    delete: Annotated[
+        str | None,
+        typer.Option(
+            "--delete",
+            "-d",
+            metavar="NOTE",
+            help="Delete the note of this uid for good.",
+            show_default=False,
+        ),
+    ] = None,
     author: Author = None,
     repo: Repo = None,
     as_json: AsJson = False,

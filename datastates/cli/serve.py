@@ -14,11 +14,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
@@ -65,20 +64,6 @@ _OF_PAGE = {
 _Seen = Callable[["ServerStats"], None]
 
 
-@dataclass(frozen=True, slots=True)
-class WebOptions:
-    """The options of an ``http://`` address, as the command line gives them."""
-
-    tokens: Path | None
-    is_writable: bool
-    allowed_hosts: Sequence[str]
-    prefix: str
-    cors: Sequence[str]
-    trusted_proxies: Sequence[str]
-    has_access_log: bool
-    pictures: str | None = None
-
-
 @contextmanager
 def opened(shell: Shell, options: Globals, named: Sequence[str]) -> Iterator[dict[str, Repository]]:
     """The repositories that were named (``NAME=URL`` or URL), or the command's own, by name.
@@ -110,7 +95,14 @@ def opened(shell: Shell, options: Globals, named: Sequence[str]) -> Iterator[dic
 
 
 def serve_web(
-    repositories: Mapping[str, Repository], url: str, options: WebOptions
+    repositories: Mapping[str, Repository],
+    url: str,
+    *,
+    tokens_file: Path | None,
+    is_writable: bool,
+    has_access_log: bool,
+    pictures: str | None,
+    **options: Any,
 ) -> tuple[WebServer, str | None]:
     """The server, and the token that was made for it if it is writable and none was given."""
     from datastates.api.routing import Scope
@@ -119,27 +111,24 @@ def serve_web(
 
     show = (
         None
-        if options.pictures is None
-        else function_of(options.pictures, "gives a picture for the index of a sample")
+        if pictures is None
+        else function_of(pictures, "gives a picture for the index of a sample")
     )
-    tokens = read_tokens(options.tokens)
-    made = make_token() if options.is_writable and not tokens else None
-    if options.is_writable and tokens and max(tokens.values()) < Scope.WRITE:
+    tokens = read_tokens(tokens_file)
+    made = make_token() if is_writable and not tokens else None
+    if is_writable and tokens and max(tokens.values()) < Scope.WRITE:
         raise InvalidInput(
             "--write, but no token may write: add a line 'write TOKEN' to the tokens, or leave out"
             " --write"
         )
-    if options.has_access_log:
+    if has_access_log:
         _log_access()
     server = WebServer(
         repositories,
         url,
         tokens={made: Scope.WRITE} if made else tokens,
-        allowed_hosts=options.allowed_hosts,
-        prefix=options.prefix,
-        cors=options.cors,
-        trusted_proxies=options.trusted_proxies,
-        has_access_log=options.has_access_log,
+        has_access_log=has_access_log,
+        **options,
     )
     if show is not None:
         server.show_samples(show)
@@ -354,6 +343,8 @@ def serve(
     """Serve repositories until Ctrl-C or SIGTERM: the page and the web API, or states to clone.
 
     Beyond 127.0.0.1 it needs a token."""
+    from datastates.transport.contract import Tls
+
     shell = Shell(context, None, as_json)
     web_urls, clone_urls = _where(urls or [], host, port)
     _check_options(context, web_urls, clone_urls)
@@ -361,16 +352,6 @@ def serve(
         raise InvalidInput(
             "--tls-key is of no use without --tls-certificate: name the certificate too"
         )
-    web = WebOptions(
-        web_tokens,
-        write,
-        allowed_host or (),
-        prefix,
-        cors or (),
-        trusted_proxy or (),
-        access_log,
-        pictures,
-    )
     orderly()
     with (
         _signals() as ended,
@@ -378,7 +359,18 @@ def serve(
         ExitStack() as stack,
     ):
         for url in web_urls:
-            made, token = serve_web(repositories, url, web)
+            made, token = serve_web(
+                repositories,
+                url,
+                tokens_file=web_tokens,
+                is_writable=write,
+                has_access_log=access_log,
+                pictures=pictures,
+                allowed_hosts=allowed_host or (),
+                prefix=prefix,
+                cors=cors or (),
+                trusted_proxies=trusted_proxy or (),
+            )
             stack.callback(made.close)
             # a full collection looks at everything that was imported: requests would wait for 0.2
             # s, again and again
@@ -386,13 +378,17 @@ def serve(
             announce_web(shell, repositories, made, token, _dialled)
         servers: list[tuple[Repository, Server]] = []
         for url in clone_urls:
-            repository = _only(repositories, url)
-            server = _serve_clones(
-                repository,
+            if len(repositories) > 1:
+                raise InvalidInput(
+                    f"{url} serves the states of one repository, not of"
+                    f" {', '.join(repositories)}: start a server for each"
+                )
+            (repository,) = repositories.values()
+            tls = None if tls_certificate is None else Tls(certificate=tls_certificate, key=tls_key)
+            server = repository.serve(
                 url,
-                token_file,
-                tls_certificate,
-                tls_key,
+                token_file=token_file,
+                tls=tls,
                 is_writable=writable,
                 timeout_s=timeout,
                 data=data,
@@ -438,7 +434,9 @@ def _check_options(
         given = {
             parameter.opts[0]: steps[parameter.name]
             for parameter in context.command.params
-            if parameter.name in steps and _is_given(context, parameter.name)
+            if parameter.name in steps
+            and (source := context.get_parameter_source(parameter.name)) is not None
+            and source.name == "COMMANDLINE"
         }
         if given and not urls:
             what = f"{' and '.join(given)} {'concern' if len(given) > 1 else 'concerns'} only {of}"
@@ -446,39 +444,6 @@ def _check_options(
                 f"{what}, not {', '.join([*web_urls, *clone_urls])}:"
                 f" {'; '.join(dict.fromkeys(given.values()))}"
             )
-
-
-def _is_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
-
-
-def _only(repositories: Mapping[str, Repository], url: str) -> Repository:
-    if len(repositories) > 1:
-        raise InvalidInput(
-            f"{url} serves the states of one repository, not of {', '.join(repositories)}: start a"
-            " server for each"
-        )
-    return next(iter(repositories.values()))
-
-
-def _serve_clones(
-    repository: Repository,
-    url: str,
-    token_file: Path | None,
-    tls_certificate: Path | None,
-    tls_key: Path | None,
-    *,
-    is_writable: bool,
-    timeout_s: float,
-    data: Data | None,
-) -> Server:
-    from datastates.transport.contract import Tls
-
-    tls = None if tls_certificate is None else Tls(certificate=tls_certificate, key=tls_key)
-    return repository.serve(
-        url, token_file=token_file, tls=tls, is_writable=is_writable, timeout_s=timeout_s, data=data
-    )
 
 
 class _Ended(threading.Event):
@@ -513,23 +478,19 @@ def _announce(
     shell: Shell, repository: Repository, server: Server, *, has_tls: bool, is_writable: bool
 ) -> None:
     """Print the address at once: the process that started this may wait for the line."""
-    if shell.as_json:
-        shell.write_json(
-            {
-                "url": server.url,
-                "repository": str(repository.location),
-                "writable": is_writable,
-                "tls": has_tls,
-            }
-        )
-    else:
-        options = " --tls-ca FILE" if has_tls else ""
-        named = [ref.name for ref in repository.refs()]
-        rev = next((name for name in ("main", *named) if name in named), "REV")
-        shell.write(
-            f"serving {repository.location} at {server.url}",
-            f"clone with: datastates clone {_dialled(server.url)}/{rev} --repo DIR{options}",
-        )
+    options = " --tls-ca FILE" if has_tls else ""
+    named = [ref.name for ref in repository.refs()]
+    rev = next((name for name in ("main", *named) if name in named), "REV")
+    shell.report(
+        {
+            "url": server.url,
+            "repository": str(repository.location),
+            "writable": is_writable,
+            "tls": has_tls,
+        },
+        f"serving {repository.location} at {server.url}",
+        f"clone with: datastates clone {_dialled(server.url)}/{rev} --repo DIR{options}",
+    )
 
 
 def _dialled(url: str) -> str:
@@ -621,10 +582,7 @@ def token(
     else:
         append_secret(file, f"{scope} {make_token()}")
     option = "--token-file" if scope is None else "--web-tokens"
-    if shell.as_json:
-        shell.write_json({"file": str(file), "scope": scope})
-    else:
-        shell.write(
-            f"{'a token' if scope is None else f'a token that may {scope}'} is in {file}: serve"
-            f" with {option} {file}"
-        )
+    what = "a token" if scope is None else f"a token that may {scope}"
+    shell.report(
+        {"file": str(file), "scope": scope}, f"{what} is in {file}: serve with {option} {file}"
+    )

@@ -6,8 +6,6 @@ and reports that.
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -78,12 +76,10 @@ class Column:
 
     @property
     def width(self) -> int:
-        """The width of its widest text."""
         return max([cell_len(self.name), *(cell.cell_len for cell in self.cells)])
 
     @property
     def least(self) -> int:
-        """The least width that it needs."""
         return min(self.width, max(_LEAST, cell_len(self.name))) if self.is_flexible else self.width
 
 
@@ -94,7 +90,6 @@ class TextTable:
     columns: list[Column]
 
     def add(self, *cells: str | Text) -> None:
-        """Add a row, a cell for each column."""
         for column, cell in zip(self.columns, cells, strict=True):
             column.cells.append(Text(cell) if isinstance(cell, str) else cell)
 
@@ -109,7 +104,6 @@ class TextTable:
         return [_line(row, columns, widths) for row in rows]
 
     def left_out(self, width: int | None) -> list[str]:
-        """The names of the columns that do not fit."""
         kept = self._kept(width)
         return [
             column.name for column in self.columns if column not in kept and not _is_blank(column)
@@ -163,7 +157,6 @@ def _line(row: Sequence[Text], columns: Sequence[Column], widths: Sequence[int])
 
 
 def status_text(status: Status) -> Text:
-    """The status in its colour."""
     return Text(status.value, _STATUS_STYLES[status])
 
 
@@ -177,7 +170,6 @@ def stored_text(state: State) -> Text:
 
 
 def by_state(refs: Iterable[Ref]) -> dict[str, list[Ref]]:
-    """The refs of each state, by uid."""
     found: dict[str, list[Ref]] = {}
     for ref in refs:
         found.setdefault(ref.state, []).append(ref)
@@ -344,10 +336,10 @@ def states_table(
     return made
 
 
-def csv_lines(
+def csv_rows(
     states: Sequence[State], known: Known, *, chosen: Sequence[Field] | None
-) -> Iterator[str]:
-    """A header, and a line for each state: the chosen columns, else all that exist. Names are as in
+) -> Iterator[list[Value]]:
+    """A header, and a row for each state: the chosen columns, else all that exist. Names are as in
     a query, and values are exact."""
     fields = (
         [("uid", ""), *((one.name, one.key) for one in chosen)]
@@ -355,22 +347,20 @@ def csv_lines(
         else _every(states)
     )
     fields = list(dict.fromkeys(fields))
-    yield _csv([f"{name}.{key}" if key else name for name, key in fields])
+    yield [f"{name}.{key}" if key else name for name, key in fields]
     for state in states:
-        yield _csv(
-            [
-                "" if (value := _value(state, name, key, known)) is None else value
-                for name, key in fields
-            ]
-        )
+        yield [_value(state, name, key, known) for name, key in fields]
 
 
 def _usual(states: Sequence[State], asked: Sequence[Field]) -> list[tuple[str, str]]:
     first = [one.key for one in asked if one.name == "metrics"]
-    metrics = [
-        ("metrics", key)
-        for key in relevant_keys((_whole(state, first) for state in states), _METRICS, first)
+    # without the metrics of single ranks, unless they were asked for
+    shown = [
+        by_rank(state.metrics, state.world_size)[0]
+        | {key: state.metrics[key] for key in first if key in state.metrics}
+        for state in states
     ]
+    metrics = [("metrics", key) for key in relevant_keys(shown, _METRICS, first)]
     others = [(one.name, one.key) for one in asked if one.name not in ("metrics", "tag", "uid")]
     order = [
         ("uid", ""),
@@ -384,13 +374,6 @@ def _usual(states: Sequence[State], asked: Sequence[Field]) -> list[tuple[str, s
         ("message", ""),
     ]
     return list(dict.fromkeys(order))
-
-
-def _whole(state: State, asked: Sequence[str]) -> dict[str, float]:
-    """The state's metrics, without single ranks' metrics that are not in ``asked``."""
-    return by_rank(state.metrics, state.world_size)[0] | {
-        key: state.metrics[key] for key in asked if key in state.metrics
-    }
 
 
 def _every(states: Sequence[State]) -> list[tuple[str, str]]:
@@ -480,12 +463,6 @@ def _value(state: State, name: str, key: str, known: Known) -> Value:
     return said
 
 
-def _csv(values: Sequence[object]) -> str:
-    line = io.StringIO()
-    csv.writer(line, lineterminator="").writerow(values)
-    return line.getvalue()
-
-
 # --- Texts from others, without the control sequences that a terminal would execute ---
 
 
@@ -498,5 +475,4 @@ def clean_line(line: Text) -> Text:
 
 
 def clean_lines(text: str) -> str:
-    """A text of several lines."""
     return "\n".join(map(clean, text.split("\n")))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,30 +15,15 @@ from datastates.lineage.views.text import plural, short, size_text
 
 from .app import EXIT_CODES, AsJson, Limit, Repo, Shell, branch_names, ref_names
 from .interrupt import orderly
-from .move import TlsCa, TokenFile, counting, progress_of, trusting
+from .move import TlsCa, TokenFile, progress, trusting
 from .tables import Column, TextTable
 
 if TYPE_CHECKING:
-    from datastates.maintenance.gc import GcReport
     from datastates.maintenance.retention_pass import Pruned, StateUse, Usage
     from datastates.maintenance.verify import VerifyReport
-    from datastates.transport.peer import Peer
 
 
 _LISTED = 20
-Keep = Annotated[
-    str | None,
-    typer.Option(
-        "--keep",
-        "-k",
-        metavar="POLICY",
-        help=(
-            "What stays of each branch, such as 'latest:5 best:3:val_loss every:1000 at-most:50G'"
-            " (default: as its training asked)."
-        ),
-        show_default=False,
-    ),
-]
 
 
 def gc(
@@ -61,19 +45,24 @@ def gc(
     """Free disk space: delete what crashes and evictions left, rewrite packs most of whose bytes no
     state needs. Trainings may continue."""
     shell = Shell(context, repo, as_json)
-    with shell.repository() as repository, progress_of(shell) as progress:
-        bar = progress.add_task("making room", total=None)
-        done = repository.gc(
-            dry_run=dry_run,
-            unknown=unknown,
-            on_progress=lambda freed, total: progress.update(bar, completed=freed, total=total),
-        )
+    with shell.repository() as repository, progress(shell, "making room") as show:
+        done = repository.gc(dry_run=dry_run, unknown=unknown, on_progress=show)
     if shell.as_json:
-        import msgspec
-
-        shell.write_json({**msgspec.to_builtins(done), "bytes_freed": done.bytes_freed})
-        return
-    _say(shell, done)
+        return shell.write_json(done, bytes_freed=done.bytes_freed)
+    shell.write(f"{size_text(done.bytes_freed)} {'can be freed' if done.is_dry_run else 'freed'}")
+    unknown_states = "evicted, lost or unknown states whose manifests were still there"
+    rewritten = "packs most of whose bytes no state needs, rewritten"
+    for count, what, size in (
+        (len(done.states), unknown_states, None),
+        (done.packs, "packs that no state needs", done.bytes_packs),
+        (done.rewritten, rewritten, done.bytes_rewritten),
+        (done.temporaries, "files that a dead process left half written", done.bytes_temporaries),
+    ):
+        if count:
+            shell.write(f"  {count}: {what}" + ("" if size is None else f", {size_text(size)}"))
+    for text in done.left:
+        shell.write(f"left: {text}")
+    return None
 
 
 def verify(
@@ -119,14 +108,10 @@ def verify(
         )
     with shell.repository() as repository:
         state = repository.verify(rev)
-    if shell.as_json:
-        shell.write_json(
-            {"state": state.uid, "digest": state.digest, "bytes": state.bytes_total, "ok": True}
-        )
-        return None
-    shell.write(
+    shell.report(
+        {"state": state.uid, "digest": state.digest, "bytes": state.bytes_total, "ok": True},
         f"state {state.uid} (step {state.step}): {size_text(state.bytes_total)}, every byte as it"
-        " was captured"
+        " was captured",
     )
     return None
 
@@ -140,31 +125,27 @@ def _verify_all(shell: Shell, since: str | None, limit: float | None) -> None:
 
     marks: list[str] = []
     limits = Limits(since, None if limit is None else values.seconds(limit, "--for"))
-    with shell.repository() as repository, progress_of(shell) as progress:
-        bar = progress.add_task("verifying", total=None)
+    with shell.repository() as repository, progress(shell, "verifying") as show:
         try:
             found = check_all(
                 repository.core,
                 limits,
-                on_progress=lambda done, total: progress.update(bar, completed=done, total=total),
+                on_progress=show,
                 on_mark=lambda uid: marks.__setitem__(slice(None), [uid]),
             )
         except KeyboardInterrupt:
             if marks:
                 shell.hint(f"to go on: datastates verify --since {marks[0]}")
             raise
-    _say_checked(shell, found)
+    if shell.as_json:
+        shell.write_json(found, ok=not found.damage and not found.unread)
+    else:
+        _say_checked(shell, found)
     if found.damage or found.unread:
         raise typer.Exit(EXIT_CODES["corrupt" if found.damage else "unavailable"])
 
 
 def _say_checked(shell: Shell, found: VerifyReport) -> None:
-    if shell.as_json:
-        import msgspec
-
-        return shell.write_json(
-            {**msgspec.to_builtins(found), "ok": not found.damage and not found.unread}
-        )
     for each in found.damage:
         what = (
             "manifest"
@@ -181,29 +162,6 @@ def _say_checked(shell: Shell, found: VerifyReport) -> None:
     shell.write(f"{plural(found.states, 'state')}, {size_text(found.bytes)} read: {said}")
     if found.mark is not None:
         shell.hint(f"to go on: datastates verify --since {found.mark}")
-    return None
-
-
-def _say(shell: Shell, done: GcReport) -> None:
-    shell.write(f"{size_text(done.bytes_freed)} {'can be freed' if done.is_dry_run else 'freed'}")
-    for count, what, size in (
-        (
-            len(done.states),
-            "evicted, lost or unknown states whose manifests were still there",
-            None,
-        ),
-        (done.packs, "packs that no state needs", done.bytes_packs),
-        (
-            done.rewritten,
-            "packs most of whose bytes no state needs, rewritten",
-            done.bytes_rewritten,
-        ),
-        (done.temporaries, "files that a dead process left half written", done.bytes_temporaries),
-    ):
-        if count:
-            shell.write(f"  {count}: {what}" + ("" if size is None else f", {size_text(size)}"))
-    for text in done.left:
-        shell.write(f"left: {text}")
 
 
 def reindex(
@@ -228,45 +186,18 @@ def reindex(
     location = shell.location(must_exist=False)
     url = location.database_url if location.root is None else location.root
     done = rebuild(url, packs=location.packs, replace=replace)
-    if shell.as_json:
-        import msgspec
-
-        shell.write_json(msgspec.to_builtins(done))
-        return
-    shell.write(
-        f"lineage {done.lineage}: {plural(done.states, 'state')}, {done.restorable} restorable here"
+    replaced = [] if done.replaced is None else [f"the database that was there is {done.replaced}"]
+    shell.report(
+        done,
+        f"lineage {done.lineage}: {plural(done.states, 'state')}, {done.restorable} restorable"
+        " here",
+        f"{plural(done.branches, 'branch')}, {plural(done.tags, 'tag')},"
+        f" {plural(done.notes, 'note')}, {plural(done.events, 'ref event')}",
+        f"{plural(done.clones, 'clone')}, {plural(done.seals, 'seal')},"
+        f" {plural(done.variants, 'variant')}",
+        *(f"lacking: {text}" for text in done.lacking),
+        *replaced,
     )
-    shell.write(
-        ", ".join(
-            [
-                plural(done.branches, "branch"),
-                plural(done.tags, "tag"),
-                plural(done.notes, "note"),
-                plural(done.events, "ref event"),
-            ]
-        )
-    )
-    shell.write(
-        ", ".join(
-            [
-                plural(done.clones, "clone"),
-                plural(done.seals, "seal"),
-                plural(done.variants, "variant"),
-            ]
-        )
-    )
-    for text in done.lacking:
-        shell.write(f"lacking: {text}")
-    if done.replaced is not None:
-        shell.write(f"the database that was there is {done.replaced}")
-
-
-def _connected(urls: list[str], token_file: Path | None, tls_ca: Path | None) -> Iterator[Peer]:
-    """Connect to each peer separately: what one of them cannot give, the next one may have."""
-    from datastates.transport.peer import connect
-
-    for url in urls:
-        yield connect(url, token_file=token_file, tls=trusting(tls_ca))
 
 
 def repair(
@@ -296,21 +227,20 @@ def repair(
 ) -> None:
     """Check everything, and restore damaged files from other places. For damage that stays, name
     states that can be restored instead."""
+    from datastates.transport.peer import connect
+
     shell = Shell(context, repo, as_json)
     with ExitStack() as stack:
         repository = stack.enter_context(shell.repository())
-        peers = [stack.enter_context(each) for each in _connected(peer or [], token_file, tls_ca)]
-        progress = stack.enter_context(progress_of(shell))
-        bar = progress.add_task("verifying", total=None)
-        done = repository.repair(
-            source=source,
-            peers=peers,
-            on_progress=lambda read, total: progress.update(bar, completed=read, total=total),
-        )
+        # each separately: the next peer may have what one of them does not have
+        peers = [
+            stack.enter_context(connect(url, token_file=token_file, tls=trusting(tls_ca)))
+            for url in peer or ()
+        ]
+        show = stack.enter_context(progress(shell, "verifying"))
+        done = repository.repair(source=source, peers=peers, on_progress=show)
     if shell.as_json:
-        import msgspec
-
-        shell.write_json(msgspec.to_builtins(done))
+        shell.write_json(done)
     else:
         shell.write(
             f"{plural(len(done.repaired), 'state')} repaired, {len(done.hurt)} still damaged"
@@ -352,8 +282,11 @@ def du(
     from datastates.maintenance.retention_pass import usage
 
     shell = Shell(context, repo, as_json)
-    with shell.repository() as repository, counting(shell, "reading states") as count:
-        found = usage(repository.core, on_progress=count)
+    with (
+        shell.repository() as repository,
+        progress(shell, "reading states", is_of_bytes=False) as show,
+    ):
+        found = usage(repository.core, on_progress=show)
     states = sorted(
         (use for use in found.states if use.branch == branch), key=lambda use: -use.step
     )
@@ -372,7 +305,19 @@ def du(
 
 def prune(
     context: typer.Context,
-    keep: Keep = None,
+    keep: Annotated[
+        str | None,
+        typer.Option(
+            "--keep",
+            "-k",
+            metavar="POLICY",
+            help=(
+                "What stays of each branch, such as 'latest:5 best:3:val_loss every:1000"
+                " at-most:50G' (default: as its training asked)."
+            ),
+            show_default=False,
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", "-n", help="Only say what would be dropped.")
     ] = False,
@@ -386,8 +331,11 @@ def prune(
     and where branches forked.
     """
     shell = Shell(context, repo, as_json)
-    with shell.repository() as repository, counting(shell, "pruning") as count:
-        report = repository.prune(keep, dry_run=dry_run, on_progress=count)
+    with (
+        shell.repository() as repository,
+        progress(shell, "pruning", is_of_bytes=False) as show,
+    ):
+        report = repository.prune(keep, dry_run=dry_run, on_progress=show)
     show_pruned(shell, report)
 
 
@@ -432,9 +380,7 @@ def _table(name: str, number: str) -> TextTable:
 def show_pruned(shell: Shell, report: Pruned) -> None:
     """Write what was dropped, or would be."""
     if shell.as_json:
-        import msgspec
-
-        return shell.write_json({**msgspec.to_builtins(report), "bytes_freed": report.bytes_freed})
+        return shell.write_json(report, bytes_freed=report.bytes_freed)
     would = "would be dropped" if report.is_dry_run else "dropped"
     for each in report.dropped[:_LISTED] if report.is_dry_run else ():
         shell.write(

@@ -24,12 +24,7 @@ pytestmark = pytest.mark.usefixtures("root")
 
 
 def lines_of(found: Branches, width: int) -> list[str]:
-    from rich.console import Console
-
-    console = Console(width=width, highlight=False, file=io.StringIO(), color_system=None)
-    with console.capture() as captured:
-        console.print(branches_table(found, width))
-    return captured.get().splitlines()
+    return [line.plain.rstrip() for line in branches_table(found, width)]
 
 
 def test_branches_say_what_a_person_asks_first(invoke: Invoke) -> None:
@@ -117,6 +112,11 @@ def test_an_empty_repository_says_what_to_do_next(
     done = invoke("--repo", str(tmp_path / "empty"), *command)
     assert done.code == 0
     assert "nothing is captured here yet" in done.err
+
+
+def test_an_unknown_metric_is_refused_with_a_similar_one(invoke: Invoke) -> None:
+    refused = invoke("best", "lossy")
+    assert (refused.code, "did you mean metrics.loss?" in refused.err) == (5, True)
 
 
 def test_watching_ends_after_so_many_looks(invoke: Invoke) -> None:

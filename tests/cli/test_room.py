@@ -79,9 +79,11 @@ def test_progress_of_long_work_is_shown_to_people(
     shown = list[tuple[int, int]]()
 
     @contextmanager
-    def counting(shell: Shell, what: str) -> Iterator[Callable[[int, int], None]]:
+    def progress(
+        shell: Shell, what: str, *, is_of_bytes: bool
+    ) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: shown.append((done, total))
 
-    monkeypatch.setattr("datastates.cli.upkeep.counting", counting)
+    monkeypatch.setattr("datastates.cli.upkeep.progress", progress)
     assert invoke("-r", runs, *command).code == 0
     assert shown[0] == (13, 13)
