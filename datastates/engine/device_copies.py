@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from datastates.state.device_digest import Digester, is_ready, is_worth
+from datastates.state.device_digest import Digester, has_kernels, is_ready
 from datastates.state.geometry import is_whole, rebuild
 from datastates.state.manifest import ALIGNED_BYTES, CHUNK_BYTES, LARGE_BYTES, TensorSpec
 from datastates.state.xxh3 import Part, can_digest, digests_of, split_by_chunk
@@ -630,7 +630,7 @@ class Digested:
         if (
             self._digester is None
             or self._is_given_up
-            or not is_worth(self._digester.like)
+            or not has_kernels(self._digester.like)
             or not is_ready(self._digester.like)
         ):
             return None

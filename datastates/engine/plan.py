@@ -38,7 +38,6 @@ from datastates.state.geometry import (
 )
 from datastates.state.manifest import ALIGNED_BYTES, CHUNK_BYTES, LARGE_BYTES, Shard, TensorSpec
 from datastates.state.per_rank import holdings_of
-from datastates.state.skeleton import encode_skeleton
 from datastates.state.tree import Flat, Leaf
 from datastates.system.devices import devices
 
@@ -518,7 +517,7 @@ def _lay_out(
     shares: Shares | None,
     frozen: Collection[int],
 ) -> CopyPlan:
-    skeleton = encode_skeleton(flat.skeleton)
+    skeleton = flat.skeleton.encoded
     form = "" if shares is None else _form_of(skeleton, specs, shares)
     # Large tensors stay in the order of the leaves, whether still or not. If a variant freezes what
     # a prefix trained, these tensors then fill the same chunks, up to the first tensor that the

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
@@ -44,7 +44,6 @@ from .report import RestoreReport, own
 from .tree import (
     MOST_OBJECTS,
     Owned,
-    Owner,
     canonical_name,
     expanded,
     join,
@@ -115,6 +114,11 @@ class Adapted:
     def optimizers(self) -> list[Optimizer]:
         """Every tracked optimizer."""
         return [found for _, found in parts(self.objects) if isinstance(found, Optimizer)]
+
+    @property
+    def optimizers_with_inner(self) -> list[Optimizer]:
+        """Every tracked optimizer, each followed by the optimizers that it uses."""
+        return [each for tracked in self.optimizers for each in with_inner(tracked)]
 
     def tree(self, *, is_shared: bool = False, is_waiting: bool = True) -> dict[str, object]:
         """Nested plain containers of everything tracked. The tensors are the live ones, not copies.
@@ -203,9 +207,8 @@ class Adapted:
         }
 
     def _names_in(self, optimizer: Optimizer) -> list[list[str]]:
-        return self._names(
-            [(path, _by_id(model.whole)) for path, model in self.models()], optimizer
-        )
+        owners = [(path, _by_id(model.whole)) for path, model in self.models()]
+        return parameter_names(owners, self._loose, optimizer.param_groups)
 
     def model_state(self, path: str, module: nn.Module) -> ModelState:
         """The object that keeps the names of a tracked module."""
@@ -225,15 +228,14 @@ class Adapted:
 
     def names_of(self, optimizer: Optimizer) -> list[list[str]]:
         """The name of each parameter of each group, in the form of ``tree``."""
-        return self._names(
-            [(path, _by_id(model.tree())) for path, model in self.models()], optimizer
-        )
+        owners = [(path, _by_id(model.tree())) for path, model in self.models()]
+        return parameter_names(owners, self._loose, optimizer.param_groups)
 
     def fenced(self) -> list[torch.Tensor]:
         """The live tensors that only a tracked optimizer changes: its parameters and the tensors
         of its state."""
         found: dict[int, torch.Tensor] = {}
-        for optimizer in (each for tracked in self.optimizers for each in with_inner(tracked)):
+        for optimizer in self.optimizers_with_inner:
             for group in optimizer.param_groups:
                 found.update((id(parameter), parameter) for parameter in group["params"])
             for _, value in parts({"": list(optimizer.state.values())}):
@@ -270,7 +272,7 @@ class Adapted:
             for parameter in module.parameters()
             if not parameter.requires_grad
         )
-        for optimizer in (each for tracked in self.optimizers for each in with_inner(tracked)):
+        for optimizer in self.optimizers_with_inner:
             for parameter, kept in optimizer.state.items():
                 if not parameter.requires_grad and isinstance(kept, dict):
                     found += (value for value in kept.values() if isinstance(value, torch.Tensor))
@@ -285,9 +287,6 @@ class Adapted:
             for buffer in module.buffers()
             for plain in plain_tensors(buffer)
         ]
-
-    def _names(self, owners: Sequence[Owner], optimizer: Optimizer) -> list[list[str]]:
-        return parameter_names(owners, self._loose, optimizer.param_groups)
 
     def _loose(self) -> dict[int, str]:
         return {
@@ -523,9 +522,9 @@ def is_value(found: object) -> bool:
     """
     if isinstance(found, tuple) and not isinstance(found, torch.Size):
         return not found or any(map(is_value, found))
-    return isinstance(found, _VALUES) or (
-        encoder_of(type(found)) is not None and _is_hashed_by_value(type(found))
-    )
+    kind = type(found)
+    is_hashed_by_value = getattr(kind, "__hash__", None) not in (None, object.__hash__)
+    return isinstance(found, _VALUES) or (encoder_of(kind) is not None and is_hashed_by_value)
 
 
 def is_handed(found: object) -> bool:
@@ -584,10 +583,6 @@ def split_values(objects: Mapping[str, object]) -> tuple[dict[str, object], dict
                 " a list or a dict and read it from there"
             )
     return values, others
-
-
-def _is_hashed_by_value(kind: type[object]) -> bool:
-    return getattr(kind, "__hash__", None) not in (None, object.__hash__)
 
 
 # --- Trained parameters and modes: differences from a state, and making them alike ---

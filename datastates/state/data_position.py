@@ -584,7 +584,13 @@ class Redivision:
         if not wants(path):
             return stored
         if isinstance(live, RngState) or (is_generator(live) and isinstance(stored, dict)):
-            return self._drawn_anew(path, stored)
+            if not self.rank or not isinstance(stored, dict):
+                return stored
+            self.notes.append(
+                f"{path}: new random numbers for rank {self.rank} of {self.size}, from those of"
+                f" rank 0 of {self.was}"
+            )
+            return _derived(stored, self.rank)
         if isinstance(live, Loops):
             return divided_again(stored, self.was)
         if isinstance(live, PermutationSampler):
@@ -597,7 +603,11 @@ class Redivision:
                 " by run.steps"
             )
             return {}  # a loader that begins again: the loops skip what all ranks had
-        elif _keeps_its_place(live):
+        elif (
+            has_state(live)
+            and hasattr(live, "__iter__")
+            and not isinstance(live, torch.nn.Module | torch.Tensor)
+        ):
             raise InvalidInput(
                 f"{path} ({type(live).__name__}) knows the place of one of {self.was} ranks, and"
                 f" what is left cannot be divided among {self.size}: run {self.was} ranks, restore"
@@ -606,23 +616,6 @@ class Redivision:
                 " the loader"
             )
         return stored
-
-    def _drawn_anew(self, path: str, stored: Any) -> Any:
-        if not self.rank or not isinstance(stored, dict):
-            return stored
-        self.notes.append(
-            f"{path}: drawn anew for rank {self.rank} of {self.size}, from the random numbers of"
-            f" rank 0 of {self.was}"
-        )
-        return _derived(stored, self.rank)
-
-
-def _keeps_its_place(live: object) -> bool:
-    return (
-        has_state(live)
-        and hasattr(live, "__iter__")
-        and not isinstance(live, torch.nn.Module | torch.Tensor)
-    )
 
 
 def _derived(stored: Mapping[str, Any], number: int) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Digester:
         """The approximate number of operators that ``lanes`` queues."""
         return (
             8
-            if _has_kernels(self._blocks.like)
+            if has_kernels(self._blocks.like)
             else 6 * max(self._blocks.counts) + 10 * len(self._blocks.runs)
         )
 
@@ -65,8 +65,8 @@ class Digester:
         blocks = self._blocks
         found: torch.Tensor
         with torch.no_grad():
-            edges = blocks.gathered(is_all=not _has_kernels(blocks.like))
-            if _has_kernels(blocks.like):
+            edges = blocks.gathered(is_all=not has_kernels(blocks.like))
+            if has_kernels(blocks.like):
                 places = [run.data.data_ptr() for run in blocks.runs] + [
                     last.data_ptr() for last, _ in blocks.lasts.values()
                 ]
@@ -146,18 +146,13 @@ def _added(blocks: torch.Tensor, secret: torch.Tensor) -> torch.Tensor:
     return low
 
 
-def is_worth(tensor: torch.Tensor) -> bool:
-    """Whether the device of a tensor digests whole chunks faster than the host."""
-    return _has_kernels(tensor)
-
-
 def is_ready(tensor: torch.Tensor) -> bool:
     """Whether ``lanes`` can be queued at once on the device of a tensor.
 
     The first call compiles the kernels on a separate thread, which takes a second or two. If that
     fails, the error is logged, and this device never becomes ready.
     """
-    if not _has_kernels(tensor):
+    if not has_kernels(tensor):
         return True
     device = devices().of(tensor)
     with _preparing:
@@ -196,7 +191,8 @@ def _prepare(device: torch.device) -> None:
         _prepared[device] = True
 
 
-def _has_kernels(tensor: torch.Tensor) -> bool:
+def has_kernels(tensor: torch.Tensor) -> bool:
+    """Whether kernels for the device of a tensor digest whole chunks faster than the host."""
     return tensor.device.type in ("cuda", "xpu") and _has_triton()
 
 

@@ -22,7 +22,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import xxhash
@@ -287,14 +287,6 @@ def _where(spec: TensorSpec) -> str:
 # --- Manifests as bytes: one frame a state. Needs no torch. ---
 
 
-class _Versioned(Protocol):
-    @property
-    def version(self) -> int: ...
-
-
-_T = TypeVar("_T", bound=_Versioned)
-
-
 class Places(msgspec.Struct, frozen=True, array_like=True):
     """A manifest of which only the origin and the places of the chunks are decoded."""
 
@@ -307,6 +299,7 @@ class Places(msgspec.Struct, frozen=True, array_like=True):
 
 
 _places_decoder = msgspec.msgpack.Decoder(Places)
+_T = TypeVar("_T", Manifest, Places)
 
 
 def wrap(version: int, body: bytes, form: int = _PLAIN) -> bytes:

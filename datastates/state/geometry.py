@@ -7,6 +7,7 @@ once and expanded again. The file also decides which rank stores which part of a
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections import Counter
@@ -88,10 +89,10 @@ def dense_view(tensor: torch.Tensor) -> torch.Tensor | None:
     if tensor.is_contiguous():
         count = tensor.numel()
     else:
-        shape, strides = _stored_geometry(tensor.shape, tensor.stride())
-        if not _fills(shape, strides):
+        shape = _stored_shape(tensor.shape, tensor.stride())
+        if not _fills(shape, tensor.stride()):
             return None
-        count = _product_geometry(shape)
+        count = math.prod(shape)
     # Not view(-1): a tensor of one element, or of none, is contiguous with any stride, and keeps
     # it.
     flat = tensor.as_strided((count,), (1,))
@@ -103,20 +104,20 @@ def compact(tensor: torch.Tensor) -> torch.Tensor:
     back."""
     source = tensor.detach()
     strides = dense_strides(source.shape, source.stride())
-    shape, kept = _stored_geometry(source.shape, source.stride())
+    shape = _stored_shape(source.shape, source.stride())
     # Made as bytes: making complex32 directly warns.
     dense = torch.empty(
-        (_product_geometry(shape) * source.element_size(),), dtype=torch.uint8, device=source.device
+        (math.prod(shape) * source.element_size(),), dtype=torch.uint8, device=source.device
     ).view(source.dtype)
     # copy_ resolves a pending conjugation or negation.
-    dense.as_strided(shape, strides).copy_(source.as_strided(shape, kept))
+    dense.as_strided(shape, strides).copy_(source.as_strided(shape, source.stride()))
     return dense.as_strided(source.shape, strides).requires_grad_(tensor.requires_grad)
 
 
 def dense_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """``strides`` themselves if they are dense, otherwise the packed ones with the same order of
     dimensions."""
-    stored, _ = _stored_geometry(shape, strides)
+    stored = _stored_shape(shape, strides)
     if 0 in shape or _fills(stored, strides):
         return tuple(strides)
     packed = [0] * len(stored)
@@ -130,13 +131,13 @@ def dense_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ..
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether elements of this geometry fill their memory once, dimensions of stride 0 aside."""
-    return 0 in shape or _fills(_stored_geometry(shape, strides)[0], strides)
+    return 0 in shape or _fills(_stored_shape(shape, strides), strides)
 
 
 def stored_bytes(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> int:
     """The bytes that a tensor, or a shard of it, takes in the stream: dimensions of stride 0
     count once."""
-    return dtype.itemsize * _product_geometry(_stored_geometry(shape, strides)[0])
+    return dtype.itemsize * math.prod(_stored_shape(shape, strides))
 
 
 def spec_of(
@@ -188,15 +189,17 @@ def memory_key(tensor: torch.Tensor) -> MemoryKey | None:
     )
 
 
-def _stored_geometry(
-    shape: Sequence[int], strides: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides, with each dimension of stride 0 narrowed to one element."""
-    if 0 in strides and 0 not in shape:
+def _stored_shape(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """The shape in which elements are stored: each dimension of stride 0 has one element, unless
+    it is empty."""
+    if 0 in strides:
         return tuple(
-            [1 if not stride else size for size, stride in zip(shape, strides, strict=True)]
-        ), tuple(strides)
-    return tuple(shape), tuple(strides)
+            [
+                1 if size and not stride else size
+                for size, stride in zip(shape, strides, strict=True)
+            ]
+        )
+    return tuple(shape)
 
 
 def _fills(shape: Sequence[int], strides: Sequence[int]) -> bool:
@@ -215,13 +218,6 @@ def _fills(shape: Sequence[int], strides: Sequence[int]) -> bool:
             return False
         expected *= size
     return True
-
-
-def _product_geometry(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 # --- Shards of a tensor: are they complete, join them, cut them ---
@@ -345,11 +341,8 @@ def _elements(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     of stride 0 is stored once."""
     item = dtype_of(spec.dtype).itemsize
     name = str(_INTEGERS[item]).removeprefix("torch.")
-    once = tuple(
-        1 if size and not stride else size
-        for size, stride in zip(spec.shape, spec.strides, strict=True)
-    )
-    return rebuild(flat, msgspec.structs.replace(spec, dtype=name, shape=once))
+    stored = _stored_shape(spec.shape, spec.strides)
+    return rebuild(flat, msgspec.structs.replace(spec, dtype=name, shape=stored))
 
 
 def _box(flat: torch.Tensor, spec: TensorSpec, shard: Shard) -> torch.Tensor:
@@ -386,17 +379,12 @@ class Holding:
     @property
     def sizes(self) -> tuple[int, ...]:
         """The stored elements along each dimension: one if the tensor is expanded along it."""
-        return tuple(
-            [
-                size if stride or not size else 1
-                for size, stride in zip(self.local_shape, self.strides, strict=True)
-            ]
-        )
+        return _stored_shape(self.local_shape, self.strides)
 
     @property
     def length(self) -> int:
         """The bytes that the box takes in the stream."""
-        return self.item_bytes * _product_division(self.sizes)
+        return self.item_bytes * math.prod(self.sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,8 +429,8 @@ def divide(held: Sequence[Sequence[Holding]], size: int) -> list[list[tuple[Box,
     for owners in sorted(lines, key=lambda owners: (len(owners), owners)):
         for rank, index, box in _stretches(owners, lines[owners], held, loads):
             shares[rank][index] += (box,)
-            loads[rank] += held[index][0].item_bytes * _product_division(
-                _stored_division(box.shape, held[index][0].strides)
+            loads[rank] += held[index][0].item_bytes * math.prod(
+                _stored_shape(box.shape, held[index][0].strides)
             )
     return shares
 
@@ -516,7 +504,7 @@ def _grain(holding: Holding, holdings: Sequence[Holding], finest: int) -> tuple[
         for dim, size in enumerate(each.shape)
         if (each.offset[dim], each.local_shape[dim]) != (0, size)
     }
-    unit, dims = _product_division(sizes), []
+    unit, dims = math.prod(sizes), []
     for dim in order:
         if unit * holding.item_bytes <= finest or len(cut | {dim}) > MAX_CUT:
             break
@@ -530,7 +518,7 @@ def _boxes(holding: Holding, dims: Sequence[int], begin: int, end: int) -> Itera
     """The elements from ``begin`` to ``end``, in the order of memory, as boxes that are each
     contiguous."""
     sizes = holding.sizes
-    unit = _product_division(sizes)
+    unit = math.prod(sizes)
     fixed: dict[int, tuple[int, int]] = {}
     yield from _inside(holding, sizes, list(dims), unit, begin, end, fixed)
 
@@ -597,19 +585,8 @@ def _whole(holding: Holding) -> Box:
     return Box(holding.offset, holding.local_shape, holding.place or (0,) * len(holding.shape))
 
 
-def _stored_division(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
-    return [size if stride or not size else 1 for size, stride in zip(shape, strides, strict=True)]
-
-
 def _nearest(number: int, unit: int) -> int:
     return (2 * number + unit) // (2 * unit)
-
-
-def _product_division(sizes: Sequence[int]) -> int:
-    count = 1
-    for size in sizes:
-        count *= size
-    return count
 
 
 # --- Tensors in part of one process's memory: DTensors, and tensors that some ranks got ---

@@ -398,7 +398,7 @@ class _Check:
                 return live
             return Handed(stored, live)
         if isinstance(live, set) and isinstance(stored, set):
-            self.findings.writes.append(partial(_write_set, live, stored))
+            self.findings.writes += (live.clear, partial(live.update, stored))
             return live
         if isinstance(live, bytearray) and isinstance(stored, bytearray):
             self.findings.writes.append(partial(live.__setitem__, slice(None), stored))
@@ -436,11 +436,6 @@ class _Check:
 def _path(name: object) -> str:
     """The path of an object that was tracked under ``name``."""
     return join("", name)
-
-
-def _write_set(live: set[Any], stored: set[Any]) -> None:
-    live.clear()
-    live.update(stored)
 
 
 def _has_same_keys(live: object, stored: object) -> bool:

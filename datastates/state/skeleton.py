@@ -93,15 +93,10 @@ class Skeleton:
         return f"Skeleton({len(self.nodes)} nodes)"
 
 
-def encode_skeleton(skeleton: Skeleton) -> bytes:
-    """The skeleton as MessagePack; made once per skeleton."""
-    return skeleton.encoded
-
-
 def decode_skeleton(
     data: bytes | memoryview | msgspec.Raw, *, source: str = "the skeleton of a state"
 ) -> Skeleton:
-    """Decode what ``encode_skeleton`` wrote.
+    """The skeleton from its ``encoded`` form.
 
     :raises Corrupt: it is something else, or its nodes do not make one tree. The text names
         ``source``.
@@ -136,7 +131,7 @@ def paths(nodes: Sequence[Node]) -> Iterator[str]:
         path = _join(*pending.pop())
         yield path
         if type(node) is tuple:
-            pending.extend((path, part) for part in reversed(_parts(node)))
+            pending.extend((path, part) for part in reversed(_PARTS[node[0]](node)))
     if pending:
         yield _join(*pending.pop())
 
@@ -156,7 +151,7 @@ def path_lengths(nodes: Sequence[Node]) -> Iterator[int]:
         if type(node) is tuple:
             pending.extend(
                 (length if part is None else length + 1 + len(part), depth + 1)
-                for part in reversed(_parts(node))
+                for part in reversed(_PARTS[node[0]](node))
             )
 
 
@@ -185,16 +180,15 @@ def key_of(packed: str | bytes) -> Any:
         raise Corrupt(f"the key {packed[:40]!r} of a state does not decode: {exc}") from exc
 
 
-@lru_cache(maxsize=1 << 14)
-def _pack_int(key: int) -> bytes:
-    return _pack_other(key)
-
-
 def _pack_other(key: object) -> bytes:
     try:
         return msgspec.msgpack.encode(pack(key))
     except Unencodable as exc:
         raise Unencodable(f"has a key that {exc}") from exc
+
+
+# only of ints: 1 and 1.0 are one key of the cache
+_pack_int = lru_cache(maxsize=1 << 14)(_pack_other)
 
 
 # --- Paths ---
@@ -271,10 +265,6 @@ _PARTS: dict[str, Callable[[tuple[Any, ...]], Sequence[str | None]]] = {
 }
 
 
-def _parts(node: tuple[Any, ...]) -> Sequence[str | None]:
-    return _PARTS[node[0]](node)
-
-
 # --- Checks of a skeleton that was read ---
 
 
@@ -298,43 +288,25 @@ def _is_shape(value: Any) -> bool:
     return type(value) is tuple and all(map(_is_count, value))
 
 
-def _is_text(value: Any) -> bool:
-    return type(value) is str
+def _is_of(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) in kinds
 
 
-def _is_bytes(value: Any) -> bool:
-    return type(value) is bytes
-
-
-def _is_flag(value: Any) -> bool:
-    return type(value) is bool
-
-
-def _is_limit(value: Any) -> bool:
-    return value is None or _is_count(value)
-
-
-def _is_descr(value: Any) -> bool:
-    return type(value) in (str, tuple)
-
-
-def _is_factory(value: Any) -> bool:
-    return value is None or type(value) is str
-
+_is_text, _is_flag = _is_of(str), _is_of(bool)
 
 _FIELDS: dict[str, tuple[Callable[[Any], bool], ...]] = {
     "d": (_is_keys,),
-    "D": (_is_factory, _is_keys),
+    "D": (_is_of(str, type(None)), _is_keys),
     "o": (_is_flag, _is_keys),
     "l": (_is_count,),
     "t": (_is_count,),
-    "q": (_is_limit, _is_count),
+    "q": (lambda maxlen: maxlen is None or _is_count(maxlen), _is_count),
     "x": (_is_text,),
-    "a": (_is_descr, _is_shape, _is_text),
+    "a": (_is_of(str, tuple), _is_shape, _is_text),
     "coo": (_is_shape, _is_flag),
     "qt": (_is_text,),
     "qc": (_is_text, _is_count),
-    "s": (_is_text, _is_keys, _is_shape, _is_shape, _is_bytes),
+    "s": (_is_text, _is_keys, _is_shape, _is_shape, _is_of(bytes)),
     **dict.fromkeys(_COMPRESSED, (_is_shape,)),
 }
 

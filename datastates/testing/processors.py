@@ -17,7 +17,6 @@ from datastates.errors import ProcessorFailed
 from datastates.lineage.states import State, Status
 from datastates.state.digest import chunk_digest, state_digest
 from datastates.state.encoding import encode_values
-from datastates.state.skeleton import encode_skeleton
 from datastates.state.tree import flatten
 from datastates.storage.arena import Arena
 from datastates.storage.memory import MemoryTier
@@ -34,7 +33,7 @@ def of(uid: str, tree: dict[str, object]) -> Payload:
     made = payload(uid, *({leaf.path: leaf.tensor} for leaf in flat.tensors))
     content = msgspec.structs.replace(
         made.manifest.content,
-        skeleton=msgspec.Raw(encode_skeleton(flat.skeleton)),
+        skeleton=msgspec.Raw(flat.skeleton.encoded),
         values=msgspec.Raw(encode_values(flat.values)),
     )
     manifest = msgspec.structs.replace(

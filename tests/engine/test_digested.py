@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def operators_are_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_copies, "is_worth", lambda tensor: True)
+    monkeypatch.setattr(device_copies, "has_kernels", lambda tensor: True)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from datastates.state.adapters import Adapted
 from datastates.state.encoding import decode_values, encode_values
 from datastates.state.report import RestoreReport, own
 from datastates.state.restore import restore_into
-from datastates.state.skeleton import decode_skeleton, encode_skeleton
+from datastates.state.skeleton import decode_skeleton
 from datastates.state.tree import flatten, unflatten
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
@@ -40,7 +40,7 @@ def stored(objects: dict[str, object], **options: Any) -> dict[str, Any]:
             None,
         )
         tensors.append(leaf.tensor.detach().clone() if tied is None else tied)
-    skeleton = decode_skeleton(encode_skeleton(flat.skeleton))
+    skeleton = decode_skeleton(flat.skeleton.encoded)
     tree: dict[str, Any] = unflatten(skeleton, decode_values(encode_values(flat.values)), tensors)
     return tree
 

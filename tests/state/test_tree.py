@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from datastates.errors import Corrupt, DatastatesError, InvalidInput, Unsupported
 from datastates.state.encoding import decode_values, encode_values, register_encoder
-from datastates.state.skeleton import decode_skeleton, encode_skeleton
+from datastates.state.skeleton import decode_skeleton
 from datastates.state.tree import flatten, unflatten
 from tests.support.effort import examples
 from tests.support.strategies import assert_same, tree_dicts, trees
@@ -29,7 +29,7 @@ from tests.support.strategies import assert_same, tree_dicts, trees
 def there_and_back(tree: object) -> Any:
     """Flatten, through the encoded form, and unflatten with copies of the tensors."""
     flat = flatten(tree)
-    skeleton, values = encode_skeleton(flat.skeleton), encode_values(flat.values)
+    skeleton, values = flat.skeleton.encoded, encode_values(flat.values)
     return unflatten(
         decode_skeleton(skeleton),
         decode_values(values),
@@ -55,12 +55,8 @@ def test_paths_are_unique_and_the_skeleton_is_stable(tree: dict[Any, Any]) -> No
     assert len(set(paths)) == len(paths)
     again = flatten(tree)
     assert again.skeleton == first.skeleton
-    assert decode_skeleton(encode_skeleton(first.skeleton)) == first.skeleton
-    assert (
-        decode_skeleton(encode_skeleton(first.skeleton)).paths
-        == first.skeleton.paths
-        == tuple(paths)
-    )
+    assert decode_skeleton(first.skeleton.encoded) == first.skeleton
+    assert decode_skeleton(first.skeleton.encoded).paths == first.skeleton.paths == tuple(paths)
     assert encode_values(again.values) == encode_values(first.values)
     later = flatten(tree, first)
     assert later.skeleton is first.skeleton
@@ -504,7 +500,7 @@ def test_a_registered_type_comes_back() -> None:
 @pytest.mark.usefixtures("window_encoder")
 def test_an_encoder_that_is_not_registered_where_the_state_is_read_is_named() -> None:
     flat = flatten({"x": Window(torch.ones(1), ())})
-    renamed = encode_skeleton(flat.skeleton).replace(b"tests.window", b"tests.absent")
+    renamed = flat.skeleton.encoded.replace(b"tests.window", b"tests.absent")
     with pytest.raises(
         InvalidInput, match=r"'tests\.absent', which is not registered.*register_encoder"
     ):
@@ -562,7 +558,7 @@ def parts() -> tuple[bytes, bytes, list[torch.Tensor]]:
     }
     flat = flatten({**real_state(), **odd})
     return (
-        encode_skeleton(flat.skeleton),
+        flat.skeleton.encoded,
         encode_values(flat.values),
         [leaf.tensor for leaf in flat.tensors],
     )
