@@ -1,22 +1,25 @@
-"""The base of every part of the door: the repository that was opened, and how a revision is
-read."""
+"""The methods of ``Repository`` for states that were captured: comparisons, searches, names, notes
+and maintenance."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, overload
 
-from datastates.lineage.query import names, pages, walk
+from datastates.lineage.query import names, pages, revision, walk
 from datastates.lineage.query.fields import check_names
+from datastates.lineage.query.incomplete import Incomplete, incomplete
 from datastates.lineage.states import Note, Ref, RefEvent, Revision, Run, State
-from datastates.lineage.write import refs
-from datastates.lineage.write import refs as lineage_refs
-from datastates.lineage.write.refs import annotate, measure
+from datastates.lineage.views.branches import branches
+from datastates.lineage.views.comparison import Comparison, check_count, compare
+from datastates.lineage.write import refs, runs
 from datastates.maintenance.core import Core
 from datastates.maintenance.environment import user_name
-from datastates.maintenance.lease import check_idle
+from datastates.maintenance.lease import check_idle, life_of
 from datastates.maintenance.loading import verify
 from datastates.maintenance.location import Location
 from datastates.policy.retention import Retention, retention_of
@@ -24,7 +27,7 @@ from datastates.policy.retention import Retention, retention_of
 from . import values
 from .config import Config
 from .errors import InvalidInput
-from .notebook import States
+from .notebook import RepositoryStats, States, stats
 from .values import Attributes, Count, FilePath, Key, Message, Metrics, Patterns, Seconds, Text
 
 if TYPE_CHECKING:
@@ -36,34 +39,125 @@ if TYPE_CHECKING:
     from datastates.compare.blame import Bisection, Blame
     from datastates.compare.diff import Diff
     from datastates.compare.ensemble import Ensemble
-    from datastates.lineage.query.incomplete import Incomplete
     from datastates.lineage.views.branch_rows import Branches
-    from datastates.lineage.views.comparison import Comparison
     from datastates.maintenance.gc import GcReport
     from datastates.maintenance.repair import RepairReport
     from datastates.maintenance.retention_pass import Pruned
     from datastates.maintenance.verify import VerifyReport
     from datastates.transport.peer import Peer
 
-    from .notebook import RepositoryStats
+
+class Notes:
+    """The notes of a repository, ``repo.notes``.
+
+        note = repo.notes.write("Diverges *after* the warm-up.", state="main")
+        repo.notes.edit(note, "Diverges after step 400.")
+        print([note.text for note in repo.notes])
+
+    Iterating yields all of them, newest first.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    @values.checked
+    def write(
+        self,
+        text: Text,
+        *,
+        state: Revision | None = None,
+        branch: Text | None = None,
+        author: Text | None = None,
+    ) -> Note:
+        """Write a note about a state or a branch, in Markdown.
+
+        :param text: at most 16,384 characters.
+        :param state: a revision; the note stays with that state, wherever a branch moves.
+        :param branch: a branch; its notes are kept under its name.
+        :param author: who wrote it; None: the user that this process runs as.
+        :raises NotFound: there is no such state, or no such branch.
+        """
+        uid = None if state is None else self._core.state(state).uid
+        with self._core.writing() as session:
+            return refs.write(
+                session,
+                text,
+                state=uid,
+                branch=branch,
+                author=user_name() if author is None else author,
+            )
+
+    @values.checked
+    def of(self, state: Revision | None = None, *, branch: Text | None = None) -> list[Note]:
+        """The notes on a state or on a branch, newest first."""
+        if (state is None) == (branch is None):
+            raise InvalidInput("notes are of a state or of a branch: name one of the two")
+        uid = None if state is None else self._core.state(state).uid
+        with self._core.reading() as session:
+            return names.notes(session, state=uid, branch=branch)
+
+    @values.checked
+    def edit(self, note: Note | str, text: Text) -> Note:
+        """Change the text of a note. A note that is named by its uid is changed whatever it reads.
+
+        :raises NotFound: there is no such note.
+        :raises Conflict: somebody edited the note since it was read.
+        """
+        uid, seen = _named(note)
+        with self._core.writing() as session:
+            return refs.edit(session, uid, text, seen=seen)
+
+    def delete(self, note: Note | str) -> Note:
+        """Delete a note for good; returns the note. A note that is named by its uid is deleted
+        whatever it reads.
+
+        :raises NotFound: there is no such note.
+        :raises Conflict: somebody edited the note since it was read.
+        """
+        uid, seen = _named(note)
+        with self._core.writing() as session:
+            return refs.remove(session, uid, seen=seen)
+
+    def __iter__(self) -> Iterator[Note]:
+        with self._core.reading() as session:
+            return iter(names.notes(session))
+
+    def __repr__(self) -> str:
+        return f"<Notes of {self._core.location}>"
 
 
-class Opened:
-    """A repository that was opened."""
+def _named(note: Note | str) -> tuple[str, Note | None]:
+    return (note.uid, note) if isinstance(note, Note) else (values.text(note, "the note"), None)
+
+
+def _peer(value: object, what: str) -> object:
+    """A connected peer.
+
+    :raises InvalidInput: it is none.
+    """
+    from datastates.transport.peer import Peer
+
+    if not isinstance(value, Peer):
+        raise InvalidInput(
+            f"{what} is {values.shown(value)}: give peers, as peers=[datastates.connect(url)]"
+        )
+    return value
+
+
+Peers = Annotated["Sequence[Peer]", values.several(_peer)]
+
+
+class Facade:
+    """An open repository. ``core`` is for this package, and no part of the public interface."""
 
     def __init__(self, location: Location, config: Config) -> None:
-        self._core = core = Core(location, config)
+        self.core = core = Core(location, config)
         self.location, self.config, self.node, self.recovered = (
             core.location,
             core.config,
             core.node,
             core.recovered,
         )
-
-    @property
-    def core(self) -> Core:
-        """The core, for the rest of this package; it is no part of the public interface."""
-        return self._core
 
     @values.checked
     def state(self, rev: Revision) -> State:
@@ -85,13 +179,7 @@ class Opened:
     def _uid(self, rev: Revision | None) -> str:
         return self.core.state(values.revision(rev)).uid
 
-
-# The methods of a repository that take several states: comparisons, differences, merges,
-# ensembles.
-
-
-class Algebra(Opened):
-    """The methods that take several states."""
+    # --- several states ---------------------------------------------------------------------------
 
     @values.checked
     def compare(self, revs: Sequence[Revision]) -> Comparison:
@@ -105,9 +193,10 @@ class Algebra(Opened):
 
         :param revs: 2 to 32 states.
         """
-        from .notebook import comparison
-
-        return comparison(self.core, values.revisions(revs))
+        chosen = values.revisions(revs)
+        check_count(len(chosen))
+        with self.core.reading() as session:
+            return compare(session, chosen, [revision.resolve(session, rev) for rev in chosen])
 
     @values.checked
     def diff(
@@ -302,12 +391,7 @@ class Algebra(Opened):
 
         return load_ensemble(self.core, revs, model, only=only, pick=pick)
 
-
-# The methods of a repository that read the lineage alone, and no payload.
-
-
-class History(Opened):
-    """The lineage: logs, searches, walks, branches and runs."""
+    # --- the lineage ------------------------------------------------------------------------------
 
     @values.checked
     def log(self, rev: Revision | None = "main", *, limit: Count | None = None) -> States:
@@ -330,8 +414,6 @@ class History(Opened):
             stats = repo.stats()
             print(stats, stats.activity.bytes_written, stats.activity.timing("capture").mean_s)
         """
-        from .notebook import stats  # few ask for it
-
         return stats(self.core)
 
     def instrument(self, meter: Meter | None = None) -> None:
@@ -418,9 +500,15 @@ class History(Opened):
             together.
         :raises SyntaxProblem: the query does not parse; points at the column.
         """
-        from .notebook import overview  # few ask for it, and it imports modules of its own
-
-        return overview(self.core, query, metric=metric, sort=sort, group=group)
+        with self.core.reading() as session:
+            return branches(
+                session,
+                query,
+                metric=metric,
+                sort=sort,
+                group=group,
+                living=partial(life_of, home=self.core.home),
+            )
 
     @values.checked
     def runs(self, *, limit: Count | None = None) -> list[Run]:
@@ -431,9 +519,9 @@ class History(Opened):
 
         :param limit: the most to return; None: all of them.
         """
-        from .notebook import runs
-
-        return runs(self.core, limit)
+        most = sys.maxsize >> 1 if limit is None else limit
+        with self.core.reading() as session:
+            return runs.listing(session, limit=most)[0]
 
     @values.checked
     def incomplete(self, *, limit: Count = 50) -> Incomplete:
@@ -445,102 +533,10 @@ class History(Opened):
 
         :param limit: the most to return of those that were given up, the last first.
         """
-        from .notebook import incomplete
+        with self.core.reading() as session:
+            return incomplete(session, limit=limit)
 
-        return incomplete(self.core, limit)
-
-
-# The door to a repository's notes: what people write about its states and branches.
-
-
-class Notes:
-    """The notes of a repository, ``repo.notes``.
-
-        note = repo.notes.write("Diverges *after* the warm-up.", state="main")
-        repo.notes.edit(note, "Diverges after step 400.")
-        print([note.text for note in repo.notes])
-
-    Iterating yields all of them, newest first.
-    """
-
-    def __init__(self, core: Core) -> None:
-        self._core = core
-
-    @values.checked
-    def write(
-        self,
-        text: Text,
-        *,
-        state: Revision | None = None,
-        branch: Text | None = None,
-        author: Text | None = None,
-    ) -> Note:
-        """Write a note about a state or a branch, in Markdown.
-
-        :param text: at most 16,384 characters.
-        :param state: a revision; the note stays with that state, wherever a branch moves.
-        :param branch: a branch; its notes are kept under its name.
-        :param author: who wrote it; None: the user that this process runs as.
-        :raises NotFound: there is no such state, or no such branch.
-        """
-        uid = None if state is None else self._core.state(state).uid
-        with self._core.writing() as session:
-            return refs.write(
-                session,
-                text,
-                state=uid,
-                branch=branch,
-                author=user_name() if author is None else author,
-            )
-
-    @values.checked
-    def of(self, state: Revision | None = None, *, branch: Text | None = None) -> list[Note]:
-        """The notes on a state or on a branch, newest first."""
-        if (state is None) == (branch is None):
-            raise InvalidInput("notes are of a state or of a branch: name one of the two")
-        uid = None if state is None else self._core.state(state).uid
-        with self._core.reading() as session:
-            return names.notes(session, state=uid, branch=branch)
-
-    @values.checked
-    def edit(self, note: Note | str, text: Text) -> Note:
-        """Change the text of a note. A note that is named by its uid is changed whatever it reads.
-
-        :raises NotFound: there is no such note.
-        :raises Conflict: somebody edited the note since it was read.
-        """
-        uid, seen = _named(note)
-        with self._core.writing() as session:
-            return refs.edit(session, uid, text, seen=seen)
-
-    def delete(self, note: Note | str) -> Note:
-        """Delete a note for good; returns the note. A note that is named by its uid is deleted
-        whatever it reads.
-
-        :raises NotFound: there is no such note.
-        :raises Conflict: somebody edited the note since it was read.
-        """
-        uid, seen = _named(note)
-        with self._core.writing() as session:
-            return refs.remove(session, uid, seen=seen)
-
-    def __iter__(self) -> Iterator[Note]:
-        with self._core.reading() as session:
-            return iter(names.notes(session))
-
-    def __repr__(self) -> str:
-        return f"<Notes of {self._core.location}>"
-
-
-def _named(note: Note | str) -> tuple[str, Note | None]:
-    return (note.uid, note) if isinstance(note, Note) else (values.text(note, "the note"), None)
-
-
-# The methods of a repository for names of states (tags and branches) and for the notes on them.
-
-
-class Names(Opened):
-    """Tags, branches and notes."""
+    # --- tags, branches and notes -----------------------------------------------------------------
 
     @values.checked
     def tag(self, name: str, rev: Revision | None, *, message: Message | None = None) -> Ref:
@@ -555,8 +551,8 @@ class Names(Opened):
         :raises Conflict: the name is taken by another state.
         """
         with self._changing(rev) as (session, uid):
-            made = lineage_refs.keep_tag(session, name, uid, message=message)
-            lineage_refs.warn(session, made)
+            made = refs.keep_tag(session, name, uid, message=message)
+            refs.warn(session, made)
         return made
 
     @values.checked
@@ -568,7 +564,7 @@ class Names(Opened):
         :raises Conflict: the name is taken.
         """
         with self._changing(rev) as (session, uid):
-            return lineage_refs.branch(session, name, uid)
+            return refs.branch(session, name, uid)
 
     @values.checked
     def move(self, name: str, rev: Revision | None, *, expected: Revision) -> Ref:
@@ -581,8 +577,8 @@ class Names(Opened):
         """
         old = self._uid(expected)
         with self._changing(rev) as (session, uid):
-            moved = lineage_refs.move(session, name, uid, expected=old)
-            lineage_refs.warn(session, moved)
+            moved = refs.move(session, name, uid, expected=old)
+            refs.warn(session, moved)
         return moved
 
     @values.checked
@@ -598,10 +594,10 @@ class Names(Opened):
         :raises Conflict: the new name is taken, or a training of the branch may be running.
         :raises NotFound: there is no such ref.
         """
-        self._core.settle()
-        with self._core.writing() as session:
-            check_idle(session, name, self._core.home)
-            return lineage_refs.rename(session, name, new)
+        self.core.settle()
+        with self.core.writing() as session:
+            check_idle(session, name, self.core.home)
+            return refs.rename(session, name, new)
 
     @values.checked
     def delete_ref(self, name: str, *, bytes: bool = False, dry_run: bool = False) -> Pruned | None:
@@ -620,9 +616,9 @@ class Names(Opened):
             from datastates.maintenance.retention_pass import drop_ref  # few ask for it
 
             return drop_ref(self.core, name, dry_run=dry_run)
-        self._core.settle()
-        with self._core.writing() as session:
-            lineage_refs.delete_ref(session, name)
+        self.core.settle()
+        with self.core.writing() as session:
+            refs.delete_ref(session, name)
         return None
 
     @values.checked
@@ -653,8 +649,8 @@ class Names(Opened):
         :raises NotFound: the revision names no state.
         """
         with self._changing(rev) as (session, uid):
-            annotate(session, uid, attributes or {})
-            return measure(
+            refs.annotate(session, uid, attributes or {})
+            return refs.measure(
                 session,
                 uid,
                 {} if metrics is None else metrics,
@@ -680,29 +676,7 @@ class Names(Opened):
         with self.core.reading() as session:
             return names.reflog(session, name)
 
-
-# The methods of a repository that check its bytes, mend them and make room.
-
-
-def _peer(value: object, what: str) -> object:
-    """A connected peer.
-
-    :raises InvalidInput: it is none.
-    """
-    from datastates.transport.peer import Peer
-
-    if not isinstance(value, Peer):
-        raise InvalidInput(
-            f"{what} is {values.shown(value)}: give peers, as peers=[datastates.connect(url)]"
-        )
-    return value
-
-
-Peers = Annotated["Sequence[Peer]", values.several(_peer)]
-
-
-class Upkeep(Opened):
-    """Checking, making room, mending."""
+    # --- maintenance ------------------------------------------------------------------------------
 
     @overload
     def verify(self, rev: Revision) -> State: ...

@@ -3,18 +3,13 @@ as a graph."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
-from datastates.lineage.query import revision
-from datastates.lineage.query.incomplete import incomplete as lineage_incomplete
 from datastates.lineage.states import Ref, State
-from datastates.lineage.views.branches import Summary, branches, summary
+from datastates.lineage.views.branches import Summary, summary
 from datastates.lineage.views.cards import code, table_html, text
-from datastates.lineage.views.comparison import check_count, compare
 from datastates.lineage.views.detail import Counts, count
 from datastates.lineage.views.html import graph_html, states_html
 from datastates.lineage.views.text import (
@@ -25,9 +20,7 @@ from datastates.lineage.views.text import (
     size_text,
     step_text,
 )
-from datastates.lineage.write import runs as lineage_runs
 from datastates.maintenance.core import Core
-from datastates.maintenance.lease import life_of
 from datastates.system.telemetry import Activity
 
 from .errors import Unsupported
@@ -37,10 +30,6 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-    from datastates.lineage.query.incomplete import Incomplete
-    from datastates.lineage.states import Run
-    from datastates.lineage.views.branch_rows import Branches
-    from datastates.lineage.views.comparison import Comparison
 
 _HEADS = 20
 _NEWEST = 30
@@ -163,43 +152,6 @@ def frame(states: Sequence[State]) -> pd.DataFrame:
     made = pd.DataFrame(columns)
     made.index = pd.Index([state.uid for state in states], name="uid")
     return made
-
-
-# A repository's branches and runs, and states side by side, in the form that Python returns them.
-
-
-def overview(
-    core: Core, query: str, *, metric: str | None, sort: str, group: str | None
-) -> Branches:
-    """Every branch that meets a condition."""
-    with core.reading() as session:
-        return branches(
-            session,
-            query,
-            metric=metric,
-            sort=sort,
-            group=group,
-            living=partial(life_of, home=core.home),
-        )
-
-
-def runs(core: Core, limit: int | None) -> list[Run]:
-    """The tracking processes, the latest first."""
-    with core.reading() as session:
-        return lineage_runs.listing(session, limit=sys.maxsize >> 1 if limit is None else limit)[0]
-
-
-def incomplete(core: Core, limit: int) -> Incomplete:
-    """The states of several ranks that wait for parts, and those that were given up."""
-    with core.reading() as session:
-        return lineage_incomplete(session, limit=limit)
-
-
-def comparison(core: Core, revs: Sequence[str]) -> Comparison:
-    """States side by side."""
-    check_count(len(revs))
-    with core.reading() as session:
-        return compare(session, revs, [revision.resolve(session, rev) for rev in revs])
 
 
 # A repository in numbers: what its lineage holds, and what this process did.

@@ -1,6 +1,6 @@
-"""What a script opens: a lineage database and the tiers that hold payload.
+"""The repository that a script opens: a lineage database, and the tiers that hold the bytes.
 
-Most methods of ``Repository`` are in ``door``."""
+``facade`` has the methods for states that were captured."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from . import values
 from .collective import AnyGroup, SoloGroup
 from .config import BackPressure, Config, Data, OnFailure
 from .errors import DatastatesError, InvalidInput
-from .facade import Algebra, History, Names, Upkeep
+from .facade import Facade
 from .values import Count, FilePath, Patterns, Seconds, Text, Token
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def _own(own: frozenset[str], names: set[str]) -> frozenset[str]:
     return own
 
 
-class Repository(Upkeep, Names, History, Algebra):
+class Repository(Facade):
     """A lineage and the tiers that hold its states.
 
     Reading is safe from any thread; tracking belongs to the training thread."""
