@@ -121,7 +121,7 @@ class Beside(ABC):
             target=self._run, name=f"datastates-{self.kind}", daemon=True
         )
         self._thread.start()
-        tracker.training.accompany(self)
+        tracker.training.add_listener(self._queue.put, self._on_end)
 
     # --- what a log does --------------------------------------------------------------------------
 
@@ -147,14 +147,9 @@ class Beside(ABC):
     def _end(self, head: str | None, error: BaseException | None) -> None:
         """Note the newest state, and end the run unless it is the caller's own."""
 
-    # --- a companion ------------------------------------------------------------------------------
+    # --- the queue and its thread -----------------------------------------------------------------
 
-    def recorded(self, state: State, /) -> None:
-        """See ``Companion``."""
-        self._queue.put(state)
-
-    def ended(self, error: BaseException | None, /) -> None:
-        """See ``Companion``."""
+    def _on_end(self, error: BaseException | None) -> None:
         self._queue.put(None)
         self._thread.join(PATIENCE_S)
         if self._thread.is_alive():

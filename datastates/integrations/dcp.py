@@ -22,7 +22,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -71,29 +71,23 @@ EMPTY = "datastates: an empty dict"
 """Stands for an empty dict, which torch would drop."""
 
 
-class Plans(Protocol):
-    """A reader, which may be having a load planned."""
-
-    is_planning: bool
-
-
 class Tree(dict[str, Any]):
     """The tree of a ``Stateful``. ``found`` is what ``Reader`` read in its place: the whole tree,
     including what the objects do not have yet.
 
-    While ``Reader`` has a load planned, the tree shows no items: torch would ask for the names and
-    sizes that are there now.
+    From ``Reader.read_metadata`` until the plan of the load is made, the tree shows no items.
+    Otherwise torch would plan to load the names and sizes that the objects have now.
     """
 
     def __init__(self, found: Mapping[str, Any]) -> None:
         super().__init__(found)
         self.found: dict[str, Any] | None = None
-        self._reader: weakref.ref[Plans] | None = None
+        self._reader: weakref.ref[Reader] | None = None
         self._thread = threading.get_ident()
         _made.add(self)
 
     def items(self) -> Any:
-        """The items of the tree, unless they are left to the reader."""
+        """The items of the tree, or none while a reader plans a load."""
         reader = None if self._reader is None else self._reader()
         return {}.items() if reader is not None and reader.is_planning else super().items()
 
@@ -110,14 +104,6 @@ class Tree(dict[str, Any]):
 
 
 _made: weakref.WeakSet[Tree] = weakref.WeakSet()
-
-
-def leave_to(reader: Plans) -> None:
-    """Leave the trees that torch has asked for, on this thread, to this reader for as long as it
-    has a load planned."""
-    for tree in list(_made):
-        if tree._thread == threading.get_ident():  # another thread may be saving
-            tree._reader = weakref.ref(reader)
 
 
 class Stateful:
@@ -433,7 +419,9 @@ class Reader(StorageReader):
             sketch = unwrapped(_sketch(core, self.state), self.state.attributes)
         metadata = _planned(sketch, is_flat=FLAT in self.state.attributes)[1]
         self.is_planning = True
-        leave_to(self)
+        for tree in list(_made):
+            if tree._thread == threading.get_ident():  # another thread may be saving
+                tree._reader = weakref.ref(self)
         metadata.storage_meta = StorageMeta(
             checkpoint_id=self.checkpoint_id, save_id=self.state.uid
         )

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -28,6 +28,9 @@ from datastates.errors import Unsupported
 from datastates.state.generators import RngState
 from datastates.state.loaders import parts_of, put_mark
 from datastates.state.passes import Pass
+
+if TYPE_CHECKING:
+    from .transformers import DatastatesCallback
 
 LOOP = "trainer"
 """The top-level name under which a state records where its Trainer stood."""
@@ -229,24 +232,6 @@ _HOOKED = (
 _FILE = "trainer_state.json"
 
 
-class Follower(Protocol):
-    """The callback, as its hooks see it.
-
-    ``is_reseeded``: the random numbers of the state must not come back."""
-
-    branch: str
-    replay: bool
-    folders: bool
-    is_reseeded: bool
-
-    @property
-    def loop(self) -> TrainerLoop: ...
-    def set_out(self, asked: Any, *, trial: object) -> Any: ...
-    def capture_if_due(self, *, is_end: bool = False) -> None: ...
-    def begin_step(self) -> None: ...
-    def end(self, error: BaseException | None) -> None: ...
-
-
 class Hooks:
     """Hooks over the methods of ``trainer``; each method still does its work, and nothing else
     while the Trainer does not have the callback. Everything belongs to the training thread.
@@ -256,7 +241,7 @@ class Hooks:
     place where it was captured. ``folder`` stands for that state.
     """
 
-    def __init__(self, trainer: Any, callback: Follower) -> None:
+    def __init__(self, trainer: Any, callback: DatastatesCallback) -> None:
         missing = [name for name in _HOOKED if not hasattr(trainer, name)]
         if missing:
             raise Unsupported(

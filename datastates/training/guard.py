@@ -18,12 +18,12 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from statistics import median
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -32,7 +32,6 @@ from torch.utils.data import DataLoader, Sampler
 
 from datastates import values
 from datastates.engine.device_copies import Snapshot, tensors_of
-from datastates.engine.handle import Capture
 from datastates.errors import InvalidInput, NotFound, Unavailable
 from datastates.lineage.query import names as names_query
 from datastates.lineage.query import walk
@@ -48,6 +47,9 @@ from datastates.system.devices import Mark, devices
 from datastates.system.logs import event
 
 from .training import Training, without_later_groups
+
+if TYPE_CHECKING:
+    from .tracker import Tracker
 
 
 def is_sound(reader: Reader, adapted: Adapted, near: Sequence[Snapshot] = ()) -> bool:
@@ -219,31 +221,6 @@ class Rules:
     keep: Sequence[str]
 
 
-class Run(Protocol):
-    """What a guard needs of the tracker that it watches."""
-
-    @property
-    def branch(self) -> str:
-        """The branch that captures move."""
-
-    @property
-    def head(self) -> State | None:
-        """The newest state of the branch."""
-
-    @property
-    def step(self) -> int:
-        """The number of steps so far."""
-
-    def capture(
-        self,
-        *,
-        metrics: Mapping[str, float] | None = None,
-        step: int | None = None,
-        message: str | None = None,
-    ) -> Capture:
-        """Take a state."""
-
-
 class Guard:
     """Judges the loss of each step, and rewinds the training when one is bad. ``Tracker.guard``
     makes it.
@@ -271,7 +248,7 @@ class Guard:
     losses starts afresh in each process.
     """
 
-    def __init__(self, run: Run, training: Training, rules: Rules) -> None:
+    def __init__(self, run: Tracker, training: Training, rules: Rules) -> None:
         data = rules.data
         if rules.back < 1 or rules.limit < 1:
             raise InvalidInput(f"back is {rules.back} and limit {rules.limit}: both count from 1")

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -50,7 +50,7 @@ from datastates.state.generators import RngState
 from datastates.state.geometry import is_spread
 from datastates.state.hyperparameters import SCHEDULED, Built, Difference, is_alike, seed, shown
 from datastates.state.model import MODES, ModelState
-from datastates.state.optimizer import bare, is_plain, with_inner
+from datastates.state.optimizer import bare, is_plain
 from datastates.state.per_rank import owned
 from datastates.state.report import RestoreReport, Selection
 from datastates.state.tree import Flat, flatten, join
@@ -67,22 +67,6 @@ if TYPE_CHECKING:
 
     from datastates.engine.runner import Runner
     from datastates.lineage.database import Database
-
-
-class Companion(Protocol):
-    """What ``Training.accompany`` takes.
-
-    It must refer to neither the tracker nor its objects, or it would keep them alive."""
-
-    def recorded(self, state: State, /) -> None:
-        """Called once for each state of this training that is recorded, in order, on any thread.
-
-        It returns at once and raises nothing."""
-
-    def ended(self, error: BaseException | None, /) -> None:
-        """Called when the training is closed, on the closing thread, with the error that ended
-        its block, if any. ``recorded`` was called for every state before. An error that this
-        raises is logged."""
 
 
 # What becomes of the parameters that a restored state trained and that are not trained here, or
@@ -283,7 +267,7 @@ class Training:
         self._told = line.choice = cadence.told()
         self.resumed_from: State | None = None
         self.attributes: dict[str, Value] = {}
-        self._companions: list[Companion] = []
+        self._on_end: list[Callable[[BaseException | None], None]] = []
         self.report: RestoreReport | None = None
         self.ranks = Together(SoloGroup())
         self.own: frozenset[str] = frozenset()
@@ -336,11 +320,23 @@ class Training:
         """Wait until no copy reads the tracked tensors any more."""
         self.pending.wait()
 
-    def accompany(self, companion: Companion) -> None:
-        """Tell a companion of each state from now on, and of the end."""
+    def add_listener(
+        self,
+        on_recorded: Callable[[State], None],
+        on_end: Callable[[BaseException | None], None],
+    ) -> None:
+        """Call ``on_recorded`` for each state from now on, and ``on_end`` at the end.
+
+        Neither may refer to the tracker or its objects, or it would keep them alive.
+
+        :param on_recorded: called once for each recorded state, in order, on any thread. It returns
+            at once and raises nothing.
+        :param on_end: called on the closing thread, after every ``on_recorded``, with the error
+            that ended the training, if any. An error that it raises is logged.
+        """
         self.check_usable()
-        self._companions.append(companion)
-        self.line.listeners.append(companion.recorded)
+        self._on_end.append(on_end)
+        self.line.listeners.append(on_recorded)
 
     def begin_run(self, session: Session) -> None:
         """Record the training as a run of its process."""
@@ -553,9 +549,7 @@ class Training:
         if self.takes_script:
             self.built.put()
         restored = set(self.report.restored)
-        for optimizer in (
-            each for tracked in self.adapted.optimizers for each in with_inner(tracked)
-        ):
+        for optimizer in self.adapted.optimizers_with_inner:
             if optimizer.state:
                 # else schedulers warn that it never stepped
                 optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -814,7 +808,7 @@ class Training:
             self._tell_what_is_kept()
         self._is_ended = True  # an interrupt before this: the next call goes on
         self._finalizer.detach()
-        self._part(error)
+        self._call_listeners(error)
         self.heed_edits()
         self.raise_background_error()
 
@@ -834,15 +828,14 @@ class Training:
                     "branch %s: %s", self.branch, kept_text(captured, restorable, size), extra=ended
                 )
 
-    def _part(self, error: BaseException | None) -> None:
-        """Tell the companions of the end."""
-        while self._companions:
-            companion = self._companions.pop()
+    def _call_listeners(self, error: BaseException | None) -> None:
+        while self._on_end:
+            on_end = self._on_end.pop()
             try:
-                companion.ended(error)
+                on_end(error)
             except Exception:  # the other system may be away; the states are safe
                 _logger.warning(
-                    "branch %s: %s could not be ended", self.branch, companion, exc_info=True
+                    "branch %s: %s could not be ended", self.branch, on_end, exc_info=True
                 )
 
     def give_way(self) -> None:
